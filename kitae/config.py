@@ -1,0 +1,325 @@
+"""Settings of a run: TOML recipe + `section.key=value` overrides → one frozen, fully resolved `Config`.
+
+Importing this module is cheap (no torch), and everything that can be refused is refused here, before a model loads:
+unknown keys name the nearest valid one, contradictions name both sides. The resolved config is saved with the run.
+"""
+
+import difflib
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kitae.algorithms.presets import PRESETS
+from kitae.errors import ConfigError
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+
+
+class RunConfig(Section):
+    """Where the run lives and what makes it repeatable."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]+$", description="Name of the run folder; a number is appended.")
+    dir: str = Field("runs", description="Folder that holds the run folders.")
+    seed: int = Field(0, ge=0, description="Seed of prompts, sampling and initialisation.")
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = Field(
+        "smollm2-135m",
+        min_length=1,
+        description="A folder, a hub id, or a short name: smollm2-135m (real), tiny (made on the spot, for tests).",
+    )
+    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: bfloat16 where the hardware computes in it.")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1 …")
+    lora_rank: int = Field(0, ge=0, description="0 trains all weights; more trains LoRA adapters of this rank.")
+    lora_alpha: float = Field(32.0, gt=0, description="LoRA scale numerator.")
+    lora_targets: str = Field("all-linear", description="all-linear, or names of modules separated by commas.")
+
+
+class DataConfig(Section):
+    """Where prompts come from: exactly one of task, path or hub."""
+
+    task: str | None = Field(None, description="A generated task: reverse, sort, arithmetic, count.")
+    params: dict[str, int | str | bool] = Field(default_factory=dict, description="Difficulty and options of the task.")
+    path: str | None = Field(None, description="A .jsonl or .parquet file of training prompts.")
+    eval_path: str | None = Field(None, description="A file of held-out prompts.")
+    hub: str | None = Field(None, description="A data set on the hub, e.g. openai/gsm8k.")
+    hub_files: str = Field("main/train-*.parquet", description="Files of the hub data set to train on.")
+    hub_eval_files: str | None = Field("main/test-*.parquet", description="Files of the hub data set to evaluate on.")
+    prompt_key: str = Field("question", description="Column with the question, or with a list of chat messages.")
+    answer_key: str = Field("answer", description="Column with the reference answer.")
+    answer_after: str | None = Field(None, description="Keep only the reference text after this mark, e.g. '####'.")
+    system: str | None = Field(None, description="System message put before each question.")
+    instruction: str = Field("{question}", description="Template of the user turn; {question} is replaced.")
+    shuffle: bool = Field(True, description="Visit the prompts in a seeded random order, a new one each epoch.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in ("task", "path", "hub") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"data needs exactly one of task, path or hub, got {' and '.join(given) or 'none'}")
+        if "{question}" not in self.instruction:
+            raise ValueError(f"data.instruction must contain {{question}}, got {self.instruction!r}")
+        if self.params and self.task is None:
+            raise ValueError("data.params belongs to a generated task, but data.task is not set")
+        return self
+
+
+class VerifierConfig(Section):
+    """Who judges the answers, and for how long."""
+
+    name: str = Field("exact", description="exact, number, math, or your own: file.py:function.")
+    params: dict[str, bool | int | float | str] = Field(default_factory=dict, description="Options of the verifier.")
+    timeout: float = Field(10.0, gt=0, description="Seconds after which the worker that checks one answer is killed.")
+    workers: int = Field(2, ge=1, le=256, description="Worker processes.")
+    max_error_share: float = Field(
+        0.5, ge=0, le=1, description="Stop when more than this share of a step's answers could not be judged."
+    )
+
+
+class SamplingConfig(Section):
+    """How training rollouts are sampled."""
+
+    temperature: float = Field(1.0, gt=0, description="Log-probs of engine and trainer are both taken at it.")
+    max_tokens: int = Field(64, ge=1, description="Most tokens in one response.")
+    stop: tuple[str, ...] = Field((), description="Strings that end a response.")
+
+
+class EngineConfig(Section):
+    """The rollout engine."""
+
+    memory_gb: float = Field(1.0, gt=0, description="Memory of the key-value cache.")
+    max_batch: int = Field(256, ge=1, description="Most sequences decoded together.")
+    prefill_tokens: int = Field(2048, ge=16, description="Most prompt tokens computed in one step.")
+    page_size: int = Field(16, ge=1, le=256, description="Tokens in one page of the cache.")
+    fast: bool = Field(True, description="Use compiled kernels where they can be built; false: plain torch.")
+
+
+class AlgorithmConfig(Section):
+    """A point in the eight-stage space. A preset fills in what is not given; see docs/algorithms.md."""
+
+    preset: str = Field("grpo", description="grpo, dr-grpo or dapo.")
+    overlong_buffer: int | None = Field(None, ge=0, description="S1: soft length penalty over the last so many tokens; 0: off.")
+    filter: Literal["none", "zero-variance"] | None = Field(None, description="S2: which groups are dropped.")
+    advantage: Literal["group-zscore", "group-centred"] | None = Field(None, description="S3.")
+    ratio: Literal["token"] | None = Field(None, description="S4.")
+    gate: Literal["clip", "none"] | None = Field(None, description="S5.")
+    clip_low: float | None = Field(None, gt=0, lt=1, description="S5: ratios below 1 - clip_low are clipped.")
+    clip_high: float | None = Field(None, gt=0, description="S5: ratios above 1 + clip_high are clipped.")
+    dual_clip: float | None = Field(None, ge=0, description="S5: cap of the ratio for negative advantages; 0: off.")
+    correction: Literal["none", "tis"] | None = Field(None, description="S6: weight for the engine–trainer mismatch.")
+    correction_cap: float | None = Field(None, gt=0, description="S6: largest weight.")
+    aggregation: (
+        Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length", "prompt-mean"] | None
+    ) = Field(None, description="S7.")
+    constant_length: int | None = Field(None, ge=0, description="S7: the L of constant-length; 0: sampling.max_tokens.")
+    entropy_coef: float | None = Field(None, ge=0, description="S8: entropy bonus.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        name = values.get("preset", "grpo")
+        if name not in PRESETS:
+            near = difflib.get_close_matches(str(name), PRESETS, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"algorithm.preset must be one of {', '.join(PRESETS)}, got {name!r}{hint}")
+        return {**PRESETS[name].choices, **{k: v for k, v in values.items() if v is not None}}
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Self:
+        if self.dual_clip and self.clip_high is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"algorithm.dual_clip must exceed 1 + clip_high = {1 + self.clip_high:g}, got {self.dual_clip:g}"
+            )
+        return self
+
+
+class TrainingConfig(Section):
+    """The optimizer and the size of a step."""
+
+    steps: int = Field(100, ge=1, description="Policy versions to train: one batch of rollouts each.")
+    prompts_per_step: int = Field(8, ge=1, description="Groups in a batch.")
+    group_size: int = Field(8, ge=1, description="Samples of each prompt.")
+    minibatches: int = Field(1, ge=1, description="Optimizer steps a batch is cut into, by whole groups.")
+    epochs: int = Field(1, ge=1, description="Passes over each batch.")
+    lr: float = Field(1e-5, gt=0, description="Peak learning rate.")
+    warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="What follows the warm-up.")
+    betas: tuple[float, float] = Field((0.9, 0.99), description="AdamW momenta.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
+    clip_norm: float = Field(1.0, gt=0, description="Largest gradient norm.")
+    token_budget: int = Field(4096, ge=1, description="Most tokens in a packed micro-batch.")
+    logit_chunk: int = Field(512, ge=1, description="Rows of logits held at a time.")
+    share_prompts: bool = Field(True, description="Compute each group's prompt once in training too.")
+    checkpoint_activations: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
+
+
+class PipelineConfig(Section):
+    """How far generation may run ahead of training."""
+
+    max_staleness: Literal[0] = Field(0, description="Policy versions a sample may be old; 0 is on-policy.")
+    refill: bool = Field(False, description="Replace dropped groups by new prompts until the batch is full.")
+    max_refill: float = Field(3.0, ge=0, description="Most replacements, as a multiple of prompts_per_step.")
+
+
+class CheckpointConfig(Section):
+    """When the whole frontier is saved."""
+
+    every: int = Field(10, ge=1, description="Steps between checkpoints.")
+    keep: int = Field(2, ge=1, description="Checkpoints kept.")
+
+
+class EvalConfig(Section):
+    """Held-out evaluation before, during and after training."""
+
+    prompts: int = Field(64, ge=0, description="Held-out prompts; 0: no evaluation.")
+    samples: int = Field(1, ge=1, description="Samples of each prompt.")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling.")
+    top_k: int = Field(0, ge=0, description="Keep only the k likeliest tokens; 0: all.")
+    min_p: float = Field(0.0, ge=0, lt=1, description="Drop tokens less likely than this share of the likeliest.")
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0: only before and after.")
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Self:
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(f"eval.samples must be 1 when eval.temperature is 0 (greedy), got {self.samples}")
+        return self
+
+
+class Config(Section):
+    """All settings of a run."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig
+    verifier: VerifierConfig = VerifierConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    training: TrainingConfig = TrainingConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Self:
+        a, t = self.algorithm, self.training
+        if t.group_size < 2 and str(a.advantage).startswith("group"):
+            raise ValueError(f"training.group_size must be at least 2 for advantage {a.advantage!r}, got {t.group_size}")
+        if t.minibatches > t.prompts_per_step:
+            raise ValueError(
+                f"training.minibatches must be at most prompts_per_step = {t.prompts_per_step}, got {t.minibatches}"
+            )
+        if a.overlong_buffer and a.overlong_buffer > self.sampling.max_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer must be at most sampling.max_tokens = {self.sampling.max_tokens}, "
+                f"got {a.overlong_buffer}"
+            )
+        if self.pipeline.refill and a.filter == "none":
+            raise ValueError("pipeline.refill replaces dropped groups, but algorithm.filter = 'none' drops none")
+        if t.warmup_steps > t.steps * t.minibatches * t.epochs:
+            raise ValueError(
+                f"training.warmup_steps must be at most the {t.steps * t.minibatches * t.epochs} optimizer steps of "
+                f"the run, got {t.warmup_steps}"
+            )
+        return self
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=2)
+
+    def flat(self) -> dict[str, Any]:
+        """`{"training.lr": 1e-5, …}`, for display and comparison."""
+        dumped = self.model_dump(mode="json")
+        return {f"{section}.{key}": value for section, keys in dumped.items() for key, value in keys.items()}
+
+
+def load_config(recipe: Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a recipe file and apply `section.key=value` overrides."""
+    try:
+        values = tomllib.loads(recipe.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"no recipe file {recipe}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{recipe} is not valid TOML: {error}") from None
+    values.setdefault("run", {}).setdefault("name", recipe.stem)
+    for override in overrides:
+        _apply_override(values, override)
+    return parse_config(values)
+
+
+def parse_config(values: Mapping[str, Any]) -> Config:
+    """Validate a nested mapping; every complaint becomes one `ConfigError` that lists all of them."""
+    problems = list(_unknown_keys(values))
+    if not problems:
+        try:
+            return Config.model_validate(values)
+        except ValidationError as error:
+            problems = [_describe(e) for e in error.errors()]
+    raise ConfigError("\n".join(problems))
+
+
+def _apply_override(values: dict[str, Any], override: str) -> None:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or len(keys) < 2 or not all(keys):
+        raise ConfigError(f"an override has the form section.key=value, got {override!r}")
+    node = values
+    for key in keys[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"{path!r} goes below {key!r}, which is a value, not a section")
+    node[keys[-1]] = _parse_value(text.strip())
+
+
+def _parse_value(text: str) -> Any:
+    """TOML syntax where it parses (`3`, `1e-5`, `true`, `["a"]`), else the bare text."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _unknown_keys(values: Mapping[str, Any]) -> Iterable[str]:
+    sections = {name: info.annotation for name, info in Config.model_fields.items()}
+    valid = [f"{name}.{key}" for name, cls in sections.items() for key in _fields(cls)]
+    for section, keys in values.items():
+        if section not in sections:
+            yield f"unknown section {section!r}{_nearest(section, sections)}"
+        elif not isinstance(keys, Mapping):
+            yield f"{section!r} is a section, got the value {keys!r}"
+        else:
+            for key in keys:
+                if f"{section}.{key}" not in valid:
+                    yield f"unknown key {section}.{key}{_nearest(f'{section}.{key}', valid)}"
+
+
+def _fields(cls: Any) -> Iterable[str]:
+    return cls.model_fields if isinstance(cls, type) and issubclass(cls, BaseModel) else ()
+
+
+def _nearest(word: str, valid: Iterable[str]) -> str:
+    candidates = list(valid)
+    key = word.rpartition(".")[2]
+    elsewhere = [v for v in candidates if v.rpartition(".")[2] == key]  # the right key in the wrong section
+    near = elsewhere or difflib.get_close_matches(word, candidates, 1, cutoff=0.5)
+    return f"; did you mean {near[0]}?" if near else f"; valid are {', '.join(candidates)}"
+
+
+def _describe(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return str(message)
+    got = json.dumps(error["input"], default=str)
+    return f"{where}: {message[0].lower()}{message[1:]}, got {got}"

@@ -1,0 +1,100 @@
+"""Messages to tokens and back, by the chat template that the model was trained with.
+
+Text becomes tokens only on its way in. What the model sampled stays the tokens that it sampled: a turn that follows
+is encoded on its own and appended, and the conversation so far is never rendered again.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kitae.errors import DataError
+from kitae.types import Message
+
+_QUESTION = Message("user", "q")
+_ANSWER = Message("assistant", "answerendshere")
+"""Stands for the model's turn when a template is asked what follows one; an improbable word, so that it is found."""
+
+
+class Chat:
+    """A Hugging Face tokenizer and its template: `Chat(tokenizer, model.generation_config)`.
+
+    Without a template, messages are their contents joined by newlines. Special tokens spelled out in a message's
+    text are read as special tokens: content from strangers should not contain them.
+    """
+
+    def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
+        self._tokenizer = tokenizer
+        self._plain = not getattr(tokenizer, "chat_template", None)
+        eos = _ids(tokenizer.eos_token_id) + _ids(getattr(generation_config, "eos_token_id", None))
+        self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys(eos))
+        """The tokens that end a turn: the tokenizer's and the generation config's, without repeats."""
+
+    def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens up to where the model's answer starts; never empty."""
+        if not messages:
+            raise DataError("a prompt must have at least one message, got none")
+        if self._plain:
+            tokens = self._begin() + self._encode(_joined(messages))
+        else:
+            tokens = self._encode(self._render(messages))
+        if not tokens:
+            raise DataError(f"a prompt must have at least one token, got none from {list(messages)}")
+        return tokens
+
+    def encode_turn(self, messages: Sequence[Message], *, closed: bool = True) -> tuple[int, ...]:
+        """The tokens from the end of a model turn over `messages` to where its next answer starts.
+
+        `closed` says that the model ended its turn itself, with a stop token, which is then not repeated; after a
+        stop string or a length limit it is False, and the tokens begin with whatever closes a turn.
+        """
+        if not messages:
+            raise DataError("a turn must have at least one message, got none")
+        if self._plain:
+            return self._encode("\n" + _joined(messages))
+        tokens = self._encode(self._tail(messages, generate=True))
+        if closed:
+            closing = self._encode(self._tail((), generate=False))
+            for position, (token, last) in enumerate(zip(tokens, closing, strict=False)):
+                if token != last:
+                    break  # here the closing of the turn is over, and it held no stop token
+                if token in self.stop_tokens:
+                    return tokens[position + 1 :]
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text without special tokens, its spaces as they are."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def _tail(self, messages: Sequence[Message], *, generate: bool) -> str:
+        rendered = self._render((_QUESTION, _ANSWER, *messages), generate=generate)
+        _, found, tail = rendered.partition(_ANSWER.content)
+        if not found:
+            raise DataError("the chat template must show the content of assistant messages, but it leaves it out")
+        return tail
+
+    def _render(self, messages: Sequence[Message], *, generate: bool = True) -> str:
+        turns = [{"role": m.role, "content": m.content} for m in messages]
+        try:
+            text: str = self._tokenizer.apply_chat_template(turns, add_generation_prompt=generate, tokenize=False)
+        except Exception as error:  # the template is a program that came with the model
+            raise DataError(f"the chat template refuses the roles {[m.role for m in messages]}: {error}") from error
+        return text
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _begin(self) -> tuple[int, ...]:
+        """The BOS token where the tokenizer adds one of its own accord; an EOS that it would add is left out."""
+        added = tuple(self._tokenizer("")["input_ids"])
+        return added[:1] if added and added[0] == self._tokenizer.bos_token_id else ()
+
+
+def _joined(messages: Sequence[Message]) -> str:
+    return "\n".join(m.content for m in messages)
+
+
+def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

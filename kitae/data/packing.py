@@ -1,0 +1,138 @@
+"""Pack samples into micro-batches: one row of tokens, no padding, each group's prompt only once.
+
+A row is a list of spans. A prompt is a span of its own; every response that shares it is a span that attends to that
+prompt and, causally, to itself. The last token of a response predicts nothing and is left out of the row.
+Legend: T tokens of the row, N loss tokens (what the loss is summed over), in sample order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kitae.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Row positions `[start, start + length)`, preceded by `[prefix_start, prefix_start + prefix_length)`."""
+
+    start: int
+    length: int
+    prefix_start: int = 0
+    prefix_length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """One forward and backward pass.
+
+    Two responses of 2 and 3 tokens to one prompt of 4: T = 4 + 1 + 2 = 7, N = 5, and `source_N` is
+    [3, 4, 3, 5, 6]: the row positions whose hidden states predict the loss tokens.
+    """
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    spans: tuple[Span, ...]
+    source_N: Tensor
+    target_N: Tensor
+    sample_N: Tensor
+    logp_mu_N: Tensor
+    logp_old_N: Tensor | None
+    advantage_N: Tensor
+    weight_N: Tensor
+    samples: tuple[Sample, ...]
+
+    def split(self, values_N: np.ndarray) -> list[np.ndarray]:  # type: ignore[type-arg]
+        """Cut a vector over loss tokens into one piece per sample."""
+        return np.split(values_N, np.cumsum([s.loss_tokens for s in self.samples])[:-1])
+
+
+def pack(samples: Sequence[Sample], token_budget: int, share_prompts: bool = True) -> list[list[Sample]]:
+    """Distribute samples over micro-batches of at most `token_budget` row tokens; one longer sample goes alone.
+
+    Samples with a common prompt stay together as far as the budget allows. Every sample appears exactly once.
+    """
+    families: dict[object, list[Sample]] = {}
+    for i, s in enumerate(samples):
+        key = (s.group, s.tokens_T[: s.prompt_length].tobytes()) if share_prompts else i
+        families.setdefault(key, []).append(s)
+    pieces: list[tuple[int, list[Sample]]] = []
+    for family in families.values():
+        prompt = family[0].prompt_length
+        piece: list[Sample] = []
+        size = prompt
+        for s in family:
+            own = s.length - prompt
+            if piece and size + own > token_budget:
+                pieces.append((size, piece))
+                piece, size = [], prompt
+            piece.append(s)
+            size += own
+        pieces.append((size, piece))
+    bins: list[tuple[int, list[Sample]]] = []
+    for size, piece in sorted(pieces, key=lambda p: -p[0]):  # first fit, longest first
+        for i, (used, content) in enumerate(bins):
+            if used + size <= token_budget:
+                bins[i] = (used + size, content + piece)
+                break
+        else:
+            bins.append((size, list(piece)))
+    return [content for _, content in bins]
+
+
+def collate(samples: Sequence[Sample], device: torch.device, share_prompts: bool = True) -> MicroBatch:
+    """Lay out one micro-batch."""
+    tokens: list[np.ndarray] = []  # type: ignore[type-arg]
+    positions: list[np.ndarray] = []  # type: ignore[type-arg]
+    spans: list[Span] = []
+    prompts: dict[bytes, Span] = {}
+    source: list[np.ndarray] = []  # type: ignore[type-arg]
+    size = 0
+
+    def add(piece: np.ndarray, first: int, prefix: Span | None) -> Span:  # type: ignore[type-arg]
+        nonlocal size
+        span = Span(size, len(piece), prefix.start, prefix.length) if prefix else Span(size, len(piece))
+        tokens.append(piece)
+        positions.append(np.arange(first, first + len(piece)))
+        if len(piece):
+            spans.append(span)
+        size += len(piece)
+        return span
+
+    for s in samples:
+        prompt, response = s.tokens_T[: s.prompt_length], s.tokens_T[s.prompt_length : -1]
+        if share_prompts:
+            key = prompt.tobytes()
+            if key not in prompts:
+                prompts[key] = add(prompt, 0, None)
+            before = prompts[key]
+            own = add(response, s.prompt_length, before)
+            row_of_T = np.concatenate(
+                [before.start + np.arange(before.length), own.start + np.arange(own.length)]
+            )
+        else:
+            own = add(s.tokens_T[:-1], 0, None)
+            row_of_T = own.start + np.arange(own.length)
+        source.append(row_of_T[np.flatnonzero(s.mask_T) - 1])
+
+    def flat(name: str) -> Tensor:
+        return torch.from_numpy(np.concatenate([getattr(s, name)[s.mask_T] for s in samples])).to(device)
+
+    counts = torch.tensor([s.loss_tokens for s in samples])
+    has_old = all(s.logp_old_T is not None for s in samples)
+    return MicroBatch(
+        tokens_T=torch.from_numpy(np.concatenate(tokens)).to(device),
+        positions_T=torch.from_numpy(np.concatenate(positions)).to(device),
+        spans=tuple(spans),
+        source_N=torch.from_numpy(np.concatenate(source)).to(device),
+        target_N=flat("tokens_T"),
+        sample_N=torch.repeat_interleave(torch.arange(len(samples)), counts).to(device),
+        logp_mu_N=flat("logp_mu_T"),
+        logp_old_N=flat("logp_old_T") if has_old else None,
+        advantage_N=flat("advantage_T"),
+        weight_N=flat("weight_T"),
+        samples=tuple(samples),
+    )

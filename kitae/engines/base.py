@@ -1,0 +1,99 @@
+"""The engine seam: everything that turns prompts into sampled tokens implements `Engine`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from kitae.types import FinishReason
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one response are drawn: `SamplingParams(temperature=1.0, max_tokens=64, stop_tokens=(2,))`.
+
+    Temperature 0 is greedy: the likeliest token is taken, and its reported log-prob is the model's own at
+    temperature 1. Otherwise the log-prob is that of the distribution really sampled from, after temperature, top-k,
+    top-p and min-p (applied in this order).
+    """
+
+    temperature: float = 1.0
+    max_tokens: int = 64
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_tokens: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One response wanted.
+
+    `Request("17/3", prompt_tokens=(1, 5, 9), sampling=SamplingParams(), seed=987654321, share="17")`
+    Requests with the same `share` key and the same prompt compute that prompt once. `seed` names the random stream:
+    the same seed and prompt give the same tokens, whatever else is in the batch. `id` must be unique among the
+    requests in flight; it is what `abort` takes.
+    """
+
+    id: str
+    prompt_tokens: tuple[int, ...]
+    sampling: SamplingParams
+    seed: int
+    share: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the engine sampled: `Completion("17/3", tokens=(42, 2), logprobs=(-.1, -.3), versions=(3, 3), finish="stop")`.
+
+    The stop token, or the tokens that complete a stop string, are part of `tokens`.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """A new policy version. `tensors` is None where the engine shares the trainer's memory and has them already."""
+
+    version: int
+    tensors: "Mapping[str, torch.Tensor] | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the start, and what is happening now."""
+
+    version: int
+    prompt_tokens: int
+    prompt_tokens_shared: int
+    generated_tokens: int
+    preemptions: int
+    running: int
+    waiting: int
+    busy_seconds: float
+
+
+class Engine(Protocol):
+    """Async; every method may be called while sequences are in flight.
+
+    `generate` raises `RequestError` when the request itself is impossible (empty, or longer than the context or the
+    cache); other requests go on. `pause` returns when no step is running and starts no new one until `resume`;
+    requests wait meanwhile. `update_weights` takes effect between two decoding steps; tokens sampled later carry the
+    new version. `abort` ends a request early: its `generate` returns what was sampled so far with finish "abort".
+    """
+
+    async def generate(self, request: Request) -> Completion: ...
+    async def update_weights(self, update: WeightUpdate) -> int: ...
+    async def pause(self) -> None: ...
+    async def resume(self) -> None: ...
+    async def abort(self, request_id: str) -> None: ...
+    def stats(self) -> EngineStats: ...
+    async def close(self) -> None: ...

@@ -1,0 +1,109 @@
+"""Attention over the paged cache: the engine's two `AttentionContext`s, one for prompts and one for decoding."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kitae.engines.native.cache import KVCache
+from kitae.kernels import ops
+from kitae.models.attention import causal_mask, masked_attention
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens `[row, row + length)` of the packed row are positions `[start, start + length)` of a sequence."""
+
+    row: int
+    length: int
+    start: int
+    pages: Tensor
+
+
+class PrefillAttention:
+    """Several prompts, or tails of preempted sequences, in one packed row. Writes every key and value, then attends."""
+
+    def __init__(self, cache: KVCache, spans: list[Span], page_of_T: Tensor, slot_of_T: Tensor) -> None:
+        self.cache = cache
+        self.spans = spans
+        self.page_of_T = page_of_T
+        self.slot_of_T = slot_of_T
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys[self.page_of_T, :, self.slot_of_T] = k.transpose(0, 1)
+        values[self.page_of_T, :, self.slot_of_T] = v.transpose(0, 1)
+        out = torch.empty(q.shape[1], q.shape[0], q.shape[2], dtype=q.dtype, device=q.device)
+        for span in self.spans:
+            rows = slice(span.row, span.row + span.length)
+            plain = window is None and softcap is None and sinks is None
+            if span.start == 0 and plain:
+                mixed = torch.nn.functional.scaled_dot_product_attention(
+                    q[None, :, rows], k[None, :, rows], v[None, :, rows], is_causal=True, scale=scale, enable_gqa=True
+                )[0].transpose(0, 1)
+            else:
+                end = span.start + span.length
+                positions = torch.arange(end, device=q.device)
+                allowed = causal_mask(positions[span.start :], positions, window)
+                seen_k = keys[span.pages].transpose(0, 1).flatten(1, 2)[:, :end]
+                seen_v = values[span.pages].transpose(0, 1).flatten(1, 2)[:, :end]
+                mixed = masked_attention(
+                    q[:, rows], seen_k, seen_v, allowed, scale=scale, softcap=softcap, sinks=sinks
+                )
+            out[rows] = mixed
+        return out
+
+
+class DecodeAttention:
+    """One new token for each of B sequences; `lengths` counts it."""
+
+    def __init__(self, cache: KVCache, table: Tensor, lengths: Tensor, fast: bool) -> None:
+        self.cache = cache
+        self.table = table
+        self.lengths = lengths
+        self.fast = fast
+        if not fast:
+            last = lengths.long() - 1
+            self.page = table.gather(1, (last // cache.page_size)[:, None])[:, 0].long()
+            self.slot = last % cache.page_size
+            self.positions = torch.arange(table.shape[1] * cache.page_size, device=table.device)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        if self.fast:
+            return ops.decode_attention(
+                q, k, v, keys, values, self.table, self.lengths,
+                scale=scale, window=window, softcap=softcap, sinks=sinks,
+            )  # fmt: skip
+        keys[self.page, :, self.slot] = k.transpose(0, 1)
+        values[self.page, :, self.slot] = v.transpose(0, 1)
+        heads, batch, dim = q.shape
+        kv_heads = k.shape[0]
+        table = self.table.long()
+
+        def gather(pages: Tensor) -> Tensor:  # [B, Hkv, S, D]
+            return pages[table].transpose(1, 2).flatten(2, 3)
+
+        distance = (self.lengths.long() - 1)[:, None] - self.positions[None, :]
+        allowed = distance >= 0
+        if window is not None:
+            allowed &= distance < window
+        grouped = q.reshape(kv_heads, heads // kv_heads, batch, dim).permute(2, 0, 1, 3)  # [B, Hkv, r, D]
+        scores = (grouped @ gather(keys).transpose(2, 3)).float() * scale
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~allowed[:, None, None, :], float("-inf"))
+        if sinks is not None:
+            column = sinks.float().view(1, kv_heads, -1, 1).expand(batch, -1, -1, 1)
+            weights = torch.softmax(torch.cat((scores, column), -1), -1)[..., :-1]
+        else:
+            weights = torch.softmax(scores, -1)
+        seen = gather(values)
+        seen = seen.masked_fill(~allowed[:, None, :, None], 0)  # pages never written may hold NaN
+        return (weights.to(v.dtype) @ seen).reshape(batch, heads, dim)

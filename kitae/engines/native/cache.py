@@ -1,0 +1,67 @@
+"""The key-value cache: a fixed budget of pages, counted references, and the tensors behind them."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from kitae.errors import EngineError
+from kitae.models.policy import Policy
+
+
+class PagePool:
+    """Page numbers with reference counts. A page returns to the pool when its last holder releases it."""
+
+    def __init__(self, pages: int) -> None:
+        self.total = pages
+        self._free = list(range(pages - 1, -1, -1))
+        self._holders = [0] * pages
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        assert count <= self.free, f"asked for {count} pages with {self.free} free"
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._holders[page] = 1
+        return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            assert self._holders[page] > 0
+            self._holders[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._holders[page] -= 1
+            assert self._holders[page] >= 0
+            if self._holders[page] == 0:
+                self._free.append(page)
+
+
+class KVCache:
+    """Keys and values of all layers: per layer `[pages, kv_heads, page_size, head_dim]`, in the policy's dtype."""
+
+    def __init__(self, policy: Policy, memory_gb: float, page_size: int) -> None:
+        element = torch.empty((), dtype=policy.dtype).element_size()
+        page_bytes = 2 * policy.layers * policy.kv_heads * page_size * policy.head_dim * element
+        self.pages = int(memory_gb * 2**30 // page_bytes)
+        if self.pages < 2:
+            raise EngineError(
+                f"engine.memory_gb must hold at least two pages of {page_bytes / 2**20:.1f} MiB, got {memory_gb:g} GB"
+            )
+        self.page_size = page_size
+        shape = (self.pages, policy.kv_heads, page_size, policy.head_dim)
+
+        def allocate() -> list[Tensor]:
+            return [torch.empty(shape, dtype=policy.dtype, device=policy.device) for _ in range(policy.layers)]
+
+        self.keys, self.values = allocate(), allocate()
+
+    def copy_pages(self, source: list[int], target: list[int]) -> None:
+        """Copy whole pages in every layer: how a sample gets its own half-filled last page of a shared prompt."""
+        if source:
+            for tensor in (*self.keys, *self.values):
+                tensor[target] = tensor[source]

@@ -1,0 +1,244 @@
+"""The native engine: one thread that repeats schedule → run → postprocess, and an async face.
+
+Commands (new requests, aborts, weight updates, pause) are taken between two steps, so they work while sequences are
+in flight. The engine uses the trainer's own modules: a weight update in the same process is a new version number.
+"""
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from kitae.config import EngineConfig
+from kitae.engines.base import Completion, EngineStats, Request, WeightUpdate
+from kitae.engines.native.cache import KVCache, PagePool
+from kitae.engines.native.runner import Runner
+from kitae.engines.native.scheduler import Scheduler
+from kitae.engines.native.sequence import Sequence
+from kitae.errors import EngineError, RequestError
+from kitae.models.policy import Policy
+from kitae.types import FinishReason
+
+T = TypeVar("T")
+
+
+class NativeEngine:
+    """Implements `kitae.engines.base.Engine`. `close` it when done; pending requests then raise `EngineError`."""
+
+    def __init__(self, policy: Policy, config: EngineConfig, version: int = 0) -> None:
+        self.policy = policy
+        self.version = version
+        self.cache = KVCache(policy, config.memory_gb, config.page_size)
+        self.scheduler = Scheduler(
+            PagePool(self.cache.pages), config.page_size, config.max_batch, config.prefill_tokens
+        )
+        self.runner = Runner(policy, self.cache, config.fast)
+        self.generated = 0
+        self.busy = 0.0
+        self._sequences: dict[str, Sequence] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._paused = False
+        self._closed = False
+        self._failure: Exception | None = None
+        self._threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, name="kitae-engine", daemon=True)
+        self._thread.start()
+
+    # The async face. Each call becomes a command for the engine's thread.
+
+    async def generate(self, request: Request) -> Completion:
+        self._check(request)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+
+        def done(result: Completion | Exception) -> None:
+            loop.call_soon_threadsafe(_settle, future, result)
+
+        limit = min(request.sampling.max_tokens, self.policy.max_context - len(request.prompt_tokens))
+        sequence = Sequence(request, request.seed, limit, done)
+        self._commands.put(lambda: self._add(sequence))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._commands.put(lambda: self._abort(request.id))
+            raise
+
+    async def update_weights(self, update: WeightUpdate) -> int:
+        return await self._command(lambda: self._update(update))
+
+    async def pause(self) -> None:
+        await self._command(lambda: self._set_paused(True))
+
+    async def resume(self) -> None:
+        await self._command(lambda: self._set_paused(False))
+
+    async def abort(self, request_id: str) -> None:
+        await self._command(lambda: self._abort(request_id))
+
+    def stats(self) -> EngineStats:
+        return self.scheduler.stats(self.version, self.generated, self.busy)
+
+    async def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._commands.put(lambda: None)
+            await asyncio.to_thread(self._thread.join)
+
+    async def _command(self, action: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def run() -> None:
+            try:
+                result: T | Exception = action()
+            except Exception as error:
+                result = error
+            loop.call_soon_threadsafe(_settle, future, result)
+
+        if self._closed or not self._thread.is_alive():
+            raise EngineError("the engine is closed")
+        self._commands.put(run)
+        return await future
+
+    def _check(self, request: Request) -> None:
+        """Refuse what can never work; nothing else in flight is touched."""
+        if self._closed or self._failure is not None:
+            raise EngineError(f"the engine is closed{f': {self._failure}' if self._failure else ''}")
+        if request.id in self._sequences:
+            raise RequestError(f"request id {request.id!r} is in flight already")
+        length, context = len(request.prompt_tokens), self.policy.max_context
+        if length == 0:
+            raise RequestError(f"request {request.id!r}: the prompt is empty")
+        if length >= context:
+            raise RequestError(
+                f"request {request.id!r}: a prompt of {length} tokens leaves no room in the model's context of {context}"
+            )
+        if request.sampling.max_tokens < 1:
+            raise RequestError(f"request {request.id!r}: max_tokens must be at least 1, got {request.sampling.max_tokens}")
+        highest = max(request.prompt_tokens)
+        if highest >= self.policy.vocabulary or min(request.prompt_tokens) < 0:
+            raise RequestError(
+                f"request {request.id!r}: token ids must be in 0…{self.policy.vocabulary - 1}, got {highest}"
+            )
+
+    # The engine's thread.
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)  # OpenMP keeps this per thread
+        with torch.inference_mode():
+            while not self._closed:
+                try:
+                    self._take_commands()
+                    if not self._closed and not self._paused and not self.scheduler.idle:
+                        self._step()
+                except Exception as error:
+                    self._failure = error
+                    self._fail_all(EngineError(f"the engine failed: {type(error).__name__}: {error}"), cause=error)
+                    break
+        while not self._commands.empty():
+            self._commands.get()()
+        self._fail_all(EngineError("the engine was closed"))
+
+    def _take_commands(self) -> None:
+        """Run what is queued; sleep on the queue when there is nothing else to do."""
+        while True:
+            nothing_to_do = not self._closed and (self._paused or self.scheduler.idle)
+            if not nothing_to_do and self._commands.empty():
+                return
+            self._commands.get()()
+
+    def _step(self) -> None:
+        """One round: admit and compute prompts if any can be admitted, else one token for everybody."""
+        began = time.perf_counter()
+        admission = self.scheduler.admit()
+        if admission.any:
+            sequences = admission.fresh
+            tokens, logprobs = self.runner.prefill(admission)
+        else:
+            self.scheduler.grow()
+            sequences = list(self.scheduler.running)
+            if not sequences:
+                return
+            tokens, logprobs = self.runner.decode(sequences)
+        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
+            self._append(sequence, token, logprob)
+        self.busy += time.perf_counter() - began
+
+    def _append(self, sequence: Sequence, token: int, logprob: float) -> None:
+        sequence.tokens.append(token)
+        sequence.logprobs.append(logprob)
+        sequence.versions.append(self.version)
+        self.generated += 1
+        sampling = sequence.request.sampling
+        if token in sampling.stop_tokens or (sampling.stop_strings and self._ends_in_stop_string(sequence)):
+            self._finish(sequence, "stop")
+        elif len(sequence.tokens) >= sequence.limit:
+            self._finish(sequence, "length")
+
+    def _ends_in_stop_string(self, sequence: Sequence) -> bool:
+        stops = sequence.request.sampling.stop_strings
+        tail = sequence.tokens[-(4 * max(map(len, stops)) + 8) :]  # a character may take four byte tokens
+        text = self.policy.tokenizer.decode(tail, skip_special_tokens=False)
+        return any(stop in text for stop in stops)
+
+    def _finish(self, sequence: Sequence, finish: FinishReason) -> None:
+        self.scheduler.remove(sequence)
+        self._sequences.pop(sequence.request.id, None)
+        sequence.done(sequence.completion(finish))
+
+    def _add(self, sequence: Sequence) -> None:
+        if self._closed or self._failure is not None:
+            sequence.done(EngineError("the engine is closed"))
+            return
+        plain_done = sequence.done
+
+        def done(result: Completion | Exception) -> None:
+            self._sequences.pop(sequence.request.id, None)
+            plain_done(result)
+
+        try:
+            if sequence.request.id in self._sequences:
+                raise RequestError(f"request id {sequence.request.id!r} is in flight already")
+            self.scheduler.add(sequence)
+        except RequestError as error:
+            plain_done(error)
+            return
+        sequence.done = done
+        self._sequences[sequence.request.id] = sequence
+
+    def _abort(self, request_id: str) -> None:
+        if (sequence := self._sequences.get(request_id)) is not None:
+            self._finish(sequence, "abort")
+
+    def _update(self, update: WeightUpdate) -> int:
+        if update.tensors is not None:
+            parameters = dict(self.policy.model.named_parameters())
+            for name, tensor in update.tensors.items():
+                if name not in parameters:
+                    raise EngineError(f"weight update {update.version} names an unknown parameter {name!r}")
+                parameters[name].data.copy_(tensor)
+        self.version = update.version
+        self.scheduler.forget_prefixes()
+        return self.version
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _fail_all(self, error: EngineError, cause: Exception | None = None) -> None:
+        error.__cause__ = cause
+        for sequence in list(self._sequences.values()):
+            sequence.done(error)
+        self._sequences.clear()
+
+
+def _settle(future: "asyncio.Future[T]", result: T | Exception) -> None:
+    if future.done():  # its awaiter was cancelled
+        return
+    if isinstance(result, Exception):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

@@ -1,0 +1,84 @@
+"""Turn the scheduler's plan into tensors, run the policy's modules, and sample."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kitae.engines.native import sampler
+from kitae.engines.native.attention import DecodeAttention, PrefillAttention, Span
+from kitae.engines.native.cache import KVCache
+from kitae.engines.native.scheduler import Admission
+from kitae.engines.native.sequence import Sequence
+from kitae.errors import EngineError
+from kitae.kernels import ops
+from kitae.models.policy import Policy
+
+
+class Runner:
+    def __init__(self, policy: Policy, cache: KVCache, fast: bool) -> None:
+        self.policy = policy
+        self.cache = cache
+        self.device = policy.device
+        self.fast = fast and ops.available(policy.device, policy.dtype, policy.head_dim)
+
+    def prefill(self, admission: Admission) -> tuple[list[int], list[float]]:
+        """Compute new prompts and preempted tails, and sample the first token of every fresh sequence."""
+        self._compute_prompts(admission)
+        self.cache.copy_pages([a for a, _ in admission.copies], [b for _, b in admission.copies])
+        if not admission.fresh:
+            return [], []
+        prefixes = list(dict.fromkeys(s.prefix for s in admission.fresh))
+        row_of = {id(prefix): row for row, prefix in enumerate(prefixes)}
+        logits = self.policy.logits(torch.stack([p.hidden for p in prefixes if p and p.hidden is not None]))
+        rows = torch.tensor([row_of[id(s.prefix)] for s in admission.fresh], device=self.device)
+        return self._sample(logits[rows], admission.fresh)
+
+    def _compute_prompts(self, admission: Admission) -> None:
+        page_size = self.cache.page_size
+        tokens: list[int] = []
+        positions: list[int] = []
+        spans: list[Span] = []
+        pages_of_T: list[int] = []
+
+        def add(sequence_tokens: tuple[int, ...], start: int, pages: list[int]) -> None:
+            end = len(sequence_tokens)
+            spans.append(Span(len(tokens), end - start, start, torch.tensor(pages, device=self.device)))
+            tokens.extend(sequence_tokens[start:])
+            positions.extend(range(start, end))
+            pages_of_T.extend(pages[t // page_size] for t in range(start, end))
+
+        for prefix in admission.prefixes:
+            add(prefix.tokens, 0, prefix.pages)
+        for s in admission.resumed:
+            # From the last shared page border on: the tail of the prompt goes into the sequence's own page again.
+            start = s.prompt_length // page_size * page_size
+            if s.cached > start:
+                add((*s.request.prompt_tokens, *s.tokens[:-1]), start, s.pages)
+        if not spans:
+            return
+        positions_T = torch.tensor(positions, device=self.device)
+        context = PrefillAttention(
+            self.cache, spans, torch.tensor(pages_of_T, device=self.device), positions_T % page_size
+        )
+        hidden = self.policy.hidden(torch.tensor(tokens, device=self.device), positions_T, context)
+        for prefix, span in zip(admission.prefixes, spans, strict=False):
+            prefix.hidden = hidden[span.row + span.length - 1].clone()
+
+    def decode(self, running: list[Sequence]) -> tuple[list[int], list[float]]:
+        """One token for every running sequence."""
+        lengths = np.array([s.cached + 1 for s in running], dtype=np.int32)
+        table = np.zeros((len(running), max(len(s.pages) for s in running)), dtype=np.int32)
+        for row, s in enumerate(running):
+            table[row, : len(s.pages)] = s.pages
+        lengths_B = torch.from_numpy(lengths).to(self.device)
+        context = DecodeAttention(self.cache, torch.from_numpy(table).to(self.device), lengths_B, self.fast)
+        last = torch.tensor([s.tokens[-1] for s in running], device=self.device)
+        hidden = self.policy.hidden(last, lengths_B.long() - 1, context)
+        return self._sample(self.policy.logits(hidden), running)
+
+    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
+        uniform = sampler.uniforms([s.seed for s in sequences], [len(s.tokens) for s in sequences])
+        tokens, logprobs = sampler.sample(logits, [s.request.sampling for s in sequences], uniform, fast=self.fast)
+        if not torch.isfinite(logprobs).all():
+            raise EngineError("the model's logits are not finite (NaN or infinity): the weights are broken")
+        return tokens.tolist(), logprobs.tolist()

@@ -1,0 +1,187 @@
+"""Who runs in the next step. Pure bookkeeping on pages and lists; no tensors.
+
+Waiting sequences are admitted in order of arrival as soon as a batch slot and pages are free, and prompts go before
+decoding, so a finished sequence's slot is refilled at once. When the cache is full, the sequence admitted last gives
+its pages back and waits in front of the queue; its random stream is a function of the position, so it continues
+exactly where it was.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kitae.engines.base import EngineStats
+from kitae.engines.native.cache import PagePool
+from kitae.engines.native.sequence import Prefix, PrefixKey, Sequence
+from kitae.errors import RequestError
+
+
+@dataclass(slots=True)
+class Admission:
+    """What a prefill step must do: compute new prefixes, give fresh samples their tail page, recompute preempted ones."""
+
+    prefixes: list[Prefix] = field(default_factory=list)
+    fresh: list[Sequence] = field(default_factory=list)
+    resumed: list[Sequence] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    tokens: int = 0
+
+    @property
+    def any(self) -> bool:
+        return bool(self.fresh or self.resumed)
+
+
+class Scheduler:
+    def __init__(self, pool: PagePool, page_size: int, max_batch: int, prefill_tokens: int) -> None:
+        self.pool = pool
+        self.page_size = page_size
+        self.max_batch = max_batch
+        self.prefill_tokens = prefill_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.prefixes: dict[PrefixKey, Prefix] = {}
+        self.users: dict[PrefixKey, int] = {}
+        self.prompt_tokens = 0
+        self.prompt_tokens_shared = 0
+        self.preemptions = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request, or raise `RequestError` if the whole cache could not hold it."""
+        needed = self._pages(sequence.prompt_length) + 2  # its own tail page and one to grow into
+        if needed > self.pool.total:
+            raise RequestError(
+                f"request {sequence.request.id!r}: a prompt of {sequence.prompt_length} tokens needs {needed} pages of "
+                f"{self.page_size} tokens, and the whole cache has {self.pool.total}; raise engine.memory_gb"
+            )
+        self.users[sequence.key] = self.users.get(sequence.key, 0) + 1
+        self.waiting.append(sequence)
+
+    def admit(self) -> Admission:
+        """Move sequences from waiting to running while there is room."""
+        admission = Admission()
+        while self.waiting and len(self.running) < self.max_batch:
+            if not self._admit_one(self.waiting[0], admission):
+                break
+            self.running.append(self.waiting.popleft())
+        if not admission.any and not self.running and self.waiting:
+            if not self._drop_unused_prefixes():
+                self._fail(self.waiting[0])
+            return self.admit()
+        return admission
+
+    def _admit_one(self, sequence: Sequence, admission: Admission) -> bool:
+        prefix = self.prefixes.get(sequence.key)
+        shared = sequence.prompt_length // self.page_size
+        own = self._pages(sequence.cached) - shared
+        prompt = 0 if prefix else self._pages(sequence.prompt_length)
+        work = (0 if prefix else sequence.prompt_length) + max(0, len(sequence.tokens) - 1)
+        # Every running sequence may need a page soon; without this reserve admission and preemption would alternate.
+        reserve = min(len(self.running), self.pool.total // 8)
+        if own + prompt + reserve > self.pool.free:
+            return False
+        if admission.any and admission.tokens + work > self.prefill_tokens:
+            return False
+        if prefix is None:
+            prefix = Prefix(sequence.key, self.pool.take(prompt))
+            self.prefixes[sequence.key] = prefix
+            admission.prefixes.append(prefix)
+            self.prompt_tokens += sequence.prompt_length
+        else:
+            self.prompt_tokens_shared += sequence.prompt_length
+        full = prefix.pages[:shared]
+        self.pool.share(full)
+        sequence.prefix = prefix
+        sequence.pages = full + self.pool.take(own)
+        admission.tokens += work
+        if sequence.tokens:
+            admission.resumed.append(sequence)
+        else:
+            admission.fresh.append(sequence)
+            if sequence.prompt_length % self.page_size:
+                admission.copies.append((prefix.pages[shared], sequence.pages[shared]))
+        return True
+
+    def grow(self) -> None:
+        """Give every running sequence a page for its next token, preempting the youngest ones if there are too few."""
+        position = 0
+        while position < len(self.running):
+            sequence = self.running[position]
+            if len(sequence.pages) >= self._pages(sequence.cached + 1):
+                position += 1
+            elif self.pool.free:
+                sequence.pages += self.pool.take(1)
+            elif not self._drop_unused_prefixes() and not self._preempt_youngest():
+                self._fail(sequence)
+
+    def _preempt_youngest(self) -> bool:
+        if len(self.running) < 2:
+            return False
+        victim = self.running.pop()
+        self._release_pages(victim)
+        self.waiting.appendleft(victim)
+        self.preemptions += 1
+        return True
+
+    def _fail(self, sequence: Sequence) -> None:
+        """Alone, it needs more than the whole cache: no preemption can help it."""
+        held = sequence.cached
+        self.remove(sequence)
+        sequence.done(
+            RequestError(
+                f"request {sequence.request.id!r}: its {held} tokens fill the whole cache of {self.pool.total} pages of "
+                f"{self.page_size} tokens; raise engine.memory_gb or lower max_tokens"
+            )
+        )
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a finished, failed or aborted sequence."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._release_pages(sequence)
+        self.users[sequence.key] -= 1
+        if not self.users[sequence.key]:
+            del self.users[sequence.key]
+            self._drop_prefix(sequence.key)
+
+    def forget_prefixes(self) -> None:
+        """After a weight update: later sequences must compute their prompts again. Running ones keep their pages."""
+        for key in list(self.prefixes):
+            self._drop_prefix(key)
+
+    def _drop_unused_prefixes(self) -> bool:
+        """Free prompts that only waiting sequences want; they will be computed again when those are admitted."""
+        in_use = {id(s.prefix) for s in self.running}
+        unused = [key for key, prefix in self.prefixes.items() if id(prefix) not in in_use]
+        for key in unused:
+            self._drop_prefix(key)
+        return bool(unused)
+
+    def _drop_prefix(self, key: PrefixKey) -> None:
+        prefix = self.prefixes.pop(key, None)
+        if prefix is not None:
+            self.pool.release(prefix.pages)
+
+    def _release_pages(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.pages)
+        sequence.pages = []
+        sequence.prefix = None
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    def stats(self, version: int, generated: int, busy: float) -> EngineStats:
+        return EngineStats(
+            version=version,
+            prompt_tokens=self.prompt_tokens,
+            prompt_tokens_shared=self.prompt_tokens_shared,
+            generated_tokens=generated,
+            preemptions=self.preemptions,
+            running=len(self.running),
+            waiting=len(self.waiting),
+            busy_seconds=busy,
+        )

@@ -1,0 +1,60 @@
+"""State of one request in the engine, and of a prompt that several requests share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kitae.engines.base import Completion, Request
+from kitae.types import FinishReason
+
+PrefixKey = tuple[str, tuple[int, ...]]
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """A prompt computed once. Holds one reference to each of its pages while `users` may still join.
+
+    `hidden` is the last hidden state of the prompt: every sample draws its first token from it.
+    """
+
+    key: PrefixKey
+    pages: list[int]
+    hidden: Tensor | None = None
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.key[1]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on its way. The cache holds all its tokens but the last generated one."""
+
+    request: Request
+    seed: int
+    limit: int
+    done: Callable[[Completion | Exception], None]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    prefix: Prefix | None = None
+
+    @property
+    def key(self) -> PrefixKey:
+        return (self.request.share or f"\0{self.request.id}", self.request.prompt_tokens)
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_tokens)
+
+    @property
+    def cached(self) -> int:
+        """Tokens whose keys and values are, or must be, in the pages before the next decoding step."""
+        return self.prompt_length + max(0, len(self.tokens) - 1)
+
+    def completion(self, finish: FinishReason) -> Completion:
+        return Completion(
+            self.request.id, tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), finish
+        )

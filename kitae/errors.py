@@ -1,0 +1,60 @@
+"""Every exception that Kitae raises on purpose.
+
+    KitaeError
+    ├── ConfigError          a setting is unknown, malformed or contradicts another one
+    ├── ModelError           a model cannot be found, loaded or served
+    ├── DataError            a data set, task or prompt is malformed
+    ├── EngineError          the rollout engine cannot go on
+    │   └── RequestError     one request is impossible; the other requests are unharmed
+    ├── VerifierError        a verifier is unknown or breaks its contract
+    └── StoreError           the run folder cannot be read or written
+        ├── DiskFullError    no space; the last good state is untouched
+        ├── CorruptError     a checkpoint fails its checksum
+        └── ConfigChangedError   the run was started with other settings
+
+A message names the rule and the value that broke it. Bugs are assertions, not KitaeErrors.
+"""
+
+
+class KitaeError(Exception):
+    """Root of the tree; the command line prints it without a traceback."""
+
+
+class ConfigError(KitaeError):
+    pass
+
+
+class ModelError(KitaeError):
+    pass
+
+
+class DataError(KitaeError):
+    pass
+
+
+class EngineError(KitaeError):
+    pass
+
+
+class RequestError(EngineError):
+    pass
+
+
+class VerifierError(KitaeError):
+    pass
+
+
+class StoreError(KitaeError):
+    pass
+
+
+class DiskFullError(StoreError):
+    pass
+
+
+class CorruptError(StoreError):
+    pass
+
+
+class ConfigChangedError(StoreError):
+    pass

@@ -1,0 +1,71 @@
+"""Compile `cpu.cpp` once per machine with the system's C++ compiler and load it through ctypes.
+
+No compiler, no problem: `cpu_library()` returns None, says so once, and every caller has a plain-torch path. The
+result is cached under `~/.cache/kitae/kernels`, keyed by source, flags, compiler and processor.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from kitae.models.load import cache_dir
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math",
+    "-fno-signed-zeros", "-fassociative-math", "-ffp-contract=fast",
+)  # fmt: skip
+
+log = logging.getLogger("kitae")
+
+
+@functools.cache
+def cpu_library() -> ctypes.CDLL | None:
+    """The compiled kernels, or None where they cannot be built."""
+    compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+    if compiler is None:
+        log.warning("no C++ compiler found: the engine uses plain torch, which is slower (install g++ to change that)")
+        return None
+    try:
+        path = _build(compiler)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        log.warning("the CPU kernels could not be built, the engine uses plain torch: %s", str(detail).strip()[-500:])
+        return None
+
+
+def _build(compiler: str) -> Path:
+    key = hashlib.sha256(SOURCE.read_bytes())
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    for part in (*FLAGS, compiler, version, platform.machine(), _processor()):
+        key.update(part.encode())
+    target = cache_dir() / "kernels" / f"{key.hexdigest()[:16]}.so"
+    if target.is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        made = Path(scratch) / "kernels.so"
+        # Resolved at load time to the OpenMP runtime torch has loaded already: one thread pool, not two.
+        omp = Path(torch.__file__).parent / "lib"
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), f"-L{omp}"]
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+        made.rename(target)
+    return target
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in text.splitlines() if line.startswith(("model name", "flags"))}))

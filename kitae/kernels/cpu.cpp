@@ -1,0 +1,241 @@
+// Kernels for the parts of decoding and training that are slow in plain torch on a CPU.
+//
+// Plain C interface, no torch headers: it compiles in seconds, and torch's own OpenMP pool runs it. Every kernel has a
+// plain-torch twin in the Python code that tests compare it against. Types: float, and bfloat16 held as uint16.
+// Accumulation is always in float.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+namespace {
+
+typedef uint16_t bf16;
+
+inline float load(const float* p) { return *p; }
+inline float load(const bf16* p) {
+    uint32_t bits = (uint32_t)*p << 16;
+    float f;
+    memcpy(&f, &bits, 4);
+    return f;
+}
+inline void store(float* p, float x) { *p = x; }
+inline void store(bf16* p, float x) {  // round to nearest even
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    *p = (bf16)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// exp for x <= 0 (softmax after the maximum is taken off); relative error below 2e-7, vectorises.
+inline float exp_negative(float x) {
+    x = std::max(x, -87.0f);
+    float n = std::nearbyint(x * 1.44269504f);
+    float r = x - n * 0.693145752f - n * 1.42860677e-6f;
+    float p = 1.0f + r * (1.0f + r * (0.5f + r * (0.166666672f + r * (0.0416666418f + r * (0.00833345205f + r * 0.00138889f)))));
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return p * scale;
+}
+
+constexpr int MAX_DIM = 512;
+
+// One new token per sequence: write its key and value into the cache, then attend over the sequence's pages.
+// q [heads, B, dim], k and v [kv_heads, B, dim] with given strides over head and sequence; pages
+// [pages, kv_heads, page_size, dim]; table [B, table_width]; length counts the new token; out [B, heads, dim].
+template <typename T>
+void decode_attention(const T* q, const T* k, const T* v, T* k_pages, T* v_pages, const int32_t* table,
+                      const int32_t* length, T* out, const int64_t* strides, int64_t B, int64_t heads,
+                      int64_t kv_heads, int64_t dim, int64_t page_size, int64_t table_width, float scale,
+                      int64_t window, float softcap, const float* sinks) {
+    const int64_t repeat = heads / kv_heads;
+#pragma omp parallel
+    {
+        std::vector<float> scores, queries(repeat * dim), mixed(repeat * dim);
+#pragma omp for collapse(2) schedule(dynamic, 4)
+        for (int64_t b = 0; b < B; b++)
+            for (int64_t g = 0; g < kv_heads; g++) {
+                const int32_t* pages = table + b * table_width;
+                const int64_t n = length[b], last = n - 1;
+                const int64_t first = window > 0 && n > window ? n - window : 0;
+                const int64_t home = ((int64_t)pages[last / page_size] * kv_heads + g) * page_size + last % page_size;
+                memcpy(k_pages + home * dim, k + g * strides[2] + b * strides[3], dim * sizeof(T));
+                memcpy(v_pages + home * dim, v + g * strides[4] + b * strides[5], dim * sizeof(T));
+                for (int64_t h = 0; h < repeat; h++) {
+                    const T* row = q + (g * repeat + h) * strides[0] + b * strides[1];
+                    for (int64_t d = 0; d < dim; d++) queries[h * dim + d] = load(row + d) * scale;
+                }
+                if ((int64_t)scores.size() < repeat * n) scores.resize(repeat * n);
+                for (int64_t t = first; t < n; t++) {
+                    const T* key = k_pages + (((int64_t)pages[t / page_size] * kv_heads + g) * page_size + t % page_size) * dim;
+                    float lane[MAX_DIM];
+                    for (int64_t d = 0; d < dim; d++) lane[d] = load(key + d);
+                    for (int64_t h = 0; h < repeat; h++) {
+                        const float* row = queries.data() + h * dim;
+                        float dot = 0;
+#pragma omp simd reduction(+ : dot)
+                        for (int64_t d = 0; d < dim; d++) dot += row[d] * lane[d];
+                        scores[h * n + t] = softcap > 0 ? softcap * std::tanh(dot / softcap) : dot;
+                    }
+                }
+                for (int64_t h = 0; h < repeat; h++) {
+                    float* row = scores.data() + h * n;
+                    float top = sinks ? sinks[g * repeat + h] : -INFINITY, total = 0;
+#pragma omp simd reduction(max : top)
+                    for (int64_t t = first; t < n; t++) top = std::max(top, row[t]);
+#pragma omp simd reduction(+ : total)
+                    for (int64_t t = first; t < n; t++) {
+                        row[t] = exp_negative(row[t] - top);
+                        total += row[t];
+                    }
+                    if (sinks) total += std::exp(sinks[g * repeat + h] - top);
+                    for (int64_t t = first; t < n; t++) row[t] /= total;
+                }
+                std::fill(mixed.begin(), mixed.end(), 0.0f);
+                for (int64_t t = first; t < n; t++) {
+                    const T* value = v_pages + (((int64_t)pages[t / page_size] * kv_heads + g) * page_size + t % page_size) * dim;
+                    float lane[MAX_DIM];
+                    for (int64_t d = 0; d < dim; d++) lane[d] = load(value + d);
+                    for (int64_t h = 0; h < repeat; h++) {
+                        const float weight = scores[h * n + t];
+                        float* row = mixed.data() + h * dim;
+#pragma omp simd
+                        for (int64_t d = 0; d < dim; d++) row[d] += weight * lane[d];
+                    }
+                }
+                for (int64_t h = 0; h < repeat; h++)
+                    for (int64_t d = 0; d < dim; d++)
+                        store(out + (b * heads + g * repeat + h) * dim + d, mixed[h * dim + d]);
+            }
+    }
+}
+
+// Sample one token per row of logits [B, V] from softmax(logits / temperature) by inverting the distribution function
+// at `uniform`, and report the log-probability. Block sums replace a cumulative sum over the vocabulary.
+// inverse_temperature 0 means greedy; its log-prob is at temperature 1.
+template <typename T>
+void sample(const T* logits, const float* inverse_temperature, const double* uniform, int64_t* tokens, float* logprobs,
+            int64_t B, int64_t V) {
+    constexpr int64_t BLOCK = 256;
+    const int64_t blocks = (V + BLOCK - 1) / BLOCK;
+#pragma omp parallel
+    {
+        std::vector<float> sums(blocks);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t b = 0; b < B; b++) {
+            const T* row = logits + b * V;
+            const bool greedy = inverse_temperature[b] == 0;
+            const float scale = greedy ? 1.0f : inverse_temperature[b];
+            float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+            for (int64_t i = 0; i < V; i++) top = std::max(top, load(row + i));
+            double total = 0;
+            for (int64_t j = 0; j < blocks; j++) {
+                float sum = 0;
+                const int64_t end = std::min(V, (j + 1) * BLOCK);
+#pragma omp simd reduction(+ : sum)
+                for (int64_t i = j * BLOCK; i < end; i++) sum += exp_negative((load(row + i) - top) * scale);
+                sums[j] = sum;
+                total += sum;
+            }
+            int64_t chosen = 0;
+            if (greedy) {
+                while (chosen + 1 < V && load(row + chosen) != top) chosen++;
+            } else {
+                double left = uniform[b] * total;
+                int64_t j = 0;
+                while (j + 1 < blocks && left >= sums[j]) left -= sums[j++];
+                chosen = j * BLOCK;
+                const int64_t end = std::min(V, (j + 1) * BLOCK);
+                for (;;) {  // rounding may leave a sliver after the last token of the block: it takes it
+                    left -= exp_negative((load(row + chosen) - top) * scale);
+                    if (left < 0 || chosen + 1 == end) break;
+                    chosen++;
+                }
+            }
+            tokens[b] = chosen;
+            logprobs[b] = (load(row + chosen) - top) * scale - (float)std::log(total);
+        }
+    }
+}
+
+// Per row of logits [N, V]: log-prob of the target, log of the normaliser, entropy; all at the given temperature.
+template <typename T>
+void row_statistics(const T* logits, const int64_t* targets, float* logp, float* lse, float* entropy, float scale,
+                    int64_t N, int64_t V) {
+#pragma omp parallel for schedule(dynamic, 4)
+    for (int64_t n = 0; n < N; n++) {
+        const T* row = logits + n * V;
+        float top = -INFINITY;
+#pragma omp simd reduction(max : top)
+        for (int64_t i = 0; i < V; i++) top = std::max(top, load(row + i));
+        double total = 0, weighted = 0;
+        for (int64_t begin = 0; begin < V; begin += 1024) {  // short float sums, long double ones
+            const int64_t end = std::min(V, begin + 1024);
+            float sum = 0, mix = 0;
+#pragma omp simd reduction(+ : sum, mix)
+            for (int64_t i = begin; i < end; i++) {
+                const float x = (load(row + i) - top) * scale, e = exp_negative(x);
+                sum += e;
+                mix += e * x;
+            }
+            total += sum;
+            weighted += mix;
+        }
+        const float log_total = (float)std::log(total);
+        lse[n] = top * scale + log_total;
+        logp[n] = (load(row + targets[n]) - top) * scale - log_total;
+        entropy[n] = log_total - (float)(weighted / total);
+    }
+}
+
+// Overwrites logits with the gradient of  sum_n grad_logp[n] logp[n] + grad_entropy[n] entropy[n].
+template <typename T>
+void row_gradients(T* logits, const int64_t* targets, const float* lse, const float* entropy, const float* grad_logp,
+                   const float* grad_entropy, float scale, int64_t N, int64_t V) {
+#pragma omp parallel for schedule(dynamic, 4)
+    for (int64_t n = 0; n < N; n++) {
+        T* row = logits + n * V;
+        const float g = grad_logp[n] * scale, h = grad_entropy ? grad_entropy[n] * scale : 0.0f;
+        const float shift = lse[n], mean = entropy[n];
+        const float target = exp_negative(std::min(0.0f, load(row + targets[n]) * scale - shift));
+        const float log_target = load(row + targets[n]) * scale - shift;
+#pragma omp simd
+        for (int64_t i = 0; i < V; i++) {
+            const float x = std::min(0.0f, load(row + i) * scale - shift);
+            store(row + i, -exp_negative(x) * (g + h * (x + mean)));
+        }
+        store(row + targets[n], g - target * (g + h * (log_target + mean)));
+    }
+}
+
+}  // namespace
+
+#define EXPORT(SUFFIX, T)                                                                                               \
+    void decode_attention_##SUFFIX(const T* q, const T* k, const T* v, T* kp, T* vp, const int32_t* table, const int32_t* len,   \
+                         T* out, const int64_t* strides, int64_t B, int64_t heads, int64_t kv_heads, int64_t dim,      \
+                         int64_t page_size, int64_t width, float scale, int64_t window, float softcap,                 \
+                         const float* sinks) {                                                                         \
+        decode_attention<T>(q, k, v, kp, vp, table, len, out, strides, B, heads, kv_heads, dim, page_size, width,      \
+                            scale, window, softcap, sinks);                                                            \
+    }                                                                                                                  \
+    void sample_##SUFFIX(const T* logits, const float* inverse_temperature, const double* uniform, int64_t* tokens,    \
+                         float* logprobs, int64_t B, int64_t V) {                                                      \
+        sample<T>(logits, inverse_temperature, uniform, tokens, logprobs, B, V);                                       \
+    }                                                                                                                  \
+    void row_statistics_##SUFFIX(const T* logits, const int64_t* targets, float* logp, float* lse, float* entropy,     \
+                                 float scale, int64_t N, int64_t V) {                                                  \
+        row_statistics<T>(logits, targets, logp, lse, entropy, scale, N, V);                                           \
+    }                                                                                                                  \
+    void row_gradients_##SUFFIX(T* logits, const int64_t* targets, const float* lse, const float* entropy,             \
+                                const float* grad_logp, const float* grad_entropy, float scale, int64_t N,             \
+                                int64_t V) {                                                                           \
+        row_gradients<T>(logits, targets, lse, entropy, grad_logp, grad_entropy, scale, N, V);                         \
+    }
+
+extern "C" {
+EXPORT(f32, float)
+EXPORT(bf16, bf16)
+}

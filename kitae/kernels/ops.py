@@ -1,0 +1,117 @@
+"""Tensor-level doors to the compiled CPU kernels. Callers check `available` first and have a plain-torch twin."""
+
+import ctypes
+from ctypes import c_float, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from kitae.kernels.build import cpu_library
+
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_MAX_DIM = 512
+
+
+def available(tensor_device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> bool:
+    return (
+        tensor_device.type == "cpu" and dtype in _SUFFIX and head_dim <= _MAX_DIM and cpu_library() is not None
+    )
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Store one new key and value per sequence, attend over its pages: q `[Hq, B, D]`, k, v `[Hkv, B, D]` → `[B, Hq, D]`."""
+    heads, batch, dim = q.shape
+    kv_heads = k.shape[0]
+    page_size = k_pages.shape[2]
+    out = torch.empty(batch, heads, dim, dtype=q.dtype)
+    assert q.stride(2) == k.stride(2) == v.stride(2) == 1, "the head dimension must be contiguous"
+    strides = (c_int64 * 6)(q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1))
+    sinks = None if sinks is None else sinks.detach().float().contiguous()
+    _call(
+        f"decode_attention_{_SUFFIX[q.dtype]}",
+        *(c_void_p(t.data_ptr()) for t in (q, k, v, k_pages, v_pages, table, lengths, out)),
+        ctypes.byref(strides),
+        *(c_int64(n) for n in (batch, heads, kv_heads, dim, page_size, table.shape[1])),
+        c_float(scale),
+        c_int64(window or 0),
+        c_float(softcap or 0.0),
+        c_void_p(None if sinks is None else sinks.data_ptr()),
+    )
+    return out
+
+
+def sample(logits: Tensor, inverse_temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens and log-probs of one draw per row of `[B, V]`; inverse temperature 0 is greedy."""
+    batch, vocabulary = logits.shape
+    logits = logits.contiguous()
+    tokens = torch.empty(batch, dtype=torch.int64)
+    logprobs = torch.empty(batch, dtype=torch.float32)
+    assert inverse_temperature.dtype == torch.float32 and uniform.dtype == torch.float64
+    _call(
+        f"sample_{_SUFFIX[logits.dtype]}",
+        *(c_void_p(t.data_ptr()) for t in (logits, inverse_temperature, uniform, tokens, logprobs)),
+        c_int64(batch),
+        c_int64(vocabulary),
+    )
+    return tokens, logprobs
+
+
+def row_statistics(logits: Tensor, targets: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of the target, log-normaliser and entropy of each row of `[N, V]`."""
+    rows, vocabulary = logits.shape
+    logits, targets = logits.contiguous(), targets.contiguous()
+    logp, lse, entropy = (torch.empty(rows, dtype=torch.float32) for _ in range(3))
+    _call(
+        f"row_statistics_{_SUFFIX[logits.dtype]}",
+        *(c_void_p(t.data_ptr()) for t in (logits, targets, logp, lse, entropy)),
+        c_float(inverse_temperature),
+        c_int64(rows),
+        c_int64(vocabulary),
+    )
+    return logp, lse, entropy
+
+
+def row_gradients(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    grad_logp: Tensor,
+    grad_entropy: Tensor | None,
+    inverse_temperature: float,
+) -> Tensor:
+    """Overwrites the logits with their gradient and returns them."""
+    rows, vocabulary = logits.shape
+    assert logits.is_contiguous()
+    vectors = [t.contiguous() for t in (targets, lse, entropy, grad_logp)]
+    grad_entropy = None if grad_entropy is None else grad_entropy.contiguous()
+    _call(
+        f"row_gradients_{_SUFFIX[logits.dtype]}",
+        *(c_void_p(t.data_ptr()) for t in (logits, *vectors)),
+        c_void_p(None if grad_entropy is None else grad_entropy.data_ptr()),
+        c_float(inverse_temperature),
+        c_int64(rows),
+        c_int64(vocabulary),
+    )
+    return logits
+
+
+def _call(name: str, *arguments: object) -> None:
+    library = cpu_library()
+    assert library is not None
+    function = getattr(library, name)
+    function.restype = None
+    function(*arguments)

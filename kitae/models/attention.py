@@ -1,0 +1,105 @@
+"""The seam between Hugging Face modules and Kitae's two uses of them.
+
+Models run with attention implementation "kitae". Each call of the model carries a context object as the keyword
+`kitae`; the layers hand it their queries, keys and values, and the context decides what attends to what: packed
+sequences when training, a paged cache when decoding. No global state, no patched model code.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+NAME = "kitae"
+
+
+class AttentionContext(Protocol):
+    """Attention over one packed row of T tokens.
+
+    q `[Hq, T, D]`, k and v `[Hkv, T, D]`, rotary already applied; the last dimension is contiguous, the others may be
+    strided. Returns `[T, Hq, D]`. `window`: a token sees itself and window - 1 tokens before it. `sinks` `[Hq]`: an
+    extra logit per head that takes part in the softmax only. Must be free of side effects when gradients are on
+    (activation checkpointing calls it twice).
+    """
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor: ...
+
+
+def _forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    kitae: AttentionContext | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    assert kitae is not None, "a model with attention 'kitae' must be called with kitae=<context>"
+    assert attention_mask is None, "the context decides what attends to what; no mask may be passed"
+    assert query.shape[0] == 1, f"expected one packed row, got {query.shape[0]}"
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    out = kitae.attend(
+        layer, query[0], key[0], value[0], scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
+    )
+    return out.unsqueeze(0), None
+
+
+def register() -> None:
+    ALL_ATTENTION_FUNCTIONS.register(NAME, _forward)
+
+
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Reference attention of one sequence: q `[Hq, L, D]`, k and v `[Hkv, S, D]`, allowed `[L, S]` → `[L, Hq, D]`.
+
+    Grouped queries are folded into rows instead of expanding the keys. Softmax is in fp32.
+    """
+    heads, length, dim = q.shape
+    kv_heads, span, _ = k.shape
+    rows = q.reshape(kv_heads, heads // kv_heads * length, dim)
+    scores = torch.bmm(rows, k.transpose(1, 2)).float().mul_(scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.view(heads, length, span)
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    if sinks is not None:
+        column = sinks.float().view(heads, 1, 1).expand(heads, length, 1)
+        weights = torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
+    else:
+        weights = torch.softmax(scores, dim=-1)
+    mixed = torch.bmm(weights.to(v.dtype).view(kv_heads, -1, span), v)
+    return mixed.view(heads, length, dim).transpose(0, 1)
+
+
+def causal_mask(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+    """`[L, S]`: which key positions each query position sees."""
+    distance = query_positions[:, None] - key_positions[None, :]
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)

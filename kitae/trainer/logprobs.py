@@ -1,0 +1,130 @@
+"""Log-probs and entropies of chosen tokens without ever holding tokens × vocabulary.
+
+Logits are made and used in chunks of rows, and made again in the backward pass. Only the hidden states and three
+numbers per row are kept in between. Everything after the head's matrix product is in fp32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kitae.kernels import ops
+from kitae.models.policy import HeadTransform, Policy
+
+
+def token_logprobs(
+    policy: Policy, hidden_NH: Tensor, targets_N: Tensor, *, temperature: float, chunk: int, entropy_grad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`(logp_N, entropy_N)` at the sampling temperature. Entropy carries no gradient unless `entropy_grad`."""
+    head = policy.head
+    bias = getattr(head, "bias", None)
+    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_NH, head.weight, bias, targets_N, policy.transform, 1.0 / temperature, chunk, entropy_grad
+    )
+    return result
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        transform: HeadTransform,
+        inverse_temperature: float,
+        chunk: int,
+        entropy_grad: bool,
+    ) -> tuple[Tensor, Tensor]:
+        rows = hidden.shape[0]
+        logp, lse, entropy = (torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(3))
+        for i in range(0, rows, chunk):
+            part = slice(i, i + chunk)
+            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            logp[part], lse[part], entropy[part] = _row_statistics(
+                logits, targets[part], transform, inverse_temperature
+            )
+        ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
+        ctx.rest = (transform, inverse_temperature, chunk, entropy_grad)
+        if not entropy_grad:
+            ctx.mark_non_differentiable(entropy)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
+        transform, inverse_temperature, chunk, entropy_grad = ctx.rest
+        grad_logp = grads[0].contiguous()
+        grad_entropy = grads[1].contiguous() if entropy_grad else None
+        needs_weight, needs_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+        dhidden = torch.empty_like(hidden)
+        dweight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        dbias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
+        for i in range(0, hidden.shape[0], chunk):
+            part = slice(i, i + chunk)
+            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            dlogits = _row_gradients(
+                logits,
+                targets[part],
+                lse[part],
+                entropy[part],
+                grad_logp[part],
+                None if grad_entropy is None else grad_entropy[part],
+                transform,
+                inverse_temperature,
+            )
+            torch.mm(dlogits, weight, out=dhidden[part])
+            if dweight is not None:
+                dweight += torch.mm(dlogits.mT, hidden[part])
+            if dbias is not None:
+                dbias += dlogits.sum(0, dtype=torch.float32)
+        return (
+            dhidden,
+            None if dweight is None else dweight.to(weight.dtype),
+            None if dbias is None or bias is None else dbias.to(bias.dtype),
+            None, None, None, None, None,
+        )  # fmt: skip
+
+
+def _row_statistics(
+    logits: Tensor, targets: Tensor, transform: HeadTransform, inverse_temperature: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of the target, log of the normaliser and entropy of each row."""
+    if transform == HeadTransform() and ops.available(logits.device, logits.dtype):
+        return ops.row_statistics(logits, targets, inverse_temperature)
+    scaled = transform(logits.float()).mul_(inverse_temperature)
+    lse = torch.logsumexp(scaled, -1)
+    logp = scaled.gather(1, targets[:, None])[:, 0] - lse
+    probs = (scaled - lse[:, None]).exp_()
+    return logp, lse, lse - (probs * scaled).sum(-1)
+
+
+def _row_gradients(
+    logits: Tensor,
+    targets: Tensor,
+    lse: Tensor,
+    entropy: Tensor,
+    grad_logp: Tensor,
+    grad_entropy: Tensor | None,
+    transform: HeadTransform,
+    inverse_temperature: float,
+) -> Tensor:
+    """Gradient with respect to the head's raw output, in its dtype.
+
+    d logp / d z_j = [j = target] - p_j and d H / d z_j = -p_j (log p_j + H), with z the logits over temperature.
+    """
+    if transform == HeadTransform() and ops.available(logits.device, logits.dtype):
+        return ops.row_gradients(logits, targets, lse, entropy, grad_logp, grad_entropy, inverse_temperature)
+    transformed = transform(logits.float())
+    logp = transformed * inverse_temperature - lse[:, None]
+    probs = logp.exp()
+    grad = -probs * grad_logp[:, None]
+    grad.scatter_add_(1, targets[:, None], grad_logp[:, None])
+    if grad_entropy is not None:
+        grad -= probs * (logp + entropy[:, None]) * grad_entropy[:, None]
+    grad *= inverse_temperature * transform.scale
+    if transform.softcap is not None:
+        grad *= 1 - (transformed / transform.softcap) ** 2
+    return grad.to(logits.dtype)

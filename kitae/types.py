@@ -1,0 +1,169 @@
+"""The records that travel between the stages of the pipeline.
+
+    Prompt ─► Segment ─► Rollout ─► Group ─► Sample ─► Batch ─► MicroBatch
+              (engine)   (environment) (verifier)  (advantages)      (trainer)
+
+All of them are frozen. Tokens, their log-probs and the policy version that sampled each of them are written once, by
+the engine, and never derived again from text. Shape legend for array names: T tokens of one sequence, G samples of
+one group. `MicroBatch`, the only record that holds tensors, lives in `kitae.data.packing`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+
+FinishReason = Literal["stop", "length", "abort"]
+"""stop: a stop token or stop string; length: max_tokens or the context is used up; abort: cancelled by the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One chat turn: `Message("user", "Reverse 12, 34, 56")`."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One problem: what the model reads, and what the verifier needs to judge the answer.
+
+    `Prompt("reverse/train/17", (Message("user", "Reverse 12, 34, 56"),), reference="56, 34, 12")`
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    reference: Any
+    context: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens from one source.
+
+    `Segment("model", tokens=(42, 7, 2), logprobs=(-0.1, -0.7, -0.01), versions=(3, 3, 3))`
+    Tokens of an environment (tool output, observations) have log-prob 0 and version -1 and are never trained on.
+    """
+
+    source: Literal["model", "environment"]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+
+    @staticmethod
+    def observed(tokens: Sequence[int]) -> "Segment":
+        return Segment("environment", tuple(tokens), (0.0,) * len(tokens), (-1,) * len(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a verifier said of one response: `Score(1.0)`, or `Score.error("worker died")`.
+
+    An error is never a 0: the sample leaves its group and is counted.
+    """
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    outcome: Literal["scored", "error"] = "scored"
+    detail: str = ""
+
+    @staticmethod
+    def error(reason: str) -> "Score":
+        return Score(float("nan"), outcome="error", detail=reason)
+
+    @property
+    def valid(self) -> bool:
+        return self.outcome == "scored"
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One finished episode of one prompt.
+
+    `Rollout(group=17, index=3, prompt_tokens=(1, 5, 9), segments=(Segment("model", …),), finish="stop",
+    text="56, 34, 12", score=Score(1.0))`
+    """
+
+    group: int
+    index: int
+    prompt_tokens: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    finish: FinishReason
+    text: str
+    score: Score | None = None
+
+    @property
+    def id(self) -> str:
+        return f"{self.group}/{self.index}"
+
+    @property
+    def response_length(self) -> int:
+        return sum(len(s.tokens) for s in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All samples of one prompt, complete and scored: `Group(17, Prompt(…), rollouts=(…8 of them…))`.
+
+    `id` is the position of the prompt in the stream: unique in a run, and the key of everything about the group.
+    """
+
+    id: int
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+
+    @property
+    def valid(self) -> tuple[Rollout, ...]:
+        """The rollouts whose verifier worked; the others are counted, not trained on."""
+        return tuple(r for r in self.rollouts if r.score is not None and r.score.valid)
+
+    @property
+    def rewards_G(self) -> FloatArray:
+        return np.array([r.score.value for r in self.valid if r.score is not None], dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sequence as the trainer sees it. Position t of the arrays describes token t of `tokens_T`.
+
+    A prompt of 3 and a response of 2 tokens: `tokens_T=[1, 5, 9, 42, 2]`, `prompt_length=3`,
+    `mask_T=[0, 0, 0, 1, 1]`; log-probs, advantages and weights are 0 where the mask is 0.
+    """
+
+    group: int
+    index: int
+    tokens_T: IntArray
+    prompt_length: int
+    mask_T: BoolArray
+    logp_mu_T: FloatArray
+    versions_T: IntArray
+    reward: float
+    advantage_T: FloatArray
+    weight_T: FloatArray
+    logp_old_T: FloatArray | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens_T)
+
+    @property
+    def loss_tokens(self) -> int:
+        return int(self.mask_T.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one optimizer step trains on; the weights of its samples add up over the whole batch."""
+
+    samples: tuple[Sample, ...]
+
+    @property
+    def loss_tokens(self) -> int:
+        return sum(s.loss_tokens for s in self.samples)

@@ -1,0 +1,359 @@
+"""The pool and its workers, against score functions that do everything a score function should not."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from kitae.errors import VerifierError
+from kitae.types import Message, Prompt, Score
+from kitae.verifiers.pool import VerifierPool, validate
+
+T = TypeVar("T")
+
+HOSTILE = r"""
+import os, subprocess, sys, time
+import numpy as np
+from kitae.types import Score
+
+def score(response, reference, context, *, bonus=0.0):
+    match response:
+        case "hang":
+            while True: pass
+        case "sleep": time.sleep(60)
+        case "child":
+            with open(reference, "w") as file:
+                file.write(str(subprocess.Popen(["sleep", "60"]).pid))
+            time.sleep(60)
+        case "daemon":
+            subprocess.Popen(["sleep", "10"], start_new_session=True)
+            time.sleep(60)
+        case "exit": os._exit(3)
+        case "last words":
+            print("goodbye", file=sys.stderr, flush=True)
+            os._exit(4)
+        case "abort": os.abort()
+        case "sys.exit": sys.exit(0)
+        case "raise": raise ValueError(f"bad {reference}")
+        case "interrupt": raise KeyboardInterrupt
+        case "recurse": return score("recurse", reference, context)
+        case "fork":
+            os.fork()
+            return 1.0
+        case "print":
+            print('{"id": 1, "value": 0}', flush=True)
+            print("\ud800", "x" * 300_000)
+            os.write(1, b"raw\n")
+            subprocess.run(["echo", "from a child"])
+        case "stdin": return 1.0 if sys.stdin.read() == "" else 0.0
+        case "none": return None
+        case "text": return "1.0"
+        case "nan": return float("nan")
+        case "inf": return Score(float("inf"))
+        case "overflow": return 10**400
+        case "bad component": return Score(1.0, {"style": float("nan")})
+        case "bad value": return Score("1")
+        case "bool": return True
+        case "numpy": return np.float32(0.5)
+        case "pid": return float(os.getpid())
+        case "flood": return Score(1.0, {"k" * 2**25: 1.0})
+        case "own error": return Score.error("cannot say")
+        case "parts": return Score(0.75, {"style": 1, "facts": 0.5}, detail="x" * 5_000)
+        case "echo": return Score(1.0, detail=repr(reference)[:100])
+        case "context": return context["value"] + bonus
+        case "length": return float(len(reference))
+    return 1.0
+"""
+
+
+def run(test: Callable[[VerifierPool], Awaitable[T]], name: str, **options: Any) -> tuple[T, VerifierPool]:
+    async def body() -> tuple[T, VerifierPool]:
+        async with VerifierPool(name, **options) as pool:
+            return await test(pool), pool
+
+    return asyncio.run(body())
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("verifiers") / "hostile.py"
+    path.write_text(HOSTILE)
+    return f"{path}:score"
+
+
+def is_gone(pid: int, within: float = 5.0) -> bool:
+    """Dead, or a zombie that nobody reaps."""
+    end = time.monotonic() + within
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_scores_in_parallel_and_in_order() -> None:
+    async def test(pool: VerifierPool) -> list[Score]:
+        return await asyncio.gather(*(pool.score(f"It is {i}", i if i % 3 else -1) for i in range(300)))
+
+    scores, pool = run(test, "number", workers=3)
+    assert [s.value for s in scores] == [float(i % 3 > 0) for i in range(300)]
+    assert (pool.stats.checked, pool.stats.errors, pool.stats.restarts) == (300, 0, 0)
+
+
+def test_what_a_function_may_return_and_do(hostile: str) -> None:
+    cases: list[tuple[str, Any, Score]] = [
+        ("bool", None, Score(1.0)),
+        ("numpy", None, Score(0.5)),
+        ("parts", None, Score(0.75, {"style": 1.0, "facts": 0.5}, detail="x" * 1000)),
+        ("echo", {"a": [1, None, "\ud800é\n"]}, Score(1.0, detail=repr({"a": [1, None, "\ud800é\n"]}))),
+        ("print", None, Score(1.0)),
+        ("stdin", None, Score(1.0)),
+        ("\ud800 \x00 \u2028 é", None, Score(1.0)),
+        ("context", None, Score(3.5)),
+        ("length", "é" * 2_000_000, Score(2_000_000.0)),
+        ("x" * 5_000_000, None, Score(1.0)),
+    ]
+
+    async def test(pool: VerifierPool) -> list[Score]:
+        return [await pool.score(response, reference, {"value": 3}) for response, reference, _ in cases]
+
+    scores, pool = run(test, hostile, params={"bonus": 0.5}, workers=1)
+    assert scores == [score for _, _, score in cases]
+    assert pool.stats.restarts == 0
+
+
+def test_what_is_an_error_and_never_a_0(hostile: str) -> None:
+    cases = {
+        "raise": "ValueError: bad 7 (hostile.py:",
+        "sys.exit": "SystemExit: 0",
+        "interrupt": "KeyboardInterrupt",
+        "recurse": "RecursionError",
+        "none": "must return a Score, a float or a bool, got NoneType",
+        "text": "got str",
+        "nan": "the value of a score must be a finite number, got nan",
+        "inf": "got inf",
+        "overflow": "OverflowError",
+        "bad component": "the style of a score must be a finite number, got nan",
+        "bad value": "must be a finite number, got '1'",
+        "own error": "cannot say",
+        "context": "KeyError",
+    }
+
+    async def test(pool: VerifierPool) -> dict[str, Score]:
+        scores = {response: await pool.score(response, 7) for response in cases}
+        assert (await pool.score("", object())).detail.startswith("reference and context must be JSON values")
+        return scores
+
+    scores, pool = run(test, hostile, workers=1)
+    for response, reason in cases.items():
+        assert not scores[response].valid and reason in scores[response].detail
+    assert (pool.stats.errors, pool.stats.restarts) == (len(cases) + 1, 0)
+
+
+def test_a_worker_that_dies(hostile: str) -> None:
+    cases = {
+        "exit": "verifier worker died: exit status 3",
+        "last words": "exit status 4; its stderr ends with:\ngoodbye",
+        "abort": "killed by SIGABRT",
+        "flood": "broke the protocol",
+    }
+
+    async def test(pool: VerifierPool) -> None:
+        for response, reason in cases.items():
+            score = await pool.score(response, None)
+            assert not score.valid and reason in score.detail
+            assert await pool.score("fine", None) == Score(1.0)
+
+    _, pool = run(test, hostile, workers=1)
+    assert pool.stats.restarts == pool.stats.errors == len(cases)
+
+
+def test_a_forked_worker_cannot_answer_for_another_job(hostile: str) -> None:
+    async def test(pool: VerifierPool) -> list[Score]:
+        return [await pool.score(response, None) for response in ("fork", "parts", "numpy", "numpy", "numpy")]
+
+    scores, _ = run(test, hostile, workers=1)
+    for score, value in zip(scores, [1.0, 0.75, 0.5, 0.5, 0.5], strict=True):
+        assert score.value == value or not score.valid
+    assert scores[-1].valid
+
+
+def test_a_hang_is_killed_while_others_go_on(hostile: str) -> None:
+    async def test(pool: VerifierPool) -> Score:
+        hang = asyncio.create_task(pool.score("hang", None))
+        scores = await asyncio.gather(*(pool.score("fine", None) for _ in range(50)))
+        assert not hang.done() and all(s.value == 1 for s in scores)
+        hung = await hang
+        assert await asyncio.gather(*(pool.score("fine", None) for _ in range(4))) == [Score(1.0)] * 4
+        return hung
+
+    hung, pool = run(test, hostile, workers=2, timeout=1)
+    assert not hung.valid and hung.detail == "timed out after 1 s"
+    assert (pool.stats.timeouts, pool.stats.errors, pool.stats.restarts) == (1, 1, 1)
+
+
+def test_a_symbolic_bomb_is_wrong() -> None:
+    async def test(pool: VerifierPool) -> list[Score]:
+        bombs = [pool.score(r"\boxed{9^{9^9}}", "1"), pool.score("9**9**9", "1")]
+        return [*await asyncio.gather(*bombs), await pool.score("2/4", "1/2")]
+
+    start = time.monotonic()
+    scores, pool = run(test, "math", workers=2, timeout=1)
+    assert time.monotonic() - start < 15
+    assert [(s.value, s.valid) for s in scores] == [(0, True), (0, True), (1, True)]
+    assert scores[0].detail == "timed out after 1 s"
+    assert (pool.stats.errors, pool.stats.restarts) == (0, pool.stats.timeouts)
+
+
+def test_starting_up_is_not_part_of_the_deadline() -> None:
+    """Importing sympy takes longer than this limit."""
+    score, _ = run(lambda pool: pool.score(r"\boxed{\frac{1}{2}}", "0.5"), "math", workers=1, timeout=0.3)
+    assert score == Score(1.0)
+
+
+def test_a_blocked_event_loop_is_not_held_against_the_response(hostile: str) -> None:
+    async def test(pool: VerifierPool) -> Score:
+        check = asyncio.create_task(pool.score("length", "x" * 3_000_000))
+        await asyncio.sleep(0)
+        time.sleep(1)
+        return await check
+
+    score, _ = run(test, hostile, workers=1, timeout=0.8)
+    assert score == Score(3_000_000.0)
+
+
+def test_a_timeout_kills_what_the_worker_started(hostile: str, tmp_path: Path) -> None:
+    path = tmp_path / "pid"
+    run(lambda pool: pool.score("child", str(path)), hostile, workers=1, timeout=0.5)
+    assert is_gone(int(path.read_text()))
+
+
+def test_a_child_that_escapes_holds_nobody_up(hostile: str) -> None:
+    async def test(pool: VerifierPool) -> float:
+        start = time.monotonic()
+        assert (await pool.score("daemon", None)).detail == "timed out after 0.5 s"
+        assert await pool.score("fine", None) == Score(1.0)
+        return start
+
+    start, _ = run(test, hostile, workers=1, timeout=0.5)
+    assert time.monotonic() - start < 5
+
+
+def test_cancelling_a_check_frees_its_worker(hostile: str) -> None:
+    async def test(pool: VerifierPool) -> Score:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(pool.score("sleep", None), 0.2)
+        return await pool.score("fine", None)
+
+    score, pool = run(test, hostile, workers=1, timeout=30)
+    assert score == Score(1.0) and pool.stats.restarts == 1
+
+
+def test_closing_ends_what_runs_and_what_waits(hostile: str) -> None:
+    async def body() -> list[Score]:
+        pool = VerifierPool(hostile, workers=1, timeout=30)
+        with pytest.raises(VerifierError, match="between start"):
+            await pool.score("fine", None)
+        await pool.start()
+        checks = [asyncio.create_task(pool.score("sleep", None)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        await pool.close()
+        with pytest.raises(VerifierError, match="between start"):
+            await pool.score("fine", None)
+        return await asyncio.wait_for(asyncio.gather(*checks), 5)
+
+    assert not any(score.valid for score in asyncio.run(body()))
+
+
+def test_a_worker_that_cannot_come_back_is_an_error_until_it_can(tmp_path: Path) -> None:
+    path = tmp_path / "fickle.py"
+    source = (
+        "import os\ndef score(response, reference, context):\n    return os._exit(1) if response == 'exit' else 1.0\n"
+    )
+    path.write_text(source)
+
+    async def test(pool: VerifierPool) -> None:
+        path.unlink()
+        assert "exit status 1" in (await pool.score("exit", None)).detail
+        assert "must exist" in (await pool.score("fine", None)).detail
+        path.write_text(source)
+        await pool.score("fine", None)  # may still meet the restart that failed
+        assert await pool.score("fine", None) == Score(1.0)
+
+    run(test, f"{path}:score", workers=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("exakt", {}, "did you mean 'exact'"),
+        ("exact", {"ignorecase": True}, "it takes ignore_case"),
+        ("number", {"tolerance": "much"}, "InvalidOperation"),
+        ("number", {"tolerance": -1}, "must score its example"),
+        ("{folder}/crash.py:score", {}, "could not start: exit status 7; its stderr ends with:\nno licence"),
+        ("{folder}/none.py:score", {}, "must exist"),
+    ],
+)
+def test_a_pool_that_cannot_start(tmp_path: Path, name: str, params: dict[str, Any], message: str) -> None:
+    (tmp_path / "crash.py").write_text("import os\nos.write(2, b'no licence')\nos._exit(7)")
+
+    async def body() -> None:
+        await VerifierPool(name.format(folder=tmp_path), params, workers=2).start()
+
+    with pytest.raises(VerifierError) as caught:
+        asyncio.run(body())
+    assert message in str(caught.value)
+
+
+def test_validate() -> None:
+    def prompt(reference: Any) -> Prompt:
+        return Prompt(str(reference), (Message("user", "?"),), reference)
+
+    prompts = [prompt(reference) for reference in (12, "1,234", "many", "#### 5", 0.5)]
+    bad, _ = run(lambda pool: validate(pool, prompts), "number")
+    assert [p.reference for p, _ in bad] == ["many"] and not bad[0][1].valid
+    golds = [
+        "x^2+1",
+        "(1,2)",
+        r"2\pi/3",
+        r"\text{Monday}",
+        "no solution",
+        "x=5",
+        "sqrt(2)",
+        "$12$",
+        r"\boxed{3}",
+        "A",
+        7,
+    ]
+    assert run(lambda pool: validate(pool, map(prompt, golds)), "math")[0] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PDEATHSIG")
+@pytest.mark.parametrize("response", ["hang", "fine"])
+def test_workers_die_with_their_parent(hostile: str, response: str) -> None:
+    code = f"""
+import asyncio
+from kitae.verifiers.pool import VerifierPool
+async def main():
+    async with VerifierPool({hostile!r}, workers=1, timeout=60) as pool:
+        print(int((await pool.score("pid", None)).value), flush=True)
+        await pool.score({response!r}, None)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.communicate()
+    assert is_gone(worker)
