@@ -81,7 +81,7 @@ def _parse_reference(gold: str) -> tuple[Any, ...]:
     boxed = last_boxed(gold)
     if boxed is None and _DELIMITER_RE.search(gold):
         return _parse(gold)
-    return _parse(_box(gold if boxed is None else boxed))
+    return _parse(_box(next(marked_answers(gold), gold) if boxed is None else boxed))
 
 
 def _parse(text: str) -> tuple[Any, ...]:

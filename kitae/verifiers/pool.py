@@ -73,6 +73,7 @@ class VerifierPool:
             await self.close()
             raise
         self._running = True
+        self._idle = asyncio.Queue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
@@ -255,7 +256,7 @@ class _Process:
             case None:
                 cause = "it closed its pipe"
             case code if code < 0:
-                cause = f"killed by {signal.Signals(-code).name}"
+                cause = f"killed by signal {-code} ({signal.strsignal(-code)})"
             case code:
                 cause = f"exit status {code}"
         return cause + self.last_words()

@@ -206,6 +206,6 @@ def test_every_decimal_is_read_back(value: Any, form: str) -> None:
 )
 def test_time_is_linear_in_the_response(unit: str) -> None:
     start = time.perf_counter()
-    number(unit * (500_000 // len(unit)), 1, {})
-    number("5" + unit * (500_000 // len(unit)) + "x", 1, {}, strict=True)
+    number(unit * (200_000 // len(unit)), 1, {})
+    number("5" + unit * (200_000 // len(unit)) + "x", 1, {}, strict=True)
     assert time.perf_counter() - start < 2

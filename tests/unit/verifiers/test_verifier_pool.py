@@ -164,7 +164,7 @@ def test_a_worker_that_dies(hostile: str) -> None:
     cases = {
         "exit": "verifier worker died: exit status 3",
         "last words": "exit status 4; its stderr ends with:\ngoodbye",
-        "abort": "killed by SIGABRT",
+        "abort": "killed by signal 6 (Aborted)",
         "flood": "broke the protocol",
     }
 
@@ -197,21 +197,21 @@ def test_a_hang_is_killed_while_others_go_on(hostile: str) -> None:
         assert await asyncio.gather(*(pool.score("fine", None) for _ in range(4))) == [Score(1.0)] * 4
         return hung
 
-    hung, pool = run(test, hostile, workers=2, timeout=1)
-    assert not hung.valid and hung.detail == "timed out after 1 s"
+    hung, pool = run(test, hostile, workers=2, timeout=0.7)
+    assert not hung.valid and hung.detail == "timed out after 0.7 s"
     assert (pool.stats.timeouts, pool.stats.errors, pool.stats.restarts) == (1, 1, 1)
 
 
 def test_a_symbolic_bomb_is_wrong() -> None:
     async def test(pool: VerifierPool) -> list[Score]:
-        bombs = [pool.score(r"\boxed{9^{9^9}}", "1"), pool.score("9**9**9", "1")]
-        return [*await asyncio.gather(*bombs), await pool.score("2/4", "1/2")]
+        cases = [("9**9**9", "1"), (r"\boxed{9^{9^9}}", "1"), ("2/4", "1/2")]
+        return [await pool.score(response, reference) for response, reference in cases]
 
     start = time.monotonic()
-    scores, pool = run(test, "math", workers=2, timeout=1)
+    scores, pool = run(test, "math", workers=1, timeout=1)
     assert time.monotonic() - start < 15
-    assert [(s.value, s.valid) for s in scores] == [(0, True), (0, True), (1, True)]
-    assert scores[0].detail == "timed out after 1 s"
+    assert scores[0].value == 0 and scores[0].valid
+    assert scores[1:] == [Score(0.0, detail="timed out after 1 s"), Score(1.0)]
     assert (pool.stats.errors, pool.stats.restarts) == (0, pool.stats.timeouts)
 
 
@@ -270,7 +270,10 @@ def test_closing_ends_what_runs_and_what_waits(hostile: str) -> None:
         await pool.close()
         with pytest.raises(VerifierError, match="between start"):
             await pool.score("fine", None)
-        return await asyncio.wait_for(asyncio.gather(*checks), 5)
+        scores = await asyncio.wait_for(asyncio.gather(*checks), 5)
+        async with pool:
+            assert await asyncio.gather(*(pool.score("numpy", None) for _ in range(5))) == [Score(0.5)] * 5
+        return scores
 
     assert not any(score.valid for score in asyncio.run(body()))
 
@@ -308,7 +311,7 @@ def test_a_pool_that_cannot_start(tmp_path: Path, name: str, params: dict[str, A
     (tmp_path / "crash.py").write_text("import os\nos.write(2, b'no licence')\nos._exit(7)")
 
     async def body() -> None:
-        await VerifierPool(name.format(folder=tmp_path), params, workers=2).start()
+        await VerifierPool(name.format(folder=tmp_path), params, workers=1).start()
 
     with pytest.raises(VerifierError) as caught:
         asyncio.run(body())
@@ -335,7 +338,7 @@ def test_validate() -> None:
         "A",
         7,
     ]
-    assert run(lambda pool: validate(pool, map(prompt, golds)), "math")[0] == []
+    assert run(lambda pool: validate(pool, map(prompt, golds)), "math", workers=1)[0] == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PDEATHSIG")

@@ -1,0 +1,91 @@
+"""Held-out evaluation: avg@k and pass@k, with confidence intervals over prompts."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kitae.envs.rollout import Runner
+from kitae.types import FloatArray, Group, Prompt
+
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean over prompts and its 95 % bootstrap interval: `Estimate(0.62, 0.54, 0.70)`."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """`avg` is the mean score of all samples; `passed[k]` estimates that at least one of k samples scores 1."""
+
+    prompts: int
+    samples: int
+    avg: Estimate
+    passed: dict[int, Estimate]
+    length: float
+    truncated: float
+    errors: int
+    groups: tuple[Group, ...]
+
+    def row(self) -> dict[str, float]:
+        """The numbers, flat, for the metrics file."""
+        numbers: dict[str, float] = {"avg": self.avg.mean, "avg_low": self.avg.low, "avg_high": self.avg.high}
+        for k, estimate in self.passed.items():
+            numbers |= {f"pass@{k}": estimate.mean, f"pass@{k}_low": estimate.low, f"pass@{k}_high": estimate.high}
+        return numbers | {
+            "prompts": self.prompts,
+            "samples": self.samples,
+            "length": self.length,
+            "truncated": self.truncated,
+            "errors": self.errors,
+        }
+
+
+async def evaluate(runner: Runner, prompts: Sequence[Prompt], samples: int) -> Evaluation:
+    """Sample every prompt and score the answers. Answers that could not be judged are counted and left out."""
+    groups = await asyncio.gather(*(runner.group(i, prompt, samples) for i, prompt in enumerate(prompts)))
+    judged = [g for g in groups if g.valid]
+    rollouts = [r for g in groups for r in g.rollouts]
+    averages = np.array([g.rewards_G.mean() for g in judged], dtype=np.float32)
+    ks = sorted({1, *(2**i for i in range(1, 12) if 2**i <= samples), samples}) if samples > 1 else [1]
+    passed = {}
+    for k in ks:
+        enough = [g for g in judged if len(g.valid) >= k]
+        chances = [pass_at_k(len(g.valid), int((g.rewards_G >= 1).sum()), k) for g in enough]
+        passed[k] = estimate(np.array(chances, dtype=np.float32))
+    return Evaluation(
+        prompts=len(prompts),
+        samples=samples,
+        avg=estimate(averages),
+        passed=passed,
+        length=float(np.mean([r.response_length for r in rollouts])),
+        truncated=float(np.mean([r.finish == "length" for r in rollouts])),
+        errors=len(rollouts) - sum(len(g.valid) for g in groups),
+        groups=tuple(groups),
+    )
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Chance that k of n samples, drawn without replacement, hold a correct one: 1 - C(n - c, k) / C(n, k)."""
+    return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
+
+
+def estimate(values: FloatArray) -> Estimate:
+    """Mean and seeded percentile bootstrap over prompts."""
+    if len(values) == 0:
+        return Estimate(math.nan, math.nan, math.nan)
+    rng = np.random.default_rng(0)
+    means = values[rng.integers(0, len(values), (_RESAMPLES, len(values)))].mean(axis=1)
+    low, high = np.percentile(means, [2.5, 97.5])
+    return Estimate(float(values.mean()), float(low), float(high))

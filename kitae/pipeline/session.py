@@ -1,0 +1,204 @@
+"""Put a run together from its config, run it, and leave everything consistent whatever happens."""
+
+import asyncio
+import json
+import signal
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kitae.algorithms.objective import Objective
+from kitae.config import Config
+from kitae.data.chat import Chat
+from kitae.data.prompts import eval_prompts, open_stream
+from kitae.engines.base import SamplingParams
+from kitae.engines.native.engine import NativeEngine
+from kitae.envs.rollout import Runner
+from kitae.envs.single_turn import SingleTurn
+from kitae.errors import VerifierError
+from kitae.models.load import export_policy, load_policy
+from kitae.models.policy import Policy
+from kitae.observe.observer import Observer
+from kitae.pipeline.evaluate import Evaluation, evaluate
+from kitae.pipeline.loops import Pipeline, Stopped
+from kitae.store.checkpoint import Frontier
+from kitae.store.run import RunStore
+from kitae.trainer.trainer import Trainer
+from kitae.types import Prompt
+from kitae.verifiers.pool import VerifierPool, validate
+
+_GOLD_CHECKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a run ended: `Result(folder, finished=True, before={"avg": 0.48, …}, after={"avg": 1.0, …})`."""
+
+    folder: Path
+    finished: bool
+    step: int
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+
+
+def train(store: RunStore, observer: Observer, checkpoint: str | None = None) -> Result:
+    """Train a new run, or go on with one that has checkpoints. Returns when it is finished or stopped by Ctrl-C."""
+    try:
+        return asyncio.run(_train(store, observer, checkpoint))
+    finally:
+        store.close()
+
+
+async def _train(store: RunStore, observer: Observer, checkpoint: str | None) -> Result:
+    config = store.config
+    frontier = Frontier(0, 0, 0)
+    state: Path | None = None
+    if checkpoint is not None or store.checkpoints.names():
+        frontier, state = store.checkpoints.load(checkpoint)
+    # What the data and the verifier cannot do should be known before the model is loaded.
+    stream = open_stream(config.data, config.run.seed)
+    held_out = eval_prompts(config.data, config.run.seed, config.eval.prompts) if config.eval.prompts else []
+    async with AsyncExitStack() as stack:
+        v = config.verifier
+        pool = await stack.enter_async_context(VerifierPool(v.name, v.params, v.workers, v.timeout))
+        await _check_gold(pool, [stream.at(i) for i in range(_GOLD_CHECKS)], observer)
+        await store.journal.set_meta("config", config.to_json())
+        await store.journal.add_event("start", f"step {frontier.step}")
+        await store.journal.rewind(frontier.cursor)
+        store.checkpoints.forget_after(frontier.step)
+        store.metrics.rewind(frontier.step)
+
+        observer.status(f"loading {config.model.path}")
+        policy = load_policy(config.model, config.run.seed)
+        trainer = Trainer(
+            policy,
+            config.training,
+            temperature=config.sampling.temperature,
+            entropy_grad=bool(config.algorithm.entropy_coef),
+        )
+        if state is not None:
+            trainer.load_state(state, frontier.updates)
+        engine = NativeEngine(policy, config.engine, version=frontier.step)
+        stack.push_async_callback(engine.close)
+        chat = Chat(policy.tokenizer, policy.base.generation_config)
+        runner = _runner(config, engine, chat, pool)
+
+        async def evaluate_at(step: int) -> dict[str, Any]:
+            """Evaluate once per step: a resumed run finds what is in the metrics already."""
+            for row in store.metrics.rows("eval"):
+                if row["step"] == step:
+                    return row
+            observer.status(f"evaluating on {len(held_out)} held-out prompts")
+            found = await evaluate(_evaluation_runner(config, runner), held_out, config.eval.samples)
+            row = {"kind": "eval", "step": step, **found.row()}
+            store.metrics.append(row)
+            observer.evaluated(row)
+            return row
+
+        pipeline = Pipeline(
+            config, store, stream, runner, engine, trainer, Objective(config.algorithm, config.sampling.max_tokens),
+            observer, frontier, evaluate_at,
+        )  # fmt: skip
+        before = await evaluate_at(0) if held_out and frontier.step == 0 else _eval_row(store, 0)
+        if frontier.step == 0:
+            pipeline.save()
+        with _interrupts(pipeline):
+            try:
+                await pipeline.run()
+            except Stopped:
+                observer.status("saving a checkpoint")
+                pipeline.save()
+                await store.journal.add_event("stopped", f"step {pipeline.frontier.step}")
+                return Result(store.folder, False, pipeline.frontier.step, before, None)
+        after = await evaluate_at(config.training.steps) if held_out else None
+        observer.status("exporting the model")
+        export_policy(policy, store.folder / "model")
+        await store.journal.add_event("finished", json.dumps(after))
+        observer.finished(store.folder)
+        return Result(store.folder, True, config.training.steps, before, after)
+
+
+def evaluate_model(config: Config, policy: Policy | None = None) -> Evaluation:
+    """Evaluate `config.model` on the held-out prompts of `config.data`."""
+
+    async def run() -> Evaluation:
+        prompts = eval_prompts(config.data, config.run.seed, config.eval.prompts)
+        v = config.verifier
+        async with VerifierPool(v.name, v.params, v.workers, v.timeout) as pool:
+            loaded = policy or load_policy(config.model, config.run.seed)
+            engine = NativeEngine(loaded, config.engine)
+            try:
+                chat = Chat(loaded.tokenizer, loaded.base.generation_config)
+                runner = _evaluation_runner(config, _runner(config, engine, chat, pool))
+                return await evaluate(runner, prompts, config.eval.samples)
+            finally:
+                await engine.close()
+
+    return asyncio.run(run())
+
+
+def _runner(config: Config, engine: NativeEngine, chat: Chat, pool: VerifierPool) -> Runner:
+    sampling = SamplingParams(
+        temperature=config.sampling.temperature,
+        max_tokens=config.sampling.max_tokens,
+        stop_tokens=chat.stop_tokens,
+        stop_strings=config.sampling.stop,
+    )
+    return Runner(engine, chat, pool, SingleTurn, sampling, config.run.seed)
+
+
+def _evaluation_runner(config: Config, runner: Runner) -> Runner:
+    from dataclasses import replace
+
+    e = config.eval
+    sampling = replace(
+        runner.sampling, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k, min_p=e.min_p
+    )
+    return replace(runner, sampling=sampling, label="eval")
+
+
+async def _check_gold(pool: VerifierPool, prompts: list[Prompt], observer: Observer) -> None:
+    """The gold answers must score 1: a verifier that refuses them would teach nonsense."""
+    bad = await validate(pool, prompts)
+    if not bad:
+        return
+    prompt, score = bad[0]
+    message = (
+        f"{len(bad)} of {len(prompts)} reference answers do not score 1 under this verifier; the first: "
+        f"{prompt.id} with reference {str(prompt.reference)[:80]!r} → {score.outcome} {score.value:g} {score.detail}"
+    )
+    if len(bad) == len(prompts):
+        raise VerifierError(message)
+    observer.note(message)
+
+
+def _eval_row(store: RunStore, step: int) -> dict[str, Any] | None:
+    return next((r for r in store.metrics.rows("eval") if r["step"] == step), None)
+
+
+class _interrupts:
+    """The first Ctrl-C (or SIGTERM) stops at the next safe point; the second interrupts at once."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.loop = asyncio.get_running_loop()
+
+    def __enter__(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self.loop.add_signal_handler(number, self._interrupt, number)
+            except (ValueError, NotImplementedError, RuntimeError):  # not the main thread
+                return
+
+    def _interrupt(self, number: signal.Signals) -> None:
+        self.pipeline.observer.note("stopping at the next safe point; press Ctrl-C again to stop at once")
+        self.pipeline.stop()
+        self.loop.remove_signal_handler(number)
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self.loop.remove_signal_handler(number)
+            except (ValueError, NotImplementedError, RuntimeError):
+                return

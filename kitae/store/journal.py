@@ -1,0 +1,218 @@
+"""The journal: every prompt, rollout and score in SQLite, committed before anything uses them.
+
+One writer thread commits what has gathered meanwhile in one transaction, so callers wait for the disk but never block
+the event loop. WAL mode: a killed process loses nothing that a caller was told is written.
+
+    prompts   what was asked, by group id
+    rollouts  what was sampled and how it was scored; tokens, log-probs and versions exactly as the engine gave them
+    fates     what became of each group: trained at a step, or dropped with a reason; one row per group, never two
+    events    what happened to the run: starts, resumes, errors
+"""
+
+import asyncio
+import json
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kitae.errors import DiskFullError, StoreError
+from kitae.types import Message, Prompt, Rollout, Score, Segment
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS prompts (
+    group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, messages TEXT NOT NULL, reference TEXT NOT NULL,
+    context TEXT NOT NULL, version INTEGER NOT NULL, issued REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS rollouts (
+    group_id INTEGER NOT NULL, sample INTEGER NOT NULL, prompt_tokens BLOB NOT NULL, segments TEXT NOT NULL,
+    tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, finish TEXT NOT NULL, text TEXT NOT NULL,
+    value REAL, outcome TEXT NOT NULL, components TEXT NOT NULL, detail TEXT NOT NULL,
+    PRIMARY KEY (group_id, sample)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS fates (
+    group_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, fate TEXT NOT NULL, reason TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL);
+"""
+
+Statement = tuple[str, tuple[Any, ...]]
+
+
+class Journal:
+    """Open for writing by one process at a time; readers may look on (`read_only`)."""
+
+    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+        self.path = path
+        try:
+            if read_only:
+                self._reader = sqlite3.connect(f"file:{path}?mode=ro", uri=True, check_same_thread=False)
+            else:
+                self._reader = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+                self._reader.execute("PRAGMA journal_mode=WAL")
+                self._reader.executescript(_SCHEMA)
+        except sqlite3.Error as error:
+            raise _explain(error, path) from error
+        self._queue: queue.SimpleQueue[tuple[list[Statement], Future[None]] | None] = queue.SimpleQueue()
+        self._writer: threading.Thread | None = None
+        if not read_only:
+            self._writer = threading.Thread(target=self._write_loop, name="kitae-journal", daemon=True)
+            self._writer.start()
+
+    # Writing. Each call returns after its commit.
+
+    async def add_prompt(self, group: int, prompt: Prompt, version: int) -> None:
+        """Record that a prompt was issued; after a resume the same row may come again."""
+        messages = json.dumps([asdict(m) for m in prompt.messages])
+        row = (group, prompt.id, messages, json.dumps(prompt.reference), json.dumps(dict(prompt.context)), version)
+        await self._write([("INSERT OR REPLACE INTO prompts VALUES (?,?,?,?,?,?,?)", (*row, time.time()))])
+
+    async def add_rollout(self, rollout: Rollout) -> None:
+        await self._write([("INSERT INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", _rollout_row(rollout))])
+
+    async def add_fates(self, step: int, trained: Sequence[int], dropped: Sequence[tuple[int, str]]) -> None:
+        """Close groups. A second fate for a group is a bug and violates the table's key."""
+        rows = [(group, step, "trained", "") for group in trained]
+        rows += [(group, step, "dropped", reason) for group, reason in dropped]
+        await self._write([("INSERT INTO fates VALUES (?,?,?,?)", row) for row in rows])
+
+    async def add_event(self, kind: str, detail: str = "") -> None:
+        await self._write([("INSERT INTO events VALUES (?,?,?)", (time.time(), kind, detail))])
+
+    async def set_meta(self, key: str, value: str) -> None:
+        await self._write([("INSERT OR REPLACE INTO meta VALUES (?,?)", (key, value))])
+
+    async def rewind(self, cursor: int) -> None:
+        """Forget the fates of groups issued after a checkpoint: those weights are gone. Their rollouts stay usable."""
+        await self._write([("DELETE FROM fates WHERE group_id >= ?", (cursor,))])
+
+    async def _write(self, statements: list[Statement]) -> None:
+        assert self._writer is not None, "this journal is open for reading only"
+        done: Future[None] = Future()
+        self._queue.put((statements, done))
+        await asyncio.wrap_future(done)
+
+    def _write_loop(self) -> None:
+        connection = sqlite3.connect(self.path, isolation_level=None)
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.execute("PRAGMA busy_timeout=10000")
+        while (first := self._queue.get()) is not None:
+            jobs = [first]
+            while not self._queue.empty() and len(jobs) < 512 and (job := self._queue.get()) is not None:
+                jobs.append(job)
+            try:
+                _commit(connection, [s for statements, _ in jobs for s in statements])
+                for _, done in jobs:
+                    done.set_result(None)
+            except sqlite3.Error:
+                self._commit_one_by_one(connection, jobs)  # so that a bad job takes no good one with it
+        connection.close()
+
+    def _commit_one_by_one(self, connection: sqlite3.Connection, jobs: list[tuple[list[Statement], Future[None]]]) -> None:
+        for statements, done in jobs:
+            try:
+                _commit(connection, statements)
+                done.set_result(None)
+            except sqlite3.Error as error:
+                done.set_exception(_explain(error, self.path))
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._queue.put(None)
+            self._writer.join()
+            self._writer = None
+        self._reader.close()
+
+    # Reading.
+
+    def meta(self, key: str) -> str | None:
+        row = self._reader.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def rollouts(self, group: int) -> list[Rollout]:
+        rows = self._reader.execute("SELECT * FROM rollouts WHERE group_id = ? ORDER BY sample", (group,))
+        return [_read_rollout(row) for row in rows]
+
+    def prompt(self, group: int) -> Prompt | None:
+        row = self._reader.execute("SELECT * FROM prompts WHERE group_id = ?", (group,)).fetchone()
+        if row is None:
+            return None
+        messages = tuple(Message(**m) for m in json.loads(row[2]))
+        return Prompt(row[1], messages, json.loads(row[3]), json.loads(row[4]))
+
+    def groups(self, step: int | None = None) -> list[tuple[int, int, str, str]]:
+        """`(group, step, fate, reason)` of closed groups, by id; of one step, if given."""
+        where, values = ("WHERE step = ?", (step,)) if step is not None else ("", ())
+        return list(self._reader.execute(f"SELECT * FROM fates {where} ORDER BY group_id", values))
+
+    def scored(self) -> Iterator[tuple[int, int, int | None, float]]:
+        """`(group, sample, step or None, value)` of every rollout that has a score."""
+        yield from self._reader.execute(
+            "SELECT r.group_id, r.sample, f.step, r.value FROM rollouts r LEFT JOIN fates f USING (group_id) "
+            "WHERE r.outcome = 'scored' ORDER BY r.group_id, r.sample"
+        )
+
+    def counts(self) -> dict[str, int]:
+        names = ("prompts", "rollouts", "fates")
+        return {n: int(self._reader.execute(f"SELECT count(*) FROM {n}").fetchone()[0]) for n in names}
+
+    def events(self) -> list[tuple[float, str, str]]:
+        return list(self._reader.execute("SELECT * FROM events ORDER BY rowid"))
+
+
+def _commit(connection: sqlite3.Connection, statements: list[Statement]) -> None:
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for sql, values in statements:
+            connection.execute(sql, values)
+        connection.execute("COMMIT")
+    except sqlite3.Error:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _explain(error: sqlite3.Error, path: Path) -> StoreError:
+    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+        return DiskFullError(f"no space left to write {path}; what was written before is safe")
+    return StoreError(f"{path}: {error}")
+
+
+def _rollout_row(r: Rollout) -> tuple[Any, ...]:
+    score = r.score or Score.error("not scored")
+    return (
+        r.group,
+        r.index,
+        np.array(r.prompt_tokens, dtype=np.int32).tobytes(),
+        json.dumps([[s.source, len(s.tokens)] for s in r.segments]),
+        np.array([t for s in r.segments for t in s.tokens], dtype=np.int32).tobytes(),
+        np.array([x for s in r.segments for x in s.logprobs], dtype=np.float32).tobytes(),
+        np.array([v for s in r.segments for v in s.versions], dtype=np.int32).tobytes(),
+        r.finish,
+        r.text.encode("utf-8", "replace").decode(),
+        score.value if score.valid else None,
+        score.outcome,
+        json.dumps(dict(score.components)),
+        score.detail,
+    )
+
+
+def _read_rollout(row: tuple[Any, ...]) -> Rollout:
+    group, sample, prompt, segments, tokens, logprobs, versions, finish, text, value, outcome, components, detail = row
+    all_tokens = np.frombuffer(tokens, dtype=np.int32).tolist()
+    all_logprobs = np.frombuffer(logprobs, dtype=np.float32).tolist()
+    all_versions = np.frombuffer(versions, dtype=np.int32).tolist()
+    pieces = []
+    start = 0
+    for source, length in json.loads(segments):
+        part = slice(start, start + length)
+        pieces.append(Segment(source, tuple(all_tokens[part]), tuple(all_logprobs[part]), tuple(all_versions[part])))
+        start += length
+    score = Score(float("nan") if value is None else value, json.loads(components), outcome, detail)
+    prompt_tokens = tuple(np.frombuffer(prompt, dtype=np.int32).tolist())
+    return Rollout(group, sample, prompt_tokens, tuple(pieces), finish, text, score)
