@@ -258,6 +258,14 @@ def load_config(recipe: Path, overrides: Iterable[str] = ()) -> Config:
     return parse_config(values)
 
 
+def override_config(config: Config, overrides: Iterable[str]) -> Config:
+    """A copy of a resolved config with some settings changed."""
+    values = config.model_dump(mode="json")
+    for override in overrides:
+        _apply_override(values, override)
+    return parse_config(values)
+
+
 def parse_config(values: Mapping[str, Any]) -> Config:
     """Validate a nested mapping; every complaint becomes one `ConfigError` that lists all of them."""
     problems = list(_unknown_keys(values))

@@ -1,0 +1,63 @@
+"""`kitae show`, `kitae plot` and `kitae recipes`."""
+
+from pathlib import Path
+
+from kitae.cli.locate import shipped_recipes, summary
+from kitae.errors import StoreError
+
+
+def show(run: Path, step: int | None, best: bool, worst: bool, limit: int) -> None:
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    journal = _journal(run)
+    rows = [r for r in journal.scored() if r[2] is not None]
+    if not rows:
+        raise StoreError(f"{run} has no trained or dropped groups yet")
+    if best or worst:
+        rows.sort(key=lambda r: (r[3] if worst else -r[3], -(r[2] or 0)))
+    else:
+        wanted = max(r[2] or 0 for r in rows) if step is None else step
+        rows = [r for r in rows if r[2] == wanted]
+        if not rows:
+            raise StoreError(f"step {wanted} has no samples; the last step with samples is {_last_step(run)}")
+    console = Console()
+    for group, sample, at, value in rows[:limit]:
+        prompt = journal.prompt(group)
+        rollout = next(r for r in journal.rollouts(group) if r.index == sample)
+        assert prompt is not None and rollout.score is not None
+        body = Text()
+        body.append(f"{prompt.messages[-1].role}: ", style="bold").append(prompt.messages[-1].content + "\n")
+        body.append("answer: ", style="bold").append(rollout.text + "\n")
+        body.append("reference: ", style="bold").append(str(prompt.reference))
+        if rollout.score.detail:
+            body.append("\nverifier: ", style="bold").append(rollout.score.detail)
+        title = f"step {at} · {prompt.id} · sample {sample} · reward {value:g} · {rollout.finish}"
+        console.print(Panel(body, title=title, title_align="left", border_style="green" if value >= 1 else "red"))
+    journal.close()
+
+
+def plot(run: Path, output: Path | None) -> None:
+    from kitae.observe.plots import plot_run
+
+    print(plot_run(run, output))
+
+
+def recipes() -> None:
+    for recipe in shipped_recipes():
+        print(f"{recipe.stem:14} {summary(recipe)}")
+    print("\ntrain one with: kitae train NAME [section.key=value …]")
+
+
+def _journal(run: Path):  # type: ignore[no-untyped-def]
+    from kitae.store.journal import Journal
+
+    path = run / "journal.sqlite"
+    if not path.is_file():
+        raise StoreError(f"{run} is not a run folder: it has no journal.sqlite")
+    return Journal(path, read_only=True)
+
+
+def _last_step(run: Path) -> int:
+    return max(step for _, step, _, _ in _journal(run).groups())

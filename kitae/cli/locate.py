@@ -1,0 +1,35 @@
+"""Find recipes by name or path."""
+
+import difflib
+from pathlib import Path
+
+from kitae.errors import ConfigError
+
+SHIPPED = Path(__file__).parent.parent / "recipes"
+
+
+def shipped_recipes() -> list[Path]:
+    return sorted(SHIPPED.glob("*.toml"))
+
+
+def find_recipe(name: str) -> Path:
+    """A path as it is; a bare name from the shipped ones."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    names = [p.stem for p in shipped_recipes()]
+    if name in names:
+        return SHIPPED / f"{name}.toml"
+    near = difflib.get_close_matches(path.stem, names, 1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"no recipe file {name!r}, and no shipped recipe of that name ({', '.join(names)}){hint}")
+
+
+def summary(recipe: Path) -> str:
+    """The comment lines at the top of a recipe."""
+    lines = []
+    for line in recipe.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# ").strip())
+    return " ".join(lines)

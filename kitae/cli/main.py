@@ -1,0 +1,110 @@
+"""The command line. Only typer is imported here; each command imports what it needs, so --help answers at once."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="kitae",
+    help="Train language models by reinforcement learning with verifiable rewards.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of one that comes with Kitae (kitae recipes).")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings: section.key=value …", metavar="[SECTION.KEY=VALUE]…")]
+Run = Annotated[Path, typer.Argument(help="A run folder.")]
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show settings and estimates; load nothing.")] = False,
+) -> None:
+    """Train a model by a recipe."""
+    from kitae.cli import training
+
+    training.train(recipe, overrides or [], dry_run)
+
+
+@app.command()
+def resume(
+    run: Run,
+    checkpoint: Annotated[str | None, typer.Option("--from", help="A checkpoint, e.g. step-000010; default: the last.")] = None,
+) -> None:
+    """Go on with a run that was stopped or killed."""
+    from kitae.cli import training
+
+    training.resume(run, checkpoint)
+
+
+@app.command(name="eval")
+def evaluate(
+    target: Annotated[str, typer.Argument(help="A run folder (its trained model) or a recipe (its untrained model).")],
+    overrides: Overrides = None,
+    model: Annotated[str | None, typer.Option(help="Another model: a folder, a hub id or a short name.")] = None,
+) -> None:
+    """Measure avg@k and pass@k on held-out prompts (eval.samples=8 eval.temperature=1 for k = 8)."""
+    from kitae.cli import evaluation
+
+    evaluation.evaluate(target, overrides or [], model)
+
+
+@app.command()
+def show(
+    run: Run,
+    step: Annotated[int | None, typer.Option(help="Only this step; default: the last.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="Highest rewards first, over all steps.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first, over all steps.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="How many samples.")] = 8,
+) -> None:
+    """Show sampled answers with their prompts and rewards."""
+    from kitae.cli import inspection
+
+    inspection.show(run, step, best, worst, limit)
+
+
+@app.command()
+def plot(
+    run: Run,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The PNG to write; default: RUN/plot.png.")] = None,
+) -> None:
+    """Draw the curves of a run as a PNG."""
+    from kitae.cli import inspection
+
+    inspection.plot(run, output)
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes that come with Kitae."""
+    from kitae.cli import inspection
+
+    inspection.recipes()
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine can do."""
+    from kitae.cli import doctor as machine
+
+    machine.report()
+
+
+def run() -> None:
+    """Entry point: errors that Kitae raises on purpose are printed without a traceback, and exit with 1."""
+    from kitae.errors import KitaeError
+
+    try:
+        app()
+    except KitaeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted; go on with: kitae resume RUN", file=sys.stderr)
+        sys.exit(130)

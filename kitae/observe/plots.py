@@ -1,0 +1,49 @@
+"""Curves of a run as a PNG."""
+
+from pathlib import Path
+from typing import Any
+
+from kitae.errors import StoreError
+from kitae.store.run import Metrics
+
+
+def plot_run(run: Path, output: Path | None = None) -> Path:
+    """Reward with held-out accuracy, length, entropy and the engine–trainer gap over steps."""
+    metrics = Metrics(run / "metrics.jsonl")
+    steps, evals = metrics.rows("step"), metrics.rows("eval")
+    if not steps:
+        raise StoreError(f"{run} has no finished step to draw")
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("plots need matplotlib: pip install 'kitae[plots]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), constrained_layout=True)
+    x = [row["step"] for row in steps]
+    reward, length, entropy, gap = axes.flat
+    reward.plot(x, [row["reward"] for row in steps], ".-", label="training reward", color="tab:blue")
+    if evals:
+        at = [row["step"] for row in evals]
+        mean = [row["avg"] for row in evals]
+        error = [[row["avg"] - row["avg_low"] for row in evals], [row["avg_high"] - row["avg"] for row in evals]]
+        reward.errorbar(at, mean, error, fmt="o-", label="held out", color="tab:orange", capsize=3)
+        reward.legend(loc="lower right")
+    reward.set_title("reward")
+    _line(length, x, steps, "length", "response length (tokens)")
+    _line(entropy, x, steps, "entropy", "entropy (nats per token)")
+    _line(gap, x, steps, "logp_gap", "log-prob gap, engine against trainer")
+    for axis in axes.flat:
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    figure.suptitle(run.name)
+    target = output or run / "plot.png"
+    figure.savefig(target, dpi=110)
+    pyplot.close(figure)
+    return target
+
+
+def _line(axis: Any, x: list[int], rows: list[dict[str, Any]], key: str, title: str) -> None:
+    axis.plot(x, [row.get(key, float("nan")) for row in rows], ".-")
+    axis.set_title(title)

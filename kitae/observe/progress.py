@@ -1,0 +1,124 @@
+"""Progress on the screen: a live table on a terminal, plain lines anywhere else."""
+
+import resource
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Self
+
+from kitae.config import Config
+
+_COLUMNS = (
+    ("step", "step", "{:.0f}"),
+    ("reward", "reward", "{:.3f}"),
+    ("length", "length", "{:.1f}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("gap", "logp_gap", "{:.4f}"),
+    ("groups", "groups", "{:.0f}"),
+    ("gen tok/s", "generate_tokens_per_second", "{:,.0f}"),
+    ("train tok/s", "train_tokens_per_second", "{:,.0f}"),
+    ("s/step", "step_seconds", "{:.1f}"),
+)
+
+
+def make_progress(config: Config, folder: Path) -> "Progress":
+    return LiveProgress(config, folder) if sys.stdout.isatty() else Progress(config, folder)
+
+
+def peak_memory_gb() -> float:
+    """Largest resident memory of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class Progress:
+    """Plain lines, one per step."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.config = config
+        self.folder = folder
+        self._seconds: deque[float] = deque(maxlen=10)
+
+    def __enter__(self) -> Self:
+        self.note(
+            f"{self.config.algorithm.preset} on {self.config.data.task or self.config.data.path or self.config.data.hub} "
+            f"with {self.config.model.path}; run folder {self.folder}"
+        )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def status(self, text: str) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        print(text, flush=True)
+
+    def step(self, row: dict[str, Any]) -> None:
+        cells = "  ".join(f"{title} {_cell(row, key, form)}" for title, key, form in _COLUMNS[1:])
+        self.note(f"step {row['step']}/{self.config.training.steps}  {cells}  ETA {self._eta(row)}")
+
+    def evaluated(self, row: dict[str, Any]) -> None:
+        self.note(
+            f"held-out accuracy at step {row['step']}: {row['avg']:.3f} "
+            f"[{row['avg_low']:.3f}, {row['avg_high']:.3f}] on {row['prompts']:.0f} prompts"
+        )
+
+    def finished(self, folder: Path) -> None:
+        pass
+
+    def _eta(self, row: dict[str, Any]) -> str:
+        self._seconds.append(row["step_seconds"])
+        left = (self.config.training.steps - row["step"]) * sum(self._seconds) / len(self._seconds)
+        return f"{left / 60:.0f} min" if left >= 100 else f"{left:.0f} s"
+
+
+class LiveProgress(Progress):
+    """A table of the last steps and a status line, drawn in place."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        super().__init__(config, folder)
+        self.console = Console()
+        self._rows: deque[list[str]] = deque(maxlen=12)
+        self._status = "starting"
+        self._began = time.perf_counter()
+        self._live = Live(console=self.console, get_renderable=self._draw, refresh_per_second=4, transient=False)
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._status = "done" if error[0] is None else "stopped"
+        self._live.__exit__(None, None, None)
+
+    def status(self, text: str) -> None:
+        self._status = text
+
+    def note(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False)
+
+    def step(self, row: dict[str, Any]) -> None:
+        self._rows.append([*(_cell(row, key, form) for _, key, form in _COLUMNS), self._eta(row)])
+
+    def _draw(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=None, pad_edge=False)
+        for title in (*(c[0] for c in _COLUMNS), "ETA"):
+            table.add_column(title, justify="right")
+        for row in self._rows:
+            table.add_row(*row)
+        elapsed = time.perf_counter() - self._began
+        return Group(table, Text(f"{elapsed:5.0f} s  {self._status}", style="dim"))
+
+
+def _cell(row: dict[str, Any], key: str, form: str) -> str:
+    return form.format(row[key]) if row.get(key) is not None else "–"
