@@ -1,0 +1,98 @@
+"""A deterministic engine without a model, for testing environments, verifiers and pipelines in milliseconds.
+
+    engine = FakeEngine(lambda request: tokenizer.encode("42"))
+
+It keeps the whole contract of `Engine`: versions, pause, abort and per-request errors.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from kitae.engines.base import Completion, EngineStats, Request, WeightUpdate
+from kitae.errors import EngineError, RequestError
+
+
+class FakeEngine:
+    """Answers every request with `respond(request)`, one token per `seconds_per_token`; log-probs are all -1.
+
+    `respond` may raise `RequestError`. The answer is cut at max_tokens (finish "length") and after the first stop
+    token (finish "stop"); without either it also ends with "stop".
+    """
+
+    def __init__(
+        self, respond: Callable[[Request], Sequence[int]], *, seconds_per_token: float = 0.0, version: int = 0
+    ) -> None:
+        self._respond = respond
+        self._delay = seconds_per_token
+        self._version = version
+        self._running: dict[str, bool] = {}
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._closed = False
+        self._prompt_tokens = 0
+        self._generated = 0
+        self._busy = 0.0
+
+    async def generate(self, request: Request) -> Completion:
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if not request.prompt_tokens:
+            raise RequestError(f"request {request.id!r}: the prompt is empty")
+        if request.id in self._running:
+            raise RequestError(f"request id {request.id!r} is in flight already")
+        planned = list(self._respond(request))[: request.sampling.max_tokens]
+        tokens: list[int] = []
+        versions: list[int] = []
+        self._running[request.id] = True
+        self._prompt_tokens += len(request.prompt_tokens)
+        try:
+            for token in planned:
+                await self._awake.wait()
+                await asyncio.sleep(self._delay)
+                if not self._running[request.id]:
+                    return _completion(request, tokens, versions, "abort")
+                tokens.append(token)
+                versions.append(self._version)
+                self._generated += 1
+                self._busy += self._delay
+                if token in request.sampling.stop_tokens:
+                    return _completion(request, tokens, versions, "stop")
+        finally:
+            del self._running[request.id]
+        full = len(tokens) == request.sampling.max_tokens
+        return _completion(request, tokens, versions, "length" if full else "stop")
+
+    async def update_weights(self, update: WeightUpdate) -> int:
+        self._version = update.version
+        return self._version
+
+    async def pause(self) -> None:
+        self._awake.clear()
+
+    async def resume(self) -> None:
+        self._awake.set()
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._running:
+            self._running[request_id] = False
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            version=self._version,
+            prompt_tokens=self._prompt_tokens,
+            prompt_tokens_shared=0,
+            generated_tokens=self._generated,
+            preemptions=0,
+            running=len(self._running),
+            waiting=0,
+            busy_seconds=self._busy,
+        )
+
+    async def close(self) -> None:
+        self._closed = True
+        self._awake.set()
+
+
+def _completion(request: Request, tokens: list[int], versions: list[int], finish: str) -> Completion:
+    assert finish in ("stop", "length", "abort")
+    return Completion(request.id, tuple(tokens), (-1.0,) * len(tokens), tuple(versions), finish)  # type: ignore[arg-type]

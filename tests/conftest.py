@@ -1,0 +1,35 @@
+"""Shared fixtures: tiny random models, made once per test session."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kitae.config import ModelConfig
+from kitae.models.load import load_policy
+from kitae.models.policy import Policy
+from kitae.models.tiny import make_tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`tiny_folder("qwen3")`: the folder of a random model of that architecture."""
+    made: dict[str, Path] = {}
+
+    def get(architecture: str) -> Path:
+        if architecture not in made:
+            made[architecture] = make_tiny(tmp_path_factory.mktemp("tiny") / architecture, architecture)
+        return made[architecture]
+
+    return get
+
+
+@pytest.fixture
+def tiny_policy(tiny_folder: Callable[[str], Path]) -> Callable[..., Policy]:
+    """`tiny_policy("llama", lora_rank=4)`: freshly loaded, in fp32 unless told otherwise."""
+
+    def get(architecture: str = "llama", **settings: object) -> Policy:
+        values = {"dtype": "float32", "path": str(tiny_folder(architecture)), **settings}
+        return load_policy(ModelConfig.model_validate(values))
+
+    return get
