@@ -37,7 +37,9 @@ class ModelConfig(Section):
         min_length=1,
         description="A folder, a hub id, or a short name: smollm2-135m (real), tiny (made on the spot, for tests).",
     )
-    dtype: Literal["auto", "bfloat16", "float32"] = Field("auto", description="auto: bfloat16 where the hardware computes in it.")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="auto: bfloat16 where the hardware computes in it."
+    )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1 …")
     lora_rank: int = Field(0, ge=0, description="0 trains all weights; more trains LoRA adapters of this rank.")
     lora_alpha: float = Field(32.0, gt=0, description="LoRA scale numerator.")
@@ -107,7 +109,9 @@ class AlgorithmConfig(Section):
     """A point in the eight-stage space. A preset fills in what is not given; see docs/algorithms.md."""
 
     preset: str = Field("grpo", description="grpo, dr-grpo or dapo.")
-    overlong_buffer: int | None = Field(None, ge=0, description="S1: soft length penalty over the last so many tokens; 0: off.")
+    overlong_buffer: int | None = Field(
+        None, ge=0, description="S1: soft length penalty over the last so many tokens; 0: off."
+    )
     filter: Literal["none", "zero-variance"] | None = Field(None, description="S2: which groups are dropped.")
     advantage: Literal["group-zscore", "group-centred"] | None = Field(None, description="S3.")
     ratio: Literal["token"] | None = Field(None, description="S4.")
@@ -216,7 +220,9 @@ class Config(Section):
     def _coherent(self) -> Self:
         a, t = self.algorithm, self.training
         if t.group_size < 2 and str(a.advantage).startswith("group"):
-            raise ValueError(f"training.group_size must be at least 2 for advantage {a.advantage!r}, got {t.group_size}")
+            raise ValueError(
+                f"training.group_size must be at least 2 for advantage {a.advantage!r}, got {t.group_size}"
+            )
         if t.minibatches > t.prompts_per_step:
             raise ValueError(
                 f"training.minibatches must be at most prompts_per_step = {t.prompts_per_step}, got {t.minibatches}"

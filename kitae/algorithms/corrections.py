@@ -1,4 +1,4 @@
-"""S6, correction weights for the gap between the engine that sampled (μ) and the trainer (π_old). Never differentiated."""
+"""S6, correction weights for the gap between the engine that sampled (μ) and the trainer (π_old); no gradient."""
 
 import torch
 from torch import Tensor

@@ -21,9 +21,7 @@ def ungated_loss(ratio_N: Tensor, advantage_N: Tensor) -> Tensor:
     return -advantage_N * ratio_N
 
 
-def clip_shares(
-    ratio_N: Tensor, advantage_N: Tensor, low: float, high: float, dual: float
-) -> dict[str, Tensor]:
+def clip_shares(ratio_N: Tensor, advantage_N: Tensor, low: float, high: float, dual: float) -> dict[str, Tensor]:
     """Which tokens lost their gradient, by cause."""
     return {
         "clip_low": (advantage_N < 0) & (ratio_N < 1 - low),

@@ -1,8 +1,8 @@
 """An algorithm as the eight stages it is made of. The trainer calls `loss` and never learns the algorithm's name.
 
-    S1 rewards → S2 filter → S3 advantage        on whole groups, before training
-    S7 aggregation                               on everything one optimizer step trains on
-    S4 ratio → S5 gate → S6 correction → S8      on the tokens of a micro-batch
+S1 rewards → S2 filter → S3 advantage        on whole groups, before training
+S7 aggregation                               on everything one optimizer step trains on
+S4 ratio → S5 gate → S6 correction → S8      on the tokens of a micro-batch
 """
 
 from collections.abc import Sequence

@@ -24,7 +24,10 @@ def report() -> None:
         ("torch", f"{torch.__version__}, {torch.get_num_threads()} threads"),
         ("transformers", transformers.__version__),
         ("device", _device_name(device)),
-        ("compute dtype", f"{str(dtype).removeprefix('torch.')} (matrix product: {_matmul_rate(device, dtype):,.0f} GFLOP/s)"),
+        (
+            "compute dtype",
+            f"{str(dtype).removeprefix('torch.')} (matrix product: {_matmul_rate(device, dtype):,.0f} GFLOP/s)",
+        ),
         ("memory", f"{_memory_gb():.1f} GB, {shutil.disk_usage(Path.cwd()).free / 2**30:.0f} GB of disk free here"),
         ("CPU kernels", "built" if cpu_library() else "not available: no C++ compiler; plain torch is used"),
         ("demo model", _demo_model(SMOLLM2, find_model)),

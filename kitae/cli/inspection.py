@@ -1,9 +1,13 @@
 """`kitae show`, `kitae plot` and `kitae recipes`."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kitae.cli.locate import shipped_recipes, summary
 from kitae.errors import StoreError
+
+if TYPE_CHECKING:
+    from kitae.store.journal import Journal
 
 
 def show(run: Path, step: int | None, best: bool, worst: bool, limit: int) -> None:
@@ -50,7 +54,7 @@ def recipes() -> None:
     print("\ntrain one with: kitae train NAME [section.key=value …]")
 
 
-def _journal(run: Path):  # type: ignore[no-untyped-def]
+def _journal(run: Path) -> "Journal":
     from kitae.store.journal import Journal
 
     path = run / "journal.sqlite"

@@ -16,7 +16,9 @@ app = typer.Typer(
 )
 
 Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of one that comes with Kitae (kitae recipes).")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="Settings: section.key=value …", metavar="[SECTION.KEY=VALUE]…")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings: section.key=value …", metavar="[SECTION.KEY=VALUE]…")
+]
 Run = Annotated[Path, typer.Argument(help="A run folder.")]
 
 
@@ -35,7 +37,9 @@ def train(
 @app.command()
 def resume(
     run: Run,
-    checkpoint: Annotated[str | None, typer.Option("--from", help="A checkpoint, e.g. step-000010; default: the last.")] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option("--from", help="A checkpoint, e.g. step-000010; default: the last.")
+    ] = None,
 ) -> None:
     """Go on with a run that was stopped or killed."""
     from kitae.cli import training
@@ -72,7 +76,9 @@ def show(
 @app.command()
 def plot(
     run: Run,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="The PNG to write; default: RUN/plot.png.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The PNG to write; default: RUN/plot.png.")
+    ] = None,
 ) -> None:
     """Draw the curves of a run as a PNG."""
     from kitae.cli import inspection

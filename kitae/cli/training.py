@@ -71,8 +71,8 @@ def _report(folder: Path, config: Config, before: dict[str, float] | None, after
     if before and after:
         rise = after["avg"] - before["avg"]
         print(
-            f"held-out accuracy  {before['avg']:.3f} → {after['avg']:.3f}  ({rise:+.3f}; {int(after['prompts'])} prompts, "
-            f"95 % interval {after['avg_low']:.3f}–{after['avg_high']:.3f})"
+            f"held-out accuracy  {before['avg']:.3f} → {after['avg']:.3f}  ({rise:+.3f}; "
+            f"{int(after['prompts'])} prompts, 95 % interval {after['avg_low']:.3f}–{after['avg_high']:.3f})"
         )
     print(f"peak memory        {peak_memory_gb():.1f} GB")
     print(f"run folder         {folder}")

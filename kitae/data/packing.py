@@ -45,7 +45,7 @@ class MicroBatch:
     weight_N: Tensor
     samples: tuple[Sample, ...]
 
-    def split(self, values_N: np.ndarray) -> list[np.ndarray]:  # type: ignore[type-arg]
+    def split(self, values_N: np.ndarray) -> list[np.ndarray]:
         """Cut a vector over loss tokens into one piece per sample."""
         return np.split(values_N, np.cumsum([s.loss_tokens for s in self.samples])[:-1])
 
@@ -85,14 +85,14 @@ def pack(samples: Sequence[Sample], token_budget: int, share_prompts: bool = Tru
 
 def collate(samples: Sequence[Sample], device: torch.device, share_prompts: bool = True) -> MicroBatch:
     """Lay out one micro-batch."""
-    tokens: list[np.ndarray] = []  # type: ignore[type-arg]
-    positions: list[np.ndarray] = []  # type: ignore[type-arg]
+    tokens: list[np.ndarray] = []
+    positions: list[np.ndarray] = []
     spans: list[Span] = []
     prompts: dict[bytes, Span] = {}
-    source: list[np.ndarray] = []  # type: ignore[type-arg]
+    source: list[np.ndarray] = []
     size = 0
 
-    def add(piece: np.ndarray, first: int, prefix: Span | None) -> Span:  # type: ignore[type-arg]
+    def add(piece: np.ndarray, first: int, prefix: Span | None) -> Span:
         nonlocal size
         span = Span(size, len(piece), prefix.start, prefix.length) if prefix else Span(size, len(piece))
         tokens.append(piece)
@@ -110,9 +110,7 @@ def collate(samples: Sequence[Sample], device: torch.device, share_prompts: bool
                 prompts[key] = add(prompt, 0, None)
             before = prompts[key]
             own = add(response, s.prompt_length, before)
-            row_of_T = np.concatenate(
-                [before.start + np.arange(before.length), own.start + np.arange(own.length)]
-            )
+            row_of_T = np.concatenate([before.start + np.arange(before.length), own.start + np.arange(own.length)])
         else:
             own = add(s.tokens_T[:-1], 0, None)
             row_of_T = own.start + np.arange(own.length)

@@ -47,7 +47,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the engine sampled: `Completion("17/3", tokens=(42, 2), logprobs=(-.1, -.3), versions=(3, 3), finish="stop")`.
+    """What the engine sampled: `Completion("17/3", (42, 2), (-.1, -.3), versions=(3, 3), finish="stop")`.
 
     The stop token, or the tokens that complete a stop string, are part of `tokens`.
     """

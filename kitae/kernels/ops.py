@@ -13,9 +13,7 @@ _MAX_DIM = 512
 
 
 def available(tensor_device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> bool:
-    return (
-        tensor_device.type == "cpu" and dtype in _SUFFIX and head_dim <= _MAX_DIM and cpu_library() is not None
-    )
+    return tensor_device.type == "cpu" and dtype in _SUFFIX and head_dim <= _MAX_DIM and cpu_library() is not None
 
 
 def decode_attention(
@@ -32,7 +30,7 @@ def decode_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Store one new key and value per sequence, attend over its pages: q `[Hq, B, D]`, k, v `[Hkv, B, D]` → `[B, Hq, D]`."""
+    """Store a new key and value per sequence and attend: q `[Hq, B, D]`, k, v `[Hkv, B, D]` → `[B, Hq, D]`."""
     heads, batch, dim = q.shape
     kv_heads = k.shape[0]
     page_size = k_pages.shape[2]

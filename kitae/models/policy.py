@@ -63,16 +63,6 @@ class Policy:
     def vocabulary(self) -> int:
         return int(self.head.weight.shape[0])
 
-    @property
-    def stop_tokens(self) -> tuple[int, ...]:
-        """End-of-sequence ids of tokenizer and generation config together."""
-        found: set[int] = set()
-        generation = getattr(self.base, "generation_config", None)
-        for ids in (self.tokenizer.eos_token_id, getattr(generation, "eos_token_id", None)):
-            if ids is not None:
-                found.update(ids if isinstance(ids, list) else [ids])
-        return tuple(sorted(int(i) for i in found))
-
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states `[T, H]` of one packed row."""
         out = self.decoder(
@@ -91,9 +81,11 @@ class Policy:
         context = _SelfAttention(positions)
         with torch.inference_mode():
             ours = self.logits(self.hidden(tokens, positions, context)).float()
-            theirs = self.base(
-                input_ids=tokens[None], position_ids=positions[None], use_cache=False, kitae=context
-            ).logits[0].float()
+            theirs = (
+                self.base(input_ids=tokens[None], position_ids=positions[None], use_cache=False, kitae=context)
+                .logits[0]
+                .float()
+            )
         gap = (ours - theirs).abs().max().item()
         if not gap <= 1e-2 * max(1.0, theirs.abs().max().item()):
             raise ModelError(

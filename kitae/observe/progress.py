@@ -40,8 +40,9 @@ class Progress:
         self._seconds: deque[float] = deque(maxlen=10)
 
     def __enter__(self) -> Self:
+        data = self.config.data
         self.note(
-            f"{self.config.algorithm.preset} on {self.config.data.task or self.config.data.path or self.config.data.hub} "
+            f"{self.config.algorithm.preset} on {data.task or data.path or data.hub} "
             f"with {self.config.model.path}; run folder {self.folder}"
         )
         return self

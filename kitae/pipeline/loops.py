@@ -12,6 +12,8 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,7 +30,7 @@ from kitae.pipeline.buffer import Buffer, Outcome
 from kitae.store.checkpoint import Frontier
 from kitae.store.run import RunStore
 from kitae.trainer.trainer import Trainer
-from kitae.types import Group, Sample
+from kitae.types import Group, Rollout, Sample
 
 T = TypeVar("T")
 
@@ -162,7 +164,7 @@ class Pipeline:
             groups = sorted((o.group for o in outcomes if o.group), key=lambda g: g.id)
             self._check_staleness(groups)
             self.observer.status(f"step {step}: training on {len(groups)} groups")
-            row |= await self._in_trainer(lambda step=step, groups=groups: self._train(step, groups))
+            row |= await self._in_trainer(partial(self._train, step, groups))
             row["train_tokens_per_second"] = _rate(row.get("train_tokens", 0.0), row.get("train_seconds", 0.0))
             dropped = [(g.id, reason) for o in outcomes for g, reason in o.dropped]
             await self.store.journal.add_fates(step, [g.id for g in groups], dropped)
@@ -197,8 +199,6 @@ class Pipeline:
         return {**{k: v / updates if k not in _SUMS else v for k, v in metrics.items()}, "updates": float(updates)}
 
     def _with_old_logprobs(self, by_group: list[list[Sample]]) -> list[list[Sample]]:
-        from dataclasses import replace
-
         flat = [s for samples in by_group for s in samples]
         old = iter(self.trainer.logprobs(flat))
         return [[replace(s, logp_old_T=next(old)) for s in samples] for samples in by_group]
@@ -241,7 +241,7 @@ class Pipeline:
             "groups_dropped": sum(len(o.dropped) for o in outcomes),
             "errors": len(failed),
             "error_share": len(failed) / len(rollouts) if rollouts else 1.0,
-            "first_error": failed[0].score.detail if failed and failed[0].score else "no rollouts" if not rollouts else "",
+            "first_error": _first_error(rollouts),
             **_component_means([r.score.components for r in valid if r.score]),
         }
 
@@ -294,6 +294,12 @@ def _merge(into: dict[str, float], numbers: dict[str, float]) -> None:
 
 def _rate(count: float, seconds: float) -> float:
     return count / seconds if seconds > 0 else 0.0
+
+
+def _first_error(rollouts: list[Rollout]) -> str:
+    if not rollouts:
+        return "no prompt could be sampled"
+    return next((r.score.detail for r in rollouts if r.score and not r.score.valid), "")
 
 
 def _component_means(components: list[Any]) -> dict[str, float]:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import signal
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -149,12 +149,8 @@ def _runner(config: Config, engine: NativeEngine, chat: Chat, pool: VerifierPool
 
 
 def _evaluation_runner(config: Config, runner: Runner) -> Runner:
-    from dataclasses import replace
-
     e = config.eval
-    sampling = replace(
-        runner.sampling, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k, min_p=e.min_p
-    )
+    sampling = replace(runner.sampling, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k, min_p=e.min_p)
     return replace(runner, sampling=sampling, label="eval")
 
 

@@ -113,7 +113,9 @@ class Journal:
                 self._commit_one_by_one(connection, jobs)  # so that a bad job takes no good one with it
         connection.close()
 
-    def _commit_one_by_one(self, connection: sqlite3.Connection, jobs: list[tuple[list[Statement], Future[None]]]) -> None:
+    def _commit_one_by_one(
+        self, connection: sqlite3.Connection, jobs: list[tuple[list[Statement], Future[None]]]
+    ) -> None:
         for statements, done in jobs:
             try:
                 _commit(connection, statements)

@@ -1,11 +1,11 @@
 """The run folder: everything about a run, in one place.
 
-    config.json      the resolved settings
-    journal.sqlite   prompts, rollouts, scores, fates, events
-    metrics.jsonl    one line per step; evaluations have "kind": "eval"
-    checkpoints/     the last few frontiers
-    model/           the trained model, loadable by transformers
-    plot.png         reward, length, entropy over steps
+config.json      the resolved settings
+journal.sqlite   prompts, rollouts, scores, fates, events
+metrics.jsonl    one line per step; evaluations have "kind": "eval"
+checkpoints/     the last few frontiers
+model/           the trained model, loadable by transformers
+plot.png         reward, length, entropy over steps
 """
 
 import fcntl

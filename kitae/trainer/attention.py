@@ -127,9 +127,7 @@ class _Attention(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _probabilities(
-    q_b: Tensor, k_b: Tensor, block: Block, fold: int, scale: float, window: int | None
-) -> Tensor:
+def _probabilities(q_b: Tensor, k_b: Tensor, block: Block, fold: int, scale: float, window: int | None) -> Tensor:
     scores = torch.bmm(q_b, k_b.mT).float().mul_(scale)
     allowed = _allowed(block, window)
     hidden = ~allowed.repeat(fold, 1)  # rows are (head in group, position)

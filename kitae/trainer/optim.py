@@ -28,7 +28,9 @@ def learning_rate(config: TrainingConfig, update: int, total_updates: int) -> fl
 
 
 class Optimizer:
-    def __init__(self, named: Iterable[tuple[str, torch.nn.Parameter]], config: TrainingConfig, total_updates: int) -> None:
+    def __init__(
+        self, named: Iterable[tuple[str, torch.nn.Parameter]], config: TrainingConfig, total_updates: int
+    ) -> None:
         self.config = config
         self.total_updates = total_updates
         self.updates = 0
@@ -38,7 +40,7 @@ class Optimizer:
         self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
-                parameter.register_post_accumulate_grad_hook(_add_into(master))
+                parameter.register_post_accumulate_grad_hook(_add_into(master))  # type: ignore[no-untyped-call]
         fused = all(m.device.type in ("cpu", "cuda") for m in self.masters)
         self.adamw = torch.optim.AdamW(
             self.masters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=fused

@@ -35,7 +35,9 @@ class TokenObjective(Protocol):
 
 
 class Trainer:
-    def __init__(self, policy: Policy, config: TrainingConfig, *, temperature: float, entropy_grad: bool = False) -> None:
+    def __init__(
+        self, policy: Policy, config: TrainingConfig, *, temperature: float, entropy_grad: bool = False
+    ) -> None:
         self.policy = policy
         self.config = config
         self.temperature = temperature

@@ -50,9 +50,7 @@ class PrefillAttention:
                 allowed = causal_mask(positions[span.start :], positions, window)
                 seen_k = keys[span.pages].transpose(0, 1).flatten(1, 2)[:, :end]
                 seen_v = values[span.pages].transpose(0, 1).flatten(1, 2)[:, :end]
-                mixed = masked_attention(
-                    q[:, rows], seen_k, seen_v, allowed, scale=scale, softcap=softcap, sinks=sinks
-                )
+                mixed = masked_attention(q[:, rows], seen_k, seen_v, allowed, scale=scale, softcap=softcap, sinks=sinks)
             out[rows] = mixed
         return out
 

@@ -115,10 +115,12 @@ class NativeEngine:
             raise RequestError(f"request {request.id!r}: the prompt is empty")
         if length >= context:
             raise RequestError(
-                f"request {request.id!r}: a prompt of {length} tokens leaves no room in the model's context of {context}"
+                f"request {request.id!r}: a prompt of {length} tokens leaves no room in the context of {context}"
             )
         if request.sampling.max_tokens < 1:
-            raise RequestError(f"request {request.id!r}: max_tokens must be at least 1, got {request.sampling.max_tokens}")
+            raise RequestError(
+                f"request {request.id!r}: max_tokens must be at least 1, got {request.sampling.max_tokens}"
+            )
         highest = max(request.prompt_tokens)
         if highest >= self.policy.vocabulary or min(request.prompt_tokens) < 0:
             raise RequestError(

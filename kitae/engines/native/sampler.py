@@ -32,9 +32,7 @@ def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
     return torch.from_numpy((z >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
-def sample(
-    logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor, *, fast: bool
-) -> tuple[Tensor, Tensor]:
+def sample(logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor, *, fast: bool) -> tuple[Tensor, Tensor]:
     """Tokens and log-probs `[B]`. Rows with top-k, top-p or min-p take the path that sorts; the others never do."""
     filtered = [i for i, p in enumerate(params) if p.temperature > 0 and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0)]
     if not filtered:

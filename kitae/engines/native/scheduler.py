@@ -17,7 +17,7 @@ from kitae.errors import RequestError
 
 @dataclass(slots=True)
 class Admission:
-    """What a prefill step must do: compute new prefixes, give fresh samples their tail page, recompute preempted ones."""
+    """Work of a prefill step: new prompts to compute, fresh samples to start, preempted ones to recompute."""
 
     prefixes: list[Prefix] = field(default_factory=list)
     fresh: list[Sequence] = field(default_factory=list)
@@ -131,8 +131,8 @@ class Scheduler:
         self.remove(sequence)
         sequence.done(
             RequestError(
-                f"request {sequence.request.id!r}: its {held} tokens fill the whole cache of {self.pool.total} pages of "
-                f"{self.page_size} tokens; raise engine.memory_gb or lower max_tokens"
+                f"request {sequence.request.id!r}: its {held} tokens fill the whole cache of {self.pool.total} "
+                f"pages of {self.page_size} tokens; raise engine.memory_gb or lower max_tokens"
             )
         )
 

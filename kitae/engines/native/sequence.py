@@ -55,6 +55,4 @@ class Sequence:
         return self.prompt_length + max(0, len(self.tokens) - 1)
 
     def completion(self, finish: FinishReason) -> Completion:
-        return Completion(
-            self.request.id, tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), finish
-        )
+        return Completion(self.request.id, tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), finish)

