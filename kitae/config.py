@@ -41,6 +41,7 @@ class ModelConfig(Section):
         "auto", description="auto: bfloat16 where the hardware computes in it."
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1 …")
+    fuse: bool = Field(True, description="Run norms and gated MLPs through compiled kernels where they can be built.")
     lora_rank: int = Field(0, ge=0, description="0 trains all weights; more trains LoRA adapters of this rank.")
     lora_alpha: float = Field(32.0, gt=0, description="LoRA scale numerator.")
     lora_targets: str = Field("all-linear", description="all-linear, or names of modules separated by commas.")
@@ -253,12 +254,13 @@ class Config(Section):
 def load_config(recipe: Path, overrides: Iterable[str] = ()) -> Config:
     """Read a recipe file and apply `section.key=value` overrides."""
     try:
-        values = tomllib.loads(recipe.read_text())
-    except FileNotFoundError:
+        values = tomllib.loads(recipe.read_text("utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
         raise ConfigError(f"no recipe file {recipe}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{recipe} is not valid TOML: {error}") from None
-    values.setdefault("run", {}).setdefault("name", recipe.stem)
+    if isinstance(run := values.setdefault("run", {}), dict):
+        run.setdefault("name", recipe.stem)
     for override in overrides:
         _apply_override(values, override)
     return parse_config(values)
@@ -272,12 +274,14 @@ def override_config(config: Config, overrides: Iterable[str]) -> Config:
     return parse_config(values)
 
 
-def parse_config(values: Mapping[str, Any]) -> Config:
+def parse_config(values: Any) -> Config:
     """Validate a nested mapping; every complaint becomes one `ConfigError` that lists all of them."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"settings are sections with keys, got {values!r}")
     problems = list(_unknown_keys(values))
     if not problems:
         try:
-            return Config.model_validate(values)
+            return Config.model_validate({"data": {}, **values})
         except ValidationError as error:
             problems = [_describe(e) for e in error.errors()]
     raise ConfigError("\n".join(problems))
@@ -293,15 +297,22 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         node = node.setdefault(key, {})
         if not isinstance(node, dict):
             raise ConfigError(f"{path!r} goes below {key!r}, which is a value, not a section")
-    node[keys[-1]] = _parse_value(text.strip())
+    node[keys[-1]] = _parse_value(text.strip(), wants_text=_is_text(*keys[:2]))
 
 
-def _parse_value(text: str) -> Any:
-    """TOML syntax where it parses (`3`, `1e-5`, `true`, `["a"]`), else the bare text."""
+def _parse_value(text: str, wants_text: bool) -> Any:
+    """TOML syntax where it parses (`3`, `1e-5`, `["a"]`), else the bare text; `run.name=2026-01-31` is a name too."""
     try:
-        return tomllib.loads(f"v = {text}")["v"]
+        value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         return text
+    return text if wants_text and not isinstance(value, str) else value
+
+
+def _is_text(section: str, key: str) -> bool:
+    sections = Config.model_fields
+    fields = getattr(sections[section].annotation, "model_fields", {}) if section in sections else {}
+    return key in fields and fields[key].annotation in (str, str | None)
 
 
 def _unknown_keys(values: Mapping[str, Any]) -> Iterable[str]:

@@ -39,25 +39,31 @@ PROMPTS = Path(__file__).with_name("prompts.json")
 
 
 class StepTimer(TrainerCallback):
-    """Wall time from the start of a step, which samples its completions, to the end of its optimizer step."""
+    """Time from the start of a step, which samples its completions, to the end of its optimizer step.
+
+    Processor time is kept beside wall time: where wall time is well above processor time / threads, the machine
+    was busy with something else and the figure does not count.
+    """
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        self._start = 0.0
+        self.cpu_seconds: list[float] = []
+        self._start = self._cpu_start = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._start = time.perf_counter()
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.seconds.append(time.perf_counter() - self._start)
+        self.cpu_seconds.append(time.process_time() - self._cpu_start)
         print(f"step {len(self.seconds)}: {self.seconds[-1]:.1f} s", file=sys.stderr, flush=True)
 
 
-class PhaseTimer:
-    """Adds up the wall time spent in a method, so that a step can be split into sampling and the rest."""
+class CallTimer:
+    """Wall time of each call of a method, so that a step can be split into sampling and the rest."""
 
     def __init__(self, owner: Any, name: str) -> None:
-        self.seconds = 0.0
+        self.seconds: list[float] = []
         method = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -65,7 +71,7 @@ class PhaseTimer:
             try:
                 return method(*args, **kwargs)
             finally:
-                self.seconds += time.perf_counter() - start
+                self.seconds.append(time.perf_counter() - start)
 
         setattr(owner, name, timed)
 
@@ -138,7 +144,7 @@ def main() -> None:
         )
         # The step is quiet on standard output: the logs of the trainer are read below, not printed.
         trainer.remove_callback(transformers.PrinterCallback)
-        sampling = PhaseTimer(trainer.model, "generate")
+        sampling = CallTimer(trainer.model, "generate")
         trainer.train()
 
     logs = [entry for entry in trainer.state.log_history if "completions/mean_length" in entry]
@@ -147,7 +153,8 @@ def main() -> None:
         raise SystemExit(f"every completion must have {args.tokens} tokens, got (min, max) lengths {sorted(lengths)}")
     result = {
         "seconds_per_step": [round(s, 2) for s in timer.seconds],
-        "sampling_seconds_per_step": round(sampling.seconds / args.steps, 2),
+        "cpu_seconds_per_step": [round(s, 2) for s in timer.cpu_seconds],
+        "sampling_seconds_per_step": [round(s, 2) for s in sampling.seconds],
         "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
         "prompt_tokens": sum(prompt_tokens),
         "prompts": args.prompts,

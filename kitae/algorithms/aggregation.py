@@ -15,8 +15,7 @@ def token_weights(samples: Sequence[Sample], kind: str, constant_length: int = 0
     counts = [s.loss_tokens for s in samples]
     sequences = len(samples)
     if kind == "token-mean":
-        total = sum(counts)
-        return [1 / total] * sequences
+        return [1 / max(1, sum(counts))] * sequences
     if kind == "seq-mean-token-mean":
         return [1 / (sequences * n) if n else 0.0 for n in counts]
     if kind == "seq-mean-token-sum":
@@ -28,4 +27,4 @@ def token_weights(samples: Sequence[Sample], kind: str, constant_length: int = 0
     per_prompt: Counter[int] = Counter()
     for s, n in zip(samples, counts, strict=True):
         per_prompt[s.group] += n
-    return [1 / (len(per_prompt) * per_prompt[s.group]) for s in samples]
+    return [1 / (len(per_prompt) * max(1, per_prompt[s.group])) for s in samples]

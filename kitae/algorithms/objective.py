@@ -106,6 +106,7 @@ class Objective:
             for name, clipped in shares.items():
                 meter.mean(name, clipped.float().mean().item(), count)
         gap_N = (tokens.logp_old_N - tokens.logp_mu_N).abs()
+        gap_N = torch.where(gap_N.isfinite(), gap_N, torch.zeros_like(gap_N))  # no log-prob, no gap
         meter.mean("logp_gap", gap_N.mean().item(), count)
         meter.max("logp_gap_max", gap_N.max().item())
         log_w = mismatch_N.log()

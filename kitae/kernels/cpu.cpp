@@ -10,6 +10,8 @@
 #include <cstring>
 #include <vector>
 
+#include <omp.h>
+
 namespace {
 
 typedef uint16_t bf16;
@@ -211,6 +213,84 @@ void row_gradients(T* logits, const int64_t* targets, const float* lse, const fl
     }
 }
 
+// out = weight * round(x / rms(x)), row by row, rounding where the modules round; keeps 1 / rms for the backward pass.
+template <typename T>
+void rms_norm(const T* x, const T* weight, T* out, float* inverse_rms, float eps, int64_t N, int64_t H) {
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        const T* row = x + n * H;
+        float square = 0;
+#pragma omp simd reduction(+ : square)
+        for (int64_t i = 0; i < H; i++) square += load(row + i) * load(row + i);
+        const float r = 1.0f / std::sqrt(square / H + eps);
+        inverse_rms[n] = r;
+        T* target = out + n * H;
+#pragma omp simd
+        for (int64_t i = 0; i < H; i++) {
+            T scaled;
+            store(&scaled, load(row + i) * r);
+            store(target + i, load(weight + i) * load(&scaled));
+        }
+    }
+}
+
+// dx = r (g w - x r^2 mean(g w x)); dweight = sum over rows of g x r: one float sum per thread, added in thread order,
+// so that the same number of threads gives the same bits.
+template <typename T>
+void rms_norm_backward(const T* grad, const T* x, const T* weight, const float* inverse_rms, T* dx, float* dweight,
+                       int64_t N, int64_t H) {
+    const int64_t threads = omp_get_max_threads();
+    std::vector<float> partial(threads * H, 0.0f);
+#pragma omp parallel
+    {
+        float* sums = partial.data() + omp_get_thread_num() * H;
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < N; n++) {
+            const T *g = grad + n * H, *row = x + n * H;
+            const float r = inverse_rms[n];
+            float dot = 0;
+#pragma omp simd reduction(+ : dot)
+            for (int64_t i = 0; i < H; i++) dot += load(g + i) * load(weight + i) * load(row + i);
+            const float common = r * r * r * dot / H;
+#pragma omp simd
+            for (int64_t i = 0; i < H; i++) {
+                const float gi = load(g + i), xi = load(row + i);
+                store(dx + n * H + i, r * gi * load(weight + i) - common * xi);
+                sums[i] += gi * xi * r;
+            }
+        }
+    }
+    for (int64_t t = 0; t < threads; t++)
+        for (int64_t i = 0; i < H; i++) dweight[i] += partial[t * H + i];
+}
+
+// 1 / (1 + exp(-x)) from the exponential of a negative number.
+inline float sigmoid(float x) {
+    const float e = exp_negative(-std::fabs(x));
+    return (x >= 0 ? 1.0f : e) / (1.0f + e);
+}
+
+// out = round(silu(gate)) * up
+template <typename T>
+void swiglu(const T* gate, const T* up, T* out, int64_t N) {
+#pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < N; i++) {
+        T activated;
+        store(&activated, load(gate + i) * sigmoid(load(gate + i)));
+        store(out + i, load(&activated) * load(up + i));
+    }
+}
+
+template <typename T>
+void swiglu_backward(const T* grad, const T* gate, const T* up, T* dgate, T* dup, int64_t N) {
+#pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < N; i++) {
+        const float g = load(gate + i), s = sigmoid(g), d = load(grad + i);
+        store(dup + i, d * g * s);
+        store(dgate + i, d * load(up + i) * s * (1.0f + g * (1.0f - s)));
+    }
+}
+
 }  // namespace
 
 #define EXPORT(SUFFIX, T)                                                                                               \
@@ -233,6 +313,17 @@ void row_gradients(T* logits, const int64_t* targets, const float* lse, const fl
                                 const float* grad_logp, const float* grad_entropy, float scale, int64_t N,             \
                                 int64_t V) {                                                                           \
         row_gradients<T>(logits, targets, lse, entropy, grad_logp, grad_entropy, scale, N, V);                         \
+    }                                                                                                                  \
+    void rms_norm_##SUFFIX(const T* x, const T* weight, T* out, float* inverse_rms, float eps, int64_t N, int64_t H) { \
+        rms_norm<T>(x, weight, out, inverse_rms, eps, N, H);                                                           \
+    }                                                                                                                  \
+    void rms_norm_backward_##SUFFIX(const T* grad, const T* x, const T* weight, const float* inverse_rms, T* dx,       \
+                                    float* dweight, int64_t N, int64_t H) {                                            \
+        rms_norm_backward<T>(grad, x, weight, inverse_rms, dx, dweight, N, H);                                         \
+    }                                                                                                                  \
+    void swiglu_##SUFFIX(const T* gate, const T* up, T* out, int64_t N) { swiglu<T>(gate, up, out, N); }               \
+    void swiglu_backward_##SUFFIX(const T* grad, const T* gate, const T* up, T* dgate, T* dup, int64_t N) {            \
+        swiglu_backward<T>(grad, gate, up, dgate, dup, N);                                                             \
     }
 
 extern "C" {

@@ -2,6 +2,7 @@
 
 import ctypes
 from ctypes import c_float, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,6 +106,76 @@ def row_gradients(
         c_int64(vocabulary),
     )
     return logits
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`weight * x / rms(x)` over the last dimension, differentiable."""
+    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, differentiable."""
+    out: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x = x.contiguous()
+        rows, width = x.numel() // x.shape[-1], x.shape[-1]
+        out = torch.empty_like(x)
+        inverse_rms = torch.empty(rows, dtype=torch.float32)
+        _call(
+            f"rms_norm_{_SUFFIX[x.dtype]}",
+            *(c_void_p(t.data_ptr()) for t in (x, weight, out, inverse_rms)),
+            c_float(eps),
+            c_int64(rows),
+            c_int64(width),
+        )
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, inverse_rms = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        dx = torch.empty_like(x)
+        dweight = torch.zeros(weight.shape, dtype=torch.float32)
+        _call(
+            f"rms_norm_backward_{_SUFFIX[x.dtype]}",
+            *(c_void_p(t.data_ptr()) for t in (grad, x, weight, inverse_rms, dx, dweight)),
+            c_int64(len(inverse_rms)),
+            c_int64(x.shape[-1]),
+        )
+        return dx, dweight.to(weight.dtype), None
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        _call(
+            f"swiglu_{_SUFFIX[gate.dtype]}",
+            *(c_void_p(t.data_ptr()) for t in (gate, up, out)),
+            c_int64(gate.numel()),
+        )
+        ctx.save_for_backward(gate, up)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        _call(
+            f"swiglu_backward_{_SUFFIX[gate.dtype]}",
+            *(c_void_p(t.data_ptr()) for t in (grad, gate, up, dgate, dup)),
+            c_int64(gate.numel()),
+        )
+        return dgate, dup
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -178,6 +178,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from kitae.models import attention
+    from kitae.models.fuse import fuse
     from kitae.models.policy import Policy
 
     folder = find_model(config.path)
@@ -195,6 +196,8 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{config.path!r}: its tokenizer has no end-of-sequence token, so no response could end")
     model = model.to(device).eval()
+    if config.fuse:
+        fuse(model, device, model.dtype)
     if config.lora_rank:
         from kitae.models.lora import add_lora
 

@@ -1,0 +1,377 @@
+"""The journal: exact, never twice, and never deaf, whatever callers and disks do."""
+
+import asyncio
+import json
+import sqlite3
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kitae.errors import DiskFullError, StoreError
+from kitae.store.journal import Journal
+from kitae.types import Message, Prompt, Rollout, Score, Segment
+
+PROMPT = Prompt("reverse/train/17", (Message("system", "Be brief."), Message("user", "Reverse 1, 2")), "2, 1", {"n": 2})
+
+
+def rollout(group: int, index: int = 0, text: str = "2, 1") -> Rollout:
+    segment = Segment("model", (5, 6), (-0.5, -0.25), (3, 4))
+    return Rollout(group, index, (1, 2, 3), (segment,), "stop", text, Score(1.0))
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    opened = Journal(tmp_path / "journal.sqlite")
+    yield opened
+    opened.close()
+
+
+class Locked:
+    """Hold the database's write lock, so that jobs gather in the journal's queue."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._connection = sqlite3.connect(journal.path, isolation_level=None)
+
+    def __enter__(self) -> None:
+        self._connection.execute("BEGIN IMMEDIATE")
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.execute("COMMIT")
+        self._connection.close()
+
+
+# Exactness.
+
+ids = st.integers(0, 2**31 - 1)
+float32 = st.floats(width=32, allow_nan=False)
+
+
+def segments(source: str) -> st.SearchStrategy[Segment]:
+    tokens = st.lists(st.tuples(ids, float32, st.integers(-1, 10_000)), max_size=5)
+    return tokens.map(
+        lambda rows: Segment(source, *([tuple(c) for c in zip(*rows, strict=True)] if rows else ((),) * 3))
+    )  # type: ignore[arg-type]
+
+
+scores = st.builds(
+    Score,
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False, allow_infinity=False), max_size=2),
+    detail=st.text(max_size=5),
+) | st.text(max_size=5).map(Score.error)
+rollouts = st.builds(
+    Rollout,
+    group=st.integers(0, 2**62),
+    index=st.integers(0, 1000),
+    prompt_tokens=st.lists(ids, max_size=5).map(tuple),
+    segments=st.lists(segments("model") | segments("environment"), max_size=4).map(tuple),
+    finish=st.sampled_from(["stop", "length", "abort"]),
+    text=st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    score=scores,
+)
+
+
+@settings(deadline=None, max_examples=25)
+@given(st.lists(rollouts, min_size=1, max_size=6, unique_by=lambda r: (r.group, r.index)))
+def test_rollouts_come_back_exactly(written: list[Rollout]) -> None:
+    async def write(journal: Journal) -> None:
+        await asyncio.gather(*map(journal.add_rollout, written))
+
+    with tempfile.TemporaryDirectory() as folder:
+        journal = Journal(Path(folder) / "journal.sqlite")
+        asyncio.run(write(journal))
+        journal.close()
+        reader = Journal(journal.path, read_only=True)
+        for r in written:
+            (found,) = [x for x in reader.rollouts(r.group) if x.index == r.index]
+            assert _comparable(found) == _comparable(r)
+        reader.close()
+
+
+def _comparable(r: Rollout) -> tuple[Rollout, bytes, str]:
+    """Equal for equal bits: NaN is equal to itself, -0.0 is not 0.0."""
+    assert r.score is not None
+    bits = [struct.pack("<f", x) for s in r.segments for x in s.logprobs]
+    return replace(r, score=replace(r.score, value=0.0)), b"".join(bits), repr(r.score.value)
+
+
+def test_log_probs_are_kept_as_float32(journal: Journal) -> None:
+    precise = Rollout(0, 0, (1,), (Segment("model", (5,), (-0.1,), (0,)),), "stop", "", Score(1.0))
+    asyncio.run(journal.add_rollout(precise))
+    (found,) = journal.rollouts(0)
+    assert found.segments[0].logprobs == struct.unpack("<f", struct.pack("<f", -0.1))
+
+
+def test_prompts_come_back(journal: Journal) -> None:
+    async def write() -> None:
+        await journal.add_prompt(17, PROMPT, version=3)
+        await journal.add_prompt(17, PROMPT, version=3)  # a resumed run issues it again
+
+    asyncio.run(write())
+    assert journal.prompt(17) == PROMPT
+    assert journal.prompt(18) is None
+    assert journal.counts() == {"prompts": 1, "rollouts": 0, "fates": 0}
+
+
+def test_an_unscored_rollout_is_an_error_and_never_a_zero(journal: Journal) -> None:
+    asyncio.run(journal.add_rollout(replace(rollout(1), score=None)))
+    (found,) = journal.rollouts(1)
+    assert found.score is not None and not found.score.valid
+    assert list(journal.scored()) == []
+
+
+def test_text_that_is_no_unicode_is_kept_with_question_marks(journal: Journal) -> None:
+    """Half a surrogate pair: bytes that a model made up, or a verifier's JSON."""
+    bad = replace(rollout(1, text="a\ud800b"), score=Score(1.0, detail="c\udfffd"))
+
+    async def write() -> None:
+        await journal.add_rollout(bad)
+        await journal.add_prompt(1, replace(PROMPT, id="e\ud800"), 0)
+        await journal.add_event("note", "f\ud800")
+
+    asyncio.run(asyncio.wait_for(write(), 10))
+    (found,) = journal.rollouts(1)
+    assert (found.text, found.score and found.score.detail) == ("a?b", "c?d")
+    assert [(kind, detail) for _, kind, detail in journal.events()] == [("note", "f?")]
+
+
+# Fates.
+
+
+def test_a_group_has_one_fate(journal: Journal) -> None:
+    async def write() -> None:
+        await journal.add_fates(1, trained=[0, 2], dropped=[(1, "zero-variance")])
+        with pytest.raises(StoreError, match="UNIQUE"):
+            await journal.add_fates(2, trained=[3, 2], dropped=[])
+        with pytest.raises(StoreError, match="UNIQUE"):
+            await journal.add_fates(2, trained=[], dropped=[(0, "errors")])
+
+    asyncio.run(write())
+    fates = [(0, 1, "trained", ""), (1, 1, "dropped", "zero-variance"), (2, 1, "trained", "")]
+    assert journal.groups() == fates, "a refused call changes nothing, not even its good rows"
+    assert journal.groups(step=2) == []
+
+
+def test_a_sample_is_written_once(journal: Journal) -> None:
+    async def write() -> None:
+        await journal.add_rollout(rollout(4))
+        with pytest.raises(StoreError, match="UNIQUE"):
+            await journal.add_rollout(rollout(4, text="another"))
+
+    asyncio.run(write())
+    assert [r.text for r in journal.rollouts(4)] == ["2, 1"]
+
+
+def test_rewind_forgets_fates_and_keeps_rollouts(journal: Journal) -> None:
+    async def write() -> None:
+        for group in range(4):
+            await journal.add_rollout(rollout(group))
+        await journal.add_fates(1, trained=[0, 1], dropped=[])
+        await journal.add_fates(2, trained=[2], dropped=[(3, "errors")])
+        await journal.rewind(2)
+        await journal.add_fates(2, trained=[2, 3], dropped=[])
+
+    asyncio.run(write())
+    assert journal.groups(step=2) == [(2, 2, "trained", ""), (3, 2, "trained", "")]
+    assert [len(journal.rollouts(g)) for g in range(4)] == [1, 1, 1, 1]
+
+
+def test_scored_joins_rollouts_and_fates(journal: Journal) -> None:
+    async def write() -> None:
+        await journal.add_rollout(rollout(0, 1))
+        await journal.add_rollout(rollout(0, 0))
+        await journal.add_rollout(replace(rollout(0, 2), score=Score.error("died")))
+        await journal.add_rollout(replace(rollout(1), score=Score(0.25)))
+        await journal.add_fates(5, trained=[0], dropped=[])
+
+    asyncio.run(write())
+    assert list(journal.scored()) == [(0, 0, 5, 1.0), (0, 1, 5, 1.0), (1, 0, None, 0.25)]
+
+
+def test_meta_is_replaced(journal: Journal) -> None:
+    async def write() -> None:
+        await journal.set_meta("config", "a")
+        await journal.set_meta("config", "b")
+
+    asyncio.run(write())
+    assert (journal.meta("config"), journal.meta("other")) == ("b", None)
+
+
+# Many callers.
+
+
+def test_what_gathers_is_committed_together(journal: Journal) -> None:
+    async def write() -> None:
+        with Locked(journal):
+            jobs = [asyncio.create_task(journal.add_event("e", str(i))) for i in range(300)]
+            await asyncio.sleep(0.05)
+            assert not any(job.done() for job in jobs), "a caller must not go on before its commit"
+        await asyncio.gather(*jobs)
+
+    asyncio.run(write())
+    assert [detail for _, _, detail in journal.events()] == [str(i) for i in range(300)]
+    # A commit of its own would take each job at least one 4096-byte page of the log.
+    assert journal.path.with_name("journal.sqlite-wal").stat().st_size < 100 * 4096
+
+
+def test_a_bad_job_takes_no_good_one_with_it(journal: Journal) -> None:
+    async def write() -> list[None | BaseException]:
+        with Locked(journal):
+            jobs = [asyncio.create_task(journal.add_rollout(rollout(i % 5))) for i in range(6)]
+            await asyncio.sleep(0.05)
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    results = asyncio.run(write())
+    assert results[:5] == [None] * 5
+    assert isinstance(results[5], StoreError)
+    assert journal.counts()["rollouts"] == 5
+
+
+def test_a_cancelled_caller_harms_nobody(journal: Journal) -> None:
+    async def write() -> None:
+        with Locked(journal):
+            jobs = [asyncio.create_task(journal.add_event("e", str(i))) for i in range(4)]
+            await asyncio.sleep(0.05)
+            for job in jobs[:2]:
+                job.cancel()
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(5):
+            results = await asyncio.gather(*jobs, return_exceptions=True)
+            assert [type(r) for r in results[:2]] == [asyncio.CancelledError] * 2
+            assert results[2:] == [None, None]
+            await journal.add_event("after")
+
+    asyncio.run(write())
+    assert [d for _, kind, d in journal.events() if kind == "e"][-2:] == ["2", "3"]
+    assert journal.events()[-1][1] == "after"
+
+
+def test_a_job_that_cannot_be_written_at_all_is_an_error_of_its_caller(journal: Journal) -> None:
+    async def write() -> None:
+        async with asyncio.timeout(5):
+            with pytest.raises(StoreError):
+                await journal.add_fates(1, trained=[2**70], dropped=[])
+            await journal.add_event("after")
+
+    asyncio.run(write())
+    assert len(journal.events()) == 1
+
+
+def test_close_waits_for_what_was_asked_before(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    closing = threading.Thread(target=journal.close, daemon=True)
+
+    async def write() -> None:
+        with Locked(journal):
+            jobs = [asyncio.create_task(journal.add_event("e", str(i))) for i in range(3)]
+            await asyncio.sleep(0.05)
+            closing.start()
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*jobs)
+
+    asyncio.run(write())
+    closing.join(5)
+    assert not closing.is_alive(), "close() hangs"
+    reader = Journal(journal.path, read_only=True)
+    assert len(reader.events()) == 3
+    reader.close()
+
+
+# Readers, other processes, disks.
+
+
+@pytest.mark.parametrize("folder", ["plain", "odd #1 100%?x=y"])
+def test_a_reader_looks_on_while_the_writer_writes(tmp_path: Path, folder: str) -> None:
+    (tmp_path / folder).mkdir()
+    journal = Journal(tmp_path / folder / "journal.sqlite")
+    reader = Journal(journal.path, read_only=True)
+    for i in range(3):
+        asyncio.run(journal.add_rollout(rollout(i)))
+        assert reader.counts()["rollouts"] == i + 1
+    with pytest.raises(AssertionError, match="reading only"):
+        asyncio.run(reader.add_event("no"))
+    journal.close()
+    assert reader.rollouts(2) == [rollout(2)]
+    reader.close()
+
+
+def test_what_is_no_journal_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="unable to open"):
+        Journal(tmp_path / "none.sqlite", read_only=True)
+    garbage = tmp_path / "garbage.sqlite"
+    garbage.write_bytes(b"not a database at all" * 100)
+    for read_only in (True, False):
+        with pytest.raises(StoreError, match="not a database"):
+            Journal(garbage, read_only=read_only)
+    with pytest.raises(StoreError):
+        Journal(tmp_path / "no" / "folder" / "journal.sqlite")
+
+
+def child(body: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    code = "import asyncio, os, resource, signal, sys\nfrom pathlib import Path\n" + body
+    return subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_killed_writer_loses_nothing_it_was_told_is_written(tmp_path: Path) -> None:
+    killed = child(
+        """
+from kitae.store.journal import Journal
+journal = Journal(Path(sys.argv[1]))
+async def main():
+    for i in range(20):
+        await journal.add_event("e", str(i))
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+""",
+        tmp_path / "journal.sqlite",
+    )
+    assert killed.returncode == -9, killed.stderr
+    journal = Journal(tmp_path / "journal.sqlite")
+    assert [d for _, _, d in journal.events()] == [str(i) for i in range(20)]
+    asyncio.run(journal.add_event("after"))
+    journal.close()
+
+
+def test_a_full_disk_is_said_so_and_what_was_written_stays(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk's: the system refuses the write in the same place."""
+    ran = child(
+        """
+import json
+from kitae.errors import KitaeError
+from kitae.store.journal import Journal
+journal = Journal(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+async def main():
+    written = 0
+    try:
+        while written < 1000:
+            await journal.add_event("e", str(written) + "x" * 5000)
+            written += 1
+    except KitaeError as error:
+        print(json.dumps([written, type(error).__name__, str(error), len(journal.events())]))
+asyncio.run(main())
+journal.close()
+""",
+        tmp_path / "journal.sqlite",
+    )
+    assert ran.returncode == 0, ran.stderr
+    written, kind, message, readable = json.loads(ran.stdout)
+    assert kind == DiskFullError.__name__
+    assert str(tmp_path / "journal.sqlite") in message
+    assert "safe" in message
+    assert readable == written > 10
+    journal = Journal(tmp_path / "journal.sqlite")
+    assert len(journal.events()) == written
+    asyncio.run(journal.add_event("space again"))
+    journal.close()

@@ -1,0 +1,368 @@
+"""Settings: what is refused and in which words, what overrides mean, and that no flag is idle."""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError, create_model
+
+import kitae
+from kitae.config import Config, Section, load_config, override_config, parse_config
+from kitae.errors import ConfigError
+
+MINIMAL = {"data": {"task": "reverse"}}
+PACKAGE = Path(kitae.__file__).parent
+SECTIONS: dict[str, type[Section]] = {name: info.annotation for name, info in Config.model_fields.items()}  # type: ignore[misc]
+
+
+def refused(values: Mapping[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(values)
+    return str(caught.value)
+
+
+def with_(**sections: dict[str, Any]) -> dict[str, Any]:
+    return {**MINIMAL, **sections}
+
+
+# Unknown names.
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (with_(trainig={}), "unknown section 'trainig'; did you mean training?"),
+        (with_(training={"learning_rate": 1}), "unknown key training.learning_rate"),
+        (with_(training={"step": 1}), "unknown key training.step; did you mean training.steps?"),
+        (with_(sampling={"temprature": 1}), "unknown key sampling.temprature; did you mean sampling.temperature?"),
+        (with_(training={"max_tokens": 1}), "unknown key training.max_tokens; did you mean sampling.max_tokens?"),
+        (with_(xyzzy={}), "unknown section 'xyzzy'; valid are run, model, data"),
+        (with_(run={"qqqqqqqqqqqqqqqqqqqq": 1}), "unknown key run.qqqqqqqqqqqqqqqqqqqq; valid are run.name, run.dir"),
+        (with_(training=5), "'training' is a section, got the value 5"),
+    ],
+)
+def test_unknown_names_point_to_the_nearest(values: dict[str, Any], message: str) -> None:
+    assert message in refused(values)
+
+
+def test_all_problems_are_named_at_once() -> None:
+    message = refused(with_(training={"stepz": 1}, eval={"prompt": 2}, modle={}))
+    assert [line.split(";")[0] for line in message.splitlines()] == [
+        "unknown key training.stepz",
+        "unknown key eval.prompt",
+        "unknown section 'modle'",
+    ]
+    message = refused(with_(training={"steps": 0, "lr": -1}))
+    assert len(message.splitlines()) == 2
+
+
+# Values and contradictions.
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"data": {}}, "data needs exactly one of task, path or hub, got none"),
+        ({"data": {"task": "sort", "path": "x.jsonl"}}, "exactly one of task, path or hub, got task and path"),
+        ({"data": {"path": "x", "hub": "y", "task": "z"}}, "got task and path and hub"),
+        ({"data": {"task": "sort", "instruction": "Sort!"}}, "data.instruction must contain {question}, got 'Sort!'"),
+        ({"data": {"path": "x.jsonl", "params": {"count": 3}}}, "data.params belongs to a generated task"),
+        (with_(algorithm={"preset": "gropo"}), "one of grpo, dr-grpo, dapo, got 'gropo'; did you mean 'grpo'?"),
+        (with_(algorithm={"preset": "xyzzy"}), "algorithm.preset must be one of grpo, dr-grpo, dapo, got 'xyzzy'"),
+        (with_(algorithm={"dual_clip": 1.1}), "algorithm.dual_clip must exceed 1 + clip_high = 1.2, got 1.1"),
+        (with_(algorithm={"dual_clip": 1.2}), "algorithm.dual_clip must exceed 1 + clip_high = 1.2, got 1.2"),
+        (
+            with_(algorithm={"preset": "dapo", "dual_clip": 1.25}),
+            "algorithm.dual_clip must exceed 1 + clip_high = 1.28, got 1.25",
+        ),
+        (with_(training={"group_size": 1}), "group_size must be at least 2 for advantage 'group-zscore', got 1"),
+        (
+            with_(training={"minibatches": 9}),
+            "training.minibatches must be at most prompts_per_step = 8, got 9",
+        ),
+        (
+            with_(algorithm={"overlong_buffer": 65}),
+            "algorithm.overlong_buffer must be at most sampling.max_tokens = 64, got 65",
+        ),
+        (with_(pipeline={"refill": True}), "pipeline.refill replaces dropped groups, but algorithm.filter = 'none'"),
+        (
+            with_(training={"warmup_steps": 13, "steps": 3, "minibatches": 2, "epochs": 2}),
+            "training.warmup_steps must be at most the 12 optimizer steps of the run, got 13",
+        ),
+        (with_(eval={"samples": 4}), "eval.samples must be 1 when eval.temperature is 0 (greedy), got 4"),
+        (with_(training={"steps": 0}), "training.steps: input should be greater than or equal to 1, got 0"),
+        (with_(training={"lr": float("nan")}), "training.lr: input should be a finite number, got NaN"),
+        (with_(training={"lr": float("inf")}), "training.lr: input should be a finite number"),
+        (with_(training={"steps": "many"}), 'training.steps: input should be a valid integer, unable to parse string'),
+        (with_(training={"schedule": "step"}), "training.schedule: input should be 'constant', 'linear' or 'cosine'"),
+        (with_(run={"name": "a/b"}), "run.name: string should match pattern"),
+        (with_(algorithm={"clip_low": 1.0}), "algorithm.clip_low: input should be less than 1, got 1.0"),
+        (with_(sampling={"temperature": 0}), "sampling.temperature: input should be greater than 0, got 0"),
+    ],
+)  # fmt: skip
+def test_refusals_give_the_rule_and_the_value(values: dict[str, Any], message: str) -> None:
+    assert message in refused(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        with_(algorithm={"dual_clip": 1.21}),
+        with_(training={"minibatches": 8}),
+        with_(algorithm={"overlong_buffer": 64}),
+        with_(algorithm={"preset": "dapo"}, pipeline={"refill": True}),
+        with_(training={"warmup_steps": 12, "steps": 3, "minibatches": 2, "epochs": 2}),
+        with_(eval={"samples": 4, "temperature": 0.5}),
+        with_(training={"group_size": 2}),
+    ],
+)
+def test_just_inside_the_rules_is_accepted(values: dict[str, Any]) -> None:
+    parse_config(values)
+
+
+@pytest.mark.parametrize("values", [{}, {"run": {"name": "x"}}])
+def test_a_recipe_without_data_is_told_so_in_one_short_line(values: dict[str, Any]) -> None:
+    assert refused(values) == "data needs exactly one of task, path or hub, got none"
+
+
+@pytest.mark.parametrize("values", [[], 5, "x", None])
+def test_what_is_no_mapping_is_a_config_error(values: Any) -> None:
+    refused(values)
+
+
+def test_config_is_frozen() -> None:
+    config = parse_config(MINIMAL)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.training.steps = 5  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="frozen"):
+        config.training = config.training  # type: ignore[misc]
+
+
+# Overrides.
+
+
+def overridden(*overrides: str) -> Config:
+    return override_config(parse_config(MINIMAL), overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.steps=7", 7),
+        ("training.lr=3e-6", 3e-6),
+        ("training.lr=1", 1.0),
+        ("training.share_prompts=false", False),
+        ("training.betas=[0.8, 0.95]", (0.8, 0.95)),
+        ("model.path=owner/name", "owner/name"),
+        ("model.path='owner/name'", "owner/name"),
+        (' model.path = "owner/name" ', "owner/name"),
+        ("sampling.stop=['\\n', '###']", ("\\n", "###")),
+        ('sampling.stop=["\\n"]', ("\n",)),
+        ("data.answer_after=####", "####"),
+        ("data.instruction=Say {question} = what?", "Say {question} = what?"),
+        ("data.system=", ""),
+        ("data.params={count = 4, descending = true}", {"count": 4, "descending": True}),
+    ],
+)
+def test_override_values(override: str, expected: Any) -> None:
+    section, key = override.partition("=")[0].strip().split(".")
+    got = getattr(getattr(overridden(override), section), key)
+    assert got == expected
+    assert type(got) is type(expected)
+
+
+def test_overrides_of_nested_params() -> None:
+    config = overridden("data.params.count=4", "data.params.descending=true", "verifier.params.ignore_case=true")
+    assert config.data.params == {"count": 4, "descending": True}
+    assert config.verifier.params == {"ignore_case": True}
+
+
+def test_later_overrides_win() -> None:
+    assert overridden("training.steps=1", "training.steps=2").training.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps=3", "section.key=value, got 'steps=3'"),
+        ("training.steps", "section.key=value, got 'training.steps'"),
+        ("=3", "section.key=value, got '=3'"),
+        ("training.=3", "section.key=value"),
+        (".steps=3", "section.key=value"),
+        ("training..steps=3", "section.key=value"),
+        ("", "section.key=value, got ''"),
+        ("training.steps.more=3", "'training.steps.more' goes below 'steps', which is a value, not a section"),
+        ("training.stepz=3", "unknown key training.stepz; did you mean training.steps?"),
+        ("trainin.steps=3", "unknown section 'trainin'; did you mean training?"),
+        ("training.steps=three", "training.steps: input should be a valid integer"),
+        ("data.params.count=[1]", "data.params.count"),
+    ],
+)
+def test_bad_overrides(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        overridden(override)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["12", "1e3", "2024-01-01", "true", "3.50"])
+def test_a_bare_word_that_looks_like_something_else_is_text_where_text_is_wanted(text: str) -> None:
+    assert overridden(f"run.name={text}").run.name == text
+
+
+# Files.
+
+
+def test_load_config_names_the_run_after_the_recipe(tmp_path: Path) -> None:
+    recipe = tmp_path / "sorting.toml"
+    recipe.write_text('[data]\ntask = "sort"\n[training]\nsteps = 5\n')
+    config = load_config(recipe, ["training.steps=6", "data.params.count=4"])
+    assert (config.run.name, config.training.steps, config.data.params) == ("sorting", 6, {"count": 4})
+    assert load_config(recipe, ["run.name=other"]).run.name == "other"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no recipe file"),
+        (b"[data\ntask = 1", "is not valid TOML: "),
+        (b"\xff\xfe\x00", "is not valid TOML: "),
+        (b"run = 3\n[data]\ntask = 'sort'\n", "'run' is a section, got the value 3"),
+        (b"data = 'sort'\n", "'data' is a section, got the value 'sort'"),
+    ],
+    ids=["missing", "bad TOML", "binary", "run is a value", "data is a value"],
+)
+def test_recipes_that_cannot_be_read(tmp_path: Path, content: bytes | None, message: str) -> None:
+    recipe = tmp_path / "bad.toml"
+    if content is not None:
+        recipe.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_config(recipe)
+    assert message in str(caught.value)
+
+
+def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no recipe file"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize("recipe", sorted((PACKAGE / "recipes").glob("*.toml")), ids=lambda p: p.stem)
+def test_shipped_recipes_are_valid(recipe: Path) -> None:
+    assert load_config(recipe).run.name == recipe.stem
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.fixed_dictionaries(
+        {
+            "data": st.fixed_dictionaries(
+                {"task": st.just("sort")},
+                optional={
+                    "params": st.dictionaries(st.text(max_size=3), st.integers() | st.booleans() | st.text(max_size=3)),
+                    "system": st.none() | st.text(max_size=5),
+                },
+            ),
+            "training": st.fixed_dictionaries(
+                {}, optional={"lr": st.floats(1e-9, 1e3), "steps": st.integers(1, 10**9)}
+            ),
+            "sampling": st.fixed_dictionaries({}, optional={"stop": st.lists(st.text(max_size=3), max_size=3)}),
+            "algorithm": st.fixed_dictionaries(
+                {"preset": st.sampled_from(["grpo", "dr-grpo", "dapo"])}, optional={"clip_high": st.floats(0.01, 10)}
+            ),
+        }
+    )
+)
+def test_saved_config_reads_back_equal(values: dict[str, Any]) -> None:
+    config = parse_config(values)
+    again = parse_config(json.loads(config.to_json()))
+    assert again == config
+    assert again.flat() == config.flat()
+
+
+def test_flat_names_every_setting() -> None:
+    flat = parse_config(MINIMAL).flat()
+    assert set(flat) == {f"{section}.{key}" for section, cls in SECTIONS.items() for key in cls.model_fields}
+    assert flat["training.betas"] == [0.9, 0.99]
+
+
+# Every setting does something and says what.
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_section_and_setting_is_described(section: str) -> None:
+    cls = SECTIONS[section]
+    assert cls.__doc__
+    assert [key for key, info in cls.model_fields.items() if not info.description] == []
+
+
+@cache
+def reads() -> set[tuple[str, str]]:
+    """`(section, key)` of every setting that the code reads, config.py and presets.py apart.
+
+    A read is an attribute of something known to be a section: `….config.training.steps`; `t.steps` in a file that
+    says `t = ….config.training`; `config.steps` in a file with a parameter `config: TrainingConfig`.
+    """
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        if path.name not in ("config.py", "presets.py"):
+            nodes = list(ast.walk(ast.parse(path.read_text())))
+            for section, cls in SECTIONS.items():
+                names = _names_of(section, cls.__name__, nodes)
+                for node in nodes:
+                    if isinstance(node, ast.Attribute) and _is_section(node.value, section, names):
+                        found.add((section, node.attr))
+    return found
+
+
+def _names_of(section: str, class_name: str, nodes: list[ast.AST]) -> set[str]:
+    """The variables of a file that hold this section."""
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id == class_name:
+            names.add(node.arg)
+    for node in nodes:
+        if isinstance(node, ast.Assign):
+            targets, values = node.targets, [node.value]
+            if isinstance(targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                targets, values = targets[0].elts, node.value.elts
+            for target, value in zip(targets, values, strict=False):
+                if isinstance(target, ast.Name) and _is_section(value, section, names):
+                    names.add(target.id)
+    return names
+
+
+def _is_section(node: ast.expr, section: str, names: set[str]) -> bool:
+    whole = isinstance(node, ast.Attribute) and node.attr == section and _last_name(node.value) == "config"
+    return whole or _last_name(node) in names
+
+
+def _last_name(node: ast.expr) -> str | None:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else None
+
+
+def unread(sections: Mapping[str, type[Section]]) -> list[str]:
+    known = reads()
+    return [f"{name}.{key}" for name, cls in sections.items() for key in cls.model_fields if (name, key) not in known]
+
+
+def test_every_setting_is_read_somewhere() -> None:
+    assert unread(SECTIONS) == []
+
+
+def test_a_setting_that_nothing_reads_would_be_found() -> None:
+    """Also one whose name is read of another section: `every` and `steps` are everywhere."""
+    for name in ("xyzzy", "every", "top_p"):
+        more = create_model("TrainingConfig", __base__=SECTIONS["training"], **{name: (int, 0)})  # type: ignore[call-overload]
+        assert unread({**SECTIONS, "training": more}) == [f"training.{name}"]
+
+
+def test_importing_settings_is_cheap() -> None:
+    code = "import sys, kitae.config; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
