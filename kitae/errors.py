@@ -58,3 +58,11 @@ class CorruptError(StoreError):
 
 class ConfigChangedError(StoreError):
     pass
+
+
+def root_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first real exception of a task group: what the user needs to see."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

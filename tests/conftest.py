@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from kitae.config import ModelConfig
 from kitae.models.load import load_policy
@@ -33,3 +34,9 @@ def tiny_policy(tiny_folder: Callable[[str], Path]) -> Callable[..., Policy]:
         return load_policy(ModelConfig.model_validate(values))
 
     return get
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Tiny tensors are slower on several threads, and far slower on a busy machine."""
+    torch.set_num_threads(1)

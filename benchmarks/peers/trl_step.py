@@ -9,10 +9,10 @@ the text, so every group has signal and nothing can be skipped.
 
 What is TRL's default and stays so unless a flag says otherwise: gradient checkpointing on, 8 sequences in a forward
 and backward pass, transformers' `generate` for sampling, no KL term and no reference model. What is set: fp32 (TRL
-asks for bf16), no logging service, no checkpoints. Loading the model is not timed; the first step is, and is slower.
+asks for bf16), no logging service, no checkpoints. Loading the model is not timed.
 
 Prints one line of JSON on standard output, e.g.
-{"seconds_per_step": [98.1, 96.4], "peak_rss_gb": 6.1, "prompt_tokens": 400, "trl": "1.16.0", ...}
+{"seconds_per_step": [84.91, ...], "peak_rss_gb": 4.37, "prompt_tokens": 393, "trl": "1.16.0", ...}
 """
 
 import argparse

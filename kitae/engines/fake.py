@@ -2,7 +2,8 @@
 
     engine = FakeEngine(lambda request: tokenizer.encode("42"))
 
-It keeps the whole contract of `Engine`: versions, pause, abort and per-request errors.
+It keeps the contract of `Engine`: versions, pause, abort and per-request errors. It knows no text, so stop strings
+are ignored.
 """
 
 import asyncio
@@ -26,9 +27,9 @@ class FakeEngine:
         self._delay = seconds_per_token
         self._version = version
         self._running: dict[str, bool] = {}
-        self._awake = asyncio.Event()
-        self._awake.set()
+        self._paused = False
         self._closed = False
+        self._changed = asyncio.Event()  # one of the three above; a new event after each change
         self._prompt_tokens = 0
         self._generated = 0
         self._busy = 0.0
@@ -47,8 +48,11 @@ class FakeEngine:
         self._prompt_tokens += len(request.prompt_tokens)
         try:
             for token in planned:
-                await self._awake.wait()
                 await asyncio.sleep(self._delay)
+                while self._paused and self._running[request.id] and not self._closed:
+                    await self._changed.wait()
+                if self._closed:
+                    raise EngineError("the engine was closed")
                 if not self._running[request.id]:
                     return _completion(request, tokens, versions, "abort")
                 tokens.append(token)
@@ -67,14 +71,20 @@ class FakeEngine:
         return self._version
 
     async def pause(self) -> None:
-        self._awake.clear()
+        self._paused = True
 
     async def resume(self) -> None:
-        self._awake.set()
+        self._paused = False
+        self._wake()
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._running:
             self._running[request_id] = False
+            self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -90,7 +100,7 @@ class FakeEngine:
 
     async def close(self) -> None:
         self._closed = True
-        self._awake.set()
+        self._wake()
 
 
 def _completion(request: Request, tokens: list[int], versions: list[int], finish: str) -> Completion:

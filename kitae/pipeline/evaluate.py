@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kitae.envs.rollout import Runner
+from kitae.errors import root_cause
 from kitae.types import FloatArray, Group, Prompt
 
 _RESAMPLES = 2000
@@ -53,8 +54,16 @@ class Evaluation:
 
 
 async def evaluate(runner: Runner, prompts: Sequence[Prompt], samples: int) -> Evaluation:
-    """Sample every prompt and score the answers. Answers that could not be judged are counted and left out."""
-    groups = await asyncio.gather(*(runner.group(i, prompt, samples) for i, prompt in enumerate(prompts)))
+    """Sample every prompt and score the answers. Answers that could not be judged are counted and left out.
+
+    A prompt that the engine refuses ends the evaluation with that `RequestError`.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(runner.group(i, prompt, samples)) for i, prompt in enumerate(prompts)]
+    except BaseExceptionGroup as problem:
+        raise root_cause(problem) from None
+    groups = [task.result() for task in running]
     judged = [g for g in groups if g.valid]
     rollouts = [r for g in groups for r in g.rollouts]
     averages = np.array([g.rewards_G.mean() for g in judged], dtype=np.float32)

@@ -24,7 +24,7 @@ from kitae.config import Config
 from kitae.data.prompts import PromptStream
 from kitae.engines.base import Engine, WeightUpdate
 from kitae.envs.rollout import Runner
-from kitae.errors import RequestError, VerifierError
+from kitae.errors import RequestError, VerifierError, root_cause
 from kitae.observe.observer import Observer
 from kitae.pipeline.buffer import Buffer, Outcome
 from kitae.store.checkpoint import Frontier
@@ -81,7 +81,7 @@ class Pipeline:
                 tasks.create_task(self._train_loop())
                 tasks.create_task(self._sync_loop())
         except BaseExceptionGroup as group:
-            raise _root_cause(group) from None
+            raise root_cause(group) from None
         finally:
             self._compute.shutdown(wait=False)
 
@@ -134,7 +134,7 @@ class Pipeline:
         try:
             group = await self.runner.group(group_id, prompt, size, journal)
         except BaseExceptionGroup as problem:
-            cause = _root_cause(problem)
+            cause = root_cause(problem)
             if not isinstance(cause, RequestError):
                 raise cause from None
             # The prompt itself is impossible (longer than the context, say): its group is lost, the others go on.
@@ -305,11 +305,3 @@ def _first_error(rollouts: list[Rollout]) -> str:
 def _component_means(components: list[Any]) -> dict[str, float]:
     names = sorted({name for c in components for name in c})
     return {f"reward/{n}": float(np.mean([c[n] for c in components if n in c])) for n in names}
-
-
-def _root_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first real exception of a task group: what the user needs to see."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

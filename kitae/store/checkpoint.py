@@ -62,7 +62,7 @@ class Checkpoints:
             _flush(self.folder)
         except BaseException as error:
             shutil.rmtree(scratch, ignore_errors=True)
-            if _is_full(error):
+            if is_full(error):
                 last = self.names()[-1] if self.names() else "none yet"
                 raise DiskFullError(
                     f"no space left to write checkpoint {target.name} in {self.folder} ({error}). The last good "
@@ -98,9 +98,11 @@ class Checkpoints:
 
 def _verify(folder: Path) -> str | None:
     try:
-        sums = json.loads((folder / _MANIFEST).read_text())
-    except (OSError, ValueError) as error:
+        sums = dict(json.loads((folder / _MANIFEST).read_text()))
+    except (OSError, ValueError, TypeError) as error:
         return f"its manifest cannot be read ({error})"
+    if _FRONTIER not in sums:
+        return f"its manifest does not list {_FRONTIER}"
     for name, expected in sums.items():
         path = folder / name
         if not path.is_file():
@@ -123,7 +125,7 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _is_full(error: BaseException) -> bool:
+def is_full(error: BaseException) -> bool:
     """Disk full, quota or file-size limit, also when a library wraps the system's error in its own."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -42,6 +42,7 @@ CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, kind TEXT NOT NULL, detai
 """
 
 Statement = tuple[str, tuple[Any, ...]]
+Job = tuple[list[Statement], Future[None]]
 
 
 class Journal:
@@ -51,20 +52,22 @@ class Journal:
         self.path = path
         try:
             if read_only:
-                self._reader = sqlite3.connect(f"file:{path}?mode=ro", uri=True, check_same_thread=False)
+                address = f"{path.absolute().as_uri()}?mode=ro"
+                self._reader = sqlite3.connect(address, uri=True, check_same_thread=False)
+                self._reader.execute("PRAGMA schema_version")  # reads the file: says now if it is no database
             else:
                 self._reader = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
                 self._reader.execute("PRAGMA journal_mode=WAL")
                 self._reader.executescript(_SCHEMA)
         except sqlite3.Error as error:
             raise _explain(error, path) from error
-        self._queue: queue.SimpleQueue[tuple[list[Statement], Future[None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
         if not read_only:
             self._writer = threading.Thread(target=self._write_loop, name="kitae-journal", daemon=True)
             self._writer.start()
 
-    # Writing. Each call returns after its commit.
+    # Writing. Each call returns after its commit; one that is cancelled may be written all the same.
 
     async def add_prompt(self, group: int, prompt: Prompt, version: int) -> None:
         """Record that a prompt was issued; after a resume the same row may come again."""
@@ -94,33 +97,34 @@ class Journal:
     async def _write(self, statements: list[Statement]) -> None:
         assert self._writer is not None, "this journal is open for reading only"
         done: Future[None] = Future()
-        self._queue.put((statements, done))
+        self._queue.put(([(sql, tuple(map(_storable, values))) for sql, values in statements], done))
         await asyncio.wrap_future(done)
 
     def _write_loop(self) -> None:
         connection = sqlite3.connect(self.path, isolation_level=None)
         connection.execute("PRAGMA synchronous=NORMAL")
         connection.execute("PRAGMA busy_timeout=10000")
-        while (first := self._queue.get()) is not None:
-            jobs = [first]
-            while not self._queue.empty() and len(jobs) < 512 and (job := self._queue.get()) is not None:
-                jobs.append(job)
+        closing = False
+        while not closing:
+            taken = [self._queue.get()]
+            while not self._queue.empty() and len(taken) < 512:
+                taken.append(self._queue.get())
+            closing = None in taken
+            jobs = [job for job in taken if job is not None and job[1].set_running_or_notify_cancel()]
             try:
                 _commit(connection, [s for statements, _ in jobs for s in statements])
                 for _, done in jobs:
                     done.set_result(None)
-            except sqlite3.Error:
+            except Exception:
                 self._commit_one_by_one(connection, jobs)  # so that a bad job takes no good one with it
         connection.close()
 
-    def _commit_one_by_one(
-        self, connection: sqlite3.Connection, jobs: list[tuple[list[Statement], Future[None]]]
-    ) -> None:
+    def _commit_one_by_one(self, connection: sqlite3.Connection, jobs: list[Job]) -> None:
         for statements, done in jobs:
             try:
                 _commit(connection, statements)
                 done.set_result(None)
-            except sqlite3.Error as error:
+            except Exception as error:  # whatever it is, its caller must hear of it
                 done.set_exception(_explain(error, self.path))
 
     def close(self) -> None:
@@ -173,15 +177,23 @@ def _commit(connection: sqlite3.Connection, statements: list[Statement]) -> None
         for sql, values in statements:
             connection.execute(sql, values)
         connection.execute("COMMIT")
-    except sqlite3.Error:
+    except Exception:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
 
 
-def _explain(error: sqlite3.Error, path: Path) -> StoreError:
-    if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
-        return DiskFullError(f"no space left to write {path}; what was written before is safe")
+def _storable(value: Any) -> Any:
+    """Text that is no valid Unicode (half of a surrogate pair) gets question marks; everything else is as it was."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)  # disk, quota or size limit
+
+
+def _explain(error: Exception, path: Path) -> StoreError:
+    if getattr(error, "sqlite_errorcode", None) in _FULL:
+        return DiskFullError(f"no space left to write {path} ({error}); what was written before is safe")
     return StoreError(f"{path}: {error}")
 
 
@@ -196,7 +208,7 @@ def _rollout_row(r: Rollout) -> tuple[Any, ...]:
         np.array([x for s in r.segments for x in s.logprobs], dtype=np.float32).tobytes(),
         np.array([v for s in r.segments for v in s.versions], dtype=np.int32).tobytes(),
         r.finish,
-        r.text.encode("utf-8", "replace").decode(),
+        r.text,
         score.value if score.valid else None,
         score.outcome,
         json.dumps(dict(score.components)),

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kitae.config import Config, parse_config
-from kitae.errors import ConfigChangedError, StoreError
-from kitae.store.checkpoint import Checkpoints
+from kitae.errors import ConfigChangedError, DiskFullError, StoreError
+from kitae.store.checkpoint import Checkpoints, is_full
 from kitae.store.journal import Journal
 
 
@@ -27,7 +27,11 @@ class RunStore:
         self.folder = folder
         self.config = config
         self._lock = _lock(folder)
-        self.journal = Journal(folder / "journal.sqlite")
+        try:
+            self.journal = Journal(folder / "journal.sqlite")
+        except StoreError:
+            self._lock.close()
+            raise
         self.checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
         self.metrics = Metrics(folder / "metrics.jsonl")
 
@@ -39,11 +43,11 @@ class RunStore:
             folder = parent / f"{config.run.name}-{number:03d}"
             try:
                 folder.mkdir(parents=True)
+                (folder / "config.json").write_text(config.to_json())
             except FileExistsError:
                 continue
             except OSError as error:
                 raise StoreError(f"cannot make the run folder {folder}: {error}") from error
-            (folder / "config.json").write_text(config.to_json())
             return RunStore(folder, config)
         raise StoreError(f"no free run number for {config.run.name!r} in {parent}")
 
@@ -52,16 +56,18 @@ class RunStore:
         """An existing run. Refuses a config.json that differs from what the run was started with."""
         config = read_config(folder)
         store = RunStore(folder, config)
-        original = store.journal.meta("config")
-        if original is not None:
-            changed = _differences(parse_config(json.loads(original)), config)
+        try:
+            original = store.journal.meta("config")
+            changed = _differences(parse_config(json.loads(original)), config) if original is not None else []
             if changed:
-                store.close()
                 raise ConfigChangedError(
                     f"{folder / 'config.json'} was changed since the run began:\n  "
                     + "\n  ".join(changed)
                     + "\nPut the old values back, or start a new run with the new ones."
                 )
+        except BaseException:
+            store.close()
+            raise
         return store
 
     def close(self) -> None:
@@ -76,8 +82,12 @@ class Metrics:
         self.path = path
 
     def append(self, row: dict[str, Any]) -> None:
-        with self.path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:
+            kind = DiskFullError if is_full(error) else StoreError
+            raise kind(f"cannot write {self.path}: {error}; the steps before are safe") from error
 
     def rows(self, kind: str | None = None) -> list[dict[str, Any]]:
         """All complete lines, or those of one kind: "step" or "eval"."""

@@ -198,7 +198,7 @@ except KitaeError as error:
     print(json.dumps([type(error).__name__, str(error)]))
 """
     ran = subprocess.run(
-        [sys.executable, "-c", code, str(checkpoints.folder)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, str(checkpoints.folder)], capture_output=True, text=True, timeout=60, check=False
     )
     assert ran.returncode == 0, ran.stderr
     kind, message = json.loads(ran.stdout)

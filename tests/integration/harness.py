@@ -1,0 +1,78 @@
+"""Run the toy recipe in this process or as a command, and compare runs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from kitae.config import Config, load_config
+from kitae.observe.observer import Silent
+from kitae.pipeline.session import Result, train
+from kitae.store.run import Metrics, RunStore
+
+HERE = Path(__file__).parent
+RECIPE = HERE / "toy.toml"
+VERIFIER = f"verifier.name={HERE / 'toy.py'}:digits"
+
+EXACT = ("reward", "length", "rollouts", "groups", "groups_dropped", "errors", "truncated")
+CLOSE = ("loss", "entropy", "grad_norm", "lr", "ratio")
+
+
+def toy_config(folder: Path, *overrides: str) -> Config:
+    return load_config(RECIPE, [VERIFIER, f"run.dir={folder}", *overrides])
+
+
+def run_toy(folder: Path, *overrides: str) -> Result:
+    return train(RunStore.create(toy_config(folder, *overrides)), Silent())
+
+
+def kitae(*arguments: str, **settings: Any) -> "subprocess.Popen[str]":
+    """Start the command line as a user would; one thread, so that tiny models are fast on a busy machine."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", "from kitae.cli.main import run; run()", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, **settings
+    )
+
+
+def finish(process: "subprocess.Popen[str]") -> str:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return output
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return Metrics(folder / "metrics.jsonl").rows()
+
+
+def assert_same_metrics(left: Path, right: Path) -> None:
+    a, b = rows(left), rows(right)
+    assert [(r["kind"], r["step"]) for r in a] == [(r["kind"], r["step"]) for r in b]
+    for x, y in zip(a, b, strict=True):
+        where = f"{x['kind']} {x['step']}"
+        if x["kind"] == "eval":
+            assert x == y, where
+            continue
+        for key in EXACT:
+            assert x[key] == y[key], (where, key)
+        for key in CLOSE:
+            assert abs(x[key] - y[key]) <= 1e-5 * max(1.0, abs(y[key])), (where, key, x[key], y[key])
+
+
+def assert_ledger_balances(store_folder: Path, config: Config) -> None:
+    """Every issued prompt has exactly one fate, every trained group all its rollouts."""
+    from kitae.store.journal import Journal
+
+    journal = Journal(store_folder / "journal.sqlite", read_only=True)
+    fates = journal.groups()
+    ids = [group for group, *_ in fates]
+    assert ids == list(range(len(ids))), "a group was skipped or closed twice"
+    counts = journal.counts()
+    assert counts["prompts"] == counts["fates"] == config.training.steps * config.training.prompts_per_step
+    assert counts["rollouts"] == counts["fates"] * config.training.group_size
+    for group, step, _, _ in fates:
+        assert step == group // config.training.prompts_per_step + 1
+        for rollout in journal.rollouts(group):
+            assert {v for s in rollout.segments for v in s.versions} == {step - 1}, "not on-policy"
+    journal.close()

@@ -1,0 +1,138 @@
+"""The whole loop on a tiny model: reward rises, for each preset and setting, and failures are handled."""
+
+from pathlib import Path
+
+import pytest
+from harness import HERE, RECIPE, assert_ledger_balances, rows, run_toy, toy_config
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kitae.config import load_config
+from kitae.errors import DataError, VerifierError
+from kitae.observe.observer import Silent
+from kitae.pipeline.session import evaluate_model, train
+from kitae.store.journal import Journal
+from kitae.store.run import RunStore
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.preset=grpo"],
+        ["algorithm.preset=dr-grpo", "training.lr=1e-2"],
+        ["algorithm.preset=dapo", "pipeline.refill=true"],
+        ["algorithm.preset=grpo", "training.minibatches=2", "training.epochs=2", "training.steps=12"],
+        ["algorithm.preset=grpo", "model.lora_rank=8", "training.lr=2e-2", "training.steps=40"],
+        ["algorithm.preset=grpo", "model.dtype=bfloat16", "training.checkpoint_activations=true"],
+        ["algorithm.preset=grpo", "engine.fast=false", "model.fuse=false", "training.share_prompts=false"],
+    ],
+    ids=["grpo", "dr-grpo", "dapo-refill", "several-updates", "lora", "bf16-checkpointing", "plain"],
+)
+def test_reward_rises(overrides: list[str], tmp_path: Path) -> None:
+    result = run_toy(tmp_path, *overrides)
+    steps = [r for r in rows(result.folder) if r["kind"] == "step"]
+    assert steps[0]["reward"] < 0.2
+    assert steps[-1]["reward"] > 0.75, [round(r["reward"], 2) for r in steps]
+    assert result.before and result.after and result.after["avg"] > result.before["avg"] + 0.5
+    assert all(r["skipped_updates"] == 0 for r in steps)
+    if "model.dtype=bfloat16" not in overrides:
+        assert max(r["logp_gap_max"] for r in steps) < 1e-4, "engine and trainer disagree"
+    assert AutoTokenizer.from_pretrained(result.folder / "model").chat_template
+    AutoModelForCausalLM.from_pretrained(result.folder / "model")
+
+
+def test_the_ledger_balances_and_the_same_seed_repeats(tmp_path: Path) -> None:
+    settings = ["training.steps=4", "checkpoint.every=2", "eval.every=2"]
+    first, second = run_toy(tmp_path, *settings), run_toy(tmp_path, *settings)
+    assert_ledger_balances(first.folder, toy_config(tmp_path, *settings))
+    timing = ("seconds", "per_second")
+    strip = [
+        [{k: v for k, v in r.items() if not k.endswith(timing)} for r in rows(result.folder)]
+        for result in (first, second)
+    ]
+    assert strip[0] == strip[1]
+    assert [r["step"] for r in strip[0] if r["kind"] == "eval"] == [0, 2, 4]
+    other = run_toy(tmp_path, *settings, "run.seed=1")
+    assert rows(other.folder)[1]["reward"] != strip[0][1]["reward"]
+
+
+def test_the_exported_model_is_what_was_evaluated(tmp_path: Path) -> None:
+    result = run_toy(tmp_path, "training.steps=10")
+    config = toy_config(tmp_path, f"model.path={result.folder / 'model'}")
+    assert result.after and evaluate_model(config).avg.mean == result.after["avg"]
+
+
+def test_groups_without_signal_are_dropped_and_replaced(tmp_path: Path) -> None:
+    verifier = tmp_path / "half.py"
+    verifier.write_text(
+        "def score(response, reference, context):\n"
+        "    if response == str(reference): return 1.0\n"
+        "    return 0.0 if int(reference) % 2 else float(len(response) % 2)\n"
+    )
+    settings = [f"verifier.name={verifier}:score", "training.steps=3", "pipeline.refill=true", "eval.prompts=0"]
+    result = run_toy(tmp_path, *settings, "algorithm.preset=dapo")
+    steps = rows(result.folder)
+    assert all(r["groups"] == 4 for r in steps), "refill must fill the batch"
+    assert sum(r["groups_dropped"] for r in steps) > 0
+    journal = Journal(result.folder / "journal.sqlite", read_only=True)
+    fates = journal.groups()
+    assert sum(fate == "trained" for _, _, fate, _ in fates) == 12
+    assert {reason for _, _, fate, reason in fates if fate == "dropped"} == {"zero-variance"}
+    journal.close()
+
+
+def test_steps_without_any_signal_leave_the_weights_alone(tmp_path: Path) -> None:
+    verifier = tmp_path / "one.py"
+    verifier.write_text("def score(response, reference, context): return 1.0\n")
+    result = run_toy(
+        tmp_path, f"verifier.name={verifier}:score", "algorithm.preset=dapo", "training.steps=2", "eval.prompts=0"
+    )
+    for row in rows(result.folder):
+        assert row["groups"] == 0 and row["groups_dropped"] == 4 and row["updates"] == 0
+
+
+def test_verifier_errors_are_counted_and_never_zero(tmp_path: Path) -> None:
+    verifier = tmp_path / "shaky.py"
+    verifier.write_text(
+        "def score(response, reference, context):\n"
+        "    if response == str(reference): return 1.0\n"
+        "    if len(response) % 4 == 0: raise RuntimeError('no verdict')\n"
+        "    return float(len(response) % 2)\n"
+    )
+    settings = [f"verifier.name={verifier}:score", "training.steps=2", "eval.prompts=0"]
+    result = run_toy(tmp_path, *settings, "verifier.max_error_share=0.9")
+    steps = rows(result.folder)
+    assert all(0 < r["errors"] < r["rollouts"] for r in steps)
+    with pytest.raises(VerifierError, match=r"could not be judged \(verifier.max_error_share is 0%\).*no verdict"):
+        run_toy(tmp_path, *settings, "verifier.max_error_share=0")
+
+
+def test_a_verifier_that_refuses_the_gold_answers_stops_the_run_first(tmp_path: Path) -> None:
+    verifier = tmp_path / "no.py"
+    verifier.write_text("def score(response, reference, context): return 0.0\n")
+    with pytest.raises(VerifierError, match="16 of 16 reference answers do not score 1"):
+        run_toy(tmp_path, f"verifier.name={verifier}:score")
+
+
+def test_a_prompt_longer_than_the_context_costs_only_its_group(tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    lines = ['{"question": "%s", "answer": "7"}' % ("x" * 2000 if i == 2 else f"say {i}") for i in range(8)]
+    data.write_text("\n".join(lines))
+    recipe = tmp_path / "file.toml"
+    recipe.write_text(RECIPE.read_text().replace('task = "arithmetic"', f'path = "{data}"\nshuffle = false'))
+    config = load_config(
+        recipe, [f"verifier.name={HERE / 'toy.py'}:digits", f"run.dir={tmp_path}", "eval.prompts=0", "training.steps=2"]
+    )
+    result = train(RunStore.create(config), Silent())
+    steps = rows(result.folder)
+    assert [(r["groups"], r["groups_dropped"]) for r in steps] == [(3, 1), (4, 0)]
+    journal = Journal(result.folder / "journal.sqlite", read_only=True)
+    assert [(kind, "leaves no room in the context" in detail) for _, kind, detail in journal.events()][1] == (
+        "bad prompt",
+        True,
+    )
+    journal.close()
+
+
+def test_bad_data_is_refused_before_a_model_loads(tmp_path: Path) -> None:
+    with pytest.raises(DataError):
+        run_toy(tmp_path, "data.params.digits=0", "model.path=/does/not/exist")

@@ -1,0 +1,283 @@
+"""The command line: what it prints, where, and with which exit status."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from kitae.cli import inspection, main
+from kitae.config import parse_config
+from kitae.store.journal import Journal
+from kitae.store.run import RunStore
+from kitae.types import Message, Prompt, Rollout, Score, Segment
+
+COMMANDS = ("train", "resume", "eval", "show", "plot", "recipes", "doctor")
+
+
+class Result(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+Cli = Callable[..., Result]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Cli:
+    """`cli("train", "quickstart")` runs the installed entry point in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["kitae", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            main.run()
+        code = stopped.value.code
+        captured = capsys.readouterr()
+        return Result(code if isinstance(code, int) else int(code is not None), captured.out, captured.err)
+
+    return call
+
+
+def failure(result: Result) -> str:
+    """The message of a clean failure: status 1, one error on stderr, nothing on stdout, no traceback."""
+    assert result.status == 1, result
+    assert result.out == ""
+    assert result.err.startswith("error: ")
+    assert "Traceback" not in result.err
+    return result.err.removeprefix("error: ").rstrip("\n")
+
+
+# Help.
+
+
+def test_help_lists_every_command(cli: Cli) -> None:
+    result = cli("--help")
+    assert result.status == 0
+    listed = [line.split()[0] for line in result.out.partition("Commands:")[2].splitlines() if line.strip()]
+    assert listed == list(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(cli: Cli, command: str) -> None:
+    result = cli(command, "--help")
+    assert result.status == 0
+    assert f"Usage: kitae {command}" in result.out
+
+
+def test_no_arguments_show_the_help(cli: Cli) -> None:
+    result = cli()
+    assert "Commands:" in result.out + result.err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["recipes"], ["show", "/nowhere"]])
+def test_what_needs_no_model_imports_none(arguments: list[str]) -> None:
+    code = f"""
+import sys
+sys.argv = ["kitae", *{arguments}]
+from kitae.cli.main import run
+try:
+    run()
+except SystemExit:
+    pass
+heavy = {{"torch", "transformers", "pydantic", "matplotlib", "sympy"}} & set(sys.modules)
+print("HEAVY", sorted(heavy))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "HEAVY []"
+
+
+@pytest.mark.parametrize("arguments", [["--nonsense"], ["trian"], ["train"], ["show", "x", "--limit", "0"]])
+def test_wrong_usage_is_status_2_on_stderr(cli: Cli, arguments: list[str]) -> None:
+    result = cli(*arguments)
+    assert result.status == 2
+    assert result.out == ""
+    assert "Usage:" in result.err
+
+
+def test_ctrl_c_says_how_to_go_on(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inspection, "recipes", interrupted)
+    result = cli("recipes")
+    assert result.status == 130
+    assert result.err.strip() == "interrupted; go on with: kitae resume RUN"
+
+
+# Recipes and settings.
+
+
+def test_recipes_lists_what_ships(cli: Cli) -> None:
+    result = cli("recipes")
+    assert result.status == 0
+    (line,) = [line for line in result.out.splitlines() if line.startswith("quickstart ")]
+    assert "SmolLM2-135M learns to reverse three numbers" in line
+    assert "kitae train NAME" in result.out
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_recipe_that_is_not_there(cli: Cli, command: str) -> None:
+    message = failure(cli(command, "quickstrat"))
+    assert message.startswith("no recipe file 'quickstrat', and no shipped recipe of that name (")
+    assert message.endswith("; did you mean 'quickstart'?")
+    assert "did you mean" not in failure(cli(command, "xyzzy"))
+
+
+def test_a_recipe_that_is_no_toml(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("[data\n")
+    assert "bad.toml is not valid TOML" in failure(cli("train", "bad.toml"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.stepz=1", "unknown key training.stepz; did you mean training.steps?"),
+        ("steps=1", "an override has the form section.key=value, got 'steps=1'"),
+        ("training.group_size=1", "training.group_size must be at least 2"),
+        ("data.task=revers", "reverse"),
+        ("data.params.cuont=3", "cuont"),
+        ("verifier.name=exakt", "did you mean 'exact'?"),
+        ("verifier.params.ignorecase=true", "did you mean 'ignore_case'?"),
+        ("verifier.name=nowhere.py:score", "verifier.name 'nowhere.py:score': there is no such file"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_is_made(
+    cli: Cli, tmp_path: Path, override: str, message: str
+) -> None:
+    assert message in failure(cli("train", "quickstart", override))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_prints_settings_and_an_estimate_and_makes_nothing(
+    cli: Cli, tmp_path: Path, tiny_folder: Callable[[str], Path]
+) -> None:
+    model = tiny_folder("llama")
+    result = cli("train", "quickstart", f"model.path={model}", "model.device=cpu", "training.steps=3", "--dry-run")
+    assert (result.status, result.err) == (0, "")
+    settings, end = json.JSONDecoder().raw_decode(result.out)
+    config = parse_config(settings)
+    assert (config.training.steps, config.model.path, config.run.name) == (3, str(model), "quickstart")
+    estimate = {line.split()[0]: line for line in result.out[end:].splitlines() if line}
+    assert "cpu" in estimate["device"]
+    assert "M parameters" in estimate["model"]
+    assert "up to 1,024 tokens" in estimate["a"]
+    assert "3 steps" in estimate["the"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_of_a_model_that_is_not_here(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KITAE_CACHE", str(tmp_path / "cache"))
+    result = cli("train", "quickstart", "model.path=tiny", "--dry-run")
+    assert result.status == 0
+    assert "tiny is not here yet" in result.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_evaluation_needs_prompts(cli: Cli) -> None:
+    assert "eval.prompts must be at least 1" in failure(cli("eval", "quickstart", "eval.prompts=0"))
+
+
+# Runs.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["show"], "is not a run folder: it has no journal.sqlite"),
+        (["plot"], "has no finished step to draw"),
+        (["resume"], "is not a run folder: it has no config.json"),
+        (["eval"], "no recipe file"),
+    ],
+)
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_folder_that_is_no_run(cli: Cli, tmp_path: Path, arguments: list[str], message: str, exists: bool) -> None:
+    folder = tmp_path / "empty"
+    if exists:
+        folder.mkdir()
+    assert message in failure(cli(*arguments, folder))
+    assert not exists or list(folder.iterdir()) == []
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A run with three trained groups over two steps, a failed check, and a group still open."""
+    values = {"run": {"dir": str(tmp_path / "runs"), "name": "r"}, "data": {"task": "reverse"}}
+    store = RunStore.create(parse_config(values))
+    asyncio.run(_fill(store.journal))
+    store.close()
+    return store.folder
+
+
+async def _fill(journal: Journal) -> None:
+    rewards = {0: [0.0, 1.0], 1: [0.5, None], 2: [0.25, 0.75], 3: [1.0]}
+    for group, values in rewards.items():
+        prompt = Prompt(f"ids[/red]/{group}", (Message("user", f"question {group} [bold]"),), f"gold {group}")
+        await journal.add_prompt(group, prompt, 0)
+        for index, value in enumerate(values):
+            segment = Segment("model", (5,), (-1.0,), (0,))
+            score = Score.error("worker died") if value is None else Score(value, detail="because" if value < 1 else "")
+            rollout = Rollout(group, index, (1,), (segment,), "stop", "", score)
+            await journal.add_rollout(replace(rollout, text=f"answer {group}/{index} [/]"))
+    await journal.add_fates(1, trained=[0], dropped=[])
+    await journal.add_fates(2, trained=[2], dropped=[(1, "errors")])
+
+
+def shown(result: Result) -> list[str]:
+    assert result.status == 0, result
+    return [line.partition("answer: ")[2].split()[1] for line in result.out.splitlines() if "answer: " in line]
+
+
+def test_show_the_last_step(cli: Cli, run_folder: Path) -> None:
+    result = cli("show", run_folder)
+    assert shown(result) == ["1/0", "2/0", "2/1"], "step 2, judged answers only"
+    for text in ("question 2 [bold]", "answer 2/0 [/]", "gold 2", "because", "ids[/red]/2", "reward 0.25"):
+        assert text in result.out
+
+
+def test_show_by_step_and_rank(cli: Cli, run_folder: Path) -> None:
+    assert shown(cli("show", run_folder, "--step", 1)) == ["0/0", "0/1"]
+    assert shown(cli("show", run_folder, "--best", "--limit", 2)) == ["0/1", "2/1"]
+    assert shown(cli("show", run_folder, "--worst")) == ["0/0", "2/0", "1/0", "2/1", "0/1"]
+    assert "step 9 has no samples; the last step with samples is 2" in failure(cli("show", run_folder, "--step", 9))
+
+
+def test_show_before_the_first_step(cli: Cli, tmp_path: Path) -> None:
+    Journal(tmp_path / "journal.sqlite").close()
+    assert "has no trained or dropped groups yet" in failure(cli("show", tmp_path))
+
+
+def test_show_of_a_damaged_journal(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "journal.sqlite").write_bytes(b"garbage" * 1000)
+    assert "not a database" in failure(cli("show", tmp_path))
+
+
+def test_eval_of_a_run_without_a_model(cli: Cli, run_folder: Path) -> None:
+    assert f"has no trained model yet; finish it with: kitae resume {run_folder}" in failure(cli("eval", run_folder))
+
+
+def test_resume_with_changed_settings(cli: Cli, run_folder: Path) -> None:
+    store = RunStore.open(run_folder)
+    asyncio.run(store.journal.set_meta("config", store.config.to_json()))
+    store.close()
+    path = run_folder / "config.json"
+    path.write_text(path.read_text().replace('"steps": 100', '"steps": 200'))
+    assert "training.steps: was 100, is 200" in failure(cli("resume", run_folder))
+
+
+def test_plot_prints_where_the_picture_is(cli: Cli, run_folder: Path, tmp_path: Path) -> None:
+    row = {"kind": "step", "step": 1, "reward": 0.5, "length": 3.0}
+    (run_folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    result = cli("plot", run_folder)
+    assert result.out.strip() == str(run_folder / "plot.png")
+    result = cli("plot", run_folder, "-o", tmp_path / "other.png")
+    assert (tmp_path / "other.png").read_bytes().startswith(b"\x89PNG")
+    for bad in (tmp_path / "no" / "folder" / "x.png", tmp_path / "x.nonsense"):
+        assert str(bad) in failure(cli("plot", run_folder, "-o", bad))

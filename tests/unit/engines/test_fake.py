@@ -1,0 +1,230 @@
+"""The fake engine keeps the contract of `Engine`, so that what is tested with it holds with a real one."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kitae.engines.base import Completion, Engine, Request, SamplingParams, WeightUpdate
+from kitae.engines.fake import FakeEngine
+from kitae.errors import EngineError, RequestError
+
+STOP = 2
+LONG = list(range(100, 140))
+
+
+def request(id: str = "0/0", max_tokens: int = 64, prompt: tuple[int, ...] = (1, 5, 9)) -> Request:
+    return Request(id, prompt, SamplingParams(max_tokens=max_tokens, stop_tokens=(STOP,)), seed=0)
+
+
+def run(body: Callable[[], Awaitable[Any]]) -> Any:
+    async def limited() -> Any:
+        async with asyncio.timeout(10):
+            return await body()
+
+    return asyncio.run(limited())
+
+
+def slow(**options: Any) -> FakeEngine:
+    return FakeEngine(lambda _: LONG, seconds_per_token=0.002, **options)
+
+
+async def generated(engine: Engine, tokens: int) -> None:
+    while engine.stats().generated_tokens < tokens:
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("answer", "max_tokens", "tokens", "finish"),
+    [
+        ([7, 8, STOP], 64, (7, 8, STOP), "stop"),
+        ([7, STOP, 8], 64, (7, STOP), "stop"),
+        ([7, 8], 64, (7, 8), "stop"),
+        ([], 64, (), "stop"),
+        ([7, 8, 9, 10], 3, (7, 8, 9), "length"),
+        ([7, 8, STOP], 3, (7, 8, STOP), "stop"),
+        ([7, 8, 9, STOP], 3, (7, 8, 9), "length"),
+    ],
+)
+def test_how_an_answer_ends(answer: list[int], max_tokens: int, tokens: tuple[int, ...], finish: str) -> None:
+    engine = FakeEngine(lambda _: answer, version=3)
+    found = run(lambda: engine.generate(request(max_tokens=max_tokens)))
+    assert found == Completion("0/0", tokens, (-1.0,) * len(tokens), (3,) * len(tokens), finish)  # type: ignore[arg-type]
+
+
+def test_the_answer_is_a_function_of_the_request() -> None:
+    engine = FakeEngine(lambda r: [*r.prompt_tokens, r.seed])
+
+    async def body() -> list[Completion]:
+        requests = [replace(request(str(i), prompt=(i + 10,)), seed=i + 50) for i in range(20)]
+        return await asyncio.gather(*map(engine.generate, requests))
+
+    found = run(body)
+    assert [c.id for c in found] == [str(i) for i in range(20)]
+    assert [c.tokens for c in found] == [(i + 10, i + 50) for i in range(20)]
+
+
+def test_a_weight_update_in_flight_changes_the_version_of_later_tokens() -> None:
+    engine = slow(version=4)
+
+    async def body() -> Completion:
+        running = asyncio.create_task(engine.generate(request()))
+        await generated(engine, 3)
+        assert await engine.update_weights(WeightUpdate(5)) == 5
+        assert engine.stats().version == 5
+        return await running
+
+    found = run(body)
+    assert found.tokens == tuple(LONG)
+    assert set(found.versions) == {4, 5}
+    assert list(found.versions) == sorted(found.versions)
+    assert found.versions.count(4) >= 3
+
+
+def test_no_token_is_sampled_between_pause_and_resume() -> None:
+    engine = slow()
+
+    async def body() -> None:
+        before = asyncio.create_task(engine.generate(request("before")))
+        await generated(engine, 3)
+        await engine.pause()
+        count = engine.stats().generated_tokens
+        during = asyncio.create_task(engine.generate(request("during")))
+        await asyncio.sleep(0.03)
+        assert engine.stats().generated_tokens == count
+        assert not before.done() and not during.done()
+        assert engine.stats().running == 2
+        await engine.update_weights(WeightUpdate(1))
+        await engine.resume()
+        first, second = await before, await during
+        assert first.tokens == second.tokens == tuple(LONG)
+        assert first.versions == (0,) * count + (1,) * (len(LONG) - count)
+        assert second.versions == (1,) * len(LONG)
+
+    run(body)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_abort_returns_what_was_sampled(paused: bool) -> None:
+    engine = slow()
+
+    async def body() -> None:
+        running = asyncio.create_task(engine.generate(request("a")))
+        other = asyncio.create_task(engine.generate(request("b")))
+        await generated(engine, 6)
+        if paused:
+            await engine.pause()
+        await engine.abort("a")
+        found = await running
+        assert found.finish == "abort"
+        assert found.tokens == tuple(LONG[: len(found.tokens)])
+        assert 0 < len(found.tokens) < len(LONG)
+        await engine.resume()
+        assert (await other).tokens == tuple(LONG)
+
+    run(body)
+
+
+def test_abort_before_the_first_token() -> None:
+    engine = slow()
+
+    async def body() -> Completion:
+        await engine.pause()
+        running = asyncio.create_task(engine.generate(request("a")))
+        await asyncio.sleep(0.01)
+        await engine.abort("a")
+        return await running
+
+    assert run(body) == Completion("a", (), (), (), "abort")
+
+
+def test_abort_of_nobody_is_nothing() -> None:
+    engine = FakeEngine(lambda _: [7])
+
+    async def body() -> Completion:
+        await engine.abort("0/0")
+        return await engine.generate(request())
+
+    assert run(body).finish == "stop"
+
+
+def test_an_impossible_request_leaves_the_others_alone() -> None:
+    def respond(r: Request) -> list[int]:
+        if r.id == "bad":
+            raise RequestError("too long")
+        return [7, STOP]
+
+    engine = FakeEngine(respond)
+
+    async def body() -> list[Any]:
+        bad = [request("bad"), request("empty", prompt=())]
+        return await asyncio.gather(*map(engine.generate, [request("a"), *bad, request("b")]), return_exceptions=True)
+
+    first, refused, empty, second = run(body)
+    assert first.tokens == second.tokens == (7, STOP)
+    assert isinstance(refused, RequestError)
+    assert isinstance(empty, RequestError)
+    assert "'empty'" in str(empty) and "empty" in str(empty)
+    assert engine.stats().running == 0
+
+
+def test_an_id_is_unique_in_flight_and_free_again_afterwards() -> None:
+    engine = slow()
+
+    async def body() -> None:
+        running = asyncio.create_task(engine.generate(request("a", max_tokens=5)))
+        await generated(engine, 1)
+        with pytest.raises(RequestError, match="'a' is in flight already"):
+            await engine.generate(request("a"))
+        await running
+        assert (await engine.generate(request("a", max_tokens=5))).finish == "length"
+
+    run(body)
+
+
+def test_a_cancelled_caller_leaves_nothing_behind() -> None:
+    engine = slow()
+
+    async def body() -> None:
+        running = asyncio.create_task(engine.generate(request("a")))
+        await generated(engine, 2)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert engine.stats().running == 0
+        assert (await engine.generate(request("a", max_tokens=2))).tokens == tuple(LONG[:2])
+
+    run(body)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_close_fails_what_is_pending_and_refuses_what_comes(paused: bool) -> None:
+    engine = slow()
+
+    async def body() -> None:
+        running = asyncio.create_task(engine.generate(request("a")))
+        await generated(engine, 2)
+        if paused:
+            await engine.pause()
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await running
+        with pytest.raises(EngineError, match="closed"):
+            await engine.generate(request("b"))
+        await engine.close()
+
+    run(body)
+
+
+def test_counters() -> None:
+    engine = FakeEngine(lambda _: [7, 8, STOP], seconds_per_token=0.001, version=2)
+
+    async def body() -> None:
+        await asyncio.gather(*(engine.generate(request(str(i))) for i in range(4)))
+
+    run(body)
+    stats = engine.stats()
+    assert (stats.version, stats.prompt_tokens, stats.generated_tokens, stats.running) == (2, 12, 12, 0)
+    assert stats.busy_seconds == pytest.approx(0.012)

@@ -1,0 +1,41 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kitae.observe.meter import Meter
+
+finite = st.floats(-1e6, 1e6)
+
+
+def test_means_totals_and_maxima() -> None:
+    meter = Meter()
+    meter.mean("entropy", 1.0, count=1)
+    meter.mean("entropy", 4.0, count=2)
+    meter.mean("plain", 2.0)
+    meter.mean("plain", 4.0)
+    meter.total("loss", -0.5)
+    meter.total("loss", 0.25)
+    meter.max("gap", -3.0)
+    meter.max("gap", -5.0)
+    assert meter.result() == {"entropy": 3.0, "plain": 3.0, "loss": -0.25, "gap": -3.0}
+
+
+def test_nothing_measured_is_nothing_reported() -> None:
+    meter = Meter()
+    assert meter.result() == {}
+    meter.mean("never", 1.0, count=0)
+    assert meter.result() == {}
+
+
+@given(st.lists(st.lists(finite, min_size=1, max_size=5), min_size=1, max_size=5))
+def test_any_cut_into_parts_gives_the_same_numbers(parts: list[list[float]]) -> None:
+    values = [x for part in parts for x in part]
+    meter = Meter()
+    for part in parts:
+        meter.mean("mean", sum(part) / len(part), len(part))
+        meter.total("total", sum(part))
+        meter.max("max", max(part))
+    found = meter.result()
+    assert found["mean"] == pytest.approx(sum(values) / len(values), abs=1e-3)
+    assert found["total"] == pytest.approx(sum(values), abs=1e-3)
+    assert found["max"] == max(values)

@@ -1,0 +1,63 @@
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kitae.errors import StoreError
+from kitae.observe.plots import plot_run
+from kitae.store.run import Metrics
+
+
+def fabricate(folder: Path, rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        Metrics(folder / "metrics.jsonl").append(row)
+
+
+def steps(count: int) -> list[dict[str, Any]]:
+    return [
+        {"kind": "step", "step": i, "reward": i / count, "length": 5.0, "entropy": 1.0, "logp_gap": 1e-4}
+        for i in range(1, count + 1)
+    ]
+
+
+def evaluation(step: int, low: float, avg: float, high: float) -> dict[str, Any]:
+    return {"kind": "eval", "step": step, "avg": avg, "avg_low": low, "avg_high": high}
+
+
+def size_of(png: Path) -> tuple[int, int]:
+    content = png.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = struct.unpack(">II", content[16:24])
+    return width, height
+
+
+def test_a_run_with_evaluations(tmp_path: Path) -> None:
+    fabricate(tmp_path, [evaluation(0, 0.4, 0.5, 0.6), *steps(10), evaluation(10, 0.9, 0.95, 1.0)])
+    target = plot_run(tmp_path)
+    assert target == tmp_path / "plot.png"
+    width, height = size_of(target)
+    assert width > 500 and height > 300
+
+
+def test_a_run_of_one_step_without_evaluations_or_updates(tmp_path: Path) -> None:
+    fabricate(tmp_path, [{"kind": "step", "step": 1, "reward": float("nan")}])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(steps(1)[0])[:20])  # cut off by a crash
+    assert size_of(plot_run(tmp_path, tmp_path / "other.png"))
+    assert not (tmp_path / "plot.png").exists()
+
+
+def test_an_evaluation_that_nobody_could_judge(tmp_path: Path) -> None:
+    nan = float("nan")
+    fabricate(tmp_path, [evaluation(0, nan, nan, nan), *steps(2)])
+    assert size_of(plot_run(tmp_path))
+
+
+@pytest.mark.parametrize("rows", [[], [evaluation(0, 0.1, 0.2, 0.3)]])
+def test_nothing_to_draw(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
+    fabricate(tmp_path, rows)
+    with pytest.raises(StoreError, match="has no finished step to draw"):
+        plot_run(tmp_path)
+    assert not (tmp_path / "plot.png").exists()

@@ -1,0 +1,122 @@
+"""What a run shows: plain lines in a file, a live table on a terminal."""
+
+import io
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kitae.config import Config, parse_config
+from kitae.observe.progress import LiveProgress, Progress, make_progress, peak_memory_gb
+
+ROW = {
+    "kind": "step",
+    "step": 2,
+    "reward": 0.53125,
+    "length": 7.25,
+    "entropy": 0.4321,
+    "logp_gap": 0.00017,
+    "groups": 6,
+    "generate_tokens_per_second": 12345.6,
+    "train_tokens_per_second": 6789.0,
+    "step_seconds": 3.0,
+}
+EVAL = {"kind": "eval", "step": 0, "avg": 0.5, "avg_low": 0.4, "avg_high": 0.6, "prompts": 128}
+
+
+@pytest.fixture
+def config() -> Config:
+    return parse_config({"data": {"task": "reverse"}, "training": {"steps": 12}})
+
+
+def everything(progress: Progress) -> None:
+    """What a run does to its observer."""
+    with progress:
+        progress.status("loading")
+        progress.evaluated(EVAL)
+        progress.status("step 1: 3/64 rollouts")
+        progress.step(ROW)
+        progress.note("prompt [x/y] was skipped: [/red]")
+        progress.step({"kind": "step", "step": 3, "reward": float("nan"), "step_seconds": 1.0})
+        progress.finished(Path("runs/r-001"))
+
+
+def test_plain_lines(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    everything(Progress(config, Path("runs/r-001")))
+    assert capsys.readouterr().out.splitlines() == [
+        "grpo on reverse with smollm2-135m; run folder runs/r-001",
+        "held-out accuracy at step 0: 0.500 [0.400, 0.600] on 128 prompts",
+        "step 2/12  reward 0.531  length 7.2  entropy 0.432  gap 0.0002  groups 6  gen tok/s 12,346  "
+        "train tok/s 6,789  s/step 3.0  ETA 30 s",
+        "prompt [x/y] was skipped: [/red]",
+        "step 3/12  reward nan  length –  entropy –  gap –  groups –  gen tok/s –  train tok/s –  s/step 1.0  ETA 18 s",
+    ]
+
+
+def test_eta_is_in_minutes_when_long_and_forgets_slow_beginnings(config: Config) -> None:
+    progress = Progress(config, Path("r"))
+    assert progress._eta({"step": 0, "step_seconds": 100.0}) == "20 min"
+    for _ in range(10):
+        eta = progress._eta({"step": 2, "step_seconds": 1.0})
+    assert eta == "10 s"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_live_table(config: Config, terminal: bool) -> None:
+    progress = LiveProgress(config, Path("runs/r-001"))
+    output = io.StringIO()
+    progress.console = Console(file=output, force_terminal=terminal, width=120)
+    progress._live.console = progress.console
+    everything(progress)
+    text = output.getvalue()
+    for part in ("grpo on reverse with smollm2-135m", "held-out accuracy", "gen tok/s", "0.531", "12,346", "done"):
+        assert part in text
+    assert "prompt [x/y] was skipped: [/red]" in text
+
+
+def test_live_table_of_a_run_that_fails(config: Config) -> None:
+    progress = LiveProgress(config, Path("r"))
+    output = io.StringIO()
+    progress.console = progress._live.console = Console(file=output, width=120)
+    with pytest.raises(RuntimeError, match="no"), progress:
+        raise RuntimeError("no")
+    assert "stopped" in output.getvalue()
+
+
+def test_the_table_can_be_drawn_while_steps_arrive(config: Config) -> None:
+    """rich draws in a thread of its own."""
+    progress = LiveProgress(config, Path("r"))
+    problems: list[BaseException] = []
+    stop = threading.Event()
+
+    def draw() -> None:
+        try:
+            while not stop.is_set():
+                progress._draw()
+        except BaseException as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    for step in range(3000):
+        progress.step({**ROW, "step": step})
+    stop.set()
+    thread.join()
+    assert problems == []
+
+
+def test_a_terminal_gets_the_table_and_a_file_the_lines(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Screen(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, kind in ((Screen(), LiveProgress), (io.StringIO(), Progress)):
+        monkeypatch.setattr("sys.stdout", stream)
+        made: Any = make_progress(config, Path("r"))
+        assert type(made) is kind
+
+
+def test_peak_memory_is_plausible() -> None:
+    assert 0.01 < peak_memory_gb() < 1000
