@@ -21,11 +21,10 @@ starts from noise, where the exact answer is too rare: it reverses three digits,
 What is left out, and what the framework adds:
 
     rollout engine   here all wait for the longest answer, and finished rows still cost compute; there none does
-    asynchrony       here sampling and training take turns; there they overlap, with bounded staleness
-    verifiers        here a Python function that we trust; there killable workers in a sandbox, for maths, code, tools
-    algorithms       here GRPO alone; there the baselines, ratios, clips, KL terms and corrections are exchangeable
-    memory           here full logits, padding and fp32; there chunked log-probs, packing, bf16, LoRA, sharding
-    environments     here one question, one answer; there tools and several turns
+    verifiers        here a Python function that we trust; there workers that are killed when they hang
+    algorithms       here GRPO alone; there every stage of the algorithm can be exchanged in the recipe
+    memory           here full logits, padding and fp32; there chunked log-probs, packing, bf16, LoRA
+    prompts          here each answer computes its prompt again; there a group computes it once, also in training
     durability       here a crash loses the run; there a journal, checkpoints and exact resume
 
 Shapes:  P prompts · G answers to each · B = P * G rows · L prompt length · R response length · V vocabulary.

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kitae.algorithms.presets import PRESETS
+from kitae.data.tasks import TASKS
 from kitae.errors import ConfigError
 
 
@@ -79,10 +80,13 @@ class DataConfig(Section):
 class VerifierConfig(Section):
     """Who judges the answers, and for how long."""
 
-    name: str = Field("exact", description="exact, number, math, or your own: file.py:function.")
+    name: str = Field(
+        "exact", description="exact, number, math, or your own: file.py:function; by default the task's own."
+    )
     params: dict[str, bool | int | float | str] = Field(default_factory=dict, description="Options of the verifier.")
     timeout: float = Field(10.0, gt=0, description="Seconds after which the worker that checks one answer is killed.")
     workers: int = Field(2, ge=1, le=256, description="Worker processes.")
+    check_gold: bool = Field(True, description="Before training, check that reference answers score 1.")
     max_error_share: float = Field(
         0.5, ge=0, le=1, description="Stop when more than this share of a step's answers could not be judged."
     )
@@ -114,9 +118,11 @@ class AlgorithmConfig(Section):
         None, ge=0, description="S1: soft length penalty over the last so many tokens; 0: off."
     )
     filter: Literal["none", "zero-variance"] | None = Field(None, description="S2: which groups are dropped.")
-    advantage: Literal["group-zscore", "group-centred"] | None = Field(None, description="S3.")
-    ratio: Literal["token"] | None = Field(None, description="S4.")
-    gate: Literal["clip", "none"] | None = Field(None, description="S5.")
+    advantage: Literal["group-zscore", "group-centred"] | None = Field(
+        None, description="S3: what a reward is compared with."
+    )
+    ratio: Literal["token"] | None = Field(None, description="S4: level of the importance ratio.")
+    gate: Literal["clip", "none"] | None = Field(None, description="S5: how the ratio is kept in bounds.")
     clip_low: float | None = Field(None, gt=0, lt=1, description="S5: ratios below 1 - clip_low are clipped.")
     clip_high: float | None = Field(None, gt=0, description="S5: ratios above 1 + clip_high are clipped.")
     dual_clip: float | None = Field(None, ge=0, description="S5: cap of the ratio for negative advantages; 0: off.")
@@ -124,7 +130,7 @@ class AlgorithmConfig(Section):
     correction_cap: float | None = Field(None, gt=0, description="S6: largest weight.")
     aggregation: (
         Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length", "prompt-mean"] | None
-    ) = Field(None, description="S7.")
+    ) = Field(None, description="S7: how token losses are averaged.")
     constant_length: int | None = Field(None, ge=0, description="S7: the L of constant-length; 0: sampling.max_tokens.")
     entropy_coef: float | None = Field(None, ge=0, description="S8: entropy bonus.")
 
@@ -235,11 +241,6 @@ class Config(Section):
             )
         if self.pipeline.refill and a.filter == "none":
             raise ValueError("pipeline.refill replaces dropped groups, but algorithm.filter = 'none' drops none")
-        if t.warmup_steps > t.steps * t.minibatches * t.epochs:
-            raise ValueError(
-                f"training.warmup_steps must be at most the {t.steps * t.minibatches * t.epochs} optimizer steps of "
-                f"the run, got {t.warmup_steps}"
-            )
         return self
 
     def to_json(self) -> str:
@@ -249,6 +250,23 @@ class Config(Section):
         """`{"training.lr": 1e-5, …}`, for display and comparison."""
         dumped = self.model_dump(mode="json")
         return {f"{section}.{key}": value for section, keys in dumped.items() for key, value in keys.items()}
+
+
+_SOURCES = ("task", "path", "hub")
+_ELSEWHERE = {
+    "learning_rate": "training.lr",
+    "num_generations": "training.group_size",
+    "n_samples_per_prompt": "training.group_size",
+    "batch_size": "training.prompts_per_step",
+    "train_batch_size": "training.prompts_per_step",
+    "max_steps": "training.steps",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_completion_length": "sampling.max_tokens",
+    "reward_fn": "verifier.name",
+    "max_grad_norm": "training.clip_norm",
+    "gradient_checkpointing": "training.checkpoint_activations",
+}
+"""What other frameworks call a setting."""
 
 
 def load_config(recipe: Path, overrides: Iterable[str] = ()) -> Config:
@@ -280,11 +298,21 @@ def parse_config(values: Any) -> Config:
         raise ConfigError(f"settings are sections with keys, got {values!r}")
     problems = list(_unknown_keys(values))
     if not problems:
+        values = _with_task_verifier(values)
         try:
             return Config.model_validate({"data": {}, **values})
         except ValidationError as error:
             problems = [_describe(e) for e in error.errors()]
     raise ConfigError("\n".join(problems))
+
+
+def _with_task_verifier(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A generated task knows its verifier; a recipe need not name it."""
+    verifier = values.get("verifier", {})
+    task = TASKS.get(str(values.get("data", {}).get("task")))
+    if task is None or "name" in verifier:
+        return values
+    return {**values, "verifier": {**verifier, "name": task.verifier}}
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -298,6 +326,9 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"{path!r} goes below {key!r}, which is a value, not a section")
     node[keys[-1]] = _parse_value(text.strip(), wants_text=_is_text(*keys[:2]))
+    if keys[0] == "data" and keys[1] in _SOURCES:  # a new source replaces the recipe's
+        for other in {*_SOURCES, "params"} - {keys[1]}:
+            node.pop(other, None)
 
 
 def _parse_value(text: str, wants_text: bool) -> Any:
@@ -336,6 +367,8 @@ def _fields(cls: Any) -> Iterable[str]:
 def _nearest(word: str, valid: Iterable[str]) -> str:
     candidates = list(valid)
     key = word.rpartition(".")[2]
+    if key in _ELSEWHERE:
+        return f"; Kitae calls it {_ELSEWHERE[key]}"
     elsewhere = [v for v in candidates if v.rpartition(".")[2] == key]  # the right key in the wrong section
     near = elsewhere or difflib.get_close_matches(word, candidates, 1, cutoff=0.5)
     return f"; did you mean {near[0]}?" if near else f"; valid are {', '.join(candidates)}"

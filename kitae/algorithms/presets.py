@@ -42,7 +42,7 @@ PRESETS: Mapping[str, Preset] = {
         {**_BASE, "filter": "none", "advantage": "group-centred", "aggregation": "constant-length"},
     ),
     "dapo": Preset(
-        "Decoupled clip, dynamic sampling, token-level loss",
+        "Decoupled clip, groups without signal dropped, token-level loss (dynamic sampling: pipeline.refill)",
         "DAPO, arXiv 2503.14476",
         {**_BASE, "clip_high": 0.28},
     ),

@@ -10,22 +10,28 @@ if TYPE_CHECKING:
     from kitae.store.journal import Journal
 
 
-def show(run: Path, step: int | None, best: bool, worst: bool, limit: int) -> None:
+def show(run: Path, step: int | None, best: bool, worst: bool, errors: bool, limit: int) -> None:
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text
 
     journal = _journal(run)
-    rows = [r for r in journal.scored() if r[2] is not None]
+    rows = list(journal.samples())
     if not rows:
-        raise StoreError(f"{run} has no trained or dropped groups yet")
-    if best or worst:
-        rows.sort(key=lambda r: (r[3] if worst else -r[3], -(r[2] or 0)))
-    else:
-        wanted = max(r[2] or 0 for r in rows) if step is None else step
+        raise StoreError(f"{run} has no finished step yet")
+    last = max(r[2] for r in rows)
+    if errors:
+        rows = [r for r in rows if r[3] is None]
+    elif best or worst:
+        judged = [(*r[:3], r[3]) for r in rows if r[3] is not None]
+        rows = [*sorted(judged, key=lambda r: (r[3] if worst else -r[3], -r[2]))]
+    if step is not None or not (errors or best or worst):
+        wanted = last if step is None else step
         rows = [r for r in rows if r[2] == wanted]
-        if not rows:
-            raise StoreError(f"step {wanted} has no samples; the last step with samples is {_last_step(run)}")
+        if not rows and not errors:
+            raise StoreError(f"step {wanted} has no samples; the last step with samples is {last}")
+    if not rows:
+        print("every answer could be judged")
     console = Console()
     for group, sample, at, value in rows[:limit]:
         prompt = journal.prompt(group)
@@ -37,8 +43,10 @@ def show(run: Path, step: int | None, best: bool, worst: bool, limit: int) -> No
         body.append("reference: ", style="bold").append(str(prompt.reference))
         if rollout.score.detail:
             body.append("\nverifier: ", style="bold").append(rollout.score.detail)
-        title = f"step {at} · {prompt.id} · sample {sample} · reward {value:g} · {rollout.finish}"
-        console.print(Panel(body, title=title, title_align="left", border_style="green" if value >= 1 else "red"))
+        reward = "not judged" if value is None else f"reward {value:g}"
+        title = Text(f"step {at} · {prompt.id} · sample {sample} · {reward} · {rollout.finish}")
+        colour = "yellow" if value is None else "green" if value >= 1 else "red"
+        console.print(Panel(body, title=title, title_align="left", border_style=colour))
     journal.close()
 
 
@@ -61,7 +69,3 @@ def _journal(run: Path) -> "Journal":
     if not path.is_file():
         raise StoreError(f"{run} is not a run folder: it has no journal.sqlite")
     return Journal(path, read_only=True)
-
-
-def _last_step(run: Path) -> int:
-    return max(step for _, step, _, _ in _journal(run).groups())

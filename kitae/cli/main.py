@@ -65,12 +65,13 @@ def show(
     step: Annotated[int | None, typer.Option(help="Only this step; default: the last.")] = None,
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first, over all steps.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first, over all steps.")] = False,
+    errors: Annotated[bool, typer.Option("--errors", help="Answers that could not be judged.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="How many samples.")] = 8,
 ) -> None:
     """Show sampled answers with their prompts and rewards."""
     from kitae.cli import inspection
 
-    inspection.show(run, step, best, worst, limit)
+    inspection.show(run, step, best, worst, errors, limit)
 
 
 @app.command()
@@ -102,6 +103,9 @@ def doctor() -> None:
     machine.report()
 
 
+_INTERRUPTED = 130  # the exit status that typer turns Ctrl-C into
+
+
 def run() -> None:
     """Entry point: errors that Kitae raises on purpose are printed without a traceback, and exit with 1."""
     from kitae.errors import KitaeError
@@ -111,6 +115,7 @@ def run() -> None:
     except KitaeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted; go on with: kitae resume RUN", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as stop:
+        if stop.code == _INTERRUPTED:
+            print("interrupted", file=sys.stderr)
+        raise

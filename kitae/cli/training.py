@@ -1,10 +1,15 @@
 """`kitae train` and `kitae resume`."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kitae.cli.locate import find_recipe
 from kitae.config import Config, load_config
 from kitae.errors import ConfigError, KitaeError
+
+if TYPE_CHECKING:
+    from kitae.pipeline.session import Sources
+    from kitae.store.run import RunStore
 
 
 def train(recipe: str, overrides: list[str], dry_run: bool) -> None:
@@ -16,42 +21,58 @@ def train(recipe: str, overrides: list[str], dry_run: bool) -> None:
 
         print(estimate(config))
         return
+    from kitae.pipeline.session import prepare
     from kitae.store.run import RunStore
 
-    _run(RunStore.create(config), None)
+    sources = prepare(config, print)
+    _run(RunStore.create(config), sources, None)
 
 
 def resume(run: Path, checkpoint: str | None) -> None:
+    from kitae.pipeline.session import prepare
     from kitae.store.run import RunStore
 
-    _run(RunStore.open(run), checkpoint)
+    store = RunStore.open(run)
+    try:
+        sources = prepare(store.config, print)
+    except BaseException:
+        store.close()
+        raise
+    _run(store, sources, checkpoint)
 
 
 def check(config: Config) -> None:
-    """What can be refused without loading a model: tasks, verifiers and their options."""
+    """What can be refused without loading a model: tasks, data files, verifiers and their options."""
+    from kitae.data.prompts import open_stream
     from kitae.data.tasks import find_task
+    from kitae.models.load import find_model
     from kitae.verifiers.registry import check_params, resolve
 
     if config.data.task is not None:
         find_task(config.data.task).resolve(config.data.params)
     if ":" not in config.verifier.name:  # a user's own file is loaded by a worker, never here
         check_params(resolve(config.verifier.name), config.verifier.params)
-    elif not Path(config.verifier.name.rpartition(":")[0]).is_file():
-        raise ConfigError(f"verifier.name {config.verifier.name!r}: there is no such file")
+    elif not Path(config.verifier.name.rpartition(":")[0]).expanduser().is_file():
+        raise ConfigError(
+            f"verifier.name must be a known name or file.py:function, got {config.verifier.name!r}: no such file"
+        )
+    if config.data.path is not None:
+        open_stream(config.data, config.run.seed)
+    find_model(config.model.path, download=False)
 
 
-def _run(store: object, checkpoint: str | None) -> None:
+def _run(store: "RunStore", sources: "Sources", checkpoint: str | None) -> None:
     from kitae.observe.progress import make_progress
     from kitae.pipeline.session import train as run_session
-    from kitae.store.run import RunStore
 
-    assert isinstance(store, RunStore)
     folder, config = store.folder, store.config
-    with make_progress(config, folder) as progress:
-        try:
-            result = run_session(store, progress, checkpoint)
-        except KitaeError as error:
-            raise type(error)(f"{error}\nthe run folder is {folder}; go on with: kitae resume {folder}") from error
+    try:
+        with make_progress(config, folder) as progress:
+            result = run_session(store, sources, progress, checkpoint)
+    except KitaeError as error:
+        raise type(error)(f"{error}\nthe run folder is {folder}; go on with: kitae resume {folder}") from error
+    except KeyboardInterrupt:
+        raise KitaeError(f"interrupted; go on with: kitae resume {folder}") from None
     if not result.finished:
         print(f"\nstopped after step {result.step}; everything is saved. Go on with:\n    kitae resume {folder}")
         return

@@ -34,8 +34,8 @@ class Request:
 
     `Request("17/3", prompt_tokens=(1, 5, 9), sampling=SamplingParams(), seed=987654321, share="17")`
     Requests with the same `share` key and the same prompt compute that prompt once. `seed` names the random stream:
-    the same seed and prompt give the same tokens, whatever else is in the batch. `id` must be unique among the
-    requests in flight; it is what `abort` takes.
+    the same seed draws the same numbers whatever else is in the batch (the logits may differ by rounding). `id` must
+    be unique among the requests in flight; it is what `abort` takes.
     """
 
     id: str

@@ -8,6 +8,7 @@ from kitae.data.chat import Chat
 from kitae.engines.base import Engine, Request, SamplingParams
 from kitae.engines.native.sampler import stream_seed
 from kitae.envs.base import Environment
+from kitae.errors import root_cause
 from kitae.store.journal import Journal
 from kitae.types import FinishReason, Group, Prompt, Rollout, Segment
 from kitae.verifiers.pool import VerifierPool
@@ -28,21 +29,29 @@ class Runner:
     label: str = "train"
 
     async def group(self, group: int, prompt: Prompt, size: int, journal: Journal | None = None) -> Group:
-        """All samples of one prompt. Those that the journal has already are taken from there, never sampled again."""
+        """All samples of one prompt. Those that the journal has already are taken from there, never sampled again.
+
+        Journalled answers that could not be judged are judged once more. Raises `RequestError` if the engine cannot
+        take the prompt at all.
+        """
         known = {r.index: r for r in journal.rollouts(group)} if journal else {}
 
         async def one(index: int) -> Rollout:
-            if index in known:
-                return known[index]
-            rollout = await self.rollout(group, index, prompt)
+            rollout = known.get(index)
+            if rollout is not None and rollout.score is not None and rollout.score.valid:
+                return rollout
+            rollout = rollout or await self.rollout(group, index, prompt)
             score = await self.verifier.score(rollout.text, prompt.reference, prompt.context)
             rollout = replace(rollout, score=score)
             if journal:
-                await journal.add_rollout(rollout)
+                await (journal.update_score if index in known else journal.add_rollout)(rollout)
             return rollout
 
-        async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(one(index)) for index in range(size)]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(one(index)) for index in range(size)]
+        except BaseExceptionGroup as problem:
+            raise root_cause(problem) from None
         return Group(group, prompt, tuple(task.result() for task in running))
 
     async def rollout(self, group: int, index: int, prompt: Prompt) -> Rollout:

@@ -41,7 +41,7 @@ def _fuse_mlp(module: Any) -> bool:
     def forward(x: Tensor) -> Any:
         return module.down_proj(ops.swiglu(module.gate_proj(x), module.up_proj(x)))
 
-    first = module.gate_proj
+    first: Any = module.gate_proj
     return _swap_if_equal(module, forward, int(first.in_features), first.weight.dtype)
 
 

@@ -4,13 +4,13 @@ import importlib.util
 import os
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kitae.config import ModelConfig
 from kitae.errors import ModelError
+from kitae.models.quiet import quiet_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +115,10 @@ def _convert_gguf(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _quiet_transformers():
+    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ModelError(f"reading {file.name} needs {' and '.join(missing)}: pip install 'kitae[gguf]'")
+    with quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         if hasattr(model.config, "quantization_config"):
@@ -125,35 +128,15 @@ def _convert_gguf(file: Path, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-class _quiet_transformers:
-    """Silence progress bars and advice of the model library while it loads."""
-
-    def __enter__(self) -> None:
-        from transformers.utils import logging
-
-        self.level = logging.get_verbosity()
-        self.bars = logging.is_progress_bar_enabled()
-        self.catcher = warnings.catch_warnings()
-        self.catcher.__enter__()
-        warnings.simplefilter("ignore")
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        from transformers.utils import logging
-
-        logging.set_verbosity(self.level)
-        if self.bars:
-            logging.enable_progress_bar()
-        self.catcher.__exit__(None, None, None)
-
-
 def pick_device(name: str) -> "torch.device":
     import torch
 
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ModelError(f"model.device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"model.device is {name!r}, but this machine has no usable GPU")
     return device
@@ -168,7 +151,7 @@ def pick_dtype(name: str, device: "torch.device") -> "torch.dtype":
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
-        fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        fast = hasattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported") and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
 
 
@@ -186,7 +169,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     device = pick_device(config.device)
     attention.register()
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=pick_dtype(config.dtype, device), attn_implementation=attention.NAME
             )
@@ -196,6 +179,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{config.path!r}: its tokenizer has no end-of-sequence token, so no response could end")
     model = model.to(device).eval()
+    _disable_dropout(model)
     if config.fuse:
         fuse(model, device, model.dtype)
     if config.lora_rank:
@@ -206,6 +190,14 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     policy = Policy(model, tokenizer, config.path)
     policy.check_head()
     return policy
+
+
+def _disable_dropout(model: Any) -> None:
+    """Sampling has none, so training must not either: their log-probs have to agree."""
+    for module in model.modules():
+        for name in ("p", "attention_dropout", "dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
 
 
 def export_policy(policy: "Policy", folder: Path) -> None:
@@ -223,7 +215,7 @@ def export_policy(policy: "Policy", folder: Path) -> None:
     implementation = base.config._attn_implementation
     base.config._attn_implementation = None  # a saved folder must load without Kitae
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             base.save_pretrained(scratch, state_dict=state)
             policy.tokenizer.save_pretrained(scratch)
     finally:

@@ -7,6 +7,8 @@ writes an ordinary Hugging Face folder.
 from pathlib import Path
 from typing import Any
 
+from kitae.models.quiet import quiet_transformers
+
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "mistral")
 SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 
@@ -30,8 +32,9 @@ def make_tiny(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with quiet_transformers():
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -23,7 +23,7 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
     figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), constrained_layout=True)
     x = [row["step"] for row in steps]
     reward, length, entropy, gap = axes.flat
-    reward.plot(x, [row["reward"] for row in steps], ".-", label="training reward", color="tab:blue")
+    reward.plot(x, [_number(row["reward"]) for row in steps], ".-", label="training reward", color="tab:blue")
     if evals:
         at = [row["step"] for row in evals]
         mean = [row["avg"] for row in evals]
@@ -39,11 +39,19 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
         axis.grid(alpha=0.3)
     figure.suptitle(run.name)
     target = output or run / "plot.png"
-    figure.savefig(target, dpi=110)
-    pyplot.close(figure)
+    try:
+        figure.savefig(target, dpi=110)
+    except (OSError, ValueError) as error:  # no such folder, or no such format
+        raise StoreError(f"cannot write {target}: {error}") from error
+    finally:
+        pyplot.close(figure)
     return target
 
 
 def _line(axis: Any, x: list[int], rows: list[dict[str, Any]], key: str, title: str) -> None:
-    axis.plot(x, [row.get(key, float("nan")) for row in rows], ".-")
+    axis.plot(x, [_number(row.get(key)) for row in rows], ".-")
     axis.set_title(title)
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value

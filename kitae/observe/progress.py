@@ -15,7 +15,7 @@ _COLUMNS = (
     ("length", "length", "{:.1f}"),
     ("entropy", "entropy", "{:.3f}"),
     ("gap", "logp_gap", "{:.4f}"),
-    ("groups", "groups", "{:.0f}"),
+    ("signal", "groups_with_signal", "{:.0f}"),
     ("gen tok/s", "generate_tokens_per_second", "{:,.0f}"),
     ("train tok/s", "train_tokens_per_second", "{:,.0f}"),
     ("s/step", "step_seconds", "{:.1f}"),
@@ -115,7 +115,7 @@ class LiveProgress(Progress):
         table = Table(box=None, pad_edge=False)
         for title in (*(c[0] for c in _COLUMNS), "ETA"):
             table.add_column(title, justify="right")
-        for row in self._rows:
+        for row in list(self._rows):  # rich draws in a thread of its own, while steps arrive
             table.add_row(*row)
         elapsed = time.perf_counter() - self._began
         return Group(table, Text(f"{elapsed:5.0f} s  {self._status}", style="dim"))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kitae.envs.rollout import Runner
-from kitae.errors import root_cause
+from kitae.errors import RequestError, root_cause
 from kitae.types import FloatArray, Group, Prompt
 
 _RESAMPLES = 2000
@@ -16,7 +16,7 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over prompts and its 95 % bootstrap interval: `Estimate(0.62, 0.54, 0.70)`."""
+    """A mean over prompts and its 95 % interval: `Estimate(0.62, 0.54, 0.70)`."""
 
     mean: float
     low: float
@@ -56,11 +56,18 @@ class Evaluation:
 async def evaluate(runner: Runner, prompts: Sequence[Prompt], samples: int) -> Evaluation:
     """Sample every prompt and score the answers. Answers that could not be judged are counted and left out.
 
-    A prompt that the engine refuses ends the evaluation with that `RequestError`.
+    All answers to a prompt that the engine cannot take (longer than the context, say) count as such.
     """
+
+    async def one(index: int, prompt: Prompt) -> Group:
+        try:
+            return await runner.group(index, prompt, samples)
+        except RequestError:
+            return Group(index, prompt, ())
+
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(runner.group(i, prompt, samples)) for i, prompt in enumerate(prompts)]
+            running = [tasks.create_task(one(i, prompt)) for i, prompt in enumerate(prompts)]
     except BaseExceptionGroup as problem:
         raise root_cause(problem) from None
     groups = [task.result() for task in running]
@@ -78,9 +85,9 @@ async def evaluate(runner: Runner, prompts: Sequence[Prompt], samples: int) -> E
         samples=samples,
         avg=estimate(averages),
         passed=passed,
-        length=float(np.mean([r.response_length for r in rollouts])),
-        truncated=float(np.mean([r.finish == "length" for r in rollouts])),
-        errors=len(rollouts) - sum(len(g.valid) for g in groups),
+        length=float(np.mean([r.response_length for r in rollouts])) if rollouts else 0.0,
+        truncated=float(np.mean([r.finish == "length" for r in rollouts])) if rollouts else 0.0,
+        errors=len(prompts) * samples - sum(len(g.valid) for g in groups),
         groups=tuple(groups),
     )
 
@@ -91,10 +98,19 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 
 
 def estimate(values: FloatArray) -> Estimate:
-    """Mean and seeded percentile bootstrap over prompts."""
+    """Mean and 95 % interval over prompts: Wilson's where all values are 0 or 1, else a seeded bootstrap."""
     if len(values) == 0:
         return Estimate(math.nan, math.nan, math.nan)
+    if np.isin(values, (0, 1)).all():
+        return _wilson(float(values.mean()), len(values))
     rng = np.random.default_rng(0)
     means = values[rng.integers(0, len(values), (_RESAMPLES, len(values)))].mean(axis=1)
     low, high = np.percentile(means, [2.5, 97.5])
     return Estimate(float(values.mean()), float(low), float(high))
+
+
+def _wilson(mean: float, n: int) -> Estimate:
+    z = 1.959964
+    centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
+    return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half))

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from kitae.algorithms.filters import has_variance
 from kitae.algorithms.objective import Objective
 from kitae.config import Config
 from kitae.data.prompts import PromptStream
@@ -68,6 +69,7 @@ class Pipeline:
         self.version = frontier.step
         self._refills_left = 0
         self._finished_rollouts = 0
+        self._silent_steps = 0
         self._trained: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._stop = asyncio.Event()
         threads = torch.get_num_threads()
@@ -133,13 +135,10 @@ class Pipeline:
         size = self.config.training.group_size
         try:
             group = await self.runner.group(group_id, prompt, size, journal)
-        except BaseExceptionGroup as problem:
-            cause = root_cause(problem)
-            if not isinstance(cause, RequestError):
-                raise cause from None
+        except RequestError as problem:
             # The prompt itself is impossible (longer than the context, say): its group is lost, the others go on.
-            await journal.add_event("bad prompt", f"{prompt.id}: {cause}")
-            self.observer.note(f"prompt {prompt.id} was skipped: {cause}")
+            await journal.add_event("bad prompt", f"{prompt.id}: {problem}")
+            self.observer.note(f"prompt {prompt.id} was skipped: {problem}")
             group = Group(group_id, prompt, ())
         self._finished_rollouts += len(group.rollouts)
         expected = self.config.training.prompts_per_step * size
@@ -161,6 +160,7 @@ class Pipeline:
             row["generated_tokens"] = after.generated_tokens - before.generated_tokens
             row["generate_tokens_per_second"] = _rate(row["generated_tokens"], row["generate_seconds"])
             self._check_errors(row)
+            self._watch_signal(row)
             groups = sorted((o.group for o in outcomes if o.group), key=lambda g: g.id)
             self._check_staleness(groups)
             self.observer.status(f"step {step}: training on {len(groups)} groups")
@@ -196,7 +196,10 @@ class Pipeline:
                 numbers |= self.trainer.optim_step()
                 updates += 1
                 _merge(metrics, numbers)
-        return {**{k: v / updates if k not in _SUMS else v for k, v in metrics.items()}, "updates": float(updates)}
+        for key in metrics:
+            if key not in _SUMS and not key.endswith("_max"):
+                metrics[key] /= updates
+        return {**metrics, "updates": float(updates)}
 
     def _with_old_logprobs(self, by_group: list[list[Sample]]) -> list[list[Sample]]:
         flat = [s for samples in by_group for s in samples]
@@ -220,6 +223,15 @@ class Pipeline:
                 f"(verifier.max_error_share is {limit:.0%}). First reason: {row['first_error']}"
             )
 
+    def _watch_signal(self, row: dict[str, Any]) -> None:
+        """Say it once when steps go by without anything to learn from."""
+        self._silent_steps = 0 if row["groups_with_signal"] else self._silent_steps + 1
+        if self._silent_steps == _SILENT_LIMIT:
+            self.observer.note(
+                f"no group had differing rewards for {_SILENT_LIMIT} steps: nothing is being learnt. The mean "
+                f"reward is {row['reward']}; make the task easier or harder, or look at: kitae show {self.store.folder}"
+            )
+
     def _describe(self, step: int, outcomes: list[Outcome]) -> dict[str, Any]:
         """What was sampled, dropped groups included: the reward curve must not depend on the filter."""
         groups = [o.group for o in outcomes if o.group] + [g for o in outcomes for g, _ in o.dropped]
@@ -231,14 +243,15 @@ class Pipeline:
         return {
             "kind": "step",
             "step": step,
-            "reward": float(np.mean(rewards)) if rewards else float("nan"),
-            "reward_std": float(np.std(rewards)) if rewards else float("nan"),
+            "reward": float(np.mean(rewards)) if rewards else None,
+            "reward_std": float(np.std(rewards)) if rewards else None,
             "length": float(np.mean(lengths)) if lengths else 0.0,
             "length_max": max(lengths, default=0),
             "truncated": float(np.mean([r.finish == "length" for r in rollouts])) if rollouts else 0.0,
             "rollouts": len(rollouts),
             "groups": sum(o.group is not None for o in outcomes),
             "groups_dropped": sum(len(o.dropped) for o in outcomes),
+            "groups_with_signal": sum(has_variance(g.rewards_G) for g in groups),
             "errors": len(failed),
             "error_share": len(failed) / len(rollouts) if rollouts else 1.0,
             "first_error": _first_error(rollouts),
@@ -284,12 +297,13 @@ class Pipeline:
             stop.cancel()
 
 
+_SILENT_LIMIT = 5
 _SUMS = {"train_seconds", "train_tokens", "skipped_updates"}
 
 
 def _merge(into: dict[str, float], numbers: dict[str, float]) -> None:
     for key, value in numbers.items():
-        into[key] = into.get(key, 0.0) + value
+        into[key] = max(value, into.get(key, value)) if key.endswith("_max") else into.get(key, 0.0) + value
 
 
 def _rate(count: float, seconds: float) -> float:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from kitae.algorithms.objective import Objective
 from kitae.config import Config
 from kitae.data.chat import Chat
-from kitae.data.prompts import eval_prompts, open_stream
+from kitae.data.prompts import PromptStream, eval_prompts, open_stream
 from kitae.engines.base import SamplingParams
 from kitae.engines.native.engine import NativeEngine
 from kitae.envs.rollout import Runner
@@ -42,34 +43,45 @@ class Result:
     after: dict[str, Any] | None
 
 
-def train(store: RunStore, observer: Observer, checkpoint: str | None = None) -> Result:
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a run reads: its prompts, and those held out."""
+
+    stream: PromptStream
+    held_out: list[Prompt]
+
+
+def prepare(config: Config, note: Callable[[str], None]) -> Sources:
+    """Open the data and try the verifier on reference answers: all that can fail before a model loads."""
+    held_out = eval_prompts(config.data, config.run.seed, config.eval.prompts) if config.eval.prompts else []
+    sources = Sources(open_stream(config.data, config.run.seed), held_out)
+
+    async def try_verifier() -> None:
+        async with _pool(config, workers=1) as pool:
+            if config.verifier.check_gold:
+                await _check_gold(pool, [sources.stream.at(i) for i in range(_GOLD_CHECKS)], note)
+
+    asyncio.run(try_verifier())
+    return sources
+
+
+def train(store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None = None) -> Result:
     """Train a new run, or go on with one that has checkpoints. Returns when it is finished or stopped by Ctrl-C."""
     try:
-        return asyncio.run(_train(store, observer, checkpoint))
+        return asyncio.run(_train(store, sources, observer, checkpoint))
     finally:
         store.close()
 
 
-async def _train(store: RunStore, observer: Observer, checkpoint: str | None) -> Result:
-    config = store.config
+async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None) -> Result:
+    config, held_out = store.config, sources.held_out
     frontier = Frontier(0, 0, 0)
     state: Path | None = None
     if checkpoint is not None or store.checkpoints.names():
         frontier, state = store.checkpoints.load(checkpoint)
-    # What the data and the verifier cannot do should be known before the model is loaded.
-    stream = open_stream(config.data, config.run.seed)
-    held_out = eval_prompts(config.data, config.run.seed, config.eval.prompts) if config.eval.prompts else []
     async with AsyncExitStack() as stack:
-        v = config.verifier
-        pool = await stack.enter_async_context(VerifierPool(v.name, v.params, v.workers, v.timeout))
-        await _check_gold(pool, [stream.at(i) for i in range(_GOLD_CHECKS)], observer)
-        await store.journal.set_meta("config", config.to_json())
-        await store.journal.add_event("start", f"step {frontier.step}")
-        await store.journal.rewind(frontier.cursor)
-        store.checkpoints.forget_after(frontier.step)
-        store.metrics.rewind(frontier.step)
-
-        observer.status(f"loading {config.model.path}")
+        pool = await stack.enter_async_context(_pool(config))
+        observer.note(f"loading {config.model.path}")
         policy = load_policy(config.model, config.run.seed)
         trainer = Trainer(
             policy,
@@ -79,6 +91,12 @@ async def _train(store: RunStore, observer: Observer, checkpoint: str | None) ->
         )
         if state is not None:
             trainer.load_state(state, frontier.updates)
+        # Nothing of the run was touched so far; from here on its past after the checkpoint is given up.
+        await store.journal.set_meta("config", config.to_json())
+        await store.journal.add_event("start", f"step {frontier.step}")
+        await store.journal.rewind(frontier.cursor)
+        store.checkpoints.forget_after(frontier.step)
+        store.metrics.rewind(frontier.step)
         engine = NativeEngine(policy, config.engine, version=frontier.step)
         stack.push_async_callback(engine.close)
         chat = Chat(policy.tokenizer, policy.base.generation_config)
@@ -89,17 +107,17 @@ async def _train(store: RunStore, observer: Observer, checkpoint: str | None) ->
             for row in store.metrics.rows("eval"):
                 if row["step"] == step:
                     return row
-            observer.status(f"evaluating on {len(held_out)} held-out prompts")
+            observer.note(f"evaluating on {len(held_out)} held-out prompts")
             found = await evaluate(_evaluation_runner(config, runner), held_out, config.eval.samples)
             row = {"kind": "eval", "step": step, **found.row()}
             store.metrics.append(row)
             observer.evaluated(row)
             return row
 
+        objective = Objective(config.algorithm, config.sampling.max_tokens)
         pipeline = Pipeline(
-            config, store, stream, runner, engine, trainer, Objective(config.algorithm, config.sampling.max_tokens),
-            observer, frontier, evaluate_at,
-        )  # fmt: skip
+            config, store, sources.stream, runner, engine, trainer, objective, observer, frontier, evaluate_at
+        )
         before = await evaluate_at(0) if held_out and frontier.step == 0 else _eval_row(store, 0)
         if frontier.step == 0:
             pipeline.save()
@@ -124,8 +142,7 @@ def evaluate_model(config: Config, policy: Policy | None = None) -> Evaluation:
 
     async def run() -> Evaluation:
         prompts = eval_prompts(config.data, config.run.seed, config.eval.prompts)
-        v = config.verifier
-        async with VerifierPool(v.name, v.params, v.workers, v.timeout) as pool:
+        async with _pool(config) as pool:
             loaded = policy or load_policy(config.model, config.run.seed)
             engine = NativeEngine(loaded, config.engine)
             try:
@@ -136,6 +153,11 @@ def evaluate_model(config: Config, policy: Policy | None = None) -> Evaluation:
                 await engine.close()
 
     return asyncio.run(run())
+
+
+def _pool(config: Config, workers: int | None = None) -> VerifierPool:
+    v = config.verifier
+    return VerifierPool(v.name, v.params, workers or v.workers, v.timeout)
 
 
 def _runner(config: Config, engine: NativeEngine, chat: Chat, pool: VerifierPool) -> Runner:
@@ -154,8 +176,12 @@ def _evaluation_runner(config: Config, runner: Runner) -> Runner:
     return replace(runner, sampling=sampling, label="eval")
 
 
-async def _check_gold(pool: VerifierPool, prompts: list[Prompt], observer: Observer) -> None:
-    """The gold answers must score 1: a verifier that refuses them would teach nonsense."""
+async def _check_gold(pool: VerifierPool, prompts: list[Prompt], note: Callable[[str], None]) -> None:
+    """The gold answers must score 1: a verifier that refuses them would teach nonsense.
+
+    Only references that are text or a number can be answers; others (test cases, say) are not tried.
+    """
+    prompts = [p for p in prompts if isinstance(p.reference, str | int | float)]
     bad = await validate(pool, prompts)
     if not bad:
         return
@@ -165,8 +191,8 @@ async def _check_gold(pool: VerifierPool, prompts: list[Prompt], observer: Obser
         f"{prompt.id} with reference {str(prompt.reference)[:80]!r} → {score.outcome} {score.value:g} {score.detail}"
     )
     if len(bad) == len(prompts):
-        raise VerifierError(message)
-    observer.note(message)
+        raise VerifierError(f"{message}. If references are no answers, set verifier.check_gold=false")
+    note(message)
 
 
 def _eval_row(store: RunStore, step: int) -> dict[str, Any] | None:

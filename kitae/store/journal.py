@@ -78,6 +78,13 @@ class Journal:
     async def add_rollout(self, rollout: Rollout) -> None:
         await self._write([("INSERT INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", _rollout_row(rollout))])
 
+    async def update_score(self, rollout: Rollout) -> None:
+        """Replace the score of a rollout that could not be judged before."""
+        value, outcome, components, detail = _rollout_row(rollout)[9:]
+        where = (rollout.group, rollout.index)
+        sql = "UPDATE rollouts SET value=?, outcome=?, components=?, detail=? WHERE group_id=? AND sample=?"
+        await self._write([(sql, (value, outcome, components, detail, *where))])
+
     async def add_fates(self, step: int, trained: Sequence[int], dropped: Sequence[tuple[int, str]]) -> None:
         """Close groups. A second fate for a group is a bug and violates the table's key."""
         rows = [(group, step, "trained", "") for group in trained]
@@ -156,11 +163,11 @@ class Journal:
         where, values = ("WHERE step = ?", (step,)) if step is not None else ("", ())
         return list(self._reader.execute(f"SELECT * FROM fates {where} ORDER BY group_id", values))
 
-    def scored(self) -> Iterator[tuple[int, int, int | None, float]]:
-        """`(group, sample, step or None, value)` of every rollout that has a score."""
+    def samples(self) -> Iterator[tuple[int, int, int, float | None]]:
+        """`(group, sample, step, value)` of the rollouts of closed groups; value None: it could not be judged."""
         yield from self._reader.execute(
-            "SELECT r.group_id, r.sample, f.step, r.value FROM rollouts r LEFT JOIN fates f USING (group_id) "
-            "WHERE r.outcome = 'scored' ORDER BY r.group_id, r.sample"
+            "SELECT r.group_id, r.sample, f.step, r.value FROM rollouts r JOIN fates f USING (group_id) "
+            "ORDER BY r.group_id, r.sample"
         )
 
     def counts(self) -> dict[str, int]:

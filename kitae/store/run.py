@@ -10,6 +10,7 @@ plot.png         reward, length, entropy over steps
 
 import fcntl
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ class Metrics:
     def append(self, row: dict[str, Any]) -> None:
         try:
             with self.path.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+                file.write(json.dumps({k: _finite(v) for k, v in row.items()}, allow_nan=False) + "\n")
         except OSError as error:
             kind = DiskFullError if is_full(error) else StoreError
             raise kind(f"cannot write {self.path}: {error}; the steps before are safe") from error
@@ -107,6 +108,11 @@ class Metrics:
         scratch = self.path.with_suffix(".partial")
         scratch.write_text("".join(json.dumps(r) + "\n" for r in kept))
         os.replace(scratch, self.path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: what is not a number is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_config(folder: Path) -> Config:

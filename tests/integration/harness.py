@@ -8,7 +8,7 @@ from typing import Any
 
 from kitae.config import Config, load_config
 from kitae.observe.observer import Silent
-from kitae.pipeline.session import Result, train
+from kitae.pipeline.session import Result, prepare, train
 from kitae.store.run import Metrics, RunStore
 
 HERE = Path(__file__).parent
@@ -24,7 +24,12 @@ def toy_config(folder: Path, *overrides: str) -> Config:
 
 
 def run_toy(folder: Path, *overrides: str) -> Result:
-    return train(RunStore.create(toy_config(folder, *overrides)), Silent())
+    return run_config(toy_config(folder, *overrides))
+
+
+def run_config(config: Config) -> Result:
+    sources = prepare(config, print)
+    return train(RunStore.create(config), sources, Silent())
 
 
 def kitae(*arguments: str, **settings: Any) -> "subprocess.Popen[str]":

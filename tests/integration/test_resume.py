@@ -54,7 +54,7 @@ def kill_when(process: object, reached: object) -> None:
         assert time.time() < deadline
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)  # type: ignore[attr-defined]
-    process.wait()  # type: ignore[attr-defined]
+    process.communicate()  # type: ignore[attr-defined]
 
 
 # In the middle of the first batch, between checkpoints, right after a step's last rollout, late in the run.

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError, create_model
 
 import kitae
+from kitae.algorithms.presets import PRESETS
 from kitae.config import Config, Section, load_config, override_config, parse_config
 from kitae.errors import ConfigError
 
@@ -75,8 +76,8 @@ def test_all_problems_are_named_at_once() -> None:
         ({"data": {"path": "x", "hub": "y", "task": "z"}}, "got task and path and hub"),
         ({"data": {"task": "sort", "instruction": "Sort!"}}, "data.instruction must contain {question}, got 'Sort!'"),
         ({"data": {"path": "x.jsonl", "params": {"count": 3}}}, "data.params belongs to a generated task"),
-        (with_(algorithm={"preset": "gropo"}), "one of grpo, dr-grpo, dapo, got 'gropo'; did you mean 'grpo'?"),
-        (with_(algorithm={"preset": "xyzzy"}), "algorithm.preset must be one of grpo, dr-grpo, dapo, got 'xyzzy'"),
+        (with_(algorithm={"preset": "gropo"}), f"one of {', '.join(PRESETS)}, got 'gropo'; did you mean 'grpo'?"),
+        (with_(algorithm={"preset": "xyzzy"}), f"algorithm.preset must be one of {', '.join(PRESETS)}, got 'xyzzy'"),
         (with_(algorithm={"dual_clip": 1.1}), "algorithm.dual_clip must exceed 1 + clip_high = 1.2, got 1.1"),
         (with_(algorithm={"dual_clip": 1.2}), "algorithm.dual_clip must exceed 1 + clip_high = 1.2, got 1.2"),
         (
@@ -274,7 +275,7 @@ def test_shipped_recipes_are_valid(recipe: Path) -> None:
             ),
             "sampling": st.fixed_dictionaries({}, optional={"stop": st.lists(st.text(max_size=3), max_size=3)}),
             "algorithm": st.fixed_dictionaries(
-                {"preset": st.sampled_from(["grpo", "dr-grpo", "dapo"])}, optional={"clip_high": st.floats(0.01, 10)}
+                {"preset": st.sampled_from(sorted(PRESETS))}, optional={"clip_high": st.floats(0.01, 10)}
             ),
         }
     )

@@ -1,7 +1,9 @@
 """Draw one token per sequence, each from its own random stream.
 
-A draw needs a single uniform number, made from (seed, position) by an integer mix: no generator state, so the tokens
-of a rollout do not depend on its neighbours in the batch, on preemption or on a restart.
+A draw needs a single uniform number, made from (seed, position) by an integer mix: no generator state, so what
+is drawn for a rollout does not depend on its neighbours in the batch, on preemption or on a restart. Matrix products
+round differently in batches of different size: in fp32 the same tokens come out, in bf16 a close call may fall
+otherwise.
 """
 
 import hashlib

@@ -45,14 +45,15 @@ DOCUMENTED = {
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_preset_is_the_documented_choice(name: str) -> None:
     resolved = AlgorithmConfig.model_validate({"preset": name}).model_dump()
-    assert resolved == {"preset": name, **COMMON, **DOCUMENTED[name]}
+    documented = {"preset": name, **COMMON, **DOCUMENTED[name]}
+    assert {key: resolved[key] for key in documented} == documented
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset_fills_every_choice_and_says_where_it_is_from(name: str) -> None:
     assert None not in AlgorithmConfig.model_validate({"preset": name}).model_dump().values()
     assert PRESETS[name].title
-    assert "arXiv" in PRESETS[name].source
+    assert PRESETS[name].source
 
 
 @pytest.mark.parametrize(("one", "other"), [*itertools.combinations(PRESETS, 2)])
