@@ -279,7 +279,7 @@ def load_config(recipe: Path, overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(f"{recipe} is not valid TOML: {error}") from None
     if isinstance(run := values.setdefault("run", {}), dict):
         run.setdefault("name", recipe.stem)
-    for override in overrides:
+    for override in sorted(overrides, key=_keeps_source):
         _apply_override(values, override)
     return parse_config(values)
 
@@ -287,7 +287,7 @@ def load_config(recipe: Path, overrides: Iterable[str] = ()) -> Config:
 def override_config(config: Config, overrides: Iterable[str]) -> Config:
     """A copy of a resolved config with some settings changed."""
     values = config.model_dump(mode="json")
-    for override in overrides:
+    for override in sorted(overrides, key=_keeps_source):
         _apply_override(values, override)
     return parse_config(values)
 
@@ -313,6 +313,11 @@ def _with_task_verifier(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if task is None or "name" in verifier:
         return values
     return {**values, "verifier": {**verifier, "name": task.verifier}}
+
+
+def _keeps_source(override: str) -> bool:
+    """False sorts first: a new source drops the old one's params, and must not drop those given with it."""
+    return override.partition("=")[0].strip() not in [f"data.{name}" for name in _SOURCES]
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

@@ -30,7 +30,7 @@ def tiny_policy(tiny_folder: Callable[[str], Path]) -> Callable[..., Policy]:
     """`tiny_policy("llama", lora_rank=4)`: freshly loaded, in fp32 unless told otherwise."""
 
     def get(architecture: str = "llama", **settings: object) -> Policy:
-        values = {"dtype": "float32", "path": str(tiny_folder(architecture)), **settings}
+        values = {"dtype": "float32", "device": "cpu", "path": str(tiny_folder(architecture)), **settings}
         return load_policy(ModelConfig.model_validate(values))
 
     return get

@@ -89,7 +89,7 @@ def _report(folder: Path, config: Config, before: dict[str, float] | None, after
     except ImportError:
         picture = "needs matplotlib: pip install 'kitae[plots]'"
     print()
-    if before and after:
+    if before and after and None not in (before["avg"], after["avg"]):
         rise = after["avg"] - before["avg"]
         print(
             f"held-out accuracy  {before['avg']:.3f} → {after['avg']:.3f}  ({rise:+.3f}; "

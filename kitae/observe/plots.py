@@ -24,6 +24,7 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
     x = [row["step"] for row in steps]
     reward, length, entropy, gap = axes.flat
     reward.plot(x, [_number(row["reward"]) for row in steps], ".-", label="training reward", color="tab:blue")
+    evals = [row for row in evals if row["avg"] is not None]  # null: no answer could be judged
     if evals:
         at = [row["step"] for row in evals]
         mean = [row["avg"] for row in evals]

@@ -113,4 +113,4 @@ def _wilson(mean: float, n: int) -> Estimate:
     z = 1.959964
     centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
-    return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half))
+    return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))  # rounding apart

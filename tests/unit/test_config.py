@@ -1,6 +1,7 @@
 """Settings: what is refused and in which words, what overrides mean, and that no flag is idle."""
 
 import ast
+import itertools
 import json
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from pydantic import ValidationError, create_model
 
 import kitae
 from kitae.algorithms.presets import PRESETS
-from kitae.config import Config, Section, load_config, override_config, parse_config
+from kitae.config import _ELSEWHERE, Config, Section, load_config, override_config, parse_config
+from kitae.data.tasks import TASKS
 from kitae.errors import ConfigError
 
 MINIMAL = {"data": {"task": "reverse"}}
@@ -41,7 +43,8 @@ def with_(**sections: dict[str, Any]) -> dict[str, Any]:
     ("values", "message"),
     [
         (with_(trainig={}), "unknown section 'trainig'; did you mean training?"),
-        (with_(training={"learning_rate": 1}), "unknown key training.learning_rate"),
+        (with_(training={"learning_rate": 1}), "unknown key training.learning_rate; Kitae calls it training.lr"),
+        (with_(training={"max_new_tokens": 1}), "Kitae calls it sampling.max_tokens"),
         (with_(training={"step": 1}), "unknown key training.step; did you mean training.steps?"),
         (with_(sampling={"temprature": 1}), "unknown key sampling.temprature; did you mean sampling.temperature?"),
         (with_(training={"max_tokens": 1}), "unknown key training.max_tokens; did you mean sampling.max_tokens?"),
@@ -94,10 +97,6 @@ def test_all_problems_are_named_at_once() -> None:
             "algorithm.overlong_buffer must be at most sampling.max_tokens = 64, got 65",
         ),
         (with_(pipeline={"refill": True}), "pipeline.refill replaces dropped groups, but algorithm.filter = 'none'"),
-        (
-            with_(training={"warmup_steps": 13, "steps": 3, "minibatches": 2, "epochs": 2}),
-            "training.warmup_steps must be at most the 12 optimizer steps of the run, got 13",
-        ),
         (with_(eval={"samples": 4}), "eval.samples must be 1 when eval.temperature is 0 (greedy), got 4"),
         (with_(training={"steps": 0}), "training.steps: input should be greater than or equal to 1, got 0"),
         (with_(training={"lr": float("nan")}), "training.lr: input should be a finite number, got NaN"),
@@ -120,7 +119,6 @@ def test_refusals_give_the_rule_and_the_value(values: dict[str, Any], message: s
         with_(training={"minibatches": 8}),
         with_(algorithm={"overlong_buffer": 64}),
         with_(algorithm={"preset": "dapo"}, pipeline={"refill": True}),
-        with_(training={"warmup_steps": 12, "steps": 3, "minibatches": 2, "epochs": 2}),
         with_(eval={"samples": 4, "temperature": 0.5}),
         with_(training={"group_size": 2}),
     ],
@@ -184,6 +182,31 @@ def test_overrides_of_nested_params() -> None:
     config = overridden("data.params.count=4", "data.params.descending=true", "verifier.params.ignore_case=true")
     assert config.data.params == {"count": 4, "descending": True}
     assert config.verifier.params == {"ignore_case": True}
+
+
+@pytest.mark.parametrize(
+    "overrides", [*itertools.permutations(["data.task=sort", "data.params.count=4", "run.seed=1"])]
+)
+def test_a_new_source_replaces_the_old_one_in_any_order_of_overrides(tmp_path: Path, overrides: list[str]) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[data]\ntask = "reverse"\nparams = {digits = 3}\n')
+    data = load_config(recipe, overrides).data
+    assert (data.task, data.params) == ("sort", {"count": 4})
+    data = load_config(recipe, ["data.path=x.jsonl", "data.hub_files=a*"]).data
+    assert (data.task, data.path, data.params, data.hub_files) == (None, "x.jsonl", {}, "a*")
+
+
+def test_every_foreign_name_leads_to_a_setting_that_exists() -> None:
+    flat = parse_config(MINIMAL).flat()
+    assert [name for name in _ELSEWHERE.values() if name not in flat] == []
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_brings_its_verifier_unless_one_is_named(task: str) -> None:
+    assert parse_config({"data": {"task": task}}).verifier.name == TASKS[task].verifier
+    mine = {"name": "math", "timeout": 3.0}
+    assert parse_config({"data": {"task": task}, "verifier": mine}).verifier.name == "math"
+    assert parse_config({"data": {"task": task}, "verifier": {"timeout": 3.0}}).verifier.timeout == 3.0
 
 
 def test_later_overrides_win() -> None:
@@ -365,5 +388,5 @@ def test_a_setting_that_nothing_reads_would_be_found() -> None:
 
 
 def test_importing_settings_is_cheap() -> None:
-    code = "import sys, kitae.config; print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    code = "import sys, kitae.config; print({'torch', 'transformers', 'sympy', 'pyarrow'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

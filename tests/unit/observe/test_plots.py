@@ -3,10 +3,12 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kitae.errors import StoreError
 from kitae.observe.plots import plot_run
+from kitae.pipeline.evaluate import estimate
 from kitae.store.run import Metrics
 
 
@@ -52,6 +54,15 @@ def test_a_run_of_one_step_without_evaluations_or_updates(tmp_path: Path) -> Non
 def test_an_evaluation_that_nobody_could_judge(tmp_path: Path) -> None:
     nan = float("nan")
     fabricate(tmp_path, [evaluation(0, nan, nan, nan), *steps(2)])
+    assert size_of(plot_run(tmp_path))
+
+
+@pytest.mark.parametrize("size", [3, 4, 128])
+@pytest.mark.parametrize("correct", [False, True])
+def test_a_perfect_or_hopeless_model_can_be_drawn(tmp_path: Path, size: int, correct: bool) -> None:
+    """Where all answers agree a bound of the interval is the mean itself, and must not miss it by rounding."""
+    found = estimate(np.full(size, correct, dtype=np.float32))
+    fabricate(tmp_path, [*steps(2), evaluation(2, found.low, found.mean, found.high)])
     assert size_of(plot_run(tmp_path))
 
 

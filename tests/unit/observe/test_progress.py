@@ -18,7 +18,7 @@ ROW = {
     "length": 7.25,
     "entropy": 0.4321,
     "logp_gap": 0.00017,
-    "groups": 6,
+    "groups_with_signal": 6,
     "generate_tokens_per_second": 12345.6,
     "train_tokens_per_second": 6789.0,
     "step_seconds": 3.0,
@@ -48,10 +48,10 @@ def test_plain_lines(config: Config, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.splitlines() == [
         "grpo on reverse with smollm2-135m; run folder runs/r-001",
         "held-out accuracy at step 0: 0.500 [0.400, 0.600] on 128 prompts",
-        "step 2/12  reward 0.531  length 7.2  entropy 0.432  gap 0.0002  groups 6  gen tok/s 12,346  "
+        "step 2/12  reward 0.531  length 7.2  entropy 0.432  gap 0.0002  signal 6  gen tok/s 12,346  "
         "train tok/s 6,789  s/step 3.0  ETA 30 s",
         "prompt [x/y] was skipped: [/red]",
-        "step 3/12  reward nan  length –  entropy –  gap –  groups –  gen tok/s –  train tok/s –  s/step 1.0  ETA 18 s",
+        "step 3/12  reward nan  length –  entropy –  gap –  signal –  gen tok/s –  train tok/s –  s/step 1.0  ETA 18 s",
     ]
 
 

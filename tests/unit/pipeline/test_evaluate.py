@@ -19,7 +19,7 @@ from kitae.engines.base import Request, SamplingParams
 from kitae.engines.fake import FakeEngine
 from kitae.envs.rollout import Runner
 from kitae.envs.single_turn import SingleTurn
-from kitae.errors import RequestError
+from kitae.errors import EngineError, RequestError
 from kitae.pipeline.evaluate import Evaluation, estimate, evaluate, pass_at_k
 from kitae.types import Message, Prompt
 from kitae.verifiers.pool import VerifierPool
@@ -35,19 +35,39 @@ def test_pass_at_k_is_the_share_of_draws_with_a_correct_one(case: tuple[int, int
     assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws))
 
 
+shares = st.floats(0, 1, width=32)
+
+
 @fast
-@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=40))
-def test_interval_contains_the_mean_and_stays_within_the_values(values: list[float]) -> None:
+@given(st.lists(shares, min_size=1, max_size=40) | st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=40))
+def test_interval_contains_the_mean_and_stays_between_0_and_1(values: list[float]) -> None:
     found = estimate(np.array(values, dtype=np.float32))
     assert found.mean == pytest.approx(np.mean(values), abs=1e-6)
-    assert min(values) - 1e-6 <= found.low <= found.mean + 1e-6
-    assert found.mean - 1e-6 <= found.high <= max(values) + 1e-6
+    assert 0 <= found.low <= found.mean + 1e-6
+    assert found.mean - 1e-6 <= found.high <= 1
+    if not {*values} <= {0.0, 1.0}:
+        assert min(values) - 1e-6 <= found.low and found.high <= max(values) + 1e-6
 
 
-def test_interval_is_about_two_standard_errors_and_repeatable() -> None:
-    values = np.array([0.0, 1.0] * 200, dtype=np.float32)
+def test_interval_of_right_and_wrong_is_wilsons() -> None:
+    """Known values: 10 of 10 and 1 of 20; it does not shrink to a point where all agree."""
+    found = estimate(np.ones(10, dtype=np.float32))
+    assert (found.low, found.high) == pytest.approx((0.7225, 1.0), abs=1e-4)
+    found = estimate(np.array([1.0] + [0.0] * 19, dtype=np.float32))
+    assert (found.low, found.high) == pytest.approx((0.0089, 0.2361), abs=1e-4)
+
+
+@pytest.mark.parametrize("size", range(1, 130))
+def test_interval_of_unanimous_answers_contains_their_mean_exactly(size: int) -> None:
+    for value in (0.0, 1.0):
+        found = estimate(np.full(size, value, dtype=np.float32))
+        assert found.low <= found.mean <= found.high
+
+
+def test_bootstrap_interval_is_about_two_standard_errors_and_repeatable() -> None:
+    values = np.array([0.25, 0.75] * 200, dtype=np.float32)
     found = estimate(values)
-    standard_error = 0.5 / math.sqrt(400)
+    standard_error = 0.25 / math.sqrt(400)
     assert found.high - found.low == pytest.approx(2 * 1.96 * standard_error, rel=0.1)
     assert estimate(values) == found
 
@@ -65,7 +85,7 @@ def tokenizer(tiny_folder: Callable[[str], Path]) -> Any:
 def evaluated(
     tokenizer: Any, answers: list[list[str]], references: Sequence[Any] | None = None, max_tokens: int = 20
 ) -> Evaluation:
-    """Evaluate an engine that answers prompt i, sample j with `answers[i][j]`; "!" is a request it refuses."""
+    """Evaluate an engine that answers prompt i, sample j with `answers[i][j]`; "!" is refused, "broken" breaks it."""
     chat = Chat(tokenizer)
     wanted = references or ["yes"] * len(answers)
     prompts = [Prompt(f"p/{i}", (Message("user", f"question {i}"),), r) for i, r in enumerate(wanted)]
@@ -75,6 +95,8 @@ def evaluated(
         answer = answers[int(group)][int(index)]
         if answer == "!":
             raise RequestError(f"request {request.id!r}: too long")
+        if answer == "broken":
+            raise EngineError("out of memory")
         assert request.prompt_tokens == chat.encode_prompt(prompts[int(group)].messages)
         return [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
@@ -131,7 +153,16 @@ def test_answers_that_cannot_be_judged_are_counted_and_left_out(tokenizer: Any) 
     assert nothing.errors == 1
 
 
-def test_an_impossible_prompt_is_the_engines_own_error(tokenizer: Any) -> None:
+def test_answers_to_an_impossible_prompt_count_as_not_judged(tokenizer: Any) -> None:
+    found = evaluated(tokenizer, [["yes", "no"], ["!", "!"]])
+    assert (found.prompts, found.errors) == (2, 2)
+    assert found.avg.mean == 0.5
+    assert [len(g.rollouts) for g in found.groups] == [2, 0]
+    nothing = evaluated(tokenizer, [["!"]])
+    assert (nothing.errors, nothing.length, nothing.truncated) == (1, 0, 0)
+
+
+def test_a_broken_engine_ends_the_evaluation_with_its_own_error(tokenizer: Any) -> None:
     """Not a group of exceptions, which no caller expects and the command line would print as a traceback."""
-    with pytest.raises(RequestError, match="too long"):
-        evaluated(tokenizer, [["yes", "yes"], ["!", "!"]])
+    with pytest.raises(EngineError, match="out of memory"):
+        evaluated(tokenizer, [["yes", "yes"], ["broken", "yes"]])

@@ -126,7 +126,8 @@ def test_an_unscored_rollout_is_an_error_and_never_a_zero(journal: Journal) -> N
     asyncio.run(journal.add_rollout(replace(rollout(1), score=None)))
     (found,) = journal.rollouts(1)
     assert found.score is not None and not found.score.valid
-    assert list(journal.scored()) == []
+    asyncio.run(journal.add_fates(1, trained=[1], dropped=[]))
+    assert list(journal.samples()) == [(1, 0, 1, None)]
 
 
 def test_text_that_is_no_unicode_is_kept_with_question_marks(journal: Journal) -> None:
@@ -185,16 +186,32 @@ def test_rewind_forgets_fates_and_keeps_rollouts(journal: Journal) -> None:
     assert [len(journal.rollouts(g)) for g in range(4)] == [1, 1, 1, 1]
 
 
-def test_scored_joins_rollouts_and_fates(journal: Journal) -> None:
+def test_samples_are_those_of_closed_groups(journal: Journal) -> None:
     async def write() -> None:
         await journal.add_rollout(rollout(0, 1))
         await journal.add_rollout(rollout(0, 0))
         await journal.add_rollout(replace(rollout(0, 2), score=Score.error("died")))
         await journal.add_rollout(replace(rollout(1), score=Score(0.25)))
-        await journal.add_fates(5, trained=[0], dropped=[])
+        await journal.add_rollout(rollout(2))
+        await journal.add_fates(5, trained=[0], dropped=[(1, "errors")])
 
     asyncio.run(write())
-    assert list(journal.scored()) == [(0, 0, 5, 1.0), (0, 1, 5, 1.0), (1, 0, None, 0.25)]
+    assert list(journal.samples()) == [(0, 0, 5, 1.0), (0, 1, 5, 1.0), (0, 2, 5, None), (1, 0, 5, 0.25)]
+
+
+def test_a_second_verdict_replaces_the_score_and_nothing_else(journal: Journal) -> None:
+    failed = replace(rollout(3), score=Score.error("died"))
+    judged = replace(rollout(3), score=Score(0.5, {"style": 1.0}, detail="fine"))
+
+    async def write() -> None:
+        await journal.add_rollout(failed)
+        await journal.add_rollout(replace(failed, index=1))
+        await journal.update_score(replace(judged, text="not this"))
+
+    asyncio.run(write())
+    first, second = journal.rollouts(3)
+    assert first == judged
+    assert second.score is not None and second.score.detail == "died"
 
 
 def test_meta_is_replaced(journal: Journal) -> None:

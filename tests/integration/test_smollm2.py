@@ -1,0 +1,93 @@
+"""The real demo model: engine, trainer and plain transformers agree, and a step runs in the dtype of the machine."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from harness import rows, run_config
+from transformers import AutoModelForCausalLM
+
+from kitae.cli.locate import find_recipe
+from kitae.config import EngineConfig, ModelConfig, TrainingConfig, load_config
+from kitae.data.chat import Chat
+from kitae.data.prompts import open_stream
+from kitae.engines.base import Completion, Request, SamplingParams
+from kitae.engines.native.engine import NativeEngine
+from kitae.errors import ModelError
+from kitae.models.load import SMOLLM2, find_model, load_policy
+from kitae.trainer.trainer import Trainer
+from kitae.types import Sample
+
+
+def _present() -> bool:
+    try:
+        return find_model(SMOLLM2, download=False) is not None
+    except ModelError:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not _present(), reason="the demo model is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _all_threads() -> object:
+    torch.set_num_threads(torch.get_num_interop_threads())
+    yield
+    torch.set_num_threads(1)
+
+
+def test_engine_trainer_and_generate_agree_in_fp32() -> None:
+    policy = load_policy(ModelConfig(path=SMOLLM2, dtype="float32"))
+    chat = Chat(policy.tokenizer, policy.base.generation_config)
+    stream = open_stream(load_config(find_recipe("quickstart")).data, 0)
+    prompts = [chat.encode_prompt(stream.at(i).messages) for i in range(3)]
+    greedy = [Request(f"g{i}", p, SamplingParams(0.0, 12), 0) for i, p in enumerate(prompts)]
+    sampled = [
+        Request(f"{i}/{j}", p, SamplingParams(1.0, 12, stop_tokens=chat.stop_tokens), 10 * i + j, share=f"{i}")
+        for i, p in enumerate(prompts)
+        for j in range(3)
+    ]
+
+    async def run() -> list[Completion]:
+        engine = NativeEngine(policy, EngineConfig(memory_gb=0.3))
+        try:
+            return await asyncio.gather(*(engine.generate(r) for r in greedy + sampled))
+        finally:
+            await engine.close()
+
+    done = asyncio.run(run())
+    model = AutoModelForCausalLM.from_pretrained(find_model(SMOLLM2), dtype=torch.float32)
+    for prompt, completion in zip(prompts, done, strict=False):
+        row = torch.tensor([prompt])
+        whole = torch.ones_like(row)  # its padding token also closes turns: without a mask those would be ignored
+        expected = model.generate(row, attention_mask=whole, do_sample=False, max_new_tokens=12, eos_token_id=None)
+        assert list(completion.tokens) == expected[0, len(prompt) :].tolist()
+    samples = [_sample(i, r.prompt_tokens, c) for i, (r, c) in enumerate(zip(sampled, done[3:], strict=True))]
+    logp = Trainer(policy, TrainingConfig(), temperature=1.0).logprobs(samples)
+    gap = max(float(np.abs(a - s.logp_mu_T)[s.mask_T].max()) for a, s in zip(logp, samples, strict=True))
+    assert gap < 1e-4, gap
+
+
+def _sample(index: int, prompt: tuple[int, ...], done: Completion) -> Sample:
+    tokens = np.array(prompt + done.tokens)
+    mask = np.arange(len(tokens)) >= len(prompt)
+    mu = np.zeros(len(tokens), dtype=np.float32)
+    mu[mask] = done.logprobs
+    return Sample(index // 3, index, tokens, len(prompt), mask, mu, np.zeros_like(tokens), 0.0, mu * 0, mu * 0)
+
+
+def test_the_quickstart_recipe_takes_a_step(tmp_path: Path) -> None:
+    small = ["training.steps=1", "training.prompts_per_step=4", "training.group_size=4", "eval.prompts=8"]
+    result = run_config(load_config(find_recipe("quickstart"), [f"run.dir={tmp_path}", *small]))
+    (step,) = [r for r in rows(result.folder) if r["kind"] == "step"]
+    assert step["errors"] == 0 and step["truncated"] < 0.5 and step["logp_gap"] < 0.1
+    assert (result.folder / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_quickstart_learns(tmp_path: Path) -> None:
+    result = run_config(load_config(find_recipe("quickstart"), [f"run.dir={tmp_path}"]))
+    assert result.before and result.after
+    assert result.after["avg"] - result.before["avg"] >= 0.4, (result.before["avg"], result.after["avg"])
