@@ -206,7 +206,11 @@ class _Worker:
     async def stop(self, reason: str = "it was stopped") -> None:
         process, self._process, self._absence = self._process, None, reason
         if process is not None:
-            await process.kill()
+            try:
+                await process.kill()
+            except asyncio.CancelledError:
+                self._process = process  # it is not gone yet: the next stop waits for it
+                raise
 
 
 class _Process:
