@@ -23,6 +23,7 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math",
     "-fno-signed-zeros", "-fassociative-math", "-ffp-contract=fast",
+    *(["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []),
 )  # fmt: skip
 
 log = logging.getLogger("kitae")

@@ -42,74 +42,126 @@ inline float exp_negative(float x) {
     return p * scale;
 }
 
-constexpr int MAX_DIM = 512;
+// Sixteen floats at a time, by the compiler's own vector type: it keeps them in registers on any processor.
+typedef float vec __attribute__((vector_size(64)));
+typedef uint16_t half_bits __attribute__((vector_size(32)));
+typedef uint32_t full_bits __attribute__((vector_size(64)));
+
+inline vec load16(const float* p) {
+    vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+inline vec load16(const bf16* p) {
+    half_bits h;
+    memcpy(&h, p, sizeof h);
+    return (vec)(__builtin_convertvector(h, full_bits) << 16);
+}
+inline float sum16(vec v) {
+    float lanes[16], total = 0;
+    memcpy(lanes, &v, sizeof v);
+#pragma omp simd reduction(+ : total)
+    for (int i = 0; i < 16; i++) total += lanes[i];
+    return total;
+}
+
+// Where the pages of one sequence and one key-value head are.
+template <typename T>
+struct Pages {
+    const T* base;
+    const int32_t* table;
+    int64_t page_size, stride, offset, dim;
+    const T* at(int64_t t) const {
+        return base + table[t / page_size] * stride + offset + t % page_size * dim;
+    }
+};
+
+// R query heads that share keys and values, over positions [first, n): two passes, scores in between.
+template <typename T, int DIM, int R>
+void attend(const T* const* q, T* const* out, const Pages<T>& keys, const Pages<T>& values, int64_t first, int64_t n,
+            float* scores, float scale, float softcap, const float* sinks) {
+    constexpr int C = DIM / 16;
+    vec query[R][C], mixed[R][C];
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) query[r][c] = load16(q[r] + 16 * c) * scale, mixed[r][c] = vec{};
+    for (int64_t t = first; t < n; t++) {
+        const T* key = keys.at(t);
+        vec dot[R] = {};
+        for (int c = 0; c < C; c++) {
+            const vec k = load16(key + 16 * c);
+            for (int r = 0; r < R; r++) dot[r] += query[r][c] * k;
+        }
+        for (int r = 0; r < R; r++) {
+            const float score = sum16(dot[r]);
+            scores[r * n + t] = softcap > 0 ? softcap * std::tanh(score / softcap) : score;
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        float* row = scores + r * n;
+        float top = sinks ? sinks[r] : -INFINITY, total = 0;
+#pragma omp simd reduction(max : top)
+        for (int64_t t = first; t < n; t++) top = std::max(top, row[t]);
+#pragma omp simd reduction(+ : total)
+        for (int64_t t = first; t < n; t++) {
+            row[t] = exp_negative(row[t] - top);
+            total += row[t];
+        }
+        if (sinks) total += std::exp(sinks[r] - top);
+        const float inverse = 1.0f / total;
+#pragma omp simd
+        for (int64_t t = first; t < n; t++) row[t] *= inverse;
+    }
+    for (int64_t t = first; t < n; t++) {
+        const T* value = values.at(t);
+        for (int c = 0; c < C; c++) {
+            const vec v = load16(value + 16 * c);
+            for (int r = 0; r < R; r++) mixed[r][c] += scores[r * n + t] * v;
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int d = 0; d < DIM; d++) store(out[r] + d, mixed[r][d / 16][d % 16]);
+}
 
 // One new token per sequence: write its key and value into the cache, then attend over the sequence's pages.
-// q [heads, B, dim], k and v [kv_heads, B, dim] with given strides over head and sequence; pages
-// [pages, kv_heads, page_size, dim]; table [B, table_width]; length counts the new token; out [B, heads, dim].
-template <typename T>
+// q [heads, B, DIM], k and v [kv_heads, B, DIM] with given strides over head and sequence; pages
+// [pages, kv_heads, page_size, DIM]; table [B, table_width]; length counts the new token; out [B, heads, DIM].
+template <typename T, int DIM>
 void decode_attention(const T* q, const T* k, const T* v, T* k_pages, T* v_pages, const int32_t* table,
                       const int32_t* length, T* out, const int64_t* strides, int64_t B, int64_t heads,
-                      int64_t kv_heads, int64_t dim, int64_t page_size, int64_t table_width, float scale,
-                      int64_t window, float softcap, const float* sinks) {
+                      int64_t kv_heads, int64_t page_size, int64_t table_width, float scale, int64_t window,
+                      float softcap, const float* sinks) {
     const int64_t repeat = heads / kv_heads;
 #pragma omp parallel
     {
-        std::vector<float> scores, queries(repeat * dim), mixed(repeat * dim);
+        std::vector<float> scores;
 #pragma omp for collapse(2) schedule(dynamic, 4)
         for (int64_t b = 0; b < B; b++)
             for (int64_t g = 0; g < kv_heads; g++) {
                 const int32_t* pages = table + b * table_width;
                 const int64_t n = length[b], last = n - 1;
                 const int64_t first = window > 0 && n > window ? n - window : 0;
-                const int64_t home = ((int64_t)pages[last / page_size] * kv_heads + g) * page_size + last % page_size;
-                memcpy(k_pages + home * dim, k + g * strides[2] + b * strides[3], dim * sizeof(T));
-                memcpy(v_pages + home * dim, v + g * strides[4] + b * strides[5], dim * sizeof(T));
-                for (int64_t h = 0; h < repeat; h++) {
-                    const T* row = q + (g * repeat + h) * strides[0] + b * strides[1];
-                    for (int64_t d = 0; d < dim; d++) queries[h * dim + d] = load(row + d) * scale;
-                }
-                if ((int64_t)scores.size() < repeat * n) scores.resize(repeat * n);
-                for (int64_t t = first; t < n; t++) {
-                    const T* key = k_pages + (((int64_t)pages[t / page_size] * kv_heads + g) * page_size + t % page_size) * dim;
-                    float lane[MAX_DIM];
-                    for (int64_t d = 0; d < dim; d++) lane[d] = load(key + d);
-                    for (int64_t h = 0; h < repeat; h++) {
-                        const float* row = queries.data() + h * dim;
-                        float dot = 0;
-#pragma omp simd reduction(+ : dot)
-                        for (int64_t d = 0; d < dim; d++) dot += row[d] * lane[d];
-                        scores[h * n + t] = softcap > 0 ? softcap * std::tanh(dot / softcap) : dot;
+                const int64_t stride = kv_heads * page_size * DIM, offset = g * page_size * DIM;
+                const int64_t home = pages[last / page_size] * stride + offset + last % page_size * DIM;
+                memcpy(k_pages + home, k + g * strides[2] + b * strides[3], DIM * sizeof(T));
+                memcpy(v_pages + home, v + g * strides[4] + b * strides[5], DIM * sizeof(T));
+                const Pages<T> keys{k_pages, pages, page_size, stride, offset, DIM};
+                const Pages<T> values{v_pages, pages, page_size, stride, offset, DIM};
+                if ((int64_t)scores.size() < 4 * n) scores.resize(4 * n);
+                for (int64_t h = g * repeat; h < (g + 1) * repeat;) {  // up to four heads at a time
+                    const int64_t left = (g + 1) * repeat - h;
+                    const T* rows[4];
+                    T* targets[4];
+                    for (int64_t r = 0; r < std::min<int64_t>(left, 4); r++) {
+                        rows[r] = q + (h + r) * strides[0] + b * strides[1];
+                        targets[r] = out + (b * heads + h + r) * DIM;
                     }
+                    const auto run = left >= 4   ? attend<T, DIM, 4>
+                                     : left == 3 ? attend<T, DIM, 3>
+                                     : left == 2 ? attend<T, DIM, 2>
+                                                 : attend<T, DIM, 1>;
+                    run(rows, targets, keys, values, first, n, scores.data(), scale, softcap, sinks ? sinks + h : nullptr);
+                    h += std::min<int64_t>(left, 4);
                 }
-                for (int64_t h = 0; h < repeat; h++) {
-                    float* row = scores.data() + h * n;
-                    float top = sinks ? sinks[g * repeat + h] : -INFINITY, total = 0;
-#pragma omp simd reduction(max : top)
-                    for (int64_t t = first; t < n; t++) top = std::max(top, row[t]);
-#pragma omp simd reduction(+ : total)
-                    for (int64_t t = first; t < n; t++) {
-                        row[t] = exp_negative(row[t] - top);
-                        total += row[t];
-                    }
-                    if (sinks) total += std::exp(sinks[g * repeat + h] - top);
-                    for (int64_t t = first; t < n; t++) row[t] /= total;
-                }
-                std::fill(mixed.begin(), mixed.end(), 0.0f);
-                for (int64_t t = first; t < n; t++) {
-                    const T* value = v_pages + (((int64_t)pages[t / page_size] * kv_heads + g) * page_size + t % page_size) * dim;
-                    float lane[MAX_DIM];
-                    for (int64_t d = 0; d < dim; d++) lane[d] = load(value + d);
-                    for (int64_t h = 0; h < repeat; h++) {
-                        const float weight = scores[h * n + t];
-                        float* row = mixed.data() + h * dim;
-#pragma omp simd
-                        for (int64_t d = 0; d < dim; d++) row[d] += weight * lane[d];
-                    }
-                }
-                for (int64_t h = 0; h < repeat; h++)
-                    for (int64_t d = 0; d < dim; d++)
-                        store(out + (b * heads + g * repeat + h) * dim + d, mixed[h * dim + d]);
             }
     }
 }
@@ -298,8 +350,15 @@ void swiglu_backward(const T* grad, const T* gate, const T* up, T* dgate, T* dup
                          T* out, const int64_t* strides, int64_t B, int64_t heads, int64_t kv_heads, int64_t dim,      \
                          int64_t page_size, int64_t width, float scale, int64_t window, float softcap,                 \
                          const float* sinks) {                                                                         \
-        decode_attention<T>(q, k, v, kp, vp, table, len, out, strides, B, heads, kv_heads, dim, page_size, width,      \
-                            scale, window, softcap, sinks);                                                            \
+        const auto run = dim == 16    ? decode_attention<T, 16>                                                        \
+                         : dim == 32  ? decode_attention<T, 32>                                                        \
+                         : dim == 64  ? decode_attention<T, 64>                                                        \
+                         : dim == 80  ? decode_attention<T, 80>                                                        \
+                         : dim == 96  ? decode_attention<T, 96>                                                        \
+                         : dim == 128 ? decode_attention<T, 128>                                                       \
+                                      : decode_attention<T, 256>;                                                      \
+        run(q, k, v, kp, vp, table, len, out, strides, B, heads, kv_heads, page_size, width, scale, window, softcap,   \
+            sinks);                                                                                                    \
     }                                                                                                                  \
     void sample_##SUFFIX(const T* logits, const float* inverse_temperature, const double* uniform, int64_t* tokens,    \
                          float* logprobs, int64_t B, int64_t V) {                                                      \

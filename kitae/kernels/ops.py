@@ -10,11 +10,11 @@ from torch import Tensor
 from kitae.kernels.build import cpu_library
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
-_MAX_DIM = 512
+_HEAD_DIMS = {0, 16, 32, 64, 80, 96, 128, 256}  # what decode_attention is compiled for; 0: not asked
 
 
 def available(tensor_device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> bool:
-    return tensor_device.type == "cpu" and dtype in _SUFFIX and head_dim <= _MAX_DIM and cpu_library() is not None
+    return tensor_device.type == "cpu" and dtype in _SUFFIX and head_dim in _HEAD_DIMS and cpu_library() is not None
 
 
 def decode_attention(

@@ -8,8 +8,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kitae.config import load_config
 from kitae.errors import DataError, VerifierError
-from kitae.pipeline.session import evaluate_model
+from kitae.observe.observer import Silent
+from kitae.pipeline.session import evaluate_model, prepare, train
 from kitae.store.journal import Journal
+from kitae.store.run import RunStore
 
 
 @pytest.mark.parametrize(
@@ -99,6 +101,32 @@ def test_verifier_errors_are_counted_and_never_zero(tmp_path: Path) -> None:
     assert all(0 < r["errors"] < r["rollouts"] for r in steps)
     with pytest.raises(VerifierError, match=r"could not be judged \(verifier.max_error_share is 0%\).*no verdict"):
         run_toy(tmp_path, *settings, "verifier.max_error_share=0")
+
+
+def test_a_repaired_verifier_lets_the_run_go_on(tmp_path: Path) -> None:
+    """Answers that could not be judged are judged again on resume; nothing is sampled twice."""
+    verifier = tmp_path / "broken.py"
+    verifier.write_text(
+        "def score(response, reference, context):\n"
+        "    if response == str(reference): return 1.0\n"
+        "    raise RuntimeError('service is down')\n"
+    )
+    settings = [f"verifier.name={verifier}:score", "training.steps=2", "eval.prompts=0"]
+    with pytest.raises(VerifierError, match="service is down"):
+        run_toy(tmp_path, *settings)
+    verifier.write_text("def score(response, reference, context): return float(len(response) % 2)\n")
+    store = RunStore.open(tmp_path / "toy-001")
+    before = {r.id: r.segments for g in range(4) for r in store.journal.rollouts(g)}
+    assert len(before) == 32
+    settings_of_run = store.config.model_copy(
+        update={"verifier": store.config.verifier.model_copy(update={"check_gold": False})}
+    )
+    result = train(store, prepare(settings_of_run, print), Silent())
+    journal = Journal(result.folder / "journal.sqlite", read_only=True)
+    assert before == {r.id: r.segments for g in range(4) for r in journal.rollouts(g)}
+    assert all(r.score and r.score.valid for g in range(8) for r in journal.rollouts(g))
+    journal.close()
+    assert [r["errors"] for r in rows(result.folder)] == [0, 0]
 
 
 def test_a_verifier_that_refuses_the_gold_answers_stops_the_run_first(tmp_path: Path) -> None:
