@@ -343,6 +343,48 @@ void swiglu_backward(const T* grad, const T* gate, const T* up, T* dgate, T* dup
     }
 }
 
+// Scores [N, fold * L, S] become probabilities in place. Row (h, i) sees keys j <= i + S - L, and only the last
+// `window` of them if window > 0.
+template <typename T>
+void causal_softmax(T* scores, float scale, int64_t N, int64_t fold, int64_t L, int64_t S, int64_t window) {
+#pragma omp parallel
+    {
+        std::vector<float> row(S);
+        float* x = row.data();
+#pragma omp for schedule(static)
+        for (int64_t n = 0; n < N * fold * L; n++) {
+            T* target = scores + n * S;
+            const int64_t end = n % L + S - L + 1, begin = window > 0 && end > window ? end - window : 0;
+            float top = -INFINITY, total = 0;
+#pragma omp simd reduction(max : top)
+            for (int64_t j = begin; j < end; j++) top = std::max(top, load(target + j));
+#pragma omp simd reduction(+ : total)
+            for (int64_t j = begin; j < end; j++) {
+                x[j] = exp_negative((load(target + j) - top) * scale);
+                total += x[j];
+            }
+            const float inverse = 1.0f / total;
+            for (int64_t j = 0; j < begin; j++) store(target + j, 0.0f);
+#pragma omp simd
+            for (int64_t j = begin; j < end; j++) store(target + j, x[j] * inverse);
+            for (int64_t j = end; j < S; j++) store(target + j, 0.0f);
+        }
+    }
+}
+
+// Gradient of the scores, written over the gradient of the probabilities: p (dp - delta) scale.
+template <typename T>
+void softmax_backward(const T* probs, T* dprobs, const float* delta, float scale, int64_t rows, int64_t S) {
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < rows; n++) {
+        const T* p = probs + n * S;
+        T* d = dprobs + n * S;
+        const float shift = delta[n];
+#pragma omp simd
+        for (int64_t j = 0; j < S; j++) store(d + j, load(p + j) * (load(d + j) - shift) * scale);
+    }
+}
+
 }  // namespace
 
 #define EXPORT(SUFFIX, T)                                                                                               \
@@ -383,6 +425,14 @@ void swiglu_backward(const T* grad, const T* gate, const T* up, T* dgate, T* dup
     void swiglu_##SUFFIX(const T* gate, const T* up, T* out, int64_t N) { swiglu<T>(gate, up, out, N); }               \
     void swiglu_backward_##SUFFIX(const T* grad, const T* gate, const T* up, T* dgate, T* dup, int64_t N) {            \
         swiglu_backward<T>(grad, gate, up, dgate, dup, N);                                                             \
+    }                                                                                                                  \
+    void causal_softmax_##SUFFIX(T* scores, float scale, int64_t N, int64_t fold, int64_t L, int64_t S,                \
+                                 int64_t window) {                                                                     \
+        causal_softmax<T>(scores, scale, N, fold, L, S, window);                                                       \
+    }                                                                                                                  \
+    void softmax_backward_##SUFFIX(const T* probs, T* dprobs, const float* delta, float scale, int64_t rows,           \
+                                   int64_t S) {                                                                        \
+        softmax_backward<T>(probs, dprobs, delta, scale, rows, S);                                                     \
     }
 
 extern "C" {

@@ -120,6 +120,33 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
+def causal_softmax(scores: Tensor, fold: int, scale: float, window: int | None) -> Tensor:
+    """Scores `[N, fold · L, S]` to probabilities, in place: position i of L sees keys up to i + S - L."""
+    n, rows, span = scores.shape
+    assert scores.is_contiguous()
+    _call(
+        f"causal_softmax_{_SUFFIX[scores.dtype]}",
+        c_void_p(scores.data_ptr()),
+        c_float(scale),
+        *(c_int64(i) for i in (n, fold, rows // fold, span, window or 0)),
+    )
+    return scores
+
+
+def softmax_backward(probs: Tensor, dprobs: Tensor, delta: Tensor, scale: float) -> Tensor:
+    """`probs · (dprobs - delta) · scale`, written over `dprobs`; delta is one fp32 number per row."""
+    assert probs.is_contiguous() and dprobs.is_contiguous() and delta.dtype == torch.float32
+    delta = delta.contiguous()
+    _call(
+        f"softmax_backward_{_SUFFIX[probs.dtype]}",
+        *(c_void_p(t.data_ptr()) for t in (probs, dprobs, delta)),
+        c_float(scale),
+        c_int64(delta.numel()),
+        c_int64(probs.shape[-1]),
+    )
+    return dprobs
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

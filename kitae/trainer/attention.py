@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kitae.data.packing import Span
+from kitae.kernels import ops
 from kitae.models.attention import causal_mask, masked_attention
 
 _MAX_SCORES = 32 * 2**20  # scores held at a time, over all heads of a block
@@ -118,8 +119,12 @@ class _Attention(torch.autograd.Function):
             v_b, grad_b = _take(v, block.keys, 1), _take(grad, block.queries, fold)
             probs = _probabilities(q_b, k_b, block, fold, scale, window)
             dv.index_add_(0, keys, _put_back(torch.bmm(probs.to(grad_b.dtype).mT, grad_b), n, kv_heads, span).float())
-            dprobs = torch.bmm(grad_b, v_b.mT).float()
-            dscores = dprobs.sub_(_take(delta, block.queries, fold)).mul_(probs).mul_(scale).to(q.dtype)
+            dprobs = torch.bmm(grad_b, v_b.mT)
+            delta_b = _take(delta, block.queries, fold)
+            if ops.available(q.device, q.dtype):
+                dscores = ops.softmax_backward(probs, dprobs, delta_b, scale)
+            else:
+                dscores = dprobs.float().sub_(delta_b).mul_(probs).mul_(scale).to(q.dtype)
             dq[block.queries.flatten()] = _put_back(torch.bmm(dscores, k_b), n, heads, length)
             dk.index_add_(0, keys, _put_back(torch.bmm(dscores.mT, q_b), n, kv_heads, span).float())
         return (
@@ -128,7 +133,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _probabilities(q_b: Tensor, k_b: Tensor, block: Block, fold: int, scale: float, window: int | None) -> Tensor:
-    scores = torch.bmm(q_b, k_b.mT).float().mul_(scale)
+    scores = torch.bmm(q_b, k_b.mT)
+    if ops.available(q_b.device, q_b.dtype):
+        return ops.causal_softmax(scores, fold, scale, window)
+    scores = scores.float().mul_(scale)
     allowed = _allowed(block, window)
     hidden = ~allowed.repeat(fold, 1)  # rows are (head in group, position)
     return torch.softmax(scores.masked_fill_(hidden, float("-inf")), dim=-1)

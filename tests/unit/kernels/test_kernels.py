@@ -60,6 +60,26 @@ def test_row_statistics_and_gradients(dtype: torch.dtype, tolerance: float) -> N
 
 
 @DTYPES
+@pytest.mark.parametrize("window", [None, 4])
+def test_causal_softmax_and_its_gradient(window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+    torch.manual_seed(0)
+    n, fold, length, span = 3, 2, 5, 12
+    scores = torch.randn(n, fold * length, span).mul(3).to(dtype)
+    distance = torch.arange(span - length, span)[:, None] - torch.arange(span)
+    seen = (distance >= 0) & (distance < (window or span + 1))
+    reference = scores.float().requires_grad_()
+    probs = torch.softmax((reference * 0.5).masked_fill(~seen.repeat(fold, 1), float("-inf")), -1)
+    got = ops.causal_softmax(scores.clone(), fold, 0.5, window)
+    torch.testing.assert_close(got.float(), probs.detach(), atol=tolerance, rtol=tolerance)
+    assert (got[:, ~seen.repeat(fold, 1)] == 0).all()
+    grad = torch.randn_like(probs).to(dtype).float()
+    (expected,) = torch.autograd.grad(probs, reference, grad)
+    delta = (grad * probs.detach()).sum(-1, keepdim=True)
+    dscores = ops.softmax_backward(got, grad.to(dtype), delta, 0.5)
+    torch.testing.assert_close(dscores.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@DTYPES
 def test_a_missing_compiler_is_survived(
     dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
