@@ -1,6 +1,6 @@
 """Rollout speed: Kitae's native engine against `model.generate` of transformers, same machine, same run.
 
-    python benchmarks/rollouts.py [--prompts 32] [--group 8] [--tokens 64] [--repeats 2] [--skip-peer]
+    python benchmarks/rollouts.py [--prompts 32] [--group 8] [--tokens 64] [--repeats 2] [--skip-plain] [--skip-peer]
 
 Same model (SmolLM2-135M in the dtype Kitae would choose), same prompts, every response exactly `tokens` long, sampled
 at temperature 1 with the log-prob of each token. Prints tokens per second and the ratio.
@@ -79,13 +79,15 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=50)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--skip-peer", action="store_true")
+    parser.add_argument("--skip-plain", action="store_true", help="Leave out the engine without compiled kernels.")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     prompts = make_prompts(load_policy(ModelConfig()).tokenizer, args.prompts, args.prompt_tokens)
     rates = {
         "kitae": run_kitae(prompts, args.group, args.tokens, True, args.repeats),
-        "kitae, plain torch": run_kitae(prompts, args.group, args.tokens, False, args.repeats),
     }
+    if not args.skip_plain:
+        rates["kitae, plain torch"] = run_kitae(prompts, args.group, args.tokens, False, args.repeats)
     if not args.skip_peer:
         rates["transformers generate"] = run_generate(prompts, args.group, args.tokens, args.repeats)
     base = max(rates.get("transformers generate", [0.0])) or None

@@ -160,6 +160,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from kitae.kernels.memory import keep_freed_memory
     from kitae.models import attention
     from kitae.models.fuse import fuse
     from kitae.models.policy import Policy
@@ -167,6 +168,8 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     folder = find_model(config.path)
     assert folder is not None
     device = pick_device(config.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     attention.register()
     try:
         with quiet_transformers():

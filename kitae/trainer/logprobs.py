@@ -40,9 +40,10 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows = hidden.shape[0]
         logp, lse, entropy = (torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(3))
+        buffer = hidden.new_empty(min(chunk, rows), weight.shape[0])
         for i in range(0, rows, chunk):
             part = slice(i, i + chunk)
-            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            logits = _logits(hidden[part], weight, bias, buffer)
             logp[part], lse[part], entropy[part] = _row_statistics(
                 logits, targets[part], transform, inverse_temperature
             )
@@ -62,9 +63,10 @@ class _TokenLogprobs(torch.autograd.Function):
         dhidden = torch.empty_like(hidden)
         dweight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         dbias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
+        buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
         for i in range(0, hidden.shape[0], chunk):
             part = slice(i, i + chunk)
-            logits = torch.nn.functional.linear(hidden[part], weight, bias)
+            logits = _logits(hidden[part], weight, bias, buffer)
             dlogits = _row_gradients(
                 logits,
                 targets[part],
@@ -86,6 +88,13 @@ class _TokenLogprobs(torch.autograd.Function):
             None if dbias is None or bias is None else dbias.to(bias.dtype),
             None, None, None, None, None,
         )  # fmt: skip
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
+    """The head's output, written into the one buffer that all chunks share."""
+    logits = buffer[: len(hidden)]
+    torch.mm(hidden, weight.t(), out=logits)
+    return logits if bias is None else logits.add_(bias)
 
 
 def _row_statistics(
