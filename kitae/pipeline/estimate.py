@@ -9,6 +9,7 @@ from kitae.config import Config
 from kitae.models.load import SMOLLM2, find_model, pick_device, pick_dtype
 
 _KNOWN = {SMOLLM2: 134_515_008}
+_PROMPT_TOKENS = 128  # a guess: prompts are not read for an estimate
 _BASE_GB = 0.7  # interpreter and libraries
 _DECODE_SHARE, _TRAIN_SHARE = 0.15, 0.35  # of the matrix rate, as measured on small models
 
@@ -28,13 +29,14 @@ def estimate(config: Config) -> str:
     state = parameters * dtype.itemsize + trained * ((4 if half else 0) + 4 + 8)
     shape = json.loads((folder / "config.json").read_text()) if folder and (folder / "config.json").is_file() else {}
     width = shape.get("hidden_size", 576) * shape.get("num_hidden_layers", 30)
-    activations = config.training.token_budget * width * 34 * dtype.itemsize
+    t = config.training
+    tokens = t.prompts_per_step * t.group_size * config.sampling.max_tokens
+    packed = min(t.token_budget, tokens + t.prompts_per_step * _PROMPT_TOKENS)
+    activations = packed * width * 34 * dtype.itemsize
     if config.training.checkpoint_activations:
         activations //= 12
     logits = config.training.logit_chunk * shape.get("vocab_size", 49152) * 8
     total = state + activations + logits + (config.engine.memory_gb + _BASE_GB) * 2**30
-    t = config.training
-    tokens = t.prompts_per_step * t.group_size * config.sampling.max_tokens
     rate = _matrix_rate(str(device), dtype)
     generation = 2 * parameters * tokens / (rate * _DECODE_SHARE)
     training = 6 * parameters * tokens * t.epochs / (rate * _TRAIN_SHARE)
