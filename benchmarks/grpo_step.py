@@ -59,7 +59,7 @@ def kitae_steps(prompts: int, group: int, tokens: int, steps: int) -> list[dict[
             began = time.perf_counter()
             groups = await sample(step)
             sampled = time.perf_counter()
-            samples = [s for g in groups for s in objective.samples(g)]
+            samples = objective.advantages(objective.samples(groups))
             trainer.forward_backward(objective.batch(samples), objective)
             trained = time.perf_counter()
             trainer.optim_step()

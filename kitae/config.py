@@ -11,15 +11,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from kitae.algorithms.presets import PRESETS
+from kitae.algorithms.config import AlgorithmConfig, needs_group
 from kitae.data.tasks import TASKS
 from kitae.errors import ConfigError
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False)
+from kitae.section import Section
 
 
 class RunConfig(Section):
@@ -110,51 +107,6 @@ class EngineConfig(Section):
     fast: bool = Field(True, description="Use compiled kernels where they can be built; false: plain torch.")
 
 
-class AlgorithmConfig(Section):
-    """A point in the eight-stage space. A preset fills in what is not given; see docs/algorithms.md."""
-
-    preset: str = Field("grpo", description="grpo, dr-grpo or dapo.")
-    overlong_buffer: int | None = Field(
-        None, ge=0, description="S1: soft length penalty over the last so many tokens; 0: off."
-    )
-    filter: Literal["none", "zero-variance"] | None = Field(None, description="S2: which groups are dropped.")
-    advantage: Literal["group-zscore", "group-centred"] | None = Field(
-        None, description="S3: what a reward is compared with."
-    )
-    ratio: Literal["token"] | None = Field(None, description="S4: level of the importance ratio.")
-    gate: Literal["clip", "none"] | None = Field(None, description="S5: how the ratio is kept in bounds.")
-    clip_low: float | None = Field(None, gt=0, lt=1, description="S5: ratios below 1 - clip_low are clipped.")
-    clip_high: float | None = Field(None, gt=0, description="S5: ratios above 1 + clip_high are clipped.")
-    dual_clip: float | None = Field(None, ge=0, description="S5: cap of the ratio for negative advantages; 0: off.")
-    correction: Literal["none", "tis"] | None = Field(None, description="S6: weight for the engine–trainer mismatch.")
-    correction_cap: float | None = Field(None, gt=0, description="S6: largest weight.")
-    aggregation: (
-        Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length", "prompt-mean"] | None
-    ) = Field(None, description="S7: how token losses are averaged.")
-    constant_length: int | None = Field(None, ge=0, description="S7: the L of constant-length; 0: sampling.max_tokens.")
-    entropy_coef: float | None = Field(None, ge=0, description="S8: entropy bonus.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_from_preset(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        name = values.get("preset", "grpo")
-        if name not in PRESETS:
-            near = difflib.get_close_matches(str(name), PRESETS, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"algorithm.preset must be one of {', '.join(PRESETS)}, got {name!r}{hint}")
-        return {**PRESETS[name].choices, **{k: v for k, v in values.items() if v is not None}}
-
-    @model_validator(mode="after")
-    def _coherent(self) -> Self:
-        if self.dual_clip and self.clip_high is not None and self.dual_clip <= 1 + self.clip_high:
-            raise ValueError(
-                f"algorithm.dual_clip must exceed 1 + clip_high = {1 + self.clip_high:g}, got {self.dual_clip:g}"
-            )
-        return self
-
-
 class TrainingConfig(Section):
     """The optimizer and the size of a step."""
 
@@ -226,9 +178,24 @@ class Config(Section):
     @model_validator(mode="after")
     def _coherent(self) -> Self:
         a, t = self.algorithm, self.training
-        if t.group_size < 2 and str(a.advantage).startswith("group"):
+        if t.group_size < 2 and needs_group(a):
             raise ValueError(
                 f"training.group_size must be at least 2 for advantage {a.advantage!r}, got {t.group_size}"
+            )
+        if t.group_size < 2 and "zero-variance" in str(a.filter).split("+"):
+            raise ValueError(
+                f"training.group_size must be at least 2 for filter 'zero-variance', got {t.group_size}: it would drop "
+                "every group"
+            )
+        if a.advantage == "pass-at-k" and a.pass_k is not None and a.pass_k >= t.group_size:
+            raise ValueError(
+                f"algorithm.pass_k must be below training.group_size = {t.group_size}, got {a.pass_k}: one correct "
+                "answer would make all draws of k succeed"
+            )
+        if a.advantage == "gae" and a.critic_warmup is not None and a.critic_warmup >= t.steps:
+            raise ValueError(
+                f"algorithm.critic_warmup must be below training.steps = {t.steps}, got {a.critic_warmup}: the policy "
+                "would never learn"
             )
         if t.minibatches > t.prompts_per_step:
             raise ValueError(
@@ -287,6 +254,7 @@ def load_config(recipe: Path, overrides: Iterable[str] = ()) -> Config:
 def override_config(config: Config, overrides: Iterable[str]) -> Config:
     """A copy of a resolved config with some settings changed."""
     values = config.model_dump(mode="json")
+    values["algorithm"] = config.algorithm.choices()  # what its preset filled in may go with the choice that read it
     for override in sorted(overrides, key=_keeps_source):
         _apply_override(values, override)
     return parse_config(values)
@@ -316,8 +284,8 @@ def _with_task_verifier(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _keeps_source(override: str) -> bool:
-    """False sorts first: a new source drops the old one's params, and must not drop those given with it."""
-    return override.partition("=")[0].strip() not in [f"data.{name}" for name in _SOURCES]
+    """False sorts first: a new source or preset drops the old one's settings, and must not drop those given with it."""
+    return override.partition("=")[0].strip() not in ["algorithm.preset", *(f"data.{name}" for name in _SOURCES)]
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:
@@ -330,6 +298,8 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         node = node.setdefault(key, {})
         if not isinstance(node, dict):
             raise ConfigError(f"{path!r} goes below {key!r}, which is a value, not a section")
+    if keys == ["algorithm", "preset"]:  # another method replaces the recipe's choices
+        node.clear()
     node[keys[-1]] = _parse_value(text.strip(), wants_text=_is_text(*keys[:2]))
     if keys[0] == "data" and keys[1] in _SOURCES:  # a new source replaces the recipe's
         for other in {*_SOURCES, "params"} - {keys[1]}:

@@ -23,6 +23,10 @@ FinishReason = Literal["stop", "length", "abort"]
 """stop: a stop token or stop string; length: max_tokens or the context is used up; abort: cancelled by the caller."""
 
 
+GREEDY = -1
+"""The index of the greedy response to a prompt, beside its samples 0, 1, 2, …"""
+
+
 @dataclass(frozen=True, slots=True)
 class Message:
     """One chat turn: `Message("user", "Reverse 12, 34, 56")`."""
@@ -118,6 +122,7 @@ class Group:
     id: int
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
+    greedy: Rollout | None = None  # a baseline for methods that want one; never trained on
 
     @property
     def valid(self) -> tuple[Rollout, ...]:
@@ -134,7 +139,9 @@ class Sample:
     """One sequence as the trainer sees it. Position t of the arrays describes token t of `tokens_T`.
 
     A prompt of 3 and a response of 2 tokens: `tokens_T=[1, 5, 9, 42, 2]`, `prompt_length=3`,
-    `mask_T=[0, 0, 0, 1, 1]`; log-probs, advantages and weights are 0 where the mask is 0.
+    `mask_T=[0, 0, 0, 1, 1]`; log-probs, advantages, values and weights are 0 where the mask is 0.
+    score: raw; reward: shaped; baseline: the shaped reward of the greedy response, where one was made; kept: whether
+    it is trained on, or only counts in the statistics of its group.
     """
 
     group: int
@@ -144,10 +151,16 @@ class Sample:
     mask_T: BoolArray
     logp_mu_T: FloatArray
     versions_T: IntArray
+    score: float
     reward: float
     advantage_T: FloatArray
     weight_T: FloatArray
+    baseline: float | None = None
+    kept: bool = True
     logp_old_T: FloatArray | None = None
+    logp_ref_T: FloatArray | None = None
+    value_T: FloatArray | None = None
+    return_T: FloatArray | None = None
 
     @property
     def length(self) -> int:

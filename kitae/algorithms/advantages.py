@@ -1,36 +1,185 @@
-"""S3, advantages: rewards of one group → one advantage per sample.
+"""S3, advantages: rewards → one number for each sample, or for each of its loss tokens.
 
-Equal rewards, or fewer than two of them, give exactly 0: the float mean of equal numbers need not be that number, and
-what is left of it would grow to an advantage when divided by ε.
+Group advantages compare the judged samples of one prompt. Token advantages look at one sequence, of which only the loss
+tokens are there: what an environment said is skipped, so values and returns pass over it unchanged.
+
+Equal rewards, or fewer than two of them, give a group baseline exactly 0: the float mean of equal numbers need not be
+that number, and what is left of it would grow to an advantage when divided by ε.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import comb
 
 import numpy as np
 
 from kitae.algorithms.filters import has_variance
-from kitae.types import FloatArray
-
-_EPSILON = 1e-6  # added to the standard deviation, not to the variance
+from kitae.types import FloatArray, IntArray
 
 
-def group_centred(rewards_G: FloatArray) -> FloatArray:
-    """R - mean of the group."""
+@dataclass(frozen=True, slots=True)
+class GroupRewards:
+    """The judged samples of one prompt: `GroupRewards(rewards_G=[1, 0, 0, 0], scores_G=[1, 0, 0, 0], …)`.
+
+    rewards are shaped (S1) and, where the KL penalty is part of the reward, less the penalty of the whole response;
+    scores are raw; lengths count loss tokens.
+    """
+
+    rewards_G: FloatArray
+    scores_G: FloatArray
+    lengths_G: IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRewards:
+    """The loss tokens of one sample: `SequenceRewards(rewards_T=[0, 0, 1], values_T=[.5, .6, .8])`.
+
+    The last token has the reward of the response; a KL penalty is spread over all. greedy: the reward of the greedy
+    response to the same prompt. bootstrap: the value after the last token, 0 where the episode is over.
+    """
+
+    rewards_T: FloatArray
+    values_T: FloatArray | None = None
+    greedy: float | None = None
+    bootstrap: float = 0.0
+
+
+# On groups.
+
+
+def reward(group: GroupRewards) -> FloatArray:
+    """R: no baseline."""
+    return group.rewards_G
+
+
+def one(group: GroupRewards) -> FloatArray:
+    """1 for every sample that the filter keeps: plain likelihood of good answers."""
+    return np.ones_like(group.rewards_G)
+
+
+def group_centred(group: GroupRewards) -> FloatArray:
+    """R − mean of the group."""
+    rewards_G = group.rewards_G
     if not has_variance(rewards_G):
         return np.zeros_like(rewards_G)
     centred: FloatArray = rewards_G - rewards_G.mean()
     return centred
 
 
-def group_zscore(rewards_G: FloatArray) -> FloatArray:
-    """(R - mean) / (std + ε) with the sample standard deviation (ddof 1)."""
+def group_zscore(group: GroupRewards, *, advantage_ddof: int, advantage_epsilon: float) -> FloatArray:
+    """(R − mean) / (std + ε) of the group."""
+    if not has_variance(group.rewards_G):
+        return np.zeros_like(group.rewards_G)
+    return group_centred(group) / _spread(group.rewards_G, advantage_ddof, advantage_epsilon)
+
+
+def group_scaled(group: GroupRewards, *, advantage_ddof: int, advantage_epsilon: float) -> FloatArray:
+    """R / (std + ε): not centred."""
+    if not has_variance(group.rewards_G):
+        return np.zeros_like(group.rewards_G)
+    return group.rewards_G / _spread(group.rewards_G, advantage_ddof, advantage_epsilon)
+
+
+def leave_one_out(group: GroupRewards) -> FloatArray:
+    """R − mean of the other samples = G / (G − 1) × (R − mean)."""
+    size = len(group.rewards_G)
+    return group_centred(group) * np.float32(size / max(1, size - 1))
+
+
+def length_weighted(group: GroupRewards) -> FloatArray:
+    """R − Σ l R / Σ l: the baseline of least variance if the gradient's norm grows with the length l."""
+    rewards_G = group.rewards_G
     if not has_variance(rewards_G):
         return np.zeros_like(rewards_G)
-    scaled: FloatArray = group_centred(rewards_G) / (rewards_G.std(ddof=1) + np.float32(_EPSILON))
-    return scaled
+    lengths_G = np.maximum(group.lengths_G, 1).astype(np.float32)
+    return rewards_G - (rewards_G * lengths_G).sum() / lengths_G.sum()  # type: ignore[no-any-return]
 
 
-ADVANTAGES: Mapping[str, Callable[[FloatArray], FloatArray]] = {
-    "group-zscore": group_zscore,
+def mean_scaled(group: GroupRewards, *, advantage_epsilon: float) -> FloatArray:
+    """(R − mean) / (mean + ε) for rewards that are not negative: hard prompts count more."""
+    mean = float(group.rewards_G.mean()) if len(group.rewards_G) else 0.0
+    if mean <= 0:
+        return np.zeros_like(group.rewards_G)
+    return group_centred(group) / np.float32(mean + advantage_epsilon)
+
+
+def pass_at_k(group: GroupRewards, *, pass_k: int, correct_above: float) -> FloatArray:
+    """How much a sample adds to the chance that one of k is correct, over the deviation of that chance."""
+    correct_G = group.scores_G > correct_above
+    size, wrong = len(correct_G), int((~correct_G).sum())
+    if not 0 < wrong < size or pass_k > size:
+        return np.zeros_like(group.rewards_G)
+    mean = 1 - comb(wrong, pass_k) / comb(size, pass_k)
+    deviation = (mean * (1 - mean)) ** 0.5
+    if deviation == 0:  # fewer wrong ones than k: every draw of k has a correct one
+        return np.zeros_like(group.rewards_G)
+    with_wrong = 1 - comb(wrong - 1, pass_k - 1) / comb(size - 1, pass_k - 1)  # the other k − 1 save a wrong one
+    return np.where(correct_G, (1 - mean) / deviation, (with_wrong - mean) / deviation).astype(np.float32)  # type: ignore[no-any-return]
+
+
+# On the tokens of one sequence.
+
+
+def returns(sequence: SequenceRewards, *, gamma: float) -> FloatArray:
+    """G_t = Σ_{u ≥ t} γ^{u − t} reward_u."""
+    rewards_T = sequence.rewards_T
+    return gae(SequenceRewards(rewards_T, np.zeros_like(rewards_T)), gamma=gamma, gae_lambda=1.0)
+
+
+def greedy(sequence: SequenceRewards, *, gamma: float) -> FloatArray:
+    """G_t − reward of the greedy response to the same prompt, of the same policy version."""
+    assert sequence.greedy is not None
+    return returns(sequence, gamma=gamma) - np.float32(sequence.greedy)
+
+
+def gae(sequence: SequenceRewards, *, gamma: float, gae_lambda: float) -> FloatArray:
+    """A_t = δ_t + γ λ A_{t+1}, δ_t = reward_t + γ V_{t+1} − V_t."""
+    assert sequence.values_T is not None
+    found = np.zeros(len(sequence.rewards_T), dtype=np.float64)
+    following, value_after = 0.0, sequence.bootstrap
+    for t in reversed(range(len(found))):
+        value = float(sequence.values_T[t])
+        following = float(sequence.rewards_T[t]) + gamma * value_after - value + gamma * gae_lambda * following
+        found[t], value_after = following, value
+    return found.astype(np.float32)
+
+
+GROUP_ADVANTAGES: Mapping[str, Callable[..., FloatArray]] = {
+    "reward": reward,
+    "one": one,
     "group-centred": group_centred,
+    "group-zscore": group_zscore,
+    "group-scaled": group_scaled,
+    "leave-one-out": leave_one_out,
+    "length-weighted": length_weighted,
+    "mean-scaled": mean_scaled,
+    "pass-at-k": pass_at_k,
 }
+TOKEN_ADVANTAGES: Mapping[str, Callable[..., FloatArray]] = {"returns": returns, "greedy": greedy, "gae": gae}
+ADVANTAGES: Mapping[str, Callable[..., FloatArray]] = {**GROUP_ADVANTAGES, **TOKEN_ADVANTAGES}
+NO_BASELINE = frozenset({"reward", "one", *TOKEN_ADVANTAGES})
+"""Advantages that need no second sample of the same prompt."""
+
+
+def whiten(advantages: Sequence[FloatArray], kind: str, ddof: int) -> list[FloatArray]:
+    """Normalise the advantages of a step, one array of tokens for each sample.
+
+    tokens: by mean and deviation of all tokens. samples: by those of the samples, each counted once, so that groups
+    without signal keep exactly 0. scale: divide by the deviation of the samples, do not centre.
+    """
+    if kind == "none" or not advantages:
+        return list(advantages)
+    each = np.concatenate(advantages) if kind == "tokens" else np.array([a.mean() if len(a) else 0 for a in advantages])
+    if not has_variance(each):
+        return [np.zeros_like(a) if kind != "scale" else a for a in advantages]
+    shift = 0.0 if kind == "scale" else float(each.mean(dtype=np.float64))
+    deviation = float(np.sqrt(each.var(ddof=ddof, dtype=np.float64) + 1e-8))
+    return [((a - shift) / deviation).astype(np.float32) for a in advantages]
+
+
+WHITENINGS = ("none", "tokens", "samples", "scale")
+
+
+def _spread(rewards_G: FloatArray, ddof: int, epsilon: float) -> np.float32:
+    """std + ε; ε is added to the deviation, not to the variance."""
+    return np.float32(rewards_G.std(ddof=ddof) + np.float32(epsilon))

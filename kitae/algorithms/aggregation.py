@@ -1,30 +1,58 @@
 """S7, aggregation: one weight per loss token, computed once on everything an optimizer step trains on.
 
 A micro-batch's loss is then a plain weighted sum, so neither the cut into micro-batches, nor packing, nor the number
-of ranks can change the gradient. n_i: loss tokens of sequence i; N: of all; B: sequences; P: prompts.
+of ranks can change the gradient: a rank gets samples that carry their weights, and gradients are added. Where a library
+averages gradients over ranks, multiply by their number.
+
+n_i: loss tokens of sequence i; N: of all; B: sequences; P: prompts. Sequences without loss tokens do not count in B.
+A function returns the weight that each loss token of each sequence carries.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 
-from kitae.types import Sample
+import numpy as np
+import numpy.typing as npt
+
+from kitae.types import IntArray
+
+Weights = npt.NDArray[np.float64]
 
 
-def token_weights(samples: Sequence[Sample], kind: str, constant_length: int = 0) -> list[float]:
-    """The weight that each loss token of each sample carries."""
-    counts = [s.loss_tokens for s in samples]
-    sequences = len(samples)
-    if kind == "token-mean":
-        return [1 / max(1, sum(counts))] * sequences
-    if kind == "seq-mean-token-mean":
-        return [1 / (sequences * n) if n else 0.0 for n in counts]
-    if kind == "seq-mean-token-sum":
-        return [1 / sequences] * sequences
-    if kind == "constant-length":
-        assert constant_length > 0
-        return [1 / (sequences * constant_length)] * sequences
-    assert kind == "prompt-mean", kind
-    per_prompt: Counter[int] = Counter()
-    for s, n in zip(samples, counts, strict=True):
-        per_prompt[s.group] += n
-    return [1 / (len(per_prompt) * max(1, per_prompt[s.group])) for s in samples]
+def token_mean(lengths_B: IntArray, groups_B: IntArray) -> Weights:
+    """1 / N."""
+    return np.full(len(lengths_B), 1 / max(1, lengths_B.sum()))
+
+
+def seq_mean_token_mean(lengths_B: IntArray, groups_B: IntArray) -> Weights:
+    """1 / (B n_i)."""
+    return 1 / (_sequences(lengths_B) * np.maximum(lengths_B, 1))
+
+
+def seq_mean_token_sum(lengths_B: IntArray, groups_B: IntArray) -> Weights:
+    """1 / B."""
+    return np.full(len(lengths_B), 1 / _sequences(lengths_B))
+
+
+def constant_length(lengths_B: IntArray, groups_B: IntArray, *, constant_length: int) -> Weights:
+    """1 / (B L) with L = constant_length."""
+    return np.full(len(lengths_B), 1 / (_sequences(lengths_B) * constant_length))
+
+
+def prompt_mean(lengths_B: IntArray, groups_B: IntArray) -> Weights:
+    """1 / (P × loss tokens of all samples of the prompt)."""
+    _, prompt_B = np.unique(groups_B, return_inverse=True)
+    tokens_P = np.bincount(prompt_B, weights=lengths_B)
+    return 1 / (max(1, int((tokens_P > 0).sum())) * np.maximum(tokens_P, 1)[prompt_B])
+
+
+AGGREGATIONS: Mapping[str, Callable[..., Weights]] = {
+    "token-mean": token_mean,
+    "seq-mean-token-mean": seq_mean_token_mean,
+    "seq-mean-token-sum": seq_mean_token_sum,
+    "constant-length": constant_length,
+    "prompt-mean": prompt_mean,
+}
+
+
+def _sequences(lengths_B: IntArray) -> int:
+    return max(1, int((lengths_B > 0).sum()))

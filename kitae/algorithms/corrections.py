@@ -1,20 +1,84 @@
-"""S6, correction weights for the gap between the engine that sampled (μ) and the trainer (π_old); no gradient."""
+"""S6, correction weights for the gap between the engine that sampled (μ) and the trainer (π_old).
 
-import torch
-from torch import Tensor
+Never differentiated. They multiply the policy loss, not the KL term and not the entropy. A weight of 0 removes a token
+from the gradient and leaves the denominators of S7 as they are. w_t = π_old / μ; several weights multiply ("tis+opsm").
+"""
 
-from kitae.algorithms.ratios import token_ratio
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from kitae.algorithms.tokens import LIMIT, TokenBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def mismatch_ratio(logp_old_N: Tensor, logp_mu_N: Tensor) -> Tensor:
-    """w = π_old / μ of each token; 1 where the engine's log-prob is missing (NaN)."""
-    ratio = token_ratio(logp_old_N.detach(), logp_mu_N)
-    return torch.where(torch.isfinite(logp_mu_N), ratio, torch.ones_like(ratio))
+def none(tokens: TokenBatch) -> Tensor:
+    """1."""
+    return tokens.advantage_N.new_ones(len(tokens.advantage_N))
 
 
-def truncated(ratio_N: Tensor, cap: float) -> Tensor:
-    """TIS: min(w, cap)."""
-    return ratio_N.clamp(max=cap)
+def tis(tokens: TokenBatch, *, correction_cap: float) -> Tensor:
+    """min(w_t, correction_cap): truncated importance sampling."""
+    return tokens.log_mismatch_N.exp().clamp(max=correction_cap)
+
+
+def icepop(tokens: TokenBatch, *, correction_low: float, correction_high: float) -> Tensor:
+    """w_t where correction_low ≤ w_t ≤ correction_high, else 0."""
+    w_N = tokens.log_mismatch_N.exp()
+    return w_N.where((w_N >= correction_low) & (w_N <= correction_high), w_N.new_zeros(()))
+
+
+def sequence_tis(tokens: TokenBatch, *, correction_cap: float) -> Tensor:
+    """min(Π w, correction_cap) of the whole sequence. The product grows with the length."""
+    return _product(tokens).clamp(max=correction_cap)
+
+
+def sequence_mask(tokens: TokenBatch, *, correction_cap: float) -> Tensor:
+    """Π w of the whole sequence where it is at most correction_cap, else 0."""
+    product_N = _product(tokens)
+    return product_N.where(product_N <= correction_cap, product_N.new_zeros(()))
+
+
+def geometric(tokens: TokenBatch, *, geometric_low: float, geometric_high: float) -> Tensor:
+    """1 where the geometric mean of w over the sequence lies in [geometric_low, geometric_high], else 0."""
+    mean_N = tokens.means(tokens.log_mismatch_N).exp()
+    return ((mean_N >= geometric_low) & (mean_N <= geometric_high)).to(mean_N.dtype)
+
+
+def opsm(tokens: TokenBatch, *, opsm_limit: float) -> Tensor:
+    """0 where A < 0 and the mean of log μ − log π_θ over the sequence exceeds opsm_limit, else 1."""
+    drift_N = sequence_drift(tokens, tokens.behaviour_N)
+    return (~((tokens.advantage_N < 0) & (drift_N > opsm_limit))).to(drift_N.dtype)
+
+
+def total(tokens: TokenBatch, *, correction_cap: float) -> Tensor:
+    """min(ρ_t, correction_cap) with ρ = π_θ / μ; for gates that carry no ratio of their own."""
+    log_N = (tokens.logp_N.detach() - tokens.behaviour_N).clamp(-LIMIT, LIMIT)
+    return log_N.exp().clamp(max=correction_cap)
+
+
+CORRECTIONS: Mapping[str, Callable[..., Tensor]] = {
+    "none": none,
+    "tis": tis,
+    "icepop": icepop,
+    "sequence-tis": sequence_tis,
+    "sequence-mask": sequence_mask,
+    "geometric": geometric,
+    "opsm": opsm,
+    "total": total,
+}
+
+
+def sequence_drift(tokens: TokenBatch, anchor_N: Tensor) -> Tensor:
+    """Mean over each sequence of log π_anchor − log π_θ: an estimate of KL(anchor ‖ θ) that may be negative."""
+    return tokens.means(anchor_N - tokens.logp_N.detach())
+
+
+def _product(tokens: TokenBatch) -> Tensor:
+    return tokens.sums(tokens.log_mismatch_N).clamp(-LIMIT, LIMIT).exp()
 
 
 def effective_sample_size(weights_N: Tensor) -> Tensor:

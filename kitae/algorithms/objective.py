@@ -1,125 +1,345 @@
 """An algorithm as the eight stages it is made of. The trainer calls `loss` and never learns the algorithm's name.
 
-S1 rewards → S2 filter → S3 advantage        on whole groups, before training
-S7 aggregation                               on everything one optimizer step trains on
-S4 ratio → S5 gate → S6 correction → S8      on the tokens of a micro-batch
+S1 shaping → S2 filter → S3 advantage          on whole groups, before training
+S7 aggregation                                 on everything one optimizer step trains on
+S4 ratio → S5 gate → S6 correction → S8        on the tokens of a micro-batch
+
+What moves from step to step (coefficients under control, running statistics of rewards) is `state`, saved with every
+checkpoint.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import reduce
+from operator import mul
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kitae.algorithms import aggregation, corrections, losses, rewards
-from kitae.algorithms.advantages import ADVANTAGES
-from kitae.algorithms.filters import FILTERS
-from kitae.algorithms.ratios import RATIOS
-from kitae.config import AlgorithmConfig
+from kitae.algorithms.advantages import TOKEN_ADVANTAGES, GroupRewards, SequenceRewards, whiten
+from kitae.algorithms.config import AlgorithmConfig, needs_group
+from kitae.algorithms.ratios import ANCHORS, interpolated
+from kitae.algorithms.regularisers import adapt_entropy, adapt_kl, in_reward
+from kitae.algorithms.rewards import Moments, StepRewards
+from kitae.algorithms.stages import Function, resolve_stages
+from kitae.algorithms.tokens import LIMIT, TokenBatch
+from kitae.errors import ConfigError
 from kitae.observe.meter import Meter
 from kitae.types import Batch, FloatArray, Group, Rollout, Sample
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class TokenBatch:
-    """The loss tokens of a micro-batch. Only `logp_N`, and `entropy_N` if it is rewarded, carry gradients."""
-
-    logp_N: Tensor
-    entropy_N: Tensor
-    logp_old_N: Tensor
-    logp_mu_N: Tensor
-    advantage_N: Tensor
-    weight_N: Tensor
-
-
 class Objective:
     def __init__(self, config: AlgorithmConfig, max_tokens: int) -> None:
         self.config = config
         self.max_tokens = max_tokens
-        self.constant_length = config.constant_length or max_tokens
+        settings = config.model_dump()
+        if config.constant_length == "max_tokens":
+            settings["constant_length"] = max_tokens
+        self._stages = resolve_stages(settings)
+        self.kl_coef = _set(config.kl_coef)
+        self.entropy_coef = _set(config.entropy_coef)
+        self.reward_moments = Moments()
+
+    # What an algorithm asks of the rest.
+
+    @property
+    def wants_greedy(self) -> bool:
+        return self.config.advantage == "greedy"
+
+    @property
+    def wants_values(self) -> bool:
+        return self.config.advantage == "gae"
+
+    @property
+    def wants_reference(self) -> bool:
+        return self.kl_coef > 0 and self.config.reference not in (None, "none")
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.wants_reference and self.config.kl_in == "reward"
+
+    @property
+    def wants_old(self) -> bool:
+        """Whether π_old is needed before the first update; with several updates per batch it always is."""
+        return self.kl_in_reward
+
+    @property
+    def estimates_old(self) -> bool:
+        return self.config.anchor == "interpolated"
+
+    @property
+    def wants_entropy_gradient(self) -> bool:
+        return self.entropy_coef > 0 or bool(self.config.entropy_target)
 
     # S1 to S3, on groups.
 
     def drop_reason(self, group: Group) -> str | None:
         """Why a group is not trained on, or None if it is."""
-        if len(group.valid) < 2:
-            return "errors"
-        return None if FILTERS[_set(self.config.filter)](group.rewards_G) else str(self.config.filter)
+        valid = self._judged(group)
+        if not valid or (self.wants_greedy and not _judged(group.greedy)):
+            return "errors" if not group.valid or valid else "truncated"
+        keep_G, reason = self._filter(_scores(valid))
+        return None if keep_G.any() else reason
 
-    def samples(self, group: Group) -> list[Sample]:
-        """Training samples of one group with their advantages. Rollouts whose verifier failed are left out."""
-        valid = group.valid
-        shaped = np.array(
-            [_value(r) + rewards.overlong_penalty(r.response_length, self.max_tokens, _set(self.config.overlong_buffer))
-             for r in valid],
-            dtype=np.float32,
-        )  # fmt: skip
-        advantages_G = ADVANTAGES[_set(self.config.advantage)](shaped)
-        return [_to_sample(r, float(a)) for r, a in zip(valid, advantages_G, strict=True)]
+    def samples(self, groups: Sequence[Group]) -> list[Sample]:
+        """S1 and S2 on all groups of a step: samples without advantages. Those whose verifier failed are left out."""
+        rows = [(group, r) for group in groups for r in self._judged(group)]
+        greedy = [(group, group.greedy) for group in groups if group.greedy is not None] if self.wants_greedy else []
+        rewards_B = self._shape([r for _, r in rows], [r for _, r in greedy])
+        baselines = {group.id: float(b) for (group, _), b in zip(greedy, rewards_B[len(rows) :], strict=True)}
+        keep = {g.id: dict(zip(_indices(v), self._filter(_scores(v))[0], strict=True))
+                for g in groups if (v := self._judged(g))}  # fmt: skip
+        masked = self.config.truncation == "mask"
+        return [
+            _to_sample(
+                rollout,
+                reward=float(reward),
+                baseline=baselines.get(group.id),
+                kept=bool(keep[group.id][rollout.index]) and not (masked and rollout.finish == "length"),
+            )
+            for (group, rollout), reward in zip(rows, rewards_B[: len(rows)], strict=True)
+        ]
+
+    def advantages(self, samples: Sequence[Sample]) -> list[Sample]:
+        """S3: the samples that are kept, with their advantages, and returns where there is a critic.
+
+        Where the KL penalty is part of the reward, or values are wanted, samples must carry π_old, π_ref and values.
+        """
+        kept = [s for s in samples if s.kept]
+        if _set(self.config.advantage) in TOKEN_ADVANTAGES:
+            found = {_key(s): self._token_advantages(s) for s in kept}
+        else:
+            found = self._group_advantages(samples)
+        if self.wants_values:
+            kept = [replace(s, return_T=_spread(s, found[_key(s)] + _loss(s, s.value_T))) for s in kept]
+        white = whiten([found[_key(s)] for s in kept], _set(self.config.whiten), self.config.advantage_ddof or 0)
+        return [replace(s, advantage_T=_spread(s, a_N)) for s, a_N in zip(kept, white, strict=True)]
+
+    def group_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Groups that were kept although one sample is no baseline: their advantages are 0."""
+        short = sum(len(self._judged(g)) < 2 for g in groups) if needs_group(self.config) else 0
+        return {"groups_too_small": float(short)}
+
+    def _judged(self, group: Group) -> list[Rollout]:
+        drops = self.config.truncation == "drop"
+        return [r for r in group.valid if not (drops and r.finish == "length")]
+
+    def _filter(self, scores_G: FloatArray) -> tuple[Any, str]:
+        """The mask over a group, and the name of the filter that emptied it."""
+        keep_G = np.ones(len(scores_G), dtype=bool)
+        for name, function in self._stages["filter"].items():
+            keep_G &= _expect("filter", function(scores_G), len(scores_G)) != 0
+            if not keep_G.any():
+                return keep_G, name
+        return keep_G, ""
+
+    def _shape(self, rollouts: Sequence[Rollout], greedy: Sequence[Rollout]) -> FloatArray:
+        """S1. Greedy responses are shaped like the others, but are no part of the statistics."""
+        rows = [*rollouts, *greedy]
+        truncated_B = np.array([r.finish == "length" for r in rows], dtype=bool)
+        scores_B = np.array([_value(r) for r in rows], dtype=np.float32)
+        if self.config.truncation == "reward":
+            scores_B = np.where(truncated_B, np.float32(_set(self.config.truncation_reward)), scores_B)
+        step = StepRewards(
+            scores_B=scores_B,
+            lengths_B=np.array([r.response_length for r in rows], dtype=np.int64),
+            truncated_B=truncated_B,
+            groups_B=np.array([r.group for r in rows], dtype=np.int64),
+            max_tokens=self.max_tokens,
+        )
+        rewards_B = _expect("shaping", self._one("shaping")(step), len(rows))
+        if self.config.reward_norm == "none":
+            return rewards_B
+        sampled = rewards_B[: len(rollouts)]
+        if self.config.reward_norm == "batch":
+            return Moments().add(sampled).normalise(rewards_B)
+        self.reward_moments = self.reward_moments.add(sampled)
+        return self.reward_moments.normalise(rewards_B)
+
+    def _group_advantages(self, samples: Sequence[Sample]) -> dict[tuple[int, int], FloatArray]:
+        groups: dict[int, list[Sample]] = {}
+        for s in samples:
+            groups.setdefault(s.group, []).append(s)
+        found = {}
+        for members in groups.values():
+            rewards = [s.reward - (float(self._penalty(s).sum()) if self.kl_in_reward else 0.0) for s in members]
+            group = GroupRewards(
+                rewards_G=np.array(rewards, dtype=np.float32),
+                scores_G=np.array([s.score for s in members], dtype=np.float32),
+                lengths_G=np.array([s.loss_tokens for s in members], dtype=np.int64),
+            )
+            advantages_G = _expect("advantage", self._one("advantage")(group), len(members))
+            for s, a in zip(members, advantages_G, strict=True):
+                found[_key(s)] = np.full(s.loss_tokens, a, dtype=np.float32)
+        return found
+
+    def _token_advantages(self, s: Sample) -> FloatArray:
+        rewards_N = np.zeros(s.loss_tokens, dtype=np.float32)
+        if len(rewards_N):
+            rewards_N[-1] = s.reward
+        if self.kl_in_reward:
+            rewards_N = rewards_N - self._penalty(s)
+        values_N = _loss(s, s.value_T) if self.wants_values else None
+        sequence = SequenceRewards(rewards_N, values_N, s.baseline)
+        return np.asarray(self._one("advantage")(sequence), dtype=np.float32)
+
+    def _penalty(self, s: Sample) -> FloatArray:
+        """β × the KL estimate of each loss token, with π_old: it is part of the reward, not differentiated."""
+        d_N = _loss(s, s.logp_old_T) - _loss(s, s.logp_ref_T)
+        return np.float32(self.kl_coef) * in_reward(_set(self.config.kl), d_N)
 
     # S7, on what one optimizer step trains on.
 
     def batch(self, samples: Sequence[Sample]) -> Batch:
-        weights = aggregation.token_weights(samples, _set(self.config.aggregation), self.constant_length)
+        lengths_B = np.array([s.loss_tokens for s in samples], dtype=np.int64)
+        groups_B = np.array([s.group for s in samples], dtype=np.int64)
+        weights_B = _expect("aggregation", self._one("aggregation")(lengths_B, groups_B), len(samples))
         return Batch(
-            tuple(
-                replace(s, weight_T=np.where(s.mask_T, np.float32(w), np.float32(0)))
-                for s, w in zip(samples, weights, strict=True)
-            )
+            tuple(replace(s, weight_T=_spread(s, np.float32(w))) for s, w in zip(samples, weights_B, strict=True))
         )
 
     # S4 to S6 and S8, on tokens.
 
     def loss(self, tokens: TokenBatch, meter: Meter) -> Tensor:
         """The weighted sum over the tokens of a micro-batch; adding these over micro-batches gives the step's loss."""
-        c = self.config
-        low, high, dual = _set(c.clip_low), _set(c.clip_high), _set(c.dual_clip)
-        ratio_N = RATIOS[_set(c.ratio)](tokens.logp_N, tokens.logp_old_N)
-        if c.gate == "clip":
-            loss_N = losses.clip_loss(ratio_N, tokens.advantage_N, low, high, dual)
-        else:
-            loss_N = losses.ungated_loss(ratio_N, tokens.advantage_N)
-        mismatch_N = corrections.mismatch_ratio(tokens.logp_old_N, tokens.logp_mu_N)
-        if c.correction == "tis":
-            loss_N = loss_N * corrections.truncated(mismatch_N, _set(c.correction_cap))
-        loss = (loss_N * tokens.weight_N).sum()
-        if c.entropy_coef:
-            loss = loss - c.entropy_coef * (tokens.entropy_N * tokens.weight_N).sum()
-        with torch.no_grad():
-            self._measure(tokens, ratio_N.detach(), mismatch_N, meter)
-            meter.total("loss", loss.item())
+        if self.estimates_old:
+            tokens = replace(tokens, logp_old_N=interpolated(tokens))
+        ratio_N = self._ratio(tokens)
+        policy_N = _expect_tokens("gate", self._one("gate")(ratio_N, tokens), tokens)
+        parts = [_expect_tokens("correction", f(tokens), tokens) for f in self._stages["correction"].values()]
+        weights_N = reduce(mul, parts).detach()
+        loss = (policy_N * weights_N * tokens.weight_N).sum()
+        if self.kl_coef and self.config.kl_in == "loss":
+            penalty_N = _expect_tokens("kl", self._one("kl")(tokens), tokens)
+            loss = loss + self.kl_coef * (penalty_N * tokens.weight_N).sum()
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * (tokens.entropy_N * tokens.weight_N).sum()
+        self._measure(tokens, ratio_N, weights_N, meter)
+        meter.total("loss", loss.item())
         return loss
 
-    def _measure(self, tokens: TokenBatch, ratio_N: Tensor, mismatch_N: Tensor, meter: Meter) -> None:
-        c = self.config
-        count = len(ratio_N)
-        meter.mean("entropy", tokens.entropy_N.mean().item(), count)
-        meter.mean("ratio", ratio_N.mean().item(), count)
-        if c.gate == "clip":
-            shares = losses.clip_shares(
-                ratio_N, tokens.advantage_N, _set(c.clip_low), _set(c.clip_high), _set(c.dual_clip)
-            )
-            for name, clipped in shares.items():
-                meter.mean(name, clipped.float().mean().item(), count)
-        gap_N = (tokens.logp_old_N - tokens.logp_mu_N).abs()
-        gap_N = torch.where(gap_N.isfinite(), gap_N, torch.zeros_like(gap_N))  # no log-prob, no gap
-        meter.mean("logp_gap", gap_N.mean().item(), count)
-        meter.max("logp_gap_max", gap_N.max().item())
-        log_w = mismatch_N.log()
-        meter.mean("mismatch_k3", (mismatch_N - 1 - log_w).mean().item(), count)
-        meter.mean("ess", corrections.effective_sample_size(mismatch_N).item(), count)
-        if c.correction == "tis":
-            meter.mean("correction_capped", (mismatch_N > _set(c.correction_cap)).float().mean().item(), count)
+    def _ratio(self, tokens: TokenBatch) -> Tensor:
+        if self.config.ratio is None:  # the gate reads none; this one is for the metrics
+            return (tokens.logp_N - tokens.logp_old_N).detach().clamp(-LIMIT, LIMIT).exp()
+        anchor_N = tokens.logp_old_N if self.estimates_old else ANCHORS[_set(self.config.anchor)](tokens)
+        return _expect_tokens("ratio", self._one("ratio")(tokens.logp_N - anchor_N, tokens), tokens)
+
+    def _gated(self, ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
+        """The weight that the gate leaves to each token: its gradient over −A, 0 where it was clipped.
+
+        Ratio and log-probs are inputs of their own here, so that a ratio of the whole sequence counts once.
+        """
+        with torch.enable_grad():
+            r_N, logp_N = ratio_N.clone().requires_grad_(), tokens.logp_N.detach().clone().requires_grad_()
+            loss_N = self._one("gate")(r_N, replace(tokens, logp_N=logp_N))
+            by_r_N, by_logp_N = torch.autograd.grad(loss_N.sum(), (r_N, logp_N), allow_unused=True)
+        slope_N = torch.zeros_like(ratio_N)
+        if by_r_N is not None:
+            slope_N = slope_N + by_r_N * ratio_N
+        if by_logp_N is not None:
+            slope_N = slope_N + by_logp_N
+        active_N = tokens.advantage_N != 0
+        return torch.where(active_N, -slope_N / tokens.advantage_N.where(active_N, torch.ones_like(ratio_N)), ratio_N)
+
+    def _measure(self, tokens: TokenBatch, ratio_N: Tensor, weights_N: Tensor, meter: Meter) -> None:
+        """What the stages saw, and what they made of it."""
+        with torch.no_grad():
+            count, advantage_N, ratio_N = len(ratio_N), tokens.advantage_N, ratio_N.detach()
+            gated_N = self._gated(ratio_N, tokens)
+            active_N = advantage_N != 0
+            stopped_N = active_N & (gated_N == 0) & (ratio_N > 0)
+            meter.mean("entropy", tokens.entropy_N.mean().item(), count)
+            meter.mean("ratio", ratio_N.mean().item(), count)
+            meter.max("ratio_max", ratio_N.max().item())
+            meter.mean("ratio_gated", gated_N.mean().item(), count)
+            meter.max("ratio_gated_max", gated_N.max().item())
+            meter.mean("clip_high", (stopped_N & (advantage_N > 0)).float().mean().item(), count)
+            meter.mean("clip_low", (stopped_N & (advantage_N < 0) & (ratio_N < 1)).float().mean().item(), count)
+            meter.mean("clip_dual", (stopped_N & (advantage_N < 0) & (ratio_N >= 1)).float().mean().item(), count)
+            gap_N = (tokens.logp_old_N - tokens.behaviour_N).abs()  # 0 where the engine gave no log-prob
+            mismatch_N = tokens.log_mismatch_N.exp()
+            meter.mean("logp_gap", gap_N.mean().item(), count)
+            meter.max("logp_gap_max", gap_N.max().item())
+            meter.mean("mismatch_k3", (mismatch_N - 1 - mismatch_N.log()).mean().item(), count)
+            meter.mean("mismatch", mismatch_N.mean().item(), count)
+            meter.max("mismatch_max", mismatch_N.max().item())
+            meter.sample_size("ess", mismatch_N.sum().item(), (mismatch_N**2).sum().item(), count)
+            meter.mean("correction", weights_N.mean().item(), count)
+            meter.max("correction_max", weights_N.max().item())
+            meter.sample_size("ess_corrected", weights_N.sum().item(), (weights_N**2).sum().item(), count)
+            meter.mean("correction_changed", (weights_N != mismatch_N).float().mean().item(), count)
+            if tokens.logp_ref_N is not None:
+                d_N = tokens.logp_N.detach() - tokens.logp_ref_N
+                meter.mean("kl_k1", d_N.mean().item(), count)
+                meter.mean("kl_k3", ((-d_N.clamp(-LIMIT, LIMIT)).exp() - 1 + d_N).mean().item(), count)
+                meter.mean("kl_per_response", d_N.sum().item() / tokens.sequences, tokens.sequences)
+
+    # From step to step.
+
+    def finish_step(self, metrics: Mapping[str, float], sequences: int) -> dict[str, float]:
+        """Move the coefficients that are under control; returns those in use in the step that ends."""
+        used: dict[str, float] = {}
+        if self.kl_coef:
+            used["kl_coef"] = self.kl_coef
+            if (target := self.config.kl_target) and "kl_per_response" in metrics:
+                horizon = _set(self.config.kl_horizon)
+                self.kl_coef = adapt_kl(self.kl_coef, metrics["kl_per_response"], target, sequences, horizon)
+        if self.wants_entropy_gradient:
+            used["entropy_coef"] = self.entropy_coef
+            if (target := self.config.entropy_target) and "entropy" in metrics:
+                rate = _set(self.config.entropy_rate)
+                self.entropy_coef = adapt_entropy(self.entropy_coef, metrics["entropy"], target, rate)
+        return used
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "kl_coef": self.kl_coef,
+            "entropy_coef": self.entropy_coef,
+            "reward_moments": asdict(self.reward_moments),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.kl_coef = float(state["kl_coef"])
+        self.entropy_coef = float(state["entropy_coef"])
+        self.reward_moments = Moments(**state["reward_moments"])
+
+    def _one(self, key: str) -> Function:
+        (function,) = self._stages[key].values()
+        return function
+
+
+def _expect(stage: str, values: Any, count: int) -> FloatArray:
+    """What a group stage returned, as an array of the right length: a user's own function may return anything."""
+    try:
+        found: FloatArray = np.asarray(values, dtype=np.float32)
+    except (TypeError, ValueError):
+        found = np.empty(0, dtype=np.float32)
+    if found.shape != (count,) or not np.isfinite(found).all():
+        raise ConfigError(f"the {stage} function must return {count} finite numbers, got {values!r}")
+    return found
+
+
+def _expect_tokens(stage: str, values: Any, tokens: TokenBatch) -> Tensor:
+    if not isinstance(values, Tensor) or values.shape != tokens.logp_N.shape:
+        got = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
+        raise ConfigError(
+            f"the {stage} function must return one number for each of {len(tokens.logp_N)} tokens, got {got}"
+        )
+    return values
 
 
 def _set(value: T | None) -> T:
-    """A field of a resolved `AlgorithmConfig` is never None: the preset has filled it."""
+    """A field that the chosen stages read is never None in a resolved `AlgorithmConfig`."""
     assert value is not None
     return value
+
+
+def _judged(rollout: Rollout | None) -> bool:
+    return rollout is not None and rollout.score is not None and rollout.score.valid
 
 
 def _value(rollout: Rollout) -> float:
@@ -127,7 +347,32 @@ def _value(rollout: Rollout) -> float:
     return rollout.score.value
 
 
-def _to_sample(rollout: Rollout, advantage: float) -> Sample:
+def _scores(rollouts: Sequence[Rollout]) -> FloatArray:
+    return np.array([_value(r) for r in rollouts], dtype=np.float32)
+
+
+def _indices(rollouts: Sequence[Rollout]) -> list[int]:
+    return [r.index for r in rollouts]
+
+
+def _key(s: Sample) -> tuple[int, int]:
+    return s.group, s.index
+
+
+def _loss(s: Sample, values_T: FloatArray | None) -> FloatArray:
+    """The values of the loss tokens."""
+    assert values_T is not None
+    return values_T[s.mask_T]
+
+
+def _spread(s: Sample, values: FloatArray | np.float32) -> FloatArray:
+    """Values of the loss tokens, laid out over all tokens; 0 elsewhere."""
+    laid_out = np.zeros(s.length, dtype=np.float32)
+    laid_out[s.mask_T] = values
+    return laid_out
+
+
+def _to_sample(rollout: Rollout, *, reward: float, baseline: float | None, kept: bool) -> Sample:
     prompt = len(rollout.prompt_tokens)
     response = [t for s in rollout.segments for t in s.tokens]
     blank = np.zeros(prompt)
@@ -141,7 +386,10 @@ def _to_sample(rollout: Rollout, advantage: float) -> Sample:
         mask_T=mask_T,
         logp_mu_T=np.where(mask_T, logp_mu_T, np.float32(0)),
         versions_T=np.concatenate([blank - 1, *(s.versions for s in rollout.segments)]).astype(np.int64),
-        reward=_value(rollout),
-        advantage_T=np.where(mask_T, np.float32(advantage), np.float32(0)),
+        score=_value(rollout),
+        reward=reward,
+        advantage_T=np.zeros(len(mask_T), dtype=np.float32),
         weight_T=np.zeros(len(mask_T), dtype=np.float32),
+        baseline=baseline,
+        kept=kept,
     )

@@ -1,4 +1,43 @@
-"""S1, reward shaping: raw score → the reward the advantage is computed from."""
+"""S1, reward shaping: raw scores → the rewards that advantages are computed from.
+
+Order: truncation rule → length penalty → bias and scale → clip → normalisation. A KL penalty comes after that, per
+token, where advantages are computed. The metric `reward` is always the raw score.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kitae.types import BoolArray, FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True)
+class StepRewards:
+    """One row for each judged response of a step (B of them), greedy ones included.
+
+    `StepRewards(scores_B=[1., 0.], lengths_B=[12, 64], truncated_B=[False, True], groups_B=[7, 7], max_tokens=64)`
+    """
+
+    scores_B: FloatArray
+    lengths_B: IntArray
+    truncated_B: BoolArray
+    groups_B: IntArray
+    max_tokens: int
+
+
+def standard(
+    step: StepRewards, *, overlong_buffer: int, reward_bias: float, reward_scale: float, reward_clip: float
+) -> FloatArray:
+    """(score − length penalty + reward_bias) × reward_scale, clipped to ± reward_clip where that is not 0."""
+    penalties_B = [overlong_penalty(int(n), step.max_tokens, overlong_buffer) for n in step.lengths_B]
+    rewards_B = (step.scores_B + np.array(penalties_B, dtype=np.float32) + reward_bias) * reward_scale
+    if reward_clip:
+        rewards_B = rewards_B.clip(-reward_clip, reward_clip)
+    return rewards_B.astype(np.float32)
+
+
+SHAPINGS: Mapping[str, Callable[..., FloatArray]] = {"standard": standard}
 
 
 def overlong_penalty(length: int, max_tokens: int, buffer: int) -> float:
@@ -9,3 +48,36 @@ def overlong_penalty(length: int, max_tokens: int, buffer: int) -> float:
     if buffer == 0:
         return 0.0
     return -min(1.0, max(0.0, (length - (max_tokens - buffer)) / buffer))
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, mean and sum of squared deviations: `Moments().add([1, 0]).std` is 0.5."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    def add(self, values: FloatArray) -> "Moments":
+        if len(values) == 0:
+            return self
+        count, mean = len(values), float(values.mean(dtype=np.float64))
+        total, shift = self.count + count, mean - self.mean
+        return replace(
+            self,
+            count=total,
+            mean=self.mean + shift * count / total,
+            squares=self.squares
+            + float(((values - mean) ** 2).sum(dtype=np.float64))
+            + shift**2 * self.count * count / total,
+        )
+
+    @property
+    def std(self) -> float:
+        return float((self.squares / max(1.0, self.count)) ** 0.5)
+
+    def normalise(self, values: FloatArray) -> FloatArray:
+        """(x − mean) / std; zeros where nothing varies."""
+        if self.std <= 1e-6:
+            return np.zeros_like(values)
+        return ((values - np.float32(self.mean)) / np.float32(self.std)).astype(np.float32)

@@ -15,6 +15,8 @@ def show(run: Path, step: int | None, best: bool, worst: bool, errors: bool, lim
     from rich.panel import Panel
     from rich.text import Text
 
+    from kitae.types import GREEDY
+
     journal = _journal(run)
     rows = list(journal.samples())
     if not rows:
@@ -44,7 +46,8 @@ def show(run: Path, step: int | None, best: bool, worst: bool, errors: bool, lim
         if rollout.score.detail:
             body.append("\nverifier: ", style="bold").append(rollout.score.detail)
         reward = "not judged" if value is None else f"reward {value:g}"
-        title = Text(f"step {at} · {prompt.id} · sample {sample} · {reward} · {rollout.finish}")
+        which = "greedy" if sample == GREEDY else f"sample {sample}"
+        title = Text(f"step {at} · {prompt.id} · {which} · {reward} · {rollout.finish}")
         colour = "yellow" if value is None else "green" if value >= 1 else "red"
         console.print(Panel(body, title=title, title_align="left", border_style=colour))
     journal.close()

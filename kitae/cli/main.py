@@ -96,6 +96,18 @@ def recipes() -> None:
 
 
 @app.command()
+def algorithms(
+    name: Annotated[
+        str | None, typer.Argument(help="A method (its formula, source, trap and settings) or a stage (its choices).")
+    ] = None,
+) -> None:
+    """List the algorithms: each is a choice for each of eight stages."""
+    from kitae.cli import algorithms as listing
+
+    listing.algorithms(name)
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine can do."""
     from kitae.cli import doctor as machine

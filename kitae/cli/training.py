@@ -43,11 +43,13 @@ def resume(run: Path, checkpoint: str | None) -> None:
 
 def check(config: Config) -> None:
     """What can be refused without loading a model: tasks, data files, verifiers and their options."""
+    from kitae.algorithms.stages import resolve_stages
     from kitae.data.prompts import open_stream
     from kitae.data.tasks import find_task
     from kitae.models.load import find_model
     from kitae.verifiers.registry import check_params, resolve
 
+    resolve_stages(config.algorithm.model_dump())
     if config.data.task is not None:
         find_task(config.data.task).resolve(config.data.params)
     if ":" not in config.verifier.name:  # a user's own file is loaded by a worker, never here

@@ -40,9 +40,13 @@ class MicroBatch:
     target_N: Tensor
     sample_N: Tensor
     logp_mu_N: Tensor
-    logp_old_N: Tensor | None
+    version_N: Tensor
     advantage_N: Tensor
     weight_N: Tensor
+    logp_old_N: Tensor | None
+    logp_ref_N: Tensor | None
+    value_N: Tensor | None
+    return_N: Tensor | None
     samples: tuple[Sample, ...]
 
     def split(self, values_N: np.ndarray) -> list[np.ndarray]:
@@ -119,8 +123,10 @@ def collate(samples: Sequence[Sample], device: torch.device, share_prompts: bool
     def flat(name: str) -> Tensor:
         return torch.from_numpy(np.concatenate([getattr(s, name)[s.mask_T] for s in samples])).to(device)
 
+    def flat_or_none(name: str) -> Tensor | None:
+        return flat(name) if all(getattr(s, name) is not None for s in samples) else None
+
     counts = torch.tensor([s.loss_tokens for s in samples])
-    has_old = all(s.logp_old_T is not None for s in samples)
     return MicroBatch(
         tokens_T=torch.from_numpy(np.concatenate(tokens)).to(device),
         positions_T=torch.from_numpy(np.concatenate(positions)).to(device),
@@ -129,8 +135,12 @@ def collate(samples: Sequence[Sample], device: torch.device, share_prompts: bool
         target_N=flat("tokens_T"),
         sample_N=torch.repeat_interleave(torch.arange(len(samples)), counts).to(device),
         logp_mu_N=flat("logp_mu_T"),
-        logp_old_N=flat("logp_old_T") if has_old else None,
+        version_N=flat("versions_T"),
         advantage_N=flat("advantage_T"),
         weight_N=flat("weight_T"),
+        logp_old_N=flat_or_none("logp_old_T"),
+        logp_ref_N=flat_or_none("logp_ref_T"),
+        value_N=flat_or_none("value_T"),
+        return_N=flat_or_none("return_T"),
         samples=tuple(samples),
     )

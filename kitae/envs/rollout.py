@@ -10,7 +10,7 @@ from kitae.engines.native.sampler import stream_seed
 from kitae.envs.base import Environment
 from kitae.errors import root_cause
 from kitae.store.journal import Journal
-from kitae.types import FinishReason, Group, Prompt, Rollout, Segment
+from kitae.types import GREEDY, FinishReason, Group, Prompt, Rollout, Segment
 from kitae.verifiers.pool import VerifierPool
 
 MakeEnvironment = Callable[[Prompt], Environment]
@@ -28,8 +28,12 @@ class Runner:
     seed: int
     label: str = "train"
 
-    async def group(self, group: int, prompt: Prompt, size: int, journal: Journal | None = None) -> Group:
-        """All samples of one prompt. Those that the journal has already are taken from there, never sampled again.
+    async def group(
+        self, group: int, prompt: Prompt, size: int, journal: Journal | None = None, *, greedy: bool = False
+    ) -> Group:
+        """All samples of one prompt, and the greedy response if asked for, which has the index `GREEDY`.
+
+        Those that the journal has already are taken from there, never sampled again.
 
         Journalled answers that could not be judged are judged once more. Raises `RequestError` if the engine cannot
         take the prompt at all.
@@ -50,18 +54,20 @@ class Runner:
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [tasks.create_task(one(index)) for index in range(size)]
+                best = tasks.create_task(one(GREEDY)) if greedy else None
         except BaseExceptionGroup as problem:
             raise root_cause(problem) from None
-        return Group(group, prompt, tuple(task.result() for task in running))
+        return Group(group, prompt, tuple(task.result() for task in running), best.result() if best else None)
 
     async def rollout(self, group: int, index: int, prompt: Prompt) -> Rollout:
         """One episode: model turns and the environment's answers, until it is done or the tokens are used up."""
         environment = self.environment(prompt)
+        settings = replace(self.sampling, temperature=0.0) if index == GREEDY else self.sampling
         segments: list[Segment] = []
         finish: FinishReason = "stop"
         try:
             prompt_tokens = self.chat.encode_prompt(await environment.start())
-            left = self.sampling.max_tokens
+            left = settings.max_tokens
             text = ""
             while left > 0:
                 context = prompt_tokens + tuple(t for s in segments for t in s.tokens)
@@ -69,7 +75,7 @@ class Runner:
                     Request(
                         id=f"{self.label}/{group}/{index}/{len(segments)}",
                         prompt_tokens=context,
-                        sampling=replace(self.sampling, max_tokens=left),
+                        sampling=replace(settings, max_tokens=left),
                         seed=stream_seed(self.seed, self.label, group, index, len(segments)),
                         share=f"{self.label}/{group}" if not segments else "",
                     )

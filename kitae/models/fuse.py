@@ -4,6 +4,7 @@ A module is replaced only after its own forward pass and the fused one agreed on
 norm that adds 1 to its weight, say) simply stays as it is. Parameters, names and saved models do not change.
 """
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ def _fuse_norm(module: Any) -> bool:
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float) or weight is None:
         return False
 
-    def forward(hidden_states: Tensor) -> Tensor:
-        return ops.rms_norm(hidden_states, module.weight, eps)
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        return ops.rms_norm(hidden_states, self.weight, eps)
 
     return _swap_if_equal(module, forward, int(weight.shape[0]), weight.dtype)
 
@@ -38,14 +39,15 @@ def _fuse_mlp(module: Any) -> bool:
     if not isinstance(module.act_fn, nn.SiLU) and type(module.act_fn).__name__ != "SiLUActivation":
         return False
 
-    def forward(x: Tensor) -> Any:
-        return module.down_proj(ops.swiglu(module.gate_proj(x), module.up_proj(x)))
+    def forward(self: Any, x: Tensor) -> Any:
+        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
 
     first: Any = module.gate_proj
     return _swap_if_equal(module, forward, int(first.in_features), first.weight.dtype)
 
 
-def _swap_if_equal(module: Any, fused: Any, width: int, dtype: torch.dtype) -> bool:
+def _swap_if_equal(module: Any, function: Any, width: int, dtype: torch.dtype) -> bool:
+    fused = MethodType(function, module)  # bound, so that a deep copy of the model uses its own weights
     probe = torch.linspace(-3, 3, 2 * width, dtype=torch.float32).sin().view(1, 2, width).to(dtype)
     with torch.inference_mode():
         try:

@@ -21,6 +21,13 @@ _COLUMNS = (
     ("s/step", "step_seconds", "{:.1f}"),
 )
 
+_KL = ("kl", "kl_k3", "{:.4f}")
+
+
+def _columns(config: Config) -> tuple[tuple[str, str, str], ...]:
+    """The KL to the reference belongs beside the entropy, where there is a reference."""
+    return (*_COLUMNS[:4], _KL, *_COLUMNS[4:]) if config.algorithm.kl_coef else _COLUMNS
+
 
 def make_progress(config: Config, folder: Path) -> "Progress":
     return LiveProgress(config, folder) if sys.stdout.isatty() else Progress(config, folder)
@@ -37,6 +44,7 @@ class Progress:
     def __init__(self, config: Config, folder: Path) -> None:
         self.config = config
         self.folder = folder
+        self.columns = _columns(config)
         self._seconds: deque[float] = deque(maxlen=10)
 
     def __enter__(self) -> Self:
@@ -57,7 +65,7 @@ class Progress:
         print(text, flush=True)
 
     def step(self, row: dict[str, Any]) -> None:
-        cells = "  ".join(f"{title} {_cell(row, key, form)}" for title, key, form in _COLUMNS[1:])
+        cells = "  ".join(f"{title} {_cell(row, key, form)}" for title, key, form in self.columns[1:])
         self.note(f"step {row['step']}/{self.config.training.steps}  {cells}  ETA {self._eta(row)}")
 
     def evaluated(self, row: dict[str, Any]) -> None:
@@ -105,7 +113,7 @@ class LiveProgress(Progress):
         self.console.print(text, markup=False, highlight=False)
 
     def step(self, row: dict[str, Any]) -> None:
-        self._rows.append([*(_cell(row, key, form) for _, key, form in _COLUMNS), self._eta(row)])
+        self._rows.append([*(_cell(row, key, form) for _, key, form in self.columns), self._eta(row)])
 
     def _draw(self) -> Any:
         from rich.console import Group
@@ -113,7 +121,7 @@ class LiveProgress(Progress):
         from rich.text import Text
 
         table = Table(box=None, pad_edge=False)
-        for title in (*(c[0] for c in _COLUMNS), "ETA"):
+        for title in (*(c[0] for c in self.columns), "ETA"):
             table.add_column(title, justify="right")
         for row in list(self._rows):  # rich draws in a thread of its own, while steps arrive
             table.add_row(*row)

@@ -27,6 +27,7 @@ def estimate(config: Config) -> str:
     half = dtype.itemsize == 2
     trained = parameters if config.model.lora_rank == 0 else parameters // 50
     state = parameters * dtype.itemsize + trained * ((4 if half else 0) + 4 + 8)
+    more = _extra_models(config, parameters, dtype.itemsize)
     shape = json.loads((folder / "config.json").read_text()) if folder and (folder / "config.json").is_file() else {}
     width = shape.get("hidden_size", 576) * shape.get("num_hidden_layers", 30)
     t = config.training
@@ -36,18 +37,32 @@ def estimate(config: Config) -> str:
     if config.training.checkpoint_activations:
         activations //= 12
     logits = config.training.logit_chunk * shape.get("vocab_size", 49152) * 8
-    total = state + activations + logits + (config.engine.memory_gb + _BASE_GB) * 2**30
+    total = state + sum(more.values()) + activations + logits + (config.engine.memory_gb + _BASE_GB) * 2**30
     rate = _matrix_rate(str(device), dtype)
     generation = 2 * parameters * tokens / (rate * _DECODE_SHARE)
-    training = 6 * parameters * tokens * t.epochs / (rate * _TRAIN_SHARE)
+    passes = 6 * t.epochs * (2 if "critic" in more else 1) + 2 * len(more)
+    training = passes * parameters * tokens / (rate * _TRAIN_SHARE)
     lines += [
         f"model      {parameters / 1e6:.0f} M parameters",
         f"memory     about {total / 2**30:.1f} GB: {state / 2**30:.1f} weights and optimizer, "
-        f"{activations / 2**30:.1f} activations, {config.engine.memory_gb:g} cache",
+        f"{activations / 2**30:.1f} activations, {config.engine.memory_gb:g} cache"
+        + "".join(f", {size / 2**30:.1f} {name}" for name, size in more.items()),
         f"a step     up to {tokens:,} tokens: about {generation:.0f} s of generation and {training:.0f} s of training",
         f"the run    {t.steps} steps: up to about {t.steps * (generation + training) / 60:.0f} min, evaluations apart",
     ]
     return "\n".join(lines)
+
+
+def _extra_models(config: Config, parameters: int, itemsize: int) -> dict[str, int]:
+    """Bytes of the models that the algorithm wants beside the policy."""
+    a = config.algorithm
+    found = {}
+    if a.kl_coef and a.reference not in (None, "none"):
+        shared = config.model.lora_rank > 0 and a.reference == "frozen"
+        found["reference"] = 0 if shared else parameters * itemsize
+    if a.advantage == "gae":
+        found["critic"] = parameters * (itemsize + (4 if itemsize == 2 else 0) + 4 + 8)
+    return found
 
 
 def count_parameters(folder: Path) -> int | None:

@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,7 +19,6 @@ import numpy as np
 import torch
 
 from kitae.algorithms.filters import has_variance
-from kitae.algorithms.objective import Objective
 from kitae.config import Config
 from kitae.data.prompts import PromptStream
 from kitae.engines.base import Engine, WeightUpdate
@@ -30,8 +28,8 @@ from kitae.observe.observer import Observer
 from kitae.pipeline.buffer import Buffer, Outcome
 from kitae.store.checkpoint import Frontier
 from kitae.store.run import RunStore
-from kitae.trainer.trainer import Trainer
-from kitae.types import Group, Rollout, Sample
+from kitae.trainer.learner import Learner
+from kitae.types import Group, Rollout
 
 T = TypeVar("T")
 
@@ -48,8 +46,7 @@ class Pipeline:
         stream: PromptStream,
         runner: Runner,
         engine: Engine,
-        trainer: Trainer,
-        objective: Objective,
+        learner: Learner,
         observer: Observer,
         frontier: Frontier,
         evaluate: Callable[[int], Any],
@@ -59,8 +56,7 @@ class Pipeline:
         self.stream = stream
         self.runner = runner
         self.engine = engine
-        self.trainer = trainer
-        self.objective = objective
+        self.learner = learner
         self.observer = observer
         self.frontier = frontier
         self.evaluate = evaluate
@@ -93,7 +89,7 @@ class Pipeline:
 
     def save(self) -> None:
         """Checkpoint the frontier. Call it only while no update is running."""
-        self.store.checkpoints.save(self.frontier, self.trainer.save_state)
+        self.store.checkpoints.save(self.frontier, self.learner.save_state)
 
     # Loop 1
 
@@ -117,7 +113,7 @@ class Pipeline:
         dropped: list[tuple[Group, str]] = []
         while True:
             group = await self._run_group(group_id)
-            reason = self.objective.drop_reason(group)
+            reason = self.learner.objective.drop_reason(group)
             if reason is None:
                 self.buffer.put(Outcome(group, tuple(dropped)))
                 return
@@ -134,7 +130,8 @@ class Pipeline:
         await journal.add_prompt(group_id, prompt, self.version)
         size = self.config.training.group_size
         try:
-            group = await self.runner.group(group_id, prompt, size, journal)
+            greedy = self.learner.objective.wants_greedy
+            group = await self.runner.group(group_id, prompt, size, journal, greedy=greedy)
         except RequestError as problem:
             # The prompt itself is impossible (longer than the context, say): its group is lost, the others go on.
             await journal.add_event("bad prompt", f"{prompt.id}: {problem}")
@@ -164,47 +161,16 @@ class Pipeline:
             groups = sorted((o.group for o in outcomes if o.group), key=lambda g: g.id)
             self._check_staleness(groups)
             self.observer.status(f"step {step}: training on {len(groups)} groups")
-            row |= await self._in_trainer(partial(self._train, step, groups))
+            row |= await self._in_trainer(partial(self.learner.learn, step, groups))
             row["train_tokens_per_second"] = _rate(row.get("train_tokens", 0.0), row.get("train_seconds", 0.0))
             dropped = [(g.id, reason) for o in outcomes for g, reason in o.dropped]
             await self.store.journal.add_fates(step, [g.id for g in groups], dropped)
             row["wait_seconds"] = waited
             row["step_seconds"] = time.perf_counter() - began
             self.version = step
-            self.frontier = Frontier(step, self.cursor, self.trainer.optimizer.updates)
+            self.frontier = Frontier(step, self.cursor, self.learner.updates)
             await self._trained.put(row)
             await self._trained.join()  # at staleness 0 nothing can be in flight before the engine has the new weights
-
-    def _train(self, step: int, groups: list[Group]) -> dict[str, float]:
-        """All updates of one batch: epochs over mini-batches of whole groups, in a seeded order."""
-        t = self.config.training
-        by_group = [self.objective.samples(g) for g in groups]
-        metrics: dict[str, float] = {}
-        if not by_group:
-            return {"updates": 0.0}
-        several = t.minibatches * t.epochs > 1
-        if several:
-            by_group = self._with_old_logprobs(by_group)
-        updates = 0
-        for epoch in range(t.epochs):
-            order = np.arange(len(by_group))
-            if several:
-                np.random.default_rng((self.config.run.seed, step, epoch)).shuffle(order)
-            for part in np.array_split(order, min(t.minibatches, len(order))):
-                samples = [s for i in sorted(part) for s in by_group[i]]
-                numbers = self.trainer.forward_backward(self.objective.batch(samples), self.objective)
-                numbers |= self.trainer.optim_step()
-                updates += 1
-                _merge(metrics, numbers)
-        for key in metrics:
-            if key not in _SUMS and not key.endswith("_max"):
-                metrics[key] /= updates
-        return {**metrics, "updates": float(updates)}
-
-    def _with_old_logprobs(self, by_group: list[list[Sample]]) -> list[list[Sample]]:
-        flat = [s for samples in by_group for s in samples]
-        old = iter(self.trainer.logprobs(flat))
-        return [[replace(s, logp_old_T=next(old)) for s in samples] for samples in by_group]
 
     def _check_staleness(self, groups: list[Group]) -> None:
         """The bound that the buffer guarantees, asserted on every token of every batch."""
@@ -298,12 +264,6 @@ class Pipeline:
 
 
 _SILENT_LIMIT = 5
-_SUMS = {"train_seconds", "train_tokens", "skipped_updates"}
-
-
-def _merge(into: dict[str, float], numbers: dict[str, float]) -> None:
-    for key, value in numbers.items():
-        into[key] = max(value, into.get(key, value)) if key.endswith("_max") else into.get(key, 0.0) + value
 
 
 def _rate(count: float, seconds: float) -> float:

@@ -25,6 +25,9 @@ from kitae.pipeline.evaluate import Evaluation, evaluate
 from kitae.pipeline.loops import Pipeline, Stopped
 from kitae.store.checkpoint import Frontier
 from kitae.store.run import RunStore
+from kitae.trainer.critic import Critic
+from kitae.trainer.learner import Learner
+from kitae.trainer.reference import Reference
 from kitae.trainer.trainer import Trainer
 from kitae.types import Prompt
 from kitae.verifiers.pool import VerifierPool, validate
@@ -52,7 +55,8 @@ class Sources:
 
 
 def prepare(config: Config, note: Callable[[str], None]) -> Sources:
-    """Open the data and try the verifier on reference answers: all that can fail before a model loads."""
+    """Open the data, try the verifier on reference answers, load stages: all that can fail before a model loads."""
+    Objective(config.algorithm, config.sampling.max_tokens)  # finds a user's own stages and checks their signatures
     held_out = eval_prompts(config.data, config.run.seed, config.eval.prompts) if config.eval.prompts else []
     sources = Sources(open_stream(config.data, config.run.seed), held_out)
 
@@ -83,14 +87,9 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         pool = await stack.enter_async_context(_pool(config))
         observer.note(f"loading {config.model.path}")
         policy = load_policy(config.model, config.run.seed)
-        trainer = Trainer(
-            policy,
-            config.training,
-            temperature=config.sampling.temperature,
-            entropy_grad=bool(config.algorithm.entropy_coef),
-        )
+        learner = make_learner(config, policy)
         if state is not None:
-            trainer.load_state(state, frontier.updates)
+            learner.load_state(state, frontier.updates)
         # Nothing of the run was touched so far; from here on its past after the checkpoint is given up.
         await store.journal.set_meta("config", config.to_json())
         await store.journal.add_event("start", f"step {frontier.step}")
@@ -114,10 +113,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
             observer.evaluated(row)
             return row
 
-        objective = Objective(config.algorithm, config.sampling.max_tokens)
-        pipeline = Pipeline(
-            config, store, sources.stream, runner, engine, trainer, objective, observer, frontier, evaluate_at
-        )
+        pipeline = Pipeline(config, store, sources.stream, runner, engine, learner, observer, frontier, evaluate_at)
         before = await evaluate_at(0) if held_out and frontier.step == 0 else _eval_row(store, 0)
         if frontier.step == 0:
             pipeline.save()
@@ -135,6 +131,20 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         await store.journal.add_event("finished", json.dumps(after))
         observer.finished(store.folder)
         return Result(store.folder, True, config.training.steps, before, after)
+
+
+def make_learner(config: Config, policy: Policy) -> Learner:
+    """The trainer and what else the algorithm needs: a reference and a critic are made only if it reads them."""
+    a, t, temperature = config.algorithm, config.training, config.sampling.temperature
+    objective = Objective(a, config.sampling.max_tokens)
+    reference = Reference(policy, a, t, temperature) if objective.wants_reference else None
+    critic = None
+    if objective.wants_values:
+        assert a.critic_lr is not None and a.critic_clip is not None and a.critic_warmup is not None
+        model = load_policy(config.model.model_copy(update={"lora_rank": 0}), config.run.seed)
+        critic = Critic(model, t, lr=a.critic_lr, clip=a.critic_clip, warmup=a.critic_warmup)
+    trainer = Trainer(policy, t, temperature=temperature, entropy_grad=objective.wants_entropy_gradient)
+    return Learner(trainer, objective, config.run.seed, reference, critic)
 
 
 def evaluate_model(config: Config, policy: Policy | None = None) -> Evaluation:

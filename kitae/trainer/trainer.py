@@ -10,18 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kitae.algorithms.objective import TokenBatch
+from kitae.algorithms.tokens import TokenBatch
 from kitae.config import TrainingConfig
-from kitae.data.packing import MicroBatch, collate, pack
 from kitae.models.policy import Policy
 from kitae.observe.meter import Meter
-from kitae.trainer.attention import PackedAttention
-from kitae.trainer.logprobs import token_logprobs
+from kitae.trainer.forward import each_token, log_probs, micro_batches
 from kitae.trainer.optim import Optimizer
 from kitae.types import Batch, FloatArray, Sample
 
@@ -52,24 +48,23 @@ class Trainer:
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
         """Log-probs of each sample's loss tokens under the current weights, zero elsewhere: `[T]` per sample."""
-        found: dict[tuple[int, int], FloatArray] = {}
-        with torch.no_grad():
-            for micro in self._micro_batches(samples):
-                logp_N, _ = self._forward(micro)
-                for s, values in zip(micro.samples, micro.split(logp_N.cpu().numpy()), strict=True):
-                    logp_T = np.zeros(s.length, dtype=np.float32)
-                    logp_T[s.mask_T] = values
-                    found[s.group, s.index] = logp_T
-        return [found[s.group, s.index] for s in samples]
+        return each_token(
+            samples,
+            self.config,
+            self.policy.device,
+            lambda micro: log_probs(self.policy, micro, self.config, self.temperature)[0],
+        )
 
-    def forward_backward(self, batch: Batch, objective: TokenObjective) -> dict[str, float]:
-        """Add the gradient of the batch; returns the metrics of its tokens."""
+    def forward_backward(self, batch: Batch, objective: TokenObjective, version: int = 0) -> dict[str, float]:
+        """Add the gradient of the batch; returns the metrics of its tokens. version: the one being trained."""
         began = time.perf_counter()
         meter = Meter()
         row_tokens = 0
         with self._training_mode():
-            for micro in self._micro_batches(batch.samples):
-                logp_N, entropy_N = self._forward(micro)
+            for micro in micro_batches(batch.samples, self.config, self.policy.device):
+                logp_N, entropy_N = log_probs(
+                    self.policy, micro, self.config, self.temperature, entropy_grad=self.entropy_grad
+                )
                 tokens = TokenBatch(
                     logp_N=logp_N,
                     entropy_N=entropy_N,
@@ -78,6 +73,10 @@ class Trainer:
                     logp_mu_N=micro.logp_mu_N,
                     advantage_N=micro.advantage_N,
                     weight_N=micro.weight_N,
+                    sample_N=micro.sample_N,
+                    sequences=len(micro.samples),
+                    logp_ref_N=micro.logp_ref_N,
+                    lag_N=version - micro.version_N,
                 )
                 objective.loss(tokens, meter).backward()  # type: ignore[no-untyped-call]
                 row_tokens += len(micro.tokens_T)
@@ -97,23 +96,6 @@ class Trainer:
 
     def load_state(self, folder: Path, updates: int) -> None:
         self.optimizer.load_state(load_file(folder / STATE_FILE), updates)
-
-    def _micro_batches(self, samples: Sequence[Sample]) -> Iterator[MicroBatch]:
-        share = self.config.share_prompts
-        for part in pack(samples, self.config.token_budget, share):
-            yield collate(part, self.policy.device, share)
-
-    def _forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        context = PackedAttention(micro.spans, self.policy.device, self.policy.heads)
-        hidden_TH = self.policy.hidden(micro.tokens_T, micro.positions_T, context)
-        return token_logprobs(
-            self.policy,
-            hidden_TH[micro.source_N],
-            micro.target_N,
-            temperature=self.temperature,
-            chunk=self.config.logit_chunk,
-            entropy_grad=self.entropy_grad,
-        )
 
     @contextmanager
     def _training_mode(self) -> Iterator[None]:

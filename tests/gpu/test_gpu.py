@@ -15,7 +15,7 @@ from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
 from kitae.models.tiny import ARCHITECTURES
 
-sys.path += [str(Path(__file__).parents[1] / part) for part in ("integration", "unit/trainer")]
+sys.path += [str(Path(__file__).parents[1] / part) for part in ("integration", "unit/trainer", "unit/algorithms")]
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 TinyPolicy = Callable[..., Policy]
@@ -75,3 +75,28 @@ def test_reward_rises(dtype: str, tmp_path: Path) -> None:
     assert steps[0]["reward"] < 0.2 and steps[-1]["reward"] > 0.75
     if dtype == "float32":
         assert max(r["logp_gap_max"] for r in steps) < 1e-3
+
+
+@pytest.mark.parametrize("preset", ["ppo", "gspo", "reinforce++", "remax", "minirl", "gmpo", "entropy-control", "opsm"])
+def test_methods_learn(preset: str, tmp_path: Path) -> None:
+    """Those with a critic, a reference, a greedy baseline, sums over sequences, or an entropy gradient."""
+    from harness import HERE, rows, run_toy
+
+    verifier = f"verifier.name={HERE / 'toy.py'}:any_digit"
+    updates = "training.minibatches=1" if preset == "remax" else "training.minibatches=2"
+    settings = ["model.device=cuda", f"algorithm.preset={preset}", "training.steps=17", "eval.prompts=0", updates]
+    rewards = [r["reward"] for r in rows(run_toy(tmp_path, verifier, *settings).folder)]
+    assert rewards[0] < 0.6 and sum(rewards[-4:]) / 4 >= 0.85, rewards
+
+
+def test_token_stages_equal_the_cpu() -> None:
+    """Loss and gradient of every preset on the fixed batch."""
+    from golden import golden_row
+
+    from kitae.algorithms.presets import PRESETS
+
+    for preset in PRESETS:
+        here, there = golden_row(preset), golden_row(preset, "cuda")
+        assert there["loss"] == pytest.approx(here["loss"], abs=2e-5), preset
+        for key, gradient in here["gradient"].items():
+            assert there["gradient"][key] == pytest.approx(gradient, abs=2e-5), (preset, key)

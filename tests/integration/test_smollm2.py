@@ -75,7 +75,7 @@ def _sample(index: int, prompt: tuple[int, ...], done: Completion) -> Sample:
     mask = np.arange(len(tokens)) >= len(prompt)
     mu = np.zeros(len(tokens), dtype=np.float32)
     mu[mask] = done.logprobs
-    return Sample(index // 3, index, tokens, len(prompt), mask, mu, np.zeros_like(tokens), 0.0, mu * 0, mu * 0)
+    return Sample(index // 3, index, tokens, len(prompt), mask, mu, np.zeros_like(tokens), 0.0, 0.0, mu * 0, mu * 0)
 
 
 def test_the_quickstart_recipe_takes_a_step(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from pydantic import ValidationError, create_model
 
 import kitae
 from kitae.algorithms.presets import PRESETS
+from kitae.algorithms.stages import STAGES, keyword_settings
 from kitae.config import _ELSEWHERE, Config, Section, load_config, override_config, parse_config
 from kitae.data.tasks import TASKS
 from kitae.errors import ConfigError
@@ -298,7 +299,7 @@ def test_shipped_recipes_are_valid(recipe: Path) -> None:
             ),
             "sampling": st.fixed_dictionaries({}, optional={"stop": st.lists(st.text(max_size=3), max_size=3)}),
             "algorithm": st.fixed_dictionaries(
-                {"preset": st.sampled_from(sorted(PRESETS))}, optional={"clip_high": st.floats(0.01, 10)}
+                {"preset": st.sampled_from(sorted(PRESETS))}, optional={"entropy_coef": st.floats(0, 10)}
             ),
         }
     )
@@ -333,7 +334,9 @@ def reads() -> set[tuple[str, str]]:
     A read is an attribute of something known to be a section: `….config.training.steps`; `t.steps` in a file that
     says `t = ….config.training`; `config.steps` in a file with a parameter `config: TrainingConfig`.
     """
-    found = set()
+    found = {("algorithm", key) for stage in STAGES.values() for key in (stage.key, "params", "preset")}
+    for stage in STAGES.values():  # settings of a stage function are its keywords
+        found |= {("algorithm", key) for f in stage.choices.values() for key in keyword_settings(f)}
     for path in PACKAGE.rglob("*.py"):
         if path.name not in ("config.py", "presets.py"):
             nodes = list(ast.walk(ast.parse(path.read_text())))

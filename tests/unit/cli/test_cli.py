@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,13 +12,15 @@ from typing import NamedTuple
 
 import pytest
 
+from kitae.algorithms.presets import PRESETS
+from kitae.algorithms.stages import STAGES
 from kitae.cli import inspection, main
 from kitae.config import parse_config
 from kitae.store.journal import Journal
 from kitae.store.run import RunStore
 from kitae.types import Message, Prompt, Rollout, Score, Segment
 
-COMMANDS = ("train", "resume", "eval", "show", "plot", "recipes", "doctor")
+COMMANDS = ("train", "resume", "eval", "show", "plot", "recipes", "algorithms", "doctor")
 
 
 class Result(NamedTuple):
@@ -87,6 +90,7 @@ HEAVY = ("torch", "transformers", "numpy", "matplotlib", "sympy")
         (["--help"], ["pydantic", "rich", *HEAVY]),
         (["train", "--help"], HEAVY),  # typer itself needs pydantic to read arguments
         (["recipes"], HEAVY),
+        (["algorithms", "ppo"], [m for m in HEAVY if m != "numpy"]),
         (["show", "/nowhere"], [m for m in HEAVY if m != "numpy"]),
         (["train", "quickstart", "training.stepz=1"], [m for m in HEAVY if m != "numpy"]),
     ],
@@ -309,3 +313,44 @@ def test_plot_prints_where_the_picture_is(cli: Cli, run_folder: Path, tmp_path: 
     assert (tmp_path / "other.png").read_bytes().startswith(b"\x89PNG")
     for bad in (tmp_path / "no" / "folder" / "x.png", tmp_path / "x.nonsense"):
         assert str(bad) in failure(cli("plot", run_folder, "-o", bad))
+
+
+def test_algorithms_lists_every_method_with_its_stages(cli: Cli) -> None:
+    result = cli("algorithms")
+    header, *lines = result.out.splitlines()
+    assert result.status == 0 and header.split()[:3] == ["method", "S1", "reward"]
+    assert [line.split()[0] for line in lines[: len(PRESETS)]] == list(PRESETS)
+    (dapo,) = (line for line in lines if line.startswith("dapo "))
+    assert all(part in dapo for part in ("zero-variance", "group-zscore", "clip (0.2, 0.28)", "token-mean"))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_algorithms_explains_one(name: str, cli: Cli) -> None:
+    out = cli("algorithms", name).out
+    for part in (PRESETS[name].title, PRESETS[name].formula, PRESETS[name].source, PRESETS[name].trap):
+        assert part in out
+    for key, value in PRESETS[name].choices.items():
+        assert re.search(rf"^  \* {key} +{re.escape(str(value))}$", out, re.MULTILINE), (key, value)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_algorithms_lists_the_choices_of_a_stage(stage: str, cli: Cli) -> None:
+    out = cli("algorithms", stage).out
+    assert all(f"  {name} " in out for name in STAGES[stage].choices)
+
+
+def test_algorithms_names_the_nearest(cli: Cli) -> None:
+    result = cli("algorithms", "rlo")
+    assert result.status == 1 and "did you mean 'rloo'" in result.err
+
+
+def test_a_bad_algorithm_is_refused_by_a_dry_run(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def gate(ratio_N): return ratio_N\n")
+    for setting, message in {
+        "algorithm.kl_coef=0.1": "a KL term needs a reference",
+        "algorithm.gate=own.py:gate": "must take (ratio_N, tokens)",
+        "algorithm.gate=missing.py:gate": "must exist",
+        "algorithm.clip_lo=0.1": "did you mean algorithm.clip_low?",
+    }.items():
+        result = cli("train", "quickstart", "--dry-run", setting)
+        assert result.status == 1 and message in result.err, result

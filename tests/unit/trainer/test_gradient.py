@@ -38,7 +38,7 @@ def make_samples(shapes: list[tuple[int, int, int]], seed: int = 0, gaps: bool =
         advantage = np.where(mask, rng.normal(), 0).astype(np.float32)
         versions = np.zeros(len(tokens), dtype=np.int64)
         blank = np.zeros(len(tokens), dtype=np.float32)
-        samples.append(Sample(group, index, tokens, prompt, mask, mu, versions, 0.0, advantage, blank))
+        samples.append(Sample(group, index, tokens, prompt, mask, mu, versions, 0.0, 0.0, advantage, blank))
     return samples
 
 
@@ -103,8 +103,9 @@ def test_gradient_does_not_depend_on_the_cut(tiny_policy: TinyPolicy, data: st.D
     aggregation = data.draw(
         st.sampled_from(["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant-length", "prompt-mean"])
     )
+    length = {"constant_length": 64} if aggregation == "constant-length" else {}
     samples = make_samples(shapes, gaps=data.draw(st.booleans()))
-    algorithm = AlgorithmConfig(preset="grpo", aggregation=aggregation)
+    algorithm = AlgorithmConfig.model_validate({"preset": "grpo", "aggregation": aggregation, **length})
     policy = tiny_policy()
     whole = gradient(policy, samples, algorithm, token_budget=10_000)
     shuffled = data.draw(st.permutations(samples))

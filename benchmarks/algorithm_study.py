@@ -1,0 +1,117 @@
+"""Methods side by side on the quickstart task: SmolLM2-135M, the same settings, several seeds each.
+
+    python benchmarks/algorithm_study.py [--presets grpo,raft++] [--seeds 3] [--steps 20] [--folder runs/study]
+
+Each run is `kitae train quickstart algorithm.preset=… run.seed=…`; runs that are finished already are not repeated.
+Prints a table and writes docs/algorithm_study.png: reward, entropy and trained samples by step, mean over seeds, with
+the range of the seeds shaded. About two minutes a run on two cores; nothing here is a measurement of speed.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parent.parent
+DEFAULT = "grpo,reinforce++,raft++,reinforce-rej,reinforce,reinforce-drop-wrong,reinforce-drop-correct"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--presets", default=DEFAULT)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--folder", type=Path, default=Path("runs/study"))
+    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "algorithm_study.png")
+    arguments = parser.parse_args()
+    presets = arguments.presets.split(",")
+    found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in presets}
+    for seed in range(arguments.seeds):
+        for name in presets:
+            found[name].append(run(name, seed, arguments.steps, arguments.folder))
+    print_table(found)
+    plot(found, arguments.picture)
+
+
+def run(preset: str, seed: int, steps: int, folder: Path) -> list[dict[str, Any]]:
+    """The metrics of one run."""
+    name = f"{preset.replace('+', 'p')}-{seed}"
+    metrics = folder / f"{name}-001" / "metrics.jsonl"
+    if not (metrics.exists() and _rows(metrics)[-1]["step"] == steps and _rows(metrics)[-1]["kind"] == "eval"):
+        settings = [
+            f"algorithm.preset={preset}", f"run.seed={seed}", f"training.steps={steps}", f"run.name={name}",
+            f"run.dir={folder}", "checkpoint.every=1000",
+        ]  # fmt: skip
+        print(f"training {preset}, seed {seed}", file=sys.stderr)
+        program = [sys.executable, "-c", "from kitae.cli.main import run; run()", "train", "quickstart"]
+        subprocess.run([*program, *settings], check=True, stdout=subprocess.DEVNULL)
+    return _rows(metrics)
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _steps(rows: list[dict[str, Any]], key: str) -> list[float]:
+    """One value per step; steps without an update have no entropy: the last one stands."""
+    values: list[float] = []
+    for row in rows:
+        if row["kind"] == "step":
+            values.append(row.get(key, values[-1] if values else float("nan")))
+    return values
+
+
+def print_table(found: dict[str, list[list[dict[str, Any]]]]) -> None:
+    print(
+        "| method | held-out before | after | reward, steps 1–5 | last 5 | entropy, step 1 | last | samples trained |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for name, runs in found.items():
+        evals = np.array([[r["avg"] for r in rows if r["kind"] == "eval"] for rows in runs])
+        reward = np.array([_steps(rows, "reward") for rows in runs])
+        entropy = np.array([_steps(rows, "entropy") for rows in runs])
+        trained = np.array([_steps(rows, "samples_trained") for rows in runs])
+        cells = [
+            _range(evals[:, 0]), _range(evals[:, -1]), _range(reward[:, :5].mean(1)), _range(reward[:, -5:].mean(1)),
+            _range(entropy[:, 0]), _range(entropy[:, -1]), f"{trained.sum(1).mean():.0f}",
+        ]  # fmt: skip
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def _range(values: Any) -> str:
+    """Mean over seeds, with the smallest and the largest."""
+    return f"{np.mean(values):.3f} ({np.min(values):.3f}–{np.max(values):.3f})"
+
+
+def plot(found: dict[str, list[list[dict[str, Any]]]], picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = (("reward", "mean reward of the samples"), ("entropy", "entropy per token (nats)"),
+              ("samples_trained", "samples trained, of 64"))  # fmt: skip
+    figure, axes = plt.subplots(1, len(panels), figsize=(15, 4.6))
+    for axis, (key, label) in zip(axes, panels, strict=True):
+        for name, runs in found.items():
+            values = np.array([_steps(rows, key) for rows in runs])
+            steps = np.arange(1, values.shape[1] + 1)
+            (line,) = axis.plot(steps, values.mean(0), label=name, linewidth=1.8)
+            axis.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.12, linewidth=0)
+        axis.set_xlabel("step")
+        axis.set_title(label, fontsize=11)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(fontsize=8, loc="lower right", frameon=False)
+    figure.suptitle("SmolLM2-135M, quickstart task: mean and range over seeds", fontsize=12)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=130)
+    print(f"wrote {picture}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""S8, regularisers: a KL term against a reference policy, and the controllers of its and the entropy's coefficient.
+
+With d = log π − log π_ref: k1 = d, k2 = d²/2, k3 = e^−d − 1 + d. As a loss, k1 has an expected gradient of zero, k2
+that of the reverse KL(π ‖ ref), k3 that of the forward KL(ref ‖ π); the forms weighted by the live ratio π_θ / π_old
+have that of the reverse KL again. In the reward each acts through the policy gradient, as the reverse KL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kitae.algorithms.tokens import LIMIT, TokenBatch
+from kitae.types import FloatArray
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def in_reward(kind: str, d_T: FloatArray) -> FloatArray:
+    """The penalty of each token for the reward: a number, never differentiated."""
+    d_T = d_T.clip(-LIMIT, LIMIT)
+    if kind == "k1":
+        return d_T
+    return (d_T**2 / 2 if kind == "k2" else np.exp(-d_T) - 1 + d_T).astype(np.float32)
+
+
+def _difference(tokens: TokenBatch) -> Tensor:
+    assert tokens.logp_ref_N is not None
+    return (tokens.logp_N - tokens.logp_ref_N).clamp(-LIMIT, LIMIT)
+
+
+def _ratio(tokens: TokenBatch) -> Tensor:
+    return (tokens.logp_N - tokens.logp_old_N).clamp(-LIMIT, LIMIT).exp()
+
+
+def k1_loss(tokens: TokenBatch) -> Tensor:
+    """d; as a loss it regularises nothing, and is refused there."""
+    return _difference(tokens)
+
+
+def k2_loss(tokens: TokenBatch) -> Tensor:
+    """d² / 2: gradient of the reverse KL on samples of the policy itself."""
+    return _difference(tokens) ** 2 / 2
+
+
+def k3_loss(tokens: TokenBatch) -> Tensor:
+    """e^−d − 1 + d: gradient of the forward KL."""
+    d_N = _difference(tokens)
+    return (-d_N).exp() - 1 + d_N
+
+
+def k1_ratio(tokens: TokenBatch) -> Tensor:
+    """r d, r differentiable: gradient of the reverse KL, on older samples too."""
+    return _ratio(tokens) * k1_loss(tokens)
+
+
+def k2_ratio(tokens: TokenBatch) -> Tensor:
+    """sg[r] d² / 2: gradient of the reverse KL, on older samples too."""
+    return _ratio(tokens).detach() * k2_loss(tokens)
+
+
+def k3_ratio(tokens: TokenBatch) -> Tensor:
+    """r (e^−d − 1 + d), r differentiable: gradient of the reverse KL, on older samples too."""
+    return _ratio(tokens) * k3_loss(tokens)
+
+
+REGULARISERS: Mapping[str, Callable[..., Tensor]] = {
+    "k1": k1_loss,
+    "k2": k2_loss,
+    "k3": k3_loss,
+    "k1-ratio": k1_ratio,
+    "k2-ratio": k2_ratio,
+    "k3-ratio": k3_ratio,
+}
+
+
+def adapt_kl(coefficient: float, kl: float, target: float, sequences: int, horizon: float) -> float:
+    """β ← β (1 + clip(KL / target − 1, ±0.2) × n / horizon), KL in nats per sequence."""
+    error = max(-0.2, min(0.2, kl / target - 1))
+    return coefficient * (1 + error * sequences / horizon)
+
+
+def adapt_entropy(coefficient: float, entropy: float, target: float, step: float) -> float:
+    """Raise the bonus by `step` while the entropy is below its target, lower it while above; never below 0."""
+    return max(0.0, coefficient + (step if entropy < target else -step))

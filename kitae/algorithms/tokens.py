@@ -1,0 +1,54 @@
+"""The loss tokens of a micro-batch, as the stages S4, S5, S6 and S8 see them.
+
+Legend: N loss tokens, S sequences. Nothing in this package but `objective.py` imports torch: stages use methods of the
+tensors that they are given, so that reading a recipe or listing the algorithms costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LIMIT = 20.0
+"""Log-ratios are clamped to ± this before the exponential."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Only `logp_N`, and `entropy_N` if it is rewarded, carry gradients. Every sequence is here as a whole.
+
+    Two sequences of 2 and 4 loss tokens: N = 6, `sample_N = [0, 0, 1, 1, 1, 1]`, `sequences = 2`.
+    """
+
+    logp_N: Tensor  # π_θ, the policy that is differentiated
+    entropy_N: Tensor
+    logp_old_N: Tensor  # π_old, the trainer's policy before this batch's updates
+    logp_mu_N: Tensor  # μ, what really sampled the token; NaN where the engine gave none
+    advantage_N: Tensor
+    weight_N: Tensor  # S7
+    sample_N: Tensor
+    sequences: int
+    logp_ref_N: Tensor | None = None  # π_ref, where there is a KL term
+    lag_N: Tensor | None = None  # versions from the one that sampled the token to the one being trained, at least 1
+
+    def sums(self, values_N: Tensor) -> Tensor:
+        """The sum over each sequence, at every token of it."""
+        totals_S = values_N.new_zeros(self.sequences).index_add(0, self.sample_N, values_N)
+        return totals_S[self.sample_N]
+
+    def means(self, values_N: Tensor) -> Tensor:
+        """The mean over each sequence, at every token of it."""
+        return self.sums(values_N) / self.sums(values_N.new_ones(len(values_N)))
+
+    @property
+    def behaviour_N(self) -> Tensor:
+        """log μ; where the engine gave none, log π_old, so that the mismatch there is 1."""
+        return self.logp_mu_N.where(self.logp_mu_N.isfinite(), self.logp_old_N)
+
+    @property
+    def log_mismatch_N(self) -> Tensor:
+        """log w = log π_old − log μ."""
+        return (self.logp_old_N - self.behaviour_N).clamp(-LIMIT, LIMIT)

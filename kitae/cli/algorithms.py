@@ -1,0 +1,51 @@
+"""`kitae algorithms`."""
+
+from kitae.algorithms.catalogue import COLUMNS, arguments, choices, master_table, settings
+from kitae.algorithms.presets import BASE, PRESETS
+from kitae.algorithms.stages import STAGES, Stage
+from kitae.errors import ConfigError
+from kitae.plugins import nearest
+
+
+def algorithms(name: str | None) -> None:
+    if name is None:
+        _overview()
+    elif name in PRESETS:
+        _preset(name)
+    elif name in STAGES:
+        _stage(STAGES[name])
+    else:
+        raise ConfigError(
+            f"no algorithm or stage {name!r}{nearest(name, [*PRESETS, *STAGES])}; algorithms are {', '.join(PRESETS)}; "
+            f"stages are {', '.join(STAGES)}"
+        )
+
+
+def _overview() -> None:
+    rows = [COLUMNS, *master_table()]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(f"\n{len(PRESETS)} methods. One of them:   kitae algorithms {next(iter(PRESETS))}")
+    print(f"the choices of a stage:   kitae algorithms gate      (stages: {', '.join(STAGES)})")
+    print("train with one:           kitae train quickstart algorithm.preset=dapo")
+
+
+def _preset(name: str) -> None:
+    preset = PRESETS[name]
+    print(f"{name}: {preset.title}\n")
+    print(f"  formula   {preset.formula}")
+    print(f"  source    {preset.source}")
+    print(f"  trap      {preset.trap}\n")
+    print("  settings that act (* differs from what presets start from):")
+    for key, value in settings(name).items():
+        mark = " " if BASE.get(key) == value else "*"
+        print(f"  {mark} {key:18} {value}")
+    print(f"\n  use it    kitae train RECIPE algorithm.preset={name}")
+
+
+def _stage(stage: Stage) -> None:
+    print(f"{stage.number} {stage.key}: {stage.purpose}. A function of it: {arguments(stage)}\n")
+    for name, text, options in choices(stage):
+        print(f"  {name:20} {text}" + (f"  [{options}]" if options else ""))
+    print(f"\n  your own: algorithm.{stage.key} = 'file.py:function' (docs/custom-algorithms.md)")

@@ -1,0 +1,189 @@
+"""Routing replay for mixture-of-experts models: a forward pass uses the experts that another one chose.
+
+    with record_routing(model) as record:
+        model(tokens)
+    with replay_routing(model, record.experts_TLK):
+        loss(model(tokens)).backward()
+
+Replay fixes indices only. Gates are computed again from the current logits at these indices and follow the model's rule
+for normalising them, so the router is still trained. Reference and teacher passes do not replay.
+
+Covered: routers that transformers writes as a module `…Router` which returns (logits, gates, experts), with gates that
+are a softmax over all experts, renormalised over the chosen ones unless `norm_topk_prob` is off. Tested: Mixtral,
+Qwen2-MoE, Qwen3-MoE, OLMoE, GPT-OSS, and non-reentrant activation checkpointing. That a router is of this kind is
+checked on its own output in every forward pass.
+
+Refused: other gates (tested: the sigmoid router with a bias for selection of DeepSeek-V3, Jamba), and models without
+router modules. Not covered: an engine that returns its experts, layers spread over pipeline stages, compiled models.
+
+Legend: T tokens of the pass in row order, L MoE layers (dense layers do not count), K experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kitae.errors import ModelError
+
+NO_RECORD = -1
+"""All K entries of a position hold this where nothing was recorded: native routing there."""
+
+Routed = tuple[Tensor, Tensor, Tensor]  # logits_TE, gates_TK, experts_TK
+Act = Callable[[int, nn.Module, Routed], Routed]  # (layer, router, what it returned) → what its caller gets
+
+
+def replayed_gates(logits_TE: Tensor, experts_TK: Tensor, renormalise: bool) -> Tensor:
+    """softmax(logits) at the given experts, in fp32; renormalised, they sum to 1: a softmax over the chosen alone.
+
+    Logits [2, 1, 1.2, -1] at experts [0, 1]: [0.536, 0.197], renormalised [0.731, 0.269].
+    """
+    gates_TK = logits_TE.float().softmax(-1).gather(-1, experts_TK)
+    return gates_TK / gates_TK.sum(-1, keepdim=True) if renormalise else gates_TK
+
+
+@dataclass(slots=True)
+class RoutingRecord:
+    """The experts of one forward pass: for each MoE layer `[T, K]`. Complete when the context has ended."""
+
+    layers: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def experts_TLK(self) -> Tensor:
+        """int16. One token, two layers, top-2: `[[[0, 2], [3, 1]]]`."""
+        return torch.stack([self.layers[i] for i in range(len(self.layers))], dim=1)
+
+
+@contextmanager
+def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
+    """Record the experts chosen in the one forward pass that runs inside."""
+    record = RoutingRecord()
+
+    def keep(layer: int, router: nn.Module, routed: Routed) -> Routed:
+        record.layers[layer] = routed[2].to(torch.int16)
+        return routed
+
+    with _hooked(_routers(model), keep):
+        yield record
+
+
+@contextmanager
+def replay_routing(model: nn.Module, experts_TLK: Tensor) -> Iterator[None]:
+    """Route the one forward pass that runs inside by this record, and its recomputation in the backward pass.
+
+    With activation checkpointing the backward pass must run inside too: outside, it would recompute native routing.
+    """
+    routers = _routers(model)
+    _check_record(experts_TLK, routers)
+    to_recompute: set[int] = set()
+
+    def replay(layer: int, router: nn.Module, routed: Routed) -> Routed:
+        logits_TE, gates_TK, native_TK = routed
+        if len(experts_TLK) != len(native_TK):
+            raise ModelError(
+                f"a routing record must cover its forward pass, got {len(experts_TLK)} positions "
+                f"for {len(native_TK)} tokens"
+            )
+        recorded_TK = experts_TLK[:, layer].to(native_TK)
+        experts_TK = native_TK.where(recorded_TK == NO_RECORD, recorded_TK)
+        if _in_backward():
+            to_recompute.clear()
+        elif gates_TK.requires_grad:
+            to_recompute.add(layer)
+        return logits_TE, _gates(router, logits_TE, experts_TK).to(gates_TK), experts_TK
+
+    with _hooked(routers, replay):
+        yield
+    if to_recompute and model.training and getattr(model, "is_gradient_checkpointing", False):
+        raise ModelError("with activation checkpointing the backward pass must run inside replay_routing, it did not")
+
+
+@contextmanager
+def _hooked(routers: list[nn.Module], act: Act) -> Iterator[None]:
+    """`act` on what each router returns, once in a forward pass and whenever the backward pass recomputes it.
+
+    The place in the record belongs to the router: layers are recomputed in any order, any number of times.
+    """
+    called: set[int] = set()
+
+    def hook(layer: int, router: nn.Module, _: Any, output: Any) -> Routed:
+        if not _in_backward():
+            if layer in called:
+                raise ModelError(f"a routing record is of one forward pass, got a second one in MoE layer {layer}")
+            called.add(layer)
+            _check_output(router, output)
+        return act(layer, router, output)
+
+    handles = [router.register_forward_hook(partial(hook, layer)) for layer, router in enumerate(routers)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if missed := sorted(set(range(len(routers))) - called):
+        raise ModelError(f"a forward pass must call every router, got no call in MoE layers {missed}")
+
+
+def _in_backward() -> bool:
+    """Whether autograd is running on this thread: a forward pass is then a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _gates(router: nn.Module, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
+    """By the router's own rule; those that have no setting for it renormalise."""
+    return replayed_gates(logits_TE, experts_TK, bool(getattr(router, "norm_topk_prob", True)))
+
+
+def _routers(model: nn.Module) -> list[nn.Module]:
+    """In layer order."""
+    routers = [m for m in model.modules() if type(m).__name__.endswith("Router")]
+    if not routers:
+        raise ModelError(f"routing replay needs router modules, got {type(model).__name__} without any")
+    for router in routers:
+        if not (hasattr(router, "top_k") and hasattr(router, "num_experts")):
+            raise _unknown(router)
+    return routers
+
+
+def _check_output(router: nn.Module, output: Any) -> None:
+    """Refuse a router whose gates are not what `_gates` makes of its logits and experts."""
+    if not (isinstance(output, tuple) and len(output) == 3 and output[1].shape == output[2].shape):
+        raise _unknown(router)
+    logits_TE, gates_TK, experts_TK = (x.detach() for x in output)
+    if logits_TE.ndim != 2 or experts_TK.is_floating_point():
+        raise _unknown(router)
+    rounding = max(1e-5, torch.finfo(gates_TK.dtype).eps)
+    again_TK = _gates(router, logits_TE, experts_TK).to(gates_TK)
+    if not torch.allclose(again_TK, gates_TK, rtol=0, atol=rounding, equal_nan=True):
+        raise _unknown(router)
+
+
+def _unknown(router: nn.Module) -> ModelError:
+    return ModelError(
+        "routing replay needs routers that return (logits, gates, experts) with gates from a softmax, "
+        f"got {type(router).__name__}"
+    )
+
+
+def _check_record(experts_TLK: Tensor, routers: list[nn.Module]) -> None:
+    layers, top_k, experts = len(routers), int(routers[0].top_k), int(routers[0].num_experts)  # type: ignore[arg-type]
+    if experts_TLK.ndim != 3 or experts_TLK.shape[1:] != (layers, top_k) or experts_TLK.is_floating_point():
+        raise ModelError(
+            f"a routing record must be integers [tokens, MoE layers = {layers}, experts per token = {top_k}], "
+            f"got {experts_TLK.dtype} {list(experts_TLK.shape)}"
+        )
+    sorted_TLK = experts_TLK.sort(-1).values
+    known_TL = ((sorted_TLK >= 0) & (sorted_TLK < experts)).all(-1) & (sorted_TLK.diff(dim=-1) > 0).all(-1)
+    bad_TL = ~(known_TL | (sorted_TLK == NO_RECORD).all(-1))
+    if bad_TL.any():
+        token, layer = bad_TL.nonzero()[0].tolist()
+        raise ModelError(
+            f"a position of a routing record must hold {top_k} different experts below {experts}, or {NO_RECORD} "
+            f"throughout, got {experts_TLK[token, layer].tolist()} at token {token} of MoE layer {layer}"
+        )

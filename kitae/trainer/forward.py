@@ -1,0 +1,57 @@
+"""Packed forward passes: samples in, one number for each loss token out. Shared by policy, reference and critic."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kitae.config import TrainingConfig
+from kitae.data.packing import MicroBatch, collate, pack
+from kitae.models.policy import Policy
+from kitae.trainer.attention import PackedAttention
+from kitae.trainer.logprobs import token_logprobs
+from kitae.types import FloatArray, Sample
+
+
+def micro_batches(samples: Sequence[Sample], config: TrainingConfig, device: torch.device) -> Iterator[MicroBatch]:
+    for part in pack(samples, config.token_budget, config.share_prompts):
+        yield collate(part, device, config.share_prompts)
+
+
+def predicting_states(policy: Policy, micro: MicroBatch) -> Tensor:
+    """The hidden states `[N, H]` that predict the loss tokens."""
+    context = PackedAttention(micro.spans, policy.device, policy.heads)
+    return policy.hidden(micro.tokens_T, micro.positions_T, context)[micro.source_N]
+
+
+def log_probs(
+    policy: Policy, micro: MicroBatch, config: TrainingConfig, temperature: float, entropy_grad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`(logp_N, entropy_N)` of the loss tokens."""
+    return token_logprobs(
+        policy,
+        predicting_states(policy, micro),
+        micro.target_N,
+        temperature=temperature,
+        chunk=config.logit_chunk,
+        entropy_grad=entropy_grad,
+    )
+
+
+def each_token(
+    samples: Sequence[Sample],
+    config: TrainingConfig,
+    device: torch.device,
+    compute: Callable[[MicroBatch], Tensor],
+) -> list[FloatArray]:
+    """What `compute` gives for the loss tokens, per sample over all its tokens, 0 elsewhere. No gradients."""
+    found: dict[tuple[int, int], FloatArray] = {}
+    with torch.no_grad():
+        for micro in micro_batches(samples, config, device):
+            values_N = compute(micro).float().cpu().numpy()
+            for s, values in zip(micro.samples, micro.split(values_N), strict=True):
+                laid_out = np.zeros(s.length, dtype=np.float32)
+                laid_out[s.mask_T] = values
+                found[s.group, s.index] = laid_out
+    return [found[s.group, s.index] for s in samples]

@@ -1,0 +1,82 @@
+"""The reference policy of a KL term: the initial model, kept as it was or refreshed from time to time.
+
+With LoRA the frozen reference costs no memory: it is the same model without its adapters. Otherwise it is a copy of the
+weights in the dtype of the computation. Without a KL term there is none.
+"""
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from kitae.algorithms.config import AlgorithmConfig
+from kitae.config import TrainingConfig
+from kitae.models.policy import Policy
+from kitae.trainer.forward import each_token, log_probs
+from kitae.types import FloatArray, Sample
+
+STATE_FILE = "reference.safetensors"
+
+
+class Reference:
+    """Make it before the policy is trained or a checkpoint is loaded: it starts as the policy is then."""
+
+    def __init__(
+        self, policy: Policy, algorithm: AlgorithmConfig, training: TrainingConfig, temperature: float
+    ) -> None:
+        self.algorithm = algorithm
+        self.training = training
+        self.temperature = temperature
+        self._live = policy
+        self._adapters = policy.model is not policy.base and algorithm.reference == "frozen"
+        self._policy = policy if self._adapters else _frozen_copy(policy)
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
+        """Log-probs of each sample's loss tokens, zero elsewhere: `[T]` per sample."""
+        with self._without_adapters():
+            return each_token(
+                samples,
+                self.training,
+                self._policy.device,
+                lambda micro: log_probs(self._policy, micro, self.training, self.temperature)[0],
+            )
+
+    def finish_step(self, step: int) -> None:
+        """Refresh the reference where that is due."""
+        kind, every = self.algorithm.reference, self.algorithm.reference_every
+        if kind not in ("ema", "reset") or every is None or step % every:
+            return
+        mix = 1.0 if kind == "reset" else self.algorithm.reference_mix
+        assert mix is not None
+        with torch.no_grad():
+            for mine, live in zip(self._policy.model.parameters(), self._live.model.parameters(), strict=True):
+                mine.lerp_(live.to(mine.dtype), mix)
+
+    def save_state(self, folder: Path) -> None:
+        """A frozen reference needs no file: it is the model that the run started from."""
+        if self.algorithm.reference != "frozen":
+            named = self._policy.model.named_parameters()
+            save_file({n: p.detach().cpu().contiguous() for n, p in named}, folder / STATE_FILE)
+
+    def load_state(self, folder: Path) -> None:
+        if self.algorithm.reference != "frozen":
+            saved = load_file(folder / STATE_FILE)
+            with torch.no_grad():
+                for name, p in self._policy.model.named_parameters():
+                    p.copy_(saved[name])
+
+    @contextmanager
+    def _without_adapters(self) -> Iterator[None]:
+        if not self._adapters:
+            yield
+            return
+        with self._live.model.disable_adapter():
+            yield
+
+
+def _frozen_copy(policy: Policy) -> Policy:
+    model = copy.deepcopy(policy.model).requires_grad_(False).eval()
+    return Policy(model, policy.tokenizer, policy.source)

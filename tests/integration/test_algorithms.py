@@ -1,0 +1,102 @@
+"""Every preset trains a tiny model to a high reward, through the whole pipeline; their state is saved."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import HERE, assert_same_metrics, rows, run_toy
+
+from kitae.algorithms.config import AlgorithmConfig
+from kitae.algorithms.presets import PRESETS
+from kitae.errors import ConfigError
+from kitae.observe.observer import Silent
+from kitae.pipeline.session import prepare, train
+from kitae.store.journal import Journal
+from kitae.store.run import RunStore
+
+RIGHT_OR_WRONG = f"verifier.name={HERE / 'toy.py'}:any_digit"
+SHORT = ("eval.prompts=0", "checkpoint.every=100")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_learns(preset: str, tmp_path: Path) -> None:
+    """Two updates per batch where there is a ratio, so that gates and corrections have something to do."""
+    updates = 1 if AlgorithmConfig(preset=preset).ratio is None else 2
+    steps = 30 if preset == "raft++" else 17  # it learns from the right answers alone, one step at a time
+    result = run_toy(
+        tmp_path, RIGHT_OR_WRONG, *SHORT, f"algorithm.preset={preset}", f"training.steps={steps}",
+        f"training.minibatches={updates}",
+    )  # fmt: skip
+    found = rows(result.folder)
+    rewards = [r["reward"] for r in found]
+    assert rewards[0] < 0.6
+    assert np.mean(rewards[-4:]) >= 0.9, [round(r, 2) for r in rewards]
+    assert all(r["skipped_updates"] == 0 for r in found if r["updates"])
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        ["algorithm.preset=ppo", "algorithm.critic_warmup=1", "algorithm.kl_target=0.5", "algorithm.reference=ema",
+         "algorithm.reference_every=1"],
+        ["algorithm.preset=reinforce++-baseline", "algorithm.reference=reset", "algorithm.reference_every=2",
+         "algorithm.entropy_target=6", "algorithm.reward_norm=running"],
+        ["algorithm.preset=remax", "model.lora_rank=4"],
+    ],
+    ids=["critic-and-controllers", "reset-entropy-running", "greedy-and-adapters"],
+)  # fmt: skip
+def test_resumed_equals_uninterrupted_with_everything_that_moves(choices: list[str], tmp_path: Path) -> None:
+    settings = [RIGHT_OR_WRONG, "eval.prompts=0", "training.steps=4", "checkpoint.every=2", *choices]
+    whole = run_toy(tmp_path / "whole", *settings).folder
+    copy = shutil.copytree(whole, tmp_path / "copy")
+    store = RunStore.open(copy)
+    train(store, prepare(store.config, print), Silent(), "step-000002")
+    assert_same_metrics(copy, whole)
+    first, *_, last = rows(whole)
+    if "algorithm.preset=ppo" in choices:
+        assert "loss" not in first and first["value_loss"] > 0, "the first step warms the critic up"
+        assert last["kl_coef"] != first["kl_coef"]
+    if "algorithm.entropy_target=6" in choices:
+        assert last["entropy_coef"] > first["entropy_coef"]
+
+
+def test_the_greedy_baseline_is_journalled_and_never_trained_on(tmp_path: Path) -> None:
+    result = run_toy(tmp_path, RIGHT_OR_WRONG, *SHORT, "algorithm.preset=remax", "training.steps=2")
+    journal = Journal(result.folder / "journal.sqlite", read_only=True)
+    indices = [r.index for r in journal.rollouts(0)]
+    journal.close()
+    assert indices == [-1, *range(8)]
+    assert [(r["rollouts"], r["samples_trained"]) for r in rows(result.folder)] == [(32, 32), (32, 32)]
+
+
+def test_a_kl_term_holds_the_policy_back(tmp_path: Path) -> None:
+    """A strong pull towards the reference keeps the divergence small; with adapters the reference is free."""
+    distance = {}
+    for name, choices in {
+        "free": ["algorithm.kl_coef=1e-9"],
+        "held": ["algorithm.kl_coef=10"],
+        "adapters": ["algorithm.kl_coef=10", "model.lora_rank=8"],
+    }.items():
+        settings = [*choices, "algorithm.reference=frozen", "training.steps=6"]
+        found = rows(run_toy(tmp_path / name, RIGHT_OR_WRONG, *SHORT, *settings).folder)
+        assert abs(found[0]["kl_k3"]) < 1e-6, "before the first update the policy is its reference"
+        distance[name] = found[-1]["kl_k3"]
+    assert distance["free"] > 0.1
+    assert distance["held"] < 0.2 * distance["free"] and distance["adapters"] < 0.2 * distance["free"]
+
+
+def test_a_stage_of_the_users_own(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "def bonus(group, *, size=1.0):\n"
+        "    return (group.rewards_G - group.rewards_G.mean()) * size\n"
+        "def soft(ratio_N, tokens, *, width):\n"
+        "    return -tokens.advantage_N * ratio_N.clamp(1 - width, 1 + width)\n"
+    )
+    own = [f"algorithm.advantage={mine}:bonus", f"algorithm.gate={mine}:soft", "algorithm.params.size=2.0"]
+    steps = ["training.steps=15", "training.minibatches=2", "algorithm.params.width=0.3"]
+    result = run_toy(tmp_path, RIGHT_OR_WRONG, *SHORT, *own, *steps)
+    assert np.mean([r["reward"] for r in rows(result.folder)][-4:]) >= 0.9
+    with pytest.raises(ConfigError, match="needs the setting 'width'"):
+        run_toy(tmp_path, RIGHT_OR_WRONG, *SHORT, *own, "model.path=/does/not/exist")

@@ -1,0 +1,119 @@
+"""One fixed batch, and what every preset makes of it: the loss and the gradient of each token.
+
+    python tests/unit/algorithms/golden.py     write tests/data/golden_presets.json anew, after a change that was meant
+
+Five groups of four: mixed, mixed with a truncated answer, all correct, all wrong, one correct. 44 loss tokens whose
+log-probs under π_θ, π_old, μ and π_ref, and values, are drawn once from a seeded generator.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kitae.algorithms.config import AlgorithmConfig
+from kitae.algorithms.objective import Objective
+from kitae.algorithms.presets import PRESETS
+from kitae.algorithms.tokens import TokenBatch
+from kitae.data.packing import collate
+from kitae.observe.meter import Meter
+from kitae.types import FloatArray, Group, Message, Prompt, Rollout, Sample, Score, Segment
+
+FILE = Path(__file__).parents[2] / "data" / "golden_presets.json"
+MAX_TOKENS = 6
+OVERRIDES: dict[str, Any] = {"pass-at-k": {"pass_k": 2}}  # of four answers, any four have the correct one
+SCORES = ((1, 0, 0, 1), (0, 1, 1, 1), (1, 1, 1, 1), (0, 0, 0, 0), (0, 0, 1, 0))
+LENGTHS = ((2, 1, 3, 2), (6, 1, 2, 1), (1, 2, 2, 3), (2, 3, 1, 1), (4, 2, 3, 2))
+
+
+def golden_groups() -> list[Group]:
+    random = np.random.default_rng(7)
+
+    def answer(group: int, index: int, score: float, length: int) -> Rollout:
+        logprobs = tuple(float(x) for x in random.uniform(-3, -0.1, length).astype(np.float32))
+        segment = Segment("model", tuple(range(10, 10 + length)), logprobs, (4,) * length)
+        finish: Any = "length" if length >= MAX_TOKENS else "stop"
+        return Rollout(group, index, (1, 2, 3), (segment,), finish, "", Score(score))
+
+    return [
+        Group(
+            group,
+            Prompt(f"golden/{group}", (Message("user", "?"),), ""),
+            tuple(answer(group, i, s, n) for i, (s, n) in enumerate(zip(scores, lengths, strict=True))),
+            greedy=answer(group, -1, float(group % 2), 2),
+        )
+        for group, (scores, lengths) in enumerate(zip(SCORES, LENGTHS, strict=True))
+    ]
+
+
+def golden_logprobs(sample: Sample, name: str) -> FloatArray:
+    """Log-probs of one sample under one policy: π_old near μ, π_θ and π_ref near π_old, whatever a preset keeps."""
+    near = sample.logp_mu_T if name == "old" else golden_logprobs(sample, "old")
+    spread = {"old": 0.7, "theta": 0.4, "ref": 0.5}[name]
+    random = np.random.default_rng([sample.group, sample.index, *name.encode()])
+    moved = near + random.normal(0, spread, sample.length)
+    return np.where(sample.mask_T, np.minimum(moved, -0.01), 0).astype(np.float32)
+
+
+def golden_values(sample: Sample) -> FloatArray:
+    random = np.random.default_rng([sample.group, sample.index, 99])
+    return np.where(sample.mask_T, random.uniform(0, 1, sample.length), 0).astype(np.float32)
+
+
+def golden_row(preset: str, device: str = "cpu") -> dict[str, Any]:
+    """Loss, gradient of each token (nested by sample), and the groups that were dropped."""
+    objective = Objective(AlgorithmConfig(preset=preset, **OVERRIDES.get(preset, {})), MAX_TOKENS)
+    groups = golden_groups()
+    dropped = {g.id: reason for g in groups if (reason := objective.drop_reason(g))}
+    samples = [
+        replace(
+            s,
+            logp_old_T=golden_logprobs(s, "old"),
+            logp_ref_T=golden_logprobs(s, "ref"),
+            value_T=golden_values(s),
+        )
+        for s in objective.samples([g for g in groups if g.id not in dropped])
+    ]
+    batch = objective.batch(objective.advantages(samples))
+    micro = collate(batch.samples, torch.device(device))
+    theta = np.concatenate([golden_logprobs(s, "theta")[s.mask_T] for s in batch.samples])
+    logp_N = torch.from_numpy(theta).to(device).requires_grad_()
+    assert micro.logp_old_N is not None
+    tokens = TokenBatch(
+        logp_N=logp_N,
+        entropy_N=-logp_N,  # stands in for the entropy: what counts is that a bonus reaches the gradient
+        logp_old_N=micro.logp_old_N,
+        logp_mu_N=micro.logp_mu_N,
+        advantage_N=micro.advantage_N,
+        weight_N=micro.weight_N,
+        sample_N=micro.sample_N,
+        sequences=len(micro.samples),
+        logp_ref_N=micro.logp_ref_N,
+        lag_N=5 - micro.version_N,
+    )
+    loss = objective.loss(tokens, Meter())
+    (gradient_N,) = torch.autograd.grad(loss, logp_N)
+    gradient = {
+        f"{s.group}/{s.index}": [round(float(x), 6) + 0.0 for x in part]
+        for s, part in zip(micro.samples, micro.split(gradient_N.cpu().numpy()), strict=True)
+    }
+    return {
+        "loss": round(loss.item(), 6),
+        "norm": round(float(gradient_N.norm()), 6),
+        "moved": round(float((gradient_N != 0).float().mean()), 6),
+        "dropped": {str(group): reason for group, reason in dropped.items()},
+        "gradient": gradient,
+    }
+
+
+def golden_table() -> dict[str, Any]:
+    return {preset: golden_row(preset) for preset in PRESETS}
+
+
+if __name__ == "__main__":
+    text = json.dumps(golden_table(), indent=1)
+    FILE.write_text(text + "\n")
+    print(f"wrote {FILE}")

@@ -1,0 +1,80 @@
+"""One of several data-parallel processes: `python ranks.py RANK JOB`. Rank 0 is the test itself.
+
+A job is pickled: the model's folder, and for each case the algorithm's choices and the samples of every rank, which
+carry the weights of the whole batch.
+"""
+
+import pickle
+import sys
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kitae.algorithms.config import AlgorithmConfig
+from kitae.algorithms.objective import Objective
+from kitae.config import ModelConfig, TrainingConfig
+from kitae.models.load import load_policy
+from kitae.models.policy import Policy
+from kitae.trainer.trainer import Trainer
+from kitae.types import Batch, Sample
+
+
+@dataclass(frozen=True)
+class Case:
+    choices: dict[str, Any]
+    shards: list[list[Sample]]
+
+
+@dataclass(frozen=True)
+class Job:
+    folder: str
+    rendezvous: str
+    cases: list[Case]
+
+
+def load(folder: str) -> Policy:
+    return load_policy(ModelConfig(path=folder, dtype="float32", device="cpu"))
+
+
+def gradient(policy: Policy, samples: list[Sample], choices: dict[str, Any], **training: Any) -> tuple[Tensor, float]:
+    """The gradient of all parameters as one vector, and the loss. Samples carry their weights already."""
+    objective = Objective(AlgorithmConfig.model_validate(choices), 64)
+    entropy_grad = objective.wants_entropy_gradient
+    trainer = Trainer(policy, TrainingConfig(**training), temperature=0.8, entropy_grad=entropy_grad)
+    policy.model.zero_grad(set_to_none=True)
+    metrics = trainer.forward_backward(Batch(tuple(samples)), objective, version=3)
+    parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.model.parameters()]
+    return torch.cat([part.flatten() for part in parts]).clone(), metrics.get("loss", 0.0)
+
+
+def work(rank: int, job: Job) -> list[tuple[Tensor, Tensor, float]]:
+    """For each case: the gradient by adding over ranks, the gradient by averaging, and the loss."""
+    torch.set_num_threads(1)
+    world = len(job.cases[0].shards)
+    dist.init_process_group("gloo", f"file://{job.rendezvous}", timedelta(seconds=60), world_size=world, rank=rank)
+    try:
+        policy = load(job.folder)
+        found = []
+        for case in job.cases:
+            added, loss = gradient(policy, case.shards[rank], case.choices)
+            total = torch.tensor(loss, dtype=torch.float64)
+            dist.all_reduce(added)
+            dist.all_reduce(total)
+            # A library that averages gradients: each rank multiplies by the number of ranks.
+            scaled = [replace(s, weight_T=s.weight_T * np.float32(world)) for s in case.shards[rank]]
+            averaged, _ = gradient(policy, scaled, case.choices)
+            dist.all_reduce(averaged)
+            found.append((added, averaged / world, total.item()))
+        return found
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), pickle.loads(Path(sys.argv[2]).read_bytes()))
