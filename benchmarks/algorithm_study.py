@@ -40,8 +40,7 @@ def main() -> None:
 def run(preset: str, seed: int, steps: int, folder: Path) -> list[dict[str, Any]]:
     """The metrics of one run."""
     name = f"{preset.replace('+', 'p')}-{seed}"
-    metrics = folder / f"{name}-001" / "metrics.jsonl"
-    if not (metrics.exists() and _rows(metrics)[-1]["step"] == steps and _rows(metrics)[-1]["kind"] == "eval"):
+    if not (finished := _finished(folder, name, steps)):
         settings = [
             f"algorithm.preset={preset}", f"run.seed={seed}", f"training.steps={steps}", f"run.name={name}",
             f"run.dir={folder}", "checkpoint.every=1000",
@@ -49,7 +48,17 @@ def run(preset: str, seed: int, steps: int, folder: Path) -> list[dict[str, Any]
         print(f"training {preset}, seed {seed}", file=sys.stderr)
         program = [sys.executable, "-c", "from kitae.cli.main import run; run()", "train", "quickstart"]
         subprocess.run([*program, *settings], check=True, stdout=subprocess.DEVNULL)
-    return _rows(metrics)
+        finished = _finished(folder, name, steps)
+    return finished
+
+
+def _finished(folder: Path, name: str, steps: int) -> list[dict[str, Any]]:
+    """The metrics of the newest complete run of that name; none: empty."""
+    for path in sorted(folder.glob(f"{name}-[0-9][0-9][0-9]/metrics.jsonl"), reverse=True):
+        rows = _rows(path)
+        if rows and (rows[-1]["kind"], rows[-1]["step"]) == ("eval", steps):
+            return rows
+    return []
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -182,10 +182,16 @@ class Config(Section):
             raise ValueError(
                 f"training.group_size must be at least 2 for advantage {a.advantage!r}, got {t.group_size}"
             )
-        if t.group_size < 2 and "zero-variance" in str(a.filter).split("+"):
+        filters = {name.strip() for name in str(a.filter).split("+")}
+        if t.group_size < 2 and ("zero-variance" in filters or {"all-correct", "all-wrong"} <= filters):
             raise ValueError(
-                f"training.group_size must be at least 2 for filter 'zero-variance', got {t.group_size}: it would drop "
+                f"training.group_size must be at least 2 for filter {a.filter!r}, got {t.group_size}: it would drop "
                 "every group"
+            )
+        if a.reference == "ema" and self.model.lora_rank:
+            raise ValueError(
+                "algorithm.reference must be 'frozen' or 'reset' with model.lora_rank, got 'ema': the mean of two "
+                "pairs of adapters is not the adapter of the mean"
             )
         if a.advantage == "pass-at-k" and a.pass_k is not None and a.pass_k >= t.group_size:
             raise ValueError(
@@ -206,7 +212,7 @@ class Config(Section):
                 f"algorithm.overlong_buffer must be at most sampling.max_tokens = {self.sampling.max_tokens}, "
                 f"got {a.overlong_buffer}"
             )
-        if self.pipeline.refill and a.filter == "none":
+        if self.pipeline.refill and a.filter == "none" and a.truncation not in ("drop", "mask"):
             raise ValueError("pipeline.refill replaces dropped groups, but algorithm.filter = 'none' drops none")
         return self
 
@@ -232,6 +238,19 @@ _ELSEWHERE = {
     "reward_fn": "verifier.name",
     "max_grad_norm": "training.clip_norm",
     "gradient_checkpointing": "training.checkpoint_activations",
+    "beta": "algorithm.kl_coef",
+    "kl_beta": "algorithm.kl_coef",
+    "epsilon": "algorithm.clip_low",
+    "clip_ratio": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "clip_ratio_low": "algorithm.clip_low",
+    "clip_ratio_high": "algorithm.clip_high",
+    "entropy_coeff": "algorithm.entropy_coef",
+    "adv_estimator": "algorithm.advantage",
+    "loss_type": "algorithm.preset",
+    "loss_agg_mode": "algorithm.aggregation",
+    "num_iterations": "training.epochs",
+    "ppo_epochs": "training.epochs",
 }
 """What other frameworks call a setting."""
 

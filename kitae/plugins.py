@@ -38,17 +38,28 @@ def load_function(name: str, what: str, arguments: Iterable[str], error: type[Ki
     return found  # type: ignore[no-any-return]
 
 
+_LOADED: dict[tuple[str, int], ModuleType] = {}
+
+
 def _load(path: Path, what: str, error: type[KitaeError]) -> ModuleType:
+    """The module of a file, executed once for all functions in it; a file that has changed is executed again."""
     if not path.is_file():
-        raise error(f"the file of a {what} must exist, got {str(path)!r}")
+        raise error(f"the file of the {what} must exist, got {str(path)!r}")
+    key = (str(path.resolve()), path.stat().st_mtime_ns)
+    if key not in _LOADED:
+        _LOADED[key] = _execute(path, what, error)
+    return _LOADED[key]
+
+
+def _execute(path: Path, what: str, error: type[KitaeError]) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"kitae_user_{path.stem}", path.resolve())
     assert spec is not None and spec.loader is not None  # a .py file always has a loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
     try:
         spec.loader.exec_module(module)
-    except Exception as problem:
-        raise error(f"the file of a {what} must import, but {path} raised {problem!r}") from problem
+    except (Exception, SystemExit) as problem:
+        raise error(f"the file of the {what} must import, but {path} raised {problem!r}") from problem
     return module
 
 
@@ -60,5 +71,5 @@ def _signature(function: Any) -> str:
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(valid), 1, cutoff=0.5)
+    near = difflib.get_close_matches(word.lower(), list(valid), 1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -3,8 +3,8 @@
 Group advantages compare the judged samples of one prompt. Token advantages look at one sequence, of which only the loss
 tokens are there: what an environment said is skipped, so values and returns pass over it unchanged.
 
-Equal rewards, or fewer than two of them, give a group baseline exactly 0: the float mean of equal numbers need not be
-that number, and what is left of it would grow to an advantage when divided by ε.
+Equal rewards, or fewer than two of them, give advantages of exactly 0 under a group baseline: the float mean of equal
+numbers need not be that number, and what is left of it would grow to an advantage when divided by ε.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -164,8 +164,8 @@ NO_BASELINE = frozenset({"reward", "one", *TOKEN_ADVANTAGES})
 def whiten(advantages: Sequence[FloatArray], kind: str, ddof: int) -> list[FloatArray]:
     """Normalise the advantages of a step, one array of tokens for each sample.
 
-    tokens: by mean and deviation of all tokens. samples: by those of the samples, each counted once, so that groups
-    without signal keep exactly 0. scale: divide by the deviation of the samples, do not centre.
+    tokens: by mean and deviation of all tokens. samples: by those of the samples, each counted once. scale: divide by
+    the deviation of the samples and do not centre, so that groups without signal keep exactly 0.
     """
     if kind == "none" or not advantages:
         return list(advantages)
@@ -175,9 +175,6 @@ def whiten(advantages: Sequence[FloatArray], kind: str, ddof: int) -> list[Float
     shift = 0.0 if kind == "scale" else float(each.mean(dtype=np.float64))
     deviation = float(np.sqrt(each.var(ddof=ddof, dtype=np.float64) + 1e-8))
     return [((a - shift) / deviation).astype(np.float32) for a in advantages]
-
-
-WHITENINGS = ("none", "tokens", "samples", "scale")
 
 
 def _spread(rewards_G: FloatArray, ddof: int, epsilon: float) -> np.float32:

@@ -16,6 +16,7 @@ from kitae.plugins import is_plugin, nearest
 from kitae.section import Section
 
 _SEQUENCE_CLIP = 0.05  # the largest clip that can still act on the geometric mean of a sequence's ratios
+_RATIO_GRADIENT = {"clip", "none", "sigmoid"}  # gates through which the gradient reaches the ratio
 _WEIGHTS = {"tis", "icepop", "sequence-tis", "sequence-mask", "total"}  # corrections that contain π/μ, not only a mask
 
 
@@ -132,11 +133,12 @@ class AlgorithmConfig(Section):
                 raise ValueError(f"algorithm.{key} is set to {given[key]!r}, but nothing reads it{_readers(key)}")
         return {key: value for key, value in filled.items() if key in read or key not in cls.model_fields}
 
-    @field_validator("constant_length")
+    @field_validator("constant_length", mode="before")
     @classmethod
-    def _positive(cls, value: int | str | None) -> int | str | None:
-        if isinstance(value, int) and value < 1:
-            raise ValueError(f"algorithm.constant_length must be at least 1, or 'max_tokens', got {value}")
+    def _length(cls, value: Any) -> Any:
+        number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not (number or value in (None, "max_tokens")):
+            raise ValueError(f"algorithm.constant_length must be a number of tokens, or 'max_tokens', got {value!r}")
         return value
 
     @model_validator(mode="after")
@@ -161,10 +163,17 @@ class AlgorithmConfig(Section):
                         f"algorithm.{key} must be at most {_SEQUENCE_CLIP} with ratio {self.ratio!r}, got {value:g}: "
                         "the mean ratio of a sequence is so close to 1 that a larger clip never acts (paper: 3e-4)"
                     )
-        if self.gate == "weight-clip" and self.weight_cap is not None and self.weight_cap < 1:
+        if self.gate in ("weight-clip", "asymmetric") and self.weight_cap is not None and self.weight_cap < 1:
             yield (
-                f"algorithm.weight_cap must be at least 1 with gate 'weight-clip', got {self.weight_cap:g}: it is a "
+                f"algorithm.weight_cap must be at least 1 with gate {self.gate!r}, got {self.weight_cap:g}: it is a "
                 "ratio, and a smaller cap would shrink every update"
+            )
+        if self.gate in ("divergence-mask", "geometric-clip") and str(self.ratio).startswith("sequence"):
+            yield f"algorithm.ratio must be 'token' with gate {self.gate!r}, got {self.ratio!r}"
+        if self.ratio == "sequence-product" and self.gate in _RATIO_GRADIENT and self.aggregation in _TIMES_LENGTH:
+            yield (
+                "algorithm.aggregation must be 'seq-mean-token-mean' with ratio 'sequence-product', got "
+                f"{self.aggregation!r}: it would count the one ratio of a response once for each of its tokens"
             )
         corrections = set(STAGES["correction"].names(str(self.correction)))
         weights = corrections & _WEIGHTS
@@ -178,6 +187,8 @@ class AlgorithmConfig(Section):
                 f"algorithm.correction 'total' contains π_θ / π_old, and so does gate {self.gate!r}: use it with gate "
                 "'mask' or 'likelihood'"
             )
+        if weights and self.correction_cap is not None and self.correction_cap < 1:
+            yield f"algorithm.correction_cap must be at least 1, got {self.correction_cap:g}: the weights lie around 1"
         if len(weights) > 1:
             yield f"algorithm.correction may contain one importance weight, got {self.correction!r}"
         if "none" in corrections and len(corrections) > 1:
@@ -196,6 +207,10 @@ class AlgorithmConfig(Section):
                 f"algorithm.whiten {self.whiten!r} needs one advantage per sample, but advantage {self.advantage!r} "
                 "gives one per token: use 'tokens'"
             )
+        if self.advantage == "mean-scaled" and (self.reward_bias or 0) < 0:
+            yield f"algorithm.reward_bias must not be negative with advantage 'mean-scaled', got {self.reward_bias:g}"
+        if self.advantage == "mean-scaled" and self.reward_norm != "none":
+            yield f"algorithm.reward_norm must be 'none' with advantage 'mean-scaled', got {self.reward_norm!r}"
         yield from self._kl_contradictions()
 
     def _kl_contradictions(self) -> Iterable[str]:
@@ -206,8 +221,13 @@ class AlgorithmConfig(Section):
                 "algorithm.kl 'k1' in the loss has an expected gradient of zero and regularises nothing: use 'k2' or "
                 "'k1-ratio', or kl_in = 'reward'"
             )
-        if self.kl_in == "reward" and self.kl not in ("k1", "k2", "k3"):
-            yield f"algorithm.kl must be k1, k2 or k3 with kl_in 'reward', got {self.kl!r}"
+        if self.kl_in == "reward" and self.kl != "k1":
+            yield (
+                f"algorithm.kl must be 'k1' with kl_in 'reward', got {self.kl!r}: through the reward the others do not "
+                "give the gradient of the KL"
+            )
+        if self.kl_in == "reward" and self.advantage in _BLIND:
+            yield f"algorithm.kl_in 'reward' does nothing with advantage {self.advantage!r}, which reads no reward"
         if self.reference == "none" and not is_plugin(str(self.kl)):
             yield (
                 f"algorithm.kl_coef is {self.kl_coef:g}, but algorithm.reference is 'none': a KL term needs a "
@@ -216,9 +236,11 @@ class AlgorithmConfig(Section):
 
 
 _ALWAYS = {
-    "preset", "params", "shaping", "truncation", "reward_norm", "filter", "advantage", "whiten", "gate", "correction",
-    "aggregation", "kl_coef", "entropy_coef", "entropy_target",
+    "preset", "params", "truncation", "filter", "advantage", "whiten", "gate", "correction", "aggregation", "kl_coef",
+    "entropy_coef", "entropy_target",
 }  # fmt: skip
+_BLIND = ("one", "pass-at-k")  # advantages that read no shaped reward
+_TIMES_LENGTH = ("seq-mean-token-sum", "constant-length", "token-mean", "prompt-mean")
 _NOTHING = ("reference", "none")  # may be said anywhere
 _CRITIC = {"critic_lr", "critic_clip", "critic_warmup"}
 
@@ -227,6 +249,10 @@ def _keys_read(values: Mapping[str, Any]) -> set[str] | None:
     """The keys that these choices read; None: a user's own function may read any."""
     read = set(_ALWAYS)
     stages = [s for s in STAGES.values() if s.key != "kl" or values["kl_coef"]]
+    if values["advantage"] in _BLIND:
+        stages = [s for s in stages if s.key != "shaping"]
+    else:
+        read |= {"shaping", "reward_norm"}
     if values["gate"] == "likelihood":
         stages = [s for s in stages if s.key != "ratio"]
     else:
@@ -256,6 +282,8 @@ def _keys_read(values: Mapping[str, Any]) -> set[str] | None:
 
 
 _CONDITIONS = {
+    "shaping": "advantages that read rewards",
+    "reward_norm": "advantages that read rewards",
     "ratio": "gates other than 'likelihood'",
     "anchor": "gates other than 'likelihood'",
     "truncation_reward": "truncation = 'reward'",

@@ -79,8 +79,3 @@ def sequence_drift(tokens: TokenBatch, anchor_N: Tensor) -> Tensor:
 
 def _product(tokens: TokenBatch) -> Tensor:
     return tokens.sums(tokens.log_mismatch_N).clamp(-LIMIT, LIMIT).exp()
-
-
-def effective_sample_size(weights_N: Tensor) -> Tensor:
-    """(Σ w)² / (n Σ w²): 1 when all weights are equal."""
-    return weights_N.sum() ** 2 / (len(weights_N) * (weights_N**2).sum()).clamp(min=1e-20)

@@ -21,7 +21,7 @@ from torch import Tensor
 from kitae.algorithms.advantages import TOKEN_ADVANTAGES, GroupRewards, SequenceRewards, whiten
 from kitae.algorithms.config import AlgorithmConfig, needs_group
 from kitae.algorithms.ratios import ANCHORS, interpolated
-from kitae.algorithms.regularisers import adapt_entropy, adapt_kl, in_reward
+from kitae.algorithms.regularisers import adapt_entropy, adapt_kl
 from kitae.algorithms.rewards import Moments, StepRewards
 from kitae.algorithms.stages import Function, resolve_stages
 from kitae.algorithms.tokens import LIMIT, TokenBatch
@@ -56,16 +56,11 @@ class Objective:
 
     @property
     def wants_reference(self) -> bool:
-        return self.kl_coef > 0 and self.config.reference not in (None, "none")
+        return bool(self.config.kl_coef) and self.config.reference not in (None, "none")
 
     @property
     def kl_in_reward(self) -> bool:
         return self.wants_reference and self.config.kl_in == "reward"
-
-    @property
-    def wants_old(self) -> bool:
-        """Whether π_old is needed before the first update; with several updates per batch it always is."""
-        return self.kl_in_reward
 
     @property
     def estimates_old(self) -> bool:
@@ -73,7 +68,7 @@ class Objective:
 
     @property
     def wants_entropy_gradient(self) -> bool:
-        return self.entropy_coef > 0 or bool(self.config.entropy_target)
+        return bool(self.config.entropy_coef or self.config.entropy_target)
 
     # S1 to S3, on groups.
 
@@ -83,14 +78,22 @@ class Objective:
         if not valid or (self.wants_greedy and not _judged(group.greedy)):
             return "errors" if not group.valid or valid else "truncated"
         keep_G, reason = self._filter(_scores(valid))
-        return None if keep_G.any() else reason
+        if not keep_G.any():
+            return reason
+        masked = self.config.truncation == "mask"
+        trained = [r for r, keep in zip(valid, keep_G, strict=True) if keep and not (masked and r.finish == "length")]
+        return None if trained else "truncated"
 
-    def samples(self, groups: Sequence[Group]) -> list[Sample]:
-        """S1 and S2 on all groups of a step: samples without advantages. Those whose verifier failed are left out."""
+    def samples(self, groups: Sequence[Group], dropped: Sequence[Group] = ()) -> list[Sample]:
+        """S1 and S2 on the groups of a step: samples without advantages. Those whose verifier failed are left out.
+
+        The groups that were dropped are part of the statistics that rewards are normalised by, and of nothing else.
+        """
         rows = [(group, r) for group in groups for r in self._judged(group)]
         greedy = [(group, group.greedy) for group in groups if group.greedy is not None] if self.wants_greedy else []
-        rewards_B = self._shape([r for _, r in rows], [r for _, r in greedy])
-        baselines = {group.id: float(b) for (group, _), b in zip(greedy, rewards_B[len(rows) :], strict=True)}
+        others = [r for group in dropped for r in self._judged(group)]
+        rewards_B = self._shape([r for _, r in rows], [r for _, r in greedy], others)
+        baselines = {group.id: float(b) for (group, _), b in zip(greedy, rewards_B[len(rows) :], strict=False)}
         keep = {g.id: dict(zip(_indices(v), self._filter(_scores(v))[0], strict=True))
                 for g in groups if (v := self._judged(g))}  # fmt: skip
         masked = self.config.truncation == "mask"
@@ -120,7 +123,7 @@ class Objective:
         return [replace(s, advantage_T=_spread(s, a_N)) for s, a_N in zip(kept, white, strict=True)]
 
     def group_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Groups that were kept although one sample is no baseline: their advantages are 0."""
+        """Groups of a step whose advantages are 0 because one sample is no baseline."""
         short = sum(len(self._judged(g)) < 2 for g in groups) if needs_group(self.config) else 0
         return {"groups_too_small": float(short)}
 
@@ -137,11 +140,13 @@ class Objective:
                 return keep_G, name
         return keep_G, ""
 
-    def _shape(self, rollouts: Sequence[Rollout], greedy: Sequence[Rollout]) -> FloatArray:
+    def _shape(self, rollouts: Sequence[Rollout], greedy: Sequence[Rollout], others: Sequence[Rollout]) -> FloatArray:
         """S1. Greedy responses are shaped like the others, but are no part of the statistics."""
-        rows = [*rollouts, *greedy]
+        rows = [*rollouts, *greedy, *others]
+        if self.config.shaping is None:  # the advantage reads no rewards
+            return _scores(rows)
         truncated_B = np.array([r.finish == "length" for r in rows], dtype=bool)
-        scores_B = np.array([_value(r) for r in rows], dtype=np.float32)
+        scores_B = _scores(rows)
         if self.config.truncation == "reward":
             scores_B = np.where(truncated_B, np.float32(_set(self.config.truncation_reward)), scores_B)
         step = StepRewards(
@@ -154,7 +159,7 @@ class Objective:
         rewards_B = _expect("shaping", self._one("shaping")(step), len(rows))
         if self.config.reward_norm == "none":
             return rewards_B
-        sampled = rewards_B[: len(rollouts)]
+        sampled = np.concatenate([rewards_B[: len(rollouts)], rewards_B[len(rollouts) + len(greedy) :]])
         if self.config.reward_norm == "batch":
             return Moments().add(sampled).normalise(rewards_B)
         self.reward_moments = self.reward_moments.add(sampled)
@@ -188,9 +193,9 @@ class Objective:
         return np.asarray(self._one("advantage")(sequence), dtype=np.float32)
 
     def _penalty(self, s: Sample) -> FloatArray:
-        """β × the KL estimate of each loss token, with π_old: it is part of the reward, not differentiated."""
-        d_N = _loss(s, s.logp_old_T) - _loss(s, s.logp_ref_T)
-        return np.float32(self.kl_coef) * in_reward(_set(self.config.kl), d_N)
+        """β k1 of each loss token, with π_old: it is part of the reward, not differentiated."""
+        d_N = (_loss(s, s.logp_old_T) - _loss(s, s.logp_ref_T)).clip(-LIMIT, LIMIT)
+        return np.float32(self.kl_coef) * d_N
 
     # S7, on what one optimizer step trains on.
 
@@ -206,10 +211,13 @@ class Objective:
 
     def loss(self, tokens: TokenBatch, meter: Meter) -> Tensor:
         """The weighted sum over the tokens of a micro-batch; adding these over micro-batches gives the step's loss."""
+        measured = tokens  # the gap to the engine is that of the trainer's own log-probs
         if self.estimates_old:
             tokens = replace(tokens, logp_old_N=interpolated(tokens))
         ratio_N = self._ratio(tokens)
         policy_N = _expect_tokens("gate", self._one("gate")(ratio_N, tokens), tokens)
+        if tokens.logp_N.requires_grad and not policy_N.requires_grad:
+            raise ConfigError("the result of ratio and gate must depend on tokens.logp_N with a gradient, it does not")
         parts = [_expect_tokens("correction", f(tokens), tokens) for f in self._stages["correction"].values()]
         weights_N = reduce(mul, parts).detach()
         loss = (policy_N * weights_N * tokens.weight_N).sum()
@@ -218,7 +226,7 @@ class Objective:
             loss = loss + self.kl_coef * (penalty_N * tokens.weight_N).sum()
         if self.entropy_coef:
             loss = loss - self.entropy_coef * (tokens.entropy_N * tokens.weight_N).sum()
-        self._measure(tokens, ratio_N, weights_N, meter)
+        self._measure(measured, ratio_N, weights_N, meter)
         meter.total("loss", loss.item())
         return loss
 
@@ -242,26 +250,27 @@ class Objective:
             slope_N = slope_N + by_r_N * ratio_N
         if by_logp_N is not None:
             slope_N = slope_N + by_logp_N
-        active_N = tokens.advantage_N != 0
-        return torch.where(active_N, -slope_N / tokens.advantage_N.where(active_N, torch.ones_like(ratio_N)), ratio_N)
+        return -slope_N / tokens.advantage_N
 
     def _measure(self, tokens: TokenBatch, ratio_N: Tensor, weights_N: Tensor, meter: Meter) -> None:
         """What the stages saw, and what they made of it."""
         with torch.no_grad():
             count, advantage_N, ratio_N = len(ratio_N), tokens.advantage_N, ratio_N.detach()
             gated_N = self._gated(ratio_N, tokens)
-            active_N = advantage_N != 0
+            active_N = advantage_N != 0  # without an advantage there is nothing to gate
             stopped_N = active_N & (gated_N == 0) & (ratio_N > 0)
             meter.mean("entropy", tokens.entropy_N.mean().item(), count)
             meter.mean("ratio", ratio_N.mean().item(), count)
             meter.max("ratio_max", ratio_N.max().item())
-            meter.mean("ratio_gated", gated_N.mean().item(), count)
-            meter.max("ratio_gated_max", gated_N.max().item())
+            if active := int(active_N.sum()):
+                meter.mean("ratio_gated", gated_N[active_N].mean().item(), active)
+                meter.max("ratio_gated_max", gated_N[active_N].max().item())
             meter.mean("clip_high", (stopped_N & (advantage_N > 0)).float().mean().item(), count)
             meter.mean("clip_low", (stopped_N & (advantage_N < 0) & (ratio_N < 1)).float().mean().item(), count)
             meter.mean("clip_dual", (stopped_N & (advantage_N < 0) & (ratio_N >= 1)).float().mean().item(), count)
             gap_N = (tokens.logp_old_N - tokens.behaviour_N).abs()  # 0 where the engine gave no log-prob
             mismatch_N = tokens.log_mismatch_N.exp()
+            meter.mean("logp_missing", (~tokens.logp_mu_N.isfinite()).float().mean().item(), count)
             meter.mean("logp_gap", gap_N.mean().item(), count)
             meter.max("logp_gap_max", gap_N.max().item())
             meter.mean("mismatch_k3", (mismatch_N - 1 - mismatch_N.log()).mean().item(), count)
@@ -316,20 +325,26 @@ def _expect(stage: str, values: Any, count: int) -> FloatArray:
     """What a group stage returned, as an array of the right length: a user's own function may return anything."""
     try:
         found: FloatArray = np.asarray(values, dtype=np.float32)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with a gradient
         found = np.empty(0, dtype=np.float32)
     if found.shape != (count,) or not np.isfinite(found).all():
-        raise ConfigError(f"the {stage} function must return {count} finite numbers, got {values!r}")
+        raise ConfigError(f"the {stage} function must return {count} finite numbers, got {_brief(values)}")
     return found
 
 
 def _expect_tokens(stage: str, values: Any, tokens: TokenBatch) -> Tensor:
     if not isinstance(values, Tensor) or values.shape != tokens.logp_N.shape:
-        got = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else repr(values)
         raise ConfigError(
-            f"the {stage} function must return one number for each of {len(tokens.logp_N)} tokens, got {got}"
+            f"the {stage} function must return one number for each of {len(tokens.logp_N)} tokens, got {_brief(values)}"
         )
     return values
+
+
+def _brief(values: Any) -> str:
+    """What a function returned: shape and type of arrays, numbers only if they are few."""
+    shape = getattr(values, "shape", None)
+    text = repr(values)
+    return text if len(text) < 200 and not shape else f"{type(values).__name__} of shape {tuple(shape or ())}"
 
 
 def _set(value: T | None) -> T:
@@ -391,5 +406,5 @@ def _to_sample(rollout: Rollout, *, reward: float, baseline: float | None, kept:
         advantage_T=np.zeros(len(mask_T), dtype=np.float32),
         weight_T=np.zeros(len(mask_T), dtype=np.float32),
         baseline=baseline,
-        kept=kept,
+        kept=kept and bool(mask_T.any()),
     )

@@ -182,8 +182,8 @@ PRESETS: Mapping[str, Preset] = {
         "DAPO, arXiv 2503.14476",
         "groups with equal scores are dropped (and replaced: pipeline.refill); A as in GRPO; "
         "ℓ = max(−A r, −A clip(r, 0.8, 1.28)); mean over all tokens of the step",
-        "The length penalty (overlong_buffer) starts at cap − buffer, the cap being the hard one; the filter sees "
-        "scores before it. The paper's formula averages per group (prompt-mean), all implementations over the step.",
+        "The length penalty (off until overlong_buffer is set) starts at cap − buffer, the cap being the hard one; the "
+        "filter sees scores before it. The paper's formula averages per group (prompt-mean), all code over the step.",
         {"filter": "zero-variance", "clip_high": 0.28},
     ),
     "gspo": Preset(
@@ -192,14 +192,15 @@ PRESETS: Mapping[str, Preset] = {
         "s = exp(mean_t log r_t) of the sequence; ℓ = max(−A s, −A clip(s, 1 − 3e-4, 1 + 4e-4)); mean over responses",
         "A token's clip of 0.2 never acts on s: more than 0.05 is refused. Token-mean would weight by length "
         "(0.565 instead of 0.174).",
-        {**_SEQ, "ratio": "sequence-mean", "clip_low": 3e-4, "clip_high": 4e-4},
+        {**_SEQ, "ratio": "sequence-mean", "clip_low": 3e-4, "clip_high": 4e-4, "correction": "none"},
     ),
     "gspo-token": Preset(
         "GSPO with advantages that may differ by token",
         "GSPO, arXiv 2507.18071",
         "s_t = sg[s] π_θ(t) / sg[π_θ(t)], then as GSPO, averaged over tokens, then over responses",
-        "Has exactly GSPO's gradient where the advantage is the same for all tokens, but only under this aggregation.",
-        {**_SEQ, "ratio": "sequence-mean-token", "clip_low": 3e-4, "clip_high": 4e-4},
+        "Has exactly GSPO's gradient where advantages and weights are the same for all tokens of a response: hence no "
+        "token weight in S6, and this aggregation.",
+        {**_SEQ, "ratio": "sequence-mean-token", "clip_low": 3e-4, "clip_high": 4e-4, "correction": "none"},
     ),
     "rloo": Preset(
         "REINFORCE with leave-one-out baseline",
@@ -238,8 +239,9 @@ PRESETS: Mapping[str, Preset] = {
         "Group mean as baseline, then batch normalisation",
         "REINFORCE++, arXiv 2501.03262",
         f"A' = R − mean of the group; A = A' / std over the samples of the batch; {_CLIP}; + β k2",
-        "Statistics of tokens would give groups without signal a positive advantage (0.39): samples count once each.",
-        {"advantage": "group-centred", "whiten": "samples", "kl_coef": 0.001, "reference": "frozen"},
+        "Statistics of tokens would give groups without signal a positive advantage (0.39): samples count once each, "
+        "and their mean, 0 by construction, is not subtracted.",
+        {"advantage": "group-centred", "whiten": "scale", "kl_coef": 0.001, "reference": "frozen"},
     ),
     "cispo": Preset(
         "Clipped importance weights, no clipped gradients",
@@ -279,9 +281,10 @@ PRESETS: Mapping[str, Preset] = {
     "decoupled-ppo": Preset(
         "Clip against the proximal policy, weight by the behaviour policy",
         "AReaL, arXiv 2505.24298; Batch size-invariance, arXiv 2110.00641",
-        "A as in GRPO, normalised over the batch; ℓ = min(w, 5) max(−A r, −A clip(r, 0.8, 1.2)), w = π_old/μ per token",
-        "Without w this is plain PPO, whatever it is called. μ is stored per token: a response may span versions.",
-        {"whiten": "samples", "correction_cap": 5.0},
+        "A as in GRPO, over its deviation in the batch; ℓ = min(w, 5) max(−A r, −A clip(r, 0.8, 1.2)), w per token",
+        "Without w this is plain PPO, whatever it is called. μ is stored per token: a response may span versions. The "
+        "KL penalty of AReaL's default is off.",
+        {"whiten": "scale", "correction_cap": 5.0},
     ),
     "stale-asymmetric": Preset(
         "Trajectory weights that treat good and bad stale samples differently",
@@ -370,7 +373,7 @@ PRESETS: Mapping[str, Preset] = {
     ),
     "entropy-control": Preset(
         "GRPO with an entropy bonus that holds a target",
-        "Skywork-OR1, arXiv 2505.22312",
+        "after Skywork-OR1, arXiv 2505.22312",
         f"A as in GRPO; {_CLIP}; − α H, α raised while H is below its target and lowered while above",
         "The bonus acts on the entropy of the whole distribution, with its gradient, not on −log π of the sample.",
         {"filter": "zero-variance", "entropy_coef": 0.005, "entropy_target": 0.2},

@@ -49,8 +49,11 @@ def behaviour(tokens: TokenBatch) -> Tensor:
     return tokens.behaviour_N
 
 
+ANCHORS: Mapping[str, Callable[[TokenBatch], Tensor]] = {"old": old, "behaviour": behaviour}
+
+
 def interpolated(tokens: TokenBatch) -> Tensor:
-    """Stands in for π_old without a forward pass: log μ + α (log π_θ − log μ), α from the age of the token."""
+    """An estimate of log π_old without a forward pass: log μ + α (log π_θ − log μ), α from the age of the token."""
     assert tokens.lag_N is not None
     mu_N = tokens.behaviour_N
     return mu_N + proximal_share(tokens.lag_N) * (tokens.logp_N.detach() - mu_N)
@@ -59,10 +62,3 @@ def interpolated(tokens: TokenBatch) -> Tensor:
 def proximal_share(lag_N: Tensor) -> Tensor:
     """α = (lag − 1) / lag, with lag the versions between μ and π_θ: the share of the way that π_old has come."""
     return ((lag_N - 1) / lag_N.clamp(min=1)).clamp(0, 1)
-
-
-ANCHORS: Mapping[str, Callable[[TokenBatch], Tensor]] = {
-    "old": old,
-    "behaviour": behaviour,
-    "interpolated": interpolated,
-}

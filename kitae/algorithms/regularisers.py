@@ -2,7 +2,8 @@
 
 With d = log π − log π_ref: k1 = d, k2 = d²/2, k3 = e^−d − 1 + d. As a loss, k1 has an expected gradient of zero, k2
 that of the reverse KL(π ‖ ref), k3 that of the forward KL(ref ‖ π); the forms weighted by the live ratio π_θ / π_old
-have that of the reverse KL again. In the reward each acts through the policy gradient, as the reverse KL.
+have that of the reverse KL again. In the reward, where it acts through the policy gradient, k1 gives the gradient of
+the reverse KL, and k2 and k3 do not.
 """
 
 from __future__ import annotations
@@ -10,21 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kitae.algorithms.tokens import LIMIT, TokenBatch
-from kitae.types import FloatArray
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def in_reward(kind: str, d_T: FloatArray) -> FloatArray:
-    """The penalty of each token for the reward: a number, never differentiated."""
-    d_T = d_T.clip(-LIMIT, LIMIT)
-    if kind == "k1":
-        return d_T
-    return (d_T**2 / 2 if kind == "k2" else np.exp(-d_T) - 1 + d_T).astype(np.float32)
 
 
 def _difference(tokens: TokenBatch) -> Tensor:
@@ -78,9 +68,9 @@ REGULARISERS: Mapping[str, Callable[..., Tensor]] = {
 
 
 def adapt_kl(coefficient: float, kl: float, target: float, sequences: int, horizon: float) -> float:
-    """β ← β (1 + clip(KL / target − 1, ±0.2) × n / horizon), KL in nats per sequence."""
+    """β ← β (1 + clip(KL / target − 1, ±0.2) × n / horizon), KL in nats per sequence; never more than 20 % a step."""
     error = max(-0.2, min(0.2, kl / target - 1))
-    return coefficient * (1 + error * sequences / horizon)
+    return coefficient * (1 + error * min(1.0, sequences / horizon))
 
 
 def adapt_entropy(coefficient: float, entropy: float, target: float, step: float) -> float:

@@ -8,7 +8,7 @@ of the chosen functions says which settings a run reads, and a setting that noth
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from kitae.algorithms.advantages import ADVANTAGES
@@ -42,14 +42,17 @@ class Stage:
     combines: bool = False
 
     def names(self, value: str) -> list[str]:
-        return value.split("+") if self.combines and not is_plugin(value) else [value]
+        return [name.strip() for name in value.split("+")] if self.combines and not is_plugin(value) else [value]
 
     def check(self, value: str) -> None:
         """Refuse a name that is neither built in nor `file.py:function`; the file itself is not touched."""
+        if is_plugin(value) and "+" in value and value.split("+")[0] in self.choices:
+            raise ValueError(f"algorithm.{self.key}: a function of your own stands alone, got {value!r}")
+        joined = ", several joined by +" if self.combines else ""
         for name in self.names(value):
             if name not in self.choices and not is_plugin(name):
                 raise ValueError(
-                    f"algorithm.{self.key} must be one of {', '.join(self.choices)}, or file.py:function, "
+                    f"algorithm.{self.key} must be one of {', '.join(self.choices)}{joined}, or file.py:function, "
                     f"got {name!r}{nearest(name, self.choices)}"
                 )
 
@@ -74,6 +77,7 @@ class Stage:
                     f"{what} {name!r} must take ({', '.join(self.arguments)}) by position and everything else by "
                     f"keyword (after a *), got {tuple(required)}"
                 )
+            function = _guarded(function, what)
         filled: dict[str, Any] = {}
         for key, parameter in keyword_settings(function).items():
             if settings.get(key) is not None:
@@ -119,6 +123,20 @@ def resolve_stages(settings: Mapping[str, Any]) -> dict[str, dict[str, Function]
         if name not in taken:
             raise ConfigError(f"algorithm.params.{name} is read by no function of this algorithm{nearest(name, taken)}")
     return stages
+
+
+def _guarded(function: Function, what: str) -> Function:
+    """A user's own function: what it raises says where it came from."""
+
+    @wraps(function)
+    def call(*data: Any, **settings: Any) -> Any:
+        try:
+            return function(*data, **settings)
+        except Exception as problem:
+            name = getattr(function, "__name__", "?")
+            raise ConfigError(f"the {what} {name} raised {type(problem).__name__}: {problem}") from problem
+
+    return call
 
 
 def keyword_settings(function: Function) -> dict[str, inspect.Parameter]:

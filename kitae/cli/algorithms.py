@@ -1,5 +1,8 @@
 """`kitae algorithms`."""
 
+import shutil
+import sys
+
 from kitae.algorithms.catalogue import COLUMNS, arguments, choices, master_table, settings
 from kitae.algorithms.presets import BASE, PRESETS
 from kitae.algorithms.stages import STAGES, Stage
@@ -8,12 +11,14 @@ from kitae.plugins import nearest
 
 
 def algorithms(name: str | None) -> None:
+    """The table, one method, or one stage by its key or its number."""
+    numbers = {stage.number.lower(): stage for stage in STAGES.values()}
     if name is None:
         _overview()
-    elif name in PRESETS:
-        _preset(name)
-    elif name in STAGES:
-        _stage(STAGES[name])
+    elif name.lower() in PRESETS:
+        _preset(name.lower())
+    elif stage := STAGES.get(name.lower()) or numbers.get(name.lower()):
+        _stage(stage)
     else:
         raise ConfigError(
             f"no algorithm or stage {name!r}{nearest(name, [*PRESETS, *STAGES])}; algorithms are {', '.join(PRESETS)}; "
@@ -24,8 +29,14 @@ def algorithms(name: str | None) -> None:
 def _overview() -> None:
     rows = [COLUMNS, *master_table()]
     widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    needed = sum(widths) + 2 * len(widths)
+    if sys.stdout.isatty() and shutil.get_terminal_size().columns < needed:
+        for name, preset in PRESETS.items():
+            print(f"{name.ljust(widths[0])}  {preset.title}")
+        print(f"\nThe table of stages needs a terminal of {needed} columns, or: kitae algorithms | less -S")
+    else:
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print(f"\n{len(PRESETS)} methods. One of them:   kitae algorithms {next(iter(PRESETS))}")
     print(f"the choices of a stage:   kitae algorithms gate      (stages: {', '.join(STAGES)})")
     print("train with one:           kitae train quickstart algorithm.preset=dapo")

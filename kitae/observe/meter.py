@@ -21,7 +21,9 @@ class Meter:
         self._totals[name] += value
 
     def max(self, name: str, value: float) -> None:
-        self._maxima[name] = max(value, self._maxima.get(name, value))
+        """The largest value; one that is no number stays."""
+        so_far = self._maxima.get(name, value)
+        self._maxima[name] = so_far if so_far != so_far else max(value, so_far)
 
     def sample_size(self, name: str, total: float, squares: float, count: float) -> None:
         """Effective sample size (Σ w)² / (n Σ w²) over everything added: 1 when all weights are equal."""

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from kitae.algorithms.config import needs_group
 from kitae.algorithms.filters import has_variance
 from kitae.config import Config
 from kitae.data.prompts import PromptStream
@@ -161,7 +162,10 @@ class Pipeline:
             groups = sorted((o.group for o in outcomes if o.group), key=lambda g: g.id)
             self._check_staleness(groups)
             self.observer.status(f"step {step}: training on {len(groups)} groups")
-            row |= await self._in_trainer(partial(self.learner.learn, step, groups))
+            rest = [g for o in outcomes for g, _ in o.dropped]
+            row |= await self._in_trainer(partial(self.learner.learn, step, groups, rest))
+            if row.get("skipped_updates") or row.get("critic_skipped_updates"):
+                self.observer.note(f"step {step}: a gradient was not finite; those weights were left as they were")
             row["train_tokens_per_second"] = _rate(row.get("train_tokens", 0.0), row.get("train_seconds", 0.0))
             dropped = [(g.id, reason) for o in outcomes for g, reason in o.dropped]
             await self.store.journal.add_fates(step, [g.id for g in groups], dropped)
@@ -191,6 +195,8 @@ class Pipeline:
 
     def _watch_signal(self, row: dict[str, Any]) -> None:
         """Say it once when steps go by without anything to learn from."""
+        if not needs_group(self.config.algorithm):
+            return
         self._silent_steps = 0 if row["groups_with_signal"] else self._silent_steps + 1
         if self._silent_steps == _SILENT_LIMIT:
             self.observer.note(
@@ -203,7 +209,8 @@ class Pipeline:
         groups = [o.group for o in outcomes if o.group] + [g for o in outcomes for g, _ in o.dropped]
         rollouts = [r for g in groups for r in g.rollouts]
         valid = [r for g in groups for r in g.valid]
-        failed = [r for r in rollouts if r.score is None or not r.score.valid]
+        judged = [*rollouts, *(g.greedy for g in groups if g.greedy)]
+        failed = [r for r in judged if r.score is None or not r.score.valid]
         rewards = [r.score.value for r in valid if r.score]
         lengths = [r.response_length for r in rollouts]
         return {
@@ -219,8 +226,8 @@ class Pipeline:
             "groups_dropped": sum(len(o.dropped) for o in outcomes),
             "groups_with_signal": sum(has_variance(g.rewards_G) for g in groups),
             "errors": len(failed),
-            "error_share": len(failed) / len(rollouts) if rollouts else 1.0,
-            "first_error": _first_error(rollouts),
+            "error_share": len(failed) / len(judged) if judged else 1.0,
+            "first_error": _first_error(judged),
             **_component_means([r.score.components for r in valid if r.score]),
         }
 

@@ -143,7 +143,13 @@ def make_learner(config: Config, policy: Policy) -> Learner:
         assert a.critic_lr is not None and a.critic_clip is not None and a.critic_warmup is not None
         model = load_policy(config.model.model_copy(update={"lora_rank": 0}), config.run.seed)
         critic = Critic(model, t, lr=a.critic_lr, clip=a.critic_clip, warmup=a.critic_warmup)
-    trainer = Trainer(policy, t, temperature=temperature, entropy_grad=objective.wants_entropy_gradient)
+    trainer = Trainer(
+        policy,
+        t,
+        temperature=temperature,
+        entropy_grad=objective.wants_entropy_gradient,
+        idle_steps=critic.warmup if critic else 0,
+    )
     return Learner(trainer, objective, config.run.seed, reference, critic)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from kitae.config import TrainingConfig
 from kitae.models.policy import Policy
 from kitae.observe.meter import Meter
-from kitae.trainer.forward import each_token, micro_batches, predicting_states
+from kitae.trainer.forward import checkpoint_activations, each_token, micro_batches, predicting_states, training_mode
 from kitae.trainer.optim import Optimizer
 from kitae.types import Batch, FloatArray, Sample
 
@@ -38,6 +38,7 @@ class Critic:
         self.config = config.model_copy(update={"lr": lr})
         self.clip = clip
         self.warmup = warmup
+        checkpoint_activations(model, config)
         decoder: torch.nn.Module = model.base.get_decoder()
         width = model.head.weight.shape[1]
         self.head = torch.nn.Linear(width, 1, device=model.device, dtype=torch.float32)
@@ -59,9 +60,10 @@ class Critic:
         total = max(1, batch.loss_tokens)
         for micro in micro_batches(batch.samples, self.config, self.model.device):
             assert micro.value_N is not None and micro.return_N is not None
-            value_N = self._values(predicting_states(self.model, micro))
-            loss_N = value_loss(value_N, micro.value_N, micro.return_N, self.clip)
-            (loss_N.sum() / total).backward()  # type: ignore[no-untyped-call]
+            with training_mode(self.model, self.config):
+                value_N = self._values(predicting_states(self.model, micro))
+                loss_N = value_loss(value_N, micro.value_N, micro.return_N, self.clip)
+                (loss_N.sum() / total).backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 count = len(value_N)
                 meter.mean("value_loss", loss_N.mean().item(), count)
@@ -75,7 +77,7 @@ class Critic:
 
     def optim_step(self) -> dict[str, float]:
         numbers = self.optimizer.step()
-        return {"critic_grad_norm": numbers["grad_norm"], "skipped_updates": numbers["skipped_updates"]}
+        return {"critic_grad_norm": numbers["grad_norm"], "critic_skipped_updates": numbers["skipped_updates"]}
 
     def save_state(self, folder: Path) -> None:
         tensors = {name: t.cpu().contiguous() for name, t in self.optimizer.state().items()}

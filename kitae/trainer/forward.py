@@ -1,6 +1,7 @@
 """Packed forward passes: samples in, one number for each loss token out. Shared by policy, reference and critic."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -55,3 +56,21 @@ def each_token(
                 laid_out[s.mask_T] = values
                 found[s.group, s.index] = laid_out
     return [found[s.group, s.index] for s in samples]
+
+
+def checkpoint_activations(policy: Policy, config: TrainingConfig) -> None:
+    """Make the modules recompute activations in the backward pass, if asked for."""
+    if config.checkpoint_activations:
+        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        if policy.model is not policy.base:
+            policy.model.enable_input_require_grads()
+
+
+@contextmanager
+def training_mode(policy: Policy, config: TrainingConfig) -> Iterator[None]:
+    """Modules recompute activations only in training mode; dropout stays off because models are loaded without."""
+    policy.model.train(config.checkpoint_activations)
+    try:
+        yield
+    finally:
+        policy.model.eval()

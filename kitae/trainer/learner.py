@@ -7,6 +7,7 @@ updates     epochs over mini-batches of whole groups: S7 on each, then forward a
 """
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -44,16 +45,17 @@ class Learner:
     def updates(self) -> int:
         return self.trainer.optimizer.updates
 
-    def learn(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+    def learn(self, step: int, groups: Sequence[Group], dropped: Sequence[Group] = ()) -> dict[str, float]:
         """All updates of one batch; the metrics of the step. A batch without any sample leaves the weights alone."""
-        samples = self.objective.samples(groups)
-        metrics = self.objective.group_metrics(groups)
-        samples = self.objective.advantages(self._annotate(samples))
-        metrics["samples_trained"] = float(len(samples))
-        if not samples:
-            return {**metrics, "updates": 0.0}
-        metrics |= self._update(step, samples)
-        metrics |= self.objective.finish_step(metrics, len(samples))
+        began = time.perf_counter()
+        samples = self._annotate(self.objective.samples(groups, dropped))
+        samples = self.objective.advantages(samples)
+        metrics = self.objective.group_metrics([*groups, *dropped])
+        metrics |= {"samples_trained": float(len(samples)), "updates": 0.0}
+        metrics["annotate_seconds"] = time.perf_counter() - began
+        if samples:
+            metrics |= self._update(step, samples)
+            metrics |= self.objective.finish_step(metrics, len(samples))
         if self.reference:
             self.reference.finish_step(step)
         return metrics
@@ -82,7 +84,7 @@ class Learner:
         wanted = [s for s in samples if s.kept or o.kl_in_reward]
         several = t.minibatches * t.epochs > 1 and not o.estimates_old
         found: dict[str, Sequence[FloatArray]] = {}
-        if several or o.wants_old:
+        if several or o.kl_in_reward:
             found["logp_old_T"] = self.trainer.logprobs(wanted)
         if self.reference:
             found["logp_ref_T"] = self.reference.logprobs(wanted)
@@ -126,7 +128,7 @@ class Learner:
         return {**metrics, "updates": float(updates)}
 
 
-_SUMS = {"train_seconds", "train_tokens", "skipped_updates"}
+_SUMS = {"train_seconds", "train_tokens", "skipped_updates", "critic_skipped_updates"}
 
 
 def _merge(into: dict[str, float], numbers: dict[str, float]) -> None:

@@ -33,6 +33,11 @@ class Reference:
         self._live = policy
         self._adapters = policy.model is not policy.base and algorithm.reference == "frozen"
         self._policy = policy if self._adapters else _frozen_copy(policy)
+        self._pairs = [(n, p, q) for (n, p), q in zip(
+            policy.model.named_parameters(), self._policy.model.parameters(), strict=True) if p.requires_grad
+        ]  # fmt: skip
+        # A running average in bf16 would stand still: what a refresh adds is less than the rounding.
+        self._averages = [q.float().clone() for _, _, q in self._pairs] if algorithm.reference == "ema" else []
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
         """Log-probs of each sample's loss tokens, zero elsewhere: `[T]` per sample."""
@@ -49,24 +54,29 @@ class Reference:
         kind, every = self.algorithm.reference, self.algorithm.reference_every
         if kind not in ("ema", "reset") or every is None or step % every:
             return
-        mix = 1.0 if kind == "reset" else self.algorithm.reference_mix
-        assert mix is not None
         with torch.no_grad():
-            for mine, live in zip(self._policy.model.parameters(), self._live.model.parameters(), strict=True):
-                mine.lerp_(live.to(mine.dtype), mix)
+            for i, (_, live, mine) in enumerate(self._pairs):
+                if kind == "ema":
+                    assert self.algorithm.reference_mix is not None
+                    mine.copy_(self._averages[i].lerp_(live.float(), self.algorithm.reference_mix))
+                else:
+                    mine.copy_(live)
 
     def save_state(self, folder: Path) -> None:
         """A frozen reference needs no file: it is the model that the run started from."""
         if self.algorithm.reference != "frozen":
-            named = self._policy.model.named_parameters()
-            save_file({n: p.detach().cpu().contiguous() for n, p in named}, folder / STATE_FILE)
+            values = self._averages or [q for _, _, q in self._pairs]
+            tensors = {n: v.detach().cpu().contiguous() for (n, _, _), v in zip(self._pairs, values, strict=True)}
+            save_file(tensors, folder / STATE_FILE)
 
     def load_state(self, folder: Path) -> None:
         if self.algorithm.reference != "frozen":
             saved = load_file(folder / STATE_FILE)
             with torch.no_grad():
-                for name, p in self._policy.model.named_parameters():
-                    p.copy_(saved[name])
+                for i, (name, _, mine) in enumerate(self._pairs):
+                    mine.copy_(saved[name])
+                    if self._averages:
+                        self._averages[i].copy_(saved[name])
 
     @contextmanager
     def _without_adapters(self) -> Iterator[None]:

@@ -5,8 +5,7 @@ does not depend on how it is cut into micro-batches, because every loss token ca
 """
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,7 +16,7 @@ from kitae.algorithms.tokens import TokenBatch
 from kitae.config import TrainingConfig
 from kitae.models.policy import Policy
 from kitae.observe.meter import Meter
-from kitae.trainer.forward import each_token, log_probs, micro_batches
+from kitae.trainer.forward import checkpoint_activations, each_token, log_probs, micro_batches, training_mode
 from kitae.trainer.optim import Optimizer
 from kitae.types import Batch, FloatArray, Sample
 
@@ -32,19 +31,23 @@ class TokenObjective(Protocol):
 
 class Trainer:
     def __init__(
-        self, policy: Policy, config: TrainingConfig, *, temperature: float, entropy_grad: bool = False
+        self,
+        policy: Policy,
+        config: TrainingConfig,
+        *,
+        temperature: float,
+        entropy_grad: bool = False,
+        idle_steps: int = 0,
     ) -> None:
+        """idle_steps: steps of the run in which this model is not trained; the schedule passes over them."""
         self.policy = policy
         self.config = config
         self.temperature = temperature
         self.entropy_grad = entropy_grad
         self.optimizer = Optimizer(
-            policy.model.named_parameters(), config, config.steps * config.minibatches * config.epochs
+            policy.model.named_parameters(), config, (config.steps - idle_steps) * config.minibatches * config.epochs
         )
-        if config.checkpoint_activations:
-            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-            if policy.model is not policy.base:
-                policy.model.enable_input_require_grads()
+        checkpoint_activations(policy, config)
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
         """Log-probs of each sample's loss tokens under the current weights, zero elsewhere: `[T]` per sample."""
@@ -60,7 +63,7 @@ class Trainer:
         began = time.perf_counter()
         meter = Meter()
         row_tokens = 0
-        with self._training_mode():
+        with training_mode(self.policy, self.config):
             for micro in micro_batches(batch.samples, self.config, self.policy.device):
                 logp_N, entropy_N = log_probs(
                     self.policy, micro, self.config, self.temperature, entropy_grad=self.entropy_grad
@@ -96,12 +99,3 @@ class Trainer:
 
     def load_state(self, folder: Path, updates: int) -> None:
         self.optimizer.load_state(load_file(folder / STATE_FILE), updates)
-
-    @contextmanager
-    def _training_mode(self) -> Iterator[None]:
-        """Modules recompute activations only in training mode; dropout stays off because models are loaded without."""
-        self.policy.model.train(self.config.checkpoint_activations)
-        try:
-            yield
-        finally:
-            self.policy.model.eval()

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import HERE, assert_same_metrics, rows, run_toy
+from harness import HERE, assert_same_metrics, rows, run_config, run_toy
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.presets import PRESETS
+from kitae.config import load_config
 from kitae.errors import ConfigError
 from kitae.observe.observer import Silent
 from kitae.pipeline.session import prepare, train
@@ -100,3 +101,11 @@ def test_a_stage_of_the_users_own(tmp_path: Path) -> None:
     assert np.mean([r["reward"] for r in rows(result.folder)][-4:]) >= 0.9
     with pytest.raises(ConfigError, match="needs the setting 'width'"):
         run_toy(tmp_path, RIGHT_OR_WRONG, *SHORT, *own, "model.path=/does/not/exist")
+
+
+def test_the_example_of_ones_own_algorithm_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(HERE.parent.parent)
+    config = load_config(Path("examples/custom_algorithm.toml"), [f"run.dir={tmp_path}", "model.device=cpu"])
+    result = run_config(config)
+    assert result.before and result.after
+    assert result.before["avg"] < 0.6 and result.after["avg"] >= 0.9

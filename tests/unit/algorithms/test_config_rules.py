@@ -84,7 +84,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     ({"aggregation": "constant-length"}, "'constant-length' needs algorithm.constant_length: a number of tokens, or"),
     (
         {"preset": "dr-grpo", "constant_length": 0},
-        "algorithm.constant_length must be at least 1, or 'max_tokens', got 0",
+        "algorithm.constant_length must be a number of tokens, or 'max_tokens', got 0",
     ),
     # Statistics of samples on advantages of tokens.
     *(
@@ -95,9 +95,39 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
     # KL.
     ({"kl": "k1", "kl_coef": 0.1, **FROZEN}, "algorithm.kl 'k1' in the loss has an expected gradient of zero"),
     *(
-        ({"preset": "rloo", "kl": kind}, f"algorithm.kl must be k1, k2 or k3 with kl_in 'reward', got '{kind}'")
-        for kind in ("k1-ratio", "k2-ratio", "k3-ratio")
+        ({"preset": "rloo", "kl": kind}, f"algorithm.kl must be 'k1' with kl_in 'reward', got '{kind}'")
+        for kind in ("k2", "k3", "k1-ratio", "k2-ratio", "k3-ratio")
     ),
+    ({"preset": "maxrl", "reward_bias": -0.5}, "algorithm.reward_bias must not be negative"),
+    ({"preset": "maxrl", "reward_norm": "batch"}, "algorithm.reward_norm must be 'none' with advantage 'mean-scaled'"),
+    ({"preset": "dppo", "ratio": "sequence-mean"}, "algorithm.ratio must be 'token' with gate 'divergence-mask'"),
+    ({"preset": "gmpo", "ratio": "sequence-mean"}, "algorithm.ratio must be 'token' with gate 'geometric-clip'"),
+    ({"correction_cap": 0.5}, "algorithm.correction_cap must be at least 1, got 0.5"),
+    ({"preset": "stale-asymmetric", "weight_cap": 0.5}, "algorithm.weight_cap must be at least 1 with gate 'asymm"),
+    # The one ratio of a response counted once for each of its tokens.
+    *(
+        (
+            {"ratio": "sequence-product", "gate": gate, "aggregation": aggregation, **length},
+            f"algorithm.aggregation must be 'seq-mean-token-mean' with ratio 'sequence-product', got '{aggregation}'",
+        )
+        for gate, aggregation, length in (
+            ("clip", "seq-mean-token-sum", {}),
+            ("none", "token-mean", {}),
+            ("sigmoid", "prompt-mean", {}),
+            ("clip", "constant-length", {"constant_length": 8}),
+        )
+    ),
+    (
+        {"preset": "raft", "kl": "k1", "kl_in": "reward", "kl_coef": 5.0, **FROZEN},
+        "algorithm.kl_in 'reward' does nothing with advantage 'one'",
+    ),
+    ({"preset": "raft", "overlong_buffer": 4}, "algorithm.overlong_buffer is set to 4, but nothing reads it"),
+    ({"preset": "pass-at-k", "reward_norm": "batch"}, "algorithm.reward_norm is set to 'batch', but nothing reads it"),
+    (
+        {"aggregation": "constant-length", "constant_length": True},
+        "algorithm.constant_length must be a number of tokens, or 'max_tokens', got True",
+    ),
+    ({"correction": "tis+mine.py:f"}, "a function of your own stands alone"),
     ({"kl_coef": 0.1}, "algorithm.kl_coef is 0.1, but algorithm.reference is 'none': a KL term needs a reference"),
 ]
 
@@ -112,9 +142,10 @@ def test_contradictions_are_refused(algorithm: dict[str, Any], message: str) -> 
     [
         {"dual_clip": 1.21},
         {"preset": "gspo", "clip_low": 0.05, "clip_high": 0.05},
-        {"ratio": "sequence-product"},
+        {"ratio": "sequence-product", "aggregation": "seq-mean-token-mean"},
         {"preset": "cispo", "weight_cap": 1.0},
-        {"preset": "stale-asymmetric", "weight_cap": 0.5},
+        {"preset": "stale-asymmetric", "weight_cap": 1.0},
+        {"preset": "maxrl", "reward_bias": 0.5},
         {"anchor": "behaviour", "correction": "opsm"},
         {"anchor": "behaviour", "correction": "geometric+opsm"},
         {"correction": "tis+geometric+opsm"},
@@ -185,7 +216,8 @@ def test_unknown_choices_name_the_stage_the_choices_and_the_nearest(key: str) ->
     base = {"kl_coef": 0.1, **FROZEN} if key == "kl" else {}
     message = refused({**base, key: known + "x"})
     listed = ", ".join(stage.choices)
-    assert f"algorithm.{key} must be one of {listed}, or file.py:function, got '{known}x'" in message
+    joined = ", several joined by +" if stage.combines else ""
+    assert f"algorithm.{key} must be one of {listed}{joined}, or file.py:function, got '{known}x'" in message
     assert "did you mean" in message
     for bad in ("", "+", "xyzzy"):
         assert f"algorithm.{key} must be one of" in refused({**base, key: bad})
@@ -245,6 +277,11 @@ def test_a_group_baseline_needs_two_samples(advantage: str) -> None:
             {"pipeline": {"refill": True}},
             "pipeline.refill replaces dropped groups, but algorithm.filter = 'none' drops none",
         ),
+        (
+            {"kl_coef": 0.1, "reference": "ema"},
+            {"model": {"lora_rank": 4}},
+            "algorithm.reference must be 'frozen' or 'reset' with model.lora_rank, got 'ema'",
+        ),
     ],
 )
 def test_contradictions_with_other_sections(algorithm: dict[str, Any], sections: dict[str, Any], message: str) -> None:
@@ -252,8 +289,15 @@ def test_contradictions_with_other_sections(algorithm: dict[str, Any], sections:
 
 
 def test_a_combined_filter_that_would_drop_everything_is_refused() -> None:
-    message = refused({"preset": "reinforce", "filter": "zero-variance+all-wrong"}, **training(group_size=1))
-    assert "training.group_size must be at least 2" in message
+    for name in ("zero-variance+all-wrong", "all-correct+all-wrong"):
+        message = refused({"preset": "reinforce", "filter": name}, **training(group_size=1))
+        assert f"training.group_size must be at least 2 for filter '{name}', got 1: it would drop" in message
+    assert resolve({"preset": "reinforce-drop-wrong"}, **training(group_size=1)).training.group_size == 1
+
+
+def test_truncation_that_drops_groups_may_be_refilled() -> None:
+    for truncation in ("drop", "mask"):
+        assert resolve({"truncation": truncation}, pipeline={"refill": True}).pipeline.refill
 
 
 # Settings that nothing reads.
@@ -300,7 +344,11 @@ def test_what_is_resolved_is_exactly_what_the_chosen_functions_read() -> None:
         for key, stage in STAGES.items():
             value = getattr(config, key)
             if value is None:
-                assert (key, config.gate) == ("ratio", "likelihood") or (key == "kl" and not config.kl_coef)
+                assert (
+                    (key, config.gate) == ("ratio", "likelihood")
+                    or (key == "kl" and not config.kl_coef)
+                    or (key == "shaping" and config.advantage in ("one", "pass-at-k"))
+                )
                 continue
             for name in stage.names(value):
                 for setting in keyword_settings(stage.choices[name]):

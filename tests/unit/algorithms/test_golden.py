@@ -11,6 +11,7 @@ from golden import FILE, golden_row
 from kitae.algorithms.presets import PRESETS
 
 GOLDEN: dict[str, Any] = json.loads(FILE.read_text())
+ALIKE = {("gspo", "gspo-token")}  # equal gradients, as long as advantages and weights are equal on all tokens
 EVERY_TOKEN = [f"{g}/{i}" for g in range(5) for i in range(4)]
 
 
@@ -38,4 +39,7 @@ def test_presets_differ(one: str, other: str) -> None:
     if any(len(a[key]) != len(b[key]) for key in EVERY_TOKEN):
         return  # they train on different samples
     gap = max(np.abs(np.subtract(a[key], b[key])).max(initial=0.0) for key in EVERY_TOKEN)
+    if (one, other) in ALIKE:
+        assert gap < 2e-6
+        return
     assert gap > 1e-4, f"{one} and {other} are the same on this batch"

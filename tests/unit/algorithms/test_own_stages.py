@@ -33,12 +33,13 @@ Write = Callable[[str], str]
 
 @pytest.fixture
 def file(tmp_path: Path) -> Write:
-    """`file(source)`: the path of a file with this content."""
+    """`file(source)`: the path of a new file with this content."""
 
     def write(source: str) -> str:
-        path = tmp_path / "mine.py"
-        path.write_text(source)
-        return str(path)
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        (folder / "mine.py").write_text(source)
+        return str(folder / "mine.py")
 
     return write
 
@@ -188,7 +189,7 @@ def test_a_missing_file_is_named(stage: str, tmp_path: Path) -> None:
     if stage == "kl":
         choices["kl_coef"] = 0.1
     config = AlgorithmConfig.model_validate(choices)  # reading settings touches no file
-    with pytest.raises(ConfigError, match=rf"the file of a {stage} function must exist, got '.*nowhere\.py'"):
+    with pytest.raises(ConfigError, match=rf"the file of the {stage} function must exist, got '.*nowhere\.py'"):
         Objective(config, 8)
 
 
@@ -203,7 +204,7 @@ def test_a_missing_function_points_to_the_nearest(file: Write) -> None:
 
 @pytest.mark.parametrize("source", ["def gate(:", "1 / 0", "import no_such_module_at_all"])
 def test_a_file_that_does_not_import_says_why(file: Write, source: str) -> None:
-    with pytest.raises(ConfigError, match=r"the file of a gate function must import, but .*mine\.py raised \w+Error"):
+    with pytest.raises(ConfigError, match=r"the file of the gate function must import, but .*mine\.py raised \w+Error"):
         make_objective(gate=file(source) + ":gate")
 
 
@@ -253,6 +254,26 @@ def test_a_wrong_shape_is_refused_and_shown(stage: str, returned: str, file: Wri
     run(stage, file(f"{source}\n    return x\n") + ":f")
     with pytest.raises(ConfigError, match=rf"the {stage} function must return .* got"):
         run(stage, file(f"{source}\n    return {RETURNS[returned]}\n") + ":f")
+
+
+def test_what_a_function_raises_says_whose_it_is(file: Write) -> None:
+    with pytest.raises(ConfigError, match="the gate function f raised IndexError"):
+        run("gate", file("def f(ratio_N, tokens):\n    return ratio_N[999]\n") + ":f")
+
+
+def test_a_gate_without_a_gradient_is_refused(file: Write) -> None:
+    with pytest.raises(ConfigError, match=r"must depend on tokens\.logp_N with a gradient"):
+        run("gate", file("def f(ratio_N, tokens):\n    return ratio_N.detach()\n") + ":f")
+
+
+def test_functions_of_one_file_share_its_module(file: Write) -> None:
+    """What one stage leaves there another can read: the file is executed once."""
+    path = file(
+        "SEEN = []\n"
+        "def shaping(step):\n    SEEN.append(len(step.scores_B))\n    return step.scores_B\n"
+        "def gate(ratio_N, tokens):\n    return -tokens.advantage_N * ratio_N * SEEN[-1]\n"
+    )
+    assert first_loss(shaping=f"{path}:shaping", gate=f"{path}:gate") == pytest.approx(-1.5 * 2, abs=1e-5)
 
 
 @pytest.mark.parametrize("stage", ["shaping", "advantage", "aggregation"])

@@ -75,7 +75,7 @@ DOCUMENTED: dict[str, dict[str, Any]] = {
         "aggregation": "token-mean",
     },
     "reinforce++-baseline": {
-        "advantage": "group-centred", "whiten": "samples", **CLIP, "aggregation": "token-mean", "kl": "k2",
+        "advantage": "group-centred", "whiten": "scale", **CLIP, "aggregation": "token-mean", "kl": "k2",
         "kl_in": "loss", "kl_coef": 0.001, "reference": "frozen",
     },
     "cispo": {
@@ -91,7 +91,7 @@ DOCUMENTED: dict[str, dict[str, Any]] = {
         "filter": "zero-variance", "advantage": "group-centred", **CLIP, "clip_high": 0.272, **TIS,
         "aggregation": "token-mean", "kl_coef": 0.0,
     },
-    "decoupled-ppo": {**ZSCORE, "whiten": "samples", **CLIP, "correction": "tis", "correction_cap": 5.0,
+    "decoupled-ppo": {**ZSCORE, "whiten": "scale", **CLIP, "correction": "tis", "correction_cap": 5.0,
                       "aggregation": "token-mean"},
     "stale-asymmetric": {
         "ratio": "sequence-product", "anchor": "behaviour", "gate": "asymmetric", "weight_floor": 0.5,
@@ -126,7 +126,7 @@ def test_preset_says_what_it_is_and_where_it_is_from(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_names_a_choice_for_every_stage_that_acts(name: str) -> None:
     config = AlgorithmConfig(preset=name)
-    assert {key for key in STAGES if getattr(config, key) is None} <= {"ratio", "kl"}
+    assert {key for key in STAGES if getattr(config, key) is None} <= {"ratio", "kl", "shaping"}
     assert (config.ratio is None) == (config.gate == "likelihood")
     assert (config.kl is None) == (not config.kl_coef)
     assert make_objective(preset=name).config == config
