@@ -38,14 +38,14 @@ def load_function(name: str, what: str, arguments: Iterable[str], error: type[Ki
     return found  # type: ignore[no-any-return]
 
 
-_LOADED: dict[tuple[str, int], ModuleType] = {}
+_LOADED: dict[tuple[str, int, int], ModuleType] = {}
 
 
 def _load(path: Path, what: str, error: type[KitaeError]) -> ModuleType:
     """The module of a file, executed once for all functions in it; a file that has changed is executed again."""
     if not path.is_file():
         raise error(f"the file of the {what} must exist, got {str(path)!r}")
-    key = (str(path.resolve()), path.stat().st_mtime_ns)
+    key = (str(path.resolve()), path.stat().st_mtime_ns, path.stat().st_size)
     if key not in _LOADED:
         _LOADED[key] = _execute(path, what, error)
     return _LOADED[key]

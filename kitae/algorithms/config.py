@@ -191,8 +191,10 @@ class AlgorithmConfig(Section):
             yield f"algorithm.correction_cap must be at least 1, got {self.correction_cap:g}: the weights lie around 1"
         if len(weights) > 1:
             yield f"algorithm.correction may contain one importance weight, got {self.correction!r}"
-        if "none" in corrections and len(corrections) > 1:
-            yield f"algorithm.correction 'none' cannot be combined, got {self.correction!r}"
+        for key in ("filter", "correction"):
+            names = STAGES[key].names(str(getattr(self, key)))
+            if "none" in names and len(names) > 1:
+                yield f"algorithm.{key} 'none' cannot be combined, got {getattr(self, key)!r}"
         for low, high in (("correction_low", "correction_high"), ("geometric_low", "geometric_high")):
             a, b = getattr(self, low), getattr(self, high)
             if a is not None and b is not None and a >= b:
@@ -228,6 +230,8 @@ class AlgorithmConfig(Section):
             )
         if self.kl_in == "reward" and self.advantage in _BLIND:
             yield f"algorithm.kl_in 'reward' does nothing with advantage {self.advantage!r}, which reads no reward"
+        if self.reference == "none" and self.kl_target:
+            yield f"algorithm.kl_target is {self.kl_target:g}, but without a reference there is no KL to steer"
         if self.reference == "none" and not is_plugin(str(self.kl)):
             yield (
                 f"algorithm.kl_coef is {self.kl_coef:g}, but algorithm.reference is 'none': a KL term needs a "

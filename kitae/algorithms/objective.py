@@ -265,8 +265,8 @@ class Objective:
             if active := int(active_N.sum()):
                 meter.mean("ratio_gated", gated_N[active_N].mean().item(), active)
                 meter.max("ratio_gated_max", gated_N[active_N].max().item())
-            meter.mean("clip_high", (stopped_N & (advantage_N > 0)).float().mean().item(), count)
-            meter.mean("clip_low", (stopped_N & (advantage_N < 0) & (ratio_N < 1)).float().mean().item(), count)
+            meter.mean("clip_high", (stopped_N & (advantage_N > 0) & (ratio_N >= 1)).float().mean().item(), count)
+            meter.mean("clip_low", (stopped_N & (ratio_N < 1)).float().mean().item(), count)
             meter.mean("clip_dual", (stopped_N & (advantage_N < 0) & (ratio_N >= 1)).float().mean().item(), count)
             gap_N = (tokens.logp_old_N - tokens.behaviour_N).abs()  # 0 where the engine gave no log-prob
             mismatch_N = tokens.log_mismatch_N.exp()

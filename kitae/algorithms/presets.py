@@ -313,8 +313,9 @@ PRESETS: Mapping[str, Preset] = {
         "Geometric-mean policy optimisation",
         "GMPO, arXiv 2507.20673",
         "A as in GRPO; ℓ = −A exp(mean_t log r̄_t), log r̄ clipped to [−0.4, 0.4] by the sign of A; mean over responses",
-        "The clip is on log-ratios of tokens, inside the mean; clipping the mean would be GSPO.",
-        {**_SEQ, "gate": "geometric-clip", "clip_low": 0.4, "clip_high": 0.4},
+        "The clip is on log-ratios of tokens, inside the mean; clipping the mean would be GSPO. The mean spreads "
+        "the weight of one token over all: hence no token weight in S6.",
+        {**_SEQ, "gate": "geometric-clip", "clip_low": 0.4, "clip_high": 0.4, "correction": "none"},
     ),
     "opo": Preset(
         "On-policy with the baseline of least variance",
