@@ -27,7 +27,7 @@ from kitae.algorithms.stages import Function, resolve_stages
 from kitae.algorithms.tokens import LIMIT, TokenBatch
 from kitae.errors import ConfigError
 from kitae.observe.meter import Meter
-from kitae.types import Batch, FloatArray, Group, Rollout, Sample
+from kitae.types import Batch, BoolArray, FloatArray, Group, Rollout, Sample
 
 T = TypeVar("T")
 
@@ -77,12 +77,8 @@ class Objective:
         valid = self._judged(group)
         if not valid or (self.wants_greedy and not _judged(group.greedy)):
             return "errors" if not group.valid or valid else "truncated"
-        keep_G, reason = self._filter(_scores(valid))
-        if not keep_G.any():
-            return reason
-        masked = self.config.truncation == "mask"
-        trained = [r for r, keep in zip(valid, keep_G, strict=True) if keep and not (masked and r.finish == "length")]
-        return None if trained else "truncated"
+        keep_G, reason = self._filter(valid)
+        return None if keep_G.any() else reason
 
     def samples(self, groups: Sequence[Group], dropped: Sequence[Group] = ()) -> list[Sample]:
         """S1 and S2 on the groups of a step: samples without advantages. Those whose verifier failed are left out.
@@ -94,17 +90,10 @@ class Objective:
         others = [r for group in dropped for r in self._judged(group)]
         rewards_B = self._shape([r for _, r in rows], [r for _, r in greedy], others)
         baselines = {group.id: float(b) for (group, _), b in zip(greedy, rewards_B[len(rows) :], strict=False)}
-        keep = {g.id: dict(zip(_indices(v), self._filter(_scores(v))[0], strict=True))
-                for g in groups if (v := self._judged(g))}  # fmt: skip
-        masked = self.config.truncation == "mask"
+        kept_B = [keep for group in groups for keep in self._filter(self._judged(group))[0]]
         return [
-            _to_sample(
-                rollout,
-                reward=float(reward),
-                baseline=baselines.get(group.id),
-                kept=bool(keep[group.id][rollout.index]) and not (masked and rollout.finish == "length"),
-            )
-            for (group, rollout), reward in zip(rows, rewards_B[: len(rows)], strict=True)
+            _to_sample(rollout, reward=float(reward), baseline=baselines.get(group.id), kept=bool(kept))
+            for (group, rollout), reward, kept in zip(rows, rewards_B[: len(rows)], kept_B, strict=True)
         ]
 
     def advantages(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -131,14 +120,17 @@ class Objective:
         drops = self.config.truncation == "drop"
         return [r for r in group.valid if not (drops and r.finish == "length")]
 
-    def _filter(self, scores_G: FloatArray) -> tuple[Any, str]:
-        """The mask over a group, and the name of the filter that emptied it."""
-        keep_G = np.ones(len(scores_G), dtype=bool)
+    def _filter(self, judged: Sequence[Rollout]) -> tuple[BoolArray, str]:
+        """S2: which samples of a group are trained on, and what left none of them, where that is so."""
+        scores_G = _scores(judged)
+        keep_G = np.ones(len(judged), dtype=bool)
         for name, function in self._stages["filter"].items():
             keep_G &= _expect("filter", function(scores_G), len(scores_G)) != 0
             if not keep_G.any():
                 return keep_G, name
-        return keep_G, ""
+        if self.config.truncation == "mask":
+            keep_G &= np.array([r.finish != "length" for r in judged], dtype=bool)
+        return keep_G, "truncated"
 
     def _shape(self, rollouts: Sequence[Rollout], greedy: Sequence[Rollout], others: Sequence[Rollout]) -> FloatArray:
         """S1. Greedy responses are shaped like the others, but are no part of the statistics."""
@@ -364,10 +356,6 @@ def _value(rollout: Rollout) -> float:
 
 def _scores(rollouts: Sequence[Rollout]) -> FloatArray:
     return np.array([_value(r) for r in rollouts], dtype=np.float32)
-
-
-def _indices(rollouts: Sequence[Rollout]) -> list[int]:
-    return [r.index for r in rollouts]
 
 
 def _key(s: Sample) -> tuple[int, int]:
