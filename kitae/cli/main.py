@@ -108,6 +108,31 @@ def algorithms(
 
 
 @app.command()
+def verifiers() -> None:
+    """List the verifiers, each with an example."""
+    from kitae.cli import verification
+
+    verification.verifiers()
+
+
+@app.command()
+def verify(
+    name: Annotated[str, typer.Argument(help="A verifier (kitae verifiers), or file.py:function.")],
+    source: Annotated[Path, typer.Option("--input", help="JSONL: id, response, reference, context.")],
+    target: Annotated[Path, typer.Option("--output", help="JSONL: id, score, outcome, components, detail.")],
+    option: Annotated[
+        list[str] | None, typer.Option(help="A param of the verifier: key=value; may be repeated.")
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Worker processes; default: one for each core.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for one check.")] = 10.0,
+) -> None:
+    """Score a file of responses."""
+    from kitae.cli import verification
+
+    verification.verify(name, source, target, option or [], workers, timeout)
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine can do."""
     from kitae.cli import doctor as machine

@@ -1,6 +1,6 @@
 """The verifier seam: a plain function from a response to a `Score`, run in a worker that can be killed."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -9,11 +9,12 @@ from kitae.types import Score
 TimeoutMeaning = Literal["wrong", "error"]
 
 
-ScoreFunction = Callable[..., Score | float]
+ScoreFunction = Callable[..., Score | float | Awaitable[Score]]
 """`score(response: str, reference, context, **params)`: `score("The answer is 12", "12", {})` → `Score(1.0)`.
 
 `params` are the recipe's `verifier.params`. A bare number or bool stands for `Score(float(…))`. Reference and context
-arrive as they survive a trip through JSON: tuples as lists, keys of mappings as strings.
+arrive as they survive a trip through JSON: tuples as lists, keys of mappings as strings. What only waits for a server
+may be an `async def`.
 """
 
 

@@ -6,9 +6,12 @@
 
 A worker has one job at a time, so a lost worker costs one check, and its score says so: what a timeout means is the
 verifier's `on_timeout`; everything else that goes wrong is an error, never a 0.
+
+Built-in verifiers that only wait for a server (`async def`) need no worker: they run in the event loop, many at a time.
 """
 
 import asyncio
+import inspect
 import itertools
 import json
 import os
@@ -23,6 +26,8 @@ from typing import Any, Self
 from kitae.errors import VerifierError
 from kitae.types import Prompt, Score
 from kitae.verifiers.base import TimeoutMeaning
+from kitae.verifiers.registry import VERIFIERS, check_params
+from kitae.verifiers.worker import as_score
 
 _START_LIMIT = 60.0  # seconds for a worker to import what it needs
 _TICKS = 10  # slices of a deadline
@@ -56,7 +61,11 @@ class VerifierPool:
     ) -> None:
         self.timeout = timeout
         self.stats = PoolStats()
-        self._workers = [_Worker({"name": name, "params": dict(params)}) for _ in range(workers)]
+        self._params = dict(params)
+        found = VERIFIERS.get(name)
+        self._waiting = found if found is not None and inspect.iscoroutinefunction(found.score) else None
+        count = 0 if self._waiting else workers
+        self._workers = [_Worker({"name": name, "params": self._params}) for _ in range(count)]
         self._job_ids = itertools.count(1)
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         self._starting = asyncio.Semaphore(os.cpu_count() or 1)
@@ -65,6 +74,8 @@ class VerifierPool:
 
     async def start(self) -> None:
         """Start all workers; raise `VerifierError` if the verifier cannot be loaded or refuses its params."""
+        if self._waiting:
+            check_params(self._waiting, self._params)
         try:
             for result in await asyncio.gather(*map(self._start, self._workers), return_exceptions=True):
                 if result is not None:
@@ -80,7 +91,8 @@ class VerifierPool:
     async def score(self, response: str, reference: Any, context: Mapping[str, Any] = _NOTHING) -> Score:
         if not self._running:
             raise VerifierError("a verifier pool scores between start() and close(), got a call outside")
-        score = await self._check(response, reference, context)
+        check = self._wait_for if self._waiting else self._check
+        score = await check(response, reference, context)
         self.stats.checked += 1
         self.stats.errors += not score.valid
         return score
@@ -98,6 +110,19 @@ class VerifierPool:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    async def _wait_for(self, response: str, reference: Any, context: Mapping[str, Any]) -> Score:
+        """A check that waits for a server. A deadline says nothing about the response: it is an error."""
+        assert self._waiting is not None
+        waiting: Any = self._waiting.score(response, reference, context, **self._params)
+        try:
+            async with asyncio.timeout(self.timeout):
+                return as_score(await waiting)
+        except TimeoutError:
+            self.stats.timeouts += 1
+            return Score.error(f"timed out after {self.timeout:g} s")
+        except Exception as error:
+            return Score.error(f"{type(error).__name__}: {error}")
 
     async def _check(self, response: str, reference: Any, context: Mapping[str, Any]) -> Score:
         job_id = next(self._job_ids)

@@ -8,6 +8,8 @@ Covered: a score function may print, read stdin, raise, exit, crash, or return n
 or an error. Not covered: malice. The function runs with the rights of the user, on their files and network.
 """
 
+import asyncio
+import inspect
 import json
 import os
 import signal
@@ -51,14 +53,15 @@ def main() -> None:
 def judge(function: ScoreFunction, response: str, reference: Any, context: Any, params: dict[str, Any]) -> Score:
     """Call a score function; whatever it does, the result is a finite score or an error that says what it did."""
     try:
-        return _as_score(function(response, reference, context, **params))
+        result: Any = function(response, reference, context, **params)
+        return as_score(asyncio.run(result) if inspect.iscoroutine(result) else result)
     except BaseException as error:  # SystemExit too: a score function must not end the worker
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(frame.filename).name}:{frame.lineno}"
         return Score.error(f"{type(error).__name__}: {error}"[:_MAX_DETAIL] + f" ({where})")
 
 
-def _as_score(result: Any) -> Score:
+def as_score(result: Any) -> Score:
     if isinstance(result, Real):
         result = Score(float(result))
     if not isinstance(result, Score):

@@ -20,7 +20,7 @@ from kitae.store.journal import Journal
 from kitae.store.run import RunStore
 from kitae.types import Message, Prompt, Rollout, Score, Segment
 
-COMMANDS = ("train", "resume", "eval", "show", "plot", "recipes", "algorithms", "doctor")
+COMMANDS = ("train", "resume", "eval", "show", "plot", "recipes", "algorithms", "verifiers", "verify", "doctor")
 
 
 class Result(NamedTuple):

@@ -1,0 +1,127 @@
+"""`kitae verifiers` and `kitae verify`."""
+
+import asyncio
+import json
+import os
+import tomllib
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from kitae.errors import DataError, VerifierError
+from kitae.types import Score
+from kitae.verifiers.pool import VerifierPool
+from kitae.verifiers.registry import VERIFIERS, check_params, resolve
+
+_AHEAD = 64  # rows under way for each worker, so that none waits for another
+
+
+def verifiers() -> None:
+    for name, verifier in VERIFIERS.items():
+        summary = (verifier.score.__doc__ or "").strip().splitlines()[0]
+        print(f"{name:16} {summary}")
+        if verifier.example is not None:
+            response, reference = verifier.example
+            print(f"{'':16} example: {_short(response)} against {_short(reference)} scores 1")
+    print("\nfile.py:function  your own: (response, reference, context) → a number or a Score")
+    print("\nscore a file with: kitae verify NAME --input in.jsonl --output out.jsonl [--option key=value …]")
+
+
+def verify(name: str, source: Path, target: Path, options: list[str], workers: int | None, timeout: float) -> None:
+    params = dict(_parse_option(text) for text in options)
+    if ":" not in name:  # a user's own file is loaded by a worker, never here
+        check_params(resolve(name), params)
+    rows = list(_read(source))
+    if target.exists() and target.resolve() == source.resolve():
+        raise DataError(f"--output must be another file than --input, got {target}")
+    began = perf_counter()
+    with target.open("w", encoding="utf-8") as out, _progress(len(rows)) as advance:
+
+        def write(row: dict[str, Any], score: Score) -> None:
+            value = score.value if score.valid else None
+            found = {"id": row["id"], "score": value, "outcome": score.outcome, "components": dict(score.components)}
+            out.write(json.dumps({**found, "detail": score.detail}) + "\n")
+            advance()
+
+        scores = asyncio.run(_score(name, params, rows, workers or os.cpu_count() or 1, timeout, write))
+    _summarise(scores, perf_counter() - began, target)
+
+
+async def _score(
+    name: str, params: dict[str, Any], rows: list[dict[str, Any]], workers: int, timeout: float, write: Any
+) -> list[Score]:
+    """Score all rows, many at a time; `write` gets them in the order of the file."""
+    scores: list[Score] = []
+    async with VerifierPool(name, params, workers, timeout) as pool:
+        running: deque[tuple[dict[str, Any], asyncio.Task[Score]]] = deque()
+        left = iter(rows)
+        while True:
+            while len(running) < workers * _AHEAD and (row := next(left, None)) is not None:
+                check = pool.score(row["response"], row.get("reference"), row.get("context") or {})
+                running.append((row, asyncio.create_task(check)))
+            if not running:
+                return scores
+            row, task = running.popleft()
+            scores.append(await task)
+            write(row, scores[-1])
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"{path}:{number} is not JSON: {error}") from None
+        if not isinstance(row, dict) or not isinstance(row.get("response"), str):
+            raise DataError(f"{path}:{number} must be an object with a text 'response', got {line[:80]}")
+        if not isinstance(row.get("context") or {}, dict):
+            raise DataError(f"{path}:{number}: 'context' must be an object, got {json.dumps(row['context'])[:80]}")
+        yield {**row, "id": row.get("id", number)}
+
+
+def _parse_option(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise VerifierError(f"--option has the form key=value, got {text!r}")
+    try:
+        return key.strip(), tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value
+
+
+def _summarise(scores: list[Score], seconds: float, target: Path) -> None:
+    valid = [s.value for s in scores if s.valid]
+    failed = Counter(s.detail.splitlines()[0][:100] if s.detail else "no reason" for s in scores if not s.valid)
+    mean = f"{sum(valid) / len(valid):.4f}" if valid else "–"
+    print(f"{len(scores)} rows in {seconds:.1f} s ({len(scores) / max(seconds, 1e-9):,.0f} a second)")
+    print(f"mean score {mean}; {sum(v >= 1 for v in valid)} with full score, {len(scores) - len(valid)} not judged")
+    for reason, count in failed.most_common(5):
+        print(f"  not judged {count} times: {reason}")
+    print(f"written to {target}")
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Any]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    with Progress(
+        TextColumn("verifying"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), transient=True
+    ) as bar:
+        task = bar.add_task("verifying", total=total)
+        yield lambda: bar.advance(task)
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return json.dumps(text if len(text) <= 60 else text[:57] + "…", ensure_ascii=False)
