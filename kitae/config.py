@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
 
 from kitae.algorithms.config import AlgorithmConfig, needs_group
 from kitae.data.tasks import TASKS
@@ -80,7 +80,7 @@ class VerifierConfig(Section):
     name: str = Field(
         "exact", description="exact, number, math, or your own: file.py:function; by default the task's own."
     )
-    params: dict[str, bool | int | float | str] = Field(default_factory=dict, description="Options of the verifier.")
+    params: dict[str, JsonValue] = Field(default_factory=dict, description="Options of the verifier.")
     timeout: float = Field(10.0, gt=0, description="Seconds after which the worker that checks one answer is killed.")
     workers: int = Field(2, ge=1, le=256, description="Worker processes.")
     check_gold: bool = Field(True, description="Before training, check that reference answers score 1.")
@@ -240,14 +240,15 @@ _ELSEWHERE = {
     "gradient_checkpointing": "training.checkpoint_activations",
     "beta": "algorithm.kl_coef",
     "kl_beta": "algorithm.kl_coef",
-    "epsilon": "algorithm.clip_low",
-    "clip_ratio": "algorithm.clip_low",
+    "epsilon": "algorithm.clip_low, algorithm.clip_high",
+    "clip_ratio": "algorithm.clip_low, algorithm.clip_high",
     "epsilon_high": "algorithm.clip_high",
     "clip_ratio_low": "algorithm.clip_low",
     "clip_ratio_high": "algorithm.clip_high",
     "entropy_coeff": "algorithm.entropy_coef",
-    "adv_estimator": "algorithm.advantage",
-    "loss_type": "algorithm.preset",
+    "adv_estimator": "algorithm.preset",
+    "scale_rewards": "algorithm.advantage",
+    "loss_type": "algorithm.preset, algorithm.aggregation",
     "loss_agg_mode": "algorithm.aggregation",
     "num_iterations": "training.epochs",
     "ppo_epochs": "training.epochs",

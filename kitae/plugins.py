@@ -44,7 +44,7 @@ _LOADED: dict[tuple[str, int, int], ModuleType] = {}
 def _load(path: Path, what: str, error: type[KitaeError]) -> ModuleType:
     """The module of a file, executed once for all functions in it; a file that has changed is executed again."""
     if not path.is_file():
-        raise error(f"the file of the {what} must exist, got {str(path)!r}")
+        raise error(f"the file of the {what} must exist, got {str(path)!r} in {Path.cwd()}")
     key = (str(path.resolve()), path.stat().st_mtime_ns, path.stat().st_size)
     if key not in _LOADED:
         _LOADED[key] = _execute(path, what, error)

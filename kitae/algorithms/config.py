@@ -11,7 +11,8 @@ from pydantic import Field, field_validator, model_validator
 
 from kitae.algorithms.advantages import NO_BASELINE
 from kitae.algorithms.presets import PRESETS
-from kitae.algorithms.stages import STAGES
+from kitae.algorithms.stages import STAGES, keyword_settings
+from kitae.errors import ConfigError
 from kitae.plugins import is_plugin, nearest
 from kitae.section import Section
 
@@ -249,8 +250,19 @@ _NOTHING = ("reference", "none")  # may be said anywhere
 _CRITIC = {"critic_lr", "critic_clip", "critic_warmup"}
 
 
-def _keys_read(values: Mapping[str, Any]) -> set[str] | None:
-    """The keys that these choices read; None: a user's own function may read any."""
+def refuse_unread(config: AlgorithmConfig, functions: Mapping[str, Mapping[str, Any]]) -> None:
+    """With functions of the user's own, once they are loaded: refuse what was changed and is read by none."""
+    if not any(is_plugin(str(getattr(config, key))) for key in STAGES):
+        return
+    own = {key: {k for f in found.values() for k in keyword_settings(f)} for key, found in functions.items()}
+    read = _keys_read(config.model_dump(), own)
+    for key, value in config.choices().items():
+        if read is not None and key not in read and key != "reference":
+            raise ConfigError(f"algorithm.{key} is set to {value!r}, but nothing reads it{_readers(key)}")
+
+
+def _keys_read(values: Mapping[str, Any], own: Mapping[str, set[str]] | None = None) -> set[str] | None:
+    """The keys that these choices read; None: a function of the user's own, not in `own`, may read any."""
     read = set(_ALWAYS)
     stages = [s for s in STAGES.values() if s.key != "kl" or values["kl_coef"]]
     if values["advantage"] in _BLIND:
@@ -263,6 +275,8 @@ def _keys_read(values: Mapping[str, Any]) -> set[str] | None:
         read |= {"ratio", "anchor"}
     for stage in stages:
         settings = stage.settings(str(values[stage.key]))
+        if settings is None and own is not None:
+            settings = own.get(stage.key, set())
         if settings is None:
             return None
         read |= settings

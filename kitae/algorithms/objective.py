@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kitae.algorithms.advantages import TOKEN_ADVANTAGES, GroupRewards, SequenceRewards, whiten
-from kitae.algorithms.config import AlgorithmConfig, needs_group
+from kitae.algorithms.config import AlgorithmConfig, needs_group, refuse_unread
 from kitae.algorithms.ratios import ANCHORS, interpolated
 from kitae.algorithms.regularisers import adapt_entropy, adapt_kl
 from kitae.algorithms.rewards import Moments, StepRewards
@@ -40,6 +40,7 @@ class Objective:
         if config.constant_length == "max_tokens":
             settings["constant_length"] = max_tokens
         self._stages = resolve_stages(settings)
+        refuse_unread(config, self._stages)
         self.kl_coef = _set(config.kl_coef)
         self.entropy_coef = _set(config.entropy_coef)
         self.reward_moments = Moments()
@@ -56,11 +57,11 @@ class Objective:
 
     @property
     def wants_reference(self) -> bool:
-        return bool(self.config.kl_coef) and self.config.reference not in (None, "none")
+        return self.config.reference not in (None, "none")
 
     @property
     def kl_in_reward(self) -> bool:
-        return self.wants_reference and self.config.kl_in == "reward"
+        return self.wants_reference and bool(self.config.kl_coef) and self.config.kl_in == "reward"
 
     @property
     def estimates_old(self) -> bool:
@@ -274,7 +275,7 @@ class Objective:
             meter.sample_size("ess_corrected", weights_N.sum().item(), (weights_N**2).sum().item(), count)
             meter.mean("correction_changed", (weights_N != mismatch_N).float().mean().item(), count)
             if tokens.logp_ref_N is not None:
-                d_N = tokens.logp_N.detach() - tokens.logp_ref_N
+                d_N = tokens.logp_old_N - tokens.logp_ref_N  # of the policy that the samples are from
                 meter.mean("kl_k1", d_N.mean().item(), count)
                 meter.mean("kl_k3", ((-d_N.clamp(-LIMIT, LIMIT)).exp() - 1 + d_N).mean().item(), count)
                 meter.mean("kl_per_response", d_N.sum().item() / tokens.sequences, tokens.sequences)
@@ -327,7 +328,8 @@ def _expect(stage: str, values: Any, count: int) -> FloatArray:
 def _expect_tokens(stage: str, values: Any, tokens: TokenBatch) -> Tensor:
     if not isinstance(values, Tensor) or values.shape != tokens.logp_N.shape:
         raise ConfigError(
-            f"the {stage} function must return one number for each of {len(tokens.logp_N)} tokens, got {_brief(values)}"
+            f"the {stage} function must return a torch tensor with one number for each of {len(tokens.logp_N)} tokens, "
+            f"got {_brief(values)}"
         )
     return values
 
@@ -336,7 +338,12 @@ def _brief(values: Any) -> str:
     """What a function returned: shape and type of arrays, numbers only if they are few."""
     shape = getattr(values, "shape", None)
     text = repr(values)
-    return text if len(text) < 200 and not shape else f"{type(values).__name__} of shape {tuple(shape or ())}"
+    if len(text) < 200 and not shape:
+        return text
+    bad = ""
+    if isinstance(values, np.ndarray) and values.dtype.kind == "f":
+        bad = f", {int((~np.isfinite(values)).sum())} of them not finite"
+    return f"{type(values).__module__.partition('.')[0]} {type(values).__name__} of shape {tuple(shape or ())}{bad}"
 
 
 def _set(value: T | None) -> T:

@@ -6,9 +6,11 @@ of the chosen functions says which settings a run reads, and a setting that noth
 """
 
 import inspect
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 from kitae.algorithms.advantages import ADVANTAGES
@@ -121,7 +123,10 @@ def resolve_stages(settings: Mapping[str, Any]) -> dict[str, dict[str, Function]
         if name in settings:
             raise ConfigError(f"algorithm.params.{name} must be given as algorithm.{name}: it is a key of its own")
         if name not in taken:
-            raise ConfigError(f"algorithm.params.{name} is read by no function of this algorithm{nearest(name, taken)}")
+            raise ConfigError(
+                f"algorithm.params.{name} is read by no function of this algorithm{nearest(name, taken)} "
+                "(a setting is a keyword parameter after a *)"
+            )
     return stages
 
 
@@ -133,8 +138,10 @@ def _guarded(function: Function, what: str) -> Function:
         try:
             return function(*data, **settings)
         except Exception as problem:
+            frame = traceback.extract_tb(problem.__traceback__)[-1]
+            where = f"{Path(frame.filename).name}:{frame.lineno}"
             name = getattr(function, "__name__", "?")
-            raise ConfigError(f"the {what} {name} raised {type(problem).__name__}: {problem}") from problem
+            raise ConfigError(f"the {what} {name} raised {type(problem).__name__} at {where}: {problem}") from problem
 
     return call
 

@@ -17,13 +17,22 @@ def algorithms(name: str | None) -> None:
         _overview()
     elif name.lower() in PRESETS:
         _preset(name.lower())
-    elif stage := STAGES.get(name.lower()) or numbers.get(name.lower()):
+    elif stage := STAGES.get(name.lower()) or numbers.get(name.lower()) or _stage_of(name):
         _stage(stage)
     else:
         raise ConfigError(
             f"no algorithm or stage {name!r}{nearest(name, [*PRESETS, *STAGES])}; algorithms are {', '.join(PRESETS)}; "
             f"stages are {', '.join(STAGES)}"
         )
+
+
+def _stage_of(name: str) -> Stage | None:
+    """The stage that has a choice or a setting of this name."""
+    for stage in STAGES.values():
+        settings = {key for choice in stage.choices for key in stage.settings(choice) or ()}
+        if name in stage.choices or name in settings:
+            return stage
+    return STAGES["kl"] if name in ("reference", "regulariser", "entropy") else None
 
 
 def _overview() -> None:

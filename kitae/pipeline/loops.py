@@ -10,6 +10,7 @@ A cancelled loop leaves no trace but journalled rollouts, which a resumed run ta
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -67,6 +68,7 @@ class Pipeline:
         self._refills_left = 0
         self._finished_rollouts = 0
         self._silent_steps = 0
+        self._idle_steps = 0
         self._trained: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._stop = asyncio.Event()
         threads = torch.get_num_threads()
@@ -164,6 +166,7 @@ class Pipeline:
             self.observer.status(f"step {step}: training on {len(groups)} groups")
             rest = [g for o in outcomes for g, _ in o.dropped]
             row |= await self._in_trainer(partial(self.learner.learn, step, groups, rest))
+            self._watch_updates(row, outcomes)
             if row.get("skipped_updates") or row.get("critic_skipped_updates"):
                 self.observer.note(f"step {step}: a gradient was not finite; those weights were left as they were")
             row["train_tokens_per_second"] = _rate(row.get("train_tokens", 0.0), row.get("train_seconds", 0.0))
@@ -203,6 +206,14 @@ class Pipeline:
                 f"no group had differing rewards for {_SILENT_LIMIT} steps: nothing is being learnt. The mean "
                 f"reward is {row['reward']}; make the task easier or harder, or look at: kitae show {self.store.folder}"
             )
+
+    def _watch_updates(self, row: dict[str, Any], outcomes: list[Outcome]) -> None:
+        """Say it once when steps go by that train on nothing."""
+        self._idle_steps = 0 if row["updates"] else self._idle_steps + 1
+        if self._idle_steps == _SILENT_LIMIT:
+            reasons = Counter(reason for o in outcomes for _, reason in o.dropped)
+            why = ", ".join(f"{count} dropped by {reason!r}" for reason, count in reasons.most_common())
+            self.observer.note(f"nothing was trained on for {_SILENT_LIMIT} steps; of the last one's groups: {why}")
 
     def _describe(self, step: int, outcomes: list[Outcome]) -> dict[str, Any]:
         """What was sampled, dropped groups included: the reward curve must not depend on the filter."""

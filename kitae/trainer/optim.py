@@ -46,11 +46,14 @@ class Optimizer:
             self.masters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=fused
         )
 
-    def step(self) -> dict[str, float]:
-        """Clip, update, round back; gradients are cleared. A gradient that is not finite leaves the weights alone."""
+    def step(self, skip: bool = False) -> dict[str, float]:
+        """Clip, update, round back; gradients are cleared. A gradient that is not finite leaves the weights alone.
+
+        skip: the loss was not finite, so the gradient means nothing whatever it is.
+        """
         norm = torch.nn.utils.clip_grad_norm_(self.masters, self.config.clip_norm).item()
         rate = learning_rate(self.config, self.updates, self.total_updates)
-        finite = math.isfinite(norm)
+        finite = math.isfinite(norm) and not skip
         if finite:
             for group in self.adamw.param_groups:
                 group["lr"] = rate

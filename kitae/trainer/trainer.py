@@ -4,6 +4,7 @@ Contract: `forward_backward` adds the gradients of a batch, `optim_step` applies
 does not depend on how it is cut into micro-batches, because every loss token carries its weight.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,6 +44,7 @@ class Trainer:
         self.policy = policy
         self.config = config
         self.temperature = temperature
+        self._finite = True  # all losses since the last update
         self.entropy_grad = entropy_grad
         self.optimizer = Optimizer(
             policy.model.named_parameters(), config, (config.steps - idle_steps) * config.minibatches * config.epochs
@@ -81,13 +83,16 @@ class Trainer:
                     logp_ref_N=micro.logp_ref_N,
                     lag_N=version - micro.version_N,
                 )
-                objective.loss(tokens, meter).backward()  # type: ignore[no-untyped-call]
+                loss = objective.loss(tokens, meter)
+                self._finite &= math.isfinite(loss.item())
+                loss.backward()  # type: ignore[no-untyped-call]
                 row_tokens += len(micro.tokens_T)
         seconds = time.perf_counter() - began
         return {**meter.result(), "train_seconds": seconds, "train_tokens": float(row_tokens)}
 
     def optim_step(self) -> dict[str, float]:
-        return self.optimizer.step()
+        finite, self._finite = self._finite, True
+        return self.optimizer.step(skip=not finite)
 
     def export_weights(self) -> dict[str, Tensor]:
         """The trainable parameters by name, as the modules hold them: shared memory, not copies."""

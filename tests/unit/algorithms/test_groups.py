@@ -441,9 +441,10 @@ def test_kl_in_the_reward_leaves_no_term_in_the_loss_but_is_measured() -> None:
     loss, _, metrics = loss_of(rewarded, tokens)
     assert loss == pytest.approx(plain)
     k3 = [math.exp(-x) - 1 + x for x in d]
-    assert metrics["kl_k1"] == pytest.approx(sum(d) / 6, abs=1e-6)
-    assert metrics["kl_k3"] == pytest.approx(sum(k3) / 6, abs=1e-5)
-    assert metrics["kl_per_response"] == pytest.approx(sum(d) / 2, abs=1e-6)
+    old = [x - math.log(r) for x, r in zip(d, flat(RATIOS_P), strict=True)]  # measured for π_old, which sampled
+    assert metrics["kl_k1"] == pytest.approx(sum(old) / 6, abs=1e-6)
+    assert metrics["kl_k3"] == pytest.approx(sum(math.exp(-x) - 1 + x for x in old) / 6, abs=1e-5)
+    assert metrics["kl_per_response"] == pytest.approx(sum(old) / 2, abs=1e-6)
     assert loss_of(in_loss, tokens)[0] == pytest.approx(plain + 0.7 * sum(k3) / 6, abs=1e-5)
 
 

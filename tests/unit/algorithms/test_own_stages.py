@@ -283,3 +283,17 @@ def test_numbers_that_are_not_finite_are_refused(stage: str, bad: str, file: Wri
     source = f"def f({parameters}):\n    return [float('{bad}')] * 2\n"
     with pytest.raises(ConfigError, match=rf"the {stage} function must return 2 finite numbers"):
         run(stage, file(source) + ":f")
+
+
+def test_what_no_function_reads_is_refused_once_they_are_known(file: Write) -> None:
+    gate = file(WITH_SETTINGS) + ":gate"
+    choices: dict[str, Any] = {**PLAIN, "gate": gate, "params": {"strength": 1}}
+    make_objective(**choices, clip_low=0.3)  # it reads that
+    with pytest.raises(ConfigError, match=r"algorithm\.clip_high is set to 0\.9, but nothing reads it"):
+        make_objective(**choices, clip_high=0.9)
+
+
+def test_a_function_of_ones_own_may_read_the_reference(file: Write) -> None:
+    correction = file("def f(tokens):\n    return (tokens.logp_ref_N - tokens.logp_ref_N).exp()\n") + ":f"
+    assert make_objective(**{**PLAIN, "correction": correction, "reference": "frozen"}).wants_reference
+    assert not make_objective(**{**PLAIN, "correction": correction}).wants_reference

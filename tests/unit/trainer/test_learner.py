@@ -211,3 +211,15 @@ def test_learning_state_round_trip(tiny_policy: TinyPolicy, tmp_path: Path) -> N
     a, b = learner.learn(3, some_groups()), fresh.learn(3, some_groups())
     for key in ("loss", "kl_k1", "kl_coef", "entropy_coef", "grad_norm"):
         assert a[key] == pytest.approx(b[key], abs=1e-5), key
+
+
+def test_a_loss_that_is_no_number_leaves_the_weights_alone(tiny_policy: TinyPolicy, tmp_path: Path) -> None:
+    """Also where its gradient happens to be finite."""
+    (tmp_path / "bad.py").write_text(
+        "def gate(ratio_N, tokens): return -tokens.advantage_N * ratio_N + tokens.weight_N * float('nan')\n"
+    )
+    policy = tiny_policy()
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    learner = make(policy, TRAINING, gate=f"{tmp_path / 'bad.py'}:gate")
+    assert learner.learn(1, some_groups())["skipped_updates"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
