@@ -172,13 +172,17 @@ def verifiers() -> str:
     rows = []
     for verifier in VERIFIERS.values():
         params = list(inspect.signature(verifier.score).parameters.values())[3:]
-        options = ", ".join(f"`{p.name} = {json.dumps(p.default)}`" for p in params) or "none"
+        options = ", ".join(f"`{p.name}`" if p.default is p.empty else _option(p) for p in params) or "none"
         meaning = _text((verifier.score.__doc__ or "").strip().splitlines()[0])
         late = {"wrong": "score 0", "error": "an error"}[verifier.on_timeout]
         rows.append((f"`{verifier.name}`", meaning, options, late))
     rows.append(("`file.py:function`", "Your own; see [recipes.md](recipes.md).", "its keyword arguments", "an error"))
     table = _table(("`verifier.name`", "what", "`verifier.params`", "a timeout is"), rows)
     return f"## Verifiers (`verifier.name`)\n\n{table}"
+
+
+def _option(parameter: inspect.Parameter) -> str:
+    return f"`{parameter.name} = {json.dumps(parameter.default)}`"
 
 
 def _rows(section: type[BaseModel]) -> Iterable[tuple[str, ...]]:

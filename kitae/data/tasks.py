@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import Any, Literal
 
+from kitae.data.puzzles import draw_countdown, draw_knights_and_knaves
 from kitae.errors import DataError
 from kitae.types import Message
 
@@ -42,7 +43,7 @@ class Task:
 
     name: str
     summary: str
-    verifier: Literal["exact", "number"]
+    verifier: Literal["exact", "number", "knights_knaves", "countdown"]
     defaults: Params
     limits: Mapping[str, tuple[int, int] | str]
     draw: Callable[[random.Random, Params], tuple[str, str]]
@@ -201,6 +202,22 @@ TASKS: dict[str, Task] = {
             {"length": 6, "letters": 3, "examples": 2},
             {"length": (1, 200), "letters": (1, 26), "examples": (0, 16)},
             _count,
+        ),
+        Task(
+            "knights-and-knaves",
+            "Find out who tells the truth.",
+            "knights_knaves",
+            {"people": 3, "depth": 2, "examples": 0},
+            {"people": (2, 10), "depth": (1, 3), "examples": (0, 16)},
+            draw_knights_and_knaves,
+        ),
+        Task(
+            "countdown",
+            "Reach a target with given numbers.",
+            "countdown",
+            {"count": 3, "low": 2, "high": 50, "max_target": 500, "examples": 0},
+            {"count": (2, 5), "low": (1, 1000), "high": (2, 1000), "max_target": (1, 10**6), "examples": (0, 16)},
+            draw_countdown,
         ),
     )
 }

@@ -1,8 +1,9 @@
 """A pool of worker processes that score responses, each of which can be killed without harm to the others.
 
     score() ─► take an idle worker ─► send the job, wait for the reply ─► give the worker back
+                                        │ it takes long: a fresh worker takes its place, this check goes on aside
                                         │ deadline passed, or worker dead
-                                        └─► kill its process group; a fresh process starts in the background
+                                        └─► kill its process group; a fresh one is forked in the background
 
 A worker has one job at a time, so a lost worker costs one check, and its score says so: what a timeout means is the
 verifier's `on_timeout`; everything else that goes wrong is an error, never a 0.
@@ -14,10 +15,7 @@ import asyncio
 import inspect
 import itertools
 import json
-import os
-import signal
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -25,16 +23,15 @@ from typing import Any, Self
 
 from kitae.errors import VerifierError
 from kitae.types import Prompt, Score
-from kitae.verifiers.base import TimeoutMeaning
+from kitae.verifiers.processes import Process, Template, WorkerDied
 from kitae.verifiers.registry import VERIFIERS, check_params
+from kitae.verifiers.remote import close_clients
 from kitae.verifiers.worker import as_score
 
-_START_LIMIT = 60.0  # seconds for a worker to import what it needs
 _TICKS = 10  # slices of a deadline
-_MAX_REPLY = 2**24  # bytes
-_STDERR_TAIL = 2_000  # bytes of a worker's stderr that are remembered
-_BOOT = "import sys; sys.path[:] = sys.argv[1:]; from kitae.verifiers.worker import main; main()"  # our imports work
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # a core each; repeatable
+_PATIENCE = 8  # times the usual duration, after which a check is set aside
+_SHORTEST, _LONGEST = 0.02, 0.5  # seconds between which that lies
+_ASIDE = 16  # checks set aside at most, for each worker
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -64,22 +61,25 @@ class VerifierPool:
         self._params = dict(params)
         found = VERIFIERS.get(name)
         self._waiting = found if found is not None and inspect.iscoroutinefunction(found.score) else None
-        count = 0 if self._waiting else workers
-        self._workers = [_Worker({"name": name, "params": self._params}) for _ in range(count)]
+        self._template = Template({"name": name, "params": self._params})
+        self._workers = {_Worker(self._template) for _ in range(0 if self._waiting else workers)}
+        self._aside_limit = _ASIDE * workers
+        self._aside: set[_Worker] = set()
+        self._usual = _LONGEST / _PATIENCE  # seconds of a check, a running mean
         self._job_ids = itertools.count(1)
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
-        self._starting = asyncio.Semaphore(os.cpu_count() or 1)
-        self._restarts: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._running = False
 
     async def start(self) -> None:
         """Start all workers; raise `VerifierError` if the verifier cannot be loaded or refuses its params."""
-        if self._waiting:
-            check_params(self._waiting, self._params)
         try:
-            for result in await asyncio.gather(*map(self._start, self._workers), return_exceptions=True):
-                if result is not None:
-                    raise result
+            if self._waiting:
+                check_params(self._waiting, self._params)
+            else:
+                await self._template.start()
+            for worker in self._workers:
+                await worker.start()
         except BaseException:
             await self.close()
             raise
@@ -99,10 +99,13 @@ class VerifierPool:
 
     async def close(self) -> None:
         self._running = False
-        for restart in self._restarts:
-            restart.cancel()
-        await asyncio.gather(*self._restarts, return_exceptions=True)
-        await asyncio.gather(*(worker.stop() for worker in self._workers))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(worker.stop() for worker in (*self._workers, *self._aside)))
+        await self._template.close()
+        if self._waiting:
+            await close_clients()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -112,15 +115,11 @@ class VerifierPool:
         await self.close()
 
     async def _wait_for(self, response: str, reference: Any, context: Mapping[str, Any]) -> Score:
-        """A check that waits for a server. A deadline says nothing about the response: it is an error."""
+        """A check that waits for a server. It has a deadline of its own, which begins when it is its turn."""
         assert self._waiting is not None
         waiting: Any = self._waiting.score(response, reference, context, **self._params)
         try:
-            async with asyncio.timeout(self.timeout):
-                return as_score(await waiting)
-        except TimeoutError:
-            self.stats.timeouts += 1
-            return Score.error(f"timed out after {self.timeout:g} s")
+            return as_score(await waiting)
         except Exception as error:
             return Score.error(f"{type(error).__name__}: {error}")
 
@@ -131,24 +130,40 @@ class VerifierPool:
         except (TypeError, ValueError, RecursionError) as error:
             return Score.error(f"reference and context must be JSON values: {error}")
         worker = await self._idle.get()
+        patience = min(_LONGEST, max(_SHORTEST, _PATIENCE * self._usual))
+        loop = asyncio.get_running_loop()
+        aside = loop.call_later(patience, self._set_aside, worker)
+        began = loop.time()
         healthy = False
         try:
             reply = await worker.ask(job_id, job, self.timeout)
             healthy = True
+            self._usual += 0.05 * (loop.time() - began - self._usual)
             return Score(**reply)
         except TimeoutError:
             self.stats.timeouts += 1
             reason = f"timed out after {self.timeout:g} s"
-            return Score(0.0, detail=reason) if worker.on_timeout == "wrong" else Score.error(reason)
-        except _WorkerDied as death:
+            return Score(0.0, detail=reason) if self._template.on_timeout == "wrong" else Score.error(reason)
+        except WorkerDied as death:
             return Score.error(f"verifier worker died: {death}")
         finally:
-            if healthy or not self._running:  # of a closed pool, so that those who still wait get their error
+            aside.cancel()
+            if worker in self._aside:
+                self._in_background(self._retire(worker))
+            elif healthy or not self._running:  # of a closed pool, so that those who still wait get their error
                 self._idle.put_nowait(worker)
             else:
-                restart = asyncio.create_task(self._restart(worker))
-                self._restarts.add(restart)
-                restart.add_done_callback(self._restarts.discard)
+                self._in_background(self._restart(worker))
+
+    def _set_aside(self, worker: "_Worker") -> None:
+        """A check takes long: it goes on with low priority, and a new worker takes its place in the pool."""
+        if self._running and len(self._aside) < self._aside_limit:
+            worker.step_aside()
+            self._workers.discard(worker)
+            self._aside.add(worker)
+            substitute = _Worker(self._template)
+            self._workers.add(substitute)
+            self._in_background(self._restart(substitute))
 
     async def _restart(self, worker: "_Worker") -> None:
         """A worker that does not come back answers its next job with the reason, and is then tried again."""
@@ -156,13 +171,19 @@ class VerifierPool:
         try:
             await worker.stop()
             with suppress(VerifierError):
-                await self._start(worker)
+                await worker.start()
         finally:
             self._idle.put_nowait(worker)
 
-    async def _start(self, worker: "_Worker") -> None:
-        async with self._starting:  # many at once would starve each other past the limit
-            await worker.start()
+    async def _retire(self, worker: "_Worker") -> None:
+        """Its place is taken already."""
+        await worker.stop()
+        self._aside.discard(worker)
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
 
 async def validate(pool: VerifierPool, prompts: Iterable[Prompt]) -> list[tuple[Prompt, Score]]:
@@ -175,48 +196,30 @@ async def validate(pool: VerifierPool, prompts: Iterable[Prompt]) -> list[tuple[
     return [(prompt, score) for prompt, score in results if score.value != 1]
 
 
-class _WorkerDied(Exception):
-    """The process is gone or useless; the message says why."""
-
-
 class _Worker:
     """One place in the pool, and the process that fills it at the moment."""
 
-    def __init__(self, setup: Mapping[str, Any]) -> None:
-        self.on_timeout: TimeoutMeaning = "error"
-        self._setup = setup
-        self._process: _Process | None = None
+    def __init__(self, template: Template) -> None:
+        self._template = template
+        self._process: Process | None = None
         self._absence = "it was never started"
 
     async def start(self) -> None:
-        """Launch a process and wait until its verifier is loaded."""
         try:
-            async with asyncio.timeout(_START_LIMIT):
-                self._process = await _Process.launch()
-                ready = await self._process.exchange(0, _encode(0, self._setup))
-            problem = ready.get("error")
-        except TimeoutError:
-            words = self._process.last_words() if self._process else ""
-            problem = f"a verifier worker must start within {_START_LIMIT:g} s{words}"
-        except EOFError:
-            assert self._process is not None
-            problem = f"a verifier worker could not start: {await self._process.post_mortem()}"
-        except (OSError, _WorkerDied) as error:
-            problem = f"a verifier worker could not start: {error}"
-        if problem:
-            await self.stop(problem)
-            raise VerifierError(problem)
-        self.on_timeout = ready["on_timeout"]
+            self._process = await self._template.spawn()
+        except VerifierError as error:
+            self._absence = str(error)
+            raise
 
     async def ask(self, job_id: int, job: bytes, timeout: float) -> dict[str, Any]:
-        """The reply to a job; `TimeoutError` or `_WorkerDied` mean that the worker must be restarted.
+        """The reply to a job; `TimeoutError` or `WorkerDied` mean that the worker must be replaced.
 
         The deadline is counted in slices, so that an event loop that was blocked (by a training step, say) is late for
         one slice of it and does not take its own delay for the worker's.
         """
         if self._process is None:
-            raise _WorkerDied(self._absence)
-        exchange = asyncio.create_task(self._process.exchange(job_id, job))
+            raise WorkerDied(self._absence)
+        exchange = asyncio.create_task(self._process.exchange(job, job_id))
         try:
             for _ in range(_TICKS):
                 await asyncio.wait({exchange}, timeout=timeout / _TICKS)
@@ -224,9 +227,13 @@ class _Worker:
                     return exchange.result()
             raise TimeoutError
         except EOFError:
-            raise _WorkerDied(await self._process.post_mortem() if self._process else self._absence) from None
+            raise WorkerDied(await self._process.post_mortem() if self._process else self._absence) from None
         finally:
             exchange.cancel()
+
+    def step_aside(self) -> None:
+        if self._process is not None:
+            self._process.step_aside()
 
     async def stop(self, reason: str = "it was stopped") -> None:
         process, self._process, self._absence = self._process, None, reason
@@ -236,81 +243,6 @@ class _Worker:
             except asyncio.CancelledError:
                 self._process = process  # it is not gone yet: the next stop waits for it
                 raise
-
-
-class _Process:
-    """A running `kitae.verifiers.worker`."""
-
-    @classmethod
-    async def launch(cls) -> Self:
-        loop = asyncio.get_running_loop()
-        transport, protocol = await loop.subprocess_exec(
-            lambda: asyncio.subprocess.SubprocessStreamProtocol(limit=_MAX_REPLY, loop=loop),
-            *(sys.executable, "-c", _BOOT, *sys.path),
-            start_new_session=True,  # its own process group: killed whole, and deaf to Ctrl-C
-            env=os.environ | _ENVIRONMENT,
-        )
-        return cls(transport, asyncio.subprocess.Process(transport, protocol, loop))
-
-    def __init__(self, transport: asyncio.SubprocessTransport, process: asyncio.subprocess.Process) -> None:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        self._transport, self._process = transport, process
-        self._requests, self._replies = process.stdin, process.stdout
-        self._stderr = b""
-        self._stderr_reader = asyncio.create_task(self._read_stderr(process.stderr))
-
-    async def exchange(self, message_id: int, message: bytes) -> dict[str, Any]:
-        """Send one message and wait for its answer; `EOFError` where the process has ended."""
-        try:
-            self._requests.write(message)
-            await self._requests.drain()
-            line = await self._replies.readline()
-            if not line.endswith(b"\n"):
-                raise EOFError
-            reply: dict[str, Any] = json.loads(line)
-        except ConnectionError:
-            raise EOFError from None
-        except ValueError:  # not JSON, or longer than the limit
-            reply = {}
-        if reply.pop("id", None) != message_id:  # or a fork of it answers too
-            raise _WorkerDied(f"it broke the protocol{self.last_words()}")
-        return reply
-
-    async def post_mortem(self) -> str:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(1):  # a child of it that escaped may hold its stderr open
-                await asyncio.wait({self._stderr_reader})
-                await self._process.wait()
-        match self._process.returncode:
-            case None:
-                cause = "it closed its pipe"
-            case code if code < 0:
-                cause = f"killed by signal {-code} ({signal.strsignal(-code)})"
-            case code:
-                cause = f"exit status {code}"
-        return cause + self.last_words()
-
-    def last_words(self) -> str:
-        words = self._stderr.decode(errors="replace").strip()
-        return f"; its stderr ends with:\n{words}" if words else ""
-
-    async def kill(self) -> None:
-        """End the process and the children it started, and let go of the pipes that any others may hold."""
-        if self._process.returncode is None:  # afterwards its id may be somebody else's
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        if not self._requests.is_closing():
-            self._requests.transport.abort()
-        for fd in (1, 2):
-            pipe = self._transport.get_pipe_transport(fd)
-            if pipe is not None and not pipe.is_closing():
-                pipe.close()
-        await self._process.wait()
-        self._stderr_reader.cancel()
-
-    async def _read_stderr(self, stderr: asyncio.StreamReader) -> None:
-        while chunk := await stderr.read(2**16):
-            self._stderr = (self._stderr + chunk)[-_STDERR_TAIL:]
 
 
 def _encode(message_id: int, message: Mapping[str, Any]) -> bytes:

@@ -10,15 +10,42 @@ from typing import Any
 from kitae.errors import VerifierError
 from kitae.plugins import is_plugin, load_function, nearest
 from kitae.verifiers.base import Verifier
+from kitae.verifiers.compose import compose
+from kitae.verifiers.gym import gym
+from kitae.verifiers.judge import judge, reward_model
 from kitae.verifiers.math import math
-from kitae.verifiers.text import exact, number
+from kitae.verifiers.puzzles import countdown, knights_knaves
+from kitae.verifiers.shape import json_schema, language, length, repetition, tags
+from kitae.verifiers.text import choice, exact, f1, normalised, number, regex
+
+_PUZZLE = {"numbers": [3, 7, 25], "target": 46}
 
 VERIFIERS: dict[str, Verifier] = {
     verifier.name: verifier
     for verifier in (
         Verifier("exact", exact, on_timeout="wrong", example=("56, 34, 12\n", "56, 34, 12")),
+        Verifier("normalised", normalised, on_timeout="wrong", example=("The Eiffel Tower.", "eiffel tower")),
         Verifier("number", number, on_timeout="wrong", example=("$1,234.00", "1234")),
-        Verifier("math", math, on_timeout="wrong", example=(r"So it is $\boxed{\frac{x}{2}}$.", "0.5x")),
+        Verifier("math", math, on_timeout="wrong", example=(r"So it is $\boxed{\int_0^1 x\,dx}$.", "1/2")),
+        Verifier("f1", f1, on_timeout="wrong", example=("the cat sat", "A cat sat.")),
+        Verifier("regex", regex, on_timeout="wrong", example=("Order 66", "[0-9]+")),
+        Verifier("choice", choice, on_timeout="wrong", example=("The answer is (B).", "B")),
+        Verifier("json_schema", json_schema, on_timeout="wrong", example=('So: {"age": 36}', '{"required": ["age"]}')),
+        Verifier("tags", tags, on_timeout="wrong", example=("<think>2 + 2</think><answer>4</answer>", "")),
+        Verifier("length", length, on_timeout="wrong", example=("short", "")),
+        Verifier("repetition", repetition, on_timeout="wrong", example=("no word comes twice here", "")),
+        Verifier("language", language, on_timeout="wrong", example=("plain English", "")),
+        Verifier(
+            "knights_knaves",
+            knights_knaves,
+            on_timeout="wrong",
+            example=("Alice is a knight, Bob is a knave.", {"Alice": "knight", "Bob": "knave"}),
+        ),
+        Verifier("countdown", countdown, on_timeout="wrong", example=("25 + 3 × 7 = 46", _PUZZLE)),
+        Verifier("gym", gym, on_timeout="wrong"),
+        Verifier("judge", judge, on_timeout="error"),
+        Verifier("reward_model", reward_model, on_timeout="error"),
+        Verifier("compose", compose, on_timeout="error"),
     )
 }
 

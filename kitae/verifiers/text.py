@@ -1,13 +1,18 @@
-"""Verifiers of plain text: `exact` compares strings, `number` compares one number with another.
+"""Verifiers of plain text: is it the reference (`exact`, `normalised`), its number, its words, its letter, its pattern?
 
-Both are linear in the length of the response and never raise, whatever its text.
+None of them raises, whatever the text of the response. All but `regex` are linear in its length; a pattern that
+backtracks for ever ends at the worker's deadline. An option that makes no sense is an error of the check, which stops
+a run before it begins.
 """
 
 import re
-from collections import deque
-from collections.abc import Iterator, Mapping
+import unicodedata
+import warnings
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal
-from typing import Any
+from functools import lru_cache
+from typing import Any, Literal
 
 from kitae.types import Score
 
@@ -33,6 +38,43 @@ _SENTENCE_END_RE = re.compile(r"\n|[.?](?=\s|$)")
 _PLAIN = str.maketrans({"\u2212": "-"} | dict.fromkeys("+\\$€£¥"))
 _EXACT = Context(prec=10_000, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
 
+_THOUSANDS_COMMA_RE = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+_DELETED_RE = re.compile(r"['\u2019\u02bc`]|\.(?![0-9])")  # don't = dont, U.S. = US; but 3.5 is not 35
+_SOLITARY = (  # scripts written without spaces: one character is one token
+    r"\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    r"\U00020000-\U0003ffff"
+)
+_TOKEN_RE = re.compile(rf"[{_SOLITARY}]|[^\s{_SOLITARY}]+")
+
+_CYRILLIC_RE = re.compile(r"(?<![^\W_])[АВСЕавсе](?![^\W_])")  # typed on another keyboard
+_LATIN = str.maketrans("АВСЕавсе", "ABCEabce")
+_WORDLIKE = r"A-Za-z0-9\u00c0-\u024f\u0400-\u04ff"
+_LETTER = rf"(?P<NAME>[LETTERS])(?![{_WORDLIKE}]|['\u2019-][{_WORDLIKE}])"
+_WRAP = r"[\s*_`\"'$({\[<\u201c\u300c\uff08]*+"  # what may stand between a mark and its letter
+_UNWRAP = r"[\s)*_\]}\"'$`]*+"
+_NOUN = r"(?:the|correct|right|best|final|option|choice|answer|letter)\b"
+_BOXED_CHOICE = rf"\\boxed\s*\{{\s*(?:\\(?:text|textbf|mathbf|mathrm|bf|rm)\s*\{{?)?\s*\(?{_LETTER}"
+_TAGGED_CHOICE = rf"<answer>{_WRAP}{_LETTER}"
+_MARKED_CHOICE = (
+    r"(?:\b(?:answer|choice|option|antwort|respuesta|réponse|reponse|risposta|resposta|ответ)\b"
+    r"|答案|选项|選項|答え|正解|정답)"
+    r"[\s*_]*+(?:(?:is|are|was|ist|es|est|è|é)\b|[:=：]|是|为|為|は|은|는)"
+    rf"(?:[\s*_:：]*+(?:{_NOUN}|选项|選項))*+(?:\s*+[:=：])?+{_WRAP}{_LETTER}"
+)
+_CHOSEN = (
+    r"\b(?:choose|chose|pick|select|go with|opt for|it is|it's|must be|should be)\s+"
+    rf"(?:{_NOUN}\s+)*+{_WRAP}{_LETTER}"
+)
+_IS_RIGHT = rf"(?<![{_WORDLIKE}]){_LETTER}{_UNWRAP}\bis\s+(?:the\s+)?(?:correct|right|best|true)\b"
+_LEADING = rf"\A{_WRAP}(?:(?:option|choice)\s+)?{_LETTER}(?={_UNWRAP}(?:[.:)\],]|\Z|\n))"
+_ON_A_LINE = rf"^[ \t>*-]*+{_LETTER}[).:]"
+_IN_BRACKETS = rf"\({_LETTER}\)"
+_IN_BOLD = rf"\*\*\(?{_LETTER}[).:]*+\s*+\*\*"
+_ALSO_RE = re.compile(
+    rf"[\s)*_\]}}\"'$`.]*+((?:or|and|oder|und|ou|et|o|y)\b|[/&+或和]|または|[,、])"
+    rf"[\s*_(\"'$`]*+([A-Za-z])(?![{_WORDLIKE}'\u2019-])[)\]}}*_\"$`]*+"
+)
+
 
 def exact(response: str, reference: Any, context: Mapping[str, Any], *, ignore_case: bool = False) -> Score:
     """1 where response and reference are the same text, white space around them aside."""
@@ -42,11 +84,65 @@ def exact(response: str, reference: Any, context: Mapping[str, Any], *, ignore_c
     return Score(float(got == want))
 
 
-def number(
-    response: str, reference: Any, context: Mapping[str, Any], *, strict: bool = False, tolerance: float = 0
+def normalised(
+    response: str,
+    reference: Any,
+    context: Mapping[str, Any],
+    *,
+    ignore_case: bool = True,
+    ignore_punctuation: bool = True,
+    ignore_accents: bool = False,
+    ignore_spaces: bool = False,
+    articles: str = "a an the",
 ) -> Score:
-    r"""1 where the response's number is the reference, give or take `tolerance`, in exact decimal arithmetic.
+    """1 where response and reference are the same after Unicode NFKC and the chosen simplifications.
 
+    A reference that is a list holds several right answers. White space is always collapsed; `ignore_spaces` removes
+    it, for scripts that do not use it. `articles` are words to drop ("der die das"); "" drops none. Punctuation goes,
+    but not where it carries meaning: the point of 3.5, a sign before a digit, the marks % # & @ and all symbols stay.
+    Where nothing of a reference would be left ("The", "?"), it is compared with only case and outer space aside.
+    Not covered: synonyms, number words, spelling variants.
+    """
+    answers = _answers(reference)
+    if not answers:
+        return Score.error("the reference of 'normalised' must be text or a list of texts, got an empty list")
+
+    def simplify(text: str) -> str:
+        return _simplify(text, ignore_case, ignore_punctuation, ignore_accents, ignore_spaces, articles)
+
+    got, plain = simplify(response), _casefold(response.strip(), ignore_case)
+    for answer in answers:
+        want = simplify(answer)
+        if (want and got == want) or (not want and plain == _casefold(answer.strip(), ignore_case)):
+            return Score(1.0)
+    return Score(0.0, detail=f"read as {got[:100]!r}")
+
+
+def f1(response: str, reference: Any, context: Mapping[str, Any], *, articles: str = "a an the") -> Score:
+    """The harmonic mean of precision and recall of the response's tokens, against the best of the references.
+
+    Tokens are words after the simplifications of `normalised`; in scripts without spaces (Chinese, Japanese, Thai …)
+    every character is one. Repeated tokens count as often as they occur in both. Word order plays no part.
+    """
+    answers = _answers(reference)
+    if not answers:
+        return Score.error("the reference of 'f1' must be text or a list of texts, got an empty list")
+    got = Counter(tokens(_simplify(response, True, True, False, False, articles)))
+    return max((_overlap(got, response, answer, articles) for answer in answers), key=lambda score: score.value)
+
+
+def number(
+    response: str,
+    reference: Any,
+    context: Mapping[str, Any],
+    *,
+    strict: bool = False,
+    tolerance: float = 0,
+    relative: float = 0,
+) -> Score:
+    r"""1 where the response's number is the reference, give or take a tolerance, in exact decimal arithmetic.
+
+    The margin is `tolerance`, or the share `relative` of the reference (0.01 is one per cent) where that is more.
     The response's number is the one after its last mark ("#### 12", "the answer is 12", "\boxed{12}"), or else the
     last one in the text; with `strict` it must be all there is. Thousands separators, a currency sign and a percent
     sign are read over: "50%" is 50. Not read: fractions, number words, "2 x 10^5", decimal commas.
@@ -54,11 +150,203 @@ def number(
     want = _reference_number(str(reference))
     if want is None:
         return Score.error(f"the reference of 'number' must be one number, got {str(reference)[:100]!r}")
+    margins = [_margin(tolerance), _margin(relative)]
+    if None in margins:
+        return Score.error(f"tolerance and relative must be numbers from 0 up, got {tolerance!r} and {relative!r}")
     got = _only_number(response) if strict else _final_number(response)
     if got is None:
         return Score(0.0, detail="no number in the response")
-    margin = Decimal(str(tolerance))
-    return Score(float(_EXACT.subtract(want, margin) <= got <= _EXACT.add(want, margin)))
+    absolute, share = margins
+    assert absolute is not None and share is not None
+    margin = max(absolute, _EXACT.multiply(share, _EXACT.abs(want)))
+    right = _EXACT.subtract(want, margin) <= got <= _EXACT.add(want, margin)
+    return Score(float(right), detail="" if right else f"read as {str(got)[:100]}")
+
+
+def regex(
+    response: str,
+    reference: Any,
+    context: Mapping[str, Any],
+    *,
+    pattern: str = "",
+    full: bool = False,
+    ignore_case: bool = False,
+) -> Score:
+    """1 where the pattern is found in the response; with `full`, where it matches all of it, outer white space aside.
+
+    The pattern is the option, or the reference where the option is empty; Python's syntax, with inline flags such as
+    (?s). There is no time limit in here: a pattern that backtracks without end is stopped by the worker's deadline.
+    """
+    source = pattern or reference
+    if not isinstance(source, str) or not source:
+        return Score.error(f"the pattern of 'regex' must be text, as reference or option, got {source!r}"[:200])
+    compiled = _compile(source, ignore_case)
+    if isinstance(compiled, str):
+        return Score.error(f"the pattern of 'regex' must be valid, got {source[:100]!r}: {compiled}")
+    found = compiled.fullmatch(response.strip()) if full else compiled.search(response)
+    return Score(float(found is not None), detail="" if found else "no match")
+
+
+def choice(
+    response: str,
+    reference: Any,
+    context: Mapping[str, Any],
+    *,
+    letters: str = "ABCDEFGHIJ",
+    pick: Literal["last", "first"] = "last",
+) -> Score:
+    r"""1 where the response chooses the reference's letter: "B", "(B)", "B. Paris", or the number 1 for B.
+
+    Looked for, in this order: \boxed{B}; <answer>B; "the answer is B", "Answer: (B)", "I choose B", "option B is
+    correct", and their like in other languages; a response that begins with its letter ("B", "b)", "**B.** Paris").
+    Of several marks, `pick` says which counts. Without any mark, the letters that stand alone as "(B)", "**B**" or at
+    the start of a line as "B." count, if they are all the same one. Two letters at one mark ("A or B") are no choice.
+    Not covered: the text of an option without its letter.
+    """
+    if not (letters.isascii() and letters.isalpha()):
+        return Score.error(f"letters must be letters from A to Z, got {letters!r}")
+    want = _reference_letter(reference, letters)
+    if want is None:
+        return Score.error(
+            f"the reference of 'choice' must be one of the letters {letters}, got {str(reference)[:80]!r}"
+        )
+    if pick not in ("last", "first"):
+        return Score.error(f"pick must be 'last' or 'first', got {pick!r}")
+    got = _chosen_letter(_CYRILLIC_RE.sub(lambda c: c[0].translate(_LATIN), response), letters.upper(), pick)
+    return Score(float(got == want), detail=f"chose {got}" if len(got) == 1 else got)
+
+
+def tokens(text: str) -> list[str]:
+    """Words, and single characters of scripts that are written without spaces: `"go 東京"` → `["go", "東", "京"]`."""
+    return _TOKEN_RE.findall(text)
+
+
+def _answers(reference: Any) -> list[str]:
+    return [str(r) for r in reference] if isinstance(reference, list | tuple) else [str(reference)]
+
+
+def _casefold(text: str, ignore_case: bool) -> str:
+    text = unicodedata.normalize("NFKC", text)
+    return unicodedata.normalize("NFKC", text.casefold()) if ignore_case else text
+
+
+def _simplify(
+    text: str, ignore_case: bool, ignore_punctuation: bool, ignore_accents: bool, ignore_spaces: bool, articles: str
+) -> str:
+    text = _casefold(text, ignore_case)
+    if ignore_accents:
+        text = "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
+    if ignore_punctuation:
+        text = _DELETED_RE.sub("", _THOUSANDS_COMMA_RE.sub("", text))
+        text = "".join(_spaced(text))
+    dropped = frozenset(_casefold(articles, ignore_case).split())
+    return ("" if ignore_spaces else " ").join(word for word in text.split() if word not in dropped)
+
+
+def _spaced(text: str) -> Iterator[str]:
+    """The characters, with a space for each mark of punctuation that carries no meaning."""
+    for i, c in enumerate(text):
+        signs = c in ".-" and text[i + 1 : i + 2].isdigit() and (c == "." or not text[max(0, i - 1) : i].isalnum())
+        yield c if signs or c in "%#&@" or not unicodedata.category(c).startswith("P") else " "
+
+
+def _overlap(got: Counter[str], response: str, answer: str, articles: str) -> Score:
+    want = Counter(tokens(_simplify(answer, True, True, False, False, articles)))
+    if not want:
+        same = float(_casefold(response.strip(), True) == _casefold(answer.strip(), True))
+        return Score(same, {"precision": same, "recall": same})
+    shared = sum((got & want).values())
+    if not shared:
+        return Score(0.0, {"precision": 0.0, "recall": 0.0}, detail="no token in common")
+    precision, recall = shared / got.total(), shared / want.total()
+    return Score(2 * precision * recall / (precision + recall), {"precision": precision, "recall": recall})
+
+
+def _margin(value: object) -> Decimal | None:
+    try:
+        margin = Decimal(str(value))
+    except ArithmeticError:
+        return None
+    return margin if margin.is_finite() and margin >= 0 else None
+
+
+@lru_cache(maxsize=256)
+def _compile(source: str, ignore_case: bool) -> re.Pattern[str] | str:
+    """The compiled pattern, or what is wrong with it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "[[" is legal, and Python only warns that it may one day mean a set
+        try:
+            return re.compile(source, re.IGNORECASE if ignore_case else 0)
+        except (re.error, OverflowError, RecursionError) as error:
+            return str(error)
+
+
+def _reference_letter(reference: Any, letters: str) -> str | None:
+    if isinstance(reference, int) and not isinstance(reference, bool):
+        return letters.upper()[reference] if 0 <= reference < len(letters) else None
+    found = re.match(r"[\W_]*+([A-Za-z])(?=[\W_]*+\Z|[).:])", str(reference))
+    return found[1].upper() if found and found[1].upper() in letters.upper() else None
+
+
+def _chosen_letter(text: str, letters: str, pick: Literal["last", "first"]) -> str:
+    """The letter that the text chooses, or the reason why there is none."""
+    *surest, mention = _choice_patterns(letters)
+    for pattern in surest:
+        if marks := [m for m in pattern.finditer(text) if _is_letter(text, m)]:
+            mark = marks[-1 if pick == "last" else 0]
+            return "more than one letter" if _names_another(text, mark, letters) else _captured(mark)
+    mentioned = {_captured(m) for m in mention.finditer(text)}
+    if len(mentioned) > 1:
+        return "more than one letter, and none marked as the answer"
+    leading = re.match(_pattern(_LEADING, letters + letters.lower()), text, re.IGNORECASE)
+    if leading and _is_letter(text, leading) and mentioned <= {_captured(leading)}:
+        return _captured(leading)
+    return mentioned.pop() if mentioned else "no letter in the response"
+
+
+def _captured(match: re.Match[str]) -> str:
+    return next(group for group in match.groups() if group).upper()
+
+
+def _is_letter(text: str, match: re.Match[str]) -> bool:
+    """Is it a choice, rather than the words of "the answer is a whale" and "the answer is I think …"?"""
+    letter = next(group for group in match.groups() if group)
+    end = max(match.end(group) for group in match.groupdict())
+    return not ((letter.islower() or letter == "I") and _word_follows(text, end))
+
+
+def _word_follows(text: str, end: int) -> bool:
+    return text[end : end + 1] == " " and text[end + 1 : end + 2].isalpha()
+
+
+def _names_another(text: str, match: re.Match[str], letters: str) -> bool:
+    """Does "or C" follow? Not where a sentence begins: "B, I think", "B, a city"."""
+    tail = text[match.end() : match.end() + 40]
+    also = _ALSO_RE.match(tail)
+    if also is None or also[2].upper() not in letters or also[2].upper() == _captured(match):
+        return False
+    sentence = _word_follows(tail, also.end()) and (also[1] in (",", "、") or also[2] in ("I", "a"))
+    return not sentence
+
+
+def _pattern(source: str, letters: str, name: str = "letter") -> str:
+    return source.replace("LETTERS", letters).replace("NAME", name)
+
+
+@lru_cache(maxsize=16)
+def _choice_patterns(letters: str) -> Sequence[re.Pattern[str]]:
+    """One pattern for each place where a choice may stand, the surest first and the loose mentions last."""
+
+    def either(letters: str, *sources: str) -> str:
+        return "|".join(_pattern(source, letters, f"c{i}") for i, source in enumerate(sources))
+
+    marked = either(letters + letters.lower(), _MARKED_CHOICE, _CHOSEN, _IS_RIGHT)
+    return (
+        re.compile(_pattern(_BOXED_CHOICE, letters + letters.lower())),
+        re.compile(_pattern(_TAGGED_CHOICE, letters + letters.lower())),
+        re.compile(marked, re.IGNORECASE),
+        re.compile(either(letters, _IN_BRACKETS, _IN_BOLD, _ON_A_LINE), re.MULTILINE),
+    )
 
 
 def marked_answers(text: str) -> Iterator[str]:

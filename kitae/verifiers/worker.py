@@ -1,18 +1,23 @@
-"""The process in which score functions run, so that one that hangs or crashes takes nothing with it.
+"""The processes in which score functions run, so that one that hangs or crashes takes nothing with it.
 
-It reads one JSON object per line and answers each with one. The first, `{"id", "name", "params"}`, chooses the
-verifier; the answer `{"id", "on_timeout"}` says that it is loaded and warm, `{"id", "error"}` that it cannot be. Each
-other is a check, `{"id", "response", "reference", "context"}` → `{"id", "value", "components", "outcome", "detail"}`.
+The template loads the verifier once; workers are forked from it (see `processes`). Template and pool exchange JSON, one
+message per packet: the setup `{"name", "params"}`, answered by `{"on_timeout"}` when the verifier is loaded and warm,
+or by `{"error"}`; then "spawn" with two descriptors → `{"pid"}`, and `{"reap": pid}` → `{"status"}`. A worker reads
+one JSON object per line and answers each with one: `{"id", "response", "reference", "context"}` → `{"id", "value",
+"components", "outcome", "detail"}`.
 
 Covered: a score function may print, read stdin, raise, exit, crash, or return nonsense, and the answer is a true score
-or an error. Not covered: malice. The function runs with the rights of the user, on their files and network.
+or an error. Not covered: malice. The function runs with the rights of the user, on their files and network. It must not
+leave threads running when it is loaded: a fork does not have them.
 """
 
 import asyncio
+import gc
 import inspect
 import json
 import os
 import signal
+import socket
 import sys
 import traceback
 from contextlib import suppress
@@ -20,34 +25,74 @@ from dataclasses import asdict
 from math import isfinite
 from numbers import Real
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NoReturn
 
 from kitae.errors import VerifierError
 from kitae.types import Score
+from kitae.verifiers import compose
 from kitae.verifiers.base import ScoreFunction, Verifier
 from kitae.verifiers.registry import check_params, resolve
 
+_MAX_CONTROL = 2**16  # bytes of a message of the pool
 _MAX_DETAIL = 1_000  # characters of an explanation that travel back
 
 
 def main() -> None:
-    """Serve until the parent closes our input, which its death does too."""
-    requests, replies = _take_over_streams()
+    """The template: serve the pool until it closes the connection, which its death does too."""
+    control = _take_over_streams()
     _yield_to_parent()
-    setup = json.loads(requests.readline())
+    setup = json.loads(control.recv(_MAX_CONTROL))
     params = setup["params"]
     try:
         verifier = resolve(setup["name"])
         check_params(verifier, params)
+        if verifier.name == "compose":
+            verifier = compose.prepare(params)
         _warm_up(verifier, params)
     except VerifierError as error:
-        _reply(replies, {"id": setup["id"], "error": str(error)})
+        control.send(json.dumps({"error": str(error)}).encode()[:_MAX_CONTROL])
         return
-    _reply(replies, {"id": setup["id"], "on_timeout": verifier.on_timeout})
-    for line in requests:
-        job = json.loads(line)
-        score = judge(verifier.score, job["response"], job["reference"], job["context"], params)
-        _reply(replies, {"id": job["id"], **asdict(score)})
+    control.send(json.dumps({"on_timeout": verifier.on_timeout}).encode())
+    gc.collect()
+    gc.freeze()  # what is loaded stays shared with the workers
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, _MAX_CONTROL, 2)
+        if not message:
+            return
+        request = json.loads(message)
+        if request == "spawn":
+            if (pid := os.fork()) == 0:
+                control.close()
+                _work(verifier, params, *descriptors)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            control.send(json.dumps({"pid": pid}).encode())
+        else:
+            _, status = os.waitpid(request["reap"], 0)
+            control.send(json.dumps({"status": status}).encode())
+
+
+def _work(verifier: Verifier, params: dict[str, Any], jobs: int, stderr: int) -> NoReturn:
+    """A worker, from its fork to its end."""
+    try:
+        os.setsid()  # its own process group: killed whole
+        _yield_to_parent()
+        os.dup2(stderr, 2)
+        os.dup2(2, 1)
+        os.close(stderr)
+        stream = socket.socket(fileno=jobs)
+        requests, replies = stream.makefile("rb"), stream.makefile("wb")
+        for line in requests:
+            job = json.loads(line)
+            score = judge(verifier.score, job["response"], job["reference"], job["context"], params)
+            replies.write(
+                json.dumps({"id": job["id"], **asdict(score)}).encode() + b"\n"
+            )  # ASCII: surrogates stay whole
+            replies.flush()
+    except BrokenPipeError:
+        pass
+    finally:
+        os._exit(0)
 
 
 def judge(function: ScoreFunction, response: str, reference: Any, context: Any, params: dict[str, Any]) -> Score:
@@ -81,21 +126,20 @@ def _warm_up(verifier: Verifier, params: dict[str, Any]) -> None:
         return
     response, reference = verifier.example
     score = judge(verifier.score, response, reference, {}, params)
-    if score.value != 1:
+    if not score.valid or (score.value != 1 and not params):  # params may ask for more than the example has
         reason = score.detail or f"{score.value:g}"
         raise VerifierError(
             f"verifier {verifier.name!r} must score its example {response!r} 1, got {reason} with params {params}"
         )
 
 
-def _take_over_streams() -> tuple[IO[bytes], IO[bytes]]:
-    """Keep the pipes to ourselves: what the score function prints goes to stderr, and its stdin is empty."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+def _take_over_streams() -> socket.socket:
+    """Keep the connection to ourselves: what a score function prints goes to stderr, and its stdin is empty."""
+    control = socket.socket(fileno=os.dup(0))
     with open(os.devnull, "rb") as null:
         os.dup2(null.fileno(), 0)
-    os.dup2(2, 1)
     sys.stdout = sys.stderr  # it can print any text, even lone surrogates
-    return requests, replies
+    return control
 
 
 def _yield_to_parent() -> None:
@@ -108,8 +152,3 @@ def _yield_to_parent() -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     with suppress(OSError):  # some containers forbid it
         Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def _reply(replies: IO[bytes], message: dict[str, Any]) -> None:
-    replies.write(json.dumps(message).encode() + b"\n")  # ASCII: escapes keep lone surrogates whole
-    replies.flush()

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitae.verifiers.text import exact, number
+from kitae.verifiers.text import choice, exact, f1, normalised, number, regex, tokens
 
 
 @pytest.mark.parametrize(
@@ -181,18 +181,305 @@ def test_number_tolerance_is_exact(response: str, tolerance: Any, value: float) 
     assert number(response, "3.14", {}, tolerance=tolerance).value == value
 
 
+@pytest.mark.parametrize(
+    ("response", "relative", "tolerance", "value"),
+    [
+        ("101", 0.01, 0, 1),
+        ("101.01", 0.01, 0, 0),
+        ("99", 0.01, 0, 1),
+        ("98", 0.01, 2, 1),
+        ("98", 0.02, 1, 1),
+        ("100", 0, 0, 1),
+        ("0", 1, 0, 1),
+        ("-1", 1, 0, 0),
+    ],
+)
+def test_number_relative_tolerance(response: str, relative: float, tolerance: float, value: float) -> None:
+    assert number(response, 100, {}, relative=relative, tolerance=tolerance).value == value
+
+
+def test_number_relative_tolerance_of_a_negative_reference() -> None:
+    assert number("-101", -100, {}, relative=0.01).value == 1
+    assert number("101", -100, {}, relative=0.01).value == 0
+
+
+@pytest.mark.parametrize("bad", [-1, float("nan"), float("inf"), "much", None])
+def test_number_refuses_a_tolerance_that_is_none(bad: Any) -> None:
+    assert "must be numbers from 0 up" in number("1", 1, {}, tolerance=bad).detail
+    assert not number("1", 1, {}, relative=bad).valid
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "value"),
+    [
+        ("Paris", "paris", 1),
+        ("  The  Eiffel\tTower. ", "eiffel tower", 1),
+        ("an apple", "the apple!", 1),
+        ("“Paris”", '"Paris"', 1),
+        ("Ｐａｒｉｓ", "Paris", 1),
+        ("e\u0301cole", "école", 1),
+        ("ecole", "école", 0),
+        ("Straße", "STRASSE", 1),
+        ("don't", "dont", 1),
+        ("U.S.", "US", 1),
+        ("well-known", "well known", 1),
+        ("and/or", "and or", 1),
+        ("3.5", "35", 0),
+        ("3.5", "3.5.", 1),
+        ("-5", "5", 0),
+        ("1,234", "1234", 1),
+        ("1,2", "12", 0),
+        ("50%", "50", 0),
+        ("C#", "C", 0),
+        ("C++", "C", 0),
+        ("$5", "5", 0),
+        ("東京。", "東京", 1),
+        ("「東京」", "東京", 1),
+        ("Москва!", "москва", 1),
+        ("القاهرة؟", "القاهرة", 1),
+        ("ﬁne", "fine", 1),
+        ("Rome", ["Roma", "rome"], 1),
+        ("Rome", ["Paris", "Lyon"], 0),
+        ("12", 12, 1),
+        ("", "Paris", 0),
+        ("", "", 1),
+        ("the", "The", 1),
+        (".", "The", 0),
+        ("!", "?", 0),
+        ("?", "?", 1),
+        ("A", "a", 1),
+        ("B", "a", 0),
+        ("the cat sat", "cat the sat", 1),
+    ],
+)
+def test_normalised(response: str, reference: Any, value: float) -> None:
+    assert normalised(response, reference, {}).value == value
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "options", "value"),
+    [
+        ("Paris", "paris", {"ignore_case": False}, 0),
+        ("Paris.", "Paris", {"ignore_punctuation": False}, 0),
+        ("ecole", "École", {"ignore_accents": True}, 1),
+        ("東 京", "東京", {}, 0),
+        ("東 京", "東京", {"ignore_spaces": True}, 1),
+        ("the cat", "cat", {"articles": ""}, 0),
+        ("der Hund", "Hund", {"articles": "der die das"}, 1),
+        ("Der Hund", "Hund", {"articles": "der die das", "ignore_case": False}, 0),
+    ],
+)
+def test_normalised_options(response: str, reference: str, options: dict[str, Any], value: float) -> None:
+    assert normalised(response, reference, {}, **options).value == value
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "value"),
+    [
+        ("the cat sat", "The cat sat.", 1),
+        ("cat", "the cat sat", 2 / 3),
+        ("a dog", "the cat sat", 0),
+        ("", "cat", 0),
+        ("", "", 1),
+        ("x", "", 0),
+        ("cat cat", "cat", 2 / 3),
+        ("sat cat", "cat sat", 1),
+        ("cat", ["dog", "the cat"], 1),
+        ("東京都", "東京", 4 / 5),
+        ("กขค", "กข", 4 / 5),
+        ("東京 tower", "tower 東京", 1),
+        ("the", "the", 1),
+        ("москва река", "река", 2 / 3),
+    ],
+)
+def test_f1(response: str, reference: Any, value: float) -> None:
+    assert f1(response, reference, {}).value == pytest.approx(value)
+
+
+def test_f1_components() -> None:
+    score = f1("the cat sat down here", "cat sat", {})
+    assert score.components == {"precision": 0.5, "recall": 1.0}
+
+
+@pytest.mark.parametrize("verifier", [normalised, f1])
+def test_an_empty_list_of_references_is_an_error(verifier: Any) -> None:
+    assert "got an empty list" in verifier("x", [], {}).detail and not verifier("x", [], {}).valid
+
+
+def test_tokens() -> None:
+    assert tokens("go 東京, now") == ["go", "東", "京", ",", "now"]
+    assert tokens(" \n") == []
+
+
+@pytest.mark.parametrize(
+    ("response", "reference", "options", "value"),
+    [
+        ("abc 123", r"\d+", {}, 1),
+        ("abc", r"\d+", {}, 0),
+        ("abc 123", r"\d+", {"full": True}, 0),
+        (" 123\n", r"\d+", {"full": True}, 1),
+        ("ABC", "abc", {}, 0),
+        ("ABC", "abc", {"ignore_case": True}, 1),
+        ("a\nb", "a.b", {}, 0),
+        ("a\nb", "(?s)a.b", {}, 1),
+        ("x", "unused", {"pattern": "x"}, 1),
+        ("x", {"any": "thing"}, {"pattern": "x"}, 1),
+        ("東京です", "東京", {}, 1),
+        ("[[a]]", r"[[a]", {}, 1),
+    ],
+)
+def test_regex(response: str, reference: Any, options: dict[str, Any], value: float) -> None:
+    assert regex(response, reference, {}, **options).value == value
+
+
+@pytest.mark.parametrize(
+    "reference", ["", None, 3, "(", "a{2,1}", "(?P<n>a)(?P<n>b)", "[z-a]", "a{99999999999999}", r"\1"]
+)
+def test_regex_refuses_a_pattern_that_is_none(reference: Any) -> None:
+    score = regex("x", reference, {})
+    assert not score.valid and "pattern of 'regex'" in score.detail
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        *("B", "b", "(B)", "(b)", "B.", "B)", "b)", "B:", "[B]", "**B**", "**B.** Paris", "`B`", "$B$", '"B"', " B\n"),
+        *("B. Paris", "B) Paris", "(B) Paris", "b. Paris", "Option B", "B, because A is wrong."),
+        *("Answer: B", "Answer: (B)", "Answer: **B**", "**Answer:** B", "**Answer: B**", "answer is b", "Answer:\n\nB"),
+        "The answer is B.",
+        "The answer is (B).",
+        "The answer is B because A is too long.",
+        "The correct answer is option B: Paris.",
+        "The correct option is B",
+        "So the best choice is $B$.",
+        "Therefore, the final answer is: $\\boxed{B}$.",
+        r"\boxed{B}",
+        r"\boxed{b}",
+        r"\boxed{(B)}",
+        r"\boxed{\text{B}}",
+        r"\boxed{\textbf{(B) }12}",
+        r"\boxed{\mathrm{B}}",
+        r"A? No. \boxed{A} no, \boxed{B}",
+        "<think>A or C?</think><answer>B</answer>",
+        "<answer> (B) Paris </answer>",
+        "I choose B.",
+        "I would go with option B.",
+        "Option B is correct.",
+        "B is the correct answer.",
+        "(B) is right, (A) is not.",
+        "I think it is B",
+        "It must be (B).",
+        "(A) would be 3, so the answer is (B)",
+        "The answer is A. Wait, the answer is B.",
+        "Answer: A\nHmm.\nAnswer: B",
+        "Some thoughts. (B)",
+        "Some thoughts.\n\nB. Paris",
+        "Some thoughts: **B**",
+        "The answer is B and not C.",
+        "The answer is B, I think.",
+        "The answer is B, a city.",
+        "答案是B。",
+        "答案：B",
+        "正确答案是 B",
+        "正确选项是：B",
+        "答えはBです",
+        "정답은 B입니다",
+        "Die Antwort ist B.",
+        "Antwort: B",
+        "La respuesta es B",
+        "Respuesta: (B)",
+        "La réponse est B",
+        "Réponse : B",
+        "La risposta è B",
+        "Ответ: B",
+        "Ответ: В",  # the Cyrillic letter
+    ],
+)
+def test_choice_right(response: str) -> None:
+    assert choice(response, "B", {}).value == 1
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        *("", "A", "C.", "nothing", "Bananas are yellow", "Be careful", "x = B + C", "B-tree", "vitamin B12", "K", "."),
+        "The answer is A or B",
+        "The answer is B or C.",
+        "Answer: B, C",
+        "Answer: (A) and (B)",
+        "Answer: B/C",
+        r"\boxed{A}, not B",
+        r"\boxed{B} or rather \boxed{A}",
+        "The answer is a bee",
+        "Answer: I think so",
+        "A. Rome\nB. Paris\nC. Lyon",
+        "(A) is possible, (B) too",
+        "The answer is B. No, the answer is C.",
+        "B'nai",
+        "答案是A",
+        "the answer is Berlin",
+        "\ud800",
+    ],
+)
+def test_choice_wrong(response: str) -> None:
+    score = choice(response, "B", {})
+    assert score.value == 0 and score.valid and (score.detail or response == "")
+
+
+@pytest.mark.parametrize(("pick", "value"), [("first", 1), ("last", 0)])
+def test_choice_pick(pick: Any, value: float) -> None:
+    assert choice("The answer is B. The answer is C.", "B", {}, pick=pick).value == value
+    assert choice(r"\boxed{B} \boxed{C}", "B", {}, pick=pick).value == value
+
+
+@pytest.mark.parametrize("reference", ["B", "b", "(B)", "B.", " B) Paris", "B: Paris", 1, "**B**"])
+def test_choice_reference(reference: Any) -> None:
+    assert choice("B", reference, {}).value == 1
+    assert choice("C", reference, {}).value == 0
+
+
+@pytest.mark.parametrize("reference", ["", "Paris", "K", "?", None, True, 10, -1, 1.0, "AB", [], "Be"])
+def test_choice_refuses_a_reference_that_is_none(reference: Any) -> None:
+    score = choice("B", reference, {})
+    assert not score.valid and "must be one of the letters" in score.detail
+
+
+def test_choice_letters() -> None:
+    assert all(choice(f"Answer: {letter}", letter, {}).value == 1 for letter in "ABCDEFGHIJ")
+    assert choice("Answer: E", "D", {}, letters="ABCD").detail == "no letter in the response"
+    assert choice("wahr: r", "R", {}, letters="RF").value == 0
+    assert choice("r", "R", {}, letters="RF").value == 1
+    assert not choice("B", "B", {}, letters="1-9").valid
+    assert not choice("B", "B", {}, pick="middle").valid  # type: ignore[arg-type]
+
+
+def test_every_letter_of_a_bare_response_is_read_back() -> None:
+    for letter in "ABCDEFGHIJ":
+        for form in ("{}", "({})", "{}.", "**{}**", "Answer: {}", r"\boxed{{{}}}", "The answer is {}."):
+            assert choice(form.format(letter), letter, {}).value == 1, form
+            assert choice(form.format(letter), "A" if letter != "A" else "B", {}).value == 0, form
+
+
 _TEXT = (
     st.text() | st.text("0123456789,.eE+-$%# =\\{}answeri\u2212\n") | st.text(st.characters(categories=["Cs", "Nd"]))
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(response=_TEXT, reference=_TEXT, flag=st.booleans())
 def test_never_raises(response: str, reference: str, flag: bool) -> None:
     exact(response, reference, {}, ignore_case=flag)
     number(response, reference, {}, strict=flag)
     assert number(response, 1, {}, strict=flag).value in (0, 1)
     assert exact(response, response, {}).value == 1
+    assert normalised(response, response, {}, ignore_accents=flag, ignore_spaces=flag).value == 1
+    assert normalised(response, reference, {}, ignore_case=flag, ignore_punctuation=flag).value in (0, 1)
+    assert f1(response, response, {}).value == pytest.approx(1)
+    assert 0 <= f1(response, reference, {}).value <= 1
+    assert regex(response, r"\d+", {}, full=flag).value in (0, 1)
+    regex("x", response, {}, full=flag)
+    assert choice(response, "B", {}, pick="first" if flag else "last").value in (0, 1)
+    choice("B", response, {})
 
 
 @settings(max_examples=100, deadline=None)
@@ -202,10 +489,32 @@ def test_every_decimal_is_read_back(value: Any, form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "unit", ["1", "234,", "answer is ", "####", " ", "-", "1.", "1e", "$", "\\boxed{", "5  x", "#### 1\n"]
+    "unit",
+    [
+        "1",
+        "234,",
+        "answer is ",
+        "####",
+        " ",
+        "-",
+        "1.",
+        "1e",
+        "$",
+        "\\boxed{",
+        "5  x",
+        "#### 1\n",
+        "answer",
+        "(A)",
+        "A ",
+        "**",
+        ">*-",
+        "東",
+    ],
 )
 def test_time_is_linear_in_the_response(unit: str) -> None:
     start = time.perf_counter()
     number(unit * (200_000 // len(unit)), 1, {})
     number("5" + unit * (200_000 // len(unit)) + "x", 1, {}, strict=True)
+    for verifier in (normalised, f1, choice):
+        verifier(unit * (100_000 // len(unit)), "B", {})
     assert time.perf_counter() - start < 2

@@ -40,8 +40,8 @@ def user_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("verifier", VERIFIERS.values(), ids=VERIFIERS)
 def test_every_example_scores_1(verifier: Verifier) -> None:
     assert resolve(verifier.name) is verifier
-    assert verifier.example is not None
-    assert verifier.score(*verifier.example, {}) == Score(1.0)
+    if verifier.example is not None:
+        assert judge(verifier.score, *verifier.example, {}, {}).value == 1
 
 
 def test_import_is_cheap() -> None:
@@ -60,7 +60,7 @@ def test_function_of_a_file(user_file: Path) -> None:
     ("name", "message"),
     [
         ("exakt", "got 'exakt'; did you mean 'exact'?"),
-        ("", "a verifier is one of exact, number, math or file.py:function, got ''"),
+        ("", "or file.py:function, got ''"),
         ("mine.py", "file.py:function, got 'mine.py'"),
         ("nowhere/mine.py:length", "must exist, got 'nowhere/mine.py'"),
         ("{file}:lenght", "needs a function 'lenght' in {file}; did you mean 'length'?"),
@@ -88,7 +88,7 @@ def test_params(user_file: Path) -> None:
     with pytest.raises(VerifierError, match=r"unexpected keyword argument 'ignorecase'; it takes ignore_case; did you"):
         check_params(resolve("exact"), {"ignorecase": True})
     with pytest.raises(VerifierError, match="it takes none"):
-        check_params(resolve("math"), {"strict": True})
+        check_params(resolve(f"{user_file}:length"), {"strict": True})
     weighted = resolve(f"{user_file}:weighted")
     check_params(weighted, {"weight": 2})
     with pytest.raises(VerifierError, match=r"missing a required .*'weight'; it takes weight, bonus"):

@@ -1,0 +1,290 @@
+r"""Where the final answer of a response is: in a box, in a tag, after ####, after a phrase, or the last expression.
+
+    find_answers("So \boxed{3}. The answer is 4", ("boxed", "phrase")) → "3", "4"
+
+Everything here is text to text, linear in the length of the response, and never raises. What the answer means is for
+the verifiers to read. Not covered: answers that are spread over a sentence ("five apples and, for Tom, three"), and
+phrases in languages that `_PHRASES` does not list.
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from kitae.errors import VerifierError
+
+_TAIL = 4_000  # characters at the end of a response that are searched for phrases and expressions
+_REACH = 400  # characters after a phrase that can belong to its answer
+_MARKS = 8  # so many of the last phrases are looked at
+_MAX_BOX = 4_000  # characters; what is longer is no answer
+
+_BOX = r"(?:\\(?:boxed|fbox|framebox)|\x08oxed)(?![A-Za-z])"  # \x08: "\boxed" of a JSON writer that did not escape it
+_BRACE_RE = re.compile(rf"{_BOX}\s*\{{|\\.|[{{}}]", re.DOTALL)
+_BARE_BOX_RE = re.compile(rf"{_BOX}\s*([-+]?[0-9][0-9.,/]*|[A-Za-z](?![A-Za-z]))")
+_JOINT_RE = re.compile(
+    r"(?:[\s$,;&]|\\[()\[\],;:!~ ]|\\q?quad|\\(?:text|mbox)\s*\{|\}|and|or|und|oder|et|ou|y|o|и|和|或|、|，)*"
+)
+_JOINT_WORD_RE = re.compile(r"[,;、，和或и]|and|or|und|oder|\b(?:et|ou|y|o)\b")
+_OR_RE = re.compile(r"or|oder|\b(?:ou|o)\b|或")
+_HASH_RE = re.compile(r"(?<!\#)\#{4}(?!\#)[ \t]*([^\n]*)")
+_THOUGHT_END = "</think>"
+
+_PHRASES = (
+    # English, German, Dutch, Swedish, Danish, Norwegian
+    r"answer(?:\s+(?:to\s+[^.:\n]{1,80}?|here))?\W{0,4}?\s*(?:is|are|would\s+be|will\s+be|equals|=|:)",
+    r"(?:endg[üu]ltige\s+|finale\s+)?antwort(?:\s+(?:ist|lautet|:)|\s*\W{0,3}?\s*[:：])|(?:ergebnis|lösung)\s*(?:ist|lautet|:)",
+    r"antwoord(?:\s+is|\W{0,3}?\s*[:：])",
+    r"svar(?:et)?(?:\s+(?:är|er)|\W{0,3}?\s*[:：])",
+    # French, Spanish, Portuguese, Italian, Romanian
+    r"r[ée]ponse(?:\s+finale)?(?:\s+est|\W{0,3}?\s*[:：])",
+    r"respuesta(?:\s+(?:final|correcta))?(?:\s+es|\W{0,3}?\s*[:：])",
+    r"resposta(?:\s+(?:final|correta))?(?:\s+[ée]|\W{0,3}?\s*[:：])",
+    r"risposta(?:\s+(?:finale|corretta))?(?:\s+[èe]|\W{0,3}?\s*[:：])",
+    r"r[ăa]spunsul(?:\s+final)?(?:\s+este|\W{0,3}?\s*[:：])",
+    # Russian, Ukrainian, Polish, Czech
+    r"ответ(?:\s+(?:равен|это|есть|—|-)|\W{0,3}?\s*[:：])",
+    r"відповідь(?:\s*[—-]|\W{0,3}?\s*[:：])",
+    r"odpowied[źz](?:\s+(?:to|brzmi)|\W{0,3}?\s*[:：])|odpověď(?:\s+je|\W{0,3}?\s*[:：])",
+    # Turkish, Indonesian, Vietnamese, Swahili
+    r"(?:cevap|yanıt)(?:\s*:|ı?\s*[:=])|jawaban(?:nya)?(?:\s+(?:akhir(?:nya)?\s+)?adalah|\W{0,3}?\s*[:：])",
+    r"(?:đáp\s+án|đáp\s+số|câu\s+trả\s+lời)(?:\s+(?:cuối\s+cùng\s+)?là|\W{0,3}?\s*[:：])",
+    r"jibu(?:\s+(?:la\s+mwisho\s+)?ni|\W{0,3}?\s*[:：])",
+    # Chinese, Japanese, Korean
+    r"(?:答案|答)\s*(?:应该|應該)?(?:是|为|為|[:：])[:：]?",
+    r"(?:答え|答|解答|正解)\s*(?:は|[:：])[、::]?",
+    r"(?:정답|답|답변)\s*(?:은|는|[:：])",
+    # Arabic, Persian, Hebrew, Hindi, Bengali, Telugu, Thai
+    r"(?:الجواب|الإجابة|الاجابة)(?:\s+النهائية|\s+النهائي)?\s*(?:هو|هي|[:：])|پاسخ\s*(?:نهایی\s*)?[:：]",
+    r"התשובה(?:\s+הסופית)?\s*(?:היא|הוא|[:：])",
+    r"उत्तर\s*(?:है|[:：])",
+    r"উত্তর\s*(?:হল|হলো|হচ্ছে|[:：])|సమాధానం\s*[:：]?|คำตอบ\s*(?:คือ|[:：])",
+)
+_PHRASE_RE = re.compile("(?:" + "|".join(_PHRASES) + r")[\s*_:：]*", re.IGNORECASE)
+_SENTENCE_END_RE = re.compile(r"\n|[.?!](?=[*_\"')]*(?:\s|$))|[。！？]")
+_MATH_RE = re.compile(
+    r"\$\$(?P<display>.+?)\$\$"
+    r"|\\\[(?P<bracket>.+?)\\\]"
+    r"|\\\((?P<paren>.+?)\\\)"
+    r"|(?<!\\)\$\s*(?P<dollar>(?:\\.|[^$\n\\])+?)\s*(?<!\\)\$(?![0-9])",
+    re.DOTALL,
+)
+_NUMBER = (
+    r"(?:(?<![A-Za-z0-9)\]}])[-+\u2212])?+(?:\\?[$€£¥])?+(?<![A-Za-z0-9_^{.])(?<![0-9][,.])"
+    r"(?:[0-9]++(?:,[0-9]{3}(?![0-9]))*+(?:\.[0-9]++)?+|\.[0-9]++)(?:[eE][-+]?[0-9]{1,4}(?![0-9A-Za-z]))?+(?:\s?\\?%)?+"
+)
+_PLAIN_EXPRESSION_RE = re.compile(rf"{_NUMBER}(?:\s?[-+*/^×·÷]\s?\(?(?:{_NUMBER}|[0-9.]++)\)?)*+")
+_COMMAND_RE = re.compile(r"\\[A-Za-z]+\*?(?:\s*\{[^{}$\\]*[A-Za-z][^{}$\\]*\})?")
+_LETTERS_RE = re.compile(r"[A-Za-z]{2,}")
+_FORMULA_WORDS = {
+    "and", "or", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh",
+    "ln", "log", "exp", "sqrt", "abs", "pi", "theta", "alpha", "beta", "min", "max", "gcd", "lcm", "inf",
+    "infinity", "oo", "union", "cm", "mm", "km", "kg", "mg", "ml", "ft", "in", "lb", "lbs", "oz", "mph", "mod",
+    "deg", "degrees", "percent",
+}  # fmt: skip
+_SMALL_WORDS = {"so", "So", "is", "Is", "it", "It", "we", "We", "to", "of", "the", "The", "are", "has", "get"}
+_REASON_RE = re.compile(r",?\s(?:because|since|which|as|where|when|so|if|denn|weil|da|car|porque|perché)\s")
+
+
+def find_answers(text: str, order: tuple[str, ...]) -> Iterator[str]:
+    """The final answer by each way of `order` that finds one: the first is the answer, the others are second guesses.
+
+    What a reasoning model thinks before its last `</think>` does not count, where something comes after it.
+    """
+    _, _, after = text.rpartition(_THOUGHT_END)
+    text = after if after.strip() else text
+    for way in order:
+        answer = WAYS[way](text)
+        if answer is not None and answer.strip():
+            yield answer.strip()
+
+
+def parse_order(extract: str, *, strict: bool = False) -> tuple[str, ...]:
+    """`"boxed, last"` → `("boxed", "last")`; with `strict`, only the ways that a response cannot take by accident."""
+    order = tuple(way.strip() for way in extract.split(",") if way.strip())
+    unknown = [way for way in order if way not in WAYS]
+    if unknown or not order:
+        raise VerifierError(f"extract must list some of {', '.join(WAYS)}, got {extract!r}")
+    if not strict:
+        return order
+    kept = tuple(way for way in order if way in STRICT_WAYS)
+    if not kept:
+        raise VerifierError(f"strict extraction needs one of {', '.join(STRICT_WAYS)} in extract, got {extract!r}")
+    return kept
+
+
+def boxes(text: str) -> list[tuple[int, int, str]]:
+    r"""The complete outermost \boxed{}, \fbox{} and `\boxed 5` of a text as (start, end, inside), in order.
+
+    Of boxes in boxes, the innermost is the answer: `"\boxed{x = \boxed{5}}"` → `"5"`.
+    """
+    found: list[tuple[int, int, str]] = []
+    opened: list[tuple[int, int, bool]] = []  # start of the command, start of the inside, is it a box
+    for brace in _BRACE_RE.finditer(text):
+        if brace[0] == "}":
+            start, inside, boxed = opened.pop() if opened else (-1, -1, False)
+            if boxed and not (found and found[-1][0] > start):
+                found.append((start, brace.end(), text[inside : brace.start()]))
+        elif brace[0].endswith("{") and brace[0] != r"\{":
+            opened.append((brace.start(), brace.end(), brace[0] != "{"))
+    if not found:
+        found = [(bare.start(), bare.end(), bare[1].rstrip(".,")) for bare in _BARE_BOX_RE.finditer(text)]
+    return found
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What is in the last complete \boxed{}: `"\boxed{1}, so \boxed{\frac{1}{2}}"` → `"\frac{1}{2}"`."""
+    found = boxes(text)
+    return found[-1][2] if found else None
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""The last box; boxes that only "and", "or" or a comma parts are one list: `\boxed{1} and \boxed{2}` → "1, 2"."""
+    found = boxes(text)
+    if not found:
+        return None
+    answer = found[-1][2]
+    for (_, end, inside), (start, _, _) in zip(reversed(found[:-1]), reversed(found), strict=False):
+        joint = text[end:start]
+        if len(joint) > 40 or not _JOINT_RE.fullmatch(joint) or not _JOINT_WORD_RE.search(joint):
+            break
+        answer = f"{inside} or {answer}" if _OR_RE.search(joint) else f"{inside}, {answer}"
+    return answer if len(answer) <= _MAX_BOX else None
+
+
+def tagged_answer(text: str) -> str | None:
+    """What is in the last <answer></answer>, or in the box in it."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    if start < 0:
+        return None
+    inside = text[start + len("<answer>") : end]
+    boxed = boxed_answer(inside)
+    return (clean(inside) if boxed is None else boxed)[:_MAX_BOX]
+
+
+def hash_answer(text: str) -> str | None:
+    """What follows the last #### on its line; not a Markdown heading such as "#### 2. Add up" or "#### Answer"."""
+    for mark in reversed(deque(_HASH_RE.finditer(text), maxlen=_MARKS)):
+        answer = clean(mark[1])
+        if answer and not re.match(r"(?:step|part|case)\b|[0-9]+[.)]\s+\D", answer, re.IGNORECASE):
+            return answer[:_MAX_BOX]
+    return None
+
+
+def phrase_answer(text: str) -> str | None:
+    """What the last phrase like "the answer is" introduces, up to the end of its sentence."""
+    for answer in phrase_answers(text[-_TAIL:]):
+        if answer:
+            return answer
+    return None
+
+
+def phrase_answers(text: str) -> Iterator[str]:
+    """What follows each of the last phrases, last one first: "The answer is 12. Bye" → "12"."""
+    for mark in reversed(deque(_PHRASE_RE.finditer(text), maxlen=_MARKS)):
+        after = text[mark.end() : mark.end() + _REACH]
+        formula = _leading_formula(after)
+        yield clean(_from_sentence(after) if formula is None else formula)
+
+
+def _from_sentence(text: str) -> str:
+    """The answer in a sentence: all of it, or its last formula or number where there are words before."""
+    end = _SENTENCE_END_RE.search(text)
+    sentence = text[: end.start()] if end else text
+    if reason := _REASON_RE.search(sentence, 1):
+        sentence = sentence[: reason.start()]
+    formulas = [_inside(match) for match in _MATH_RE.finditer(sentence)]
+    if not _is_prose(sentence):
+        return sentence
+    if formulas:
+        return formulas[-1]
+    leading = _PLAIN_EXPRESSION_RE.match(sentence)
+    numbers = [match[0] for match in _PLAIN_EXPRESSION_RE.finditer(sentence)]
+    if not numbers or (leading and (len(numbers) == 1 or _JOINT_WORD_RE.match(sentence[leading.end() :].lstrip()))):
+        return sentence
+    return leading[0] if leading else numbers[-1]
+
+
+def last_expression(text: str) -> str | None:
+    """The whole text where it has no sentence around it, or else its last formula or number, whichever comes last."""
+    tail = text[-_TAIL:].strip()
+    if _is_bare(tail):
+        return clean(tail)
+    formulas = [match for match in _MATH_RE.finditer(tail) if not _is_prose(_inside(match))]
+    last_number = deque(_PLAIN_EXPRESSION_RE.finditer(_MATH_RE.sub(_blank, tail)), maxlen=1)
+    if formulas and (not last_number or formulas[-1].end() > last_number[0].start()):
+        return clean(_inside(formulas[-1]))
+    if last_number:
+        return clean(last_number[0][0])
+    return clean(tail) if tail and len(tail) <= _REACH else None
+
+
+def _is_bare(text: str) -> bool:
+    """Is this an answer and nothing else: a formula, a few words without a number, or a number with its unit?"""
+    if not text or len(text) > _REACH:
+        return False
+    outside = _MATH_RE.sub(" ", text)
+    if not _is_prose(text if outside.isspace() else outside):
+        return True
+    words = len(outside.split())
+    if not re.search(r"[0-9]|\\[A-Za-z]", text):
+        return words <= 6
+    return words <= 4 and _PLAIN_EXPRESSION_RE.match(text) is not None and len(_PLAIN_EXPRESSION_RE.findall(text)) == 1
+
+
+def _is_prose(text: str) -> bool:
+    r"""Are there words in it, beside names of functions, commands and what stands in \text{}?"""
+    words = [word for word in _LETTERS_RE.findall(_COMMAND_RE.sub(" ", text)) if word.lower() not in _FORMULA_WORDS]
+    return len(words) > 1 or any((len(word) > 3 and not word.isupper()) or word in _SMALL_WORDS for word in words)
+
+
+def clean(answer: str) -> str:
+    """Without the Markdown, quotes and full stop around it: `"**12**."` → `"12"`."""
+    previous = None
+    answer = answer.strip()
+    while answer != previous:
+        previous = answer
+        answer = answer.strip('*_`"“”「」 \t\r\n')
+        answer = answer.rstrip("。．!！")
+        if answer.endswith(".") and not answer.endswith((r"\.", "..")) and not re.search(r"\b[a-z]\.[a-z]\.$", answer):
+            answer = answer[:-1]
+    return answer
+
+
+def _leading_formula(text: str) -> str | None:
+    """The formula that a text starts with, and those that follow it after "and", "or" or a comma."""
+    match = _MATH_RE.match(text.lstrip())
+    if match is None:
+        return None
+    text = text.lstrip()
+    parts, end = [_inside(match)], match.end()
+    while following := _MATH_RE.search(text, end):
+        joint = text[end : following.start()]
+        if len(joint) > 12 or not _JOINT_RE.fullmatch(joint) or not _JOINT_WORD_RE.search(joint):
+            break
+        parts.append(_inside(following))
+        end = following.end()
+    if len(parts) > 1:
+        return ", ".join(parts)
+    rest = _SENTENCE_END_RE.split(text[end:], maxsplit=1)[0].strip("* ")
+    unit = re.match(r"(?:\\?%|°|percent\b|[A-Za-z]{1,12}\b$)", rest)
+    return parts[0] + (f" {unit[0]}" if unit else "")
+
+
+def _inside(match: re.Match[str]) -> str:
+    return next(group for group in match.groups() if group is not None).strip()
+
+
+def _blank(match: re.Match[str]) -> str:
+    return " " * len(match[0])
+
+
+WAYS: dict[str, Callable[[str], str | None]] = {
+    "boxed": boxed_answer,
+    "tag": tagged_answer,
+    "hash": hash_answer,
+    "phrase": phrase_answer,
+    "last": last_expression,
+}
+STRICT_WAYS = ("boxed", "hash")
+DEFAULT_ORDER = "boxed,tag,hash,phrase,last"

@@ -1,0 +1,207 @@
+r"""The `compose` verifier: several verifiers as one, with weights, gates and clipping.
+
+    [verifier]
+    name = "compose"
+
+    [verifier.params]
+    clip = [0.0, 1.0]
+    parts = [
+        { name = "tags", weight = 0.2, gate = 1.0, params = { names = "think answer" } },
+        { name = "math", weight = 0.8, inside = "answer" },
+        { name = "my_file.py:politeness", label = "polite", weight = 0.1 },
+    ]
+
+The value is the sum of weight times value, clipped. A part with a `gate` that its value does not reach ends the sum:
+what comes after it counts 0 and is not run ("format first"). With `inside` a part sees only the inside of the last tag
+of that name, and an empty text where there is none. Every part logs its unweighted value under its label, and its own
+components as "label/component". An error of a part that ran is an error of the whole. Parts run one after the other in
+one worker; one that only waits for a server (`async def`) is waited for there.
+"""
+
+import asyncio
+import inspect
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from kitae.errors import VerifierError
+from kitae.plugins import is_plugin, nearest
+from kitae.types import Score
+from kitae.verifiers.base import ScoreFunction, TimeoutMeaning, Verifier
+from kitae.verifiers.shape import inside_tag
+
+_KEYS = ("name", "label", "weight", "gate", "clip", "inside", "params")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One entry of `parts`, checked: `Part(VERIFIERS["math"], "math", weight=0.8, …)`.
+
+    `clip` bounds the value of this part before it is weighted and compared with its gate.
+    """
+
+    verifier: Verifier
+    label: str
+    weight: float
+    gate: float | None
+    clip: tuple[float, float] | None
+    inside: str | None
+    params: dict[str, Any]
+
+
+def compose(response: str, reference: Any, context: Mapping[str, Any], *, parts: Any, clip: Any = None) -> Score:
+    """The weighted sum of the parts; see the module for their form."""
+    try:
+        planned, bounds = plan(parts, clip)
+    except VerifierError as error:
+        return Score.error(str(error))
+    return _run(planned, bounds, response, reference, context)
+
+
+def prepare(params: Mapping[str, Any]) -> Verifier:
+    """The composition as one verifier, with everything checked that can be checked before the first response.
+
+    Raises `VerifierError` for unknown names, wrong params and numbers that make no sense, and where the example of a
+    part is an error under its params: a library that is missing, an option without meaning. A check that is out of
+    time counts as wrong only where that holds for every part.
+    """
+    from kitae.verifiers.worker import judge  # which imports the registry, and that this module
+
+    planned, bounds = plan(params.get("parts"), params.get("clip"))
+    for part in planned:
+        if part.verifier.example is None:
+            continue
+        score = judge(_settled(part.verifier.score), *part.verifier.example, {}, part.params)
+        if not score.valid:
+            raise VerifierError(f"part {part.label!r} of 'compose' must score its example, got {score.detail}")
+
+    def score_all(response: str, reference: Any, context: Mapping[str, Any], **_: Any) -> Score:
+        return _run(planned, bounds, response, reference, context)
+
+    meanings = {part.verifier.on_timeout for part in planned}
+    on_timeout: TimeoutMeaning = "wrong" if meanings == {"wrong"} else "error"
+    return Verifier("compose", score_all, on_timeout)
+
+
+def plan(parts: Any, clip: Any = None) -> tuple[tuple[Part, ...], tuple[float, float] | None]:
+    """The checked parts and the bounds of the sum; `VerifierError` for the first thing that is wrong with them."""
+    try:
+        key = json.dumps([parts, clip])
+    except (TypeError, ValueError) as error:
+        raise VerifierError(f"parts of 'compose' must be plain values, got {parts!r}: {error}") from None
+    return _plan(key)
+
+
+@lru_cache(maxsize=16)
+def _plan(key: str) -> tuple[tuple[Part, ...], tuple[float, float] | None]:
+    entries, clip = json.loads(key)
+    if not isinstance(entries, list) or not entries:
+        raise VerifierError(f"parts of 'compose' must be a list of tables with a name, got {entries!r}")
+    parts = tuple(_part(entry, number) for number, entry in enumerate(entries, start=1))
+    labels = [part.label for part in parts]
+    if twice := {label for label in labels if labels.count(label) > 1}:
+        raise VerifierError(f"labels of the parts of 'compose' must differ, got {min(twice)!r} twice; set label")
+    if not any(part.weight for part in parts):
+        raise VerifierError("at least one part of 'compose' must have a weight that is not 0, got none")
+    return parts, _bounds(clip, "clip of 'compose'")
+
+
+def _part(entry: Any, number: int) -> Part:
+    from kitae.verifiers.registry import check_params, resolve  # which imports this module
+
+    where = f"part {number} of 'compose'"
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        raise VerifierError(f"{where} must be a table with a name, got {entry!r}")
+    where = f"part {number} ({entry['name']}) of 'compose'"
+    for key in entry:
+        if key not in _KEYS:
+            raise VerifierError(f"{where} has no key {key!r}; it takes {', '.join(_KEYS)}{nearest(key, _KEYS)}")
+    label, inside, params = entry.get("label", _short(entry["name"])), entry.get("inside"), entry.get("params", {})
+    if not isinstance(label, str) or not label or "/" in label:
+        raise VerifierError(f"label of {where} must be a text without '/', got {label!r}")
+    if not (inside is None or (isinstance(inside, str) and inside)):
+        raise VerifierError(f"inside of {where} must be the name of a tag, got {inside!r}")
+    if not isinstance(params, dict):
+        raise VerifierError(f"params of {where} must be a table, got {params!r}")
+    weight = _number(entry.get("weight", 1.0), f"weight of {where}")
+    gate = None if entry.get("gate") is None else _number(entry["gate"], f"gate of {where}")
+    try:
+        verifier = resolve(entry["name"])
+        check_params(verifier, params)
+        if verifier.score is compose:
+            plan(params.get("parts"), params.get("clip"))
+    except VerifierError as error:
+        raise VerifierError(f"{where}: {error}") from None
+    return Part(verifier, label, weight, gate, _bounds(entry.get("clip"), f"clip of {where}"), inside, params)
+
+
+def _short(name: str) -> str:
+    """`"rewards/mine.py:polite"` → `"polite"`."""
+    return name.rpartition(":")[2] if is_plugin(name) else name
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise VerifierError(f"{what} must be a number, got {value!r}")
+    return float(value)
+
+
+def _bounds(value: Any, what: str) -> tuple[float, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2:
+        raise VerifierError(f"{what} must be a list of the lowest and the highest value, got {value!r}")
+    low, high = (_number(bound, what) for bound in value)
+    if low > high:
+        raise VerifierError(f"{what} must begin with the lower value, got {value!r}")
+    return low, high
+
+
+def _run(
+    parts: tuple[Part, ...],
+    bounds: tuple[float, float] | None,
+    response: str,
+    reference: Any,
+    context: Mapping[str, Any],
+) -> Score:
+    from kitae.verifiers.worker import judge
+
+    total, closed = 0.0, ""
+    components: dict[str, float] = {}
+    details: list[str] = []
+    for part in parts:
+        if closed:
+            components[part.label] = 0.0
+            continue
+        text = response if part.inside is None else inside_tag(response, part.inside) or ""
+        score = judge(_settled(part.verifier.score), text, reference, context, part.params)
+        if not score.valid:
+            return Score.error(f"part {part.label!r}: {score.detail}")
+        value = _clipped(score.value, part.clip)
+        total += part.weight * value
+        components[part.label] = value
+        components |= {f"{part.label}/{name}": component for name, component in score.components.items()}
+        if score.detail:
+            details.append(f"{part.label}: {score.detail}")
+        if part.gate is not None and value < part.gate:
+            closed = part.label
+            details.append(f"gate {closed!r} is closed")
+    return Score(_clipped(total, bounds), components, detail="; ".join(details))
+
+
+def _settled(function: ScoreFunction) -> ScoreFunction:
+    """The function, or one that waits for its result."""
+    if not inspect.iscoroutinefunction(function):
+        return function
+
+    def wait(*args: Any, **params: Any) -> Any:
+        return asyncio.run(function(*args, **params))
+
+    return wait
+
+
+def _clipped(value: float, bounds: tuple[float, float] | None) -> float:
+    return value if bounds is None else min(max(value, bounds[0]), bounds[1])

@@ -1,0 +1,273 @@
+"""The processes of a pool: a template that has loaded the verifier, and the workers that are forked from it.
+
+    pool ── setup ─────────► template: imports, loads, tries the example, once
+    pool ── "spawn", pipes ► template ── fork ──► worker: answers jobs on its pipe, in milliseconds after the fork
+    pool ── "reap", pid ───► template: waits for the worker that the pool has killed, and says how it ended
+
+A worker costs a fork, not a start of the interpreter, so losing one is cheap. A dead worker stays a zombie until it is
+reaped: its process id cannot become somebody else's while the pool may still send it a signal.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from kitae.errors import VerifierError
+
+_START_LIMIT = 60.0  # seconds for the template to import what it needs
+_MAX_REPLY = 2**24  # bytes
+_MAX_CONTROL = 2**16  # bytes of a message between pool and template
+_LOOKS = 50  # times within a second that a silent worker is looked at
+_STDERR_TAIL = 2_000  # bytes of stderr that are remembered
+_BOOT = "import sys; sys.path[:] = sys.argv[1:]; from kitae.verifiers.worker import main; main()"  # our imports work
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}  # a core each; repeatable
+
+
+class WorkerDied(Exception):
+    """The process is gone or useless; the message says why."""
+
+
+class Template:
+    """`Template({"name": "math", "params": {}})`: started at the first use, started again should it die."""
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        self.on_timeout = "error"
+        self._setup = setup
+        self._process: asyncio.subprocess.Process | None = None
+        self._control: socket.socket | None = None
+        self._words: _Words | None = None
+        self._lock = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Launch the process and wait until the verifier is loaded; `VerifierError` if it cannot be."""
+        async with self._lock:
+            await self._start()
+
+    async def spawn(self) -> "Process":
+        """A new worker; `VerifierError` if the template is gone and cannot be started again."""
+        if self._process is None or self._process.returncode is not None:
+            await self.start()
+        jobs, theirs = socket.socketpair()
+        read, write = os.pipe()
+        try:
+            pid = int((await self._ask("spawn", theirs.fileno(), write))["pid"])
+        except BaseException as error:
+            jobs.close()  # a worker that was forked all the same ends with it
+            os.close(read)
+            if isinstance(error, OSError | EOFError):
+                raise VerifierError(f"a verifier worker could not be forked: {error or 'its template ended'}") from None
+            raise
+        finally:
+            theirs.close()
+            os.close(write)
+        jobs.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=jobs, limit=_MAX_REPLY)
+        return Process(self, pid, reader, writer, await _Words.of(read))
+
+    async def reap(self, pid: int) -> int | None:
+        """How a worker that is dead or dying ended, as `waitpid` says it; None if the template is gone too."""
+        try:
+            return int((await self._ask({"reap": pid}))["status"])
+        except (OSError, EOFError):
+            return None
+
+    async def close(self) -> None:
+        async with self._lock:
+            await self._stop()
+
+    async def _start(self) -> None:
+        await self._stop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        read, write = os.pipe()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", _BOOT, *sys.path),
+                stdin=theirs.fileno(),
+                stdout=write,
+                stderr=write,
+                start_new_session=True,  # deaf to Ctrl-C
+                env=os.environ | _ENVIRONMENT,
+            )
+        except OSError as error:
+            ours.close()
+            os.close(read)
+            raise VerifierError(f"a verifier worker could not start: {error}") from None
+        finally:
+            theirs.close()
+            os.close(write)
+        self._control, self._words = ours, await _Words.of(read)
+        try:
+            async with asyncio.timeout(_START_LIMIT):
+                ours.send(json.dumps(self._setup).encode())
+                ready = await self._receive()
+            problem = ready.get("error")
+        except TimeoutError:
+            problem = f"a verifier worker must start within {_START_LIMIT:g} s{self._words.last()}"
+        except (EOFError, OSError):
+            await self._words.rest()
+            status = await self._process.wait()
+            ended = describe(-status if status < 0 else status << 8)
+            problem = f"a verifier worker could not start: {ended}{self._words.last()}"
+        if problem:
+            await self._stop()
+            raise VerifierError(problem)
+        self.on_timeout = ready["on_timeout"]
+
+    async def _ask(self, request: Any, *descriptors: int) -> dict[str, Any]:
+        """A question and its answer belong together, even if whoever asked is cancelled meanwhile."""
+        return await asyncio.shield(asyncio.create_task(self._exchange(request, [os.dup(d) for d in descriptors])))
+
+    async def _exchange(self, request: Any, descriptors: list[int]) -> dict[str, Any]:
+        try:
+            async with self._lock:
+                if self._control is None:
+                    raise EOFError
+                socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
+                return await self._receive()
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    async def _receive(self) -> dict[str, Any]:
+        assert self._control is not None
+        message = await asyncio.get_running_loop().sock_recv(self._control, _MAX_CONTROL)
+        if not message:
+            raise EOFError
+        reply: dict[str, Any] = json.loads(message)
+        return reply
+
+    async def _stop(self) -> None:
+        """Kill it; workers that are left die with it."""
+        process, control, words = self._process, self._control, self._words
+        self._process = self._control = self._words = None
+        if control is not None:
+            control.close()
+        if process is not None:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    process.kill()
+            await process.wait()
+        if words is not None:
+            words.close()
+
+
+class Process:
+    """One worker."""
+
+    def __init__(
+        self,
+        template: Template,
+        pid: int,
+        replies: asyncio.StreamReader,
+        requests: asyncio.StreamWriter,
+        words: "_Words",
+    ) -> None:
+        self.pid = pid
+        self._template = template
+        self._replies, self._requests, self._words = replies, requests, words
+        self._reaping: asyncio.Task[int | None] | None = None
+
+    async def exchange(self, message: bytes, message_id: int) -> dict[str, Any]:
+        """Send one message and wait for its answer; `EOFError` where the process has ended."""
+        try:
+            self._requests.write(message)
+            await self._requests.drain()
+            line = await self._replies.readline()
+            if not line.endswith(b"\n"):
+                raise EOFError
+            reply: dict[str, Any] = json.loads(line)
+        except ConnectionError:
+            raise EOFError from None
+        except ValueError:  # not JSON, or longer than the limit
+            reply = {}
+        if reply.pop("id", None) != message_id:  # or a fork of it answers too
+            raise WorkerDied(f"it broke the protocol{self._words.last()}")
+        return reply
+
+    def step_aside(self) -> None:
+        """Let others have the processor: a check that takes long must not slow the short ones."""
+        with suppress(OSError):
+            os.sched_setscheduler(self.pid, os.SCHED_IDLE, os.sched_param(0))
+
+    async def post_mortem(self) -> str:
+        """Why a worker that has ended, or closed its pipe, did so."""
+        await self._words.rest()
+        for _ in range(_LOOKS):
+            if _state(self.pid) in ("Z", None):
+                return f"{describe(await self._reap())}{self._words.last()}"
+            await asyncio.sleep(1 / _LOOKS)
+        return f"it closed its pipe{self._words.last()}"
+
+    async def kill(self) -> None:
+        """End the process and the children it started, and let go of the pipes that any others may hold."""
+        if self._reaping is None:  # afterwards its id may be somebody else's
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+        await self._reap()
+        self._requests.transport.abort()
+        self._words.close()
+
+    async def _reap(self) -> int | None:
+        if self._reaping is None:
+            self._reaping = asyncio.create_task(self._template.reap(self.pid))
+        return await asyncio.shield(self._reaping)
+
+
+class _Words:
+    """The last that a process wrote to its stderr."""
+
+    def __init__(self, transport: asyncio.ReadTransport, reader: asyncio.StreamReader) -> None:
+        self._transport = transport
+        self._tail = b""
+        self._task = asyncio.create_task(self._read(reader))
+
+    @classmethod
+    async def of(cls, descriptor: int) -> "_Words":
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", 0)
+        )
+        return cls(transport, reader)
+
+    async def rest(self) -> None:
+        """Wait until all is read, a second at most: a child that escaped may hold the pipe open."""
+        await asyncio.wait({self._task}, timeout=1)
+
+    def last(self) -> str:
+        words = self._tail.decode(errors="replace").strip()
+        return f"; its stderr ends with:\n{words}" if words else ""
+
+    def close(self) -> None:
+        self._task.cancel()
+        self._transport.close()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while chunk := await reader.read(2**16):
+            self._tail = (self._tail + chunk)[-_STDERR_TAIL:]
+
+
+def describe(status: int | None) -> str:
+    """A wait status in words."""
+    if status is None:
+        return "its template ended"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        return f"killed by signal {number} ({signal.strsignal(number)})"
+    return f"exit status {os.WEXITSTATUS(status)}"
+
+
+def _state(pid: int) -> str | None:
+    """The letter that Linux gives to the state of a process; None: there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except OSError:
+        return None

@@ -1,0 +1,247 @@
+"""Where the answer of a response is found, in several languages, formats and degrees of chaos."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kitae.errors import VerifierError
+from kitae.verifiers.answers import (
+    DEFAULT_ORDER,
+    WAYS,
+    boxed_answer,
+    clean,
+    find_answers,
+    hash_answer,
+    last_boxed,
+    last_expression,
+    parse_order,
+    phrase_answer,
+    tagged_answer,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("no box here", None),
+        (r"\boxed{12}", "12"),
+        (r"\fbox{12}", "12"),
+        (r"\framebox{12}", "12"),
+        (r"\boxed 12", "12"),
+        (r"\boxed 12.", "12"),
+        ("\x08oxed{12}", "12"),
+        (r"\boxed{\frac{\sqrt{2}}{3}}", r"\frac{\sqrt{2}}{3}"),
+        (r"\boxed{\{1, \{2\}\}}", r"\{1, \{2\}\}"),
+        (r"\boxed{ a } then \boxed{ b }", " b "),
+        (r"\boxed{x = \boxed{5}}", "5"),
+        (r"\boxed{1} and \boxed{2}", "1, 2"),
+        (r"$\boxed{1}$, $\boxed{2}$, and $\boxed{3}$", "1, 2, 3"),
+        (r"\boxed{1/2} or \boxed{0.5}", "1/2 or 0.5"),
+        (r"\boxed{1}. Therefore \boxed{2}", "2"),
+        (r"\boxed{1} \boxed{2}", "2"),
+        (r"\boxed{1} und \boxed{2}", "1, 2"),
+        (r"\boxed{1}和\boxed{2}", "1, 2"),
+        (r"\boxed{5", None),
+        (r"\boxed{4} and then \boxed{5", "4"),
+        (r"\boxed{}", ""),
+        ("\\boxed{\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
+        (r"\boxedtext{5}", None),
+        (r"\boxed{" + "1" * 5_000 + "}", None),
+    ],
+)
+def test_boxed(text: str, answer: str | None) -> None:
+    assert boxed_answer(text) == answer
+
+
+def test_last_boxed_never_joins() -> None:
+    assert last_boxed(r"\boxed{1} and \boxed{2}") == "2"
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("#### 12", "12"),
+        ("48 + 24 = 72\n#### 72", "72"),
+        ("####72", "72"),
+        ("#### 1,234\nBye", "1,234"),
+        ("#### **12**", "12"),
+        ("#### $12.50", "$12.50"),
+        ("#### 1\n#### 2", "2"),
+        ("#### Step 1: add\n1 + 2", None),
+        ("#### 2. Add them up\nfine", None),
+        ("##### 5", None),
+        ("### 5", None),
+        ("#### x = 5.", "x = 5"),
+        ("####", None),
+        ("#### ", None),
+    ],
+)
+def test_hash(text: str, answer: str | None) -> None:
+    assert hash_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer>12</answer>", "12"),
+        ("<answer>1</answer> no, <answer> 2 </answer>", "2"),
+        (r"<answer>So \boxed{7}</answer>", "7"),
+        ("<answer>12", None),
+        ("12</answer>", None),
+        ("</answer><answer>", None),
+    ],
+)
+def test_tag(text: str, answer: str | None) -> None:
+    assert tagged_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("The answer is 12.", "12"),
+        ("The answer is 12. Bye!", "12"),
+        ("the final answer is: 12", "12"),
+        ("Final Answer: The final answer is $12$. I hope it is correct.", "12"),
+        ("**Answer:** 12", "12"),
+        ("**Final answer**: 12", "12"),
+        ("**Answer: 12**", "12"),
+        ("Answer:\n\n12", "12"),
+        ("The answer is:\n\\[ x = 5 \\]", "x = 5"),
+        ("The answer would be 3.5 apples", "3.5 apples"),
+        ("The answer to the question is 7", "7"),
+        ("ANSWER = 7", "7"),
+        ("The answer is $5$ and $6$.", "5, 6"),
+        ("The answer is $5$ because $x=2$.", "5"),
+        ("The answer is 12 because 3*4 = 12 and 2 is even.", "12"),
+        ("The answer is that Tom has 12 apples", "12"),
+        ("The answer is (C).", "(C)"),
+        ("The answer is 5 or 6", "5 or 6"),
+        ("The answer is 3.14 m. Done", "3.14 m"),
+        ("The answer is 1. No, the answer is 2.", "2"),
+        ("Die Antwort ist 12.", "12"),
+        ("Die endgültige Antwort lautet: 12", "12"),
+        ("Antwort: 12", "12"),
+        ("La réponse est 12.", "12"),
+        ("La réponse finale est : 12", "12"),
+        ("La respuesta es 12.", "12"),
+        ("La respuesta final es: 12", "12"),
+        ("A resposta é 12.", "12"),
+        ("La risposta è 12.", "12"),
+        ("La risposta finale è: 12", "12"),
+        ("Het antwoord is 12.", "12"),
+        ("Svaret är 12.", "12"),
+        ("Răspunsul este 12.", "12"),
+        ("Ответ: 12", "12"),
+        ("Ответ: 12.", "12"),
+        ("Відповідь: 12", "12"),
+        ("Odpowiedź: 12", "12"),
+        ("Odpověď je 12.", "12"),
+        ("Cevap: 12", "12"),
+        ("Jawabannya adalah 12.", "12"),
+        ("Đáp án là 12.", "12"),
+        ("Câu trả lời là 12.", "12"),
+        ("Jibu ni 12.", "12"),
+        ("答案是12。", "12"),
+        ("答案为 12", "12"),
+        ("最终答案：12", "12"),
+        ("所以答案是:$\\frac{1}{2}$。", "\\frac{1}{2}"),
+        ("答えは12です。", "12です"),
+        ("答え：12", "12"),
+        ("정답은 12", "12"),
+        ("답: 12", "12"),
+        ("الجواب هو 12", "12"),
+        ("الإجابة هي: 12", "12"),
+        ("התשובה היא 12", "12"),
+        ("उत्तर: 12", "12"),
+        ("উত্তর: 12", "12"),
+        ("సమాధానం: 12", "12"),
+        ("คำตอบคือ 12", "12"),
+        ("no phrase 12", None),
+    ],
+)
+def test_phrase(text: str, answer: str | None) -> None:
+    assert phrase_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("12", "12"),
+        ("x^2 + 1", "x^2 + 1"),
+        ("sqrt(2)", "sqrt(2)"),
+        ("5 square feet", "5 square feet"),
+        ("no solution", "no solution"),
+        (r"\frac{270}7\text{ degrees}", r"\frac{270}7\text{ degrees}"),
+        ("So it is 145 in all.", "145"),
+        ("We add 2 and 3 to get 5", "5"),
+        ("so 6*7 = 42", "42"),
+        ("so we get 2 + 3", "2 + 3"),
+        ("It costs $5 now and $6 later.", "$6"),
+        ("Hence $x = 3$ is what we want.", "x = 3"),
+        ("Since $x = 3$ the price is 15 dollars.", "15"),
+        ("It grew to 1,234,567 people.", "1,234,567"),
+        ("It is -3.5 there", "-3.5"),
+        ("Model m2 has no answer", "Model m2 has no answer"),
+        ("It is 50% of them", "50%"),
+        ("It is about 1.5e-3 or so", "1.5e-3"),
+        ("", None),
+    ],
+)
+def test_last(text: str, answer: str | None) -> None:
+    assert last_expression(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("12", "12"),
+        ("**12**.", "12"),
+        ("`12`", "12"),
+        ('"12"', "12"),
+        ("p.m.", "p.m."),
+        ("12。", "12"),
+        ("a...", "a..."),
+    ],
+)
+def test_clean(text: str, answer: str) -> None:
+    assert clean(text) == answer
+
+
+def test_the_order_is_that_of_the_setting() -> None:
+    text = r"\boxed{1} <answer>2</answer> The answer is 4." + "\n#### 3"
+    assert list(find_answers(text, ("boxed", "tag", "hash", "phrase"))) == ["1", "2", "3", "4"]
+    assert list(find_answers(text, ("phrase", "boxed"))) == ["4", "1"]
+
+
+def test_thoughts_do_not_count() -> None:
+    assert next(find_answers(r"<think>\boxed{1}</think> \boxed{2}", ("boxed",))) == "2"
+    assert next(find_answers(r"<think>\boxed{1}</think> It is 2.", ("boxed",)), None) is None
+    assert next(find_answers(r"<think>\boxed{1}</think>", ("boxed",))) == "1"
+
+
+def test_settings_are_checked() -> None:
+    assert parse_order(" boxed , last ") == ("boxed", "last")
+    assert parse_order(DEFAULT_ORDER, strict=True) == ("boxed", "hash")
+    for extract in ("", "box", "boxed,,magic"):
+        with pytest.raises(VerifierError, match="extract must list some of"):
+            parse_order(extract)
+    with pytest.raises(VerifierError, match="strict extraction needs one of boxed, hash"):
+        parse_order("phrase,last", strict=True)
+
+
+@pytest.mark.parametrize(
+    "unit", ["a", " ", "answer", "answer to ", "$", r"\[", r"\boxed{", "<answer>", "####", "1+", "1,", "="]
+)
+def test_long_texts_are_read_quickly(unit: str) -> None:
+    start = time.monotonic()
+    list(find_answers(unit * (100_000 // len(unit)), tuple(WAYS)))
+    assert time.monotonic() - start < 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text())
+def test_never_raises(text: str) -> None:
+    for answer in find_answers(text, tuple(WAYS)):
+        assert answer == answer.strip() != ""
