@@ -12,6 +12,7 @@ from kitae.plugins import is_plugin, load_function, nearest
 from kitae.verifiers.base import Verifier
 from kitae.verifiers.compose import compose
 from kitae.verifiers.gym import gym
+from kitae.verifiers.instructions.verifier import instructions
 from kitae.verifiers.judge import judge, reward_model
 from kitae.verifiers.math import math
 from kitae.verifiers.puzzles import countdown, knights_knaves
@@ -31,6 +32,12 @@ VERIFIERS: dict[str, Verifier] = {
         Verifier("regex", regex, on_timeout="wrong", example=("Order 66", "[0-9]+")),
         Verifier("choice", choice, on_timeout="wrong", example=("The answer is (B).", "B")),
         Verifier("json_schema", json_schema, on_timeout="wrong", example=('So: {"age": 36}', '{"required": ["age"]}')),
+        Verifier(
+            "instructions",
+            instructions,
+            on_timeout="wrong",
+            example=("no commas here", {"instructions": [{"id": "punctuation:no_comma", "kwargs": {}}]}),
+        ),
         Verifier("tags", tags, on_timeout="wrong", example=("<think>2 + 2</think><answer>4</answer>", "")),
         Verifier("length", length, on_timeout="wrong", example=("short", "")),
         Verifier("repetition", repetition, on_timeout="wrong", example=("no word comes twice here", "")),

@@ -1,0 +1,36 @@
+"""Which language a text is in, by `langdetect`, which ships its profiles; seeded, so that an answer never changes."""
+
+from functools import cache
+from typing import Any
+
+
+def language_of(text: str) -> str | None:
+    """`"Das ist gut so."` → `"de"`; None where the text has no letters to go by."""
+    from langdetect.lang_detect_exception import LangDetectException
+
+    detector = _factory().create()
+    try:
+        detector.append(text)
+        return str(detector.detect())
+    except LangDetectException:
+        return None
+
+
+def is_language(text: str, code: str) -> bool:
+    """A text that gives nothing to go by counts as right, as it does in the public checker. "zh" is both scripts."""
+    found = language_of(text)
+    return found is None or code in (found, found.partition("-")[0])
+
+
+def known_languages() -> frozenset[str]:
+    return frozenset(code for found in _factory().langlist for code in (found, found.partition("-")[0]))
+
+
+@cache
+def _factory() -> Any:
+    from langdetect.detector_factory import PROFILES_DIRECTORY, DetectorFactory
+
+    factory = DetectorFactory()
+    factory.seed = 0
+    factory.load_profile(PROFILES_DIRECTORY)
+    return factory
