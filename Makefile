@@ -21,6 +21,7 @@ $(VENV)/.installed: pyproject.toml Makefile
 	@echo "making $(VENV) with $$($(PYTHON) --version)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@command -v g++ >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "installing g++ for the CPU kernels" && apt-get update -qq && apt-get install -y -qq g++ >/dev/null; } || echo "no C++ compiler: the engine will use plain torch, which is slower"
+	@command -v bwrap >/dev/null || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "installing bubblewrap, the sandbox of the code verifier" && apt-get update -qq && apt-get install -y -qq bubblewrap >/dev/null; } || echo "no bubblewrap: install it to verify code (apt install bubblewrap); root may do without, by unshare"
 	@echo "installing $(TORCH)"
 	@$(PIP) '$(TORCH)'
 	@echo "installing Kitae with all extras"

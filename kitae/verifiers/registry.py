@@ -10,7 +10,9 @@ from typing import Any
 from kitae.errors import VerifierError
 from kitae.plugins import is_plugin, load_function, nearest
 from kitae.verifiers.base import Verifier
+from kitae.verifiers.code import code
 from kitae.verifiers.compose import compose
+from kitae.verifiers.executor import remote_code
 from kitae.verifiers.gym import gym
 from kitae.verifiers.instructions.verifier import instructions
 from kitae.verifiers.judge import judge, reward_model
@@ -19,6 +21,10 @@ from kitae.verifiers.puzzles import countdown, knights_knaves
 from kitae.verifiers.shape import json_schema, language, length, repetition, tags
 from kitae.verifiers.text import choice, exact, f1, normalised, number, regex
 
+_PROGRAM = (
+    "```python\ndef double(x):\n    return 2 * x\n```",
+    {"tests": {"kind": "asserts", "asserts": ["assert double(4) == 8"], "setup": ""}},
+)
 _PUZZLE = {"numbers": [3, 7, 25], "target": 46}
 
 VERIFIERS: dict[str, Verifier] = {
@@ -28,6 +34,8 @@ VERIFIERS: dict[str, Verifier] = {
         Verifier("normalised", normalised, on_timeout="wrong", example=("The Eiffel Tower.", "eiffel tower")),
         Verifier("number", number, on_timeout="wrong", example=("$1,234.00", "1234")),
         Verifier("math", math, on_timeout="wrong", example=(r"So it is $\boxed{\int_0^1 x\,dx}$.", "1/2")),
+        Verifier("code", code, on_timeout="error", example=_PROGRAM),
+        Verifier("remote_code", remote_code, on_timeout="error"),
         Verifier("f1", f1, on_timeout="wrong", example=("the cat sat", "A cat sat.")),
         Verifier("regex", regex, on_timeout="wrong", example=("Order 66", "[0-9]+")),
         Verifier("choice", choice, on_timeout="wrong", example=("The answer is (B).", "B")),

@@ -40,8 +40,12 @@ def user_file(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("verifier", VERIFIERS.values(), ids=VERIFIERS)
 def test_every_example_scores_1(verifier: Verifier) -> None:
     assert resolve(verifier.name) is verifier
-    if verifier.example is not None:
-        assert judge(verifier.score, *verifier.example, {}, {}).value == 1
+    if verifier.example is None:
+        return
+    score = judge(verifier.score, *verifier.example, {}, {})
+    if verifier.name == "code" and "sandbox" in score.detail:
+        pytest.skip(score.detail)
+    assert score.value == 1
 
 
 def test_import_is_cheap() -> None:

@@ -1,0 +1,549 @@
+"""The verifier of programs: takes the code out of a response and runs it against tests, in a sandbox.
+
+References, as a mapping or as JSON text, with or without `{"tests": …}` around them:
+
+    {"kind": "asserts", "asserts": ["assert f(1) == 2"], "setup": "import math"}
+    {"kind": "stdio", "cases": [{"stdin": "1 2\n", "stdout": "3\n"}]}
+    {"kind": "check", "prompt": "def f(x):…", "check": "def check(candidate): …", "entry_point": "f"}
+
+How a verdict is made. stdio: the expected output never enters the sandbox; it is compared here. asserts and check: the
+tests run in a process of their own that the candidate cannot read, signal or write to, and reach the candidate only by
+asking it for plain data (`runners.checker`). So printing, exiting, patching built-ins or the test framework, objects
+that equal everything and forged reports all come to nothing.
+
+What remains possible: to guess (`assert is_prime(7)` passes a function that always says True), and to be told: a test
+that hands the expected value to a method of an object that the candidate made (`assert f().equals(3)`) can be lied to.
+What the separation costs: an instance of a class of the candidate's never equals a value that is not one; arguments
+are copies, and lists, dicts, sets and instances of the setup's classes in them are updated after the call.
+"""
+
+import ast
+import builtins
+import functools
+import json
+import marshal
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kitae.errors import VerifierError
+from kitae.types import Score
+from kitae.verifiers.sandbox import Limits, Report, SandboxChoice, Session, find_program, open_session
+
+_MAX_CODE = 2**20  # characters
+_SLACK = 5.0  # seconds that the sandbox may need beyond the candidate's limit
+_COMPILE_LIMIT = 30.0
+_NATIVE_STACK = 256  # MiB
+_MAX_DETAIL = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Language:
+    """How a language is recognised and run; words with {braces} are filled in, programs are looked up.
+
+    `reserves`: its runtime reserves far more address space than it uses. `native`: it recurses on the machine's stack.
+    """
+
+    tags: tuple[str, ...]
+    file: str = ""
+    compile: tuple[str, ...] = ()
+    run: tuple[str, ...] = ()
+    reserves: bool = False
+    native: bool = False
+
+
+LANGUAGES: dict[str, Language] = {
+    "python": Language(("python", "py", "python3")),
+    "bash": Language(("bash", "sh", "shell"), "main.sh", run=("bash", "main.sh")),
+    "javascript": Language(("javascript", "js", "node"), "main.js", run=("node", "main.js"), reserves=True),
+    "ruby": Language(("ruby", "rb"), "main.rb", run=("ruby", "main.rb")),
+    "perl": Language(("perl", "pl"), "main.pl", run=("perl", "main.pl")),
+    "php": Language(("php",), "main.php", run=("php", "main.php")),
+    "lua": Language(("lua",), "main.lua", run=("lua", "main.lua")),
+    "c": Language(("c",), "main.c", ("gcc", "-O2", "-o", "main", "main.c", "-lm"), ("./main",), native=True),
+    "cpp": Language(
+        ("cpp", "c++", "cc", "cxx"),
+        "main.cpp",
+        ("g++", "-O2", "-std=c++17", "-o", "main", "main.cpp"),
+        ("./main",),
+        native=True,
+    ),
+    "java": Language(
+        ("java",),
+        "{class}.java",
+        ("javac", "-d", ".", "{class}.java"),
+        ("java", "-Xmx{heap}m", "-Xss64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "{class}"),
+        reserves=True,
+    ),
+    "go": Language(("go", "golang"), "main.go", ("go", "build", "-o", "main", "main.go"), ("./main",), reserves=True),
+    "rust": Language(("rust", "rs"), "main.rs", ("rustc", "-O", "-o", "main", "main.rs"), ("./main",), native=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asserts:
+    asserts: tuple[str, ...]
+    setup: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stdio:
+    cases: tuple[tuple[str, str], ...]  # stdin, stdout
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    prompt: str
+    check: str
+    entry_point: str
+
+
+Tests = Asserts | Stdio | Check
+
+
+def code(
+    response: str,
+    reference: Any,
+    context: Mapping[str, Any],
+    *,
+    language: str = "python",
+    reward: Literal["all", "rate"] = "all",
+    time_limit: float = 4.0,
+    total_limit: float = 9.0,
+    memory_mb: int = 1024,
+    sandbox: SandboxChoice = "auto",
+    packages: bool = False,
+) -> Score:
+    """1 where the code in the response passes all tests; with `reward="rate"`, the share that it passes.
+
+    `time_limit`: seconds of processor time per test, and twice that on the clock; loading the code counts as a test.
+    `total_limit`: seconds for the whole check; tests that do not get their turn count as failed. `packages`: let
+    Python code import what is installed beside Kitae. Asserts and check functions are for Python alone.
+    """
+    prepared = prepare(response, reference, language, reward)
+    if isinstance(prepared, Score):
+        return prepared
+    source, tests = prepared
+    limits = Limits(
+        time_limit=time_limit,
+        memory_mb=memory_mb,
+        limit_address_space=not LANGUAGES[language].reserves,
+        stack_mb=_NATIVE_STACK if LANGUAGES[language].native else 0,
+    )
+    run = _Run(limits, sandbox, packages, time.monotonic() + total_limit)
+    try:
+        if isinstance(tests, Stdio):
+            verdicts = list(_run_cases(run, language, source, tests))
+        else:
+            verdicts = _run_tests(run, source, tests)
+    except VerifierError as error:
+        return Score.error(str(error))
+    return total_score(verdicts, reward)
+
+
+def extract_code(response: str, tags: Sequence[str], wanted: Sequence[str] = ()) -> str:
+    """The program in a response: its last fenced block of the language, or of none; the whole text without fences.
+
+    Of several such blocks it is the last that defines one of the `wanted` names, if any does: an example of use often
+    follows the solution. What comes before `</think>` is not looked at. A block that is never closed reaches to the
+    end.
+    """
+    text = response.rpartition("</think>")[2].replace("\r\n", "\n")
+    blocks = list(_blocks(text))
+    if not blocks:
+        return text
+    tagged = [body for tag, body in blocks if tag in tags]
+    untagged = [body for tag, body in blocks if not tag]
+    candidates = tagged or untagged or [body for _, body in blocks]
+    return next((body for body in reversed(candidates) if _defines(body, wanted)), candidates[-1])
+
+
+def read_tests(reference: Any) -> Tests | str:
+    """The tests of a reference, or what is wrong with it."""
+    try:
+        while isinstance(reference, str):
+            reference = json.loads(reference)
+    except (ValueError, RecursionError):
+        return f"the reference of 'code' must be a mapping or JSON, got {str(reference)[:100]!r}"
+    if isinstance(reference, Mapping) and "tests" in reference and "kind" not in reference:
+        return read_tests(reference["tests"])
+    if not isinstance(reference, Mapping):
+        return f"the tests of 'code' must be a mapping, got {str(reference)[:100]!r}"
+    match reference.get("kind"):
+        case "asserts":
+            return _read_asserts(reference)
+        case "stdio":
+            return _read_stdio(reference)
+        case "check":
+            return _read_check(reference)
+        case kind:
+            return f"the kind of tests must be asserts, stdio or check, got {str(kind)[:100]!r}"
+
+
+def same_output(got: str, want: str) -> bool:
+    """Whether two outputs have the same words on the same lines; blank lines and the width of gaps do not matter."""
+    return _words(got) == _words(want)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """On one test: `Verdict(False, "assert f(1) == 2: AssertionError")`."""
+
+    passed: bool
+    detail: str = ""
+
+
+def plan(source: str, tests: Asserts | Check) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The order that loads the candidate, and the job of the checker, which the candidate must not see."""
+    if isinstance(tests, Asserts):
+        names, modules, shadows = _names(tests.setup, tests.asserts)
+        job = {"prompt": "", "setup": tests.setup, "entry_point": "", "tests": list(map(_as_assert, tests.asserts))}
+        order = {"mode": "check", "setup": tests.setup, "variants": variants(source)}
+        return order, job | {"names": names, "modules": modules, "shadows": shadows}
+    names, modules, _ = _names(tests.check, ())
+    job = {"prompt": tests.prompt if names or modules else "", "setup": tests.check, "entry_point": tests.entry_point}
+    job |= {"tests": ["check(__candidate__)"], "names": names, "modules": modules, "shadows": []}
+    if _defines(source, [tests.entry_point]):
+        return {"mode": "check", "setup": tests.prompt, "variants": variants(source)}, job
+    return {"mode": "check", "setup": "", "variants": _completions(tests.prompt, source)}, job
+
+
+def take_verdicts(reports: Iterator[Report], tests: Sequence[str]) -> tuple[list[Verdict], Sequence[str]]:
+    """What the reports of a checker say of the tests, and which of them it did not come to."""
+    loaded = next(reports)
+    if loaded.status != "loaded":
+        return all_failed(tests, _complaint(loaded)), []
+    verdicts: list[Verdict] = []
+    for number, test in enumerate(tests):
+        report = next(reports)
+        if report.status == "error":
+            raise VerifierError(report.detail)
+        if report.status == "broken":
+            return verdicts + all_failed(tests[number:], report.detail), []
+        verdicts.append(Verdict(report.status == "passed", f"{_brief(test)}: {_complaint(report)}"))
+        if report.status not in ("passed", "failed"):
+            return verdicts, tests[number + 1 :]
+    return verdicts, []
+
+
+def judge_case(report: Report, stdout: str, name: str) -> Verdict:
+    """Whether a run ended well and printed what it should."""
+    output = report.output.decode(errors="replace")
+    if report.status == "ended" and not same_output(output, stdout):
+        return Verdict(False, f"{name}: wrong output {_brief(output[:1000].strip())!r}")
+    return Verdict(report.status == "ended", f"{name}: {_complaint(report)}")
+
+
+def all_failed(tests: Sequence[Any], reason: str) -> list[Verdict]:
+    return [Verdict(False, reason) for _ in tests]
+
+
+def total_score(verdicts: Sequence[Verdict], reward: str) -> Score:
+    rate = sum(verdict.passed for verdict in verdicts) / len(verdicts)
+    detail = next((verdict.detail for verdict in verdicts if not verdict.passed), "")
+    return Score(rate if reward == "rate" else float(rate == 1), {"pass_rate": rate}, detail=_printable(detail))
+
+
+def wrong(reason: str) -> Score:
+    return Score(0.0, {"pass_rate": 0.0}, detail=reason)
+
+
+def prepare(response: str, reference: Any, language: str, reward: str) -> tuple[str, Tests] | Score:
+    """The code and its tests; or the score, where something in options, reference or response settles it."""
+    if problem := _check_options(language, reward):
+        return Score.error(problem)
+    tests = read_tests(reference)
+    if isinstance(tests, str):
+        return Score.error(tests)
+    if not isinstance(tests, Stdio) and language != "python":
+        return Score.error(f"tests of kind asserts or check must be for language 'python', got {language!r}")
+    source = extract_code(response, LANGUAGES[language].tags, _wanted_names(tests))
+    if not source.strip():
+        return wrong("no code in the response")
+    if len(source) > _MAX_CODE:
+        return wrong(f"more than {_MAX_CODE} characters of code")
+    return source, tests
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    limits: Limits
+    sandbox: SandboxChoice
+    packages: bool
+    deadline: float
+
+    def open(self, order: Mapping[str, Any]) -> Session:
+        session = open_session(self.sandbox, order, self.limits, self.packages)
+        try:
+            ready = session.hear(_SLACK * 4)
+        except EOFError:
+            ready = None
+        if ready is None or ready.status != "ready":
+            words = session.last_words()
+            session.close()
+            raise VerifierError(f"the sandbox did not start: {words or 'no answer'}")
+        return session
+
+    def hear(self, session: Session, limit: float | None = None) -> Report:
+        """The warden's next report; "timeout" where it or the whole check is late, "gone" where it has ended."""
+        patience = 2 * (self.limits.time_limit if limit is None else limit) + _SLACK
+        left = self.deadline - time.monotonic()
+        try:
+            report = session.hear(max(0.0, min(patience, left)))
+        except EOFError:
+            return Report("gone", "the sandbox ended", b"")
+        if report is None:
+            return Report("timeout", "no time left for the check" if left < patience else "no answer in time", b"")
+        return report
+
+    def reports(self, session: Session) -> Iterator[Report]:
+        while True:
+            yield self.hear(session)
+
+
+def _run_tests(run: _Run, source: str, tests: Asserts | Check) -> list[Verdict]:
+    """One verdict per test. A test that hangs or kills the candidate costs a sandbox; the next begins in a new one."""
+    order, job = plan(source, tests)
+    verdicts: list[Verdict] = []
+    waiting = job["tests"]
+    while waiting and time.monotonic() < run.deadline:
+        with run.open(order) as session:
+            with suppress(EOFError):  # the first report says so too
+                session.send(marshal.dumps(job | {"tests": waiting, "time_limit": run.limits.time_limit}))
+            found, waiting = take_verdicts(run.reports(session), waiting)
+            verdicts += found
+    return verdicts + all_failed(waiting, "no time left for the check")
+
+
+def _run_cases(run: _Run, language: str, source: str, tests: Stdio) -> Iterator[Verdict]:
+    total = len(tests.cases)
+    with run.open({"mode": "run", **_program(language, source, run.limits)}) as session:
+        loaded = run.hear(session, _COMPILE_LIMIT)
+        if loaded.status != "loaded":
+            yield from all_failed(tests.cases, f"does not compile: {_complaint(loaded)}")
+            return
+        for number, (stdin, stdout) in enumerate(tests.cases, 1):
+            try:
+                session.send(stdin.encode(errors="surrogatepass"))
+                report = run.hear(session)
+            except EOFError:
+                report = Report("gone", "the sandbox ended", b"")
+            yield judge_case(report, stdout, f"case {number} of {total}")
+            if report.status == "gone" or time.monotonic() > run.deadline:
+                yield from all_failed(tests.cases[number:], _complaint(report))
+                return
+
+
+def variants(source: str) -> list[str]:
+    """Readings of a text as a program: as it is; and from its first line that looks like Python."""
+    start = _CODE_LINE_RE.search(source)
+    return [source, source[start.start() :]] if start else [source]
+
+
+def _completions(prompt: str, source: str) -> list[str]:
+    """Readings of a text as the rest of a prompt: as it is, on a line of its own, or as a body without indent."""
+    indented = "".join(f"    {line}" for line in source.splitlines(keepends=True))
+    return [prompt + source, f"{prompt}\n{source}", f"{prompt}\n{indented}"]
+
+
+def _program(language: str, source: str, limits: Limits) -> dict[str, Any]:
+    """The part of an order that says what to run; `VerifierError` names a program that is not installed."""
+    if language == "python":
+        return {"files": {}, "compile": None, "command": None, "variants": variants(source)}
+    entry = LANGUAGES[language]
+    found = _JAVA_CLASS_RE.search(source)
+    fill = {"{class}": found[1] if found else "Main", "{heap}": str(limits.memory_mb * 3 // 4)}
+
+    def words(template: tuple[str, ...]) -> list[str] | None:
+        if not template:
+            return None
+        filled = [functools.reduce(lambda word, key: word.replace(key, fill[key]), fill, word) for word in template]
+        program = filled[0] if filled[0].startswith("./") else find_program(filled[0])
+        if program is None:
+            raise VerifierError(f"language {language!r} needs {filled[0]!r} in /usr/local/bin, /usr/bin or /bin")
+        return [program, *filled[1:]]
+
+    file = entry.file.replace("{class}", fill["{class}"])
+    return {
+        "files": {file: source},
+        "compile": words(entry.compile),
+        "compile_limit": _COMPILE_LIMIT,
+        "command": words(entry.run),
+        "variants": [],
+    }
+
+
+_CODE_LINE_RE = re.compile(
+    r"^(?:def |class |import |from \w[\w.]* import |@|async def |[A-Za-z_]\w* ?= ?)", re.MULTILINE
+)
+_JAVA_CLASS_RE = re.compile(r"\bpublic\s+(?:final\s+|abstract\s+)*class\s+(\w+)")
+_FENCE_RE = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*\{?\.?([\w+#-]*)(.*)$")
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """The fenced blocks of a text as (tag in lower case, body)."""
+    fence = tag = indent = ""
+    body: list[str] = []
+    for line in text.split("\n"):
+        match = _FENCE_RE.match(line)
+        if not fence:
+            if match and "`" not in match[4]:
+                indent, fence, tag, body = match[1], match[2], match[3].lower(), []
+        elif match and match[2].startswith(fence) and not match[3] and not match[4].strip():
+            yield tag, "\n".join(body) + "\n"
+            fence = ""
+        else:
+            body.append(line.removeprefix(indent))
+    if fence:
+        yield tag, "\n".join(body) + "\n"
+
+
+def _defines(source: str, names: Sequence[str]) -> bool:
+    """Whether a line at the left margin defines one of the names."""
+    for name in names:
+        word = re.escape(name)
+        if re.search(
+            rf"^(?:(?:async\s+)?def\s+{word}\b|class\s+{word}\b|{word}\s*(?::[^=\n]*)?=(?!=)|(?:from|import)\b.*\b{word}\b)",
+            source,
+            re.MULTILINE,
+        ):
+            return True
+    return False
+
+
+def _wanted_names(tests: Tests) -> list[str]:
+    match tests:
+        case Check():
+            return [tests.entry_point]
+        case Asserts():
+            names, _, shadows = _names(tests.setup, tests.asserts)
+            return [*names, *shadows]
+        case Stdio():
+            return []
+
+
+@functools.lru_cache(maxsize=4096)
+def _names(setup: str, asserts: tuple[str, ...]) -> tuple[list[str], list[str], list[str]]:
+    """What tests take from elsewhere: free names; those used as standard modules; built-ins that are under test.
+
+    A built-in name is the candidate's only where the tests call nothing else that could be: in `assert sum(10, 15) ==
+    6`, but not in `assert abs(f(2) - 4) < 1e-6`. Of several it is the innermost call.
+    """
+    nodes = [node for text in (setup, *asserts) for node in ast.walk(ast.parse(text))]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    bound = set(_bound(nodes))
+    modules = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    called = {node.func.id for node in calls if isinstance(node.func, ast.Name)} - bound
+    shadows = set()
+    if not any(name not in vars(builtins) for name in called | (used - bound - modules)):
+        inner = [node for node in calls if not any(isinstance(n, ast.Call) for n in ast.walk(node) if n is not node)]
+        shadows = {node.func.id for node in inner if isinstance(node.func, ast.Name)} - bound
+    free = used - bound - (set(vars(builtins)) - shadows)
+    standard = (
+        modules
+        & set(sys.stdlib_module_names)
+        & free - {node.func.id for node in calls if isinstance(node.func, ast.Name)}
+    )
+    return sorted(free - standard), sorted(standard), sorted(shadows)
+
+
+def _bound(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    """Names that the tests define themselves."""
+    for node in nodes:
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield name
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.alias(name=name, asname=other):
+                yield other or name.partition(".")[0]
+
+
+def _as_assert(test: str) -> str:
+    """A bare comparison would pass whatever it says."""
+    body = ast.parse(test).body
+    if len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Compare):
+        return f"assert ({test.strip()}\n)"
+    return test
+
+
+def _read_asserts(tests: Mapping[str, Any]) -> Asserts | str:
+    asserts, setup = tests.get("asserts"), tests.get("setup") or ""
+    if not isinstance(asserts, Sequence) or isinstance(asserts, str) or not asserts:
+        return f"asserts must be a list with at least one test, got {str(asserts)[:100]!r}"
+    if not all(isinstance(text, str) and text.strip() for text in [*asserts, setup or "#"]):
+        return "asserts and setup must be texts of Python"
+    return _bad_python([setup, *asserts]) or Asserts(tuple(asserts), setup)
+
+
+def _read_stdio(tests: Mapping[str, Any]) -> Stdio | str:
+    cases = tests.get("cases")
+    if not isinstance(cases, Sequence) or isinstance(cases, str) or not cases:
+        return f"cases must be a list with at least one case, got {str(cases)[:100]!r}"
+    pairs = []
+    for case in cases:
+        if not isinstance(case, Mapping) or "stdout" not in case:
+            return f"a case must have stdin and stdout, got {str(case)[:100]!r}"
+        pair = (case.get("stdin") or "", case["stdout"])
+        if not all(isinstance(text, str) for text in pair):
+            return f"stdin and stdout of a case must be texts, got {str(case)[:100]!r}"
+        pairs.append(pair)
+    return Stdio(tuple(pairs))
+
+
+def _read_check(tests: Mapping[str, Any]) -> Check | str:
+    prompt, check, entry_point = tests.get("prompt") or "", tests.get("check"), tests.get("entry_point")
+    if not isinstance(entry_point, str) or not entry_point.isidentifier():
+        return f"entry_point must be the name of a function, got {str(entry_point)[:100]!r}"
+    if not isinstance(prompt, str) or not isinstance(check, str):
+        return "prompt and check must be texts of Python"
+    if problem := _bad_python([check]):
+        return problem
+    if "check" not in _bound(list(ast.walk(ast.parse(check)))):
+        return "check must define a function check(candidate)"
+    return Check(prompt, check, entry_point)
+
+
+def _bad_python(texts: Sequence[str]) -> str:
+    for text in texts:
+        try:
+            ast.parse(text)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            return f"the tests must be Python, but {_brief(text)!r} is not: {error}"
+    return ""
+
+
+def _check_options(language: str, reward: str) -> str:
+    if language not in LANGUAGES:
+        return f"language must be one of {', '.join(LANGUAGES)}, got {language!r}"
+    if reward not in ("all", "rate"):
+        return f"reward must be 'all' or 'rate', got {reward!r}"
+    return ""
+
+
+def _complaint(report: Report) -> str:
+    match report.status:
+        case "timeout":
+            return f"out of time ({report.detail})"
+        case "output":
+            return "too much output"
+        case _:
+            return report.detail or report.status
+
+
+def _words(text: str) -> list[list[str]]:
+    return [words for line in text.splitlines() if (words := line.split())]
+
+
+def _brief(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_DETAIL else line[:_MAX_DETAIL] + "…"
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="replace").decode()

@@ -1,0 +1,315 @@
+"""The first process of a sandbox, which lives as long as one check does. When it ends, the kernel ends all others.
+
+It gets its orders on stdin and reports on stdout, pipes that no process of the candidate ever holds: a candidate is a
+fork that keeps nothing but its own streams or its line to the checker. The tests are read only after that fork, and no
+memory of this process can be read from inside (it is not dumpable), so they are not to be found over there.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]
+import marshal
+import os
+import select
+import sys
+import time
+
+from kitae.verifiers.runners.candidate import compile_first, serve
+from kitae.verifiers.runners.checker import check, cpu_seconds
+from kitae.verifiers.runners.wire import read_frame, write_frame
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+_NOBODY = 65534
+_TICK = 0.02  # seconds between two looks at a silent program's clock
+_SPARE = 20  # seconds of processor time that a checker may use beyond those of its candidate
+_STDERR_TAIL = 500  # bytes
+_MEBIBYTE = 2**20
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+
+
+def main() -> None:
+    order = marshal.loads(read_frame(0))
+    _harden(order["become_nobody"])
+    if hasattr(sys, "set_int_max_str_digits"):
+        sys.set_int_max_str_digits(0)  # numbers of any size travel between checker and candidate
+    sys.path[:] = [*sys.path, *order["packages"]]
+    _report("ready", "")
+    if order["mode"] == "check":
+        _check(order)
+    else:
+        _run(order)
+    os._exit(0)
+
+
+def _harden(become_nobody: bool) -> None:
+    """Give up root, be unreadable for others of the same user, and die with the process that started us."""
+    if become_nobody:
+        os.setgroups([])
+        os.setresgid(_NOBODY, _NOBODY, _NOBODY)
+        os.setresuid(_NOBODY, _NOBODY, _NOBODY)
+    import _ctypes  # ctypes itself would take 7 ms to import
+
+    prctl = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]
+    for option, value in ((_PR_SET_DUMPABLE, 0), (_PR_SET_PDEATHSIG, _signal.SIGKILL)):
+        if _ctypes.call_function(prctl, (option, int(value), 0, 0, 0)):
+            raise OSError(f"prctl({option}) failed")
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # the one signal that Python would let others inside send to us
+
+
+def _die_when_deserted() -> None:
+    """Exit when the orders hang up, whatever we are doing: whoever gave them is gone.
+
+    The signal at the parent's death is not enough. A bwrap that was started by root has given up all rights when it
+    dies, and may not signal a process of another user any more.
+    """
+    import fcntl
+
+    def look(*_: object) -> None:
+        poll = select.poll()
+        poll.register(0, select.POLLIN)
+        if any(event & select.POLLHUP and not event & select.POLLIN for _, event in poll.poll(0)):
+            os._exit(1)
+
+    _signal.signal(_signal.SIGIO, look)
+    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
+    look()
+
+
+def _report(status: str, detail: str, output: bytes = b"") -> None:
+    for part in (status.encode(), detail.encode(errors="replace"), output):
+        write_frame(1, part)
+
+
+def _check(order: dict[str, Any]) -> None:
+    import _socket
+
+    ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
+
+    def candidate() -> None:
+        line = os.dup(theirs.fileno())
+        _keep_only(line)
+        serve(3, order["setup"], order["variants"])
+
+    pid = _fork(candidate, order)
+    theirs.close()
+    job = marshal.loads(read_frame(0))
+    _die_when_deserted()
+    _limit_memory(order["memory_mb"])
+    _limit_processor(2 * order["time_limit"] * (len(job["tests"]) + 1) + _SPARE)
+    check(ours.fileno(), pid, job, _report)
+    _sweep(pid)
+
+
+def _run(order: dict[str, Any]) -> None:
+    """Write the files, compile, then run the program once for each further frame, which is its stdin."""
+    for name, content in order["files"].items():
+        with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
+            file.write(content)
+    _die_when_deserted()
+    if order["compile"]:
+        status, detail, _ = _watch(_command(order["compile"]), b"", order | {"time_limit": order["compile_limit"]})
+        if status != "ended":
+            _report("unloadable", detail)
+            return
+    _report("loaded", "")
+    while True:
+        try:
+            stdin = read_frame(0)
+        except EOFError:
+            return
+        program = _command(order["command"]) if order["command"] else _python(order["variants"])
+        _report(*_watch(program, stdin, order))
+
+
+def _command(words: list[str]) -> Callable[[], None]:
+    def program() -> None:
+        os.execve(words[0], words, dict(os.environ))
+
+    return program
+
+
+def _python(variants: list[str]) -> Callable[[], None]:
+    """Run the code as a script in this very fork, which saves the start of an interpreter."""
+
+    def program() -> None:
+        import __main__
+
+        sys.argv[:] = ["main.py"]
+        sys.stdin = open(0, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
+        sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
+        sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1)  # noqa: SIM115
+        namespace = vars(__main__)
+        namespace.clear()
+        namespace.update(__name__="__main__", __builtins__=__builtins__, __file__="main.py", __doc__=None)
+        exec(compile_first(variants, "main.py"), namespace)
+
+    return program
+
+
+def _watch(program: Callable[[], None], stdin: bytes, order: dict[str, Any]) -> tuple[str, str, bytes]:
+    """Run a program to its end: how it ended ("ended" is well), why, and what it wrote to stdout."""
+    out, out_end = os.pipe()
+    err, err_end = os.pipe()
+    source = _source(stdin)
+
+    def child() -> None:
+        _keep_only(source, out_end, err_end)
+        program()
+
+    pid = _fork(child, order)
+    for fd in (source, out_end, err_end):
+        os.close(fd)
+    taken = {out: bytearray(), err: bytearray()}
+    try:
+        problem, code = _follow(pid, taken, out, order)
+    finally:
+        _sweep(pid)
+        os.close(out)
+        os.close(err)
+    last_words = bytes(taken[err][-_STDERR_TAIL:]).decode(errors="replace").strip()
+    output = bytes(taken[out])
+    if problem:
+        return problem, f"more than {order['time_limit']:g} s" if problem == "timeout" else "too much output", output
+    if code:
+        cause = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+        return "crashed", f"{cause}: {last_words}" if last_words else cause, output
+    return "ended", "", output
+
+
+def _follow(pid: int, taken: dict[int, bytearray], out: int, order: dict[str, Any]) -> tuple[str, int | None]:
+    """Collect output until the program ends or breaks a limit: the limit ("timeout", "output"), or its exit code."""
+    poll = select.poll()
+    for fd in taken:
+        os.set_blocking(fd, False)
+        poll.register(fd, select.POLLIN)
+    start, open_fds, code = time.monotonic(), set(taken), None
+    while True:
+        ready = poll.poll(1 if code is not None or not open_fds else _TICK * 1000)
+        for fd, _ in ready:
+            data = _take(fd)
+            if data == b"":
+                poll.unregister(fd)
+                open_fds.discard(fd)
+            else:
+                taken[fd] += data or b""
+        if len(taken[out]) > order["output_limit"]:
+            return "output", None
+        del taken[max(taken)][:-_STDERR_TAIL]
+        if code is not None and not any(fd in open_fds for fd, _ in ready):
+            return "", code  # it is gone, and what it wrote has been read; its children may hold the pipes
+        if code is None:
+            code = _exit_code(pid)
+        wall = time.monotonic() - start
+        cpu = cpu_seconds(pid) if code is None else 0.0
+        if wall > 2 * order["time_limit"] or cpu > order["time_limit"]:
+            return "timeout", None
+
+
+def _take(fd: int) -> bytes | None:
+    try:
+        return os.read(fd, _MEBIBYTE)
+    except BlockingIOError:
+        return None
+
+
+def _exit_code(pid: int) -> int | None:
+    """The exit code of `pid` if it has ended; orphans that ended are buried on the way."""
+    try:
+        gone, status = os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return -9
+    return os.waitstatus_to_exitcode(status) if gone == pid else None
+
+
+def _source(data: bytes) -> int:
+    """A file descriptor from which `data` can be read, and which has no name."""
+    path = ".stdin"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    os.unlink(path)
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _keep_only(*keep: int) -> None:
+    """Close all but these; three of them become stdin, stdout and stderr, a single one becomes 3."""
+    null = os.open("/dev/null", os.O_RDWR)
+    streams = keep if len(keep) == 3 else (null, null, null, *keep)
+    high = [os.dup2(fd, 100 + i) for i, fd in enumerate(streams)]
+    for i, fd in enumerate(high):
+        os.dup2(fd, i)
+    os.closerange(len(streams), 1024)
+
+
+def _fork(body: Callable[[], None], order: dict[str, Any]) -> int:
+    """Start a candidate: a child with limits that leaves by the interpreter's own exit, as a script would."""
+    pid = os.fork()
+    if pid:
+        return pid
+    os.setsid()
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    _signal.signal(_signal.SIGIO, _signal.SIG_DFL)
+    _limit(order)
+    body()
+    sys.exit(0)
+
+
+def _limit(order: dict[str, Any]) -> None:
+    import resource
+
+    seconds = int(order["time_limit"]) + 2
+    for kind, limit in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CPU, seconds),
+        (resource.RLIMIT_NPROC, order["processes"]),
+        (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_FSIZE, order["file_mb"] * _MEBIBYTE),
+        (resource.RLIMIT_DATA, order["memory_mb"] * _MEBIBYTE),
+    ):
+        _lower(kind, limit)
+    if order["stack_mb"]:
+        _lower(resource.RLIMIT_STACK, order["stack_mb"] * _MEBIBYTE)
+    if order["limit_address_space"]:
+        _limit_memory(order["memory_mb"])
+
+
+def _limit_memory(mebibytes: int) -> None:
+    import resource
+
+    _lower(resource.RLIMIT_AS, mebibytes * _MEBIBYTE)
+
+
+def _limit_processor(seconds: float) -> None:
+    """For ourselves: the tests are trusted, but what they are given to compare may take them for ever."""
+    import resource
+
+    _lower(resource.RLIMIT_CPU, int(seconds))
+
+
+def _lower(kind: int, limit: int) -> None:
+    import resource
+
+    hard = resource.getrlimit(kind)[1]
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(kind, (limit, limit))
+
+
+def _sweep(pid: int) -> None:
+    """End the candidate and whatever it has left behind."""
+    everybody = -1  # of the sandbox, but us; without one, where we are not process 1, its session must do
+    try:  # noqa: SIM105 - contextlib takes longer to import than this whole module
+        os.kill(everybody if os.getpid() == 1 else -pid, _signal.SIGKILL)
+    except OSError:
+        pass  # none is left
+    try:
+        while True:
+            os.waitpid(-1, 0)
+    except ChildProcessError:
+        return

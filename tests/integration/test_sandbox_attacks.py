@@ -1,0 +1,480 @@
+"""Programs that try to get out of the sandbox, to harm the machine, or to pass without solving anything.
+
+Each attack is written so that it scores 1 where it succeeds, and is bounded by short limits, so that a hole costs a
+failed test and not the machine. What an attack must not touch is checked from outside as well.
+"""
+
+# ruff: noqa: E501 - programs of one line each
+import asyncio
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kitae.types import Score
+from kitae.verifiers import code as code_module
+from kitae.verifiers.code import code
+from kitae.verifiers.pool import VerifierPool
+from kitae.verifiers.sandbox import packages_path
+
+pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+LIMITS: dict[str, Any] = {"time_limit": 0.5, "total_limit": 6.0, "memory_mb": 128}
+ASSERTS = {"tests": {"kind": "asserts", "asserts": ["assert f(3) == 9417", "assert f(5) == 15695"], "setup": ""}}
+CHECK = {
+    "tests": {
+        "kind": "check",
+        "prompt": 'def f(x):\n    """Multiply."""\n',
+        "check": "def check(candidate):\n    assert candidate(3) == 9417\n    assert candidate(5) == 15695\n",
+        "entry_point": "f",
+    }
+}
+STDIO = {"tests": {"kind": "stdio", "cases": [{"stdin": "3", "stdout": "9417\n"}, {"stdin": "5", "stdout": "15695"}]}}
+TRUE = {"tests": {"kind": "asserts", "asserts": ["assert f() is True"]}}
+SOLUTION = "def f(x):\n    return x * 3139\n"
+
+
+def attack(source: str, reference: Any = TRUE, **options: Any) -> Score:
+    start = time.monotonic()
+    score = code(f"```python\n{source}\n```", reference, {}, **(LIMITS | options))
+    assert time.monotonic() - start < 15
+    assert score.outcome == "scored", score.detail
+    return score
+
+
+@pytest.fixture(autouse=True)
+def _healthy_afterwards() -> Iterator[None]:
+    """Whatever an attack did, the next honest solution passes."""
+    yield
+    assert attack(SOLUTION, ASSERTS, time_limit=4.0).value == 1
+
+
+FORGERIES = {
+    "prints success": "print('all tests passed'); print('9417'); print('OK')",
+    "os._exit(0)": "import os\nos._exit(0)",
+    "os._exit(0) in the function": "import os\ndef f(x):\n    os._exit(0)",
+    "sys.exit": "import sys\nsys.exit(0)",
+    "SystemExit in the function": "def f(x):\n    raise SystemExit(0)",
+    "atexit": "import atexit, os\natexit.register(lambda: os._exit(0))\ndef f(x):\n    raise SystemExit",
+    "always equal": (
+        "class Any:\n    def __eq__(self, other): return True\n    def __ne__(self, other): return False\n"
+        "    def __hash__(self): return 0\n    def __bool__(self): return True\ndef f(x):\n    return Any()"
+    ),
+    "always equal int": (
+        "class Any(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\n"
+        "def f(x):\n    return Any(1)"
+    ),
+    "always equal metaclass": (
+        "class Meta(type):\n    def __eq__(cls, other): return True\n    __hash__ = type.__hash__\n"
+        "class Any(metaclass=Meta): pass\ndef f(x):\n    return Any"
+    ),
+    "mock.ANY": "from unittest.mock import ANY\ndef f(x):\n    return ANY",
+    "mock as the function": "from unittest.mock import MagicMock as f",
+    "patches built-ins": (
+        "import builtins\nbuiltins.AssertionError = type('E', (Exception,), {})\nbuiltins.exec = lambda *a: None\n"
+        "builtins.compile = lambda *a, **k: None\nbuiltins.all = lambda *a: True\ndef f(x):\n    return 0"
+    ),
+    "patches the checker": (
+        "import sys, gc\nfor name, module in list(sys.modules.items()):\n    if 'checker' in name or 'warden' in name:\n"
+        "        for key in list(vars(module)):\n            if not key.startswith('__'):\n"
+        "                setattr(module, key, lambda *a, **k: True)\ndef f(x):\n    return 0"
+    ),
+    "searches memory for the tests": (
+        "import gc\ndef f(x):\n    for found in gc.get_objects():\n        if isinstance(found, dict):\n"
+        "            for value in list(found.values()):\n"
+        "                if isinstance(value, (list, tuple)) and any('== ' + '9417' in str(v) for v in value):\n"
+        "                    return 9417\n    return 0"
+    ),
+    "walks up the frames": (
+        "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n        for scope in (frame.f_locals, frame.f_globals):\n"
+        "            text = repr(scope)\n            if '94' + '17' in text and 'candidate(3)' in text: return 9417\n"
+        "        frame = frame.f_back\n    return 0"
+    ),
+    "writes to every descriptor": (
+        "import os\nframe = b'passed'\nmessage = (6).to_bytes(8, 'little') + frame + bytes(16)\n"
+        "for fd in range(64):\n    try: os.write(fd, message * 4)\n    except OSError: pass\ndef f(x):\n    return 0"
+    ),
+    "answers in place of the runner": (
+        "import os\nmessage = b'[\"ok\",[true],[]]'\nfor _ in range(9):\n"
+        "    try: os.write(3, len(message).to_bytes(8, 'little') + message)\n    except OSError: pass\n"
+        "def f(x):\n    return 0"
+    ),
+    "opens the reports of process 1": (
+        "import os\nfor fd in range(9):\n    try:\n        with open(f'/proc/1/fd/{fd}', 'wb', buffering=0) as pipe:\n"
+        "            pipe.write((6).to_bytes(8, 'little') + b'passed' + bytes(16))\n    except OSError: pass\n"
+        "def f(x):\n    return 0"
+    ),
+    "reads the orders of process 1": (
+        "import os, re\ndef f(x):\n    for path in ('/proc/1/fd/0', '/proc/1/mem', '/proc/1/environ', '/proc/1/cmdline'):\n"
+        "        try:\n            text = open(path, 'rb').read(100000)\n        except OSError:\n            continue\n"
+        "        found = re.search(rb'== (\\d+)', text)\n        if found: return int(found[1])\n    return 0"
+    ),
+    "recursion": "def f(x):\n    return f(x)",
+    "deep nesting": "f = " + "(" * 5000 + ")" * 5000,
+    "deep unary": "f = " + "-" * 200_000 + "1",
+    "null byte": "def f(x):\n    return 9417\x00",
+    "kills itself": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
+    "crashes": "import ctypes\nctypes.string_at(0)",
+    "raises an own exception": "class E(BaseException):\n    def __str__(self): raise self\ndef f(x):\n    raise E",
+    "replaces __builtins__": "__builtins__ = {}\ndef f(x):\n    return 9417 if x == 4 else None",
+    "endless generator": "def f(x):\n    while True:\n        yield 9417",
+    "sets a trace": "import sys\nsys.settrace(lambda *a: None)\nsys.setrecursionlimit(50)\ndef f(x):\n    return 0",
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+@pytest.mark.parametrize("reference", [ASSERTS, CHECK, STDIO], ids=["asserts", "check", "stdio"])
+def test_nothing_passes_without_the_answer(name: str, reference: Any) -> None:
+    assert attack(FORGERIES[name], reference).value == 0
+
+
+def test_rate_counts_no_forged_test() -> None:
+    source = "import os\ndef f(x):\n    if x == 3: return 9417\n    os._exit(0)"
+    assert attack(source, ASSERTS, reward="rate").value == 0.5
+
+
+TOLERANT = [
+    "assert abs(f(3) - 9417) < 1e-6",
+    "assert 9417 in f(3)",
+    "assert f(3) <= 9417 <= f(3)",
+    "assert f(3) in (9417, 9418)",
+    "assert set(f(3)) == {9417}",
+    "assert math.isclose(f(3), 9417)",
+    "assert sorted(f(3)) == [9417]",
+    "assert not f(3) != 9417",
+    "assert round(f(3) - 9417) == 0",
+    "assert all(a - b < 1 and b - a < 1 for a, b in zip(f(3), [9417, 3]))",
+    "assert len(f(3)) == 9417",
+    "assert f(3)[0] == 9417",
+    "assert {9417: 1}[f(3)]",
+]
+
+
+@pytest.mark.parametrize("test", TOLERANT)
+def test_an_obliging_object_satisfies_no_test(test: str) -> None:
+    """Every operator says what the tests would like to hear."""
+    source = """
+import math
+class Yes:
+    def __init__(self, *a): pass
+    def __getattr__(self, name): return lambda *a: Yes()
+    def __bool__(self): return True
+    def __hash__(self): return hash(9417)
+    def __iter__(self): return iter([Yes(), Yes()])
+    def __len__(self): return 2
+    def __float__(self): return 0.0
+    def __getitem__(self, key): return Yes()
+for name in "eq ne lt le gt ge contains instancecheck".split():
+    setattr(Yes, f"__{name}__", lambda self, other: True)
+for name in "add sub mul truediv radd rsub rmul".split():
+    setattr(Yes, f"__{name}__", lambda self, other: 0)
+for name in "abs neg round".split():
+    setattr(Yes, f"__{name}__", lambda self, *a: 0)
+abs = round = len = set = sorted = all = zip = lambda *a: Yes()
+math.isclose = lambda *a: True
+def f(x):
+    return Yes()
+"""
+    reference = {"kind": "asserts", "asserts": [test], "setup": ""}
+    assert attack(source, reference).value == 0
+
+
+RESOURCES = {
+    "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "quiet fork bomb": "import os\nfor _ in range(10**6):\n    try: os.fork()\n    except OSError: pass\n    os.setsid()",
+    "thread bomb": "import threading, time\nwhile True:\n    threading.Thread(target=time.sleep, args=(60,)).start()",
+    "memory bomb": "x = []\nwhile True:\n    x.append(bytearray(10**7))",
+    "shared memory bomb": "import mmap\nx = []\nwhile True:\n    m = mmap.mmap(-1, 10**7); m.write(b'x' * 10**7); x.append(m)",
+    "memory file bomb": (
+        "import os\nwhile True:\n    fd = os.memfd_create('x')\n    for _ in range(60): os.write(fd, b'x' * 10**6)"
+    ),
+    "big integer": "x = 9 ** 9 ** 9",
+    "big string": "x = 'x' * 10**11",
+    "endless loop": "while True: pass",
+    "sleep": "import time\ntime.sleep(1000)",
+    "endless loop deaf to signals": (
+        "import signal\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n    except OSError: pass\n"
+        "while True: pass"
+    ),
+    "gigabytes of output": "while True: print('x' * 10**6)",
+    "gigabytes of errors": "import sys\nwhile True: sys.stderr.write('x' * 10**6)",
+    "gigabytes on disk": (
+        "i = 0\nwhile True:\n    i += 1\n    for folder in ('/tmp', '/box', '/dev/shm'):\n"
+        "        open(f'{folder}/{i}', 'wb').write(b'x' * 10**7)"
+    ),
+    "many files": "i = 0\nwhile True:\n    i += 1\n    open(f'/tmp/{i}', 'w').close()",
+    "regex bomb": "import re\nre.match('(a+)+$', 'a' * 64 + 'b')",
+    "slow in the function": "def f(x):\n    while True: pass",
+}
+
+
+@pytest.mark.parametrize("name", RESOURCES)
+@pytest.mark.parametrize("reference", [ASSERTS, STDIO], ids=["asserts", "stdio"])
+def test_what_is_used_up_is_limited(name: str, reference: Any) -> None:
+    free = _available_memory()
+    assert attack(RESOURCES[name], reference).value == 0
+    assert free - _available_memory() < 2 * 2**30
+
+
+def _available_memory() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+
+
+ESCAPES = {
+    "/etc/shadow": "def f():\n    return bool(open('/etc/shadow').read())",
+    "/etc/passwd": "def f():\n    return bool(open('/etc/passwd').read())",
+    "home": "import os\ndef f():\n    return any(os.path.exists(os.path.join(h, n)) for h in ('/root', '/home') for n in ('.bashrc', '.ssh', '.profile', '.cache'))",
+    "run and var": "import os\ndef f():\n    return any(map(os.path.exists, ('/run', '/var', '/srv', '/mnt', '/opt', '/sys', '/boot')))",
+    "is root": "import os\ndef f():\n    return 0 in (os.getuid(), os.geteuid(), os.getgid()) or os.getuid() != 65534",
+    "becomes root": "import os\ndef f():\n    os.setuid(0)\n    return True",
+    "sudo and su": "import subprocess\ndef f():\n    return subprocess.run(['su', '-c', 'id'], input=b'').returncode == 0",
+    "writes to /usr": "def f():\n    open('/usr/kitae-attack', 'w').write('x')\n    return True",
+    "writes to the Python": "import os\ndef f():\n    open(os.path.join(os.path.dirname(os.__file__), 'kitae_attack.py'), 'w')\n    return True",
+    "writes to /": "def f():\n    open('/kitae-attack', 'w').write('x')\n    return True",
+    "writes to /etc": "def f():\n    open('/etc/kitae-attack', 'w').write('x')\n    return True",
+    "writes to /proc/sys": "def f():\n    open('/proc/sys/kernel/core_pattern', 'w').write('x')\n    return True",
+    "sysrq": "def f():\n    open('/proc/sysrq-trigger', 'w').write('h')\n    return True",
+    "sees other processes": "import os\ndef f():\n    return sum(name.isdigit() for name in os.listdir('/proc')) > 3",
+    "kills process 1": "import os\ndef f():\n    for s in (9, 15, 2, 19): os.kill(1, s)\n    import time; time.sleep(0.2)\n    return os.path.exists('/proc/1/mem') is False",
+    "kills all": "import os\ndef f():\n    os.kill(-1, 9)\n    return True",
+    "ptrace": "import ctypes\ndef f():\n    return ctypes.CDLL(None).ptrace(16, 1, 0, 0) == 0",
+    "ptrace of a child": (
+        "import ctypes, os, time\ndef f():\n    pid = os.fork()\n    if pid == 0: time.sleep(5); os._exit(0)\n"
+        "    return ctypes.CDLL(None).ptrace(16, pid, 0, 0) == 0"
+    ),
+    "memory of process 1": "def f():\n    open('/proc/1/mem', 'rb')\n    return True",
+    "descriptors of process 1": "import os\ndef f():\n    return bool(os.listdir('/proc/1/fd'))",
+    "root of process 1": "import os\ndef f():\n    return bool(os.listdir('/proc/1/root'))",
+    "process_vm_readv": (
+        "import ctypes\nclass V(ctypes.Structure):\n    _fields_ = [('b', ctypes.c_void_p), ('n', ctypes.c_size_t)]\n"
+        "def f():\n    buffer = ctypes.create_string_buffer(8)\n    local, far = V(ctypes.addressof(buffer), 8), V(0x400000, 8)\n"
+        "    return ctypes.CDLL(None).process_vm_readv(1, ctypes.byref(local), 1, ctypes.byref(far), 1, 0) > 0"
+    ),
+    "mount": "import ctypes\ndef f():\n    return ctypes.CDLL(None).mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0",
+    "new user namespace": "import ctypes\ndef f():\n    return ctypes.CDLL(None).unshare(0x10000000) == 0",
+    "new namespace by clone": (
+        "import ctypes, os\ndef f():\n    pid = ctypes.CDLL(None).syscall(56, 0x10000000 | 17, 0, 0, 0, 0)\n"
+        "    if pid == 0: os._exit(0)\n    return pid > 0"
+    ),
+    "chroot": "import os\ndef f():\n    os.chroot('/tmp')\n    return True",
+    "device node": "import os, stat\ndef f():\n    os.mknod('/tmp/disk', 0o600 | stat.S_IFBLK, os.makedev(254, 0))\n    return bool(open('/tmp/disk', 'rb').read(1))",
+    "capabilities": "def f():\n    lines = open('/proc/self/status').read().splitlines()\n    return any(int(l.split()[1], 16) for l in lines if l.startswith(('CapPrm', 'CapEff', 'CapAmb')))",
+    "new privileges": "def f():\n    return 'NoNewPrivs:\\t0' in open('/proc/self/status').read()",
+    "symlink out": "import os\ndef f():\n    os.symlink('/proc/1/root/etc/shadow', '/tmp/x')\n    return bool(open('/tmp/x').read())",
+    "raises its limits": "import resource\ndef f():\n    resource.setrlimit(resource.RLIMIT_NPROC, (10**6, 10**6))\n    return True",
+    "kernel log": "import ctypes\ndef f():\n    return open('/dev/kmsg').read(1) != ''",
+    "terminal input": "import fcntl, termios\ndef f():\n    fcntl.ioctl(open('/dev/tty', 'rb'), termios.TIOCSTI, b'x')\n    return True",
+    "vsock": "import socket\ndef f():\n    socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)\n    return True",
+    "raw socket": "import socket\ndef f():\n    socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)\n    return True",
+    "network": "import socket\ndef f():\n    socket.create_connection(('1.1.1.1', 80), 0.3)\n    return True",
+    "interfaces": "def f():\n    return sum(':' in line for line in open('/proc/net/dev')) > 1",
+    "descriptors from outside": "import os\ndef f():\n    return len(os.listdir('/proc/self/fd')) > 5",
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_nothing_gets_out(name: str) -> None:
+    assert attack(ESCAPES[name]).value == 0
+
+
+def test_environment_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "hunter2")
+    assert (
+        attack("import os\ndef f():\n    return 'SECRET_TOKEN' in os.environ or 'hunter2' in repr(os.environ)").value
+        == 0
+    )
+    source = "def f():\n    return any(b'hunter2' in open(f'/proc/{p}/environ', 'rb').read() for p in ('self', '1'))"
+    assert attack(source).value == 0
+
+
+def test_files_of_the_user_are_not_there(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("hunter2")
+    secret.chmod(0o644)
+    places = [str(secret), str(Path(__file__).resolve()), str(Path(code_module.__file__).resolve())]
+    for place in places:
+        assert attack(f"def f():\n    return bool(open({place!r}).read())").value == 0
+    own = [packages_path()] if not packages_path().startswith("/usr/") else []  # those of the system are shared
+    for folder in (*own, os.getcwd(), str(tmp_path), str(Path.home() / ".cache")):
+        assert attack(f"import os\ndef f():\n    return os.path.exists({folder!r})").value == 0, folder
+    assert attack(f"def f():\n    open({str(tmp_path / 'made')!r}, 'w').write('x')\n    return True").value == 0
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_race_of_symlinks_leads_nowhere(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text("hunter2")
+    source = f"""
+import os, threading
+def swap():
+    while True:
+        for target in ({str(secret)!r}, '/proc/1/root{secret}', '/tmp/own'):
+            try:
+                os.symlink(target, '/tmp/next'); os.replace('/tmp/next', '/tmp/link')
+            except OSError: pass
+def f():
+    open('/tmp/own', 'w').write('mine')
+    threading.Thread(target=swap, daemon=True).start()
+    for _ in range(300):
+        try:
+            if 'hunter2' in open('/tmp/link').read(): return True
+        except OSError: pass
+    return False
+"""
+    assert attack(source).value == 0
+
+
+def test_loopback_of_the_machine_is_out_of_reach() -> None:
+    reached = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0.2)
+        stop = threading.Event()
+
+        def listen() -> None:
+            while not stop.is_set():
+                try:
+                    server.accept()[0].close()
+                    reached.set()
+                except TimeoutError:
+                    continue
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        try:
+            address = server.getsockname()
+            socket.create_connection(address, 1).close()
+            assert reached.wait(2), "the listener itself must work"
+            reached.clear()
+            source = f"import socket\ndef f():\n    socket.create_connection({address!r}, 0.3)\n    return True"
+            assert attack(source).value == 0
+            assert not reached.wait(0.3)
+        finally:
+            stop.set()
+            listener.join()
+
+
+def test_abstract_sockets_of_the_machine_are_out_of_reach() -> None:
+    name = f"\0kitae-attack-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(name)
+        server.listen()
+        source = f"import socket\ndef f():\n    socket.socket(socket.AF_UNIX).connect({name!r})\n    return True"
+        assert attack(source).value == 0
+
+
+@pytest.mark.parametrize("reference", [ASSERTS, STDIO], ids=["asserts", "stdio"])
+def test_daemons_die_with_the_check(reference: Any) -> None:
+    marker = f"kitae-daemon-{os.getpid()}-{time.monotonic_ns()}"
+    source = f"""
+import os, sys, subprocess
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv('/bin/sh', ['sh', '-c', 'while :; do sleep 1; done', {marker!r}])
+    os._exit(0)
+subprocess.Popen(['/bin/sh', '-c', 'sleep 300; :', {marker!r}], start_new_session=True)
+def f(x):
+    return 0
+"""
+    assert attack(source, reference).value == 0
+    deadline = time.monotonic() + 5
+    while _running(marker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _running(marker)
+
+
+def _running(marker: str) -> bool:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if marker.encode() in path.read_bytes():
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def test_a_daemon_that_holds_stdout_does_not_hold_the_check() -> None:
+    source = "import os, time\nprint(int(input()) * 3139, flush=True)\nif os.fork() == 0:\n    time.sleep(60)"
+    start = time.monotonic()
+    assert attack(source, STDIO, time_limit=4.0).value == 1
+    assert time.monotonic() - start < 4
+
+
+def test_one_case_leaves_nothing_for_the_next() -> None:
+    """The second run neither finds the processes of the first nor changes its verdict."""
+    source = (
+        "import os, time\nn = int(input())\nif n == 3:\n    print(9417, flush=True)\n    if os.fork() == 0: time.sleep(60)\n"
+        "else:\n    others = [p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]\n"
+        "    print(15695 if not others else others)"
+    )
+    assert attack(source, STDIO, time_limit=4.0).value == 1
+
+
+@pytest.mark.parametrize("reference", [ASSERTS, STDIO], ids=["asserts", "stdio"])
+def test_everything_dies_with_the_worker(reference: Any) -> None:
+    """A worker that is killed in the middle of a check leaves no sandbox behind."""
+    marker = f"kitae-orphan-{os.getpid()}-{time.monotonic_ns()}"
+    source = f"import os\nos.execv('/bin/sh', ['sh', '-c', 'sleep 300; :', {marker!r}])"
+    program = (
+        "import sys; from kitae.verifiers.code import code\n"
+        f"code({source!r}, {reference!r}, {{}}, time_limit=60.0, total_limit=100.0)"
+    )
+    worker = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        deadline = time.monotonic() + 20
+        while not _sandboxed(marker) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert _sandboxed(marker), "the attack must have begun"
+    finally:
+        worker.kill()
+        worker.wait()
+    deadline = time.monotonic() + 5
+    while _sandboxed(marker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _sandboxed(marker)
+
+
+def _sandboxed(marker: str) -> bool:
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if path.read_bytes().startswith(b"sh\0-c\0") and marker.encode() in path.read_bytes():
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def test_the_pool_stays_healthy() -> None:
+    """Attacks and honest answers side by side, in workers of a pool: no check is lost, no honest answer fails."""
+    attacks = [
+        FORGERIES["os._exit(0)"],
+        FORGERIES["always equal"],
+        RESOURCES["fork bomb"],
+        RESOURCES["memory bomb"],
+        RESOURCES["endless loop"],
+        RESOURCES["gigabytes of output"],
+        ESCAPES["kills all"].replace("f()", "f(x)"),
+        ESCAPES["kills process 1"].replace("f()", "f(x)"),
+    ]
+
+    async def run() -> tuple[list[Score], list[Score], VerifierPool]:
+        params = LIMITS | {"time_limit": 1.0}
+        async with VerifierPool(f"{code_module.__file__}:code", params, workers=2, timeout=20) as pool:
+            bad = [pool.score(f"```python\n{source}\n```", ASSERTS) for source in attacks]
+            good = [pool.score(f"```python\n{SOLUTION}\n```", ASSERTS) for _ in attacks]
+            results = await asyncio.gather(*bad, *good)
+            return results[: len(bad)], results[len(bad) :], pool
+
+    bad, good, pool = asyncio.run(run())
+    assert [score.value for score in bad] == [0.0] * len(bad), [score.detail for score in bad]
+    assert [score.value for score in good] == [1.0] * len(good), [score.detail for score in good]
+    assert (pool.stats.errors, pool.stats.timeouts) == (0, 0)  # the sandbox ends every attack, not the pool's deadline

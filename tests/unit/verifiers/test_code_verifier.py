@@ -1,0 +1,485 @@
+"""The verifier of programs: extraction, references, verdicts. Attacks are in tests/integration."""
+
+# ruff: noqa: E501 - programs of one line each
+import json
+import shutil
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kitae.types import Score
+from kitae.verifiers.code import Asserts, Check, Stdio, code, extract_code, read_tests, same_output
+from kitae.verifiers.sandbox import find_program
+
+needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+PYTHON = ("python", "py", "python3")
+
+
+@pytest.mark.parametrize(
+    ("response", "want"),
+    [
+        ("```python\nx = 1\n```", "x = 1\n"),
+        ("```py\nx = 1\n```", "x = 1\n"),
+        ("```Python\nx = 1\n```", "x = 1\n"),
+        ("```python3 title='a'\nx = 1\n```", "x = 1\n"),
+        ("```{python}\nx = 1\n```", "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("~~~python\nx = 1\n~~~", "x = 1\n"),
+        ("````python\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),
+        ("```python\nx = 1\n```\nthen\n```python\nx = 2\n```", "x = 2\n"),
+        ("```python\nx = 1\n```\nOutput:\n```\n1\n```", "x = 1\n"),
+        ("```python\nx = 1\n```\nRun it:\n```bash\npython x.py\n```", "x = 1\n"),
+        ("```text\nidea\n```\n```\nx = 1\n```", "x = 1\n"),
+        ("```js\nx\n```", "x\n"),
+        ("```python\nx = 1", "x = 1\n"),
+        ("1. First:\n   ```python\n   if x:\n       y\n   ```", "if x:\n    y\n"),
+        ("```python\r\nx = 1\r\n```", "x = 1\n"),
+        ("<think>```python\nx = 1\n```</think>\n```python\nx = 2\n```", "x = 2\n"),
+        ("x = 1\ny = 2", "x = 1\ny = 2"),
+        ("    return x", "    return x"),
+        ("これは解です。\n```python\nx = '日本'\n```\n以上", "x = '日本'\n"),
+        ("Use `x` and ```inline``` code", "Use `x` and ```inline``` code"),
+        ("```python\n```", "\n"),
+        ("", ""),
+    ],
+)
+def test_extract_code(response: str, want: str) -> None:
+    assert extract_code(response, PYTHON) == want
+
+
+def test_extract_prefers_the_block_that_defines_what_is_tested() -> None:
+    response = "```python\ndef f(x):\n    return x\n```\nExample:\n```python\nprint(f(1))\n```"
+    assert extract_code(response, PYTHON, ["f"]) == "def f(x):\n    return x\n"
+    assert extract_code(response, PYTHON, ["g"]) == "print(f(1))\n"
+    both = response + "\n```python\nf = lambda x: 2\n```"
+    assert extract_code(both, PYTHON, ["f"]) == "f = lambda x: 2\n"
+
+
+ASSERTS = {"kind": "asserts", "asserts": ["assert f(1) == 2"], "setup": ""}
+STDIO = {"kind": "stdio", "cases": [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "4 5", "stdout": "9"}]}
+CHECK = {
+    "kind": "check",
+    "prompt": 'def f(x: int) -> int:\n    """Add one."""\n',
+    "check": "def check(candidate):\n    assert candidate(1) == 2\n",
+    "entry_point": "f",
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: {"tests": t}, json.dumps, lambda t: json.dumps({"tests": t})])
+def test_read_tests_with_and_without_wrapping(wrap: Any) -> None:
+    assert read_tests(wrap(ASSERTS)) == Asserts(("assert f(1) == 2",), "")
+    assert read_tests(wrap(STDIO)) == Stdio((("1 2\n", "3\n"), ("4 5", "9")))
+    assert read_tests(wrap(CHECK)) == Check(CHECK["prompt"], CHECK["check"], "f")
+    assert read_tests({"tests": json.dumps(ASSERTS)}) == read_tests(ASSERTS)
+
+
+@pytest.mark.parametrize(
+    ("reference", "says"),
+    [
+        (None, "mapping"),
+        ("not json", "JSON"),
+        ("[" * 100_000, "JSON"),
+        (12, "mapping"),
+        ([], "mapping"),
+        ({}, "asserts, stdio or check"),
+        ({"tests": {}}, "asserts, stdio or check"),
+        ({"kind": "unit"}, "got 'unit'"),
+        ({"kind": "asserts"}, "at least one"),
+        ({"kind": "asserts", "asserts": []}, "at least one"),
+        ({"kind": "asserts", "asserts": "assert f(1)"}, "at least one"),
+        ({"kind": "asserts", "asserts": [1]}, "texts"),
+        ({"kind": "asserts", "asserts": ["  "]}, "texts"),
+        ({"kind": "asserts", "asserts": ["assert f("]}, "must be Python"),
+        ({"kind": "asserts", "asserts": ["assert f()"], "setup": "import"}, "must be Python"),
+        ({"kind": "asserts", "asserts": ["assert f()"], "setup": 3}, "texts"),
+        ({"kind": "stdio"}, "at least one"),
+        ({"kind": "stdio", "cases": []}, "at least one"),
+        ({"kind": "stdio", "cases": ["1"]}, "stdin and stdout"),
+        ({"kind": "stdio", "cases": [{"stdin": "1"}]}, "stdin and stdout"),
+        ({"kind": "stdio", "cases": [{"stdin": 1, "stdout": "1"}]}, "texts"),
+        ({"kind": "check", "check": "def check(c): pass"}, "entry_point"),
+        ({"kind": "check", "check": "def check(c): pass", "entry_point": "a b"}, "entry_point"),
+        ({"kind": "check", "entry_point": "f"}, "texts"),
+        ({"kind": "check", "check": "def test(c): pass", "entry_point": "f"}, "define a function check"),
+        ({"kind": "check", "check": "def check(", "entry_point": "f"}, "must be Python"),
+    ],
+)
+def test_a_bad_reference_is_an_error(reference: Any, says: str) -> None:
+    score = code("x = 1", reference, {})
+    assert score.outcome == "error"
+    assert says in score.detail
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"language": "cobol"}, "language must be one of"),
+        ({"reward": "some"}, "'all' or 'rate'"),
+        ({"sandbox": "docker"}, "sandbox must be one of"),
+        ({"language": "bash"}, "must be for language 'python'"),
+    ],
+)
+def test_a_bad_option_is_an_error(options: Any, says: str) -> None:
+    score = code("x = 1", ASSERTS, {}, **options)
+    assert score.outcome == "error"
+    assert says in score.detail
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "same"),
+    [
+        ("3\n", "3", True),
+        ("3", "3\n\n", True),
+        ("  3  \n", "3", True),
+        ("1 2\n3", "1  2\r\n3\r\n", True),
+        ("1\n\n2", "1\n2", True),
+        ("a\tb", "a b", True),
+        ("", "\n", True),
+        ("1 2 3", "1\n2\n3", False),
+        ("12", "1 2", False),
+        ("3.0", "3", False),
+        ("Yes", "YES", False),
+        ("", "0", False),
+    ],
+)
+def test_same_output(got: str, want: str, same: bool) -> None:
+    assert same_output(got, want) is same
+
+
+def check(source: str, reference: Any, **options: Any) -> Score:
+    score = code(source, reference, {}, **options)
+    assert score.outcome == "scored", score.detail
+    return score
+
+
+def asserts(*tests: str, setup: str = "") -> dict[str, Any]:
+    return {"tests": {"kind": "asserts", "asserts": list(tests), "setup": setup}}
+
+
+PASSING = {
+    "plain": ("def f(x): return x + 1", asserts("assert f(1) == 2")),
+    "bare comparison": ("def f(x): return x + 1", asserts("f(1) == 2")),
+    "loop of asserts": ("def f(x): return x + 1", asserts("for i in range(200):\n    assert f(i) == i + 1")),
+    "own imports": ("import math\ndef f(x): return math.sqrt(x)", asserts("assert math.isclose(f(4), 2)")),
+    "from import": ("from math import isclose\ndef f(x): return x", asserts("assert isclose(f(2.0), 2)")),
+    "setup import": ("def f(x): return x / 3", asserts("assert math.isclose(f(1), 1/3)", setup="import math")),
+    "setup for the code": ("def f(x): return math.floor(x)", asserts("assert f(1.5) == 1", setup="import math")),
+    "class of the candidate": (
+        "class Pair:\n    def __init__(self, a, b): self.a, self.b = a, b\ndef f(ps): return max(p.b - p.a for p in ps)",
+        asserts("assert f([Pair(1, 2), Pair(3, 7)]) == 4"),
+    ),
+    "setup builds on the candidate": (
+        "class Node:\n    def __init__(self, v): self.v = v; self.left = self.right = None\n"
+        "def height(n): return 0 if n is None else 1 + max(height(n.left), height(n.right))",
+        asserts("assert height(root) == 2", setup="root = Node(1)\nroot.left = Node(2)"),
+    ),
+    "class of the setup": (
+        "def f(n):\n    out = None\n    while n:\n        n.next, out, n = out, n, n.next\n    return out",
+        asserts(
+            "r = f(Node(1, Node(2)))\nassert (r.v, r.next.v, r.next.next) == (2, 1, None)",
+            setup="class Node:\n    def __init__(self, v, next=None): self.v, self.next = v, next",
+        ),
+    ),
+    "solution class": (
+        "class Solution:\n    def add(self, a, b): return [a, b]",
+        asserts("assert Solution().add(1, 2) == [1, 2]"),
+    ),
+    "operators of a class": (
+        "class V:\n    def __init__(s, x): s.x = x\n    def __add__(s, o): return V(s.x + o.x)\n    def __mul__(s, k): return V(s.x * k)\n"
+        "    def __eq__(s, o): return s.x == o.x\n    def __len__(s): return s.x\n    def __getitem__(s, i): return i * s.x",
+        asserts(
+            "assert V(1) + V(2) == V(3)",
+            "assert (V(2) * 3).x == 6",
+            "assert len(V(4)) == 4",
+            "assert V(2)[5] == 10",
+            "assert isinstance(V(1), V) and not isinstance(3, V)",
+        ),
+    ),
+    "changes its argument": (
+        "def f(a, d, s):\n    a.sort(); d['k'] = [1]; s.add(9)",
+        asserts(
+            "a, d, s = [3, 1], {}, {1}\nassert f(a, d, s) is None\nassert (a, d, s) == ([1, 3], {'k': [1]}, {1, 9})"
+        ),
+    ),
+    "function as argument": (
+        "def f(g, xs): return [g(x) for x in xs]",
+        asserts("assert f(lambda x: x * 2, [1, 2]) == [2, 4]", "assert f(len, ['ab']) == [2]"),
+    ),
+    "iterator as argument": ("def f(xs): return sum(xs)", asserts("assert f(i for i in range(4)) == 6")),
+    "returns a function": ("def f(n): return lambda x: x + n", asserts("assert f(2)(3) == 5")),
+    "generator": ("def f(n):\n    yield from range(n)", asserts("assert list(f(1000)) == list(range(1000))")),
+    "lazy generator": (
+        "def f():\n    yield 1\n    yield 2\n    raise ValueError('late')",
+        asserts("g = f()\nassert (next(g), next(g)) == (1, 2)"),
+    ),
+    "coroutine": (
+        "import asyncio\nasync def f(x):\n    await asyncio.sleep(0)\n    return x + 1",
+        asserts("assert asyncio.run(f(1)) == 2"),
+    ),
+    "exception": (
+        "def f(x):\n    raise ValueError('bad x')",
+        asserts("try:\n    f(1)\n    assert False\nexcept ValueError as e:\n    assert str(e) == 'bad x'"),
+    ),
+    "own exception": (
+        "class Bad(KeyError): pass\ndef f(x):\n    raise Bad(x)",
+        asserts("try:\n    f(1)\n    assert False\nexcept Bad as e:\n    assert e.args == (1,)"),
+    ),
+    "standard types": (
+        "from collections import Counter, deque, OrderedDict, defaultdict\nfrom decimal import Decimal\n"
+        "from fractions import Fraction\nimport datetime\ndef f(i):\n"
+        "    return [Counter('aab'), deque([1, 2]), OrderedDict(a=1), Decimal('0.1'), Fraction(1, 3),\n"
+        "            datetime.date(2020, 2, 29), {1, 2}.union([3]), frozenset([1]), b'\\xff', 1j, range(3), None, ..., {1: 2}.keys()][i]",
+        asserts(
+            "assert f(0) == {'a': 2, 'b': 1}",
+            "assert list(f(1)) == [1, 2]",
+            "assert f(2) == {'a': 1}",
+            "assert str(f(3)) == '0.1'",
+            "assert f(4) * 3 == 1",
+            "assert f(5).day == 29",
+            "assert f(6) == {1, 2, 3}",
+            "assert f(7) == frozenset([1])",
+            "assert f(8) == b'\\xff'",
+            "assert f(9) == 1j",
+            "assert f(10) == range(3)",
+            "assert f(11) is None",
+            "assert f(12) is ...",
+            "assert f(13) == {1}",
+        ),
+    ),
+    "namedtuple": (
+        "from collections import namedtuple\nP = namedtuple('P', 'x y')\ndef f(): return P(1, 2)",
+        asserts("assert f() == (1, 2)", "assert f().y == 2", "assert P(3, 4).x == 3"),
+    ),
+    "odd numbers": (
+        "def f(i): return [float('nan'), float('inf'), -0.0, 10**5000, 2**64, True][i]",
+        asserts(
+            "assert f(0) != f(0)",
+            "assert f(1) == float('inf')",
+            "assert str(f(2)) == '-0.0'",
+            "assert f(3) == 10**5000",
+            "assert f(4) == 2**64",
+            "assert f(5) is True",
+        ),
+    ),
+    "text of all kinds": (
+        "def f(s): return s[::-1]",
+        asserts("assert f('añ日😀\\ud800\\x00') == '\\x00\\ud800😀日ña'"),
+    ),
+    "deep list": (
+        "def f(n):\n    x = []\n    for _ in range(n): x = [x]\n    return x",
+        asserts("x = f(5000)\nfor _ in range(5000): x = x[0]\nassert x == []"),
+    ),
+    "cycle": ("def f():\n    x = [1]; x.append(x); return x", asserts("x = f()\nassert x[1] is x")),
+    "long list": ("def f(xs): return sorted(xs)", asserts("assert f(range(10**5, 0, -1))[:2] == [1, 2]")),
+    "named like a built-in": ("def sum(a, b): return a * 10 + b", asserts("assert sum(1, 2) == 12")),
+    "named like a module": ("def bisect(x): return x / 2", asserts("assert bisect(4) == 2")),
+    "keyword arguments": ("def f(*, a, b=2): return a + b", asserts("assert f(a=1) == 3")),
+    "prints": ("def f(x):\n    print('noise' * 10**5)\n    return 2", asserts("assert f(1) == 2")),
+    "main guard": ("def f(x): return 2\nif __name__ == '__main__':\n    f(input())", asserts("assert f(1) == 2")),
+    "dataclass": (
+        "from dataclasses import dataclass\n@dataclass(order=True)\nclass P:\n    x: int\ndef f(): return P(1)",
+        asserts("assert f() == P(1)", "assert f().x == 1", "assert P(1) < P(2)"),
+    ),
+    "prose around unfenced code": ("Here is my answer:\ndef f(x):\n    return 2\n", asserts("assert f(1) == 2")),
+    "threads": (
+        "import threading\ndef f(n):\n    out = []\n    ts = [threading.Thread(target=out.append, args=(i,)) for i in range(n)]\n"
+        "    [t.start() for t in ts]; [t.join() for t in ts]\n    return sorted(out)",
+        asserts("assert f(4) == [0, 1, 2, 3]"),
+    ),
+}
+
+
+@needs_sandbox
+@pytest.mark.parametrize("name", PASSING)
+def test_right_code_passes(name: str) -> None:
+    source, reference = PASSING[name]
+    score = check(source, reference)
+    assert (score.value, score.detail) == (1, "")
+
+
+FAILING = {
+    "wrong": ("def f(x): return x", asserts("assert f(1) == 2"), "AssertionError"),
+    "bare comparison": ("def f(x): return x", asserts("f(1) == 2"), "AssertionError"),
+    "absent": ("def g(x): return x", asserts("assert f(1) == 2"), "NameError"),
+    "syntax": ("def f(x) return x", asserts("assert f(1) == 2"), "SyntaxError"),
+    "raises": ("def f(x): return x / 0", asserts("assert f(1) == 2"), "ZeroDivisionError"),
+    "raises on load": ("1 / 0\ndef f(x): return 2", asserts("assert f(1) == 2"), "ZeroDivisionError"),
+    "no such package": ("import numpyy\ndef f(x): return 2", asserts("assert f(1) == 2"), "numpyy"),
+    "wrong type": ("def f(x): return '2'", asserts("assert f(1) == 2"), "AssertionError"),
+    "list for a tuple": ("def f(x): return [1]", asserts("assert f(1) == (1,)"), "AssertionError"),
+    "slow": ("def f(x):\n    while True: pass", asserts("assert f(1) == 2"), "out of time"),
+    "prose": ("I cannot do that.", asserts("assert f(1) == 2"), "SyntaxError"),
+    "empty": ("```python\n\n```", asserts("assert f(1) == 2"), "no code"),
+    "setup that fails": (
+        "x = 1",
+        asserts("assert f(1) == 2", setup="root = Node(1)"),
+        "setup of the tests raised NameError",
+    ),
+}
+
+
+@needs_sandbox
+@pytest.mark.parametrize("name", FAILING)
+def test_wrong_code_fails(name: str) -> None:
+    source, reference, says = FAILING[name]
+    score = check(source, reference, time_limit=0.5)
+    assert score.value == 0
+    assert says in score.detail
+
+
+@needs_sandbox
+def test_reward_is_all_or_a_rate() -> None:
+    reference = asserts("assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 0", "assert f(4) == 4")
+    source = "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return x"
+    assert check(source, reference).value == 0
+    score = check(source, reference, reward="rate")
+    assert (score.value, score.components) == (0.5, {"pass_rate": 0.5})
+    assert check("def f(x): return x % 3 and x", asserts("assert f(1) == 1", "assert f(3) == 0")).value == 1
+
+
+@needs_sandbox
+def test_a_test_that_hangs_costs_itself_alone() -> None:
+    source = "def f(x):\n    while x == 1: pass\n    return x"
+    reference = asserts("assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3")
+    score = check(source, reference, reward="rate", time_limit=0.3)
+    assert score.value == pytest.approx(2 / 3)
+    assert "out of time" in score.detail
+
+
+@needs_sandbox
+def test_total_limit_ends_the_check() -> None:
+    source = "def f(x):\n    while True: pass"
+    reference = asserts(*["assert f(1) == 1"] * 50)
+    assert check(source, reference, reward="rate", time_limit=0.3, total_limit=1.0).value == 0
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "    return x + 1\n",
+        "```python\n    return x + 1\n```",
+        "return x + 1",
+        "    y = 1\n    return x + y\n\ndef g():\n    pass\n",
+        "```python\ndef f(x):\n    return x + 1\n```",
+        "def f(x: int) -> int:\n    return x + 1",
+        "f = lambda x: x + 1",
+        "def helper(x):\n    return x + 1\n\ndef f(x):\n    return helper(x)",
+    ],
+)
+def test_check_takes_completions_and_whole_functions(completion: str) -> None:
+    assert check(completion, CHECK).value == 1
+
+
+@needs_sandbox
+def test_check_gives_the_prompt_to_a_whole_function_too() -> None:
+    """Its imports and helpers, and to the tests as well: there they are not the candidate's."""
+    reference = {
+        "kind": "check",
+        "prompt": "from typing import List\ndef double(x):\n    return 2 * x\n\ndef f(xs: List[int]) -> int:\n    ...\n",
+        "check": "def check(candidate):\n    assert double(candidate([1, 2])) == 6\n",
+        "entry_point": "f",
+    }
+    assert check("def f(xs: List[int]) -> int:\n    return double(sum(xs)) // 2", reference).value == 1
+    assert check("def double(x):\n    return 6\ndef f(xs):\n    return 0", reference).value == 0
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("source", "value"),
+    [
+        ("a, b = map(int, input().split())\nprint(a + b)", 1.0),
+        ("import sys\nprint(sum(map(int, sys.stdin.read().split())))", 1.0),
+        ("print(sum(map(int, open(0).read().split())), end='')", 1.0),
+        (
+            "import sys\nfor line in sys.stdin.buffer: sys.stdout.buffer.write(b'%d ' % sum(map(int, line.split())))",
+            1.0,
+        ),
+        ("def main():\n    print(sum(map(int, input().split())))\nif __name__ == '__main__':\n    main()", 1.0),
+        ("import sys\nprint(sum(map(int, input().split())))\nsys.exit(0)", 1.0),
+        ("import threading\nthreading.Thread(target=lambda: print(sum(map(int, input().split())))).start()", 1.0),
+        ("print(3)", 0.5),
+        ("print(sum(map(int, input().split())))\nraise ValueError", 0.0),
+        ("print(sum(map(int, input().split())))\nimport sys; sys.exit(1)", 0.0),
+        ("input(); input(); input()", 0.0),
+        ("print(", 0.0),
+    ],
+)
+def test_stdio(source: str, value: float) -> None:
+    assert check(source, STDIO, reward="rate").value == value
+
+
+@needs_sandbox
+def test_stdio_runs_do_not_share_state() -> None:
+    source = (
+        "import os\nprint(os.path.exists('/tmp/was') and 'seen' or sum(map(int, input().split())))\nglobals()['x'] = 1"
+    )
+    assert check(source, STDIO).value == 1
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("language", "program", "source"),
+    [
+        ("bash", "bash", "read a b; echo $((a + b))"),
+        (
+            "javascript",
+            "node",
+            "const [a,b]=require('fs').readFileSync(0,'utf8').split(' ').map(Number);console.log(a+b)",
+        ),
+        ("perl", "perl", "my ($a, $b) = split ' ', <STDIN>; print $a + $b;"),
+        ("ruby", "ruby", "a, b = gets.split.map(&:to_i); puts a + b"),
+        ("c", "gcc", '#include <stdio.h>\nint main(){int a,b;scanf("%d %d",&a,&b);printf("%d",a+b);}'),
+        ("cpp", "g++", "#include <iostream>\nint main(){int a,b;std::cin>>a>>b;std::cout<<a+b;}"),
+    ],
+)
+def test_other_languages(language: str, program: str, source: str) -> None:
+    response = f"```python\nnot this\n```\n```{language}\n{source}\n```"
+    if find_program(program) is None:
+        score = code(response, STDIO, {}, language=language)
+        assert score.outcome == "error" and repr(program) in score.detail
+        return
+    assert check(response, STDIO, language=language, total_limit=30.0).value == 1
+    assert check(f"```{language}\n)(\n```", STDIO, language=language, total_limit=30.0).value == 0
+
+
+@needs_sandbox
+def test_memory_limit() -> None:
+    source = "def f(n):\n    return len(bytearray(n << 20))"
+    reference = asserts("assert f(100) == 100 << 20")
+    assert check(source, reference, memory_mb=256).value == 1
+    score = check(source, reference, memory_mb=64)
+    assert score.value == 0 and "MemoryError" in score.detail
+
+
+@needs_sandbox
+def test_packages_are_there_on_request_alone() -> None:
+    source = "import numpy as np\ndef f(n): return np.arange(n)"
+    reference = asserts("assert (f(3) == [0, 1, 2]).all()", "assert f(3).sum() == 3", "assert list(f(2)) == [0, 1]")
+    assert "numpy" in check(source, reference).detail
+    assert check(source, reference, packages=True).value == 1
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.text(), st.sampled_from([ASSERTS, STDIO, CHECK]))
+@needs_sandbox
+def test_any_text_is_scored(response: str, reference: Any) -> None:
+    assert code(response, reference, {}, time_limit=1.0).outcome == "scored"
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    "response", ["\ud800", "\x00", "`" * 100_000, "(" * 100_000, "é" * 100_000, "```" * 30_000, " " * 100_000]
+)
+def test_extreme_texts_are_wrong(response: str) -> None:
+    for reference in (ASSERTS, STDIO, CHECK):
+        score = code(response, reference, {})
+        assert (score.outcome, score.value) == ("scored", 0)
+
+
+@settings(max_examples=300)
+@given(st.text(alphabet=st.sampled_from("`~\n\r pydef x=():é\x00\ud800")))
+def test_extraction_never_raises(text: str) -> None:
+    assert isinstance(extract_code(text, PYTHON, ["f"]), str)
