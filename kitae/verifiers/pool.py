@@ -23,12 +23,11 @@ from typing import Any, Self
 
 from kitae.errors import VerifierError
 from kitae.types import Prompt, Score
-from kitae.verifiers.processes import Process, Template, WorkerDied
+from kitae.verifiers.processes import Process, Template, WorkerDied, within
 from kitae.verifiers.registry import VERIFIERS, check_params
 from kitae.verifiers.remote import close_clients
 from kitae.verifiers.worker import as_score
 
-_TICKS = 10  # slices of a deadline
 _PATIENCE = 8  # times the usual duration, after which a check is set aside
 _SHORTEST, _LONGEST = 0.02, 0.5  # seconds between which that lies
 _ASIDE = 16  # checks set aside at most, for each worker
@@ -212,24 +211,14 @@ class _Worker:
             raise
 
     async def ask(self, job_id: int, job: bytes, timeout: float) -> dict[str, Any]:
-        """The reply to a job; `TimeoutError` or `WorkerDied` mean that the worker must be replaced.
-
-        The deadline is counted in slices, so that an event loop that was blocked (by a training step, say) is late for
-        one slice of it and does not take its own delay for the worker's.
-        """
+        """The reply to a job; `TimeoutError` or `WorkerDied` mean that the worker must be replaced."""
         if self._process is None:
             raise WorkerDied(self._absence)
-        exchange = asyncio.create_task(self._process.exchange(job, job_id))
         try:
-            for _ in range(_TICKS):
-                await asyncio.wait({exchange}, timeout=timeout / _TICKS)
-                if exchange.done():
-                    return exchange.result()
-            raise TimeoutError
+            reply: dict[str, Any] = await within(timeout, asyncio.create_task(self._process.exchange(job, job_id)))
+            return reply
         except EOFError:
             raise WorkerDied(await self._process.post_mortem() if self._process else self._absence) from None
-        finally:
-            exchange.cancel()
 
     def step_aside(self) -> None:
         if self._process is not None:

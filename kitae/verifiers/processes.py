@@ -21,6 +21,8 @@ from typing import Any
 from kitae.errors import VerifierError
 
 _START_LIMIT = 60.0  # seconds for the template to import what it needs
+_ANSWER_LIMIT = 60.0  # seconds for the template to fork a worker, or to see one end that was killed
+_SLICES = 10  # of a deadline
 _MAX_REPLY = 2**24  # bytes
 _MAX_CONTROL = 2**16  # bytes of a message between pool and template
 _LOOKS = 50  # times within a second that a silent worker is looked at
@@ -31,6 +33,22 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASH
 
 class WorkerDied(Exception):
     """The process is gone or useless; the message says why."""
+
+
+async def within(seconds: float, task: "asyncio.Task[Any]") -> Any:
+    """The result of a task; `TimeoutError` if it takes longer, in which case it is cancelled.
+
+    The deadline is counted in slices, so that an event loop that was blocked (by a training step, say) is late for one
+    slice of it and does not take its own delay for that of a process.
+    """
+    try:
+        for _ in range(_SLICES):
+            await asyncio.wait({task}, timeout=seconds / _SLICES)
+            if task.done():
+                return task.result()
+        raise TimeoutError
+    finally:
+        task.cancel()
 
 
 class Template:
@@ -45,23 +63,32 @@ class Template:
         self._lock = asyncio.Lock()
 
     async def start(self) -> None:
-        """Launch the process and wait until the verifier is loaded; `VerifierError` if it cannot be."""
+        """Launch the process, unless it runs, and load the verifier there; `VerifierError` if that fails."""
         async with self._lock:
-            await self._start()
+            if self._process is None or self._process.returncode is not None:
+                await self._start()
 
     async def spawn(self) -> "Process":
-        """A new worker; `VerifierError` if the template is gone and cannot be started again."""
-        if self._process is None or self._process.returncode is not None:
-            await self.start()
+        """A new worker, after a new start should the template be gone; `VerifierError` if that does not help."""
+        try:
+            try:
+                await self.start()
+                return await self._fork()
+            except EOFError:
+                await self.start()
+                return await self._fork()
+        except (OSError, EOFError) as error:
+            reason = str(error) or "its template ended"
+            raise VerifierError(f"a verifier worker could not be forked: {reason}") from None
+
+    async def _fork(self) -> "Process":
         jobs, theirs = socket.socketpair()
         read, write = os.pipe()
         try:
             pid = int((await self._ask("spawn", theirs.fileno(), write))["pid"])
-        except BaseException as error:
+        except BaseException:
             jobs.close()  # a worker that was forked all the same ends with it
             os.close(read)
-            if isinstance(error, OSError | EOFError):
-                raise VerifierError(f"a verifier worker could not be forked: {error or 'its template ended'}") from None
             raise
         finally:
             theirs.close()
@@ -74,7 +101,7 @@ class Template:
         """How a worker that is dead or dying ended, as `waitpid` says it; None if the template is gone too."""
         try:
             return int((await self._ask({"reap": pid}))["status"])
-        except (OSError, EOFError):
+        except EOFError:
             return None
 
     async def close(self) -> None:
@@ -104,9 +131,8 @@ class Template:
             os.close(write)
         self._control, self._words = ours, await _Words.of(read)
         try:
-            async with asyncio.timeout(_START_LIMIT):
-                ours.send(json.dumps(self._setup).encode())
-                ready = await self._receive()
+            ours.send(json.dumps(self._setup).encode())
+            ready = await within(_START_LIMIT, asyncio.create_task(self._receive()))
             problem = ready.get("error")
         except TimeoutError:
             problem = f"a verifier worker must start within {_START_LIMIT:g} s{self._words.last()}"
@@ -129,8 +155,13 @@ class Template:
             async with self._lock:
                 if self._control is None:
                     raise EOFError
-                socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
-                return await self._receive()
+                try:
+                    socket.send_fds(self._control, [json.dumps(request).encode()], descriptors)
+                    reply: dict[str, Any] = await within(_ANSWER_LIMIT, asyncio.create_task(self._receive()))
+                    return reply
+                except (TimeoutError, OSError, EOFError):  # it hangs, or is gone
+                    await self._stop()
+                    raise EOFError from None
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -64,6 +64,7 @@ def main() -> None:
             if (pid := os.fork()) == 0:
                 control.close()
                 _work(verifier, params, *descriptors)
+            os.setpgid(pid, pid)  # killed whole, from the moment that the pool knows of it
             for descriptor in descriptors:
                 os.close(descriptor)
             control.send(json.dumps({"pid": pid}).encode())
@@ -75,7 +76,6 @@ def main() -> None:
 def _work(verifier: Verifier, params: dict[str, Any], jobs: int, stderr: int) -> NoReturn:
     """A worker, from its fork to its end."""
     try:
-        os.setsid()  # its own process group: killed whole
         _yield_to_parent()
         os.dup2(stderr, 2)
         os.dup2(2, 1)

@@ -279,6 +279,39 @@ def test_closing_ends_what_runs_and_what_waits(hostile: str) -> None:
     assert not any(score.valid for score in asyncio.run(body()))
 
 
+def test_a_pool_can_be_closed_as_soon_as_it_is_open(hostile: str) -> None:
+    """Workers are killed, not waited for, even those that have not had a moment of the processor yet."""
+
+    async def test() -> None:
+        for _ in range(10):
+            async with asyncio.timeout(30), VerifierPool(hostile, workers=4):
+                pass
+
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        asyncio.run(test())
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
+def test_a_template_that_does_not_answer_is_replaced(hostile: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All waits have a deadline, those for the template too."""
+
+    async def test(pool: VerifierPool) -> float:
+        worker = int((await pool.score("pid", None)).value)
+        template = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(template, signal.SIGSTOP)
+        assert not (await pool.score("exit", None)).valid
+        assert await pool.score("fine", None) == Score(1.0)
+        return template
+
+    monkeypatch.setattr("kitae.verifiers.processes._ANSWER_LIMIT", 0.5)
+    template, _ = run(test, hostile, workers=1)
+    assert is_gone(int(template))
+
+
 def test_a_template_that_cannot_come_back_is_an_error_until_it_can(tmp_path: Path) -> None:
     path = tmp_path / "fickle.py"
     source = (
