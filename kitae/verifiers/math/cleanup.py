@@ -1,0 +1,126 @@
+r"""Text clean-up: an answer as plain LaTeX, and the answers that are compared as text alone.
+
+tidy(r"$\left(½,\;2\right)$.")          → r"(\frac{1}{2}, 2)"
+text_key(r"\text{yes} .")               → "yes", the same for all texts that are the same answer without any parsing
+plain_words(r"\text{The cat.}")         → "cat"
+choice_letter(r"\text{(B)}", start=False) → "B"
+"""
+
+import re
+import unicodedata
+from functools import lru_cache
+
+_UNICODE = str.maketrans(
+    {
+        "\u2212": "-", "\u2010": "-", "\u2011": "-", "\u2012": "-", "\u2013": "-", "\uff0d": "-",
+        "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": r"\div ", "∕": "/", "⁄": "/",
+        "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ",
+        "≈": r"\approx ", "±": r"\pm ", "∓": r"\mp ", "°": r"\degree ", "º": r"\degree ",
+        "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∖": r"\setminus ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
+        "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}",
+        "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "⟨": r"\langle ", "⟩": r"\rangle ",
+        "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+        "⅕": r"\frac{1}{5}", "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
+        "√": r"\sqrt ", "∛": r"\sqrt[3] ", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "、": ",", "\u200b": "",
+    }
+)  # fmt: skip
+_SUPERSCRIPT_RE = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+_SUBSCRIPT_RE = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_NOISE_RE = re.compile(
+    r"(\\\\)(?:\s*\[[0-9.]+\s*[a-z]+\])?"  # the end of a row, with the space after it: kept
+    r"|\\(?:left|right|[bB]igg?[lrm]?|middle)(?![A-Za-z])\.?"
+    r"|\\(?:displaystyle|textstyle|limits|nolimits|rm|bf|it|hline|phantom)(?![A-Za-z])"
+    r"|\\(?:hspace|vspace)\s*\{[^{}]*\}|\\!|\\[()\[\]]|\$\$|</?[a-z]+>"
+)
+_SPACE_RE = re.compile(r"(\\\\)|\\[,;:> ]|\\q?quad(?![A-Za-z])|\\(?:thinspace|enspace|medspace)(?![A-Za-z])|~")
+_MODULUS_RE = re.compile(
+    r"\(?\s*(?:\\(?:p|b)?mod|\\(?:text|mathrm|operatorname)\s*\{\s*\(?\s*mod\s*\})\s*\{?\s*([0-9a-z]+)\s*\}?\s*\)?"
+)
+_FRAC_RE = re.compile(r"\\[dtc]frac")
+_DEGREE_RE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\(?:degree|deg)(?![A-Za-z])|\^\s*\{\s*o\s*\}")
+TEXT_COMMANDS = (
+    r"text|mbox|hbox|textbf|textit|textrm|textsf|texttt|textnormal|mathrm|mathbf|mathit|mathsf|mathcal|operatorname|emph"
+    r"|bm|boldsymbol|unit"
+)
+_TEXT_RE = re.compile(rf"\\(?:{TEXT_COMMANDS})\*?\s*\{{([^{{}}]*)\}}")
+_WORD_RE = re.compile(r"[0-9]+(?:[.,:][0-9]+)*|[^\W\d_]+")
+_FORMULA_RE = re.compile(
+    r"[+*/^=<>|_%$€£¥()\[\]{}&]|-(?![A-Za-z]{2})|\\(?!emptyset|varnothing|infty)[A-Za-z]", re.IGNORECASE
+)
+SHORT_WORDS = {  # are words and no products of letters
+    "yes", "odd", "the", "per", "for", "not", "sun", "mon", "tue", "wed", "thu", "fri", "sat", "jan", "feb", "mar",
+    "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec", "red", "bob", "tom", "amy", "dne", "all", "no",
+    "cat", "dog", "day", "one", "two", "six", "ten", "eur", "usd", "am", "pm", "egg", "cup", "and", "man", "men", "boy",
+}  # fmt: skip
+_SYNONYMS = {
+    "nosolutions": "nosolution", "none": "nosolution", "norealsolution": "nosolution", "norealsolutions": "nosolution",
+    "therearenosolutions": "nosolution", "emptyset": "nosolution", "empty": "nosolution",
+    "varnothing": "nosolution", "dne": "doesnotexist", "limitdoesnotexist": "doesnotexist",
+    "allrealnumbers": "allreals", "reals": "allreals", "allreal": "allreals", "realnumbers": "allreals",
+    "infinite": "infinitelymany", "infinitelymanysolutions": "infinitelymany",
+}  # fmt: skip
+_CHOICE_RE = re.compile(r"(?:(?:option|choice|answer)\s*)?[(\[]?\s*([A-Za-z])\s*[)\].:]?", re.IGNORECASE)
+_CHOICE_START_RE = re.compile(
+    r"[(\[]\s*([A-Z])\s*[)\]]\s*[:.]?\s*\S|([A-Z])\s*[).:]\s*\S|(?:[Oo]ption|[Cc]hoice)\s+([A-Z])\b"
+)
+
+
+def tidy(text: str) -> str:
+    """Plain LaTeX: without delimiters, size commands and Unicode signs."""
+    if not text.isascii():
+        text = text.translate(_UNICODE)
+        text = _SUPERSCRIPT_RE.sub(lambda m: "^{" + m[0].translate(_SUPERSCRIPTS) + "}", text)
+        text = _SUBSCRIPT_RE.sub(lambda m: "_{" + m[0].translate(_SUBSCRIPTS) + "}", text)
+        text = unicodedata.normalize("NFKC", text)
+    text = _DEGREE_RE.sub(r"\\degree ", text.replace("\x08oxed", r"\boxed"))
+    text = _NOISE_RE.sub(lambda m: m[1] or "", text.replace("**", "^"))
+    text = _FRAC_RE.sub(r"\\frac", re.sub(r"\\boxed\s*\{", "{", text))
+    text = _MODULUS_RE.sub(r" \\text{mod \1}", text)
+    text = _SPACE_RE.sub(lambda m: m[1] or " ", text)
+    text = _currency(text).strip()
+    return text[:-1].rstrip() if text.endswith((".", ",", ";")) and not text.endswith(r"\,") else text
+
+
+def _currency(text: str) -> str:
+    r"""`$5` and `\$5` → `\$5`, but `$5$` → `5`."""
+    if "$" not in text:
+        return text
+    bare = re.sub(r"\\\$", "\x00", text)
+    if bare.count("$") % 2 and re.search(r"\$\s*[-\d.]", bare):
+        return bare.replace("$", "\x00", 1).replace("$", "").replace("\x00", r"\$")
+    return bare.replace("$", "").replace("\x00", r"\$")
+
+
+@lru_cache(maxsize=2048)
+def text_key(text: str) -> str:
+    """Texts with the same key are the same answer."""
+    return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", _TEXT_RE.sub(r"\1", tidy(text))).rstrip(".")
+
+
+def plain_words(text: str) -> str:
+    """The letters and digits of a text answer: `"\\text{ The cat.}"` → `"cat"`."""
+    plain = _TEXT_RE.sub(r" \1 ", tidy(text)).casefold()
+    words = (word for word in _WORD_RE.findall(plain) if word not in ("the", "an", "and"))
+    joined = "".join(f" {word} " if word[0].isdigit() else word for word in words)
+    return _SYNONYMS.get(joined, joined)
+
+
+def are_texts(*texts: str) -> bool:
+    """Words rather than formulas: a word in one of them, and no sign of a formula in any."""
+    plain = [_TEXT_RE.sub(r" \1 ", tidy(text)) for text in texts]
+    words = [word for text in plain for word in _WORD_RE.findall(text)]
+    return any(
+        not word[0].isdigit() and (len(word) > 3 or word.lower() in SHORT_WORDS or not word.isascii()) for word in words
+    ) and not any(_FORMULA_RE.search(text) for text in plain)
+
+
+def choice_letter(text: str, *, start: bool) -> str | None:
+    """The letter of a multiple-choice answer: `"\\text{(B)}"` → `"B"`; with `start`, of "(B) 12 cm" too."""
+    plain = _TEXT_RE.sub(r"\1", tidy(text)).strip()
+    if (match := _CHOICE_RE.fullmatch(plain)) and (match[1].isupper() or plain[0] in "([" or len(plain) > 3):
+        return match[1].upper()
+    if start and (found := _CHOICE_START_RE.match(plain)) and "," not in plain[:4]:
+        return next(group for group in found.groups() if group)
+    return None

@@ -1,0 +1,131 @@
+"""Are two expressions equal as numbers or functions? `same_number((x+1)², x²+2x+1)` → True.
+
+They are compared at a few random points, the same ones in every process. An answer is True, False, or None where nobody
+knows.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from fractions import Fraction
+from typing import Any
+
+from kitae.verifiers.math.numbers import POINTS, Point, close, load_mpmath, to_mp, value_at
+from kitae.verifiers.math.tree import Node, Undefined, Unreadable, mentions, names_in
+
+
+def same_number(gold: Node, got: Node, tolerance: float = 0.0) -> bool | None:
+    """Are two expressions the same at every point that we try? None: there is no point at which both have a value."""
+    if not names_in(gold) and not names_in(got):
+        return same_constant(gold, got, tolerance)
+    bare_log = mentions(gold, "call", "log") or mentions(got, "call", "log")
+    return any_true(
+        _same_at_points(gold, got, decimal_log=decimal_log) for decimal_log in ((False, True) if bare_log else (False,))
+    )
+
+
+def any_true(verdicts: Iterator[bool | None]) -> bool | None:
+    """True if one is, False if one is and none is True, None if nobody knows."""
+    result: bool | None = None
+    for verdict in verdicts:
+        if verdict:
+            return True
+        result = verdict if verdict is not None else result
+    return result
+
+
+def _same_at_points(gold: Node, got: Node, *, decimal_log: bool) -> bool | None:
+    real = not mentions(gold, "constant", "i") and not mentions(got, "constant", "i")
+    agreed = 0
+    for index in range(POINTS):
+        point = Point(index, real, decimal_log)
+        try:
+            left, right = value_at(gold, point), value_at(got, point)
+        except Undefined:
+            continue
+        if not close(left, right):
+            return False
+        agreed += 1
+    return True if agreed >= 2 else None
+
+
+def same_constant(gold: Node, got: Node, tolerance: float) -> bool | None:
+    bare_log = mentions(gold, "call", "log") or mentions(got, "call", "log")
+    verdict: bool | None = None
+    for decimal_log in (False, True) if bare_log else (False,):
+        point = Point(0, False, decimal_log)
+        try:
+            want = value_at(gold, point)
+        except Undefined:
+            continue
+        try:
+            have = value_at(got, point)
+        except Undefined:
+            verdict = False
+            continue
+        verdict = close(want, have) or _within(want, have, gold, got, tolerance)
+        if verdict:
+            return True
+    return verdict
+
+
+def _within(want: Any, have: Any, gold: Node, got: Node, tolerance: float) -> bool:
+    """The rounding that a decimal of many digits allows, or the tolerance that the recipe does."""
+    exact = isinstance(want, Fraction) and isinstance(have, Fraction)
+    difference = abs(want - have) if exact else abs(to_mp(want) - to_mp(have))
+    if tolerance and to_mp(difference) <= abs(to_mp(want)) * tolerance:
+        return True
+    for literal, other in ((gold, have), (got, want)):
+        if literal.kind == "number" and literal.args:
+            precise, places = literal.args[0].value
+            last_digit = Fraction(1, 10) ** places
+            if precise >= 6 and difference < (last_digit if exact else to_mp(last_digit)):
+                return True
+            if precise >= 9 and to_mp(difference) <= abs(to_mp(other)) * load_mpmath().mpf(10) ** -9:
+                return True
+    return False
+
+
+def _proportional(gold: Node, got: Node, *, positive: bool) -> bool | None:
+    """Is the ratio of two functions the same number at every point?"""
+    real = not mentions(gold, "constant", "i") and not mentions(got, "constant", "i")
+    ratios = []
+    for index in range(POINTS):
+        with suppress(Undefined):
+            point = Point(index, real, False)
+            left, right = value_at(gold, point), value_at(got, point)
+            if left == 0 or right == 0:
+                return False
+            ratios.append(left / right if isinstance(left, type(right)) else to_mp(left) / to_mp(right))
+    if len(ratios) < 2:
+        return None
+    return all(close(ratios[0], ratio) for ratio in ratios[1:]) and (not positive or ratios[0] > 0)
+
+
+def same_curve(gold: Node, got: Node) -> bool | None:
+    """Do two equations hold at the same points? y = 2x and 2y - 4x = 0: one is a multiple of the other."""
+    if len(gold.args) != 2 or len(got.args) != 2 or names_in(gold) != names_in(got):
+        return False
+    return _proportional(_difference(gold), _difference(got), positive=False)
+
+
+def same_inequalities(gold: Node, got: Node) -> bool | None:
+    if len(gold.args) != 2 or len(got.args) != 2 or names_in(gold) != names_in(got):
+        return False
+    left, right = (_less_first(relation) for relation in (gold, got))
+    if left.value != right.value:
+        return False
+    try:
+        return _proportional(_difference(left), _difference(right), positive=True)
+    except Unreadable:
+        return None
+
+
+def _less_first(relation: Node) -> Node:
+    (operator,) = relation.value
+    if operator in ("<", "<="):
+        return relation
+    return Node("relation", relation.args[::-1], ("<" if operator == ">" else "<=",))
+
+
+def _difference(relation: Node) -> Node:
+    return Node("add", (relation.args[0], Node("neg", (relation.args[1],))))

@@ -1,0 +1,205 @@
+r"""Tokens of an answer, as the parser reads them: `split_tokens(r"2\sin x")` → number 2, function sin, name x.
+
+Letters that stand together are a product ("ab") unless they are a word: of a function, a unit, a number, or one of more
+than three letters. Raises `Unreadable` for a command that is not known.
+"""
+
+import re
+import unicodedata
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kitae.verifiers.math.cleanup import SHORT_WORDS, TEXT_COMMANDS
+from kitae.verifiers.math.tree import TooBig, Unreadable
+from kitae.verifiers.math.units import UNITS
+
+_MAX_DEPTH = 40  # of brackets in brackets
+_FUNCTIONS = {
+    "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc", "asin",
+    "acos", "atan", "sinh", "cosh", "tanh", "coth", "sech", "csch", "arcsinh", "arccosh", "arctanh", "ln", "log", "lg",
+    "exp", "sqrt", "abs", "floor", "ceil", "min", "max", "gcd", "lcm", "sgn", "Re", "Im", "cbrt",
+}  # fmt: skip
+_GREEK = (
+    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota", "kappa",
+    "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega", "Gamma",
+    "Delta", "Theta", "Lambda", "Xi", "Sigma", "Upsilon", "Phi", "Psi", "Omega", "ell", "hbar",
+)  # fmt: skip
+_COMMANDS: dict[str, tuple[str, str]] = {
+    **{name: ("function", name) for name in _FUNCTIONS},
+    **{name: ("name", name) for name in _GREEK},
+    "cdot": ("op", "*"), "times": ("op", "*"), "ast": ("op", "*"), "div": ("op", "/"), "pm": ("op", "±"),
+    "mp": ("op", "∓"), "le": ("op", "<="), "leq": ("op", "<="), "leqslant": ("op", "<="), "ge": ("op", ">="),
+    "geq": ("op", ">="), "geqslant": ("op", ">="), "lt": ("op", "<"), "gt": ("op", ">"), "ne": ("op", "!="),
+    "neq": ("op", "!="), "approx": ("op", "≈"), "simeq": ("op", "≈"), "doteq": ("op", "≈"), "equiv": ("op", "="),
+    "in": ("op", "∈"), "cup": ("op", "∪"), "cap": ("op", "∩"), "setminus": ("op", "∖"), "backslash": ("op", "∖"),
+    "infty": ("constant", "inf"), "pi": ("constant", "pi"), "emptyset": ("constant", "empty"),
+    "varnothing": ("constant", "empty"), "{": ("op", "{{"), "}": ("op", "}}"), "lbrace": ("op", "{{"),
+    "rbrace": ("op", "}}"), "langle": ("op", "⟨"), "rangle": ("op", "⟩"), "lfloor": ("op", "⌊"),
+    "rfloor": ("op", "⌋"), "lceil": ("op", "⌈"), "rceil": ("op", "⌉"), "vert": ("op", "|"), "lvert": ("op", "|"),
+    "rvert": ("op", "|"), "mid": ("op", "mid"), "|": ("op", "|"), "colon": ("op", ":"), "degree": ("op", "°"),
+    "%": ("op", "%"), "$": ("op", "$"), "lor": ("op", "or"), "vee": ("op", "or"), "land": ("op", "and"),
+    "wedge": ("op", "and"), "prime": ("op", "'"), "iff": ("op", "="), "lbrack": ("op", "["), "rbrack": ("op", "]"),
+    "euro": ("op", "€"), "pounds": ("op", "£"), "&": ("op", "and"), "imath": ("constant", "i"),
+    "\\": ("op", "\\\\"), "lparen": ("op", "("), "rparen": ("op", ")"),
+}  # fmt: skip
+_STRUCTURES = ("frac", "binom", "dbinom", "tbinom", "begin", "end", "overline", "mathbb", "hat", "vec", "bar",
+               "overrightarrow", "widehat", "angle", "triangle", "dot")  # fmt: skip
+_WORDS = {
+    "infinity": ("constant", "inf"), "inf": ("constant", "inf"), "oo": ("constant", "inf"), "pi": ("constant", "pi"),
+    "Pi": ("constant", "pi"), "and": ("op", "and"), "or": ("op", "or"), "union": ("op", "∪"),
+    "theta": ("name", "theta"), "alpha": ("name", "alpha"), "beta": ("name", "beta"), "lambda": ("name", "lambda"),
+    "percent": ("op", "%"), "degrees": ("op", "°"), "degree": ("op", "°"), "deg": ("op", "°"), "plus": ("op", "+"),
+    "minus": ("op", "-"), "times": ("op", "*"), "und": ("op", "and"), "oder": ("op", "or"),
+}  # fmt: skip
+_SMALL_NUMBERS = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
+)  # fmt: skip
+_NUMBER_WORDS = {word: value for value, word in enumerate(_SMALL_NUMBERS)} | {
+    "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90, "hundred": 100,
+}  # fmt: skip
+_GREEK_RE = re.compile("GREEK SMALL LETTER ([A-Z]+)")
+_TOKEN_RE = re.compile(
+    rf"(?P<space>\s+)|\\(?:{TEXT_COMMANDS})\*?\s*\{{(?P<text>[^{{}}]*)\}}"
+    r"|(?P<number>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,9}(?![0-9A-Za-z.]))?)"
+    r"|\\(?P<command>[A-Za-z]+|.)|(?P<word>[A-Za-z]+)|(?P<foreign>[^\W\d_]+)|(?P<op><=|>=|!=|==|\.\.\.|.)",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    kind: str  # number, name, function, constant, text, op
+    value: str
+    spaced: bool = field(default=False, compare=False)  # is there white space before it
+
+
+END = Token("end", "")
+
+
+def split_tokens(text: str) -> list[Token]:
+    tokens: list[Token] = []
+    spaced = False
+    for match in _TOKEN_RE.finditer(text):
+        kind, value = match.lastgroup or "", match[match.lastgroup or 0]
+        if kind == "space":
+            spaced = True
+            continue
+        tokens.extend(_classify(kind, value, spaced, tokens))
+        spaced = False
+    return tokens
+
+
+def _classify(kind: str, value: str, spaced: bool, before: list[Token]) -> Iterator[Token]:
+    if kind == "number":
+        yield Token("number", value, spaced)
+    elif kind == "command":
+        if value in _COMMANDS:
+            yield Token(*_COMMANDS[value], spaced)
+        elif value in _STRUCTURES:
+            yield Token("command", value, spaced)
+        else:
+            raise Unreadable(f"\\{value}")
+    elif kind == "text":
+        yield from _text_tokens(value, spaced)
+    elif kind == "word":
+        after_number = bool(before) and (before[-1].kind == "number" or before[-1].value in ("}", ")"))
+        yield from _word_tokens(value, spaced, after_number)
+    elif kind == "foreign":
+        greek = _GREEK_RE.fullmatch(unicodedata.name(value, "")) if len(value) == 1 else None
+        yield Token("name", greek[1].lower(), spaced) if greek else Token("text", value, spaced)
+    else:
+        yield Token("op", "=" if value == "==" else "≈" if value == "≃" else value, spaced)
+
+
+def _text_tokens(words: str, spaced: bool) -> Iterator[Token]:
+    plain = words.strip()
+    if plain in ("and", "or", "und", "oder", ",", "if"):
+        yield Token("op", "or" if plain in ("or", "oder") else "and", spaced)
+    elif plain in _FUNCTIONS and plain not in UNITS:
+        yield Token("function", plain, spaced)
+    elif plain in ("i", "e"):
+        yield Token("constant", plain, spaced)
+    elif plain and set(plain) <= set("0123456789.+-*/^()=<>, "):
+        yield from split_tokens(plain)
+    elif plain.lower() in _NUMBER_WORDS:
+        yield Token("number", str(_NUMBER_WORDS[plain.lower()]), spaced)
+    elif plain.lower().rstrip(".") in ("percent", "degrees", "degree"):
+        yield Token("op", "%" if plain.lower().startswith("p") else "°", spaced)
+    elif plain:
+        yield Token("text", plain, True)
+
+
+def _word_tokens(word: str, spaced: bool, after_number: bool) -> Iterator[Token]:
+    """One word, or a product of letters: `"sinx"` → sin, x; `"ab"` → a, b; `"apples"` → the word."""
+    if after_number and word in UNITS and (len(word) > 1 or spaced):
+        yield Token("text", word, spaced)
+    elif word in _FUNCTIONS:
+        yield Token("function", word, spaced)
+    elif word in _WORDS:
+        yield Token(*_WORDS[word], spaced)
+    elif word.lower() in _NUMBER_WORDS:
+        yield Token("number", str(_NUMBER_WORDS[word.lower()]), spaced)
+    elif split := re.match(r"(?:arc)?(?:sin|cos|tan)|sqrt|ln|log", word):
+        yield Token("function", split[0], spaced)
+        yield from _word_tokens(word[split.end() :], False, False)
+    elif word.lower() in SHORT_WORDS or len(word) > 3:
+        yield Token("text", word, spaced)
+    elif word.endswith("pi") and len(word) == 3:
+        yield from (Token("name", word[0], spaced), Token("constant", "pi"))
+    else:
+        for position, letter in enumerate(word):
+            yield _letter(letter, spaced and position == 0)
+
+
+def _letter(letter: str, spaced: bool) -> Token:
+    return Token("constant" if letter in "ie" else "name", letter, spaced)
+
+
+class Cursor:
+    """A place in a list of tokens, which moves on as they are read."""
+
+    def __init__(self, tokens: list[Token]) -> None:
+        self.tokens = tokens
+        self.at = 0
+
+    def peek(self, ahead: int = 0) -> Token:
+        index = self.at + ahead
+        return self.tokens[index] if index < len(self.tokens) else END
+
+    def is_op(self, *values: str) -> bool:
+        token = self.peek()
+        return token.kind == "op" and token.value in values
+
+    def take(self) -> Token:
+        token = self.peek()
+        if token is END:
+            raise Unreadable("it ends too early")
+        self.at += 1
+        return token
+
+    def accept(self, *values: str) -> bool:
+        if self.is_op(*values):
+            self.at += 1
+            return True
+        return False
+
+    def expect(self, *values: str) -> str:
+        if not self.is_op(*values):
+            raise Unreadable(f"{' or '.join(values)} is missing")
+        return self.take().value
+
+
+class Depth:
+    """Counts brackets in brackets."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise TooBig(f"more than {_MAX_DEPTH} brackets in brackets")
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1

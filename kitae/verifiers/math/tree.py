@@ -1,0 +1,125 @@
+"""Answers as trees: the node that the parser makes, and what can be said of a tree without a value for it.
+
+    x = 2   →   Node("relation", (Node("name", value="x"), Node("number", value=Fraction(2))), ("=",))
+
+Kinds: number, name, constant, text; add, neg, mul, div, pow, root, factorial, call, pm; percent, degree, unit, based,
+ratio; list, set, sequence (with its brackets), union, matrix (of rows), relation (with its operators).
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+
+class Unreadable(Exception):
+    """The parser does not know this notation."""
+
+
+class TooBig(Exception):
+    """Reading or evaluating this would take too long."""
+
+
+class Undefined(Exception):
+    """There is no (real) value at this point."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A part of an answer: `Node("add", (x, y))`, `Node("number", value=Fraction(1, 2))`."""
+
+    kind: str
+    args: tuple["Node", ...] = ()
+    value: Any = None
+
+
+def number_node(literal: str) -> Node:
+    mantissa, _, exponent = literal.lower().partition("e")
+    if abs(int(exponent or 0)) > 10_000:
+        raise TooBig(f"a number like {literal[:40]}")
+    digits = mantissa.replace(".", "").lstrip("0")
+    places = len(mantissa.partition(".")[2]) - int(exponent or 0)
+    precise = len(digits) if "." in mantissa or exponent else 0
+    return Node("number", (Node("literal", value=(precise, places)),) if precise else (), Fraction(literal))
+
+
+def repeating_decimal(start: str, period: str) -> Node:
+    whole, _, fixed = start.partition(".")
+    scale = 10 ** len(fixed)
+    tail = Fraction(int(period), (10 ** len(period) - 1) * scale)
+    return Node("number", value=Fraction(int(whole or 0)) + Fraction(int(fixed or 0), scale) + tail)
+
+
+def negated(node: Node) -> Node:
+    if node.kind == "number":
+        return Node("number", node.args, -node.value)
+    if node.kind in ("unit", "percent", "degree"):
+        return Node(node.kind, (negated(node.args[0]),), node.value)
+    if node.kind == "based":
+        return Node("based", value=(f"-{node.value[0]}", node.value[1]))
+    return Node("neg", (node,))
+
+
+def spelled(node: Node) -> str:
+    inside = "".join(spelled(part) for part in node.args if part.kind != "literal")
+    return f"{node.value if node.value is not None else node.kind}{f'({inside})' if inside else ''}"
+
+
+def names_in(node: Node) -> set[str]:
+    found = {node.value} if node.kind == "name" else set()
+    return found.union(*(names_in(part) for part in node.args))
+
+
+def mentions(node: Node, kind: str, value: Any = None) -> bool:
+    own = node.kind == kind and (value is None or node.value == value)
+    return own or any(mentions(part, kind, value) for part in node.args)
+
+
+def is_name(node: Node) -> bool:
+    """x, AB, x_1, f(x), P(A), (x, y), ∠ABC: what can stand before "=" as the name of the answer."""
+    if node.kind in ("name", "text"):
+        return True
+    if node.kind == "call" and node.value == "abs":
+        return is_name(node.args[0])
+    if node.kind == "pow":  # f^{-1}(x)
+        return is_name(node.args[0]) and node.args[1].kind == "number" and node.args[1].value == -1
+    return node.kind in ("mul", "sequence") and all(is_name(part) or part.kind == "constant" for part in node.args)
+
+
+def is_integer_condition(node: Node) -> bool:
+    """k ∈ ℤ, which says what the k before it may be."""
+    if node.kind != "relation" or node.value != ("∈",):
+        return False
+    return node.args[0].kind == "name" and node.args[1].kind == "constant" and node.args[1].value in ("set Z", "set N")
+
+
+def is_collection(node: Node) -> bool:
+    return node.kind in ("list", "set", "sequence", "union") or mentions_sign(node)
+
+
+def mentions_sign(node: Node) -> bool:
+    return node.kind == "pm" or (node.kind in ("add", "neg", "mul", "div") and any(map(mentions_sign, node.args)))
+
+
+def mentions_collection(node: Node) -> bool:
+    return is_collection(node) or node.kind in ("matrix", "text", "unit") or any(map(mentions_collection, node.args))
+
+
+def items_of(node: Node) -> tuple[Node, ...]:
+    """The items of a list or set, both signs of ± written out."""
+    items = node.args if node.kind in ("list", "set") else (node,)
+    return tuple(version for item in items for version in _both_signs(item))
+
+
+def _both_signs(node: Node) -> tuple[Node, ...]:
+    if not mentions_sign(node):
+        return (node,)
+    return _with_sign(node, upper=True), _with_sign(node, upper=False)
+
+
+def _with_sign(node: Node, *, upper: bool) -> Node:
+    if node.kind not in ("pm", "add", "neg", "mul", "div"):
+        return node
+    parts = tuple(_with_sign(part, upper=upper) for part in node.args)
+    if node.kind != "pm":
+        return Node(node.kind, parts, node.value)
+    return Node("add", (parts[0], parts[1] if (node.value == "±") == upper else negated(parts[1])))

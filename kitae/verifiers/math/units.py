@@ -1,0 +1,60 @@
+"""Units of measurement and of money: `unit_of("cm")` → `("length", Fraction(1, 100))`.
+
+Only units that are converted are listed. Whatever else stands after a number ("apples", "units") is a unit that nothing
+is known of, and counts for nothing.
+"""
+
+from fractions import Fraction
+
+from kitae.verifiers.math.tree import Node
+
+_SIZES = {
+    "length": "mm:1/1000 millimeter:1/1000 millimetre:1/1000 cm:1/100 centimeter:1/100 centimetre:1/100 dm:1/10 m:1 "
+    "meter:1 metre:1 km:1000 kilometer:1000 kilometre:1000 in:127/5000 inch:127/5000 inche:127/5000 ft:381/1250 "
+    "foot:381/1250 feet:381/1250 yd:1143/1250 yard:1143/1250 mi:201168/125 mile:201168/125",
+    "mass": "mg:1/1000 g:1 gram:1 kg:1000 kilogram:1000 lb:45359237/100000 pound:45359237/100000 oz:45359237/1600000 "
+    "ounce:45359237/1600000",
+    "time": "s:1 sec:1 second:1 min:60 minute:60 h:3600 hr:3600 hour:3600 day:86400 week:604800",
+    "volume": "ml:1/1000 mL:1/1000 milliliter:1/1000 l:1 L:1 liter:1 litre:1 gals:1",
+    "gallon": "gallon:1 gal:1",
+    "money": "$:1 dollar:1 usd:1 USD:1 buck:1 cent:1/100 ¢:1/100",
+    "euro": "€:1 euro:1 eur:1 EUR:1",
+    "pound": "£:1 gbp:1 GBP:1",
+    "mph": "mph:1",
+}
+
+
+def _table() -> dict[str, tuple[str, Fraction]]:
+    """Name → dimension and size, with the plurals: `"meters"` → `("length", Fraction(1))`."""
+    units: dict[str, tuple[str, Fraction]] = {}
+    for dimension, sizes in _SIZES.items():
+        for entry in sizes.split():
+            name, _, size = entry.rpartition(":")
+            units[name] = (dimension, Fraction(size))
+            if len(name) > 1 and not name.endswith("s"):
+                units[f"{name}s"] = units[name]
+    return units
+
+
+UNITS = _table()
+DEGREE = Node("div", (Node("constant", value="pi"), Node("number", value=Fraction(180))))
+
+
+def unit_of(text: str) -> tuple[str, Fraction] | None:
+    words = text.strip().rstrip(".").split("^")[0].split()
+    if len(words) > 1 and words[0].lower() in ("square", "sq", "cubic", "sq."):
+        words = words[1:]
+    return None if len(words) != 1 else UNITS.get(words[0]) or UNITS.get(words[0].lower())
+
+
+def scaled(node: Node, size: Fraction) -> Node:
+    if size == 1:
+        return node
+    if node.kind == "number":
+        return Node("number", node.args and (_shifted(node.args[0], size),), node.value * size)
+    return Node("mul", (node, Node("number", value=size)))
+
+
+def _shifted(literal: Node, size: Fraction) -> Node:
+    precise, places = literal.value
+    return Node("literal", value=(precise if size == Fraction(1, 100) else 0, places + 2))
