@@ -90,7 +90,7 @@ def _same_based(gold: Node, got: Node) -> bool:
     if gold.kind == got.kind:
         return bool(gold.value == got.value)
     based, other = (gold, got) if gold.kind == "based" else (got, gold)
-    return other.kind == "number" and str(other.value) == based.value[0]
+    return other.kind == "number" and bool(other.value == based.value[0])
 
 
 def _same_ratio(gold: Node, got: Node, tolerance: float) -> bool | None:

@@ -5,11 +5,10 @@ knows.
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from fractions import Fraction
 from typing import Any
 
-from kitae.verifiers.math.numbers import POINTS, Point, close, load_mpmath, to_mp, value_at
+from kitae.verifiers.math.numbers import POINTS, Point, close, is_positive, load_mpmath, to_mp, value_at
 from kitae.verifiers.math.tree import Node, Undefined, Unreadable, mentions, names_in
 
 
@@ -86,19 +85,23 @@ def _within(want: Any, have: Any, gold: Node, got: Node, tolerance: float) -> bo
 
 
 def _proportional(gold: Node, got: Node, *, positive: bool) -> bool | None:
-    """Is the ratio of two functions the same number at every point?"""
+    """Is the ratio of two functions the same number, above 0 if `positive`, at every point? None: who knows."""
     real = not mentions(gold, "constant", "i") and not mentions(got, "constant", "i")
     ratios = []
     for index in range(POINTS):
-        with suppress(Undefined):
-            point = Point(index, real, False)
+        point = Point(index, real, False)
+        try:
             left, right = value_at(gold, point), value_at(got, point)
-            if left == 0 or right == 0:
-                return False
-            ratios.append(left / right if isinstance(left, type(right)) else to_mp(left) / to_mp(right))
+        except Undefined:
+            continue
+        except Unreadable:
+            return None
+        if left == 0 or right == 0:
+            return False
+        ratios.append(left / right if isinstance(left, type(right)) else to_mp(left) / to_mp(right))
     if len(ratios) < 2:
         return None
-    return all(close(ratios[0], ratio) for ratio in ratios[1:]) and (not positive or ratios[0] > 0)
+    return all(close(ratios[0], ratio) for ratio in ratios[1:]) and (not positive or is_positive(ratios[0]))
 
 
 def same_curve(gold: Node, got: Node) -> bool | None:
@@ -114,10 +117,7 @@ def same_inequalities(gold: Node, got: Node) -> bool | None:
     left, right = (_less_first(relation) for relation in (gold, got))
     if left.value != right.value:
         return False
-    try:
-        return _proportional(_difference(left), _difference(right), positive=True)
-    except Unreadable:
-        return None
+    return _proportional(_difference(left), _difference(right), positive=True)
 
 
 def _less_first(relation: Node) -> Node:

@@ -200,6 +200,10 @@ def _is_negative(value: Any) -> bool:
     return not isinstance(value, load_mpmath().mpc) and value < 0
 
 
+def is_positive(value: Any) -> bool:
+    return not isinstance(value, load_mpmath().mpc) and value > 0
+
+
 def _factorial(value: Any) -> Any:
     if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= 1_000:
         return Fraction(factorial(int(value)))

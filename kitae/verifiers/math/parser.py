@@ -205,7 +205,7 @@ class Parser(Cursor):
     def subscript(self, node: Node) -> Node:
         index = self.tex_argument()
         if node.kind == "number" and index.kind == "number":
-            return Node("based", value=(str(node.value), int(index.value)))
+            return Node("based", value=(node.value, int(index.value)))
         return Node("name", value=f"{spelled(node)}_{spelled(index)}")
 
     def tex_argument(self) -> Node:
@@ -214,8 +214,11 @@ class Parser(Cursor):
             return self.group()
         token = self.peek()
         if token.kind == "number" and len(token.value) > 1:
-            self.tokens[self.at] = Token("number", token.value[1:])
-            return number_node(token.value[0])
+            digit, rest = token.value[0], token.value[1:]
+            if not digit.isdigit() or rest[0] in "eE":
+                raise Unreadable(f"{token.value} has no first digit that could stand alone")
+            self.tokens[self.at] = Token("number", rest)
+            return number_node(digit)
         return self.primary()
 
     def group(self) -> Node:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+_MAX_DIGITS = 4_000  # of a number in an answer; Python refuses to print one of more than 4,300
+
 
 class Unreadable(Exception):
     """The parser does not know this notation."""
@@ -33,8 +35,9 @@ class Node:
 
 
 def number_node(literal: str) -> Node:
+    """`"1.50"` → 3/2; a decimal also remembers how many digits it has, and how many of them after the point."""
     mantissa, _, exponent = literal.lower().partition("e")
-    if abs(int(exponent or 0)) > 10_000:
+    if len(mantissa) + abs(int(exponent or 0)) > _MAX_DIGITS:
         raise TooBig(f"a number like {literal[:40]}")
     digits = mantissa.replace(".", "").lstrip("0")
     places = len(mantissa.partition(".")[2]) - int(exponent or 0)
@@ -55,7 +58,7 @@ def negated(node: Node) -> Node:
     if node.kind in ("unit", "percent", "degree"):
         return Node(node.kind, (negated(node.args[0]),), node.value)
     if node.kind == "based":
-        return Node("based", value=(f"-{node.value[0]}", node.value[1]))
+        return Node("based", value=(-node.value[0], node.value[1]))
     return Node("neg", (node,))
 
 

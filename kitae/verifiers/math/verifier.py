@@ -48,6 +48,8 @@ def same_answer(gold: str, answer: str, tolerance: float = 0.0) -> bool:
     """Do two bare answers mean the same? `same_answer("1/2", "0.5")` → True. Never raises."""
     if text_key(gold) == text_key(answer):
         return True
+    if max(len(gold), len(answer)) > _MAX_ANSWER:
+        return False
     try:
         verdict = _compare_texts(gold, answer, tolerance)
         return math_verify_agrees(gold, answer) if verdict is None else verdict

@@ -482,9 +482,28 @@ def test_last_boxed(text: str, inside: str | None) -> None:
 SIGNS = "0123456789.,;:+-*/^_=<>()[]{}|!%$&'~ xyeiAB\\\n\x00\ud800°√½²π∞答"
 COMMANDS = (
     r"\frac \sqrt \boxed{ \text{ \begin{pmatrix} \end{pmatrix} \pm \cup \infty \sin \log_ \left( \right] \{ \} \in \le "
-    r"\binom #### cm and ^\circ the answer is"
+    r"\binom #### cm and ^\circ the answer is 1e5 .5 1e9999 _2 \overline"
 )
 PIECES = st.sampled_from([*SIGNS, *(f"{command} " for command in COMMANDS.split()), *COMMANDS.split()])
+
+
+@pytest.mark.parametrize(
+    ("reference", "answer"),
+    [
+        ("5", r"\frac.5 2"),
+        ("5", r"\frac1e52"),
+        ("5", r"x_1e5"),
+        ("1010_2", "1e9999"),
+        ("5", r"\overline{1e9999}"),
+        ("2e/i<5", "2e/i<6"),
+        ("x+y=1010_2", "y+x=1011_2"),
+        ("x+y=3:4", "y+x=4:3"),
+        ("5", "9" * 5_000),
+    ],
+)
+def test_odd_notation_is_a_wrong_answer(reference: str, answer: str) -> None:
+    assert not same_answer(reference, answer)
+    assert not same_answer(answer, reference)
 
 
 @settings(max_examples=150, deadline=None)
