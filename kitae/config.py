@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
 
 from kitae.algorithms.config import AlgorithmConfig, needs_group
+from kitae.data.formats import FORMATS
 from kitae.data.tasks import TASKS
 from kitae.errors import ConfigError
 from kitae.section import Section
@@ -45,32 +46,46 @@ class ModelConfig(Section):
     lora_targets: str = Field("all-linear", description="all-linear, or names of modules separated by commas.")
 
 
-class DataConfig(Section):
-    """Where prompts come from: exactly one of task, path or hub."""
+_SOURCES = ("task", "gym", "path", "hub")
 
-    task: str | None = Field(None, description="A generated task: reverse, sort, arithmetic, count.")
-    params: dict[str, int | str | bool] = Field(default_factory=dict, description="Difficulty and options of the task.")
-    path: str | None = Field(None, description="A .jsonl or .parquet file of training prompts.")
+
+class DataConfig(Section):
+    """Where prompts come from: exactly one of task, gym, path or hub."""
+
+    task: str | None = Field(None, description=f"A generated task: {', '.join(TASKS)}.")
+    gym: str | None = Field(None, description="Data sets of reasoning-gym, separated by commas; they take turns.")
+    params: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Difficulty and options of the task, or the config of the gym's data sets."
+    )
+    path: str | None = Field(None, description="A .jsonl, .json or .parquet file of training prompts.")
     eval_path: str | None = Field(None, description="A file of held-out prompts.")
     hub: str | None = Field(None, description="A data set on the hub, e.g. openai/gsm8k.")
     hub_files: str = Field("main/train-*.parquet", description="Files of the hub data set to train on.")
     hub_eval_files: str | None = Field("main/test-*.parquet", description="Files of the hub data set to evaluate on.")
+    format: str | None = Field(
+        None, description="Read rows as math, mbpp, humaneval or ifeval have them, or by your own file.py:function."
+    )
     prompt_key: str = Field("question", description="Column with the question, or with a list of chat messages.")
     answer_key: str = Field("answer", description="Column with the reference answer.")
     answer_after: str | None = Field(None, description="Keep only the reference text after this mark, e.g. '####'.")
     system: str | None = Field(None, description="System message put before each question.")
     instruction: str = Field("{question}", description="Template of the user turn; {question} is replaced.")
+    skip_bad_rows: bool = Field(False, description="Leave out rows that cannot be read, instead of refusing the file.")
     shuffle: bool = Field(True, description="Visit the prompts in a seeded random order, a new one each epoch.")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
-        given = [name for name in ("task", "path", "hub") if getattr(self, name) is not None]
+        given = [name for name in _SOURCES if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"data needs exactly one of task, path or hub, got {' and '.join(given) or 'none'}")
+            raise ValueError(f"data needs exactly one of {', '.join(_SOURCES)}, got {' and '.join(given) or 'none'}")
         if "{question}" not in self.instruction:
             raise ValueError(f"data.instruction must contain {{question}}, got {self.instruction!r}")
-        if self.params and self.task is None:
-            raise ValueError("data.params belongs to a generated task, but data.task is not set")
+        if self.params and self.task is None and self.gym is None:
+            raise ValueError("data.params belongs to a generated task, but neither data.task nor data.gym is set")
+        if self.format is not None and not (self.path or self.hub or self.eval_path):
+            raise ValueError("data.format reads the rows of a file, but none of data.path, hub and eval_path is set")
+        if self.format is not None and self.answer_after is not None:
+            raise ValueError(f"data.format = {self.format!r} finds the reference itself: remove data.answer_after")
         return self
 
 
@@ -78,7 +93,8 @@ class VerifierConfig(Section):
     """Who judges the answers, and for how long."""
 
     name: str = Field(
-        "exact", description="exact, number, math, or your own: file.py:function; by default the task's own."
+        "exact",
+        description="See `kitae verifiers`, or your own: file.py:function; by default that of the task or format.",
     )
     params: dict[str, JsonValue] = Field(default_factory=dict, description="Options of the verifier.")
     timeout: float = Field(10.0, gt=0, description="Seconds after which the worker that checks one answer is killed.")
@@ -225,7 +241,6 @@ class Config(Section):
         return {f"{section}.{key}": value for section, keys in dumped.items() for key, value in keys.items()}
 
 
-_SOURCES = ("task", "path", "hub")
 _ELSEWHERE = {
     "learning_rate": "training.lr",
     "num_generations": "training.group_size",
@@ -286,7 +301,7 @@ def parse_config(values: Any) -> Config:
         raise ConfigError(f"settings are sections with keys, got {values!r}")
     problems = list(_unknown_keys(values))
     if not problems:
-        values = _with_task_verifier(values)
+        values = _with_data_verifier(values)
         try:
             return Config.model_validate({"data": {}, **values})
         except ValidationError as error:
@@ -294,13 +309,14 @@ def parse_config(values: Any) -> Config:
     raise ConfigError("\n".join(problems))
 
 
-def _with_task_verifier(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A generated task knows its verifier; a recipe need not name it."""
-    verifier = values.get("verifier", {})
-    task = TASKS.get(str(values.get("data", {}).get("task")))
-    if task is None or "name" in verifier:
+def _with_data_verifier(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Tasks and formats know their verifier; a recipe need not name it."""
+    verifier, data = values.get("verifier", {}), values.get("data", {})
+    known = TASKS.get(str(data.get("task"))) or FORMATS.get(str(data.get("format")))
+    name = known.verifier if known else "gym" if data.get("gym") else None
+    if name is None or "name" in verifier:
         return values
-    return {**values, "verifier": {**verifier, "name": task.verifier}}
+    return {**values, "verifier": {**verifier, "name": name}}
 
 
 def _keeps_source(override: str) -> bool:

@@ -40,12 +40,15 @@ class Prompt:
     """One problem: what the model reads, and what the verifier needs to judge the answer.
 
     `Prompt("reverse/train/17", (Message("user", "Reverse 12, 34, 56"),), reference="56, 34, 12")`
+    The context holds the question as text, and what else the data says. `gold` is a response that must score 1, where
+    the data has one beside the reference (a solution beside test cases, say).
     """
 
     id: str
     messages: tuple[Message, ...]
     reference: Any
     context: Mapping[str, Any] = field(default_factory=dict)
+    gold: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

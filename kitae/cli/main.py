@@ -108,6 +108,20 @@ def algorithms(
 
 
 @app.command()
+def validate(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Check only so many prompts; default: all of a file.")
+    ] = None,
+) -> None:
+    """Prove that the gold answers of a recipe's data score 1 under its verifier, and list those that do not."""
+    from kitae.cli import verification
+
+    verification.validate(recipe, overrides or [], limit)
+
+
+@app.command()
 def verifiers() -> None:
     """List the verifiers, each with an example."""
     from kitae.cli import verification

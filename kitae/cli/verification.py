@@ -1,4 +1,4 @@
-"""`kitae verifiers` and `kitae verify`."""
+"""`kitae verifiers`, `kitae verify` and `kitae validate`."""
 
 import asyncio
 import json
@@ -11,11 +11,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from kitae.cli.locate import find_recipe
+from kitae.config import load_config
+from kitae.data.prompts import open_stream
 from kitae.errors import DataError, VerifierError
-from kitae.types import Score
+from kitae.types import Prompt, Score
 from kitae.verifiers.pool import VerifierPool
+from kitae.verifiers.pool import validate as find_bad_gold
 from kitae.verifiers.registry import VERIFIERS, check_params, resolve
 
+_GENERATED = 256  # problems of a task that has no end
 _AHEAD = 64  # rows under way for each worker, so that none waits for another
 
 
@@ -50,6 +55,28 @@ def verify(name: str, source: Path, target: Path, options: list[str], workers: i
     _summarise(scores, perf_counter() - began, target)
 
 
+def validate(recipe: str, overrides: list[str], limit: int | None) -> None:
+    config = load_config(find_recipe(recipe), overrides)
+    stream = open_stream(config.data, config.run.seed)
+    prompts = [stream.at(position) for position in range(limit or stream.size or _GENERATED)]
+
+    async def check() -> tuple[list[tuple[Prompt, Score]], int]:
+        settings = config.verifier
+        async with VerifierPool(settings.name, settings.params, settings.workers, settings.timeout) as pool:
+            return await find_bad_gold(pool, prompts), sum(pool.gold(prompt) is not None for prompt in prompts)
+
+    bad, known = asyncio.run(check())
+    for prompt, score in bad:
+        gold = prompt.reference if prompt.gold is None else prompt.gold
+        found = f"{score.value:g}" if score.valid else "not judged"
+        print(f"{prompt.id}: {_short(gold)} → {found} {score.detail.splitlines()[0] if score.detail else ''}".rstrip())
+    print(
+        f"{len(prompts)} prompts, {known} with a gold answer; {len(bad)} fail under verifier {config.verifier.name!r}"
+    )
+    if bad:
+        raise SystemExit(1)
+
+
 async def _score(
     name: str, params: dict[str, Any], rows: list[dict[str, Any]], workers: int, timeout: float, write: Any
 ) -> list[Score]:
@@ -71,7 +98,7 @@ async def _score(
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # not at U+2028 and the like, which JSON may hold
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -7,6 +7,7 @@ stops the run before it begins, not when its turn comes.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kitae.config import DataConfig
+from kitae.data.formats import Example, Reader, find_reader, read_row
+from kitae.data.gym import gym_prompt, gym_prompts
 from kitae.data.tasks import Problem, Split, find_task
 from kitae.errors import DataError
 from kitae.types import IntArray, Message, Prompt
@@ -51,6 +54,15 @@ def open_stream(config: DataConfig, seed: int) -> PromptStream:
 
         read(0)  # complains about parameters and about a space too small for the split
         return PromptStream(read, None, seed=seed, shuffle=False)
+    if config.gym is not None:
+        names = _gym_names(config.gym)
+
+        def read_gym(index: int) -> Prompt:
+            return _gym_prompt(config, gym_prompt(names, seed, "train", index, config.params))
+
+        for index in range(len(names)):
+            read_gym(index)
+        return PromptStream(read_gym, None, seed=seed, shuffle=False)
     files = [_local_file("data.path", config.path)] if config.path else _hub_files(config, config.hub_files)
     return _file_stream(config, files, seed)
 
@@ -66,6 +78,9 @@ def eval_prompts(config: DataConfig, seed: int, count: int) -> list[Prompt]:
     elif config.task is not None:
         problems = find_task(config.task).held_out(seed, config.params, count)
         return [_task_prompt(config, "eval", index, problem) for index, problem in enumerate(problems)]
+    elif config.gym is not None:
+        made = gym_prompts(_gym_names(config.gym), seed, count, config.params)
+        return [_gym_prompt(config, prompt) for prompt in made]
     elif config.path is not None:
         raise DataError(f"no held-out prompts for {config.path}: set data.eval_path, or eval.prompts to 0")
     elif config.hub_eval_files is None:
@@ -103,21 +118,40 @@ def _task_prompt(config: DataConfig, split: Split, index: int, problem: Problem)
     messages, reference = problem
     if config.system is not None:
         messages = (Message("system", config.system), *messages[1:])
+    context = {"question": messages[-1].content}
     messages = tuple(Message("user", _instruct(config, m.content)) if m.role == "user" else m for m in messages)
-    return Prompt(f"{config.task}/{split}/{index}", messages, reference)
+    return Prompt(f"{config.task}/{split}/{index}", messages, reference, context)
+
+
+def _gym_names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
+
+
+def _gym_prompt(config: DataConfig, prompt: Prompt) -> Prompt:
+    (question,) = prompt.messages
+    messages = _with_system(config, (Message("user", _instruct(config, question.content)),))
+    return replace(prompt, messages=messages, context={"question": question.content, **prompt.context})
 
 
 def _file_stream(config: DataConfig, files: list[File], seed: int) -> PromptStream:
     rows = [row for file in files for row in _read_rows(file)]
     if not rows:
         raise DataError(f"{', '.join(str(file.path) for file in files)}: no rows")
+    reader = find_reader(config.format) if config.format else partial(_columns, config)
+    good, bad = [], list[DataError]()
     for row in rows:
-        _row_prompt(config, row)
+        try:
+            _row_prompt(config, reader, row)
+            good.append(row)
+        except DataError as error:
+            bad.append(error)
+    if bad and not (config.skip_bad_rows and good):
+        raise DataError(f"{bad[0]}\n{len(bad)} of {len(rows)} rows are bad; data.skip_bad_rows=true leaves them out")
 
     def read(index: int) -> Prompt:
-        return _row_prompt(config, rows[index])
+        return _row_prompt(config, reader, good[index])
 
-    return PromptStream(read, len(rows), seed=seed, shuffle=config.shuffle)
+    return PromptStream(read, len(good), seed=seed, shuffle=config.shuffle)
 
 
 def _local_file(setting: str, text: str) -> File:
@@ -150,7 +184,7 @@ def _hub_files(config: DataConfig, pattern: str) -> list[File]:
 
 
 def _read_rows(file: File) -> Iterator[Row]:
-    readers = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
     if file.path.suffix not in readers:
         raise DataError(f"a data file must end in {' or '.join(readers)}, got {file.path}")
     return readers[file.path.suffix](file)
@@ -176,6 +210,16 @@ def _parse(file: File, number: int, line: str) -> dict[str, Any]:
     return values
 
 
+def _read_json(file: File) -> Iterator[Row]:
+    try:
+        rows = json.loads(file.path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {file.path}: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{file.path}: a .json file must hold a list of objects; one object per line is a .jsonl file")
+    return (Row(file, number, values) for number, values in enumerate(rows, start=1))
+
+
 def _read_parquet(file: File) -> Iterator[Row]:
     import pyarrow
     import pyarrow.parquet
@@ -187,39 +231,53 @@ def _read_parquet(file: File) -> Iterator[Row]:
     return (Row(file, number, values) for number, values in enumerate(rows, start=1))
 
 
-def _row_prompt(config: DataConfig, row: Row) -> Prompt:
-    """The columns that are neither question nor answer become the verifier's context."""
+def _row_prompt(config: DataConfig, reader: Reader, row: Row) -> Prompt:
+    """The question as text and the other columns become the verifier's context, but for the answer's."""
     where = f"{row.file.path}:{row.number}"
+    try:
+        example = read_row(reader, row.values)
+        question = example.question
+        messages = (Message("user", _instruct(config, question)),) if isinstance(question, str) else _messages(question)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+    asked = question if isinstance(question, str) else messages[-1].content
+    used = () if config.format else (config.prompt_key, config.answer_key)
+    context = {"question": asked} | {k: v for k, v in row.values.items() if k not in used}
+    messages = _with_system(config, messages)
+    return Prompt(f"{row.file.name}:{row.number}", messages, example.reference, context, example.gold)
+
+
+def _columns(config: DataConfig, row: Mapping[str, Any]) -> Example:
+    """The format of files without one: a column for the question, a column for the answer."""
     for key in (config.prompt_key, config.answer_key):
-        if key not in row.values:
-            raise DataError(f"{where}: no key {key!r}; the row has {_listed(list(row.values))}")
-    question = row.values[config.prompt_key]
-    messages: tuple[Message, ...] = (
-        (Message("user", _instruct(config, question)),)
-        if isinstance(question, str)
-        else _messages(f"{where}: {config.prompt_key!r}", question)
-    )
-    if config.system is not None and all(m.role != "system" for m in messages):
-        messages = (Message("system", config.system), *messages)
-    reference = row.values[config.answer_key]
+        if key not in row:
+            raise DataError(f"no key {key!r}; the row has {_listed(list(row))}")
+    reference = row[config.answer_key]
     if config.answer_after is not None:
-        reference = _after(config.answer_after, f"{where}: {config.answer_key!r}", reference)
-    context = {k: v for k, v in row.values.items() if k not in (config.prompt_key, config.answer_key)}
-    return Prompt(f"{row.file.name}:{row.number}", messages, reference, context)
+        reference = _after(config.answer_after, repr(config.answer_key), reference)
+    return Example(row[config.prompt_key], reference)
 
 
-def _messages(where: str, turns: object) -> tuple[Message, ...]:
+def _with_system(config: DataConfig, messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    if config.system is None or any(m.role == "system" for m in messages):
+        return messages
+    return (Message("system", config.system), *messages)
+
+
+def _messages(turns: object) -> tuple[Message, ...]:
     """Chat turns as they are; keys other than role and content are ignored."""
     if not isinstance(turns, list) or not turns:
-        raise DataError(f"{where} must be text or a list of messages, got {_clip(repr(turns))}")
+        raise DataError(f"a question must be text or a list of messages, got {_clip(repr(turns))}")
     messages = []
     for turn in turns:
         role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
-            raise DataError(f"{where}: a message must have a role and a content, both text, got {_clip(repr(turn))}")
+            raise DataError(f"a message must have a role and a content, both text, got {_clip(repr(turn))}")
         messages.append(Message(role, content))
     if messages[-1].role == "assistant":
-        raise DataError(f"{where} must end with a turn that the model answers, but its last message is the assistant's")
+        raise DataError(
+            "a question must end with a turn that the model answers, but its last message is the assistant's"
+        )
     return tuple(messages)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from string import ascii_lowercase
 from typing import Any, Literal
 
+from kitae.data.instructions import draw_instructions
 from kitae.data.puzzles import draw_countdown, draw_knights_and_knaves
 from kitae.errors import DataError
 from kitae.types import Message
@@ -43,7 +44,7 @@ class Task:
 
     name: str
     summary: str
-    verifier: Literal["exact", "number", "knights_knaves", "countdown"]
+    verifier: str
     defaults: Params
     limits: Mapping[str, tuple[int, int] | str]
     draw: Callable[[random.Random, Params], tuple[str, str]]
@@ -218,6 +219,14 @@ TASKS: dict[str, Task] = {
             {"count": 3, "low": 2, "high": 50, "max_target": 500, "examples": 0},
             {"count": (2, 5), "low": (1, 1000), "high": (2, 1000), "max_target": (1, 10**6), "examples": (0, 16)},
             draw_countdown,
+        ),
+        Task(
+            "instructions",
+            "Write about a topic and follow verifiable instructions.",
+            "instructions",
+            {"constraints": 2, "examples": 0},
+            {"constraints": (1, 5), "examples": (0, 0)},
+            draw_instructions,
         ),
     )
 }

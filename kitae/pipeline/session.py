@@ -193,17 +193,13 @@ def _evaluation_runner(config: Config, runner: Runner) -> Runner:
 
 
 async def _check_gold(pool: VerifierPool, prompts: list[Prompt], note: Callable[[str], None]) -> None:
-    """The gold answers must score 1: a verifier that refuses them would teach nonsense.
-
-    Only references that are text or a number can be answers; others (test cases, say) are not tried.
-    """
-    prompts = [p for p in prompts if isinstance(p.reference, str | int | float)]
+    """The gold answers must score 1, and references must be readable: anything else would teach nonsense."""
     bad = await validate(pool, prompts)
     if not bad:
         return
     prompt, score = bad[0]
     message = (
-        f"{len(bad)} of {len(prompts)} reference answers do not score 1 under this verifier; the first: "
+        f"{len(bad)} of {len(prompts)} reference answers fail under this verifier; the first: "
         f"{prompt.id} with reference {str(prompt.reference)[:80]!r} → {score.outcome} {score.value:g} {score.detail}"
     )
     if len(bad) == len(prompts):

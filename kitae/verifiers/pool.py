@@ -15,6 +15,7 @@ import asyncio
 import inspect
 import itertools
 import json
+import sys
 from collections.abc import Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -59,6 +60,7 @@ class VerifierPool:
         self.stats = PoolStats()
         self._params = dict(params)
         found = VERIFIERS.get(name)
+        self._references_are_answers = found is None or found.gold
         self._waiting = found if found is not None and inspect.iscoroutinefunction(found.score) else None
         self._template = Template({"name": name, "params": self._params})
         self._workers = {_Worker(self._template) for _ in range(0 if self._waiting else workers)}
@@ -70,6 +72,13 @@ class VerifierPool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = False
 
+    def gold(self, prompt: Prompt) -> str | None:
+        """A response to the prompt that must score 1, where one is known."""
+        if prompt.gold is not None:
+            return prompt.gold
+        is_answer = self._references_are_answers and isinstance(prompt.reference, str | int | float)
+        return str(prompt.reference) if is_answer else None
+
     async def start(self) -> None:
         """Start all workers; raise `VerifierError` if the verifier cannot be loaded or refuses its params."""
         try:
@@ -77,6 +86,8 @@ class VerifierPool:
                 check_params(self._waiting, self._params)
             else:
                 await self._template.start()
+                for warning in self._template.warnings:
+                    print(f"warning: {warning}", file=sys.stderr)
             for worker in self._workers:
                 await worker.start()
         except BaseException:
@@ -186,13 +197,16 @@ class VerifierPool:
 
 
 async def validate(pool: VerifierPool, prompts: Iterable[Prompt]) -> list[tuple[Prompt, Score]]:
-    """Score each gold reference as if it were the response; return those that do not get 1, which are bad data."""
+    """Score gold answers as if they were responses; return those that do not get 1, which are bad data.
+
+    Where there is no gold answer, a reference that the verifier cannot read is what can be found, as an error.
+    """
 
     async def check(prompt: Prompt) -> tuple[Prompt, Score]:
-        return prompt, await pool.score(str(prompt.reference), prompt.reference, prompt.context)
+        return prompt, await pool.score(pool.gold(prompt) or "", prompt.reference, prompt.context)
 
     results = await asyncio.gather(*map(check, prompts))
-    return [(prompt, score) for prompt, score in results if score.value != 1]
+    return [(p, score) for p, score in results if not score.valid or (pool.gold(p) is not None and score.value != 1)]
 
 
 class _Worker:

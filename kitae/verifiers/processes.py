@@ -56,6 +56,7 @@ class Template:
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
         self.on_timeout = "error"
+        self.warnings: list[str] = []
         self._setup = setup
         self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
@@ -144,7 +145,7 @@ class Template:
         if problem:
             await self._stop()
             raise VerifierError(problem)
-        self.on_timeout = ready["on_timeout"]
+        self.on_timeout, self.warnings = ready["on_timeout"], ready["warnings"]
 
     async def _ask(self, request: Any, *descriptors: int) -> dict[str, Any]:
         """A question and its answer belong together, even if whoever asked is cancelled meanwhile."""

@@ -35,6 +35,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -42,11 +43,12 @@ from pathlib import Path
 from typing import Any, Literal, Self, get_args
 
 from kitae.errors import VerifierError
+from kitae.verifiers.base import VerifierWarning
 from kitae.verifiers.runners import MODULES
 
 SandboxChoice = Literal["auto", "bwrap", "unshare", "none"]
 INSTALL = "apt-get install bubblewrap (or dnf, pacman, zypper: the package is called bubblewrap everywhere)"
-WARNING = 'warning: sandbox = "none" runs code of the model with your rights, on your files and your network'
+WARNING = 'sandbox = "none" runs code of the model with your rights, on your files and your network'
 
 NOBODY = 65534
 WORK = "/box"
@@ -214,7 +216,7 @@ def find_backend(choice: SandboxChoice) -> Backend:
     if choice not in get_args(SandboxChoice):
         raise VerifierError(f"sandbox must be one of {', '.join(get_args(SandboxChoice))}, got {choice!r}")
     if choice == "none":
-        print(WARNING, file=sys.stderr, flush=True)
+        warnings.warn(WARNING, VerifierWarning, stacklevel=2)
         return Backend("none")
     problems = []
     for name in ("bwrap", "unshare") if choice == "auto" else (choice,):

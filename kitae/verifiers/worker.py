@@ -1,10 +1,10 @@
 """The processes in which score functions run, so that one that hangs or crashes takes nothing with it.
 
 The template loads the verifier once; workers are forked from it (see `processes`). Template and pool exchange JSON, one
-message per packet: the setup `{"name", "params"}`, answered by `{"on_timeout"}` when the verifier is loaded and warm,
-or by `{"error"}`; then "spawn" with two descriptors → `{"pid"}`, and `{"reap": pid}` → `{"status"}`. A worker reads
-one JSON object per line and answers each with one: `{"id", "response", "reference", "context"}` → `{"id", "value",
-"components", "outcome", "detail"}`.
+message per packet: the setup `{"name", "params"}`, answered by `{"on_timeout", "warnings"}` when the verifier is loaded
+and warm, or by `{"error"}`; then "spawn" with two descriptors → `{"pid"}`, and `{"reap": pid}` → `{"status"}`. A worker
+reads one JSON object per line and answers each with one: `{"id", "response", "reference", "context"}` → `{"id",
+"value", "components", "outcome", "detail"}`.
 
 Covered: a score function may print, read stdin, raise, exit, crash, or return nonsense, and the answer is a true score
 or an error. Not covered: malice. The function runs with the rights of the user, on their files and network. It must not
@@ -20,6 +20,7 @@ import signal
 import socket
 import sys
 import traceback
+import warnings
 from contextlib import suppress
 from dataclasses import asdict
 from math import isfinite
@@ -30,7 +31,7 @@ from typing import Any, NoReturn
 from kitae.errors import VerifierError
 from kitae.types import Score
 from kitae.verifiers import compose
-from kitae.verifiers.base import ScoreFunction, Verifier
+from kitae.verifiers.base import ScoreFunction, Verifier, VerifierWarning
 from kitae.verifiers.registry import check_params, resolve
 
 _MAX_CONTROL = 2**16  # bytes of a message of the pool
@@ -44,15 +45,18 @@ def main() -> None:
     setup = json.loads(control.recv(_MAX_CONTROL))
     params = setup["params"]
     try:
-        verifier = resolve(setup["name"])
-        check_params(verifier, params)
-        if verifier.name == "compose":
-            verifier = compose.prepare(params)
-        _warm_up(verifier, params)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", VerifierWarning)
+            verifier = resolve(setup["name"])
+            check_params(verifier, params)
+            if verifier.name == "compose":
+                verifier = compose.prepare(params)
+            _warm_up(verifier, params)
     except VerifierError as error:
         control.send(json.dumps({"error": str(error)}).encode()[:_MAX_CONTROL])
         return
-    control.send(json.dumps({"on_timeout": verifier.on_timeout}).encode())
+    said = [str(warning.message) for warning in caught if issubclass(warning.category, VerifierWarning)]
+    control.send(json.dumps({"on_timeout": verifier.on_timeout, "warnings": said}).encode())
     gc.collect()
     gc.freeze()  # what is loaded stays shared with the workers
     while True:

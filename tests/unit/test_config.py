@@ -75,8 +75,8 @@ def test_all_problems_are_named_at_once() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"data": {}}, "data needs exactly one of task, path or hub, got none"),
-        ({"data": {"task": "sort", "path": "x.jsonl"}}, "exactly one of task, path or hub, got task and path"),
+        ({"data": {}}, "data needs exactly one of task, gym, path, hub, got none"),
+        ({"data": {"task": "sort", "path": "x.jsonl"}}, "exactly one of task, gym, path, hub, got task and path"),
         ({"data": {"path": "x", "hub": "y", "task": "z"}}, "got task and path and hub"),
         ({"data": {"task": "sort", "instruction": "Sort!"}}, "data.instruction must contain {question}, got 'Sort!'"),
         ({"data": {"path": "x.jsonl", "params": {"count": 3}}}, "data.params belongs to a generated task"),
@@ -130,7 +130,7 @@ def test_just_inside_the_rules_is_accepted(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("values", [{}, {"run": {"name": "x"}}])
 def test_a_recipe_without_data_is_told_so_in_one_short_line(values: dict[str, Any]) -> None:
-    assert refused(values) == "data needs exactly one of task, path or hub, got none"
+    assert refused(values) == "data needs exactly one of task, gym, path, hub, got none"
 
 
 @pytest.mark.parametrize("values", [[], 5, "x", None])
@@ -228,7 +228,7 @@ def test_later_overrides_win() -> None:
         ("training.stepz=3", "unknown key training.stepz; did you mean training.steps?"),
         ("trainin.steps=3", "unknown section 'trainin'; did you mean training?"),
         ("training.steps=three", "training.steps: input should be a valid integer"),
-        ("data.params.count=[1]", "data.params.count"),
+        ("data.params=3", "data.params"),
     ],
 )
 def test_bad_overrides(override: str, message: str) -> None:

@@ -104,3 +104,18 @@ def test_bad_calls_are_named(kitae: Verify) -> None:
 def test_the_list_has_every_verifier(kitae: Verify) -> None:
     _, out, _ = kitae("verifiers")
     assert all(any(line.startswith(f"{name} ") for line in out.splitlines()) for name in VERIFIERS)
+
+
+def test_lines_end_where_json_says(kitae: Verify) -> None:
+    Path("in.jsonl").write_text('{"id": 1, "response": "a\u2028b\u0085", "reference": "a\u2028b"}\n', encoding="utf-8")
+    assert kitae("verify", "exact", *FILES)[0] == 0 and [r["score"] for r in scored()] == [1.0]
+
+
+def test_validate_lists_gold_answers_that_fail(kitae: Verify) -> None:
+    Path("r.toml").write_text('[data]\npath = "in.jsonl"\n[verifier]\nname = "number"\n')
+    write([{"question": "?", "answer": answer} for answer in ("4", "four", "5", "{}")])
+    status, out, _ = kitae("validate", "r.toml")
+    assert status == 1 and "4 prompts, 4 with a gold answer; 2 fail under verifier 'number'" in out
+    assert "in.jsonl:2" in out and "in.jsonl:4" in out and "in.jsonl:1:" not in out
+    assert kitae("validate", "r.toml", "data.shuffle=false", "--limit", 1)[0] == 0
+    assert "256 prompts" in kitae("validate", "quickstart")[1]

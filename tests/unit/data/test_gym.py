@@ -5,8 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kitae.config import DataConfig
 from kitae.data import gym as data
 from kitae.data.gym import gym_prompt, gym_prompts
+from kitae.data.prompts import eval_prompts, open_stream
 from kitae.errors import DataError
 from kitae.verifiers.gym import _harmless, gym
 
@@ -192,3 +194,16 @@ def test_never_raises(response):
         prompt = gym_prompt([name], 0, "train", 1)
         score = gym(response, prompt.reference, prompt.context)
         assert score.valid and 0 <= score.value <= 1
+
+
+def test_a_stream_and_held_out_prompts() -> None:
+    config = DataConfig(gym="chain_sum, basic_arithmetic", params={}, instruction="{question} Answer only.")
+    stream = open_stream(config, 3)
+    first, second = stream.at(0), stream.at(1)
+    assert stream.size is None and stream.at(0) == first
+    assert (first.context["gym"]["dataset"], second.context["gym"]["dataset"]) == ("chain_sum", "basic_arithmetic")
+    assert first.messages[-1].content == f"{first.context['question']} Answer only."
+    held_out = {p.context["question"] for p in eval_prompts(config, 3, 20)}
+    assert len(held_out) == 20 and not held_out & {stream.at(i).context["question"] for i in range(100)}
+    with pytest.raises(DataError, match="no data set 'chain_sun'"):
+        open_stream(DataConfig(gym="chain_sum,chain_sun"), 0)

@@ -104,7 +104,7 @@ class TestFiles:
         path = write(tmp_path / name, [{**row, "level": 2} for row in numbered(10)])
         stream = open_stream(DataConfig(path=path, shuffle=False), 0)
         assert stream.size == 10
-        assert stream.at(3) == Prompt(f"{name}:4", (Message("user", "q3"),), "a3", {"level": 2})
+        assert stream.at(3) == Prompt(f"{name}:4", (Message("user", "q3"),), "a3", {"question": "q3", "level": 2})
         assert stream.at(13) == stream.at(3)
         shuffled = open_stream(DataConfig(path=path), 0)
         assert {shuffled.at(i).id for i in range(10)} == {f"{name}:{i + 1}" for i in range(10)}
@@ -199,14 +199,14 @@ class TestHeldOut:
         ("a.jsonl", b'{"question": "\xff"}\n', {}, "a.jsonl: 'utf-8' codec can't decode"),
         ("a.jsonl", '\n{"q": "x", "a": 1}\n', {}, "a.jsonl:2: no key 'question'; the row has 'q', 'a'"),
         ("a.jsonl", '{"question": "x", "a": 1}\n', {}, "a.jsonl:1: no key 'answer'; the row has 'question', 'a'"),
-        ("a.jsonl", '{"question": 7, "answer": 1}\n', {}, "'question' must be text or a list of messages, got 7"),
-        ("a.jsonl", '{"question": [], "answer": 1}\n', {}, "'question' must be text or a list of messages, got []"),
+        ("a.jsonl", '{"question": 7, "answer": 1}\n', {}, "a question must be text or a list of messages, got 7"),
+        ("a.jsonl", '{"question": [], "answer": 1}\n', {}, "a question must be text or a list of messages, got []"),
         ("a.jsonl", '{"question": ["x"], "answer": 1}\n', {}, "must have a role and a content, both text, got 'x'"),
         (
             "a.jsonl",
             '{"question": [{"role": "user", "content": null}], "answer": 1}\n',
             {},
-            "a.jsonl:1: 'question': a message must have a role and a content, both text, got {'role': 'user'",
+            "a.jsonl:1: a message must have a role and a content, both text, got {'role': 'user'",
         ),
         (
             "a.jsonl",
@@ -227,7 +227,7 @@ class TestHeldOut:
             "must have text after '####'",
         ),
         ("a.jsonl", '{"question": "q", "answer": 4}\n', {"answer_after": "####"}, "must be text for data.answer_after"),
-        ("a.csv", "q,a\n", {}, "a data file must end in .jsonl or .parquet, got"),
+        ("a.csv", "q,a\n", {}, "a data file must end in .jsonl or .json or .parquet, got"),
         ("a.parquet", "PAR1 but not really", {}, "cannot read"),
     ],
 )

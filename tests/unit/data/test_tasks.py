@@ -92,6 +92,8 @@ def test_held_out_problems_are_different_and_extend_each_other(task):
 @ALL
 @pytest.mark.parametrize("examples", [0, 1, 5])
 def test_number_of_examples(task, examples):
+    if examples > task.limits["examples"][1]:
+        pytest.skip("a reference of this task is no answer that could be shown")
     messages, _ = task.problem(0, "train", {"examples": examples}, 0)
     assert len(messages) == 2 + 2 * examples
     assert messages[-1].content not in [m.content for m in messages[:-1]]

@@ -382,6 +382,11 @@ def test_validate() -> None:
     prompts = [prompt(reference) for reference in (12, "1,234", "many", "#### 5", 0.5)]
     bad, _ = run(lambda pool: validate(pool, prompts), "number")
     assert [p.reference for p, _ in bad] == ["many"] and not bad[0][1].valid
+    solved = [Prompt(gold, (), "56", gold=gold) for gold in ("It is 56", "It is 57")]
+    assert [p.id for p, _ in run(lambda pool: validate(pool, solved), "number")[0]] == ["It is 57"]
+    rules = [prompt(reference) for reference in ('{"required": ["age"]}', "{", {"required": ["age"]})]
+    bad, _ = run(lambda pool: validate(pool, rules), "json_schema")
+    assert [p.reference for p, _ in bad] == ["{"], "a rule is no answer, but it must be readable"
     golds = [
         "x^2+1",
         "(1,2)",
@@ -417,3 +422,16 @@ asyncio.run(main())
     os.kill(parent.pid, signal.SIGKILL)
     parent.communicate()
     assert is_gone(worker)
+
+
+def test_what_a_verifier_warns_of_is_seen(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Even though what workers print is not."""
+
+    async def test(pool: VerifierPool) -> Score:
+        return await pool.score("```python\ndef f(): return 1\n```", reference)
+
+    reference = {"tests": {"kind": "asserts", "asserts": ["assert f() == 1"]}}
+    score, _ = run(test, "code", params={"sandbox": "none"}, workers=1)
+    assert score.value == 1 and capfd.readouterr().err.startswith('warning: sandbox = "none" runs code of the model')
+    run(test, "code", workers=1)
+    assert capfd.readouterr().err == ""

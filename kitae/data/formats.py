@@ -1,0 +1,102 @@
+"""How a row of a known data set becomes a question, a reference and, where it has one, a response that must score 1.
+
+    format        columns                                                         verifier
+    math          problem, answer (or a solution with a \\boxed answer)             math
+    mbpp          text or prompt, code, test_list, test_setup_code or test_imports code
+    humaneval     prompt, test, entry_point, canonical_solution                   code
+    ifeval        prompt, instruction_id_list, kwargs                             instructions
+
+`data.format = "mbpp"` names one; `data.format = "file.py:function"` is your own: a function from the row, a mapping, to
+an `Example`, or to a mapping with its keys.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from kitae.errors import DataError
+from kitae.plugins import is_plugin, load_function, nearest
+
+
+class Example(NamedTuple):
+    """`Example("What is 6 · 7?", "42")`; the question may be a list of chat messages."""
+
+    question: Any
+    reference: Any
+    gold: str | None = None
+
+
+Reader = Callable[[Mapping[str, Any]], Any]
+
+
+class Format(NamedTuple):
+    """How to read a row, and the verifier that its references are made for."""
+
+    read: Reader
+    verifier: str
+
+
+def find_reader(name: str) -> Reader:
+    """How the format of this name reads a row; a user's own function is loaded here."""
+    if name in FORMATS:
+        return FORMATS[name].read
+    if is_plugin(name):
+        return load_function(name, "format", ("row",), DataError)
+    raise DataError(f"data.format must be one of {', '.join(FORMATS)} or file.py:function{nearest(name, FORMATS)}")
+
+
+def read_row(reader: Reader, row: Mapping[str, Any]) -> Example:
+    """What a format makes of a row; a `DataError` says what is wrong with the row, or with a user's function."""
+    try:
+        made = reader(row)
+        return made if isinstance(made, Example) else Example(**made)
+    except KeyError as error:
+        raise DataError(f"no column {error}; the row has {', '.join(map(repr, row))}") from None
+    except DataError:
+        raise
+    except Exception as error:  # a user's own function may raise anything
+        raise DataError(f"the format cannot read the row: {type(error).__name__}: {error}") from error
+
+
+def math(row: Mapping[str, Any]) -> Example:
+    from kitae.verifiers.answers import last_boxed
+
+    problem, answer = row["problem"], row.get("answer")
+    if answer is None and "solution" in row:
+        answer = last_boxed(row["solution"])
+    if answer is None or not str(answer).strip():
+        raise DataError(r"a row of MATH must have an answer, or a solution with its answer in a \boxed, got neither")
+    return Example(problem, str(answer))
+
+
+def mbpp(row: Mapping[str, Any]) -> Example:
+    """The prompt shows the tests, as the data set's authors do: they name the function."""
+    tests = list(row["test_list"])
+    setup = "\n".join([row.get("test_setup_code") or "", *(row.get("test_imports") or ())]).strip()
+    task = row["text"] if "text" in row else row["prompt"]
+    question = f"{task} Your code should pass these tests:\n\n" + "\n".join(tests)
+    return Example(question, {"tests": {"kind": "asserts", "asserts": tests, "setup": setup}}, row.get("code"))
+
+
+def humaneval(row: Mapping[str, Any]) -> Example:
+    tests = {"kind": "check", "prompt": row["prompt"], "check": row["test"], "entry_point": row["entry_point"]}
+    question = f"Complete this function:\n\n```python\n{row['prompt'].strip()}\n```"
+    return Example(question, {"tests": tests}, row.get("canonical_solution"))
+
+
+def ifeval(row: Mapping[str, Any]) -> Example:
+    names, arguments = row["instruction_id_list"], row["kwargs"]
+    if len(names) != len(arguments):
+        raise DataError(f"instruction_id_list and kwargs must be of one length, got {len(names)} and {len(arguments)}")
+    instructions = [
+        {"id": name, "kwargs": {k: v for k, v in (given or {}).items() if v is not None}}
+        for name, given in zip(names, arguments, strict=True)
+    ]
+    return Example(row["prompt"], {"instructions": instructions})
+
+
+FORMATS = {
+    "math": Format(math, "math"),
+    "mbpp": Format(mbpp, "code"),
+    "humaneval": Format(humaneval, "code"),
+    "ifeval": Format(ifeval, "instructions"),
+}
