@@ -62,10 +62,10 @@ def _same_quantity(gold: Node, got: Node, tolerance: float) -> bool | None:
     """Numbers with a percent sign, a degree sign or a unit on one side or both."""
     if gold.kind == got.kind == "unit":
         left, right = unit_of(gold.value), unit_of(got.value)
-        if left and right and ("^" in gold.value) == ("^" in got.value) and "per" not in gold.value + got.value:
-            if left[0] != right[0]:
+        if left and right and left.power == right.power and "per" not in gold.value + got.value:
+            if left.dimension != right.dimension:
                 return False
-            return same(scaled(gold.args[0], left[1]), scaled(got.args[0], right[1]), tolerance)
+            return same(scaled(gold.args[0], left.size), scaled(got.args[0], right.size), tolerance)
         return same(gold.args[0], got.args[0], tolerance)
     if gold.kind == got.kind:
         return same(gold.args[0], got.args[0], tolerance)

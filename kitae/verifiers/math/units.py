@@ -1,10 +1,11 @@
-"""Units of measurement and of money: `unit_of("cm")` → `("length", Fraction(1, 100))`.
+"""Units of measurement and of money: `unit_of("cm^2")` → `Unit("length", Fraction(1, 10_000), 2)`.
 
 Only units that are converted are listed. Whatever else stands after a number ("apples", "units") is a unit that nothing
 is known of, and counts for nothing.
 """
 
 from fractions import Fraction
+from typing import NamedTuple
 
 from kitae.verifiers.math.tree import Node
 
@@ -15,7 +16,7 @@ _SIZES = {
     "mass": "mg:1/1000 g:1 gram:1 kg:1000 kilogram:1000 lb:45359237/100000 pound:45359237/100000 oz:45359237/1600000 "
     "ounce:45359237/1600000",
     "time": "s:1 sec:1 second:1 min:60 minute:60 h:3600 hr:3600 hour:3600 day:86400 week:604800",
-    "volume": "ml:1/1000 mL:1/1000 milliliter:1/1000 l:1 L:1 liter:1 litre:1 gals:1",
+    "volume": "ml:1/1000 mL:1/1000 milliliter:1/1000 l:1 L:1 liter:1 litre:1",
     "gallon": "gallon:1 gal:1",
     "money": "$:1 dollar:1 usd:1 USD:1 buck:1 cent:1/100 ¢:1/100",
     "euro": "€:1 euro:1 eur:1 EUR:1",
@@ -37,14 +38,28 @@ def _table() -> dict[str, tuple[str, Fraction]]:
 
 
 UNITS = _table()
+_POWERS = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3}
+_EXPONENTS = {"": 1, "2": 2, "3": 3, "4": 4, "-1": -1, "-2": -2}
 DEGREE = Node("div", (Node("constant", value="pi"), Node("number", value=Fraction(180))))
 
 
-def unit_of(text: str) -> tuple[str, Fraction] | None:
-    words = text.strip().rstrip(".").split("^")[0].split()
-    if len(words) > 1 and words[0].lower() in ("square", "sq", "cubic", "sq."):
-        words = words[1:]
-    return None if len(words) != 1 else UNITS.get(words[0]) or UNITS.get(words[0].lower())
+class Unit(NamedTuple):
+    """What a unit measures, and its size with the power in it: `Unit("length", Fraction(1, 10_000), 2)` for cm²."""
+
+    dimension: str
+    size: Fraction
+    power: int
+
+
+def unit_of(text: str) -> Unit | None:
+    """The unit that "cm", "cm^2", "square feet" or "sq. ft" stands for."""
+    name, _, exponent = text.strip().rstrip(".").partition("^")
+    words, power = name.split(), _EXPONENTS.get(exponent.strip())
+    if power == 1 and len(words) > 1:
+        power = _POWERS.get(words[0].lower(), 1)
+        words = words[power > 1 :]
+    found = UNITS.get(words[0]) or UNITS.get(words[0].lower()) if len(words) == 1 else None
+    return None if found is None or power is None else Unit(found[0], found[1] ** power, power)
 
 
 def scaled(node: Node, size: Fraction) -> Node:

@@ -67,6 +67,8 @@ EQUAL = {
         (r"\pi \text{ cm}", r"\pi"), (r"164 \pi \mbox{ square feet}", r"164\pi"), ("7", "7 miles per hour"),
         ("5", "5 m"), ("3", "3 hours"), ("12", r"12\text{ units}"), ("9 min", "9"), ("25 mph", "25"),
         (r"20^\circ\text{C}", "20"), ("10", "10 minutes"), ("4", "4 $"), ("6", "6 дней"), ("6", "6个"),
+        ("1 m^2", r"10000\text{ cm}^2"), ("1 square foot", "144 square inches"), ("1 m³", "1000000 cm^3"),
+        (r"1\text{ sq. ft}", "144 in^2"), ("2 gallons", "2 gals"),
     ],
     "algebra": [
         ("x+1", "1+x"), ("x^2+2x+1", "(x+1)^2"), ("2x", "2*x"), ("2x", r"2 \cdot x"), ("xy", "yx"), ("x/2", "0.5x"),
@@ -224,6 +226,8 @@ UNEQUAL = {
     "units and currency": [
         ("5 cm", "5 m"), ("5 cm", "6 cm"), (r"\$5", "€5"), ("1 hour", "1 minute"), ("60°", "61°"), ("18", "19 eggs"),
         ("5 kg", "5 cm"), (r"\$0.80", "80 dollars"), ("60", r"\frac{\pi}{3}"),
+        ("1 m^2", "100 cm^2"), ("1 square meter", "100 square centimeters"), ("5 square feet", "60 inches"),
+        ("3 gals", "3 liters"), ("1 m^2", "1 cm^2"),
     ],
     "algebra": [
         ("x+1", "x+2"), ("x", "y"), ("x^2", "2x"), ("|x|", "x"), (r"\sqrt{x^2}", "x"), ("x", "5"), ("2x", "x^2"),
