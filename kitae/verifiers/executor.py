@@ -36,7 +36,7 @@ from kitae.verifiers.code import (
     total_score,
     variants,
 )
-from kitae.verifiers.remote import Service, ask
+from kitae.verifiers.remote import Service, ask, service_options
 from kitae.verifiers.sandbox import Limits, Report, complete_order, runner_sources
 
 _NAMES = {"javascript": "nodejs"}  # languages that the API calls otherwise
@@ -74,6 +74,7 @@ while True:
 """
 
 
+@service_options("concurrency", "retries", "backoff", "deadline")
 async def remote_code(
     response: str,
     reference: Any,
@@ -86,10 +87,7 @@ async def remote_code(
     total_limit: float = 30.0,
     memory_mb: int = 1024,
     key_env: str = "",
-    concurrency: int = 16,
-    retries: int = 4,
-    backoff: float = 0.5,
-    deadline: float = 180.0,
+    **options: Any,
 ) -> Score:
     """1 where the code in the response passes all tests on the server at `url`; with `reward="rate"`, their share.
 
@@ -101,16 +99,8 @@ async def remote_code(
     source, tests = prepared
     limits = Limits(time_limit=time_limit, memory_mb=memory_mb)
     try:
-        service = Service(
-            base_url=url,
-            model="run_code",
-            key_env=key_env,
-            concurrency=concurrency,
-            retries=retries,
-            backoff=backoff,
-            request_timeout=_COMPILE_LIMIT + max(total_limit, time_limit) + _SLACK,
-            deadline=deadline,
-        )
+        request_timeout = _COMPILE_LIMIT + max(total_limit, time_limit) + _SLACK
+        service = Service(base_url=url, model="run_code", key_env=key_env, request_timeout=request_timeout, **options)
         if isinstance(tests, Stdio):
             verdicts = await _run_cases(service, language, source, tests, limits)
         else:

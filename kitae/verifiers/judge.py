@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from kitae.errors import VerifierError
 from kitae.types import Score
-from kitae.verifiers.remote import Service, ask
+from kitae.verifiers.remote import Service, ask, service_options
 
 RUBRICS: Mapping[str, str] = {
     "reference": (
@@ -91,6 +91,7 @@ class Verdict(NamedTuple):
     reason: str
 
 
+@service_options()
 async def judge(
     response: str,
     reference: Any,
@@ -108,13 +109,7 @@ async def judge(
     max_tokens: int = 1024,
     max_input_tokens: int = 16_000,
     extra: str = "",
-    concurrency: int = 16,
-    requests_per_minute: float = 0.0,
-    retries: int = 4,
-    backoff: float = 0.5,
-    request_timeout: float = 60.0,
-    deadline: float = 180.0,
-    cache: str = "",
+    **options: Any,
 ) -> Score:
     """The grade that a chat model at an OpenAI-compatible endpoint gives, with its scale mapped to 0…1.
 
@@ -126,18 +121,7 @@ async def judge(
     `{"max_tokens": null, "max_completion_tokens": 2048, "temperature": null}`. The options after it are `Service`'s.
     """
     try:
-        service = Service(
-            base_url=base_url,
-            model=model,
-            key_env=key_env,
-            concurrency=concurrency,
-            requests_per_minute=requests_per_minute,
-            retries=retries,
-            backoff=backoff,
-            request_timeout=request_timeout,
-            deadline=deadline,
-            cache=cache,
-        )
+        service = Service(base_url=base_url, model=model, key_env=key_env, **options)
         scale = _scale(scale_min, scale_max, out_of_range)
         template = RUBRICS.get(rubric, rubric)
         places = set(_PLACE_RE.findall(template))
@@ -171,6 +155,7 @@ async def judge(
     return Score(value, {"judge": value, "judge_raw": raw}, detail=reason)
 
 
+@service_options()
 async def reward_model(
     response: str,
     reference: Any,
@@ -188,13 +173,7 @@ async def reward_model(
     squash: str = "none",
     max_input_tokens: int = 16_000,
     extra: str = "",
-    concurrency: int = 16,
-    requests_per_minute: float = 0.0,
-    retries: int = 4,
-    backoff: float = 0.5,
-    request_timeout: float = 60.0,
-    deadline: float = 180.0,
-    cache: str = "",
+    **options: Any,
 ) -> Score:
     """The number that a reward model gives, as (number − center) / spread; squash "sigmoid" then maps it to 0…1.
 
@@ -211,18 +190,7 @@ async def reward_model(
     server's chat template is used, and else the question, an empty line and the response.
     """
     try:
-        service = Service(
-            base_url=base_url,
-            model=model,
-            key_env=key_env,
-            concurrency=concurrency,
-            requests_per_minute=requests_per_minute,
-            retries=retries,
-            backoff=backoff,
-            request_timeout=request_timeout,
-            deadline=deadline,
-            cache=cache,
-        )
+        service = Service(base_url=base_url, model=model, key_env=key_env, **options)
         squashed = _squash(center, spread, squash)
         places = set(_PLACE_RE.findall(template)) if template else {"question", "response"}
         if "response" not in places:

@@ -15,6 +15,7 @@ looked for; a server that sends the key back in disguise (base64); limits across
 
 import asyncio
 import hashlib
+import inspect
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ import sqlite3
 import ssl
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
     import httpx
 
 T = TypeVar("T")
+ScoreT = TypeVar("ScoreT", bound=Callable[..., Any])
 
+_IDENTITY = ("base_url", "model", "key_env")  # of a service, for which verifiers have options and defaults of their own
 _LOG = logging.getLogger(__name__)
 _MAX_BODY = 2**23  # bytes of an answer
 _MAX_WAIT = 30.0  # seconds between two tries, where the server does not ask for more
@@ -89,6 +92,29 @@ class Service:
     def url(self, path: str) -> str:
         base = self.base_url.rstrip("/")
         return base if base.endswith(path) else base + path
+
+
+def service_options(*names: str) -> Callable[[ScoreT], ScoreT]:
+    """Give a verifier fields of `Service` as options: these, or else all from `concurrency` on.
+
+    They take the place of its `**options` in its signature, by which params are checked and documented: with
+    `@service_options("retries", "backoff")`, that of `f(*, url: str, **options)` ends in `url: str, retries: int = 4,
+    backoff: float = 0.5`.
+    """
+    known = {field.name: field for field in fields(Service)}
+    chosen = [known[name] for name in names or known if name not in _IDENTITY]
+    options = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in chosen
+    ]
+
+    def declare(score: ScoreT) -> ScoreT:
+        signature = inspect.signature(score)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        score.__signature__ = signature.replace(parameters=own + options)  # type: ignore[attr-defined]
+        return score
+
+    return declare
 
 
 async def ask(service: Service, path: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:

@@ -1,6 +1,8 @@
 """The judge and the reward model, against a real server on loopback with honest, broken and hostile answers."""
 
 import asyncio
+import dataclasses
+import inspect
 import json
 import logging
 import math
@@ -17,6 +19,7 @@ from test_remote import KEY, FakeServer, Handler, Reply, Request, run, run_tidil
 
 from kitae.types import Score
 from kitae.verifiers.judge import RUBRICS, Verdict, judge, read_verdict, reward_model, shorten
+from kitae.verifiers.remote import Service
 
 QUESTION = {"question": "What is the capital of Peru?"}
 MARK = "0123456789abcdef"
@@ -702,6 +705,7 @@ def test_rewards_are_cached(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("function", [judge, reward_model])
 def test_options_are_plain_values(function: Callable[..., Any]) -> None:
-    defaults = function.__kwdefaults__
-    assert {type(value) for value in defaults.values()} <= {str, int, float}
-    assert not {"base_url", "model"} & set(defaults)
+    options = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert {option.name for option in options if option.default is option.empty} == {"base_url", "model"}
+    assert {type(option.default) for option in options if option.default is not option.empty} == {str, int, float}
+    assert {field.name for field in dataclasses.fields(Service)} <= {option.name for option in options}
