@@ -14,10 +14,12 @@ import pytest
 
 from kitae.errors import VerifierError
 from kitae.verifiers import sandbox
+from kitae.verifiers.base import VerifierWarning
 from kitae.verifiers.code import code
 from kitae.verifiers.sandbox import Backend, Limits, Report, find_backend, find_program, open_session
 
 needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+unprotected = pytest.mark.filterwarnings("ignore::kitae.verifiers.base.VerifierWarning")
 ASSERTS = {"kind": "asserts", "asserts": ["assert f(1) == 2"]}
 RIGHT = "def f(x): return x + 1"
 RUN: dict[str, Any] = {"mode": "run", "files": {}, "compile": None, "command": None}
@@ -66,16 +68,16 @@ def test_unknown_choice_is_refused() -> None:
         find_backend("docker")  # type: ignore[arg-type]
 
 
-def test_none_warns_at_every_start(fresh: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    assert code(RIGHT, ASSERTS, {}, sandbox="none").value == 1
-    assert "with your rights" in capfd.readouterr().err
-    code(RIGHT, ASSERTS, {}, sandbox="none")
-    assert capfd.readouterr().err == ""
+def test_none_warns_at_every_start(fresh: pytest.MonkeyPatch) -> None:
+    with pytest.warns(VerifierWarning, match="with your rights"):
+        assert code(RIGHT, ASSERTS, {}, sandbox="none").value == 1
+    code(RIGHT, ASSERTS, {}, sandbox="none")  # once per process: a second warning would fail the test
     find_backend.cache_clear()  # another process
-    code(RIGHT, ASSERTS, {}, sandbox="none")
-    assert "with your rights" in capfd.readouterr().err
+    with pytest.warns(VerifierWarning, match="with your rights"):
+        code(RIGHT, ASSERTS, {}, sandbox="none")
 
 
+@unprotected
 def test_none_leaves_no_folder_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
     source = "open('left', 'w').write('x')\nprint(3)"
@@ -83,6 +85,7 @@ def test_none_leaves_no_folder_behind(tmp_path: Path, monkeypatch: pytest.Monkey
     assert list(tmp_path.iterdir()) == []
 
 
+@unprotected
 def test_none_kills_the_group_and_nothing_else() -> None:
     bystander = subprocess.Popen(["sleep", "60"])
     try:
