@@ -31,7 +31,7 @@ from kitae.errors import VerifierError
 from kitae.plugins import is_plugin, nearest
 from kitae.types import Score
 from kitae.verifiers.base import ScoreFunction, TimeoutMeaning, Verifier
-from kitae.verifiers.shape import inside_tag
+from kitae.verifiers.text import inside_tag
 
 _KEYS = ("name", "label", "weight", "gate", "clip", "inside", "params")
 

@@ -18,7 +18,7 @@ from typing import Any
 from kitae.data.gym import gym_dataset, gym_entry
 from kitae.errors import DataError
 from kitae.types import Score
-from kitae.verifiers.shape import inside_tag
+from kitae.verifiers.text import inside_tag
 
 _SYMPY_RE = re.compile(r"\bsympy\b.*\b(?:parse_expr|sympify|parse_latex)\s*\(", re.DOTALL)
 _EVAL_RE = re.compile(r"(?<![\w.])(?:eval|exec)\s*\(")

@@ -1,8 +1,8 @@
 r"""Verifiers of two puzzles: `knights_knaves` reads who is what, `countdown` evaluates an expression.
 
-Both judge the final answer: the inside of the last <answer> tag; without one, that of the last \boxed{}, or what the
-last words "answer:" or "conclusion:" introduce, where it says something; or else the whole response. Nothing of a
-response is ever executed, and only its last 20,000 characters are read.
+Both judge the final answer. It comes after `</think>`, and is the inside of the last <answer> tag; without one, that of
+the last \boxed{}, or what the last words "answer:" or "conclusion:" introduce, where it says something; or else the
+whole response. Nothing of a response is ever executed, and only its last 20,000 characters are read.
 """
 
 import json
@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from kitae.types import Score
-from kitae.verifiers.shape import inside_tag
+from kitae.verifiers.text import after_thought, inside_tag
 
 _KNIGHTS = (
     "knights? truth-?tellers? truthtellers? ritter chevaliers? caballeros? cavalier[ei] cavaleiros? "
@@ -36,11 +36,15 @@ _ADVERB = r"(?:\s+(?:a|an|the|ein|une?|un|actually|really))*\s*$"
 _NOT_BEFORE_RE = re.compile(rf"(?:(?:^|[^\w]){_NOT}|n['’]t|ne\s.*\bpas){_ADVERB}|不是\s*$", re.IGNORECASE)
 _NOT_AFTER_RE = re.compile(r"\s*(?:ではな|じゃな|가\s*아니|이\s*아니)")
 _LETTERS = r"A-Za-z\u00c0-\u024f\u0400-\u04ff"
-_UNSURE_RE = re.compile(
-    r"\b(?:if|suppose|supposing|assum\w+|says?|said|claims?|claimed|would|could|might|either|whether|wenn|falls|sagt|"
-    r"si|supongamos|dice|dit|если|говорит)\b|如果|假设|假設|もし|만약|\?",
-    re.IGNORECASE,
+_SAID = r"\b(?:says?|said|claims?|claimed|sagt|dice|dit|говорит)\b"
+_SUPPOSED = (
+    r"\b(?:if|suppose|supposing|assum\w+|would|could|might|either|whether|wenn|falls|si|supongamos|если)\b"
+    r"|如果|假设|假設|もし|만약|\?"
 )
+_SUPPOSED_RE = re.compile(_SUPPOSED, re.IGNORECASE)
+_UNSURE_RE = re.compile(f"{_SAID}|{_SUPPOSED}", re.IGNORECASE)
+_REASON_RE = re.compile(r"\b(?:because|since|weil|denn|porque|car|потому)\b|因为|因為", re.IGNORECASE)
+_CONTRAST_RE = re.compile(r"\b(?:but|yet|however|aber|pero|mais|но)\b|但", re.IGNORECASE)
 _SENTENCE_RE = re.compile(r"[\n;；。]|\.(?=\s|$)|!(?=\s|$)")
 _LIST_GAP_RE = re.compile(
     r"[\s,，、&*_|]*(?:and|und|y|e|et|и|和|と|respectively)?[\s,，、&*_|]*(?:an?|the|ein|une?|un)?\s*", re.IGNORECASE
@@ -67,7 +71,8 @@ def knights_knaves(
     sentences, lists, tables, JSON, "Knights: Alice, Carol", "Alice and Bob are knaves", "not a knight", "respectively",
     in English, German, French, Spanish, Italian, Portuguese, Russian, Chinese, Japanese and Korean words; `knight` and
     `knave` add words of your own ("sage", "fool"). In a marked answer, saying both of one person is wrong; without a
-    mark the last statement counts, and sentences with "if", "suppose" or "says" are passed over. Components: right and
+    mark the last statement counts. Clauses with "if", "suppose" or "says" are passed over: all of the sentence but what
+    comes before "because" or, after "says", behind "but". Components: right and
     answered, as shares of the people. Not covered: pronouns, "everyone", "the others".
     """
     if credit not in ("all", "share"):
@@ -97,9 +102,10 @@ def countdown(
     The reference is {"numbers": [3, 7, 25], "target": 46} ("nums" will do), or the target alone, with the numbers in
     the context, or a solution as text, "25 + 3 * 7 = 46", whose numbers are the ones to use. `use_all` asks for every
     number; `partial` is the value of an expression that keeps the rules but misses the target. Allowed are + - * / and
-    their kin (× · ÷ − \times \frac{}{}), brackets and unary minus, in exact fractions. An equation may go on with
-    "= 46" or with steps, each of which must equal the target. Components: valid (an expression that keeps the rules)
-    and hit. Not covered: solutions spread over several lines, powers, joining digits.
+    their kin (× x · ÷ − \times \frac{}{}, "2(3 + 4)"), brackets and unary minus, in exact fractions; words in brackets
+    are passed over. An equation may go on with "= 46" or with steps, each of which must equal the target. Components:
+    valid (an expression that keeps the rules) and hit. Not covered: solutions spread over several lines, powers,
+    joining digits.
     """
     task = _countdown_task(reference, context)
     if task is None:
@@ -133,7 +139,7 @@ def _missed(reason: str) -> Score:
 
 def _final_parts(response: str) -> Iterator[tuple[str, bool]]:
     """The parts that may hold the final answer, the likeliest first, and whether a mark says so."""
-    text = response[-_TAIL:]
+    text = after_thought(response)[-_TAIL:]
     tagged = inside_tag(text, "answer")
     if tagged:
         yield tagged, True
@@ -224,19 +230,33 @@ def _statements(text: str, people: tuple[str, ...], knight: str, knave: str) -> 
     """Every (name, is a knight) that a text states, in its order."""
     heading: bool | None = None  # the role of the list of names that we are in
     for sentence in _SENTENCE_RE.split(text):
-        words = _words(sentence, people, knight, knave)
-        if not words or _UNSURE_RE.search(sentence):
-            heading = None if sentence.strip() else heading
-            continue
-        if words[0].name is None or any(word.role is not None for word in words):
+        clauses = [sentence] if not _UNSURE_RE.search(sentence) else list(_sure_clauses(sentence))
+        if not clauses:
             heading = None
-        for names, roles in _runs(words):
-            if heading is not None:
-                yield from ((name.name, heading) for name in names if name.name is not None)
-            elif roles:
-                yield from _assigned(sentence, names, roles)
-            opens = bool(roles) and (heading is not None or not names) and _HEADING_RE.match(sentence, roles[-1].end)
-            heading = roles[-1].role if opens else heading if not roles else None
+        for clause in clauses:
+            words = _words(clause, people, knight, knave)
+            if not words:
+                heading = None if clause.strip() else heading
+                continue
+            if words[0].name is None or any(word.role is not None for word in words):
+                heading = None
+            for names, roles in _runs(words):
+                if heading is not None:
+                    yield from ((name.name, heading) for name in names if name.name is not None)
+                elif roles:
+                    yield from _assigned(clause, names, roles)
+                opens = bool(roles) and (heading is not None or not names) and _HEADING_RE.match(clause, roles[-1].end)
+                heading = roles[-1].role if opens else heading if not roles else None
+
+
+def _sure_clauses(sentence: str) -> Iterator[str]:
+    """What a sentence states for sure: "A is a knight, because if B were, …" → "A is a knight, "."""
+    for clause in _REASON_RE.split(sentence):
+        if _UNSURE_RE.search(clause):
+            if not _SUPPOSED_RE.search(clause):
+                yield from (part for part in _CONTRAST_RE.split(clause) if not _UNSURE_RE.search(part))
+            return  # the reasons that follow are those of the supposition
+        yield clause
 
 
 def _words(sentence: str, people: tuple[str, ...], knight: str, knave: str) -> list[_Word]:
@@ -291,11 +311,15 @@ class _NotAnExpression(Exception):
     """The text is no arithmetic; the message says why."""
 
 
+_FRACTION_RE = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
+_REMARK_RE = re.compile(r"\(([^()\n]*+)\)")  # "(which is 98)"
+_WORD_RE = re.compile(r"[^\W\d_]{2}")
+_NESTING = 8  # of fractions in fractions
 _LATEX = (
-    (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"((\1)/(\2))"),
     (re.compile(r"\\(?:times|cdot|ast)(?![A-Za-z])"), "*"),
     (re.compile(r"\\div(?![A-Za-z])"), "/"),
     (re.compile(r"\\(?:left|right|[,;!: ]|quad)(?![A-Za-z])|\\[()\[\]]"), " "),
+    (re.compile(r"(?<=[0-9)])[ \t]*+[xX][ \t]*+(?=[0-9(])"), "*"),
 )
 _PLAIN = str.maketrans(
     {
@@ -355,8 +379,13 @@ def _expressions(response: str) -> Iterator[str]:
 
 def _plain(text: str) -> str:
     """`r"\\frac{6}{2} × 3"` → `"((6)/(2)) * 3"`."""
+    for _ in range(_NESTING):  # the innermost first
+        text, found = _FRACTION_RE.subn(r"((\1)/(\2))", text)
+        if not found:
+            break
     for pattern, plain in _LATEX:
         text = pattern.sub(plain, text)
+    text = _REMARK_RE.sub(lambda brackets: " " if _WORD_RE.search(brackets[1]) else brackets[0], text)
     return text.translate(_PLAIN)
 
 
@@ -393,12 +422,20 @@ def _lex(text: str) -> list[str]:
     return found
 
 
+def _with_products(tokens: list[str]) -> Iterator[str]:
+    """A bracket next to a number or a bracket is multiplied: `2 (` → `2 * (`."""
+    for before, token in pairwise(["", *tokens]):
+        if (token == "(" and (before == ")" or before[:1].isdigit())) or (before == ")" and token[0].isdigit()):
+            yield "*"
+        yield token
+
+
 def _evaluate(tokens: list[str]) -> Fraction:
     """The value of infix arithmetic, with two stacks and no recursion; `~` is unary minus."""
     values: list[Fraction] = []
     operators: list[str] = []
     expects_value = True
-    for token in tokens:
+    for token in _with_products(tokens):
         if expects_value and token[0].isdigit():
             values.append(Fraction(token))
             expects_value = False

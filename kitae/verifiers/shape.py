@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kitae.types import Score
-from kitae.verifiers.text import tokens
+from kitae.verifiers.text import after_thought, tokens
 
 _TAG_NAME_RE = re.compile(r"[A-Za-z_][\w.-]*")
 _FENCE_RE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
@@ -68,15 +68,16 @@ def json_schema(
 ) -> Score:
     """1 where the JSON in the response fits the schema: the option, or else the reference (a mapping or JSON text).
 
-    The JSON is the whole response, or the last fenced block that parses, or the last object or array in the prose;
-    with `strict` it must be the whole response. Standard JSON only: no NaN, comments or trailing commas. Components:
-    parsed and valid. Every draft that `jsonschema` knows is checked, 2020-12 where the schema names none; `format` is
-    not asserted and references to other documents are not fetched, but are an error.
+    The JSON is all that comes after `</think>`, or the last fenced block that parses, or the last object or array in
+    the prose, but a footnote mark such as [1]; with `strict` it must be the whole response. Standard JSON only: no NaN,
+    comments or trailing commas. Components: parsed and valid. Every draft that `jsonschema` knows is checked, 2020-12
+    where the schema names none; `format` is not asserted and references to other documents are not fetched, but are an
+    error.
     """
     loaded = _schema(schema or (reference if isinstance(reference, str) else json.dumps(reference)))
     if isinstance(loaded, str):
         return Score.error(loaded)
-    found = _whole_json(response) if strict else _find_json(response)
+    found = _whole_json(response) if strict else _find_json(after_thought(response))
     if found is None:
         return Score(0.0, {"parsed": 0.0, "valid": 0.0}, detail="no JSON in the response")
     try:
@@ -172,13 +173,6 @@ def language(
     return Score(float(share >= threshold) if threshold else share, components)
 
 
-def inside_tag(text: str, name: str) -> str | None:
-    """What the last complete `<name>…</name>` holds: `inside_tag("<a>1</a><a>2</a>", "a")` → `"2"`."""
-    end = text.rfind(f"</{name}>")
-    start = text.rfind(f"<{name}>", 0, max(end, 0))
-    return text[start + len(name) + 2 : end].strip() if end >= 0 and start >= 0 else None
-
-
 def _span(text: str, name: str) -> tuple[int, int, int, int] | None:
     """Where a tag opens, its inside begins and ends, and it is closed; None where it is not there exactly once."""
     opening, closing = f"<{name}>", f"</{name}>"
@@ -238,21 +232,25 @@ def _whole_json(text: str) -> tuple[Any] | None:
 
 
 def _last_json(text: str) -> tuple[Any] | None:
-    """The last object or array in a text that is not part of another one."""
+    """The last object or array in a text that is not part of another one; one like [1] only where there is no other."""
     last: tuple[Any] | None = None
+    footnote: tuple[Any] | None = None
     position, effort = 0, 0
     while effort < _JSON_EFFORT and (opening := _OPENING_RE.search(text, position)):
         start = opening.start()
         try:
             value, position = _DECODER.raw_decode(text, start)
-            last = (value,)
+            if type(value) is list and len(value) == 1 and type(value[0]) is int:
+                footnote = (value,)
+            else:
+                last = (value,)
         except json.JSONDecodeError as error:
             position = start + 1
             effort += 1 + error.pos - start + error.pos // 16  # the exception counts the lines before it
         except (ValueError, RecursionError):  # a constant such as NaN, too many digits, too many brackets
             position = start + 1
             effort += 10_000
-    return last
+    return last or footnote
 
 
 def _refuse(constant: str) -> Any:

@@ -33,6 +33,7 @@ _MARK_RE = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _MARKS = 8  # so many of the last marks are looked at
+_LATEX_COMMA_RE = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\[,;: ])(?=[0-9]{3}(?![0-9]))")  # 1{,}234, 1,\!234, 1\,234
 _MARK_REACH = 200  # characters after a mark that can belong to its answer
 _SENTENCE_END_RE = re.compile(r"\n|[.?](?=\s|$)")
 _PLAIN = str.maketrans({"\u2212": "-"} | dict.fromkeys("+\\$€£¥"))
@@ -50,29 +51,42 @@ _CYRILLIC_RE = re.compile(r"(?<![^\W_])[АВСЕавсе](?![^\W_])")  # typed o
 _LATIN = str.maketrans("АВСЕавсе", "ABCEabce")
 _WORDLIKE = r"A-Za-z0-9\u00c0-\u024f\u0400-\u04ff"
 _LETTER = rf"(?P<NAME>[LETTERS])(?![{_WORDLIKE}]|['\u2019-][{_WORDLIKE}])"
-_WRAP = r"[\s*_`\"'$({\[<\u201c\u300c\uff08]*+"  # what may stand between a mark and its letter
+_LATEX_OPENER = r"\\(?:[(\[]|(?:text|textbf|mathbf|mathrm|bf|rm)\b\s*\{?)"
+_WRAP = rf"(?:[\s*_`\"'$({{\[<\u201c\u300c\uff08]|{_LATEX_OPENER})*+"  # what may stand between a mark and its letter
 _UNWRAP = r"[\s)*_\]}\"'$`]*+"
+_UNWRAP_LINE = r"[ \t)*_\]}\"'$`]*+"
 _NOUN = r"(?:the|correct|right|best|final|option|choice|answer|letter)\b"
-_BOXED_CHOICE = rf"\\boxed\s*\{{\s*(?:\\(?:text|textbf|mathbf|mathrm|bf|rm)\s*\{{?)?\s*\(?{_LETTER}"
-_TAGGED_CHOICE = rf"<answer>{_WRAP}{_LETTER}"
+_TO_BE = r"(?:(?:would|should|must|will|has\s+to)\s+be|is|are|was|ist|lautet|es|est|è|é)\b"
+_ADVERB = r"(?:thus|hence|therefore|then|indeed|[a-z]+ly)\b,?"  # "the answer is clearly B"
+_BOXED_CHOICE = rf"\\boxed\s*\{{\s*(?:{_LATEX_OPENER})?\s*\(?{_LETTER}"
+_TAGGED_CHOICE = rf"<answer>{_WRAP}(?i:{_NOUN}\s*+)*+{_WRAP}{_LETTER}"
 _MARKED_CHOICE = (
     r"(?:\b(?:answer|choice|option|antwort|respuesta|réponse|reponse|risposta|resposta|ответ)\b"
     r"|答案|选项|選項|答え|正解|정답)"
-    r"[\s*_]*+(?:(?:is|are|was|ist|es|est|è|é)\b|[:=：]|是|为|為|は|은|는)"
-    rf"(?:[\s*_:：]*+(?:{_NOUN}|选项|選項))*+(?:\s*+[:=：])?+{_WRAP}{_LETTER}"
+    r"(?:\s+(?:correct[ao]?|correcte|corretta|correta|finale?|to\s[^.:\n]{1,80}?(?=\sis\b)))?+"
+    rf"[\s*_\"']*+(?:{_TO_BE}|[:=：]|[-–—](?=\s)|是|为|為|は|은|는)"
+    rf"(?:[\s*_:：]*+(?:{_NOUN}|{_ADVERB}|选项|選項))*+(?:\s*+[:=：])?+"
+    rf"(?:\s+not\s+\(?[A-Za-z]\)?,?\s+but\b)?+{_WRAP}{_LETTER}"
+)
+_HEADED_CHOICE = (
+    r"(?:^|\n)[ \t#*_]*+(?:(?:the|my|correct|right|best|final)[ \t]++)*+answer[*_: \t]*+\n"
+    rf"{_WRAP}{_LETTER}(?={_UNWRAP_LINE}(?:[.:)]|\n|\Z))"
 )
 _CHOSEN = (
     r"\b(?:choose|chose|pick|select|go with|opt for|it is|it's|must be|should be)\s+"
     rf"(?:{_NOUN}\s+)*+{_WRAP}{_LETTER}"
 )
-_IS_RIGHT = rf"(?<![{_WORDLIKE}]){_LETTER}{_UNWRAP}\bis\s+(?:the\s+)?(?:correct|right|best|true)\b"
-_LEADING = rf"\A{_WRAP}(?:(?:option|choice)\s+)?{_LETTER}(?={_UNWRAP}(?:[.:)\],]|\Z|\n))"
+_SO = rf"\b(?:hence|thus|therefore|so),?\s+(?:{_NOUN}\s+)*+{_WRAP}{_LETTER}(?={_UNWRAP_LINE}\.?[ \t]*+(?:\n|\Z))"
+_IS_RIGHT = rf"(?<![{_WORDLIKE}]){_LETTER}{_UNWRAP}\bis\s+(?:the\s+)?(?:correct|right|best|true|answer)\b"
+_LEADING = rf"\A{_WRAP}(?:(?:option|choice)\s+)?{_LETTER}(?={_UNWRAP_LINE}(?:[.:)\],]|\Z|\n|(?<=\s)[-–—]\s))"
+_LONE = rf"^[ \t>*_#$`(\[]*+{_LETTER}{_UNWRAP_LINE}[.:]?{_UNWRAP_LINE}$"  # all there is on a line
 _ON_A_LINE = rf"^[ \t>*-]*+{_LETTER}[).:]"
 _IN_BRACKETS = rf"\({_LETTER}\)"
 _IN_BOLD = rf"\*\*\(?{_LETTER}[).:]*+\s*+\*\*"
 _ALSO_RE = re.compile(
-    rf"[\s)*_\]}}\"'$`.]*+((?:or|and|oder|und|ou|et|o|y)\b|[/&+或和]|または|[,、])"
-    rf"[\s*_(\"'$`]*+([A-Za-z])(?![{_WORDLIKE}'\u2019-])[)\]}}*_\"$`]*+"
+    r"[\s)*_\]}\"'$`.]*+(?:\\(?:text|mathrm|textbf)\s*\{\s*)?+((?:or|and|oder|und|ou|et|o|y)\b|[/&+或和]|または|[,、])"
+    r"(?:[\s,]*(?:maybe|perhaps|possibly|also|even|option|choice|answer|the)\b)*"
+    rf"(?:[\s*_(\"'$`}}]|{_LATEX_OPENER}|\\boxed\s*\{{)*+([A-Za-z])(?![{_WORDLIKE}'\u2019-])[)\]}}*_\"$`]*+"
 )
 
 
@@ -143,8 +157,9 @@ def number(
     r"""1 where the response's number is the reference, give or take a tolerance, in exact decimal arithmetic.
 
     The margin is `tolerance`, or the share `relative` of the reference (0.01 is one per cent) where that is more.
-    The response's number is the one after its last mark ("#### 12", "the answer is 12", "\boxed{12}"), or else the
-    last one in the text; with `strict` it must be all there is. Thousands separators, a currency sign and a percent
+    The response is what comes after `</think>`, or inside its last <answer></answer>. Its number is the one after its
+    last mark ("#### 12", "the answer is 12", "\boxed{12}"), or else the last one in the text; with `strict` it must be
+    all there is, thoughts and tags included. Thousands separators, those of LaTeX too, a currency sign and a percent
     sign are read over: "50%" is 50. Not read: fractions, number words, "2 x 10^5", decimal commas.
     """
     want = _reference_number(str(reference))
@@ -197,11 +212,12 @@ def choice(
 ) -> Score:
     r"""1 where the response chooses the reference's letter: "B", "(B)", "B. Paris", or the number 1 for B.
 
-    Looked for, in this order: \boxed{B}; <answer>B; "the answer is B", "Answer: (B)", "I choose B", "option B is
-    correct", and their like in other languages; a response that begins with its letter ("B", "b)", "**B.** Paris").
-    Of several marks, `pick` says which counts. Without any mark, the letters that stand alone as "(B)", "**B**" or at
-    the start of a line as "B." count, if they are all the same one. Two letters at one mark ("A or B") are no choice.
-    Not covered: the text of an option without its letter.
+    What is thought before `</think>` does not count. Looked for, in this order: \boxed{B}; <answer>B; "the answer is
+    B", "Answer: (B)", "I choose B", "option B is correct", and their like in other languages; a letter alone on its
+    line; a response that begins with its letter ("B", "b)", "**B.** Paris"). Of several marks, `pick` says which
+    counts. Without any mark, the letters that stand alone as "(B)", "**B**" or at the start of a line as "B." count,
+    if they are all the same one. Two letters at one mark ("A or B") are no choice. Not covered: the text of an option
+    without its letter.
     """
     if not (letters.isascii() and letters.isalpha()):
         return Score.error(f"letters must be letters from A to Z, got {letters!r}")
@@ -212,8 +228,22 @@ def choice(
         )
     if pick not in ("last", "first"):
         return Score.error(f"pick must be 'last' or 'first', got {pick!r}")
-    got = _chosen_letter(_CYRILLIC_RE.sub(lambda c: c[0].translate(_LATIN), response), letters.upper(), pick)
+    text = _CYRILLIC_RE.sub(lambda c: c[0].translate(_LATIN), after_thought(response))
+    got = _chosen_letter(text, letters.upper(), pick)
     return Score(float(got == want), detail=f"chose {got}" if len(got) == 1 else got)
+
+
+def after_thought(response: str) -> str:
+    """What is said after the thoughts: `"<think>2?</think>3"` → `"3"`; nothing, where these do not end."""
+    said = response.rpartition("</think>")[2]
+    return "" if said.lstrip().startswith("<think>") else said
+
+
+def inside_tag(text: str, name: str) -> str | None:
+    """What the last complete `<name>…</name>` holds: `inside_tag("<a>1</a><a>2</a>", "a")` → `"2"`."""
+    end = text.rfind(f"</{name}>")
+    start = text.rfind(f"<{name}>", 0, max(end, 0))
+    return text[start + len(name) + 2 : end].strip() if end >= 0 and start >= 0 else None
 
 
 def tokens(text: str) -> list[str]:
@@ -290,17 +320,23 @@ def _reference_letter(reference: Any, letters: str) -> str | None:
 
 def _chosen_letter(text: str, letters: str, pick: Literal["last", "first"]) -> str:
     """The letter that the text chooses, or the reason why there is none."""
-    *surest, mention = _choice_patterns(letters)
+    *surest, lone, mention = _choice_patterns(letters)
     for pattern in surest:
         if marks := [m for m in pattern.finditer(text) if _is_letter(text, m)]:
-            mark = marks[-1 if pick == "last" else 0]
-            return "more than one letter" if _names_another(text, mark, letters) else _captured(mark)
+            mark, before = (marks[-1], marks[-2:-1]) if pick == "last" else (marks[0], [])
+            joined = any(_another(text, m, letters) == _place(mark) for m in before)
+            several = joined or _another(text, mark, letters) is not None
+            return "more than one letter" if several else _captured(mark)
+    alone = {_captured(m) for m in lone.finditer(text)}
+    if len(alone) == 1:
+        return alone.pop()
     mentioned = {_captured(m) for m in mention.finditer(text)}
     if len(mentioned) > 1:
         return "more than one letter, and none marked as the answer"
     leading = re.match(_pattern(_LEADING, letters + letters.lower()), text, re.IGNORECASE)
     if leading and _is_letter(text, leading) and mentioned <= {_captured(leading)}:
-        return _captured(leading)
+        several = _another(text, leading, letters) is not None
+        return "more than one letter" if several else _captured(leading)
     return mentioned.pop() if mentioned else "no letter in the response"
 
 
@@ -308,25 +344,29 @@ def _captured(match: re.Match[str]) -> str:
     return next(group for group in match.groups() if group).upper()
 
 
+def _place(match: re.Match[str]) -> int:
+    return max(match.start(group) for group in match.groupdict())
+
+
 def _is_letter(text: str, match: re.Match[str]) -> bool:
     """Is it a choice, rather than the words of "the answer is a whale" and "the answer is I think …"?"""
     letter = next(group for group in match.groups() if group)
-    end = max(match.end(group) for group in match.groupdict())
-    return not ((letter.islower() or letter == "I") and _word_follows(text, end))
+    return not ((letter.islower() or letter == "I") and _word_follows(text, _place(match) + 1))
 
 
 def _word_follows(text: str, end: int) -> bool:
     return text[end : end + 1] == " " and text[end + 1 : end + 2].isalpha()
 
 
-def _names_another(text: str, match: re.Match[str], letters: str) -> bool:
-    """Does "or C" follow? Not where a sentence begins: "B, I think", "B, a city"."""
-    tail = text[match.end() : match.end() + 40]
+def _another(text: str, match: re.Match[str], letters: str) -> int | None:
+    """Where "or C" follows, the place of C; not where a sentence begins: "B, I think", "B, a city"."""
+    end = _place(match) + 1
+    tail = text[end : end + 60]
     also = _ALSO_RE.match(tail)
     if also is None or also[2].upper() not in letters or also[2].upper() == _captured(match):
-        return False
+        return None
     sentence = _word_follows(tail, also.end()) and (also[1] in (",", "、") or also[2] in ("I", "a"))
-    return not sentence
+    return None if sentence else end + also.start(2)
 
 
 def _pattern(source: str, letters: str, name: str = "letter") -> str:
@@ -340,11 +380,12 @@ def _choice_patterns(letters: str) -> Sequence[re.Pattern[str]]:
     def either(letters: str, *sources: str) -> str:
         return "|".join(_pattern(source, letters, f"c{i}") for i, source in enumerate(sources))
 
-    marked = either(letters + letters.lower(), _MARKED_CHOICE, _CHOSEN, _IS_RIGHT)
+    marked = either(letters + letters.lower(), _MARKED_CHOICE, _HEADED_CHOICE, _CHOSEN, _SO, _IS_RIGHT)
     return (
         re.compile(_pattern(_BOXED_CHOICE, letters + letters.lower())),
         re.compile(_pattern(_TAGGED_CHOICE, letters + letters.lower())),
         re.compile(marked, re.IGNORECASE),
+        re.compile(_pattern(_LONE, letters), re.MULTILINE),
         re.compile(either(letters, _IN_BRACKETS, _IN_BOLD, _ON_A_LINE), re.MULTILINE),
     )
 
@@ -366,6 +407,8 @@ def _reference_number(text: str) -> Decimal | None:
 
 
 def _final_number(text: str) -> Decimal | None:
+    text = after_thought(text)
+    text = _LATEX_COMMA_RE.sub(",", inside_tag(text, "answer") or text)
     marked = _marked_number(text)
     return _last_number(text) if marked is None else marked
 

@@ -40,6 +40,8 @@ RIGHT = "Alice is a knight, Bob is a knave, Carol is a knight"
         "Alice isn't a knave, Bob is a liar and Carol is a truth-teller.",
         "Alice, Bob and Carol are knight, knave and knight respectively.",
         "Bob must be a knave. Alice is a knight, not a knave. Carol is a knight because knaves lie.",
+        "Alice is a knight, because if Bob were a knight they would agree. Bob is a knave. Carol is a knight.",
+        "Bob says Alice is a knave, but Alice is a knight. Bob is a knave and Carol is a knight.",
         "If Alice is a knave then Bob is a knight. No!\nAlice is a knight.\nBob is a knave.\nCarol is a knight.",
         "Suppose Alice is a knave. Contradiction.\n\nAlice is a knight, Bob is a knave, Carol is a knight",
         "Alice is a knave? No: Bob is a knight? No.\nFinal answer: " + RIGHT,
@@ -81,6 +83,10 @@ def test_knights_knaves_right(response: str) -> None:
         ("Answer: Alice is a knight, Alice is a knave, Bob is a knave, Carol is a knight", 2, 3),
         (f"If {RIGHT}", 0, 0),
         (f"Bob says {RIGHT}", 0, 0),
+        ("If Bob is a knight, Alice is a knave because Carol is a knight", 0, 0),
+        ("If Bob is a knave, Alice is a knave, but Alice is a knight", 0, 0),
+        ("Alice is a knight if Bob is a knave", 0, 0),
+        ("Bob says Carol is a knight because Alice is a knight", 0, 0),
         (f"<answer>I pass</answer> {RIGHT}", 0, 0),
         (f"{RIGHT} <answer>Alice is a knave, Bob is a knave, Carol is a knight</answer>", 2, 3),
         ("Alicent is a knight, Bobby is a knave, Caroline is a knight", 0, 0),
@@ -211,12 +217,42 @@ def test_countdown_wrong(response: str, valid: float, detail: str) -> None:
 
 def test_countdown_in_fractions() -> None:
     assert countdown("8/(3-8/3)", {"nums": [3, 3, 8, 8], "target": 24}, {}).value == 1
-    assert (
-        countdown(r"\frac{8}{3 - \frac{8}{3}}", {"nums": [3, 3, 8, 8], "target": 24}, {}).value == 0
-    )  # nested: not read
+    assert countdown(r"\frac{8}{3 - \frac{8}{3}}", {"nums": [3, 3, 8, 8], "target": 24}, {}).value == 1
+    assert countdown(r"\dfrac{8}{3-\tfrac{8}{3}}", {"nums": [3, 3, 8, 8], "target": 24}, {}).value == 1
     assert countdown(r"\frac{50}{25} + 3", {"nums": [50, 25, 3], "target": 5}, {}).value == 1
     assert countdown("1/3*3", {"nums": [1, 3, 3], "target": 1}, {}).value == 1
     assert countdown("1/3", {"nums": [1, 3], "target": "1/3"}, {}).value == 1
+
+
+@pytest.mark.parametrize(
+    ("response", "numbers", "target"),
+    [
+        ("2(3+4)", [2, 3, 4], 14),
+        ("(3+4)2", [2, 3, 4], 14),
+        ("(44)(1)+19+35", [44, 1, 19, 35], 98),
+        ("44x1+19 X 35", [44, 1, 19, 35], 709),
+        ("44 + 19 + 35 (which is 98)", [44, 19, 35], 98),
+    ],
+)
+def test_countdown_reads_products_and_remarks(response: str, numbers: list[int], target: int) -> None:
+    task = {"numbers": numbers, "target": target}
+    assert countdown(f"<answer>{response}</answer>", task, {}).value == 1
+    assert countdown(f"<answer>{response}</answer>", task | {"target": target + 1}, {}).value == 0
+
+
+@pytest.mark.parametrize(
+    ("verifier", "reference", "right", "wrong"),
+    [
+        (countdown, {"numbers": [44, 19, 35], "target": 98}, "44+19+35", "44+19+34"),
+        (knights_knaves, PEOPLE, RIGHT, RIGHT.replace("Alice is a knight", "Alice is a knave")),
+    ],
+)
+def test_thoughts_are_no_answer(verifier: Any, reference: Any, right: str, wrong: str) -> None:
+    for thought in (right, f"The answer is: {right}", rf"\boxed{{{right}}}", f"<answer>{right}</answer>"):
+        assert verifier(f"<think>{thought}</think>\n{wrong}", reference, {}).value == 0
+        assert verifier(f"<think>{thought}</think>\nI give up.", reference, {}).value == 0
+        assert verifier(f"<think>{thought}", reference, {}).value == 0
+    assert verifier(f"<think>{wrong}</think>\n{right}", reference, {}).value == 1
 
 
 def test_countdown_use_all() -> None:

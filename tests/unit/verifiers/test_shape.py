@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitae.types import Score
-from kitae.verifiers.shape import inside_tag, json_schema, language, length, repetition, tags
+from kitae.verifiers.shape import json_schema, language, length, repetition, tags
+from kitae.verifiers.text import inside_tag
 
 GOOD = "<think>because</think>\n<answer>4</answer>"
 
@@ -108,6 +109,8 @@ SCHEMA = {
         'Here it is: {"name": "Ada", "age": 3} as you asked.',
         'First {"nome": 1}, better {"name": "Ada"}.',
         'I use {curly} braces [sometimes]. {"name": "Ada"}',
+        '{"name": "Ada"}\n\n[1] A footnote.',
+        '<think>{"nome": 1}</think>{"name": "Ada"}',
         '```python\nprint({})\n```\n```json\n{"name": "東京 \\u00e9 }{"}\n```',
         '{"name": "Ada", "name": "Bob"}',
     ],
@@ -133,6 +136,9 @@ def test_json_schema_right(response: str) -> None:
         ('{"name": "Ada", "x": 1}', 1, "Additional properties"),
         ('{"name": "Ada"} or rather {"age": 3}', 1, "required"),
         ("[]", 1, "is not of type 'object'"),
+        ("As said in [1].", 1, "is not of type 'object'"),
+        ('<think>{"name": "Ada"}</think>Sorry.', 0, "no JSON"),
+        ('<think>{"name": "Ada"}', 0, "no JSON"),
         ("3", 1, "is not of type 'object'"),
     ],
 )

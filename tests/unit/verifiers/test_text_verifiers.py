@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitae.verifiers.text import choice, exact, f1, normalised, number, regex, tokens
+from kitae.verifiers.text import after_thought, choice, exact, f1, normalised, number, regex, tokens
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,14 @@ def test_exact_ignore_case(response: str, reference: str, value: float) -> None:
         ("The answer is five. There were 3", 3),
         (r"So \boxed{1,234}, after 7 steps", 1234),
         (r"The answer is \boxed{12}. Checked 3 times.", 12),
+        (r"\boxed{1{,}234}", 1234),
+        (r"\boxed{1,\!234}", 1234),
+        (r"\boxed{1\,234}", 1234),
+        # thoughts do not count, and a tag holds the answer
+        ("<think>The answer is 3</think> It is 7", 7),
+        ("<answer>7</answer> in 3 steps", 7),
+        ("<answer>\n7\n</answer> so x = 3", 7),
+        ("<think><answer>3</answer></think><answer>2 + 5 = 7</answer>", 7),
         # marks and units in the reference
         ("72", "She sold 48 / 2 = 24, and 48 + 24 = 72 in all.\n#### 72"),
         ("72", r"\boxed{72}"),
@@ -141,6 +149,10 @@ def test_number_right(response: str, reference: Any) -> None:
         ("The answer is 5. Or 6.", 6),
         ("#### 72\n73", 73),
         ("12,345,67", 1234567),
+        ("<think>The answer is 3</think> It is 7", 3),
+        ("<think>The answer is 3", 3),
+        ("<answer>7</answer> in 3 steps", 3),
+        ("It is 7. <answer>I do not know</answer>", 7),
         ("\ud800", 1),
     ],
 )
@@ -306,6 +318,24 @@ def test_an_empty_list_of_references_is_an_error(verifier: Any) -> None:
     assert "got an empty list" in verifier("x", [], {}).detail and not verifier("x", [], {}).valid
 
 
+@pytest.mark.parametrize(
+    ("response", "said"),
+    [
+        ("7", "7"),
+        ("<think>3</think>7", "7"),
+        ("3</think>7", "7"),
+        ("<think>1</think>2</think>7", "7"),
+        ("<think>3</think>", ""),
+        (" <think>3", ""),
+        ("<think>1</think>\n<think>2", ""),
+        ("I <think> so", "I <think> so"),
+        ("", ""),
+    ],
+)
+def test_after_thought(response: str, said: str) -> None:
+    assert after_thought(response) == said
+
+
 def test_tokens() -> None:
     assert tokens("go 東京, now") == ["go", "東", "京", ",", "now"]
     assert tokens(" \n") == []
@@ -393,6 +423,15 @@ def test_regex_refuses_a_pattern_that_is_none(reference: Any) -> None:
         "La risposta è B",
         "Ответ: B",
         "Ответ: В",  # the Cyrillic letter
+        *("B\nBecause it is.", "B\n\nExplanation: A is wrong.", "(B)\n\nBecause (A) is wrong", "(A) is wrong, so\n\nB"),
+        *("The answer is clearly B", "The answer is thus B", "The answer is therefore (B)", "The answer would be B"),
+        *("The answer to the question is B", "The correct choice would be B", "B is the answer", "Hence B."),
+        *("## Answer\nB", "**Final Answer**\n\nB", "### Final Answer\n**B**\n", "B - Paris", "Answer - B"),
+        *("<answer>Option B</answer>", '{"answer": "B"}', r"Answer: \(B\)", r"Answer: \textbf{(B)}"),
+        "La respuesta correcta es B",
+        "The correct answer is not A but B",
+        "<think>The answer is A?</think>B",
+        r"<think>\boxed{A}</think>The answer is B",
     ],
 )
 def test_choice_right(response: str) -> None:
@@ -405,6 +444,13 @@ def test_choice_right(response: str) -> None:
         *("", "A", "C.", "nothing", "Bananas are yellow", "Be careful", "x = B + C", "B-tree", "vitamin B12", "K", "."),
         "The answer is A or B",
         "The answer is B or C.",
+        "The answer is (B) or maybe (A)",
+        r"\boxed{B \text{ and } A}",
+        r"\boxed{A} or \boxed{B}",
+        "A\n\nB",
+        "<think>I guess the answer is B.</think>\n\nA",
+        r"<think>\boxed{B}",
+        "<think>The answer is B.</think>",
         "Answer: B, C",
         "Answer: (A) and (B)",
         "Answer: B/C",
