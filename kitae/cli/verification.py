@@ -21,7 +21,7 @@ from kitae.verifiers.pool import validate as find_bad_gold
 from kitae.verifiers.registry import VERIFIERS, check_params, resolve
 
 _GENERATED = 256  # problems of a task that has no end
-_AHEAD = 64  # rows under way for each worker, so that none waits for another
+_AHEAD = 16_384  # rows under way at most: many may hang without holding up the others
 
 
 def verifiers() -> None:
@@ -82,18 +82,27 @@ async def _score(
 ) -> list[Score]:
     """Score all rows, many at a time; `write` gets them in the order of the file."""
     scores: list[Score] = []
+    room = asyncio.Semaphore(_AHEAD)
     async with VerifierPool(name, params, workers, timeout) as pool:
+
+        async def check(row: dict[str, Any]) -> Score:
+            try:
+                return await pool.score(row["response"], row.get("reference"), row.get("context") or {})
+            finally:
+                room.release()
+
         running: deque[tuple[dict[str, Any], asyncio.Task[Score]]] = deque()
-        left = iter(rows)
-        while True:
-            while len(running) < workers * _AHEAD and (row := next(left, None)) is not None:
-                check = pool.score(row["response"], row.get("reference"), row.get("context") or {})
-                running.append((row, asyncio.create_task(check)))
-            if not running:
-                return scores
-            row, task = running.popleft()
+        for row in rows:
+            await room.acquire()
+            running.append((row, asyncio.create_task(check(row))))
+            while running and running[0][1].done():
+                done, task = running.popleft()
+                scores.append(task.result())
+                write(done, scores[-1])
+        for row, task in running:
             scores.append(await task)
             write(row, scores[-1])
+    return scores
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """A pool of worker processes that score responses, each of which can be killed without harm to the others.
 
     score() ─► take an idle worker ─► send the job, wait for the reply ─► give the worker back
-                                        │ it takes long: a fresh worker takes its place, this check goes on aside
+                                        │ it takes long: a fresh worker takes its place, and this check goes on aside,
+                                        │ at low priority, and pauses while others wait for a worker
                                         │ deadline passed, or worker dead
                                         └─► kill its process group; a fresh one is forked in the background
 
@@ -29,9 +30,9 @@ from kitae.verifiers.registry import VERIFIERS, check_params
 from kitae.verifiers.remote import close_clients
 from kitae.verifiers.worker import as_score
 
-_PATIENCE = 8  # times the usual duration, after which a check is set aside
-_SHORTEST, _LONGEST = 0.02, 0.5  # seconds between which that lies
-_ASIDE = 16  # checks set aside at most, for each worker
+_PATIENCE = 4  # times the usual duration, after which a check is set aside
+_SHORTEST, _LONGEST, _FIRST = 0.005, 0.5, 5.0  # seconds between which that lies; the first check may have to import
+_ASIDE = 128  # checks set aside at most, for each worker
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -64,11 +65,13 @@ class VerifierPool:
         self._waiting = found if found is not None and inspect.iscoroutinefunction(found.score) else None
         self._template = Template({"name": name, "params": self._params})
         self._workers = {_Worker(self._template) for _ in range(0 if self._waiting else workers)}
-        self._aside_limit = _ASIDE * workers
+        self._size = len(self._workers)
         self._aside: set[_Worker] = set()
-        self._usual = _LONGEST / _PATIENCE  # seconds of a check, a running mean
+        self._queued = 0
+        self._draining = self._paused = False
+        self._first, self._later = _Usual(_FIRST), _Usual(_LONGEST)
         self._job_ids = itertools.count(1)
-        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        self._idle: asyncio.Queue[_Worker] = asyncio.LifoQueue()  # those that were busy last know the most
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = False
 
@@ -94,7 +97,7 @@ class VerifierPool:
             await self.close()
             raise
         self._running = True
-        self._idle = asyncio.Queue()
+        self._idle = asyncio.LifoQueue()
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
@@ -139,16 +142,22 @@ class VerifierPool:
             job = _encode(job_id, {"response": response, "reference": reference, "context": dict(context)})
         except (TypeError, ValueError, RecursionError) as error:
             return Score.error(f"reference and context must be JSON values: {error}")
-        worker = await self._idle.get()
-        patience = min(_LONGEST, max(_SHORTEST, _PATIENCE * self._usual))
+        self._queued += 1
+        self._balance()
+        try:
+            worker = await self._idle.get()
+        finally:
+            self._queued -= 1
+            self._balance()
+        usual = self._first if worker.fresh else self._later
         loop = asyncio.get_running_loop()
-        aside = loop.call_later(patience, self._set_aside, worker)
+        aside = loop.call_later(usual.patience(), self._set_aside, worker)
         began = loop.time()
         healthy = False
         try:
             reply = await worker.ask(job_id, job, self.timeout)
             healthy = True
-            self._usual += 0.05 * (loop.time() - began - self._usual)
+            usual.add(loop.time() - began)
             return Score(**reply)
         except TimeoutError:
             self.stats.timeouts += 1
@@ -165,15 +174,30 @@ class VerifierPool:
             else:
                 self._in_background(self._restart(worker))
 
+    def _balance(self) -> None:
+        """Long checks pause while others wait; but when there are too many of them, they have to be got rid of."""
+        if len(self._aside) >= _ASIDE * self._size:
+            self._draining = True
+        elif len(self._aside) <= self._size:
+            self._draining = False
+        paused = self._queued > 0 and not self._draining
+        if paused != self._paused:
+            self._paused = paused
+            for worker in self._aside:
+                worker.pause(paused)
+
     def _set_aside(self, worker: "_Worker") -> None:
-        """A check takes long: it goes on with low priority, and a new worker takes its place in the pool."""
-        if self._running and len(self._aside) < self._aside_limit:
-            worker.step_aside()
-            self._workers.discard(worker)
-            self._aside.add(worker)
-            substitute = _Worker(self._template)
-            self._workers.add(substitute)
-            self._in_background(self._restart(substitute))
+        """A check takes long: it goes on, and another worker takes its place in the pool."""
+        if not self._running or len(self._aside) >= _ASIDE * self._size:
+            return
+        self._workers.discard(worker)
+        self._aside.add(worker)
+        worker.step_aside()
+        self._balance()
+        worker.pause(self._paused)
+        substitute = _Worker(self._template)
+        self._workers.add(substitute)
+        self._in_background(self._restart(substitute))
 
     async def _restart(self, worker: "_Worker") -> None:
         """A worker that does not come back answers its next job with the reason, and is then tried again."""
@@ -189,6 +213,7 @@ class VerifierPool:
         """Its place is taken already."""
         await worker.stop()
         self._aside.discard(worker)
+        self._balance()
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -209,15 +234,38 @@ async def validate(pool: VerifierPool, prompts: Iterable[Prompt]) -> list[tuple[
     return [(p, score) for p, score in results if not score.valid or (pool.gold(p) is not None and score.value != 1)]
 
 
+class _Usual:
+    """How long checks take, as a running mean; the first of a worker's checks and the later ones have one each."""
+
+    def __init__(self, longest: float) -> None:
+        self._longest = longest
+        self._mean: float | None = None
+
+    def add(self, seconds: float) -> None:
+        """What took longer than our patience, be it by far, counts as that: few long checks must not hold up many."""
+        seconds = min(seconds, self.patience())
+        self._mean = seconds if self._mean is None else self._mean + 0.05 * (seconds - self._mean)
+
+    def patience(self) -> float:
+        if self._mean is None:
+            return self._longest
+        return min(self._longest, max(_SHORTEST, _PATIENCE * self._mean))
+
+
 class _Worker:
-    """One place in the pool, and the process that fills it at the moment."""
+    """One place in the pool, and the process that fills it at the moment.
+
+    `fresh` until its process has answered once.
+    """
 
     def __init__(self, template: Template) -> None:
+        self.fresh = True
         self._template = template
         self._process: Process | None = None
         self._absence = "it was never started"
 
     async def start(self) -> None:
+        self.fresh = True
         try:
             self._process = await self._template.spawn()
         except VerifierError as error:
@@ -228,8 +276,10 @@ class _Worker:
         """The reply to a job; `TimeoutError` or `WorkerDied` mean that the worker must be replaced."""
         if self._process is None:
             raise WorkerDied(self._absence)
+        exchange = asyncio.create_task(self._process.exchange(job, job_id))
         try:
-            reply: dict[str, Any] = await within(timeout, asyncio.create_task(self._process.exchange(job, job_id)))
+            reply: dict[str, Any] = await within(timeout, exchange, self._process)
+            self.fresh = False
             return reply
         except EOFError:
             raise WorkerDied(await self._process.post_mortem() if self._process else self._absence) from None
@@ -237,6 +287,10 @@ class _Worker:
     def step_aside(self) -> None:
         if self._process is not None:
             self._process.step_aside()
+
+    def pause(self, paused: bool) -> None:
+        if self._process is not None and self._process.paused != paused:
+            self._process.pause(paused)
 
     async def stop(self, reason: str = "it was stopped") -> None:
         process, self._process, self._absence = self._process, None, reason

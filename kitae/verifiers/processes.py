@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from kitae.errors import VerifierError
@@ -23,6 +24,8 @@ from kitae.errors import VerifierError
 _START_LIMIT = 60.0  # seconds for the template to import what it needs
 _ANSWER_LIMIT = 60.0  # seconds for the template to fork a worker, or to see one end that was killed
 _SLICES = 10  # of a deadline
+_INDULGENCE = 6  # times a deadline, at most, for a process that others keep from the processor
+_NICE = 10  # of a process that stepped aside: a tenth of the share of others
 _MAX_REPLY = 2**24  # bytes
 _MAX_CONTROL = 2**16  # bytes of a message between pool and template
 _LOOKS = 50  # times within a second that a silent worker is looked at
@@ -35,17 +38,23 @@ class WorkerDied(Exception):
     """The process is gone or useless; the message says why."""
 
 
-async def within(seconds: float, task: "asyncio.Task[Any]") -> Any:
+async def within(seconds: float, task: "asyncio.Task[Any]", process: "Process | None" = None) -> Any:
     """The result of a task; `TimeoutError` if it takes longer, in which case it is cancelled.
 
     The deadline is counted in slices, so that an event loop that was blocked (by a training step, say) is late for one
-    slice of it and does not take its own delay for that of a process.
+    slice of it and does not take its own delay for that of a process. Slices in which the process was paused do not
+    count, nor, up to a point, those in which it wanted the processor and others had it.
     """
+    left, indulgence = _SLICES, _SLICES * _INDULGENCE
     try:
-        for _ in range(_SLICES):
+        while left and indulgence:
             await asyncio.wait({task}, timeout=seconds / _SLICES)
             if task.done():
                 return task.result()
+            if process is not None and process.starved(seconds / _SLICES):
+                indulgence -= not process.paused
+            else:
+                left -= 1
         raise TimeoutError
     finally:
         task.cancel()
@@ -205,6 +214,8 @@ class Process:
         self._template = template
         self._replies, self._requests, self._words = replies, requests, words
         self._reaping: asyncio.Task[int | None] | None = None
+        self.paused = False
+        self._used = 0.0
 
     async def exchange(self, message: bytes, message_id: int) -> dict[str, Any]:
         """Send one message and wait for its answer; `EOFError` where the process has ended."""
@@ -223,16 +234,30 @@ class Process:
             raise WorkerDied(f"it broke the protocol{self._words.last()}")
         return reply
 
+    def starved(self, seconds: float) -> bool:
+        """Whether it is kept from the processor: had it for less than half of the `seconds` since the last call."""
+        state, used = _look(self.pid)
+        before, self._used = self._used, used
+        return self.paused or (state == "R" and used - before < seconds / 2)
+
     def step_aside(self) -> None:
-        """Let others have the processor: a check that takes long must not slow the short ones."""
-        with suppress(OSError):
-            os.sched_setscheduler(self.pid, os.SCHED_IDLE, os.sched_param(0))
+        """Leave most of the processor to others, with all that it has started."""
+        for pid in _family(self.pid):
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, pid, _NICE)
+
+    def pause(self, paused: bool) -> None:
+        """Leave all of it to others, or go on."""
+        self.paused = paused
+        for pid in _family(self.pid):
+            with suppress(OSError):
+                os.kill(pid, signal.SIGSTOP if paused else signal.SIGCONT)
 
     async def post_mortem(self) -> str:
         """Why a worker that has ended, or closed its pipe, did so."""
         await self._words.rest()
         for _ in range(_LOOKS):
-            if _state(self.pid) in ("Z", None):
+            if _look(self.pid)[0] in ("Z", ""):
                 return f"{describe(await self._reap())}{self._words.last()}"
             await asyncio.sleep(1 / _LOOKS)
         return f"it closed its pipe{self._words.last()}"
@@ -296,10 +321,21 @@ def describe(status: int | None) -> str:
     return f"exit status {os.WEXITSTATUS(status)}"
 
 
-def _state(pid: int) -> str | None:
-    """The letter that Linux gives to the state of a process; None: there is no such process."""
+def _family(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    found = [pid]
+    for parent in found:
+        with suppress(OSError):
+            for children in Path(f"/proc/{parent}/task").glob("*/children"):
+                found += map(int, children.read_text().split())
+    return found
+
+
+def _look(pid: int) -> tuple[str, float]:
+    """The letter that Linux gives to the state of a process, and the seconds it ran; ("", 0): there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0].decode()
+            fields = file.read().rpartition(b")")[2].split()
     except OSError:
-        return None
+        return "", 0.0
+    return fields[0].decode(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -27,6 +27,8 @@ def score(response, reference, context, *, bonus=0.0):
     match response:
         case "hang":
             while True: pass
+        case "busy":
+            while time.process_time() < reference: pass
         case "sleep": time.sleep(60)
         case "child":
             with open(reference, "w") as file:
@@ -350,7 +352,23 @@ def test_long_checks_do_not_hold_up_short_ones(hostile: str) -> None:
         assert not any(score.valid for score in await asyncio.gather(*hanging))
         return seconds
 
-    assert run(test, hostile, workers=2, timeout=4)[0] < 3
+    assert run(test, hostile, workers=2, timeout=2)[0] < 1.5
+
+
+def test_time_without_a_processor_is_not_held_against_the_response(hostile: str) -> None:
+    """A check that was set aside waits behind everything else, but the time it waits does not count."""
+
+    async def test(pool: VerifierPool) -> list[Score]:
+        return [await pool.score("busy", 1.5), await pool.score("busy", 60.0)]
+
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        (good, bad), pool = run(test, hostile, workers=1, timeout=2)
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+    assert good == Score(1.0) and not bad.valid and pool.stats.timeouts == 1
 
 
 @pytest.mark.parametrize(
