@@ -69,7 +69,7 @@ class VerifierPool:
         self._aside: set[_Worker] = set()
         self._queued = 0
         self._draining = self._paused = False
-        self._first, self._later = _Usual(_FIRST), _Usual(_LONGEST)
+        self._first, self._later = _Usual(min(_FIRST, timeout / 2)), _Usual(_LONGEST)
         self._job_ids = itertools.count(1)
         self._idle: asyncio.Queue[_Worker] = asyncio.LifoQueue()  # those that were busy last know the most
         self._tasks: set[asyncio.Task[None]] = set()
@@ -167,6 +167,7 @@ class VerifierPool:
             return Score.error(f"verifier worker died: {death}")
         finally:
             aside.cancel()
+            self.stats.restarts += self._running and not healthy
             if worker in self._aside:
                 self._in_background(self._retire(worker))
             elif healthy or not self._running:  # of a closed pool, so that those who still wait get their error
@@ -201,7 +202,6 @@ class VerifierPool:
 
     async def _restart(self, worker: "_Worker") -> None:
         """A worker that does not come back answers its next job with the reason, and is then tried again."""
-        self.stats.restarts += 1
         try:
             await worker.stop()
             with suppress(VerifierError):

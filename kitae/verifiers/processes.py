@@ -24,8 +24,8 @@ from kitae.errors import VerifierError
 _START_LIMIT = 60.0  # seconds for the template to import what it needs
 _ANSWER_LIMIT = 60.0  # seconds for the template to fork a worker, or to see one end that was killed
 _SLICES = 10  # of a deadline
-_INDULGENCE = 6  # times a deadline, at most, for a process that others keep from the processor
-_NICE = 10  # of a process that stepped aside: a tenth of the share of others
+_INDULGENCE = 10  # times a deadline, at most, for a process that others keep from the processor
+_NICE = 5  # of a process that stepped aside: a third of the share of others
 _MAX_REPLY = 2**24  # bytes
 _MAX_CONTROL = 2**16  # bytes of a message between pool and template
 _LOOKS = 50  # times within a second that a silent worker is looked at

@@ -343,6 +343,7 @@ def test_long_checks_do_not_hold_up_short_ones(hostile: str) -> None:
     """Both workers of the pool hang: short checks go on, because others take their place."""
 
     async def test(pool: VerifierPool) -> float:
+        await pool.score("fine", None)  # now the pool knows how long a first check takes
         hanging = [asyncio.create_task(pool.score(kind, None)) for kind in ("hang", "hang", "sleep", "hang")]
         await asyncio.sleep(0.05)
         began = time.perf_counter()
@@ -352,7 +353,7 @@ def test_long_checks_do_not_hold_up_short_ones(hostile: str) -> None:
         assert not any(score.valid for score in await asyncio.gather(*hanging))
         return seconds
 
-    assert run(test, hostile, workers=2, timeout=2)[0] < 1.5
+    assert run(test, hostile, workers=2, timeout=4)[0] < 3
 
 
 def test_time_without_a_processor_is_not_held_against_the_response(hostile: str) -> None:
