@@ -8,6 +8,7 @@ phrases in languages that `_PHRASES` does not list.
 """
 
 import re
+import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -18,7 +19,9 @@ _REACH = 400  # characters after a phrase that can belong to its answer
 _MARKS = 8  # so many of the last phrases are looked at
 _MAX_BOX = 4_000  # characters; what is longer is no answer
 
-_BOX = r"(?:\\(?:boxed|fbox|framebox)|\x08oxed)(?![A-Za-z])"  # \x08: "\boxed" of a JSON writer that did not escape it
+_BOX = (
+    r"(?:\\{1,2}(?:boxed|fbox|framebox)|\x08oxed)(?![A-Za-z])"  # \x08: "\boxed" of a JSON writer that did not escape it
+)
 _BRACE_RE = re.compile(rf"{_BOX}\s*\{{|\\.|[{{}}]", re.DOTALL)
 _BARE_BOX_RE = re.compile(rf"{_BOX}\s*([-+]?[0-9][0-9.,/]*|[A-Za-z](?![A-Za-z]))")
 _JOINT_RE = re.compile(
@@ -73,8 +76,36 @@ _NUMBER = (
     r"(?:[0-9]++(?:,[0-9]{3}(?![0-9]))*+(?:\.[0-9]++)?+|\.[0-9]++)(?:[eE][-+]?[0-9]{1,4}(?![0-9A-Za-z]))?+(?:\s?\\?%)?+"
 )
 _PLAIN_EXPRESSION_RE = re.compile(rf"{_NUMBER}(?:\s?[-+*/^×·÷]\s?\(?(?:{_NUMBER}|[0-9.]++)\)?)*+")
+_BRACED = r"\{(?:[^{}\n]++|\{(?:[^{}\n]++|\{[^{}\n]*+\})*+\})*+\}"
+_SPAN_RE = re.compile(  # a formula without dollars in a sentence: numbers, letters that stand alone, signs and commands
+    rf"(?:{_NUMBER}|\\[A-Za-z]++(?:\s*+\[[^\[\]\n]*+\])?+(?:\s*+{_BRACED}|[0-9])*+|\\[{{}}%,;! ]"
+    r"|(?<![^\W\d_])(?:[A-Za-z](?![^\W\d_]|['’])|(?:sqrt|log|ln|sin|cos|tan|pi|and|or|또는|或|или)(?![^\W\d_]))"
+    r"|(?<=[_^(\[{,:√])[0-9]++|[-+*/^=<>≤≥≠≈±×·÷−√π∞°²³!|(){}\[\],:;_ \t])++"
+)
+_LAYOUT_RE = re.compile(r"\\(?:begin|end)\{(?:align|aligned|equation|gather|gathered|eqnarray|split)\*?\}")
+_VALUE_RE = re.compile(r"[0-9π∞]|\\[A-Za-z]")
+_LABEL_RE = re.compile(r"(?:step|case|part|problem|question|example|figure|equation|section)\s*$", re.IGNORECASE)
+_STRAY_RE = re.compile(r"(?:[A-Za-z]\s+)+(?=[-+$€£\\(0-9])|[-−+]\s+(?=[^\s])|(?:and|or)\s+")
+_STRAY_END_RE = re.compile(r"(?<![=+*/<>-])\s+(?:[aAIyou]|and|or)$")
+_BRACKETS = (("(", ")"), ("[", "]"), ("{", "}"))
+_ATTACHED_RE = re.compile(r"^([$€£]?[0-9][0-9.,]*)([mgshLAWVNJ])$")  # 12m: a unit, or a product
+_NAMED_RE = re.compile(r"\s*([A-Za-z](?:_\w)?)\s*=[^=<>]+")
+_LEAD_RE = re.compile(
+    r"\s*(?:\\(?:text|mbox|textbf|mathrm)\s*\{\s*)?(?:(?:the\s+)?(?:final\s+|correct\s+)?answer(?:\s*:|\s+is\b\s*:?)"
+    r"|(?:approximately|approx\.|about|exactly)(?![A-Za-z]))\s*(\}?)\s*",
+    re.IGNORECASE,
+)
+_DENIED_RE = re.compile(
+    r"(?:\b(?:not|cannot|neither|non|pas|nicht|rather than|instead of)\b|n['’]t\b|不是)[^.,;。，\n]*",
+    re.IGNORECASE,
+)
+_CHOICE_RE = re.compile(
+    r"(?<![A-Za-z0-9$\\{^_])(?:\(([A-H])\)|([B-H]|A(?!\s+(?!is\b|or\b|and\b|because\b|since\b|as\b)[a-z])))(?![A-Za-z0-9'’=}$^_])"
+)
+_PARTS_RE = re.compile(r"(?:[0-9.]+ [a-z]+\.?(?:,? | and |$)){1,3}")  # 3 feet 4 inches
 _COMMAND_RE = re.compile(r"\\[A-Za-z]+\*?(?:\s*\{[^{}$\\]*[A-Za-z][^{}$\\]*\})?")
 _LETTERS_RE = re.compile(r"[A-Za-z]{2,}")
+_FOREIGN_RE = re.compile(r"[^\W\d_a-zA-Zα-ωΑ-Ω]|[α-ωΑ-Ω]{2}")
 _FORMULA_WORDS = {
     "and", "or", "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh",
     "ln", "log", "exp", "sqrt", "abs", "pi", "theta", "alpha", "beta", "min", "max", "gcd", "lcm", "inf",
@@ -90,12 +121,43 @@ def find_answers(text: str, order: tuple[str, ...]) -> Iterator[str]:
 
     What a reasoning model thinks before its last `</think>` does not count, where something comes after it.
     """
-    _, _, after = text.rpartition(_THOUGHT_END)
-    text = after if after.strip() else text
+    text = _spoken(text)
     for way in order:
         answer = WAYS[way](text)
         if answer is not None and answer.strip():
-            yield answer.strip()
+            yield without_lead(answer).strip()
+
+
+def _spoken(text: str) -> str:
+    """What comes after the thoughts, with the digits of all scripts as 0 to 9."""
+    _, _, after = text.rpartition(_THOUGHT_END)
+    text = after if after.strip() else text
+    if text.isascii():
+        return text
+    return re.sub(r"(?![0-9])\d", lambda digit: str(unicodedata.decimal(digit[0])), text)
+
+
+def without_lead(answer: str) -> str:
+    r"""`"\text{Answer: } 7"` → `"7"`: an answer without the words that announce it."""
+    lead = _LEAD_RE.match(answer)
+    if lead is None:
+        return answer
+    rest = answer[lead.end() :]
+    opened = "{" in lead[0] and not lead[1]
+    return (rest.removesuffix("}") if opened else rest) or answer
+
+
+def chosen_letter(text: str) -> str | None:
+    """The letter of the option that prose decides for, where it is clear: "for sure D, it can't be A or B" → "D"."""
+    text = _spoken(text)[-_TAIL:]
+    sentences = [part for part in _SENTENCE_END_RE.split(text) if part.strip()]
+    marks = deque(_PHRASE_RE.finditer(text), maxlen=1)
+    places = [_SENTENCE_END_RE.split(text[mark.end() : mark.end() + _REACH].lstrip(), maxsplit=1)[0] for mark in marks]
+    for place in [*places, *sentences[-1:], text[:_REACH] if len(text) <= _REACH else ""]:
+        letters = {first or second for first, second in _CHOICE_RE.findall(_DENIED_RE.sub(" ", place))}
+        if letters:
+            return letters.pop() if len(letters) == 1 else None
+    return None
 
 
 def parse_order(extract: str, *, strict: bool = False) -> tuple[str, ...]:
@@ -142,6 +204,7 @@ def boxed_answer(text: str) -> str | None:
     found = boxes(text)
     if not found:
         return None
+    found = [box for box in found if box[2].strip()] or found
     answer = found[-1][2]
     for (_, end, inside), (start, _, _) in zip(reversed(found[:-1]), reversed(found), strict=False):
         joint = text[end:start]
@@ -165,7 +228,7 @@ def tagged_answer(text: str) -> str | None:
 def hash_answer(text: str) -> str | None:
     """What follows the last #### on its line; not a Markdown heading such as "#### 2. Add up" or "#### Answer"."""
     for mark in reversed(deque(_HASH_RE.finditer(text), maxlen=_MARKS)):
-        answer = clean(mark[1])
+        answer = clean(mark[1].rpartition("####")[2])
         if answer and not re.match(r"(?:step|part|case)\b|[0-9]+[.)]\s+\D", answer, re.IGNORECASE):
             return answer[:_MAX_BOX]
     return None
@@ -193,16 +256,13 @@ def _from_sentence(text: str) -> str:
     sentence = text[: end.start()] if end else text
     if reason := _REASON_RE.search(sentence, 1):
         sentence = sentence[: reason.start()]
-    formulas = [_inside(match) for match in _MATH_RE.finditer(sentence)]
     if not _is_prose(sentence):
         return sentence
-    if formulas:
-        return formulas[-1]
     leading = _PLAIN_EXPRESSION_RE.match(sentence)
-    numbers = [match[0] for match in _PLAIN_EXPRESSION_RE.finditer(sentence)]
-    if not numbers or (leading and (len(numbers) == 1 or _JOINT_WORD_RE.match(sentence[leading.end() :].lstrip()))):
-        return sentence
-    return leading[0] if leading else numbers[-1]
+    if leading and not _MATH_RE.search(sentence):
+        alone = len(_PLAIN_EXPRESSION_RE.findall(sentence)) == 1
+        return sentence if alone or _JOINT_WORD_RE.match(sentence[leading.end() :].lstrip()) else leading[0]
+    return _last_formula(sentence) or sentence
 
 
 def last_expression(text: str) -> str | None:
@@ -210,18 +270,55 @@ def last_expression(text: str) -> str | None:
     tail = text[-_TAIL:].strip()
     if _is_bare(tail):
         return clean(tail)
-    formulas = [match for match in _MATH_RE.finditer(tail) if not _is_prose(_inside(match))]
-    last_number = deque(_PLAIN_EXPRESSION_RE.finditer(_MATH_RE.sub(_blank, tail)), maxlen=1)
-    if formulas and (not last_number or formulas[-1].end() > last_number[0].start()):
-        return clean(_inside(formulas[-1]))
-    if last_number:
-        return clean(last_number[0][0])
+    formula = _last_formula(tail)
+    if formula:
+        return clean(formula)
     return clean(tail) if tail and len(tail) <= _REACH else None
+
+
+def _last_formula(text: str) -> str | None:
+    """The last formula of a text, in dollars or bare: "Since $n$ is odd, the pair is (2, 3)." → "(2, 3)"."""
+    text = _LAYOUT_RE.sub(" ", text)
+    formulas = [match for match in _MATH_RE.finditer(text) if not _is_prose(_inside(match))]
+    blanked = _MATH_RE.sub(lambda match: match[0] if _is_prose(_inside(match)) else " " * len(match[0]), text)
+    start = formulas[-1].end() if formulas else 0
+    spans = (span for span in _SPAN_RE.finditer(blanked, start) if _VALUE_RE.search(span[0]))
+    for span in reversed(deque(spans, maxlen=_MARKS)):
+        bare = _bare_formula(span[0])
+        labelled = span[0].lstrip()[:1].isdigit() and _LABEL_RE.search(text[max(span.start() - 20, 0) : span.start()])
+        if _VALUE_RE.search(bare) and not labelled:
+            return bare
+    return _inside(formulas[-1]) if formulas else None
+
+
+def _bare_formula(span: str) -> str:
+    """A formula without the signs of the sentence around it; of "6 * 7 = 42", the 42."""
+    previous = None
+    while span != previous:
+        previous = span
+        span = _STRAY_END_RE.sub("", span.strip(" \t,:;=*_!").rstrip("-−+/"))
+        for opening, closing in _BRACKETS:
+            if span.endswith(closing) and span.count(closing) > span.count(opening):
+                span = span[:-1]
+            if span.startswith(opening) and span.count(opening) > span.count(closing):
+                span = span[1:]
+        if stray := _STRAY_RE.match(span):
+            span = span[stray.end() :]
+    parts = re.split(r",|;|\b(?:and|or)\b", span)
+    names = [named[1] for part in parts if (named := _NAMED_RE.fullmatch(part))]
+    if "=" in span and not len(names) == len(parts) > 1:
+        last = parts[-1] if "=" in parts[-1] else span
+        if not re.search(r"[<>≤≥]|\\[lg]eq?", last):
+            value = next((side for side in reversed(last.split("=")) if _VALUE_RE.search(side)), "")
+            return _bare_formula(re.sub(r"^\s*[-−]\s+", "-", value))
+    return _ATTACHED_RE.sub(r"\1 \2", span)
 
 
 def _is_bare(text: str) -> bool:
     """Is this an answer and nothing else: a formula, a few words without a number, or a number with its unit?"""
-    if not text or len(text) > _REACH:
+    if not text or len(text) > _REACH or _LAYOUT_RE.search(text):
+        return False
+    if "\n" in text and "\\begin" not in text and "$" not in text:
         return False
     outside = _MATH_RE.sub(" ", text)
     if not _is_prose(text if outside.isspace() else outside):
@@ -229,12 +326,17 @@ def _is_bare(text: str) -> bool:
     words = len(outside.split())
     if not re.search(r"[0-9]|\\[A-Za-z]", text):
         return words <= 6
+    if _PARTS_RE.fullmatch(text):
+        return True
     return words <= 4 and _PLAIN_EXPRESSION_RE.match(text) is not None and len(_PLAIN_EXPRESSION_RE.findall(text)) == 1
 
 
 def _is_prose(text: str) -> bool:
     r"""Are there words in it, beside names of functions, commands and what stands in \text{}?"""
-    words = [word for word in _LETTERS_RE.findall(_COMMAND_RE.sub(" ", text)) if word.lower() not in _FORMULA_WORDS]
+    plain = _COMMAND_RE.sub(" ", text)
+    if not plain.isascii() and _FOREIGN_RE.search(re.sub("또는|或者?|или", " ", plain)):
+        return True
+    words = [word for word in _LETTERS_RE.findall(plain) if word.lower() not in _FORMULA_WORDS]
     return len(words) > 1 or any((len(word) > 3 and not word.isupper()) or word in _SMALL_WORDS for word in words)
 
 
@@ -245,7 +347,9 @@ def clean(answer: str) -> str:
     while answer != previous:
         previous = answer
         answer = answer.strip('*_`"“”「」 \t\r\n')
-        answer = answer.rstrip("。．!！")
+        answer = answer.rstrip("。．！")
+        if re.search(r"[a-z]{2}!$", answer):  # after a word; 5! is a factorial
+            answer = answer[:-1]
         if answer.endswith(".") and not answer.endswith((r"\.", "..")) and not re.search(r"\b[a-z]\.[a-z]\.$", answer):
             answer = answer[:-1]
     return answer
@@ -275,10 +379,6 @@ def _inside(match: re.Match[str]) -> str:
     return next(group for group in match.groups() if group is not None).strip()
 
 
-def _blank(match: re.Match[str]) -> str:
-    return " " * len(match[0])
-
-
 WAYS: dict[str, Callable[[str], str | None]] = {
     "boxed": boxed_answer,
     "tag": tagged_answer,
@@ -287,4 +387,5 @@ WAYS: dict[str, Callable[[str], str | None]] = {
     "last": last_expression,
 }
 STRICT_WAYS = ("boxed", "hash")
+MARKED_WAYS = ("boxed", "tag", "hash")
 DEFAULT_ORDER = "boxed,tag,hash,phrase,last"

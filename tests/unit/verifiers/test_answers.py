@@ -11,6 +11,7 @@ from kitae.verifiers.answers import (
     DEFAULT_ORDER,
     WAYS,
     boxed_answer,
+    chosen_letter,
     clean,
     find_answers,
     hash_answer,
@@ -19,6 +20,7 @@ from kitae.verifiers.answers import (
     parse_order,
     phrase_answer,
     tagged_answer,
+    without_lead,
 )
 
 
@@ -48,6 +50,8 @@ from kitae.verifiers.answers import (
         (r"\boxed{}", ""),
         ("\\boxed{\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}}", "\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}"),
         (r"\boxedtext{5}", None),
+        (r"\boxed{5} oops \boxed{}", "5"),
+        (r"aaa\\boxed{123}", "123"),
         (r"\boxed{" + "1" * 5_000 + "}", None),
     ],
 )
@@ -76,6 +80,8 @@ def test_last_boxed_never_joins() -> None:
         ("#### x = 5.", "x = 5"),
         ("####", None),
         ("#### ", None),
+        ("#### 5!", "5!"),
+        ("#### #### 42", "42"),
     ],
 )
 def test_hash(text: str, answer: str | None) -> None:
@@ -102,6 +108,11 @@ def test_tag(text: str, answer: str | None) -> None:
     [
         ("The answer is 12.", "12"),
         ("The answer is 12. Bye!", "12"),
+        ("The answer is 12!", "12"),
+        ("The answer is $5!$.", "5!"),
+        ("Final Answer: The largest $n$ is 34.", "34"),
+        ("The answer is between 41 and 42", "41 and 42"),
+        ("The answer is that $n$ equals 12.", "12"),
         ("the final answer is: 12", "12"),
         ("Final Answer: The final answer is $12$. I hope it is correct.", "12"),
         ("**Answer:** 12", "12"),
@@ -186,6 +197,28 @@ def test_phrase(text: str, answer: str | None) -> None:
         ("Model m2 has no answer", "Model m2 has no answer"),
         ("It is 50% of them", "50%"),
         ("It is about 1.5e-3 or so", "1.5e-3"),
+        ("the coordinates are (2, 3)", "(2, 3)"),
+        ("The set is {1, 2, 3}.", "{1, 2, 3}"),
+        ("the solution is x > 4", "x > 4"),
+        ("we need n ≥ 4", "n ≥ 4"),
+        ("so x = - 4", "-4"),
+        ("so the total - 12", "12"),
+        ("we get 3√5", "3√5"),
+        ("we get 3 sqrt 5", "3 sqrt 5"),
+        ("it is equal to log_2 5", "log_2 5"),
+        ("the time is 12:30", "12:30"),
+        ("the probability is \\frac{3}{4}.", "\\frac{3}{4}"),
+        ("Thus y=\\frac43.", "\\frac43"),
+        ("Candidates: 1, 2, 3", "1, 2, 3"),
+        ("hence x = 2 or x = 3", "x = 2 or x = 3"),
+        ("we get 20 = A.", "20"),
+        ("that makes $90 / 3 hours = $30/hour", "$30"),
+        ("so it is 3*4m = 12m from there", "12 m"),
+        ("Il y a 42 pommes.", "42"),
+        ("因此，瑞秋的数学作业比阅读作业多 **3页**。", "3"),
+        ("x=8입니다", "8"),
+        ("\\begin{align*} a &= 5 + 7 \\\\ &= 12. \\end{align*}", "12"),
+        ("how many $? just about 1$", "1"),
         ("", None),
     ],
 )
@@ -201,12 +234,50 @@ def test_last(text: str, answer: str | None) -> None:
         ("`12`", "12"),
         ('"12"', "12"),
         ("p.m.", "p.m."),
+        ("5!", "5!"),
+        ("fine!", "fine"),
         ("12。", "12"),
         ("a...", "a..."),
     ],
 )
 def test_clean(text: str, answer: str) -> None:
     assert clean(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("I think it's (D).", "D"),
+        ("The answer is for sure D, it can't be A or B", "D"),
+        ("It's not A because it makes no sense, therefore I think it's B", "B"),
+        ("Weighing the options...\n\nC", "C"),
+        ("not (A), rather (C)", "C"),
+        ("réponse est C non A", "C"),
+        ("B。 不是 A", "B"),
+        ("A or B", None),
+        ("A number is what we want", None),
+        ("It can't be A", None),
+        ("no letter", None),
+    ],
+)
+def test_chosen_letter(text: str, letter: str | None) -> None:
+    assert chosen_letter(text) == letter
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\text{Answer: } 7", "7"),
+        (r"\text{The answer is } 7", "7"),
+        (r"\text{The answer is 7}", "7"),
+        ("The final answer is: 7", "7"),
+        (r"\text{approximately } 3", "3"),
+        ("answer", "answer"),
+        ("7", "7"),
+    ],
+)
+def test_without_lead(text: str, answer: str) -> None:
+    assert without_lead(text) == answer
 
 
 def test_the_order_is_that_of_the_setting() -> None:
