@@ -20,7 +20,9 @@ _UNICODE = str.maketrans(
         "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}",
         "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ", "⌉": r"\rceil ", "⟨": r"\langle ", "⟩": r"\rangle ",
         "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
-        "⅕": r"\frac{1}{5}", "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
+        "⅕": r"\frac{1}{5}", "⅖": r"\frac{2}{5}", "⅗": r"\frac{3}{5}", "⅘": r"\frac{4}{5}", "⅙": r"\frac{1}{6}",
+        "⅚": r"\frac{5}{6}", "⅐": r"\frac{1}{7}", "⅑": r"\frac{1}{9}", "⅒": r"\frac{1}{10}",
+        "⅛": r"\frac{1}{8}", "⅜": r"\frac{3}{8}", "⅝": r"\frac{5}{8}", "⅞": r"\frac{7}{8}",
         "√": r"\sqrt ", "∛": r"\sqrt[3] ", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "、": ",", "\u200b": "",
     }
 )  # fmt: skip
@@ -31,13 +33,28 @@ _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _NOISE_RE = re.compile(
     r"(\\\\)(?:\s*\[[0-9.]+\s*[a-z]+\])?"  # the end of a row, with the space after it: kept
     r"|\\(?:left|right|[bB]igg?[lrm]?|middle)(?![A-Za-z])\.?"
-    r"|\\(?:displaystyle|textstyle|limits|nolimits|rm|bf|it|hline|phantom)(?![A-Za-z])"
-    r"|\\(?:hspace|vspace)\s*\{[^{}]*\}|\\!|\\[()\[\]]|\$\$|</?[a-z]+>"
+    r"|\\(?:displaystyle|textstyle|limits|nolimits|rm|bf|it|hline|phantom|underline|tiny|small|large|Large|LARGE|huge|Huge"
+    r"|checkmark)(?![A-Za-z])|\\(?:text)?color\s*(?:\[[a-z]+\])?\s*\{[^{}]*\}"
+    r"|\\(?:hspace|vspace)\s*\{[^{}]*\}|(?<=,)\\!\s*(?=[0-9]{3})|\\!|\\[()\[\]]|\$\$|</?[a-z]+>"
 )
 _SPACE_RE = re.compile(r"(\\\\)|\\[,;:> ]|\\q?quad(?![A-Za-z])|\\(?:thinspace|enspace|medspace)(?![A-Za-z])|~")
 _MODULUS_RE = re.compile(
     r"\(?\s*(?:\\(?:p|b)?mod|\\(?:text|mathrm|operatorname)\s*\{\s*\(?\s*mod\s*\})\s*\{?\s*([0-9a-z]+)\s*\}?\s*\)?"
 )
+_TH = r"\s*(?:st|nd|rd|th)\s*"
+_ORDINAL_RE = re.compile(  # 5th, 5^{th}, 5^{\text{th}}
+    rf"(?<=[0-9])\s*(?:\^\s*\{{\s*\\(?:text|mathrm)\s*\{{{_TH}\}}\s*\}}|\^?\s*\\(?:text|mathrm)\s*\{{{_TH}\}}|\^\s*\{{{_TH}\}}"
+    r"|(?:st|nd|rd|th)(?![A-Za-z]))"
+)
+_DOMAIN_RE = re.compile(  # "for all n", "where a, b ∈ ℝ": what the letters before it may be
+    r"(?<=\S)[\s,]*(?:\\forall|\\(?:text|mbox)\s*\{[\s,]*(?:for (?:all|any|every|each)|where)\s*\}|for all)"
+    r"(?![A-Za-z])[\s$]*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*(?:\\in\s*\\mathbb\s*\{?\s*[NZQRC]\s*\}?[\^+_*>0{}\s]*)?$"
+)
+_REMARK_RE = re.compile(
+    r"(?<=\S)\s*\((?:i\.e\.|(?:since|because|rounded|approximately|about)\b)[^()]*\)$", re.IGNORECASE
+)
+_OVER_RE = re.compile(r"(?:\{|^)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|$)")
+_CLOCK_RE = re.compile(r"(?<=[0-9])\s*([AaPp])\.?\s?[Mm](?![A-Za-z])\.?")
 _FRAC_RE = re.compile(r"\\[dtc]frac")
 _DEGREE_RE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\(?:degree|deg)(?![A-Za-z])|\^\s*\{\s*o\s*\}")
 TEXT_COMMANDS = (
@@ -67,20 +84,47 @@ _CHOICE_START_RE = re.compile(
 )
 
 
+@lru_cache(maxsize=2048)
 def tidy(text: str) -> str:
     """Plain LaTeX: without delimiters, size commands and Unicode signs."""
     if not text.isascii():
-        text = text.translate(_UNICODE)
+        text = ascii_digits(text).translate(_UNICODE)
         text = _SUPERSCRIPT_RE.sub(lambda m: "^{" + m[0].translate(_SUPERSCRIPTS) + "}", text)
         text = _SUBSCRIPT_RE.sub(lambda m: "_{" + m[0].translate(_SUBSCRIPTS) + "}", text)
         text = unicodedata.normalize("NFKC", text)
+    if "\\\\" in text and r"\begin" not in text:  # a command whose backslash was escaped
+        text = re.sub(r"\\\\(?=[A-Za-z{}])", r"\\", text)
     text = _DEGREE_RE.sub(r"\\degree ", text.replace("\x08oxed", r"\boxed"))
     text = _NOISE_RE.sub(lambda m: m[1] or "", text.replace("**", "^"))
     text = _FRAC_RE.sub(r"\\frac", re.sub(r"\\boxed\s*\{", "{", text))
+    if r"\over" in text:
+        text = _OVER_RE.sub(r"\\frac{\1}{\2}", text)
     text = _MODULUS_RE.sub(r" \\text{mod \1}", text)
     text = _SPACE_RE.sub(lambda m: m[1] or " ", text)
     text = _currency(text).strip()
-    return text[:-1].rstrip() if text.endswith((".", ",", ";")) and not text.endswith(r"\,") else text
+    if "all" in text or "where" in text or "every" in text or "any" in text:
+        text = _DOMAIN_RE.sub("", text)
+    if text.endswith(")"):
+        text = _REMARK_RE.sub("", text)
+    if "m" in text or "M" in text:
+        text = _CLOCK_RE.sub(r" \\text{\1m}", text)
+    if "t" in text or "d" in text:
+        text = _ORDINAL_RE.sub("", text)
+    if text.endswith("}") and text.count("}") == text.count("{") + 1:
+        text = text[:-1].rstrip()
+    if text.endswith("\\") and not text.endswith("\\\\"):
+        text = text[:-1]
+    return text[:-1].rstrip() if text.endswith((".", ",", ";")) and not text.endswith((r"\,", "..")) else text
+
+
+def ascii_digits(text: str) -> str:
+    """The digits of every script as 0 to 9: `"٤٢"` → `"42"`."""
+    return text if text.isascii() else re.sub(r"[^\W0-9a-zA-Z_]", _ascii_digit, text)
+
+
+def _ascii_digit(match: re.Match[str]) -> str:
+    value = unicodedata.decimal(match[0], None)
+    return match[0] if value is None else str(value)
 
 
 def _currency(text: str) -> str:

@@ -5,9 +5,11 @@ which is why they all stand in this file.
 """
 
 from fractions import Fraction
+from functools import partial, reduce
+from math import gcd
 
 from kitae.verifiers.math.cleanup import plain_words
-from kitae.verifiers.math.equality import any_true, same_curve, same_inequalities, same_number
+from kitae.verifiers.math.equality import any_true, rounds_to, same_curve, same_inequalities, same_number
 from kitae.verifiers.math.numbers import NUMBER_CONSTANTS
 from kitae.verifiers.math.sets import same_real_sets
 from kitae.verifiers.math.tree import (
@@ -20,9 +22,14 @@ from kitae.verifiers.math.tree import (
     mentions,
     mentions_collection,
     names_in,
+    negated,
+    number_node,
     spelled,
 )
-from kitae.verifiers.math.units import DEGREE, scaled, unit_of
+from kitae.verifiers.math.units import DEGREE, measure_of, scaled
+
+_UNCLEAR = ("based", "text")  # kinds of which nobody can say what they are equal to
+_TEMPERATURES = ((("celsius", 1),), (("fahrenheit", 1),))
 
 
 def same(gold: Node, got: Node, tolerance: float = 0.0) -> bool | None:
@@ -37,6 +44,10 @@ def same(gold: Node, got: Node, tolerance: float = 0.0) -> bool | None:
         return _same_collections(gold, got, tolerance)
     if "matrix" in (gold.kind, got.kind):
         return _same_matrices(gold, got, tolerance)
+    if "cases" in (gold.kind, got.kind):
+        return gold.kind == got.kind and _matched(gold.args, got.args, tolerance)
+    if gold.kind == got.kind == "row":
+        return _all_same(gold.args, got.args, tolerance)
     if "based" in (gold.kind, got.kind):
         return _same_based(gold, got)
     if "ratio" in (gold.kind, got.kind):
@@ -61,28 +72,52 @@ def _sense(node: Node) -> str | None:
 def _same_quantity(gold: Node, got: Node, tolerance: float) -> bool | None:
     """Numbers with a percent sign, a degree sign or a unit on one side or both."""
     if gold.kind == got.kind == "unit":
-        left, right = unit_of(gold.value), unit_of(got.value)
-        if left and right and left.power == right.power and "per" not in gold.value + got.value:
-            if left.dimension != right.dimension:
-                return False
-            return same(scaled(gold.args[0], left.size), scaled(got.args[0], right.size), tolerance)
-        return same(gold.args[0], got.args[0], tolerance)
+        return _same_measured(gold, got, tolerance)
     if gold.kind == got.kind:
         return same(gold.args[0], got.args[0], tolerance)
     for node, other in ((gold, got), (got, gold)):
-        if node.kind == "unit" and unit_of(node.value) and other.kind in ("percent", "degree"):
-            return False
         if node.kind == "unit":
-            pair = (node.args[0], other) if node is gold else (other, node.args[0])
+            measure = measure_of(node.value)
+            temperature = measure.dimensions in _TEMPERATURES and other.kind == "degree"
+            if measure.denied or (measure.dimensions and other.kind in ("percent", "degree") and not temperature):
+                return False
+            plain = other.args[0] if temperature else other
+            pair = (node.args[0], plain) if node is gold else (plain, node.args[0])
             return same(*pair, tolerance)
     for node, other in ((gold, got), (got, gold)):
         if node.kind in ("percent", "degree"):
-            plain = (node.args[0], other) if node is gold else (other, node.args[0])
             size = Fraction(1, 100) if node.kind == "percent" else None
             value = scaled(node.args[0], size) if size else Node("mul", (node.args[0], DEGREE))
             sized = (value, other) if node is gold else (other, value)
-            return any_true(same(*pair, tolerance) for pair in (plain, sized))
+            if node is got and node.kind == "percent" and _is_below_one(node.args[0]):  # 0.25% is not 0.25
+                return same(*sized, tolerance)
+            plain_pair = (node.args[0], other) if node is gold else (other, node.args[0])
+            return any_true(same(*pair, tolerance) for pair in (plain_pair, sized))
     return None
+
+
+def _is_below_one(node: Node) -> bool:
+    return node.kind == "number" and abs(node.value) < 1
+
+
+def _same_measured(gold: Node, got: Node, tolerance: float) -> bool | None:
+    """Both sides say what they count: the same thing, where one may say it in more words, or a unit that converts."""
+    left, right = measure_of(gold.value), measure_of(got.value)
+    if left.denied or right.denied:
+        return left == right and same(gold.args[0], got.args[0], tolerance)
+    if not (left.words <= right.words or right.words <= left.words):
+        return False
+    if moduli := [int(measure.modulus) for measure in (left, right) if measure.modulus]:
+        difference = Node(
+            "call", (Node("add", (gold.args[0], negated(got.args[0]))), number_node(str(moduli[0]))), "mod"
+        )
+        return same(Node("number", value=Fraction(0)), difference)
+    if left.dimensions == right.dimensions:
+        return same(scaled(gold.args[0], left.size), scaled(got.args[0], right.size), tolerance)
+    nothing = any(not measure.dimensions and not measure.words for measure in (left, right))
+    sterling = {"£", "pound", "pounds"} >= {gold.value.strip(), got.value.strip()}  # of money, or of mass
+    rate = left.currency is not None and left.currency == right.currency  # $8 per hour may be called $8
+    return same(gold.args[0], got.args[0], tolerance) if nothing or sterling or rate else False
 
 
 def _same_based(gold: Node, got: Node) -> bool:
@@ -94,11 +129,25 @@ def _same_based(gold: Node, got: Node) -> bool:
 
 
 def _same_ratio(gold: Node, got: Node, tolerance: float) -> bool | None:
-    """5:6 is 5:6, or the fraction 5/6."""
+    """5:6 is 5:6, or 10:12, or the fraction 5/6; but 12:30 looks like a time, and is neither 2:5 nor 2/5."""
     if gold.kind == got.kind:
-        return _all_same(gold.args, got.args, tolerance)
+        if len(gold.args) != len(got.args):
+            return False
+        verdict = _all_same(gold.args, got.args, tolerance)
+        if verdict or _is_clock(gold) or _is_clock(got):
+            return verdict
+        left, right = (tuple(Node("div", (part, node.args[0])) for part in node.args[1:]) for node in (gold, got))
+        return _all_same(left, right, tolerance)
     ratio, other = (gold, got) if gold.kind == "ratio" else (got, gold)
-    return len(ratio.args) == 2 and same(Node("div", ratio.args), other, tolerance)
+    return len(ratio.args) == 2 and not _is_clock(ratio) and same(Node("div", ratio.args), other, tolerance)
+
+
+def _is_clock(ratio: Node) -> bool:
+    """12:30: could be a time, and is not in lowest terms."""
+    if len(ratio.args) != 2 or any(part.kind != "number" or part.value.denominator != 1 for part in ratio.args):
+        return False
+    hours, minutes = (int(part.value) for part in ratio.args)
+    return 0 <= hours <= 24 and (minutes == 0 or (10 <= minutes < 60 and gcd(hours, minutes) > 1))
 
 
 def _all_same(golds: tuple[Node, ...], gots: tuple[Node, ...], tolerance: float) -> bool | None:
@@ -145,25 +194,64 @@ def _same_collections(gold: Node, got: Node, tolerance: float) -> bool | None:
         if node.kind == "union" and other.kind not in ("union", "sequence", "set", "list", "constant"):
             return False
         if node.kind == "union" or (node.kind == "sequence" and other.kind == "constant"):
-            return same_real_sets(gold, got)
+            verdict = same_real_sets(gold, got)
+            if verdict is None and gold.kind == got.kind and gold.value == got.value in ("∪", "∩"):
+                return _matched(gold.args, got.args, tolerance)
+            return verdict
         if node.kind == "sequence":
+            if other.kind == "list" and all(item.kind == "relation" and "=" not in item.value for item in other.args):
+                return same_real_sets(gold, got)
             if other.kind != "list" or (node.value != "()" and len(node.args) == 2):
                 return False
-            return _all_same(gold.args, got.args, tolerance)
+            return _all_same(_in_order(gold.args), _in_order(got.args), tolerance)
+    if _joined_otherwise(gold, got):
+        return same_real_sets(gold, got) or False
     golds, gots = items_of(gold), items_of(got)
-    if 1 in (len(golds), len(gots)) and "or" in (gold.value, got.value):  # "15 39/40 or 639/40": one number, twice
-        golds, gots = (items[:1] if len(_distinct(items)) == 1 else items for items in (golds, gots))
+    offered = 1 in (len(golds), len(gots)) and "or" in (gold.value, got.value)
+    if offered and len(_distinct(golds)) == len(_distinct(gots)) == 1:  # "0.6 or 60%": one number, twice
+        return any_true(same(left, right, tolerance) for left in golds for right in gots)
     if "set" in (gold.kind, got.kind):
         golds, gots = _distinct(golds), _distinct(gots)
     elif _named_apart(golds) != _named_apart(gots):
-        return _all_same(golds, gots, tolerance)
+        return _all_same(_in_order(golds), _in_order(gots), tolerance)
     return _matched(golds, gots, tolerance)
+
+
+def _joined_otherwise(gold: Node, got: Node) -> bool:
+    """x > 1 and x < 5, x > 1 or x < 5. Of numbers, and of values of one name, "and" and "or" mean the same."""
+    if {gold.value, got.value} != {"and", "or"} or gold.kind != "list" or got.kind != "list":
+        return False
+    items = (*gold.args, *got.args)
+    values = all(item.kind == "relation" and item.value == ("=",) and is_name(item.args[0]) for item in items)
+    if values and len({spelled(item.args[0]) for item in items}) == 1:
+        return False
+    return any(names_in(item) for item in items)
 
 
 def _named_apart(items: tuple[Node, ...]) -> bool:
     """x = 1, y = 2: a list in which every item says what it is the value of."""
     names = {spelled(item.args[0]) for item in items if item.kind == "relation"}
     return len(names) > 1
+
+
+def _in_order(items: tuple[Node, ...]) -> tuple[Node, ...]:
+    """y = 3, x = 2 → x = 2, y = 3, where the names are letters that follow each other: the order of (x, y)."""
+    names = [item.args[0].value if item.kind == "relation" and item.args[0].kind == "name" else "" for item in items]
+    ordered = sorted(names)
+    if any(len(name) != 1 for name in names) or ord(ordered[-1]) - ord(ordered[0]) != len(names) - 1:
+        return items
+    return tuple(item for _, item in sorted(zip(names, items, strict=True), key=lambda pair: pair[0]))
+
+
+def _spread(relation: Node) -> Node:
+    """(x, y) = (2, 3) → x = 2 and y = 3."""
+    names, values = relation.args[0], relation.args[-1]
+    if relation.value != ("=",) or names.kind != "sequence" or values.kind != "sequence":
+        return relation
+    if len(names.args) != len(values.args) or not all(map(is_name, names.args)):
+        return relation
+    pairs = zip(names.args, values.args, strict=True)
+    return Node("list", tuple(Node("relation", pair, ("=",)) for pair in pairs), "and")
 
 
 def _same_sequences(gold: Node, got: Node, tolerance: float) -> bool | None:
@@ -173,24 +261,39 @@ def _same_sequences(gold: Node, got: Node, tolerance: float) -> bool | None:
     return _all_same(gold.args, got.args, tolerance)
 
 
-def _rows(node: Node) -> tuple[tuple[Node, ...], ...] | None:
+_Rows = tuple[tuple[Node, ...], ...]
+
+
+def _rows(node: Node) -> _Rows | None:
+    """The cells of a matrix, a vector, or a sum or product of them."""
     if node.kind == "matrix":
         return tuple(row.args for row in node.args)
     if node.kind == "sequence":
         nested = all(item.kind == "sequence" for item in node.args)
         return tuple(item.args for item in node.args) if nested else tuple((item,) for item in node.args)
-    if node.kind in ("mul", "div"):
-        return _scaled_rows(node)
+    if node.kind == "neg" and (rows := _rows(node.args[0])):
+        return tuple(tuple(negated(cell) for cell in row) for row in rows)
+    if node.kind in ("add", "mul", "div"):
+        return _computed_rows(node.kind, node.args, _rows(node.args[0]), _rows(node.args[1]))
     return None
 
 
-def _scaled_rows(node: Node) -> tuple[tuple[Node, ...], ...] | None:
-    left, right = node.args
-    if right.kind == "matrix" and node.kind == "mul":
-        return tuple(tuple(Node("mul", (left, cell)) for cell in row.args) for row in right.args)
-    if left.kind == "matrix":
-        return tuple(tuple(Node(node.kind, (cell, right)) for cell in row.args) for row in left.args)
+def _computed_rows(kind: str, args: tuple[Node, ...], left: _Rows | None, right: _Rows | None) -> _Rows | None:
+    if left and right and kind == "add" and [*map(len, left)] == [*map(len, right)]:
+        pairs = (zip(*rows, strict=True) for rows in zip(left, right, strict=True))
+        return tuple(tuple(Node("add", pair) for pair in row) for row in pairs)
+    if left and right and kind == "mul" and all(len(row) == len(right) for row in left):
+        return tuple(tuple(_dot(row, column) for column in zip(*right, strict=False)) for row in left)
+    if right and not left and kind == "mul":
+        return tuple(tuple(Node("mul", (args[0], cell)) for cell in row) for row in right)
+    if left and not right and kind in ("mul", "div"):
+        return tuple(tuple(Node(kind, (cell, args[1])) for cell in row) for row in left)
     return None
+
+
+def _dot(row: tuple[Node, ...], column: tuple[Node, ...]) -> Node:
+    products = [Node("mul", pair) for pair in zip(row, column, strict=True)]
+    return reduce(lambda total, product: Node("add", (total, product)), products)
 
 
 def _same_matrices(gold: Node, got: Node, tolerance: float) -> bool | None:
@@ -207,6 +310,10 @@ def _same_matrices(gold: Node, got: Node, tolerance: float) -> bool | None:
 
 
 def _same_relations(gold: Node, got: Node, tolerance: float) -> bool | None:
+    if "list" in (gold.kind, got.kind):
+        left, right = (_spread(node) if node.kind == "relation" else node for node in (gold, got))
+        if (left, right) != (gold, got):
+            return same(left, right, tolerance)
     if gold.kind == got.kind:
         return _same_pair(gold, got, tolerance)
     relation, other = (gold, got) if gold.kind == "relation" else (got, gold)
@@ -223,13 +330,43 @@ def _same_relations(gold: Node, got: Node, tolerance: float) -> bool | None:
 
 def _same_equation_and_value(gold: Node, got: Node, tolerance: float) -> bool | None:
     """x = 5 and 5. An answer may say more than the reference asks: "a + b = 5"; a reference must be "name = value"."""
-    if got.kind == "relation":
-        values = got.args if "≈" in got.value else got.args[-1:]
-        return any_true(same(gold, value, tolerance) for value in values)
-    if not is_name(gold.args[0]) and names_in(gold.args[0]):
+    relation = gold if gold.kind == "relation" else got
+    if relation is gold and not is_name(gold.args[0]) and names_in(gold.args[0]):
         return False
-    values = gold.args[1:] if "≈" in gold.value else gold.args[-1:]
-    return any_true(same(value, got, tolerance) for value in values)
+    values = _values(relation)
+    if relation is gold:
+        return any_true(same(value, got, tolerance) for value in values) if values else False
+    return any_true(same(gold, value, tolerance) for value in values) if values else False
+
+
+def _values(relation: Node) -> list[Node]:
+    """What "a = b = c ≈ d" says that something is: c, and also d where it is c rounded. Nothing if it is not true."""
+    operators = ("=", *relation.value)
+    about = operators.index("≈") if "≈" in operators else len(operators)
+    exact = [part for part in relation.args[:about] if not is_name(part)]
+    rounded = [part for part in relation.args[about:] if not is_name(part)]
+    if not exact:
+        return rounded[:1] or [relation.args[-1]]
+    value = exact[-1]
+    if names_in(value) and not names_in(exact[0]):  # 7 = 11a + c
+        return []
+    claims = [part for part in exact[:-1] if not names_in(part) and not any(map(partial(mentions, part), _UNCLEAR))]
+    if not names_in(value) and any(same(claim, value) is False for claim in claims):  # 3 = 4
+        return []
+    return [value, *(part for part in rounded if _is_rounded(value, part))]
+
+
+def _is_rounded(value: Node, short: Node) -> bool:
+    """Is 0.333 a rounding of 1/3? Units and percents must be alike, as far as both have them."""
+    while "unit" in (value.kind, short.kind):
+        if value.kind == short.kind and measure_of(value.value) != measure_of(short.value):
+            return same(value, short) is True
+        value, short = (node.args[0] if node.kind == "unit" else node for node in (value, short))
+    if short.kind in ("percent", "degree") and value.kind == short.kind:
+        return _is_rounded(value.args[0], short.args[0])
+    if short.kind == "percent":
+        return _is_rounded(Node("mul", (value, number_node("100"))), short.args[0])
+    return same(value, short) is True or rounds_to(value, short)
 
 
 def _same_pair(gold: Node, got: Node, tolerance: float) -> bool | None:
@@ -249,10 +386,15 @@ def _same_equations(gold: Node, got: Node, tolerance: float) -> bool | None:
     if is_name(gold.args[0]) and is_name(got.args[0]):
         named = spelled(gold.args[0]) == spelled(got.args[0])
         if named:
-            return same(gold.args[-1], got.args[-1], tolerance)
+            return _any_same(_values(gold), _values(got), tolerance)
+        if gold.args[0].kind == got.args[0].kind == "call":  # f(2) = 5 and f(5) = 2
+            return False
     if not names_in(gold) and not names_in(got):  # 1/3 = 0.333…
-        golds, gots = (node.args if "≈" in node.value else node.args[-1:] for node in (gold, got))
-        return any_true(same(left, right, tolerance) for left in golds for right in gots)
+        return _any_same(_values(gold), _values(got), tolerance)
     if mentions_collection(gold) or mentions_collection(got):
         return False
     return same_curve(gold, got)
+
+
+def _any_same(golds: list[Node], gots: list[Node], tolerance: float) -> bool | None:
+    return any_true(same(left, right, tolerance) for left in golds for right in gots) if golds and gots else False

@@ -8,8 +8,18 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-from kitae.verifiers.math.numbers import POINTS, Point, close, is_positive, load_mpmath, to_mp, value_at
-from kitae.verifiers.math.tree import Node, Undefined, Unreadable, mentions, names_in
+from kitae.verifiers.math.numbers import (
+    POINTS,
+    WIDE_POINTS,
+    Point,
+    close,
+    is_positive,
+    load_mpmath,
+    settled,
+    to_mp,
+    value_at,
+)
+from kitae.verifiers.math.tree import Node, TooBig, Undefined, Unreadable, mentions, names_in
 
 
 def same_number(gold: Node, got: Node, tolerance: float = 0.0) -> bool | None:
@@ -34,17 +44,40 @@ def any_true(verdicts: Iterator[bool | None]) -> bool | None:
 
 def _same_at_points(gold: Node, got: Node, *, decimal_log: bool) -> bool | None:
     real = not mentions(gold, "constant", "i") and not mentions(got, "constant", "i")
+    whole = mentions(gold, "series") or mentions(got, "series")
+    bent = not whole and (_is_bent(gold) or _is_bent(got))
     agreed = 0
-    for index in range(POINTS):
-        point = Point(index, real, decimal_log)
+    for index in range(POINTS + bent * WIDE_POINTS):
+        point = Point(index, real, decimal_log, whole)
         try:
             left, right = value_at(gold, point), value_at(got, point)
         except Undefined:
             continue
-        if not close(left, right):
+        except TooBig:
+            if index < POINTS:
+                raise
+            continue
+        if not _equal(gold, got, point, left, right):
             return False
         agreed += 1
     return True if agreed >= 2 else None
+
+
+def _is_bent(node: Node) -> bool:
+    """Functions with corners can agree on a few numbers around zero and nowhere else: max(x, 3) and 3."""
+    bent = node.kind == "root" or (node.kind == "call" and node.value in ("min", "max", "abs", "floor", "ceil", "sgn"))
+    return bent or any(map(_is_bent, node.args))
+
+
+def _equal(gold: Node, got: Node, point: Point, left: Any, right: Any) -> bool:
+    if not close(left, right):
+        return False
+    if isinstance(left, Fraction) and isinstance(right, Fraction):
+        return True
+    try:
+        return settled(gold, got, point, abs(to_mp(left) - to_mp(right)))
+    except Undefined:
+        return False
 
 
 def same_constant(gold: Node, got: Node, tolerance: float) -> bool | None:
@@ -61,7 +94,7 @@ def same_constant(gold: Node, got: Node, tolerance: float) -> bool | None:
         except Undefined:
             verdict = False
             continue
-        verdict = close(want, have) or _within(want, have, gold, got, tolerance)
+        verdict = _equal(gold, got, point, want, have) or _within(want, have, gold, got, tolerance)
         if verdict:
             return True
     return verdict
@@ -73,15 +106,43 @@ def _within(want: Any, have: Any, gold: Node, got: Node, tolerance: float) -> bo
     difference = abs(want - have) if exact else abs(to_mp(want) - to_mp(have))
     if tolerance and to_mp(difference) <= abs(to_mp(want)) * tolerance:
         return True
-    for literal, other in ((gold, have), (got, want)):
+    for literal, other in ((gold, got), (got, gold)):
         if literal.kind == "number" and literal.args:
             precise, places = literal.args[0].value
             last_digit = Fraction(1, 10) ** places
-            if precise >= 6 and difference < (last_digit if exact else to_mp(last_digit)):
+            rounded = precise >= 6 and not _is_finite_decimal(other)
+            if rounded and difference < (last_digit if exact else to_mp(last_digit)):
                 return True
-            if precise >= 9 and to_mp(difference) <= abs(to_mp(other)) * load_mpmath().mpf(10) ** -9:
+            noise = abs(to_mp(want)) * load_mpmath().mpf(10) ** -9  # 0.30000000000000004
+            if precise >= 9 and places >= 9 and to_mp(difference) <= noise:
                 return True
     return False
+
+
+def _is_finite_decimal(node: Node) -> bool:
+    """12 and 1.25 say all their digits; 1/3 and 0.333… do not."""
+    return node.kind == "number" and 10**40 % int(node.value.denominator) == 0
+
+
+def rounds_to(value: Node, short: Node) -> bool:
+    """Is `short` a number that `value` is rounded to? 1/3 to 0.333, 1234567 to 1230000 or 1.23 · 10^6."""
+    scale = Fraction(1)
+    if short.kind == "mul" and short.args[1].kind == "pow" and not names_in(short):
+        short, scale = short.args[0], value_at(short.args[1], Point(0, False, False))
+    if short.kind != "number" or not isinstance(scale, Fraction):
+        return False
+    try:
+        exact = to_mp(value_at(value, Point(0, False, False)))
+    except (Undefined, Unreadable):
+        return False
+    digits = str(abs(short.value))
+    zeros = len(digits) - len(digits.rstrip("0"))
+    places = short.args[0].value[1] if short.args else -zeros
+    last_digit = to_mp(Fraction(1, 10) ** places * scale)
+    error = abs(exact - to_mp(short.value * scale))
+    if short.args:
+        return bool(error < last_digit)
+    return bool(error <= last_digit / 2 and error <= abs(exact) / 20)
 
 
 def _proportional(gold: Node, got: Node, *, positive: bool) -> bool | None:

@@ -1,66 +1,120 @@
 r"""math-verify, for what our parser cannot read: `math_verify_agrees(r"\int_0^1 x\,dx", "1/2")` → True.
 
-It reads more notation than we do and decides by sympy, which is slow to import and has no limit on time or memory:
-texts that look like bombs are not shown to it. What it finds equal must also be equal in numbers.
+It reads more notation than we do, by sympy, which is slow to import and has no limit on time or memory: texts that look
+like bombs are not shown to it, and it has two seconds. What it reads is equal if it is equal in numbers.
 """
 
 import logging
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 from kitae.verifiers.math.cleanup import tidy
 from kitae.verifiers.math.numbers import DIGITS, Point
+from kitae.verifiers.math.tokens import COMMANDS
 
 _MAX_FALLBACK = 500  # characters that math-verify may read
+_MAX_SECONDS = 2.0  # of processor time
 _BOMB_RE = re.compile(
-    r"\^\s*\{?[^{}]*\^|\^\s*[{(]?\s*[0-9]{4,}|[0-9]{4,}\s*\)?\s*!|!\s*!|[0-9]{60}|factorial|\\prod|\^\s*\{[^{}]*\{[^{}]*\{"
+    r"\^\s*\{?[^{}]*[0-9)]\s*\^|\^\s*[{(]?\s*[0-9]{4,}|[0-9]{4,}\s*\)?\s*!|!\s*!|[0-9]{60}|factorial"
+    r"|\^\s*\{[^{}]*\{[^{}]*\{"
 )
+_LIMIT_RE = re.compile(r"\\lim\s*_\s*\{[^{}]*\}")
+_UNKNOWN_RE = re.compile(r"\.\.|[A-Za-z]{4}|[^\x00-\x7f]")
+_READABLE = frozenset(COMMANDS) | {"frac", "binom", "sum", "prod", "int", "iint", "iiint", "infty", "lim", "partial"}
+
+
+class _OutOfTime(BaseException):
+    """No `Exception`: sympy catches those and goes on."""
 
 
 def math_verify_agrees(gold: str, answer: str) -> bool:
-    """What math-verify says of two answers of which our parser cannot read one; never True against the numbers."""
+    """What math-verify says of two answers of which our parser cannot read one; never True against the numbers.
+
+    It passes over what it cannot read ("8 → 9" is 9 to it), so it is shown only notation that it is known to read.
+    """
+    gold, answer = tidy(gold), tidy(answer)
     if max(len(gold), len(answer)) > _MAX_FALLBACK or _BOMB_RE.search(gold) or _BOMB_RE.search(answer):
         return False
-    if not any(sign in gold + answer for sign in "\\0123456789+=") or not _might_be_formula(answer):
+    if not _is_readable(gold) or not _is_readable(answer):
         return False
-    from math_verify import verify  # slow to import (sympy), and few answers need it
+    import_module("math_verify")  # slow to import (sympy), few answers need it, and its time does not count
 
-    want, have = _math_verify_parse(gold), _math_verify_parse(answer)
-    if not want or not have or not verify(want, have, timeout_seconds=None):
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
+    try:
+        with _limited(_MAX_SECONDS):
+            want, have = _math_verify_parse(gold), _math_verify_parse(answer)
+            return bool(want and have) and _numerically_equal(want[0], have[0])
+    except _OutOfTime:
         return False
-    return not _numerically_different(want[0], have[0])
 
 
-def _might_be_formula(text: str) -> bool:
-    return bool(re.search(r"[0-9\\^=+*/<>]|^.{1,3}$", text))
+@contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Raises `_OutOfTime` after so much processor time, in the main thread; elsewhere there is no limit."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise _OutOfTime
+
+    previous = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.1)  # again and again, should something catch it
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, previous)
+
+
+def _is_readable(text: str) -> bool:
+    plain = _LIMIT_RE.sub(r"\\lim ", text)
+    commands = re.findall(r"\\([A-Za-z]+)", plain)
+    return set(commands) <= _READABLE and not _UNKNOWN_RE.search(re.sub(r"\\[A-Za-z]+", " ", plain))
 
 
 def _math_verify_parse(text: str) -> list[Any]:
     from math_verify import parse
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
+    text = re.sub(r"\\sqrt\s*(\\[A-Za-z]+|[A-Za-z0-9])", r"\\sqrt{\1}", text)  # which it misreads
     try:
-        return list(parse(rf"\boxed{{{tidy(text)}}}", parsing_timeout=None))
+        return list(parse(rf"\boxed{{{text}}}", parsing_timeout=None))
     except Exception:  # whatever the parser of math-verify stumbles over, the answer is the reason
         return []
 
 
-def _numerically_different(want: Any, have: Any) -> bool:
-    """Do two sympy expressions with the same variables have different values at some point?"""
+def _numerically_equal(want: Any, have: Any) -> bool:
+    """Do two sympy expressions, or the sides of two equations, have the same values wherever they can be computed?"""
     sympy = import_module("sympy")
+    if isinstance(want, sympy.Equality) and isinstance(have, sympy.Equality):
+        return all(_numerically_equal(left, right) for left, right in zip(want.args, have.args, strict=True))
     if not isinstance(want, sympy.Expr) or not isinstance(have, sympy.Expr):
         return False
-    if want.free_symbols != have.free_symbols:
-        return False
+    if want == have:
+        return not want.has(sympy.zoo, sympy.nan)
+    agreed = 0
     for index in range(3):
         point = Point(index, True, False)
-        values = {symbol: sympy.Rational(str(point.value(symbol.name))) for symbol in want.free_symbols}
+        values = {
+            symbol: sympy.Rational(str(point.value(symbol.name))) for symbol in want.free_symbols | have.free_symbols
+        }
         try:
-            difference = sympy.N((want - have).subs(values), DIGITS)
-            size = abs(sympy.N(want.subs(values), DIGITS))
-            if difference.is_number and bool(abs(difference) > 1e-6 * (1 + size)):
-                return True
+            left, right = (sympy.N(_done(side).subs(values), DIGITS) for side in (want, have))
+            if not left.is_finite or not right.is_finite:
+                continue
+            if bool(abs(left - right) > sympy.Rational(1, 10**20) * abs(left) + sympy.Rational(1, 10**25)):
+                return False
+            agreed += 1
         except Exception:  # no value here
             continue
-    return False
+    return agreed > 0
+
+
+def _done(expression: Any) -> Any:
+    """Limits have no value until they are taken; sums and integrals are computed as numbers."""
+    return expression.doit() if expression.has(import_module("sympy").Limit) else expression

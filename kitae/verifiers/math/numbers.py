@@ -5,21 +5,25 @@ is computed: `TooBig` for what would take long, `Undefined` where there is no va
 """
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from importlib import import_module
-from math import comb, factorial, gcd, isqrt, lcm
+from math import comb, factorial, gcd, isqrt, lcm, log2, prod
 from typing import Any
 
-from kitae.verifiers.math.tree import Node, TooBig, Undefined, Unreadable
+from kitae.verifiers.math.tree import UNKNOWN_FUNCTIONS, Node, TooBig, Undefined, Unreadable, mentions
 
 DIGITS = 30
 POINTS = 5  # values tried for each variable; the last two are negative
-_MAX_BITS = 50_000  # of an exact number
+WIDE_POINTS = 2  # and so many more, far from zero on both sides, where a function may have corners
+_MAX_BITS = 130_000  # of an exact number
+_MAX_TERMS = 1_000  # of a sum or product
+_MAX_NESTED_TERMS = 30  # of each of two, one in the other
 _MAX_POWER = 10**6
 NUMBER_CONSTANTS = ("pi", "e", "i", "inf")
-_INVERSES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
+_INVERSES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "arsinh": "arcsinh", "arcosh": "arccosh",
+             "artanh": "arctanh"}  # fmt: skip
 _PLAIN_CALLS = {
     "sin": "sin", "cos": "cos", "tan": "tan", "cot": "cot", "sec": "sec", "csc": "csc", "arctan": "atan",
     "arccot": "acot", "sinh": "sinh", "cosh": "cosh", "tanh": "tanh", "coth": "coth", "sech": "sech", "csch": "csch",
@@ -43,14 +47,27 @@ def to_mp(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Values for the variables. `real`: leave the reals and it is undefined; `decimal_log`: log is to base 10."""
+    """Values for the variables. `real`: leave the reals and it is undefined; `decimal_log`: log is to base 10.
+
+    `whole`: the variables are small positive integers. `bound`: the values of the indices of sums.
+    """
 
     index: int
     real: bool
     decimal_log: bool
+    whole: bool = False
+    bound: tuple[tuple[str, Fraction], ...] = ()
 
     def value(self, name: str) -> Fraction:
-        size = Fraction(random.Random(f"{name}/{self.index}").randint(301, 2_500), 997)
+        for index_name, value in self.bound:
+            if index_name == name:
+                return value
+        source = random.Random(f"{name}/{self.index}")
+        if self.whole:
+            return Fraction(source.randint(2, 9))
+        if self.index >= POINTS:
+            return Fraction(source.randint(100_000, 900_000) * (1 if self.index % 2 else -1), 997)
+        size = Fraction(source.randint(301, 2_500), 997)
         return -size if self.index >= POINTS - 2 else size
 
 
@@ -70,12 +87,29 @@ def _evaluate(node: Node, point: Point) -> Any:
         return point.value(node.value)
     if kind == "constant":
         return _constant(node.value)
-    if kind in ("list", "set", "sequence", "relation", "union", "matrix", "text", "pm", "ratio", "based"):
+    if kind == "series":
+        return _series(node, point)
+    if kind in ("list", "set", "sequence", "relation", "union", "matrix", "cases", "text", "pm", "ratio", "based"):
         raise Unreadable(f"a {kind} is no number")
     values = [_evaluate(part, point) for part in node.args]
     if kind == "call":
         return _call(node.value, values, point)
     return _checked(_arithmetic(kind, values, point))
+
+
+def _series(node: Node, point: Point) -> Any:
+    index, start, end, body = node.args
+    low, high = _evaluate(start, point), _evaluate(end, point)
+    if not all(isinstance(value, Fraction) and value.denominator == 1 for value in (low, high)):
+        raise Undefined("a sum that does not go over whole numbers")
+    nested = bool(point.bound) or mentions(body, "series")
+    if high - low > (_MAX_NESTED_TERMS if nested else _MAX_TERMS) or len(point.bound) > 1:
+        raise TooBig("a sum of many terms")
+    total: Any = Fraction(node.value == "prod")
+    for value in range(int(low), int(high) + 1):
+        term = _evaluate(body, replace(point, bound=((index.value, Fraction(value)), *point.bound)))
+        total = _checked(_arithmetic("mul" if node.value == "prod" else "add", [total, term], point))
+    return total
 
 
 def _arithmetic(kind: str, values: list[Any], point: Point) -> Any:
@@ -132,9 +166,11 @@ def _constant(name: str) -> Any:
 
 def _checked(value: Any) -> Any:
     if isinstance(value, Fraction):
-        if value.numerator.bit_length() + value.denominator.bit_length() > _MAX_BITS:
-            return to_mp(value)
-        return value
+        if value.numerator.bit_length() + value.denominator.bit_length() <= _MAX_BITS:
+            return value
+        if value.denominator == 1:
+            raise TooBig("an integer that is too long")
+        return to_mp(value)
     if load_mpmath().isnan(value):
         raise Undefined("not a number")
     return value
@@ -162,9 +198,11 @@ def _integer_power(base: Any, exponent: int) -> Any:
     if base == 0 and exponent < 0:
         raise Undefined("a negative power of zero")
     if isinstance(base, Fraction):
-        bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+        bits = log2(max(abs(base.numerator), base.denominator))
         if base in (0, 1, -1) or bits * abs(exponent) <= _MAX_BITS:
             return base**exponent if abs(exponent) <= _MAX_BITS else base ** (exponent % 2 + 2 * (base == 0))
+        if base.denominator == 1 and exponent > 0:
+            raise TooBig("an integer that is too long")
     if abs(exponent) > _MAX_POWER:
         raise TooBig("a power that is too high")
     size = abs(load_mpmath().log(abs(to_mp(base)))) if base else 0
@@ -205,7 +243,7 @@ def is_positive(value: Any) -> bool:
 
 
 def _factorial(value: Any) -> Any:
-    if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= 1_000:
+    if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= 5_000:
         return Fraction(factorial(int(value)))
     if abs(value) > 100_000:
         raise TooBig("a factorial that is too high")
@@ -222,6 +260,12 @@ def _call(name: str, values: list[Any], point: Point) -> Any:
         return _call_on_list(name, values)
     if name == "binom":
         return _binomial(*values)
+    if name == "det":
+        return _determinant(values)
+    if name == "mod":
+        return values[0] % values[1] if isinstance(values[0], Fraction) else _undefined("a remainder of no fraction")
+    if name in UNKNOWN_FUNCTIONS:
+        return _unknown_function(name, values)
     if len(values) > (2 if name == "logb" else 1):
         raise Unreadable(f"{name} of several numbers")
     if name in ("ln", "log", "lg", "logb"):
@@ -230,6 +274,10 @@ def _call(name: str, values: list[Any], point: Point) -> Any:
         return _rounded(name, first)
     if name == "exp":
         return _power(_constant("e"), _evaluated_exponent(first), point)
+    if name == "fac2":
+        return _double_factorial(first)
+    if name == "cis":
+        return mpmath.expj(to_mp(first))
     if name == "cbrt":
         return _power(first, Fraction(1, 3), point)
     if name in _PLAIN_CALLS:
@@ -242,6 +290,48 @@ def _call(name: str, values: list[Any], point: Point) -> Any:
             raise Undefined(f"{name} outside its domain")
         return _checked(value)
     raise Unreadable(name)
+
+
+def _unknown_function(name: str, values: list[Any]) -> Any:
+    """A function of which we know only that equal arguments give equal values."""
+    mpmath = load_mpmath()
+    total = mpmath.mpf(ord(name)) / 7
+    for place, value in enumerate(values, 1):
+        if abs(value) > _MAX_POWER:
+            raise TooBig(f"{name} of a large number")
+        total += mpmath.sin(to_mp(value) * (place + mpmath.mpf(5) / 7) + ord(name)) + to_mp(value) ** 2 / (place + 2)
+    return total
+
+
+def _determinant(cells: list[Any]) -> Any:
+    """By elimination; the cells are those of a square, row by row."""
+    size = isqrt(len(cells))
+    if size * size != len(cells) or size > 12:
+        raise Unreadable("a determinant that is no small square")
+    if not all(isinstance(cell, Fraction) for cell in cells):
+        cells = [to_mp(cell) for cell in cells]
+    rows = [cells[start : start + size] for start in range(0, len(cells), size)]
+    result: Any = Fraction(1)
+    for column in range(size):
+        pivot = next((at for at in range(column, size) if rows[at][column] != 0), None)
+        if pivot is None:
+            return Fraction(0)
+        if pivot != column:
+            rows[pivot], rows[column] = rows[column], rows[pivot]
+            result = -result
+        result = rows[column][column] * (result if isinstance(rows[column][column], Fraction) else to_mp(result))
+        for at in range(column + 1, size):
+            factor = rows[at][column] / rows[column][column]
+            rows[at] = [cell - factor * above for cell, above in zip(rows[at], rows[column], strict=True)]
+    return _checked(result)
+
+
+def _double_factorial(value: Any) -> Any:
+    if not (isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= 1_000):
+        raise (
+            Undefined("a double factorial of a broken number") if abs(value) <= 1_000 else TooBig("a double factorial")
+        )
+    return Fraction(prod(range(int(value), 0, -2)))
 
 
 def _call_on_list(name: str, values: list[Any]) -> Any:
@@ -288,11 +378,23 @@ def _rounded(name: str, value: Any) -> Any:
     return mpmath.im(to_mp(value))
 
 
-def close(left: Any, right: Any) -> bool:
+def close(left: Any, right: Any, digits: int = 15) -> bool:
+    """Could they be equal? Certain for fractions; for other numbers, ask `settled` too."""
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return left == right
     left, right = to_mp(left), to_mp(right)
     mpmath = load_mpmath()
     if mpmath.isinf(left) or mpmath.isinf(right):
         return bool(left == right)
-    return bool(abs(left - right) <= max(abs(left), abs(right)) * mpmath.mpf(10) ** -15 + mpmath.mpf(10) ** -24)
+    return bool(abs(left - right) <= max(abs(left), abs(right)) * mpmath.mpf(10) ** -digits + mpmath.mpf(10) ** -24)
+
+
+def settled(gold: Node, got: Node, point: Point, coarse: Any) -> bool:
+    """Is the difference of two close values, `coarse`, a rounding error? It is then gone with twice the digits."""
+    mpmath = load_mpmath()
+    with mpmath.workdps(2 * DIGITS):
+        left, right = to_mp(value_at(gold, point)), to_mp(value_at(got, point))
+        if mpmath.isinf(left) or mpmath.isinf(right):
+            return bool(left == right)
+        fine, size = abs(left - right), max(abs(left), abs(right))
+        return bool(fine <= size * mpmath.mpf(10) ** -48 or fine <= coarse * mpmath.mpf(10) ** -15)

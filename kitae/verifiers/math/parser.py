@@ -8,17 +8,49 @@ from fractions import Fraction
 
 from kitae.verifiers.math.tokens import END, Cursor, Depth, Token
 from kitae.verifiers.math.tree import (
+    UNKNOWN_FUNCTIONS,
     Node,
     Unreadable,
     is_integer_condition,
+    mentions,
+    names_in,
     negated,
     number_node,
     repeating_decimal,
     spelled,
 )
+from kitae.verifiers.math.units import MAGNITUDES, joined, scaled
 
-_RELATIONS = ("=", "<", ">", "<=", ">=", "!=", "≈", "∈")
+_RELATIONS = ("=", "<", ">", "<=", ">=", "!=", "≈", "∈", "≡")
 _ZERO = Node("number", value=Fraction(0))
+_TEMPERATURES = {"C": "celsius", "Celsius": "celsius", "F": "fahrenheit", "Fahrenheit": "fahrenheit"}
+_DIFFERENTIALS = ("d", "∂")
+
+
+def _is_differential(node: Node) -> bool:
+    """dx, ∂x, ∂f"""
+    return node.kind == "mul" and node.args[0].kind == "name" and node.args[0].value in _DIFFERENTIALS
+
+
+def _is_vector(node: Node) -> bool:
+    return node.kind == "name" and node.value.startswith(("vec ", "overrightarrow "))
+
+
+def _measured(node: Node, words: str) -> Node:
+    """5 cm; and of 5 million dollars, 5000000 dollars."""
+    first, _, rest = words.partition(" ")
+    while (size := MAGNITUDES.get(first.lower())) is not None:
+        node = scaled(node, Fraction(size))
+        first, _, rest = rest.partition(" ")
+    words = f"{first} {rest}".strip()
+    return Node("unit", (node,), words) if words else node
+
+
+def _together(larger: Node, smaller: Node) -> Node:
+    node = joined(larger, smaller)
+    if node is None:
+        raise Unreadable("units that do not add up")
+    return node
 
 
 class Parser(Cursor):
@@ -28,6 +60,7 @@ class Parser(Cursor):
         super().__init__(tokens)
         self.deeper = Depth()
         self.no_bar = 0  # inside |…|, or before the bar of {x | …}: a bar does not open
+        self.no_colon = 0  # before the colon of {x : …}, which is no ratio
         self.in_interval = 0
 
     def parse(self) -> Node:
@@ -52,7 +85,7 @@ class Parser(Cursor):
         operands: list[Node] = []
         operators: list[str] = []
         if self.is_op(*_RELATIONS):
-            if self.is_op("=", "≈"):
+            if self.is_op("=", "≈", "≡"):
                 self.at += 1
             else:
                 operands.append(Node("name", value="?"))
@@ -61,6 +94,10 @@ class Parser(Cursor):
         while self.is_op(*_RELATIONS):
             operators.append(self.take().value)
             operands.append(self.union())
+        if "≡" in operators:  # 10 ≡ 3 (mod 7): only the last is the answer
+            operands, operators = [operands[0], operands[-1]], ["="]
+            if not names_in(operands[0]):
+                return operands[-1]
         return Node("relation", tuple(operands), tuple(operators)) if operators else operands[0]
 
     def union(self) -> Node:
@@ -77,6 +114,8 @@ class Parser(Cursor):
             right = self.product()
             if operator in "±∓":
                 node = Node("pm", (node, right), operator)
+            elif node.kind == right.kind == "unit":
+                node = _together(node, right if operator == "+" else negated(right))
             else:
                 node = Node("add", (node, right if operator == "+" else Node("neg", (right,))))
         return node
@@ -90,18 +129,26 @@ class Parser(Cursor):
             operator = self.take().value
             return Node("pm", (_ZERO, self.product()), operator)
         if self.is_op("$", "€", "£", "¥", "₹"):
-            sign = self.take().value
-            return Node("unit", (self.product(),), sign)
+            sign, amount = self.take().value, self.product()
+            return (
+                Node("unit", amount.args, f"{sign} {amount.value}")
+                if amount.kind == "unit"
+                else Node("unit", (amount,), sign)
+            )
         node = self.power()
         while True:
-            if self.accept("*"):
-                node = Node("mul", (node, self.signed_power()))
+            if self.is_op("*", "×"):
+                cross = self.take().value == "×" and _is_vector(node)
+                right = self.signed_power()
+                if cross and _is_vector(right):
+                    raise Unreadable("a cross product")
+                node = Node("mul", (node, right))
             elif self.is_op("/") and self.peek(1).kind == "text":
                 self.at += 1
                 node = Node("unit", (node,), "per " + self.unit_words())
             elif self.accept("/"):
                 node = Node("div", (node, self.signed_power()))
-            elif self.accept(":"):
+            elif not self.no_colon and self.accept(":"):
                 node = Node("ratio", (*(node.args if node.kind == "ratio" else (node,)), self.signed_power()))
             elif self.is_op("€", "£", "¥", "₹", "$", "¢"):
                 node = Node("unit", (node,), self.take().value)
@@ -109,23 +156,35 @@ class Parser(Cursor):
                 if node.kind == "text":
                     node = Node("text", value=f"{node.value} {self.take().value}")
                 else:
-                    node = Node("unit", (node,), self.unit_words())
+                    node = _measured(node, self.unit_words())
+            elif node.kind in ("unit", "degree") and self.peek().kind == "number":
+                node = self.smaller_part(node)
             elif self.starts_factor():
                 node = self.juxtaposed(node)
             else:
                 return node
+
+    def smaller_part(self, larger: Node) -> Node:
+        """The 4 inches of 3 feet 4 inches, or the 30' of 45° 30'. A number after a unit is never a factor."""
+        smaller = number_node(self.take().value)
+        if larger.kind == "degree" and self.accept("'"):
+            size = Fraction(1, 3_600) if self.accept("'") else Fraction(1, 60)
+            return Node("degree", (Node("add", (larger.args[0], scaled(smaller, size))),))
+        if larger.kind != "unit" or self.peek().kind != "text":
+            raise Unreadable("a number after a unit")
+        return _together(larger, Node("unit", (smaller,), self.unit_words()))
 
     def juxtaposed(self, left: Node) -> Node:
         """`2x` is a product, and `1\\frac{1}{2}` and `1 1/2` are mixed numbers."""
         whole = left.kind == "number" and left.value.denominator == 1 and self.tokens[self.at - 1].kind == "number"
         token = self.peek()
         if whole and token.kind == "number":
-            if not (token.spaced and self.peek(1) == Token("op", "/") and self.peek(2).kind == "number"):
+            if left.args or not (token.spaced and self.peek(1) == Token("op", "/") and self.peek(2).kind == "number"):
                 raise Unreadable("two numbers side by side")
             top, _, bottom = self.take(), self.take(), self.take()
             if not (top.value.isdigit() and bottom.value.isdigit() and int(top.value) < int(bottom.value)):
                 raise Unreadable("two numbers side by side")
-            return Node("number", value=left.value + Fraction(int(top.value), int(bottom.value)))
+            return self.postfix(Node("number", value=left.value + Fraction(int(top.value), int(bottom.value))))
         right = self.power()
         if whole and token == Token("command", "frac"):
             fraction = right.args[0] if right.kind in ("percent", "degree") else right
@@ -145,8 +204,8 @@ class Parser(Cursor):
             elif self.is_op("/") and self.peek(1).kind == "text":
                 self.at += 1
                 words.append("per")
-            elif self.peek().kind == "text" or (self.is_op("*") and self.peek(1).kind == "text"):
-                self.accept("*")
+            elif self.peek().kind == "text" or (self.is_op("*", "×") and self.peek(1).kind == "text"):
+                self.accept("*", "×")
                 words.append(self.take().value)
             elif (self.is_op("-") or self.peek() == Token("name", "a")) and self.peek(1).kind == "text":
                 self.at += 1  # "foot-pounds", "dollars a day"
@@ -187,14 +246,13 @@ class Parser(Cursor):
     def postfix(self, node: Node) -> Node:
         while True:
             if self.accept("!"):
-                node = Node("factorial", (node,))
+                node = Node("call", (node,), "fac2") if self.accept("!") else Node("factorial", (node,))
             elif self.accept("%"):
                 node = Node("percent", (node,))
             elif self.accept("°"):
-                scale = self.peek()
-                if scale.kind == "name" and scale.value in "CF":
-                    self.at += 1
-                node = Node("degree", (node,))
+                scale = _TEMPERATURES.get(self.peek().value) if self.peek().kind in ("name", "text") else None
+                self.at += scale is not None
+                node = Node("unit", (node,), scale) if scale else Node("degree", (node,))
             elif self.accept("'"):
                 node = Node("name", value=f"{spelled(node)}'")
             elif self.accept("_"):
@@ -203,10 +261,15 @@ class Parser(Cursor):
                 return node
 
     def subscript(self, node: Node) -> Node:
-        index = self.tex_argument()
-        if node.kind == "number" and index.kind == "number":
-            return Node("based", value=(node.value, int(index.value)))
-        return Node("name", value=f"{spelled(node)}_{spelled(index)}")
+        if not self.is_op("{"):
+            index = self.tex_argument()
+            if node.kind == "number" and index.kind == "number":
+                return Node("based", value=(node.value, int(index.value)))
+            return Node("name", value=f"{spelled(node)}_{spelled(index)}")
+        tokens = self.raw_group()
+        if node.kind == "number" and len(tokens) == 1 and tokens[0].value.isdigit():
+            return Node("based", value=(node.value, int(tokens[0].value)))
+        return Node("name", value=f"{spelled(node)}_{''.join(token.value for token in tokens)}")
 
     def tex_argument(self) -> Node:
         """`{…}`, or the one token that follows; of a number, its first digit: `\\frac12` is 1/2."""
@@ -233,6 +296,8 @@ class Parser(Cursor):
         if token.kind == "number":
             return self.number(token)
         if token.kind == "name":
+            if token.value in UNKNOWN_FUNCTIONS and self.is_op("(") and not self.peek().spaced:
+                return self.function(token.value)
             return Node("name", value=token.value)
         if token.kind == "constant":
             return Node("constant", value=token.value)
@@ -298,6 +363,8 @@ class Parser(Cursor):
         self.in_interval -= opening != "("
         self.no_bar = bars
         closing = self.expect(")", "]", "[")
+        if inside.kind == "list" and closing == "]" and inside.args[-1] == Node("constant", value="inf"):
+            closing = ")"
         brackets = ("(" if opening == "]" else opening) + (")" if closing == "[" else closing)
         if brackets in ("(]", "[)") and not (inside.kind == "list" and len(inside.args) == 2):
             raise Unreadable("brackets that do not match")
@@ -311,14 +378,14 @@ class Parser(Cursor):
         if self.accept(closing):
             return Node("constant", value="empty")
         self.no_bar += 1
+        self.no_colon += self.peek().kind == "name" and self.peek(1).value in (":", "∈")
         inside = self.listing()
         self.no_bar -= 1
+        self.no_colon = 0
         if self.accept("|", "mid", ":"):
             inside = self.listing()
             self.expect(closing)
             return inside
-        if inside.kind == "ratio" and self.is_op(*_RELATIONS):
-            raise Unreadable("a set with a condition")
         self.expect(closing)
         if closing == "}" and inside.kind != "list":
             return inside
@@ -361,7 +428,11 @@ class Parser(Cursor):
 
     def command(self, name: str) -> Node:
         if name == "frac":
-            return Node("div", (self.tex_argument(), self.tex_argument()))
+            return self.fraction()
+        if name in ("sum", "prod"):
+            return self.series(name)
+        if name == "partial":
+            return Node("name", value="∂")
         if name in ("binom", "dbinom", "tbinom"):
             return Node("call", (self.tex_argument(), self.tex_argument()), "binom")
         if name == "begin":
@@ -369,7 +440,8 @@ class Parser(Cursor):
         if name == "mathbb":
             return Node("constant", value=f"set {spelled(self.tex_argument())}")
         if name in ("overline", "hat", "vec", "bar", "overrightarrow", "widehat", "dot"):
-            return Node("name", value=f"{name} {spelled(self.tex_argument())}")
+            accent = "overline" if name == "bar" else name
+            return Node("name", value=f"{accent} {spelled(self.tex_argument())}")
         if name in ("angle", "triangle"):
             letters = ""
             while self.peek().kind in ("name", "text", "constant"):
@@ -377,11 +449,34 @@ class Parser(Cursor):
             return Node("name", value=f"{name} {letters}")
         raise Unreadable(f"\\{name}")
 
+    def fraction(self) -> Node:
+        """A quotient; dy/dx is one name, and d/dx something that is done to what follows."""
+        top, bottom = self.tex_argument(), self.tex_argument()
+        if _is_differential(bottom):
+            if top.kind == "name" and top.value in _DIFFERENTIALS:
+                raise Unreadable("a derivative")
+            if _is_differential(top):
+                return Node("name", value=f"{spelled(top)}/{spelled(bottom)}")
+        return Node("div", (top, bottom))
+
+    def series(self, name: str) -> Node:
+        """A sum or product over k from a whole number to another: the product after it is what is added up."""
+        self.expect("_")
+        start = self.group()
+        self.expect("^")
+        end = self.tex_argument()
+        if start.kind != "relation" or start.value != ("=",) or start.args[0].kind != "name":
+            raise Unreadable("a sum without an index")
+        if mentions(end, "constant", "inf"):
+            raise Unreadable("an infinite sum")
+        with self.deeper:
+            return Node("series", (*start.args, end, self.product()), name)
+
     def environment(self) -> Node:
         name = self.environment_name()
         if name == "array":
-            self.skip_group()
-        elif name not in ("pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix"):
+            self.raw_group()
+        elif name not in ("pmatrix", "bmatrix", "matrix", "Bmatrix", "smallmatrix", "vmatrix", "cases"):
             raise Unreadable(f"the environment {name}")
         rows: list[Node] = [Node("row")]
         with self.deeper:
@@ -389,13 +484,21 @@ class Parser(Cursor):
                 if self.accept("\\\\"):
                     rows.append(Node("row"))
                 elif self.accept("&"):
+                    if self.is_op("&"):
+                        raise Unreadable("a cell with nothing in it")
+                elif name == "cases" and self.accept("and", ",", ";"):  # "and" is how \\text{if} is read
                     continue
                 else:
                     cell = self.relation()
                     rows[-1] = Node("row", (*rows[-1].args, cell))
         self.take()
         self.environment_name()
-        return Node("matrix", tuple(row for row in rows if row.args))
+        rows = [row for row in rows if row.args]
+        if name == "vmatrix":
+            return Node("call", tuple(cell for row in rows for cell in row.args), "det")
+        if name == "cases" and all(len(row.args) == 1 for row in rows):  # a system of equations
+            return Node("list", tuple(row.args[0] for row in rows), "and")
+        return Node("cases" if name == "cases" else "matrix", tuple(rows))
 
     def environment_name(self) -> str:
         self.expect("{")
@@ -405,7 +508,11 @@ class Parser(Cursor):
         self.take()
         return name
 
-    def skip_group(self) -> None:
+    def raw_group(self) -> list[Token]:
+        """What is in {…}, as it stands."""
         self.expect("{")
-        while not self.accept("}"):
-            self.take()
+        start, depth = self.at, 1
+        while depth:
+            token = self.take()
+            depth += (token == Token("op", "{")) - (token == Token("op", "}"))
+        return self.tokens[start : self.at - 1]

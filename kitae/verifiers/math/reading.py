@@ -11,9 +11,29 @@ from kitae.verifiers.math.cleanup import tidy
 from kitae.verifiers.math.parser import Parser
 from kitae.verifiers.math.tokens import split_tokens
 from kitae.verifiers.math.tree import Node, Unreadable, negated, number_node
+from kitae.verifiers.math.units import is_known_unit
+from kitae.verifiers.math.words import digits_for_words
 
 _GROUPED_RE = re.compile(r"(?<![0-9.,])([0-9]{1,3})((?:(?:\{,\}|,)[0-9]{3})+)(?![0-9]|,[0-9])")
 _SPACED_RE = re.compile(r"(?<![0-9.,/])([0-9]{1,3})((?: [0-9]{3})+)(?![0-9/])")
+_LAKH_RE = re.compile(r"(?<![0-9.,])[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?![0-9]|,[0-9])")  # 10,00,000
+_POINTED_RE = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:(?:\.[0-9]{3}){2,}(?:,[0-9]+)?|\.[0-9]{3},[0-9]{1,2})(?![0-9.,])")
+_CHAIN_RE = re.compile(r"(?!.*(?:\\text|\\forall|\\to|rrow|[<>]|\\[lg]e|,))[^=]*[0-9\\][^=]*=.*", re.DOTALL)
+_IMPLIED_RE = re.compile(r"(?:.*=.*)?\\(?:Rightarrow|Longrightarrow|implies)(?![A-Za-z])([^=]*=.*)", re.DOTALL)
+_DATE_RE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+_PERIOD_RE = re.compile(
+    r"(?<![0-9.])(?P<start>[0-9]*\.)(?P<fixed>[0-9]{0,40})(?:"
+    r"\\(?:dot|bar)\s*(?:\{(?P<first>[0-9]+)\}|(?P<digit>[0-9]))(?:(?P<middle>[0-9]*)\\dot\s*\{?(?P<last>[0-9])\}?)?"
+    r"|(?<=\.)\((?P<round>[0-9]+)\)|(?<![1-9]\.)(?<=[0-9])\((?P<late>[0-9]+)\)"
+    r"|(?<=[0-9])(?:\.\.\.|…|\\l?dots)(?P<dots>))"
+)
+_REPEATED_RE = re.compile(r"([0-9]*?)(?:([0-9])\2\2+|([0-9]{2,}?)\3+)")
+_TRAILING_UNIT_RE = re.compile(
+    r"(?P<head>.*[0-9}])(?P<space>\s*)(?P<unit>(?<![A-Za-z])[A-Za-zµμ]+(?:\s*\^\s*\{?-?[0-9]\}?)?"
+    r"(?:\s*/\s*[A-Za-z]+(?:\s*\^\s*\{?-?[0-9]\}?)?)*)"
+)
+_PLAIN_AMOUNT_RE = re.compile(r"[-+]?\s*[0-9.,]+(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{[-+0-9]+\}|[0-9]))?")
+_WHOLE_COMMA_RE = re.compile(r"[-+]?(?:0,[0-9]+|[1-9][0-9]*,(?![0-9]{3}$)[0-9]+)")  # 3,5 may be 3.5
 _DECIMAL_COMMA_RE = re.compile(r"(?<=[0-9])\{,\}(?=[0-9])")
 _PLAIN_RE = re.compile(r"([-+]?)(?:\\?\$)?\s*([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(\.[0-9]*)?")
 
@@ -31,15 +51,26 @@ def plain_number(text: str) -> Node | None:
 @lru_cache(maxsize=1024)
 def read(text: str) -> tuple[Node, ...]:
     """The readings of an answer, best first: "1,234" is a number, or else a list. Empty where it cannot be read."""
-    plain = tidy(text)
-    joined = _GROUPED_RE.sub(_join_thousands, plain)
+    plain = _PERIOD_RE.sub(_with_bar, digits_for_words(tidy(text)))
+    if _DATE_RE.fullmatch(plain):
+        return (Node("text", value=plain),)
+    joined = _POINTED_RE.sub(lambda m: m[0].replace(".", "").replace(",", "."), plain)
+    joined = _LAKH_RE.sub(lambda m: m[0].replace(",", ""), joined)
+    joined = _GROUPED_RE.sub(_join_thousands, joined)
     joined = _SPACED_RE.sub(lambda m: m[0].replace(" ", ""), joined)
     readings = []
-    for version in dict.fromkeys((joined, plain)):
+    versions = [joined, plain, _with_unit(joined)]
+    if _WHOLE_COMMA_RE.fullmatch(plain):
+        versions.append(plain.replace(",", "."))
+    for version in dict.fromkeys(versions):
         with suppress(Unreadable):
             tokens = split_tokens(_DECIMAL_COMMA_RE.sub(".", version))
             if tokens:
                 readings.append(Parser(tokens).parse())
+    if not readings and (implied := _IMPLIED_RE.fullmatch(plain)):  # 2x = 6 ⇒ x = 3
+        return read(implied[1])
+    if not readings and _CHAIN_RE.fullmatch(plain):  # of a calculation that we cannot read, its result
+        return read(plain.rpartition("=")[2])
     return tuple(readings)
 
 
@@ -48,3 +79,28 @@ def _join_thousands(match: re.Match[str]) -> str:
     around = match.string[: match.start()].rstrip()[-1:] + match.string[match.end() :].lstrip()[:1]
     pair = "{,}" not in match[0] and match[0].count(",") == 1 and around in ("()", "[]", "(]", "[)")
     return match[0] if pair else re.sub(r"[{},]", "", match[0])
+
+
+def _with_bar(match: re.Match[str]) -> str:
+    r"""`0.(3)`, `0.\dot{3}` and `0.333...` → `0.\overline{3}`."""
+    if match["dots"] is None:
+        middle = (match["middle"] or "") + (match["last"] or "")
+        period = (match["first"] or match["digit"] or match["round"] or match["late"] or "") + middle
+        return rf"{match['start']}{match['fixed']}\overline{{{period}}}"
+    repeated = _REPEATED_RE.fullmatch(match["fixed"])
+    if repeated is None:
+        return match[0]
+    return rf"{match['start']}{repeated[1]}\overline{{{repeated[2] or repeated[3]}}}"
+
+
+def _with_unit(text: str) -> str:
+    r"""`5 m/s` → `5 \text{m/s}`; of one letter, only after a plain number: `\frac{1}{2} m` is a product."""
+    match = _TRAILING_UNIT_RE.fullmatch(text)
+    if match is None or not is_known_unit(match["unit"]):
+        return text
+    single = re.search(r"[A-Za-z]{2}|/", match["unit"]) is None
+    if single and not (match["space"] and _PLAIN_AMOUNT_RE.fullmatch(match["head"])):
+        return text
+    if re.search(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])", match["head"]):
+        return text
+    return rf"{match['head']} \text{{{re.sub('[{}]', '', match['unit'])}}}"

@@ -37,7 +37,7 @@ def same_real_sets(gold: Node, got: Node) -> bool | None:
 
 def _same_interval(left: _Interval, right: _Interval) -> bool:
     opened = (left.low_open, left.high_open) == (right.low_open, right.high_open)
-    return opened and close(left.low, right.low) and close(left.high, right.high)
+    return opened and close(left.low, right.low, 24) and close(left.high, right.high, 24)
 
 
 def _real_set(node: Node) -> list[_Interval] | None:

@@ -17,20 +17,23 @@ _MAX_DEPTH = 40  # of brackets in brackets
 _FUNCTIONS = {
     "sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc", "asin",
     "acos", "atan", "sinh", "cosh", "tanh", "coth", "sech", "csch", "arcsinh", "arccosh", "arctanh", "ln", "log", "lg",
-    "exp", "sqrt", "abs", "floor", "ceil", "min", "max", "gcd", "lcm", "sgn", "Re", "Im", "cbrt",
+    "exp", "sqrt", "abs", "floor", "ceil", "min", "max", "gcd", "lcm", "sgn", "Re", "Im", "cbrt", "cis", "arsinh",
+    "arcosh", "artanh",
 }  # fmt: skip
 _GREEK = (
     "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota", "kappa",
     "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega", "Gamma",
     "Delta", "Theta", "Lambda", "Xi", "Sigma", "Upsilon", "Phi", "Psi", "Omega", "ell", "hbar",
 )  # fmt: skip
-_COMMANDS: dict[str, tuple[str, str]] = {
+COMMANDS: dict[str, tuple[str, str]] = {
     **{name: ("function", name) for name in _FUNCTIONS},
-    **{name: ("name", name) for name in _GREEK},
-    "cdot": ("op", "*"), "times": ("op", "*"), "ast": ("op", "*"), "div": ("op", "/"), "pm": ("op", "±"),
-    "mp": ("op", "∓"), "le": ("op", "<="), "leq": ("op", "<="), "leqslant": ("op", "<="), "ge": ("op", ">="),
+    **{name: ("name", name.removeprefix("var")) for name in _GREEK},
+    "cdot": ("op", "*"), "times": ("op", "×"), "ast": ("op", "*"), "div": ("op", "/"), "pm": ("op", "±"),
+    "mp": ("op", "∓"), "le": ("op", "<="), "leq": ("op", "<="), "leqslant": ("op", "<="),
+    "leqq": ("op", "<="), "geqq": ("op", ">="), "ge": ("op", ">="),
     "geq": ("op", ">="), "geqslant": ("op", ">="), "lt": ("op", "<"), "gt": ("op", ">"), "ne": ("op", "!="),
-    "neq": ("op", "!="), "approx": ("op", "≈"), "simeq": ("op", "≈"), "doteq": ("op", "≈"), "equiv": ("op", "="),
+    "neq": ("op", "!="), "approx": ("op", "≈"),
+    "sim": ("op", "≈"), "simeq": ("op", "≈"), "doteq": ("op", "≈"), "equiv": ("op", "≡"),
     "in": ("op", "∈"), "cup": ("op", "∪"), "cap": ("op", "∩"), "setminus": ("op", "∖"), "backslash": ("op", "∖"),
     "infty": ("constant", "inf"), "pi": ("constant", "pi"), "emptyset": ("constant", "empty"),
     "varnothing": ("constant", "empty"), "{": ("op", "{{"), "}": ("op", "}}"), "lbrace": ("op", "{{"),
@@ -43,25 +46,25 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "\\": ("op", "\\\\"), "lparen": ("op", "("), "rparen": ("op", ")"),
 }  # fmt: skip
 _STRUCTURES = ("frac", "binom", "dbinom", "tbinom", "begin", "end", "overline", "mathbb", "hat", "vec", "bar",
-               "overrightarrow", "widehat", "angle", "triangle", "dot")  # fmt: skip
+               "overrightarrow", "widehat", "angle", "triangle", "dot", "sum", "prod", "partial")  # fmt: skip
 _WORDS = {
     "infinity": ("constant", "inf"), "inf": ("constant", "inf"), "oo": ("constant", "inf"), "pi": ("constant", "pi"),
     "Pi": ("constant", "pi"), "and": ("op", "and"), "or": ("op", "or"), "union": ("op", "∪"),
     "theta": ("name", "theta"), "alpha": ("name", "alpha"), "beta": ("name", "beta"), "lambda": ("name", "lambda"),
-    "percent": ("op", "%"), "degrees": ("op", "°"), "degree": ("op", "°"), "deg": ("op", "°"), "plus": ("op", "+"),
+    "percent": ("op", "%"), "pct": ("op", "%"),
+    "degrees": ("op", "°"), "degree": ("op", "°"), "deg": ("op", "°"), "plus": ("op", "+"),
     "minus": ("op", "-"), "times": ("op", "*"), "und": ("op", "and"), "oder": ("op", "or"),
 }  # fmt: skip
-_SMALL_NUMBERS = (
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
-)  # fmt: skip
-_NUMBER_WORDS = {word: value for value, word in enumerate(_SMALL_NUMBERS)} | {
-    "thirty": 30, "forty": 40, "fifty": 50, "sixty": 60, "seventy": 70, "eighty": 80, "ninety": 90, "hundred": 100,
+_FOREIGN_WORDS = {
+    "或": "or", "或者": "or", "또는": "or", "или": "or", "または": "or",
+    "和": "and", "и": "and", "と": "and", "그리고": "and",
 }  # fmt: skip
 _GREEK_RE = re.compile("GREEK SMALL LETTER ([A-Z]+)")
+_MATH_FONT_RE = re.compile(r"(?!.*[A-Za-z]{3}).*[=<>+].*")  # \\mathbf{x=7}
+_AMOUNT_RE = re.compile(r"([0-9][0-9.,/:]*)\s+([A-Za-z].*)")
 _TOKEN_RE = re.compile(
     rf"(?P<space>\s+)|\\(?:{TEXT_COMMANDS})\*?\s*\{{(?P<text>[^{{}}]*)\}}"
-    r"|(?P<number>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,9}(?![0-9A-Za-z.]))?)"
+    r"|(?P<hex>0x[0-9A-F]+(?![0-9A-Za-z]))|(?P<number>(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]{1,9}(?![0-9A-Za-z.]))?)"
     r"|\\(?P<command>[A-Za-z]+|.)|(?P<word>[A-Za-z]+)|(?P<foreign>[^\W\d_]+)|(?P<op><=|>=|!=|==|\.\.\.|.)",
     re.DOTALL,
 )
@@ -93,9 +96,11 @@ def split_tokens(text: str) -> list[Token]:
 def _classify(kind: str, value: str, spaced: bool, before: list[Token]) -> Iterator[Token]:
     if kind == "number":
         yield Token("number", value, spaced)
+    elif kind == "hex":
+        yield Token("number", str(int(value, 16)), spaced)
     elif kind == "command":
-        if value in _COMMANDS:
-            yield Token(*_COMMANDS[value], spaced)
+        if value in COMMANDS:
+            yield Token(*COMMANDS[value], spaced)
         elif value in _STRUCTURES:
             yield Token("command", value, spaced)
         else:
@@ -106,6 +111,9 @@ def _classify(kind: str, value: str, spaced: bool, before: list[Token]) -> Itera
         after_number = bool(before) and (before[-1].kind == "number" or before[-1].value in ("}", ")"))
         yield from _word_tokens(value, spaced, after_number)
     elif kind == "foreign":
+        if value in _FOREIGN_WORDS:
+            yield Token("op", _FOREIGN_WORDS[value], spaced)
+            return
         greek = _GREEK_RE.fullmatch(unicodedata.name(value, "")) if len(value) == 1 else None
         yield Token("name", greek[1].lower(), spaced) if greek else Token("text", value, spaced)
     else:
@@ -120,11 +128,12 @@ def _text_tokens(words: str, spaced: bool) -> Iterator[Token]:
         yield Token("function", plain, spaced)
     elif plain in ("i", "e"):
         yield Token("constant", plain, spaced)
-    elif plain and set(plain) <= set("0123456789.+-*/^()=<>, "):
+    elif plain and (set(plain) <= set("0123456789.+-*/^()=<>, ") or _MATH_FONT_RE.fullmatch(plain)):
         yield from split_tokens(plain)
-    elif plain.lower() in _NUMBER_WORDS:
-        yield Token("number", str(_NUMBER_WORDS[plain.lower()]), spaced)
-    elif plain.lower().rstrip(".") in ("percent", "degrees", "degree"):
+    elif amount := _AMOUNT_RE.fullmatch(plain):  # "100 square units"
+        yield from split_tokens(amount[1])
+        yield from _text_tokens(amount[2], True)
+    elif plain.lower().rstrip(".") in ("percent", "pct", "degrees", "degree"):
         yield Token("op", "%" if plain.lower().startswith("p") else "°", spaced)
     elif plain:
         yield Token("text", plain, True)
@@ -132,14 +141,12 @@ def _text_tokens(words: str, spaced: bool) -> Iterator[Token]:
 
 def _word_tokens(word: str, spaced: bool, after_number: bool) -> Iterator[Token]:
     """One word, or a product of letters: `"sinx"` → sin, x; `"ab"` → a, b; `"apples"` → the word."""
-    if after_number and word in UNITS and (len(word) > 1 or spaced):
+    if after_number and word in UNITS and len(word) > 1:
         yield Token("text", word, spaced)
     elif word in _FUNCTIONS:
         yield Token("function", word, spaced)
     elif word in _WORDS:
         yield Token(*_WORDS[word], spaced)
-    elif word.lower() in _NUMBER_WORDS:
-        yield Token("number", str(_NUMBER_WORDS[word.lower()]), spaced)
     elif split := re.match(r"(?:arc)?(?:sin|cos|tan)|sqrt|ln|log", word):
         yield Token("function", split[0], spaced)
         yield from _word_tokens(word[split.end() :], False, False)
@@ -150,6 +157,13 @@ def _word_tokens(word: str, spaced: bool, after_number: bool) -> Iterator[Token]
     else:
         for position, letter in enumerate(word):
             yield _letter(letter, spaced and position == 0)
+
+
+def is_spelled_out(text: str) -> bool:
+    """ABC, tea: letters whose order matters; "xy" is a product, and "pi" a word."""
+    if not text.isalpha() or not text.isascii() or not (len(text) > 2 or (len(text) == 2 and not text.islower())):
+        return False
+    return all(len(token.value) == 1 for token in split_tokens(text))
 
 
 def _letter(letter: str, spaced: bool) -> Token:

@@ -3,7 +3,8 @@
     x = 2   →   Node("relation", (Node("name", value="x"), Node("number", value=Fraction(2))), ("=",))
 
 Kinds: number, name, constant, text; add, neg, mul, div, pow, root, factorial, call, pm; percent, degree, unit, based,
-ratio; list, set, sequence (with its brackets), union, matrix (of rows), relation (with its operators).
+ratio; list, set, sequence (with its brackets), union, matrix and cases (of rows), relation (with its operators); series
+(the sum or product over an index).
 """
 
 from dataclasses import dataclass
@@ -62,14 +63,19 @@ def negated(node: Node) -> Node:
     return Node("neg", (node,))
 
 
+UNKNOWN_FUNCTIONS = ("f", "g")  # as the name of a function that nothing is known of
+
+
 def spelled(node: Node) -> str:
     inside = "".join(spelled(part) for part in node.args if part.kind != "literal")
     return f"{node.value if node.value is not None else node.kind}{f'({inside})' if inside else ''}"
 
 
 def names_in(node: Node) -> set[str]:
-    found = {node.value} if node.kind == "name" else set()
-    return found.union(*(names_in(part) for part in node.args))
+    unknown = node.kind == "call" and node.value in UNKNOWN_FUNCTIONS
+    found = {node.value} if node.kind == "name" or unknown else set()
+    found = found.union(*(names_in(part) for part in node.args))
+    return found - {node.args[0].value} if node.kind == "series" else found
 
 
 def mentions(node: Node, kind: str, value: Any = None) -> bool:
@@ -78,8 +84,12 @@ def mentions(node: Node, kind: str, value: Any = None) -> bool:
 
 
 def is_name(node: Node) -> bool:
-    """x, AB, x_1, f(x), P(A), (x, y), ∠ABC: what can stand before "=" as the name of the answer."""
+    """x, AB, x_1, f(x), f(2), P(X > 2), (x, y), ∠ABC: what can stand before "=" as the name of the answer."""
     if node.kind in ("name", "text"):
+        return True
+    if node.kind == "call" and node.value in UNKNOWN_FUNCTIONS:
+        return True
+    if node.kind == "mul" and node.args[0].kind == "name" and node.args[1].kind in ("relation", "union"):
         return True
     if node.kind == "call" and node.value == "abs":
         return is_name(node.args[0])

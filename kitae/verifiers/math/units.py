@@ -1,28 +1,48 @@
-"""Units of measurement and of money: `unit_of("cm^2")` → `Unit("length", Fraction(1, 10_000), 2)`.
+"""What stands after a number: `measure_of("cm^2")` → `Measure((("length", 2),), Fraction(1, 10_000), frozenset())`.
 
-Only units that are converted are listed. Whatever else stands after a number ("apples", "units") is a unit that nothing
-is known of, and counts for nothing.
+Units that are known are converted. All other words ("apples", "units north") are compared as words, without plurals;
+"units" and small words say nothing and are left out. Magnitudes ("million", "dozen") are factors and no units.
 """
 
+import re
 from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
 from kitae.verifiers.math.tree import Node
 
 _SIZES = {
-    "length": "mm:1/1000 millimeter:1/1000 millimetre:1/1000 cm:1/100 centimeter:1/100 centimetre:1/100 dm:1/10 m:1 "
-    "meter:1 metre:1 km:1000 kilometer:1000 kilometre:1000 in:127/5000 inch:127/5000 inche:127/5000 ft:381/1250 "
-    "foot:381/1250 feet:381/1250 yd:1143/1250 yard:1143/1250 mi:201168/125 mile:201168/125",
-    "mass": "mg:1/1000 g:1 gram:1 kg:1000 kilogram:1000 lb:45359237/100000 pound:45359237/100000 oz:45359237/1600000 "
+    "length": "meter:1 metre:1 in:127/5000 inch:127/5000 ft:381/1250 foot:381/1250 feet:381/1250 "
+    "yd:1143/1250 yard:1143/1250 mi:201168/125 mile:201168/125 "
+    "millimeter:1/1000 millimetre:1/1000 centimeter:1/100 centimetre:1/100 kilometer:1000 kilometre:1000",
+    "mass": "gram:1 kilogram:1000 milligram:1/1000 lb:45359237/100000 pound:45359237/100000 oz:45359237/1600000 "
     "ounce:45359237/1600000",
-    "time": "s:1 sec:1 second:1 min:60 minute:60 h:3600 hr:3600 hour:3600 day:86400 week:604800",
-    "volume": "ml:1/1000 mL:1/1000 milliliter:1/1000 l:1 L:1 liter:1 litre:1",
+    "time": "sec:1 second:1 min:60 minute:60 h:3600 hr:3600 hour:3600 day:86400 week:604800",
+    "months": "month:1 year:12 yr:12",
+    "volume": "ml:1/1000 milliliter:1/1000 millilitre:1/1000 l:1 liter:1 litre:1",
     "gallon": "gallon:1 gal:1",
-    "money": "$:1 dollar:1 usd:1 USD:1 buck:1 cent:1/100 ¢:1/100",
+    "dollar": "$:1 dollar:1 usd:1 USD:1 buck:1 cent:1/100 ¢:1/100",
     "euro": "€:1 euro:1 eur:1 EUR:1",
-    "pound": "£:1 gbp:1 GBP:1",
-    "mph": "mph:1",
+    "sterling": "£:1 gbp:1 GBP:1",
+    "yen": "¥:1 yen:1",
+    "rupee": "₹:1 rupee:1",
+    "celsius": "celsius:1 Celsius:1",
+    "fahrenheit": "fahrenheit:1 Fahrenheit:1",
+    "angle": "radian:1 rad:1",
 }
+_METRIC = {  # symbol → what it measures, and the prefixes that are used with it
+    "m": ("length", "kdcmnµμ"), "g": ("mass", "km"), "s": ("time", "mn"), "L": ("volume", "m"), "J": ("energy", "kM"),
+    "W": ("power", "kM"), "N": ("force", "k"), "Hz": ("frequency", "kMG"), "Pa": ("pressure", "kM"),
+    "mol": ("amount", "m"), "V": ("voltage", "k"), "A": ("current", "m"), "eV": ("electronvolt", "kM"),
+}  # fmt: skip
+_PREFIXES = {
+    "k": "1000", "M": "1000000", "G": "1000000000", "d": "1/10", "c": "1/100", "m": "1/1000", "n": "1/1000000000",
+    "µ": "1/1000000", "μ": "1/1000000",
+}  # fmt: skip
+_CURRENCIES = ("dollar", "euro", "sterling", "yen", "rupee")
+MAGNITUDES = {
+    "hundred": 100, "thousand": 1_000, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12,
+}  # fmt: skip
 
 
 def _table() -> dict[str, tuple[str, Fraction]]:
@@ -32,34 +52,105 @@ def _table() -> dict[str, tuple[str, Fraction]]:
         for entry in sizes.split():
             name, _, size = entry.rpartition(":")
             units[name] = (dimension, Fraction(size))
-            if len(name) > 1 and not name.endswith("s"):
-                units[f"{name}s"] = units[name]
+            if len(name) > 1:
+                units[f"{name}es" if name.endswith("ch") else f"{name}s"] = units[name]
+    for symbol, (dimension, prefixes) in _METRIC.items():
+        units[symbol] = (dimension, Fraction(1))
+        units |= {prefix + symbol: (dimension, Fraction(_PREFIXES[prefix])) for prefix in prefixes}
     return units
 
 
 UNITS = _table()
-_POWERS = {"square": 2, "sq": 2, "sq.": 2, "cubic": 3}
-_EXPONENTS = {"": 1, "2": 2, "3": 3, "4": 4, "-1": -1, "-2": -2}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_SILENT = {
+    "unit",
+    "of",
+    "and",
+    "the",
+    "in",
+    "each",
+    "total",
+    "only",
+    "exactly",
+    "about",
+    "approximately",
+    "long",
+    "is",
+    "all",
+}
+_NEGATIONS = {"not", "no", "wrong", "incorrect", "false", "isn", "never", "except", "nor", "t"}
+_PEOPLE = {"person": "people", "child": "children", "man": "men", "woman": "women"}
+_HALF_DAY_RE = re.compile(r"\b([ap])\.?\s?m\b\.?", re.IGNORECASE)
+_PIECE_RE = re.compile(r"[^\W\d_]+|\^\s*\{?\s*-?[0-9]+\s*\}?|[0-9]+|[/$€£¥₹¢]")
 DEGREE = Node("div", (Node("constant", value="pi"), Node("number", value=Fraction(180))))
 
 
-class Unit(NamedTuple):
-    """What a unit measures, and its size with the power in it: `Unit("length", Fraction(1, 10_000), 2)` for cm²."""
+class Measure(NamedTuple):
+    """Dimensions with their powers, the size in base units, and the other words: "kg of apples" → mass, 1000, apple."""
 
-    dimension: str
+    dimensions: tuple[tuple[str, int], ...]
     size: Fraction
-    power: int
+    words: frozenset[str]
+
+    @property
+    def denied(self) -> bool:
+        """ "5 is wrong" """
+        return bool(self.words & _NEGATIONS)
+
+    @property
+    def modulus(self) -> str | None:
+        """The 7 of 3 (mod 7)."""
+        return next((word for word in self.words if word.isdigit()), None) if "mod" in self.words else None
+
+    @property
+    def currency(self) -> str | None:
+        return next((name for name, _ in self.dimensions if name in _CURRENCIES), None)
 
 
-def unit_of(text: str) -> Unit | None:
-    """The unit that "cm", "cm^2", "square feet" or "sq. ft" stands for."""
-    name, _, exponent = text.strip().rstrip(".").partition("^")
-    words, power = name.split(), _EXPONENTS.get(exponent.strip())
-    if power == 1 and len(words) > 1:
-        power = _POWERS.get(words[0].lower(), 1)
-        words = words[power > 1 :]
-    found = UNITS.get(words[0]) or UNITS.get(words[0].lower()) if len(words) == 1 else None
-    return None if found is None or power is None else Unit(found[0], found[1] ** power, power)
+@lru_cache(maxsize=512)
+def measure_of(text: str) -> Measure:
+    """What "cm", "cm^2", "square feet", "m/s ^2", "miles per hour" or "apples" stands for."""
+    text = re.sub(r"\bmph\b", "mi/h", re.sub(r"\bkph\b", "km/h", _HALF_DAY_RE.sub(r" half\1 ", text)))
+    powers: dict[str, int] = {}
+    size, words = Fraction(1), set[str]()
+    sign, power, last = 1, 1, ""
+    for piece in _PIECE_RE.findall(text):
+        found = UNITS.get(piece) or UNITS.get(piece.lower())
+        if piece[0] == "^":
+            extra = int(piece.strip("^{} ")) - 1
+            if last:
+                size *= UNITS[last][1] ** (sign * extra)
+                powers[UNITS[last][0]] += sign * extra
+        elif piece == "/" or piece in ("per", "Per", "a", "an"):
+            sign = -1
+        elif piece.lower() in _POWERS:
+            power = _POWERS[piece.lower()]
+        elif found and not (piece == "in" and powers):
+            last = piece if piece in UNITS else piece.lower()
+            size *= found[1] ** (sign * power)
+            powers[found[0]] = powers.get(found[0], 0) + sign * power
+            power = 1
+        elif (word := _singular(piece.lower())) not in _SILENT:
+            words.add(word)
+            power = 1
+    known = tuple(sorted((name, power) for name, power in powers.items() if power))
+    return Measure(known, size, frozenset(words))
+
+
+def _singular(word: str) -> str:
+    if word in _PEOPLE:
+        return _PEOPLE[word]
+    if word.endswith("ies"):
+        return word[:-3] + "y"
+    if word.endswith("es") and word[:-2].endswith(("s", "x", "ch", "sh")):
+        return word[:-2]
+    return word[:-1] if word.endswith("s") and not word.endswith("ss") else word
+
+
+def is_known_unit(text: str) -> bool:
+    """Is all of it a unit of measurement? `"km/h"` → True."""
+    measure = measure_of(text)
+    return bool(measure.dimensions) and not measure.words
 
 
 def scaled(node: Node, size: Fraction) -> Node:
@@ -73,3 +164,12 @@ def scaled(node: Node, size: Fraction) -> Node:
 def _shifted(literal: Node, size: Fraction) -> Node:
     precise, places = literal.value
     return Node("literal", value=(precise if size == Fraction(1, 100) else 0, places + 2))
+
+
+def joined(larger: Node, smaller: Node) -> Node | None:
+    """3 feet and 4 inches → 40 inches; None where the units do not add up."""
+    first, second = measure_of(larger.value), measure_of(smaller.value)
+    if not first.dimensions or first.dimensions != second.dimensions or first.words or second.words:
+        return None
+    value = Node("add", (scaled(larger.args[0], first.size / second.size), smaller.args[0]))
+    return Node("unit", (value,), smaller.value)

@@ -1,18 +1,31 @@
 r"""The verifier: `math(r"So it is $\boxed{0.5}$.", "1/2", {})` → `Score(1.0)`."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from kitae.types import Score
-from kitae.verifiers.answers import DEFAULT_ORDER, boxed_answer, find_answers, hash_answer, parse_order, phrase_answer
-from kitae.verifiers.math.cleanup import are_texts, choice_letter, plain_words, text_key
+from kitae.verifiers.answers import (
+    DEFAULT_ORDER,
+    MARKED_WAYS,
+    boxed_answer,
+    chosen_letter,
+    find_answers,
+    hash_answer,
+    parse_order,
+    phrase_answer,
+)
+from kitae.verifiers.math.cleanup import are_texts, choice_letter, plain_words, text_key, tidy
 from kitae.verifiers.math.comparison import same
 from kitae.verifiers.math.equality import any_true, same_constant
 from kitae.verifiers.math.fallback import math_verify_agrees
 from kitae.verifiers.math.reading import plain_number, read
+from kitae.verifiers.math.tokens import is_spelled_out
 from kitae.verifiers.math.tree import TooBig
 
 _MAX_ANSWER = 2_000  # characters; what is longer is no answer
+_INDEX_RE = re.compile(r"(?<![A-Za-z\\])([A-Za-z])\s*(?:\\in\s*\\(?:mathbb|mathbf)\s*\{?\s*Z|∈\s*ℤ)")
+_MAX_WRAPPING = 8  # characters around an answer that is the whole response
 
 
 def math(
@@ -39,14 +52,27 @@ def math(
         return Score(0.0, detail="no answer in the response")
     if len(answer) > _MAX_ANSWER:
         return Score(0.0, detail=f"the answer must have at most {_MAX_ANSWER} characters, got {len(answer)}")
-    if same_answer(gold, answer, tolerance):
+    if same_answer(gold, answer, tolerance) or _is_whole(response, gold, order) or _chooses(response, gold, order):
         return Score(1.0)
     return Score(0.0, detail=f"got {answer[:100]!r}, want {gold[:100]!r}")
 
 
+def _is_whole(response: str, gold: str, order: tuple[str, ...]) -> bool:
+    """Is the response nothing but the reference?"""
+    return "last" in order and len(response) <= len(gold) + _MAX_WRAPPING and text_key(response) == text_key(gold)
+
+
+def _chooses(response: str, gold: str, order: tuple[str, ...]) -> bool:
+    """Does prose without a marked answer decide for the option that the reference is: "I think it's (D)."?"""
+    letter = choice_letter(gold, start=False)
+    if letter is None or not set(order) & {"phrase", "last"} or chosen_letter(response) != letter:
+        return False
+    return next(find_answers(response, tuple(way for way in order if way in MARKED_WAYS)), None) is None
+
+
 def same_answer(gold: str, answer: str, tolerance: float = 0.0) -> bool:
     """Do two bare answers mean the same? `same_answer("1/2", "0.5")` → True. Never raises."""
-    if text_key(gold) == text_key(answer):
+    if gold == answer or text_key(gold) == text_key(answer):
         return True
     if max(len(gold), len(answer)) > _MAX_ANSWER:
         return False
@@ -63,16 +89,32 @@ def _compare_texts(gold: str, answer: str, tolerance: float) -> bool | None:
     if want is not None and have is not None:
         return same_constant(want, have, tolerance)
     letter = choice_letter(gold, start=False)
+    if letter is not None and letter in "ABCD" and answer.strip() == letter.lower():
+        return True
     if letter is not None and (got_letter := choice_letter(answer, start=True)) is not None:
         return letter == got_letter
+    if letter is None and (got_letter := choice_letter(answer, start=False)) is not None:
+        letter = choice_letter(gold, start=True)
+        if letter is not None:
+            return letter == got_letter
+    if is_spelled_out(gold) and is_spelled_out(answer):
+        return tidy(gold) == tidy(answer)
     words = plain_words(gold)
     if words and words == plain_words(answer) and are_texts(gold, answer):
         return True
-    golds, answers = read(gold), read(answer)
+    golds, answers = read(gold), read(_with_index_of(gold, answer))
     if not golds or not answers:
         return None
     verdicts = (same(left, right, tolerance) for left in golds for right in answers)
     return any_true(verdicts)
+
+
+def _with_index_of(gold: str, answer: str) -> str:
+    r"""`k\pi, k \in \mathbb{Z}` with the letter that the reference has for the integer."""
+    left, right = _INDEX_RE.findall(gold), _INDEX_RE.findall(answer)
+    if len(left) != 1 or len(right) != 1 or left == right:
+        return answer
+    return re.sub(rf"(?<![A-Za-z\\]){right[0]}(?![A-Za-z])", left[0], answer)
 
 
 def _reference_answer(text: str) -> str:

@@ -1,6 +1,7 @@
 """A table of labelled pairs, (reference, answer): the contract of the `math` verifier, case by case."""
 
 import json
+import signal
 import time
 
 import pytest
@@ -191,6 +192,86 @@ EQUAL = {
         (r"\infty", "infinity"), (r"-\infty", "-∞"), ("16:9", "16/9"), ("12,000", "12000"), ("3.0", "3"),
         ("1.10", "1.1"), ("(0.5, 1)", r"\left(\frac{1}{2},1\right)"),
     ],
+    "chains": [
+        ("1/3", r"\frac13 \approx 0.333"), ("0.58", r"\frac{7}{12} \approx 0.58"),
+        (r"58.3\%", r"\frac{7}{12} \approx 58.3\%"),
+        (r"\frac{\sqrt{3}}{3} \approx 0.577", r"\frac{\sqrt{3}}{3}"), (r"\sqrt{2} \approx 1.41", "1.41"),
+        ("1/3", r"x = \frac13 \approx 0.3"), ("1230000", r"1234567 \approx 1230000"), ("3", r"\sim 3"),
+        ("30", r"\frac{1}{2} \text{ hour} = 30 \text{ minutes}"), ("-50", r"(1-2) + \dots + (99-100) = 50(-1) = -50"),
+        ("x=3", r"2x = 6 \Rightarrow x = 3"), ("3", r"4 \cdot 6 \equiv 24 \equiv 3 \pmod{7}"), ("f(2)=5", "5"),
+        ("P(X>2)=0.3", "0.3"), (r"P(A \cap B)=\frac12", "0.5"), (r"\frac12", r"A_{\min} = \frac12"),
+        ("2^{n-1}-n", r"k_{\max}(n) = 2^{n-1}-n"), (r"\frac{dy}{dx}=2x", "2x"), ("60", "0.6 or 60%"),
+        ("2516_8", "10101001110_2 = 2516_8"),
+    ],
+    "both have units": [
+        (r"5 \text{ mph}", "5 miles per hour"), (r"36 \text{ km/h}", r"10 \text{ m/s}"), ("£5", "5 pounds"),
+        (r"3000 \text{ J}", r"3 \text{ kJ}"), ("2 years", "24 months"), ("5 feet", "5 feet tall"),
+        ("10 apples", r"10 \text{ Apples}"), ("1 apple", "1 apples"), ("60 cm^2", "60 square units"),
+        (r"\$18", "18 dollars per day"), (r"20^\circ C", "20°C"), (r"20^\circ", "20°C"), ("3:05 pm", "3:05 PM"),
+        ("4:30 p.m.", "4:30"), (r"3 \times 10^8", "3*10^8 m/s"), (r"\text{100 square units}", "100"), ("5 m/s", "5"),
+    ],
+    "magnitudes": [
+        ("5000000", "5 million"), (r"\$1.5 \text{ million}", "1500000"), ("36", "3 dozen"), ("24 eggs", "2 dozen eggs"),
+        ("3000", r"3 \text{ thousand dollars}"),
+    ],
+    "numbers in parts": [
+        ("40 inches", "3 feet 4 inches"), (r"2 \text{ hours } 30 \text{ minutes}", "150 min"),
+        (r"3 \text{ hours and } 20 \text{ minutes}", "200 minutes"), (r"45^\circ 30'", r"45.5^\circ"),
+        ("3 ft + 4 in", "40 in"),
+    ],
+    "letters and units": [
+        (r"\frac{1}{2} g t^2", r"\frac{gt^2}{2}"), (r"\frac{1}{3} s", r"\frac{s}{3}"), ("3 s + 2", "2+3s"),
+        (r"\frac{3}{2} L", r"\frac{3L}{2}"), ("2 m", "2m"), ("5 m", "5"), ("5 m", "500 cm"),
+        (r"\frac{h(a+b)}{2}", r"\frac{(a+b)h}{2}"),
+    ],
+    "small and large": [
+        ("0", r"\sin\pi"), ("0", r"e^{i\pi}+1"), ("0", r"\sqrt2+\sqrt3-\sqrt{5+2\sqrt6}"),
+        (r"\frac{e^{-100}}{2}", r"\frac{1}{2e^{100}}"), (r"\frac{1}{2004!}", r"\frac{2005 \cdot 2006}{2006!}"),
+        ("8!!", "384"), ("604800", "5!7!"),
+    ],
+    "words for numbers": [
+        ("25", "twenty-five"), ("100", "one hundred"), ("105", r"\text{one hundred and five}"), ("1/2", "one-half"),
+        ("2/3", "two-thirds"), ("1234", "one thousand two hundred thirty-four"),
+        ("2500000", "two million five hundred thousand"),
+    ],
+    "numerals": [
+        ("42", "٤٢"), ("42", "४२"), (r"\frac16", "⅙"), ("1/3", "0.333..."), ("1/3", "0.(3)"), ("1/3", r"0.\dot{3}"),
+        ("1/3", r"0.\bar{3}"), ("1/7", r"0.\dot{1}4285\dot{7}"), ("1/6", "0.1(6)"), ("1234567", "1.234.567"),
+        ("1234.56", "1.234,56"), ("1000000", "10,00,000"), ("3.5", "3,5"), ("32349", r"32,\! 349"), ("255", "0xFF"),
+        ("5", r"5^{\text{th}}"), ("5", "5^{th}"), (r"\text{5th}", "5"), ("40/900", "4 4/9%"), (r"28\%", "28 pct"),
+        ("10/9", r"\frac{10}{9}\\"[:-1]),
+    ],
+    "notation": [
+        (r"p \le 0", r"p \leqq 0"), (r"1 \leqq x \leqq 2", "[1,2]"), ("2^n", r"2^n \text{ for all } n"),
+        ("(1, k)", r"(1,k)\ \forall k\in\mathbb{Z}^+"),
+        ("f(x)=ax+b", r"f(x) = ax+b \text{ where } a, b \in \mathbb{R}"),
+        ("5", r"\color{red}{5}"), ("5", r"\textcolor{blue}{5}"), ("5", r"\underline{5}"), ("5", r"\huge{5}"),
+        ("7", r"\mathbf{x=7}"), (r"\sinh^{-1}(a)", r"\operatorname{arsinh}(a)"), (r"2\bar{x}", r"2\overline{x}"),
+        (r"\varphi", r"\phi"), (r"\epsilon", r"\varepsilon"), (r"\{x : x>2\}", r"(2,\infty)"), ("1/2", r"{1\over 2}"),
+        ("x=2, x=3", "x=3 또는 x=2"), ("x=2 或 x=3", "x=3, x=2"), (r"[0,\infty]", r"[0,\infty)"),
+        (r"A \cup B", r"B \cup A"),
+        (r"k\pi, k\in\mathbb{Z}", r"n\pi, n\in\mathbb{Z}"), (r"3\operatorname{cis}60^\circ", r"3e^{i\pi/3}"),
+        (r"\begin{cases} x=1 \\ y=2 \end{cases}", "x=1, y=2"), (r"\begin{cases} x=1 \\ y=2 \end{cases}", "(1,2)"),
+        (r"\begin{cases} x & x>0 \\ -x & x \le 0 \end{cases}",
+         r"\begin{cases} -x & \text{if } x \le 0 \\ x & \text{if } x>0 \end{cases}"),
+        (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", "-2"),
+        (r"\begin{pmatrix}6&8\\10&12\end{pmatrix}",
+         r"\begin{pmatrix}1&2\\3&4\end{pmatrix}+\begin{pmatrix}5&6\\7&8\end{pmatrix}"),
+        (r"\begin{pmatrix}3\\-2\end{pmatrix}",
+         r"\begin{pmatrix}1&0\\0&1\end{pmatrix}\begin{pmatrix}3\\-2\end{pmatrix}"),
+        ("0 \\\\text{ or } 5", r"0 \text{ or } 5"),
+    ],
+    "names and order": [
+        ("(2,3)", "y=3, x=2"), ("(2,3)", "r=2, h=3"), ("(x,y)=(2,3)", "y=3, x=2"), ("x>2 and x<5", "(2,5)"),
+        (r"x=1 \text{ and } x=2", "x=1 or x=2"), ("1:2:3", "2:4:6"), (r"2:\sqrt{2}", r"\sqrt{2}:1"), ("5:12", "5/12"),
+        (r"3 \pmod 7", r"10 \pmod 7"), ("f(x+1)", "f(1+x)"), ("2f(x)", "f(x)+f(x)"),
+    ],
+    "sums and integrals": [
+        (r"\sum_{k=1}^{n} k", r"\frac{n(n+1)}{2}"), (r"\sum_{k=1}^{n} k^2", r"\frac{n(n+1)(2n+1)}{6}"),
+        (r"\sum_{k=0}^{n} \binom{n}{k}", "2^n"), (r"\prod_{k=1}^{4} k", "24"), (r"\int_0^1 x^2 dx", r"\frac13"),
+        (r"\int_0^\infty e^{-x^2} dx", r"\frac{\sqrt\pi}{2}"), (r"\lim_{x\to\infty} \frac1x", "0"),
+        (r"\frac{d}{dx} x^2", "2x"),
+    ],
 }
 
 UNEQUAL = {
@@ -276,6 +357,65 @@ UNEQUAL = {
     ],
     "bases and ratios": [
         ("1010_2", "1010_3"), ("1010_2", "1011_2"), ("1010_2", "11"), ("5:6", "6:5"), ("1:2:3", "1:2"),
+    ],
+    "chains": [
+        ("3", r"1\approx2\approx3\approx4\approx5"), ("4", r"3 \approx 4 \approx 5"), ("2", r"1 \approx 2"),
+        ("2", r"x \approx 1 \approx 2 \approx 3"), ("3", r"x = 1 \approx 2 \approx 3"), ("10", r"14 \approx 10"),
+        ("4", "3 = 4"), ("3", "3 = 4"), ("7 = 11a+c", "11a+c"), ("11a+c", "7 = 11a+c"), ("9", r"8 \to 9"),
+        ("9", r"4 \Rightarrow 9"), ("9", r"1 \mapsto 9"), ("5", r"\uparrow 5"), ("f(2)=5", "f(5)=2"), ("2", "log=2"),
+    ],
+    "both have units": [
+        (r"5 \text{ mph}", r"5 \text{ km/h}"), (r"3 \text{ kJ}", r"3 \text{ J}"), ("10 years", "10 days"),
+        (r"5 \text{ cm}^2", r"5 \text{ cm}"), (r"3 \text{ m/s}", r"3 \text{ m/s}^2"), ("20°C", "20°F"),
+        (r"5 \text{ units north}", r"5 \text{ units south}"), ("3 profit", "3 loss"), ("10 apples", "10 oranges"),
+        (r"3 \text{ boys}, 5 \text{ girls}", r"5 \text{ boys}, 3 \text{ girls}"), ("5", r"5 \text{ is wrong}"),
+        ("3:05 pm", "3:05 am"), (r"3:05 \text{ p.m.}", r"3:05 \text{ a.m.}"),
+        (r"30^\circ \text{N}", r"30^\circ \text{S}"),
+        (r"\$3", "3 rupees"), (r"3 \text{ N}", r"3 \text{ J}"), (r"3 \text{ nm}", r"3 \text{ mm}"),
+        ("5 kg", "5 apples"),
+        (r"x \equiv 3 \pmod 7", r"x \equiv 3 \pmod 5"), (r"3 \pmod 7", r"4 \pmod 7"), ("0.25", r"0.25\%"),
+    ],
+    "magnitudes": [
+        ("5", "5 million"), (r"2 \text{ million}", r"2 \text{ billion}"), ("3", "3 dozen"),
+        (r"\$1.5 \text{ million}", "1.5"),
+    ],
+    "numbers in parts": [
+        ("12", "3 feet 4 inches"), ("60", "2 hours 30 minutes"), (r"2 \text{ hours } 30 \text{ minutes}", "60"),
+        ("20", "1 hr 20 min"), ("30", "5 apples 6"), ("30", r"5 \text{ or maybe } 6"), ("56", r"7 \text{ to } 8"),
+        ("36", r"12 \text{ remainder } 3"), ("15", r"3 \text{ boys, } 5 \text{ girls}"), ("7", "3 ft + 4 in"),
+        ("103/9", "11.0 4/9"),
+    ],
+    "letters and units": [
+        (r"\frac{2}{3} R^2 h", r"\frac{2}{3} R^2"), (r"\frac{1}{2} m", r"\frac{1}{2}"), ("(x+1) h", "x+1"),
+        (r"\frac{1}{2} g t^2", r"\frac12 t^2"), ("3 s + 2", "5"), ("5 m", "5 s"),
+    ],
+    "small and large": [
+        ("e^{-100}", "e^{-200}"), ("e^{-60}", "0"), (r"\pi \cdot 10^{-30}", "10^{-30}"), ("e^{-100}x", "e^{-90}x"),
+        (r"\sqrt{2}\cdot 10^{-26}", r"\sqrt{3}\cdot 10^{-26}"), (r"10^{20}\pi + 1", r"10^{20}\pi"),
+        ("1234567890123", "1234567890124.0"), ("1234567890123", "1234567890123.9"), ("10000000000", "10000000001.0"),
+        ("1234.56", "1234.569"), ("100000.0", "100000.05"), ("2^{60000}", "2^{60000}+1"),
+        ("2^{60000}", "2^{60000}+2^{59000}"),
+        (r"\sqrt{10^{40}+1}", "10^{20}"), (r"\frac{1}{2004!}", r"\frac{1}{2006!}"), ("1/0", "2/0"), ("0xFF", "0xAB"),
+        ("0", "0xFF"),
+    ],
+    "words": [
+        ("15", "twenty-five"), ("23", "two three"), ("tea", "eat"), ("ABC", "CBA"), ("AB", "BA"),
+        ("2008", "2024-01-15"),
+        ("2024-01-15", "2024-15-01"), (r"p \land q", r"p \lor q"), (r"x=1 \text{ and } y=2", r"x=1 \text{ or } y=2"),
+        (r"x>1 \text{ and } x<5", r"x>1 \text{ or } x<5"),
+    ],
+    "names and order": [
+        ("(2,3)", "y=2, x=3"), ("(2,3)", "b=2, a=3"), ("(x,y)=(2,3)", "y=2, x=3"), ("12:30", "2/5"), ("12:30", "2:5"),
+        ("f(2x)", "2f(x)"), ("f(x+1)", "f(x)+f"), (r"\max(x,3)", "3"), (r"\max(x,-5)", "x"), (r"\min(x,100)", "x"),
+        (r"\frac{dy}{dx}", r"\frac{y}{x}"), (r"\frac{\partial f}{\partial x}", r"\frac{\partial f}{\partial y}"),
+        (r"\vec{a}\cdot\vec{b}", r"\vec{a}\times\vec{b}"), (r"2k\pi, k\in\mathbb{Z}", r"n\pi, n\in\mathbb{Z}"),
+    ],
+    "unread notation": [
+        (r"1, 2, \ldots, 10", r"1, 4, \ldots, 10"), (r"1, 2, \ldots, n", r"1, 3, 5, \ldots, 2n-1"),
+        (r"\forall x>0, f(x)=0", "f(x)=0"), ("f(x)=0", r"\forall x>0, f(x)=0"),
+        (r"\begin{cases} 1 & x>0 \\ 0 & x\le 0\end{cases}", r"\begin{cases} 1 & x>0 \\ 2 & x\le 0\end{cases}"),
+        (r"\begin{pmatrix}1&&2\end{pmatrix}", r"\begin{pmatrix}1&2\end{pmatrix}"),
+        (r"\sum_{k=1}^{n} k", r"\frac{n(n-1)}{2}"),
     ],
     "for math-verify": [
         (r"\int_0^1 x\,dx", "1/3"), (r"\sum_{k=1}^{3} k", "7"),
@@ -374,6 +514,31 @@ def test_long_responses_are_read_quickly(unit: str) -> None:
         (r"The final answer is \(\frac{3}{4}\).", "3/4"),
         (r"The answer is 5\sqrt{2}.", r"\sqrt{50}"),
         ("The answer is (C).", "C"),
+        ("I think it's (D).", "D"),
+        ("Weighing the options...\n\nC", "C"),
+        ("The answer is for sure D, it can't be A or B", "D"),
+        ("not (A), rather (C)", "C"),
+        ("B。不是 A", "B"),
+        ("C", "C. the third one"),
+        ("the answer is c", "C"),
+        ("AB=9, CD=4", "AB=9, CD=4"),
+        ("The answer is 5!", "5"),
+        ("#### 5!", "120"),
+        ("So we get $$5!$$", "120"),
+        ("Final Answer: The largest $n$ is 34.", "34"),
+        ("Therefore, the probability is \\frac{3}{4}", "0.75"),
+        ("the coordinates are (2, 3)", "(2,3)"),
+        ("so x = - 4", "-4"),
+        ("所以一共有42个苹果。", "42"),
+        ("Таким образом, всего 42 яблока.", "42"),
+        ("따라서 42개입니다.", "42"),
+        ("إذن المجموع هو 42.", "42"),
+        ("الإجابة النهائية هي ٤٢", "42"),
+        ("答案：每份应该是 (\\frac{2}{5}) 吨。", "2/5"),
+        (r"\boxed{\text{Answer: } 7}", "7"),
+        ("#### The answer is 7", "7"),
+        (r"\boxed{5} oops \boxed{}", "5"),
+        ("3 feet 4 inches", "40 inches"),
         ("**Answer: 12**", "12"),
         ("so 6*7 = 42", "42"),
         ("She pays $5 and gets $2 back, so she spent $3 in all.", "3"),
@@ -406,6 +571,24 @@ def test_right(response: str, reference: object) -> None:
         (r"5\sqrt{2}", "5"),
         (r"The answer is 5\sqrt{2}.", "5"),
         ("the answer is 5 or 6", "5"),
+        ("#### 5!", "5"),
+        ("<answer>5!</answer>", "5"),
+        ("The answer is $5!$.", "5"),
+        ("The answer is between 41 and 42", "42"),
+        ("Final Answer: The largest $n$ is 34.", "n"),
+        ("Candidates: 1, 2, 3, 4, 5, 6, 7", "7"),
+        ("so x = - 4", "4"),
+        ("the coordinates are (2, 3)", "3"),
+        ("The set is {1, 2, 3}", "3"),
+        ("the solution is x > 4", "4"),
+        ("we get 3√5", "5"),
+        ("it is equal to log_2 5", "5"),
+        ("the time is 12:30", "30"),
+        ("In step 5", "5"),
+        ("It costs 2,74 in all.", "4"),
+        ("It can't be (D).", "D"),
+        ("I would take A or B.", "A"),
+        (r"\boxed{C} I also like (D).", "D"),
         ("the answer is 5 or 6", "6"),
         ("so we get 2 + 3", "3"),
         (box(r"\frac{1}{"), "1"),
@@ -455,6 +638,23 @@ def test_the_order_of_extraction_decides() -> None:
 )
 def test_tolerance(answer: str, reference: str, tolerance: float, value: float) -> None:
     assert math(box(answer), reference, {}, tolerance=tolerance).value == value
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        r"\sum_{n=1}^{\infty} \frac{\sin(n^2)}{n^3+\sqrt{n}}",
+        r"\begin{vmatrix} a&b&c&d\\e&f&g&h\\i&j&k&l\\m&n&o&p\end{vmatrix}^{20}",
+        r"\int_0^{100} e^{\sin(\cos(x^{10}))} dx",
+        r"\sum_{a=1}^{30} \sum_{b=1}^{30} \sum_{c=1}^{30} abc",
+    ],
+)
+def test_what_takes_long_is_wrong_in_time(slow: str) -> None:
+    math_verify_agrees(r"\int_0^1 x\,dx", "1/2")  # imports sympy
+    start = time.process_time()
+    assert math(box(slow), "3", {}).value == 0
+    assert time.process_time() - start < 4
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
 def test_math_verify_cannot_overrule_the_numbers() -> None:
