@@ -19,8 +19,9 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
-FinishReason = Literal["stop", "length", "abort"]
-"""stop: a stop token or stop string; length: max_tokens or the context is used up; abort: cancelled by the caller."""
+FinishReason = Literal["stop", "length", "abort", "parked"]
+"""stop: a stop token or stop string; length: max_tokens or the context is used up; abort: cancelled by the caller;
+parked: interrupted, to be continued later."""
 
 
 GREEDY = -1

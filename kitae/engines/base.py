@@ -1,7 +1,7 @@
 """The engine seam: everything that turns prompts into sampled tokens implements `Engine`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kitae.types import FinishReason
@@ -29,13 +29,23 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tokens of a response, each with its log-prob and the policy version that sampled it, as the engine gave them."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One response wanted.
 
     `Request("17/3", prompt_tokens=(1, 5, 9), sampling=SamplingParams(), seed=987654321, share="17")`
     Requests with the same `share` key and the same prompt compute that prompt once. `seed` names the random stream:
     the same seed draws the same numbers whatever else is in the batch (the logits may differ by rounding). `id` must
-    be unique among the requests in flight; it is what `abort` takes.
+    be unique among the requests in flight; it is what `abort` takes. `prior` is what a parked request had sampled: it
+    is continued, not sampled again, and counts towards max_tokens.
     """
 
     id: str
@@ -43,6 +53,7 @@ class Request:
     sampling: SamplingParams
     seed: int
     share: str = ""
+    prior: Sampled = field(default_factory=Sampled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +69,22 @@ class Completion:
     versions: tuple[int, ...]
     finish: FinishReason
 
+    @property
+    def sampled(self) -> Sampled:
+        return Sampled(self.tokens, self.logprobs, self.versions)
+
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """A new policy version. `tensors` is None where the engine shares the trainer's memory and has them already."""
+    """A new policy version. `tensors` is None where the engine shares the trainer's memory and has them already.
+
+    Sequences in flight go on: with the keys and values of the old weights in their cache, or, with `recompute`, after
+    these were computed anew.
+    """
 
     version: int
     tensors: "Mapping[str, torch.Tensor] | None" = None
+    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +108,7 @@ class Engine(Protocol):
     cache); other requests go on. `pause` returns when no step is running and starts no new one until `resume`;
     requests wait meanwhile. `update_weights` takes effect between two decoding steps; tokens sampled later carry the
     new version. `abort` ends a request early: its `generate` returns what was sampled so far with finish "abort".
+    `park` ends all requests in flight that way, with finish "parked": a request with that `prior` continues one.
     """
 
     async def generate(self, request: Request) -> Completion: ...
@@ -95,5 +116,6 @@ class Engine(Protocol):
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...
     async def abort(self, request_id: str) -> None: ...
+    async def park(self) -> None: ...
     def stats(self) -> EngineStats: ...
     async def close(self) -> None: ...

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from kitae.engines.base import Completion, EngineStats, Request, WeightUpdate
 from kitae.errors import EngineError, RequestError
+from kitae.types import FinishReason
 
 
 class FakeEngine:
@@ -26,7 +27,7 @@ class FakeEngine:
         self._respond = respond
         self._delay = seconds_per_token
         self._version = version
-        self._running: dict[str, bool] = {}
+        self._running: dict[str, FinishReason | None] = {}  # how it is to end early
         self._paused = False
         self._closed = False
         self._changed = asyncio.Event()  # one of the three above; a new event after each change
@@ -42,19 +43,18 @@ class FakeEngine:
         if request.id in self._running:
             raise RequestError(f"request id {request.id!r} is in flight already")
         planned = list(self._respond(request))[: request.sampling.max_tokens]
-        tokens: list[int] = []
-        versions: list[int] = []
-        self._running[request.id] = True
+        tokens, versions = list(request.prior.tokens), list(request.prior.versions)
+        self._running[request.id] = None
         self._prompt_tokens += len(request.prompt_tokens)
         try:
-            for token in planned:
+            for token in planned[len(tokens) :]:
                 await asyncio.sleep(self._delay)
-                while self._paused and self._running[request.id] and not self._closed:
+                while self._paused and not self._running[request.id] and not self._closed:
                     await self._changed.wait()
                 if self._closed:
                     raise EngineError("the engine was closed")
-                if not self._running[request.id]:
-                    return _completion(request, tokens, versions, "abort")
+                if early := self._running[request.id]:
+                    return _completion(request, tokens, versions, early)
                 tokens.append(token)
                 versions.append(self._version)
                 self._generated += 1
@@ -79,8 +79,12 @@ class FakeEngine:
 
     async def abort(self, request_id: str) -> None:
         if request_id in self._running:
-            self._running[request_id] = False
+            self._running[request_id] = "abort"
             self._wake()
+
+    async def park(self) -> None:
+        self._running = dict.fromkeys(self._running, "parked")
+        self._wake()
 
     def _wake(self) -> None:
         self._changed.set()
@@ -103,6 +107,5 @@ class FakeEngine:
         self._wake()
 
 
-def _completion(request: Request, tokens: list[int], versions: list[int], finish: str) -> Completion:
-    assert finish in ("stop", "length", "abort")
-    return Completion(request.id, tuple(tokens), (-1.0,) * len(tokens), tuple(versions), finish)  # type: ignore[arg-type]
+def _completion(request: Request, tokens: list[int], versions: list[int], finish: FinishReason) -> Completion:
+    return Completion(request.id, tuple(tokens), (-1.0,) * len(tokens), tuple(versions), finish)

@@ -61,7 +61,10 @@ class NativeEngine:
             loop.call_soon_threadsafe(_settle, future, result)
 
         limit = min(request.sampling.max_tokens, self.policy.max_context - len(request.prompt_tokens))
-        sequence = Sequence(request, request.seed, limit, done)
+        prior = request.prior
+        sequence = Sequence(
+            request, request.seed, limit, done, list(prior.tokens), list(prior.logprobs), list(prior.versions)
+        )
         self._commands.put(lambda: self._add(sequence))
         try:
             return await future
@@ -80,6 +83,9 @@ class NativeEngine:
 
     async def abort(self, request_id: str) -> None:
         await self._command(lambda: self._abort(request_id))
+
+    async def park(self) -> None:
+        await self._command(self._park)
 
     def stats(self) -> EngineStats:
         return self.scheduler.stats(self.version, self.generated, self.busy)
@@ -123,6 +129,8 @@ class NativeEngine:
             raise RequestError(
                 f"request {request.id!r}: max_tokens must be at least 1, got {request.sampling.max_tokens}"
             )
+        if len(request.prior.tokens) >= min(request.sampling.max_tokens, context - length):
+            raise RequestError(f"request {request.id!r}: there is nothing left to sample after its prior tokens")
         highest = max(request.prompt_tokens)
         if highest >= self.policy.vocabulary or min(request.prompt_tokens) < 0:
             raise RequestError(
@@ -225,6 +233,10 @@ class NativeEngine:
         if (sequence := self._sequences.get(request_id)) is not None:
             self._finish(sequence, "abort")
 
+    def _park(self) -> None:
+        for sequence in list(self._sequences.values()):
+            self._finish(sequence, "parked")
+
     def _update(self, update: WeightUpdate) -> int:
         if update.tensors is not None:
             parameters = dict(self.policy.model.named_parameters())
@@ -234,6 +246,8 @@ class NativeEngine:
                 parameters[name].data.copy_(tensor)
         self.version = update.version
         self.scheduler.forget_prefixes()
+        if update.recompute:
+            self.scheduler.preempt_all()
         return self.version
 
     def _set_paused(self, paused: bool) -> None:

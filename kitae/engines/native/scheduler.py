@@ -116,14 +116,22 @@ class Scheduler:
             elif not self._drop_unused_prefixes() and not self._preempt_youngest():
                 self._fail(sequence)
 
+    def preempt_all(self) -> None:
+        """All running sequences give their pages back and are computed again: the weights have changed."""
+        while self.running:
+            self._preempt()
+
     def _preempt_youngest(self) -> bool:
         if len(self.running) < 2:
             return False
+        self._preempt()
+        self.preemptions += 1
+        return True
+
+    def _preempt(self) -> None:
         victim = self.running.pop()
         self._release_pages(victim)
         self.waiting.appendleft(victim)
-        self.preemptions += 1
-        return True
 
     def _fail(self, sequence: Sequence) -> None:
         """Alone, it needs more than the whole cache: no preemption can help it."""

@@ -127,6 +127,24 @@ def test_abort_returns_what_was_sampled(paused: bool) -> None:
     run(body)
 
 
+def test_park_and_continue() -> None:
+    async def run() -> None:
+        engine = FakeEngine(lambda r: [1, 2, 3, 4, 5, 6], seconds_per_token=0.01)
+        request = Request("a", (1,), SamplingParams(max_tokens=10), 0)
+        task = asyncio.create_task(engine.generate(request))
+        while engine.stats().generated_tokens < 2:
+            await asyncio.sleep(0.001)
+        await engine.park()
+        part = await task
+        assert part.finish == "parked" and 2 <= len(part.tokens) < 6
+        await engine.update_weights(WeightUpdate(5))
+        whole = await engine.generate(replace(request, prior=part.sampled))
+        assert whole.tokens == (1, 2, 3, 4, 5, 6) and whole.finish == "stop"
+        assert whole.versions == part.versions + (5,) * (6 - len(part.tokens))
+
+    asyncio.run(run())
+
+
 def test_abort_before_the_first_token() -> None:
     engine = slow()
 

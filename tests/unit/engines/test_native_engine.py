@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +252,76 @@ def test_abort_and_cancel_free_their_place(tiny_policy: TinyPolicy) -> None:
 
     done = with_engine(tiny_policy(), use)
     assert done.finish == "abort" and 0 < len(done.tokens) < 400
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_parked_and_recomputed_sequences_go_on_as_if_nothing_had_happened(
+    architecture: str, tiny_policy: TinyPolicy
+) -> None:
+    """Parked in the middle and continued, by the same engine or another, or recomputed in flight: the same tokens."""
+    sampling = SamplingParams(max_tokens=60)
+    requests = [Request(str(i), p, sampling, seed=i) for i, p in enumerate(prompts(6))]
+    whole = generate(tiny_policy(architecture), requests, page_size=4)
+
+    async def until(engine: NativeEngine, tokens: int) -> None:
+        while engine.stats().generated_tokens < tokens:
+            await asyncio.sleep(0.001)
+
+    async def interrupted(engine: NativeEngine) -> list[Completion]:
+        tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
+        await until(engine, 30)
+        await engine.update_weights(WeightUpdate(0, recompute=True))
+        await until(engine, 60)
+        await engine.park()
+        return [await task for task in tasks]
+
+    parked = with_engine(tiny_policy(architecture), interrupted, page_size=4)
+    assert {p.finish for p in parked} == {"parked"} and all(0 < len(p.tokens) < 60 for p in parked)
+    continued = generate(
+        tiny_policy(architecture),
+        [replace(r, prior=p.sampled) for r, p in zip(requests, parked, strict=True)],
+        page_size=4,
+    )
+    for one, other, part in zip(whole, continued, parked, strict=True):
+        assert one.tokens == other.tokens and other.finish == "length"
+        assert other.logprobs[: len(part.tokens)] == part.logprobs, "what was sampled is not computed again"
+        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
+
+
+def test_recompute_forgets_the_old_weights(tiny_policy: TinyPolicy, tiny_folder: Callable[[str], Path]) -> None:
+    """After an update with `recompute`, log-probs are those of the new weights alone; with the old cache, not."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.3)
+    sampling = SamplingParams(temperature=1.0, max_tokens=40)
+    prompt = prompts(1, seed=3)[0] + (7, 8, 9, 10)
+
+    def gap(recompute: bool) -> float:
+        policy = tiny_policy("llama")
+
+        async def use(engine: NativeEngine) -> Completion:
+            task = asyncio.create_task(engine.generate(Request("r", prompt, sampling, 0)))
+            while engine.stats().generated_tokens < 20:
+                await asyncio.sleep(0.001)
+            await engine.pause()
+            with torch.no_grad():
+                for parameter in policy.model.parameters():
+                    parameter.mul_(1.3)
+            await engine.update_weights(WeightUpdate(1, recompute=recompute))
+            await engine.resume()
+            return await task
+
+        done = with_engine(policy, use)
+        first = done.versions.index(1)
+        assert 20 <= first < 40 and set(done.versions[first:]) == {1}
+        tokens = torch.tensor([[*prompt, *done.tokens]])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(prompt) - 1 : -1].float()
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(done.tokens)[:, None])[:, 0]
+        return float((expected - torch.tensor(done.logprobs))[first:].abs().max())
+
+    assert gap(recompute=True) < 1e-3 < gap(recompute=False)
 
 
 def test_broken_weights_fail_loudly(tiny_policy: TinyPolicy) -> None:
