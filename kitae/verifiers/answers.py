@@ -19,9 +19,7 @@ _REACH = 400  # characters after a phrase that can belong to its answer
 _MARKS = 8  # so many of the last phrases are looked at
 _MAX_BOX = 4_000  # characters; what is longer is no answer
 
-_BOX = (
-    r"(?:\\{1,2}(?:boxed|fbox|framebox)|\x08oxed)(?![A-Za-z])"  # \x08: "\boxed" of a JSON writer that did not escape it
-)
+_BOX = r"(?:\\(?:boxed|fbox|framebox)|\x08oxed)(?![A-Za-z])"  # \x08: "\boxed" of a JSON writer that did not escape it
 _BRACE_RE = re.compile(rf"{_BOX}\s*\{{|\\.|[{{}}]", re.DOTALL)
 _BARE_BOX_RE = re.compile(rf"{_BOX}\s*([-+]?[0-9][0-9.,/]*|[A-Za-z](?![A-Za-z]))")
 _JOINT_RE = re.compile(
@@ -179,6 +177,7 @@ def boxes(text: str) -> list[tuple[int, int, str]]:
 
     Of boxes in boxes, the innermost is the answer: `"\boxed{x = \boxed{5}}"` → `"5"`.
     """
+    text = text.replace(r"\\boxed", r" \boxed")  # a backslash that was escaped
     found: list[tuple[int, int, str]] = []
     opened: list[tuple[int, int, bool]] = []  # start of the command, start of the inside, is it a box
     for brace in _BRACE_RE.finditer(text):

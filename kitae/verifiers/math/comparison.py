@@ -79,7 +79,7 @@ def _same_quantity(gold: Node, got: Node, tolerance: float) -> bool | None:
         if node.kind == "unit":
             measure = measure_of(node.value)
             temperature = measure.dimensions in _TEMPERATURES and other.kind == "degree"
-            if measure.denied or (measure.dimensions and other.kind in ("percent", "degree") and not temperature):
+            if measure.altering or (measure.dimensions and other.kind in ("percent", "degree") and not temperature):
                 return False
             plain = other.args[0] if temperature else other
             pair = (node.args[0], plain) if node is gold else (plain, node.args[0])
@@ -103,7 +103,7 @@ def _is_below_one(node: Node) -> bool:
 def _same_measured(gold: Node, got: Node, tolerance: float) -> bool | None:
     """Both sides say what they count: the same thing, where one may say it in more words, or a unit that converts."""
     left, right = measure_of(gold.value), measure_of(got.value)
-    if left.denied or right.denied:
+    if left.altering or right.altering:
         return left == right and same(gold.args[0], got.args[0], tolerance)
     if not (left.words <= right.words or right.words <= left.words):
         return False

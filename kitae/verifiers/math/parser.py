@@ -494,6 +494,8 @@ class Parser(Cursor):
         self.take()
         self.environment_name()
         rows = [row for row in rows if row.args]
+        if not rows:
+            raise Unreadable(f"{name} with nothing in it")
         if name == "vmatrix":
             return Node("call", tuple(cell for row in rows for cell in row.args), "det")
         if name == "cases" and all(len(row.args) == 1 for row in rows):  # a system of equations

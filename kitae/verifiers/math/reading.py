@@ -33,7 +33,7 @@ _TRAILING_UNIT_RE = re.compile(
     r"(?:\s*/\s*[A-Za-z]+(?:\s*\^\s*\{?-?[0-9]\}?)?)*)"
 )
 _PLAIN_AMOUNT_RE = re.compile(r"[-+]?\s*[0-9.,]+(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{[-+0-9]+\}|[0-9]))?")
-_WHOLE_COMMA_RE = re.compile(r"[-+]?(?:0,[0-9]+|[1-9][0-9]*,(?![0-9]{3}$)[0-9]+)")  # 3,5 may be 3.5
+_WHOLE_COMMA_RE = re.compile(r"-?(?:0,[0-9]+|[1-9][0-9]*,(?![0-9]{3}$)[0-9]+)")  # 3,5 may be 3.5
 _DECIMAL_COMMA_RE = re.compile(r"(?<=[0-9])\{,\}(?=[0-9])")
 _PLAIN_RE = re.compile(r"([-+]?)(?:\\?\$)?\s*([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(\.[0-9]*)?")
 
@@ -48,6 +48,12 @@ def plain_number(text: str) -> Node | None:
     return negated(node) if match[1] == "-" else node
 
 
+def comma_number(text: str) -> Node | None:
+    """3,5 as 3.5, where it cannot be thousands."""
+    plain = text.strip()
+    return number_node(plain.replace(",", ".")) if _WHOLE_COMMA_RE.fullmatch(plain) and len(plain) < 60 else None
+
+
 @lru_cache(maxsize=1024)
 def read(text: str) -> tuple[Node, ...]:
     """The readings of an answer, best first: "1,234" is a number, or else a list. Empty where it cannot be read."""
@@ -59,10 +65,7 @@ def read(text: str) -> tuple[Node, ...]:
     joined = _GROUPED_RE.sub(_join_thousands, joined)
     joined = _SPACED_RE.sub(lambda m: m[0].replace(" ", ""), joined)
     readings = []
-    versions = [joined, plain, _with_unit(joined)]
-    if _WHOLE_COMMA_RE.fullmatch(plain):
-        versions.append(plain.replace(",", "."))
-    for version in dict.fromkeys(versions):
+    for version in dict.fromkeys((joined, plain, _with_unit(joined))):
         with suppress(Unreadable):
             tokens = split_tokens(_DECIMAL_COMMA_RE.sub(".", version))
             if tokens:

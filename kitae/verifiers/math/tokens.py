@@ -90,6 +90,8 @@ def split_tokens(text: str) -> list[Token]:
             continue
         tokens.extend(_classify(kind, value, spaced, tokens))
         spaced = False
+    if tokens and tokens[-1] == Token("op", "*") and text.rstrip().endswith("times"):  # "5 times"
+        tokens[-1] = Token("text", "times", True)
     return tokens
 
 

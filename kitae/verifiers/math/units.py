@@ -63,22 +63,13 @@ def _table() -> dict[str, tuple[str, Fraction]]:
 UNITS = _table()
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _SILENT = {
-    "unit",
-    "of",
-    "and",
-    "the",
-    "in",
-    "each",
-    "total",
-    "only",
-    "exactly",
-    "about",
-    "approximately",
-    "long",
-    "is",
-    "all",
-}
-_NEGATIONS = {"not", "no", "wrong", "incorrect", "false", "isn", "never", "except", "nor", "t"}
+    "unit", "of", "and", "the", "in", "each", "total", "only", "exactly", "about", "approximately", "long", "is", "all",
+}  # fmt: skip
+_ALTERING = {  # words that make another number, or another answer, of what stands before them
+    "not", "no", "wrong", "incorrect", "false", "isn", "never", "except", "nor", "t", "or", "maybe", "perhaps",
+    "squared", "cubed", "factorial", "half", "halve", "third", "tenth", "hundredth", "thousandth", "plus", "minus",
+    "over", "negative", "root", "remainder", "to", "through",
+}  # fmt: skip
 _PEOPLE = {"person": "people", "child": "children", "man": "men", "woman": "women"}
 _HALF_DAY_RE = re.compile(r"\b([ap])\.?\s?m\b\.?", re.IGNORECASE)
 _PIECE_RE = re.compile(r"[^\W\d_]+|\^\s*\{?\s*-?[0-9]+\s*\}?|[0-9]+|[/$€£¥₹¢]")
@@ -93,9 +84,10 @@ class Measure(NamedTuple):
     words: frozenset[str]
 
     @property
-    def denied(self) -> bool:
-        """ "5 is wrong" """
-        return bool(self.words & _NEGATIONS)
+    def altering(self) -> bool:
+        """5 is wrong, 5 squared, 5 or 6: no unit, and nothing that can be left out."""
+        digits = any(word[0].isdigit() for word in self.words) and self.modulus is None
+        return digits or bool(self.words & _ALTERING)
 
     @property
     def modulus(self) -> str | None:

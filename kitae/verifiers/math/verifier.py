@@ -19,7 +19,7 @@ from kitae.verifiers.math.cleanup import are_texts, choice_letter, plain_words, 
 from kitae.verifiers.math.comparison import same
 from kitae.verifiers.math.equality import any_true, same_constant
 from kitae.verifiers.math.fallback import math_verify_agrees
-from kitae.verifiers.math.reading import plain_number, read
+from kitae.verifiers.math.reading import comma_number, plain_number, read
 from kitae.verifiers.math.tokens import is_spelled_out
 from kitae.verifiers.math.tree import TooBig
 
@@ -88,14 +88,18 @@ def _compare_texts(gold: str, answer: str, tolerance: float) -> bool | None:
     want, have = plain_number(gold), plain_number(answer)
     if want is not None and have is not None:
         return same_constant(want, have, tolerance)
+    if want is not None or have is not None:
+        want, have = want or comma_number(gold), have or comma_number(answer)
+        if want is not None and have is not None and same_constant(want, have, tolerance):
+            return True
     letter = choice_letter(gold, start=False)
     if letter is not None and letter in "ABCD" and answer.strip() == letter.lower():
         return True
     if letter is not None and (got_letter := choice_letter(answer, start=True)) is not None:
         return letter == got_letter
-    if letter is None and (got_letter := choice_letter(answer, start=False)) is not None:
-        letter = choice_letter(gold, start=True)
-        if letter is not None:
+    if letter is None and len(answer) < 20 and (letter := choice_letter(gold, start=True)) is not None:
+        got_letter = choice_letter(answer, start=False)
+        if got_letter is not None:
             return letter == got_letter
     if is_spelled_out(gold) and is_spelled_out(answer):
         return tidy(gold) == tidy(answer)
@@ -111,6 +115,8 @@ def _compare_texts(gold: str, answer: str, tolerance: float) -> bool | None:
 
 def _with_index_of(gold: str, answer: str) -> str:
     r"""`k\pi, k \in \mathbb{Z}` with the letter that the reference has for the integer."""
+    if r"\in" not in answer and "∈" not in answer:
+        return answer
     left, right = _INDEX_RE.findall(gold), _INDEX_RE.findall(answer)
     if len(left) != 1 or len(right) != 1 or left == right:
         return answer

@@ -212,7 +212,7 @@ EQUAL = {
     ],
     "magnitudes": [
         ("5000000", "5 million"), (r"\$1.5 \text{ million}", "1500000"), ("36", "3 dozen"), ("24 eggs", "2 dozen eggs"),
-        ("3000", r"3 \text{ thousand dollars}"),
+        ("3000", r"3 \text{ thousand dollars}"), ("5", "5 times"), ("5", "5 more"), ("3", "3 quarters"),
     ],
     "numbers in parts": [
         ("40 inches", "3 feet 4 inches"), (r"2 \text{ hours } 30 \text{ minutes}", "150 min"),
@@ -383,7 +383,9 @@ UNEQUAL = {
         ("12", "3 feet 4 inches"), ("60", "2 hours 30 minutes"), (r"2 \text{ hours } 30 \text{ minutes}", "60"),
         ("20", "1 hr 20 min"), ("30", "5 apples 6"), ("30", r"5 \text{ or maybe } 6"), ("56", r"7 \text{ to } 8"),
         ("36", r"12 \text{ remainder } 3"), ("15", r"3 \text{ boys, } 5 \text{ girls}"), ("7", "3 ft + 4 in"),
-        ("103/9", "11.0 4/9"),
+        ("103/9", "11.0 4/9"), ("5", r"5 \text{ or 6}"), ("5", r"5 \text{ maybe 6}"), ("5", "5 squared"),
+        ("5", "5 factorial"),
+        ("5", "5 halves"), ("5", "5 or six"), ("-330,90", "-330,9"),
     ],
     "letters and units": [
         (r"\frac{2}{3} R^2 h", r"\frac{2}{3} R^2"), (r"\frac{1}{2} m", r"\frac{1}{2}"), ("(x+1) h", "x+1"),
@@ -703,6 +705,9 @@ PIECES = st.sampled_from([*SIGNS, *(f"{command} " for command in COMMANDS.split(
         ("x+y=1010_2", "y+x=1011_2"),
         ("x+y=3:4", "y+x=4:3"),
         ("5", "9" * 5_000),
+        ("5", r"\begin{vmatrix}\end{vmatrix}"),
+        ("5", r"\begin{cases}\end{cases}"),
+        ("5", "5" + "=a" * 1_500),
     ],
 )
 def test_odd_notation_is_a_wrong_answer(reference: str, answer: str) -> None:
