@@ -15,11 +15,16 @@ What remains possible: to guess (`assert is_prime(7)` passes a function that alw
 that hands the expected value to a method of an object that the candidate made (`assert f().equals(3)`) can be lied to.
 What the separation costs: an instance of a class of the candidate's never equals a value that is not one; arguments
 are copies, and lists, dicts, sets and instances of the setup's classes in them are updated after the call.
+`runners.checker` says what of a class or function reaches the tests and what does not.
+
+Tests that cannot import what they need, or raise before they use the code at all, are an error and not a 0: the data or
+the machine is at fault. Not seen: a name that neither the tests nor the response define, which counts against it.
 """
 
 import ast
 import builtins
 import functools
+import itertools
 import json
 import marshal
 import re
@@ -33,6 +38,7 @@ from typing import Any, Literal
 from kitae.errors import VerifierError
 from kitae.types import Score
 from kitae.verifiers.sandbox import Limits, Report, SandboxChoice, Session, find_program, open_session
+from kitae.verifiers.text import after_thought
 
 _MAX_CODE = 2**20  # characters
 _SLACK = 5.0  # seconds that the sandbox may need beyond the candidate's limit
@@ -105,6 +111,14 @@ class Check:
 Tests = Asserts | Stdio | Check
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The code of a response: `Source("print(1)\\n", fenced=True)`. What is not fenced may have prose around it."""
+
+    text: str
+    fenced: bool
+
+
 def code(
     response: str,
     reference: Any,
@@ -121,7 +135,9 @@ def code(
     """1 where the code in the response passes all tests; with `reward="rate"`, the share that it passes.
 
     `time_limit`: seconds of processor time per test, and twice that on the clock; loading the code counts as a test.
-    `total_limit`: seconds for the whole check; tests that do not get their turn count as failed. `packages`: let
+    `total_limit`: seconds for the whole check; tests that do not get their turn count as failed. It must be less than
+    the pool's own timeout: for references with many or slow cases raise both, as `kitae verify code --timeout 60
+    --option total_limit=55` does. `packages`: let
     Python code import what is installed beside Kitae. Asserts and check functions are for Python alone.
     """
     prepared = prepare(response, reference, language, reward)
@@ -145,21 +161,22 @@ def code(
     return total_score(verdicts, reward)
 
 
-def extract_code(response: str, tags: Sequence[str], wanted: Sequence[str] = ()) -> str:
+def extract_code(response: str, tags: Sequence[str], wanted: Sequence[str] = ()) -> Source:
     """The program in a response: its last fenced block of the language, or of none; the whole text without fences.
 
     Of several such blocks it is the last that defines one of the `wanted` names, if any does: an example of use often
     follows the solution. What comes before `</think>` is not looked at. A block that is never closed reaches to the
-    end.
+    end. A console session (>>>) is no program. Where there are no blocks, [BEGIN] and [DONE] or <code> make one.
     """
-    text = response.rpartition("</think>")[2].replace("\r\n", "\n")
-    blocks = list(_blocks(text))
+    text = after_thought(response).replace("\r\n", "\n").removeprefix("\ufeff")
+    blocks = [(tag, body) for tag, body in _blocks(text) if not body.lstrip().startswith(">>>")]
     if not blocks:
-        return text
+        return _unfenced(text, tags)
     tagged = [body for tag, body in blocks if tag in tags]
     untagged = [body for tag, body in blocks if not tag]
     candidates = tagged or untagged or [body for _, body in blocks]
-    return next((body for body in reversed(candidates) if _defines(body, wanted)), candidates[-1])
+    chosen = next((body for body in reversed(candidates) if _defines(body, wanted)), candidates[-1])
+    return Source(chosen, fenced=True)
 
 
 def read_tests(reference: Any) -> Tests | str:
@@ -197,19 +214,21 @@ class Verdict:
     detail: str = ""
 
 
-def plan(source: str, tests: Asserts | Check) -> tuple[dict[str, Any], dict[str, Any]]:
+def plan(source: Source, tests: Asserts | Check) -> tuple[dict[str, Any], dict[str, Any]]:
     """The order that loads the candidate, and the job of the checker, which the candidate must not see."""
+    order = {"mode": "check", "loose": not source.fenced}
     if isinstance(tests, Asserts):
         names, modules, shadows = _names(tests.setup, tests.asserts)
         job = {"prompt": "", "setup": tests.setup, "entry_point": "", "tests": list(map(_as_assert, tests.asserts))}
-        order = {"mode": "check", "setup": tests.setup, "variants": variants(source)}
+        order |= {"setup": tests.setup, "variants": variants(source), "typing": _typing_names(source.text, tests.setup)}
         return order, job | {"names": names, "modules": modules, "shadows": shadows}
     names, modules, _ = _names(tests.check, ())
     job = {"prompt": tests.prompt if names or modules else "", "setup": tests.check, "entry_point": tests.entry_point}
     job |= {"tests": ["check(__candidate__)"], "names": names, "modules": modules, "shadows": []}
-    if _defines(source, [tests.entry_point]):
-        return {"mode": "check", "setup": tests.prompt, "variants": variants(source)}, job
-    return {"mode": "check", "setup": "", "variants": _completions(tests.prompt, source)}, job
+    order |= {"typing": _typing_names(source.text, tests.prompt)}
+    if _defines(source.text, [tests.entry_point]):
+        return order | {"setup": tests.prompt, "variants": variants(source)}, job
+    return order | {"setup": "", "variants": _completions(tests.prompt, source.text)}, job
 
 
 def take_verdicts(reports: Iterator[Report], tests: Sequence[str]) -> tuple[list[Verdict], Sequence[str]]:
@@ -252,7 +271,7 @@ def wrong(reason: str) -> Score:
     return Score(0.0, {"pass_rate": 0.0}, detail=reason)
 
 
-def prepare(response: str, reference: Any, language: str, reward: str) -> tuple[str, Tests] | Score:
+def prepare(response: str, reference: Any, language: str, reward: str) -> tuple[Source, Tests] | Score:
     """The code and its tests; or the score, where something in options, reference or response settles it."""
     if problem := _check_options(language, reward):
         return Score.error(problem)
@@ -262,9 +281,9 @@ def prepare(response: str, reference: Any, language: str, reward: str) -> tuple[
     if not isinstance(tests, Stdio) and language != "python":
         return Score.error(f"tests of kind asserts or check must be for language 'python', got {language!r}")
     source = extract_code(response, LANGUAGES[language].tags, _wanted_names(tests))
-    if not source.strip():
+    if not source.text.strip():
         return wrong("no code in the response")
-    if len(source) > _MAX_CODE:
+    if len(source.text) > _MAX_CODE:
         return wrong(f"more than {_MAX_CODE} characters of code")
     return source, tests
 
@@ -305,7 +324,7 @@ class _Run:
             yield self.hear(session)
 
 
-def _run_tests(run: _Run, source: str, tests: Asserts | Check) -> list[Verdict]:
+def _run_tests(run: _Run, source: Source, tests: Asserts | Check) -> list[Verdict]:
     """One verdict per test. A test that hangs or kills the candidate costs a sandbox; the next begins in a new one."""
     order, job = plan(source, tests)
     verdicts: list[Verdict] = []
@@ -319,7 +338,7 @@ def _run_tests(run: _Run, source: str, tests: Asserts | Check) -> list[Verdict]:
     return verdicts + all_failed(waiting, "no time left for the check")
 
 
-def _run_cases(run: _Run, language: str, source: str, tests: Stdio) -> Iterator[Verdict]:
+def _run_cases(run: _Run, language: str, source: Source, tests: Stdio) -> Iterator[Verdict]:
     total = len(tests.cases)
     with run.open({"mode": "run", **_program(language, source, run.limits)}) as session:
         loaded = run.hear(session, _COMPILE_LIMIT)
@@ -338,24 +357,32 @@ def _run_cases(run: _Run, language: str, source: str, tests: Stdio) -> Iterator[
                 return
 
 
-def variants(source: str) -> list[str]:
-    """Readings of a text as a program: as it is; and from its first line that looks like Python."""
-    start = _CODE_LINE_RE.search(source)
-    return [source, source[start.start() :]] if start else [source]
+def variants(source: Source) -> list[str]:
+    """Readings of a text as a program: as it is; and from its first lines that look like Python."""
+    starts = itertools.islice(_CODE_LINE_RE.finditer(source.text), _STARTS)
+    return list(dict.fromkeys([source.text, *(source.text[start.start() :] for start in starts)]))
 
 
-def _completions(prompt: str, source: str) -> list[str]:
+def _typing_names(*texts: str) -> list[str]:
+    """Names of `typing` that are used in annotations by code that does not import them."""
+    if any("typing" in text for text in texts):
+        return []
+    return sorted({name for text in texts for name in _TYPING_RE.findall(text)})
+
+
+def _completions(prompt: str, text: str) -> list[str]:
     """Readings of a text as the rest of a prompt: as it is, on a line of its own, or as a body without indent."""
-    indented = "".join(f"    {line}" for line in source.splitlines(keepends=True))
-    return [prompt + source, f"{prompt}\n{source}", f"{prompt}\n{indented}"]
+    indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))
+    return [prompt + text, f"{prompt}\n{text}", f"{prompt}\n{indented}"]
 
 
-def _program(language: str, source: str, limits: Limits) -> dict[str, Any]:
+def _program(language: str, source: Source, limits: Limits) -> dict[str, Any]:
     """The part of an order that says what to run; `VerifierError` names a program that is not installed."""
     if language == "python":
-        return {"files": {}, "compile": None, "command": None, "variants": variants(source)}
+        readings = {"variants": variants(source), "loose": not source.fenced, "typing": _typing_names(source.text)}
+        return {"files": {}, "compile": None, "command": None, **readings}
     entry = LANGUAGES[language]
-    found = _JAVA_CLASS_RE.search(source)
+    found = _JAVA_CLASS_RE.search(source.text)
     fill = {"{class}": found[1] if found else "Main", "{heap}": str(limits.memory_mb * 3 // 4)}
 
     def words(template: tuple[str, ...]) -> list[str] | None:
@@ -369,7 +396,7 @@ def _program(language: str, source: str, limits: Limits) -> dict[str, Any]:
 
     file = entry.file.replace("{class}", fill["{class}"])
     return {
-        "files": {file: source},
+        "files": {file: source.text},
         "compile": words(entry.compile),
         "compile_limit": _COMPILE_LIMIT,
         "command": words(entry.run),
@@ -377,40 +404,101 @@ def _program(language: str, source: str, limits: Limits) -> dict[str, Any]:
     }
 
 
+_TARGET = r"[A-Za-z_][\w.]*(?:\[[^\]\n]*\])?"
 _CODE_LINE_RE = re.compile(
-    r"^(?:def |class |import |from \w[\w.]* import |@|async def |[A-Za-z_]\w* ?= ?)", re.MULTILINE
+    r"^(?:def |class |import |from \w[\w.]* import |@|async def |print\(|(?:for|while|if|with) .*:$|try:$"
+    rf"|{_TARGET}(?: ?, ?{_TARGET})* ?[-+*/]?= ?)",
+    re.MULTILINE,
 )
+_STARTS = 3  # lines of a text that are tried as the first of its code
 _JAVA_CLASS_RE = re.compile(r"\bpublic\s+(?:final\s+|abstract\s+)*class\s+(\w+)")
-_FENCE_RE = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*\{?\.?([\w+#-]*)(.*)$")
+_FENCE_RE = re.compile(r"^([ \t>]*)(`{3,}|~{3,})[ \t]*\{?\.?([\w+#-]*)(.*)$")
+_LATE_FENCE_RE = re.compile(r"(?<!`)(`{3,})([\w+#-]*)[ \t]*$")  # after other text on its line
+_AFTER_FENCE_RE = re.compile(r"[ \t]*$|[ \t]*<|[ \t]+(?!\S+[ \t]*$)")  # no tag: nothing, <|im_end|>, or several words
+_TYPING_RE = re.compile(
+    r"(?:->|[:\[,|=(])\s*(List|Dict|Tuple|Set|FrozenSet|Optional|Union|Any|Callable|Iterable|Iterator|Sequence|Mapping"
+    r"|Generator|Deque|DefaultDict|Counter|NamedTuple|TypeVar|Literal)\b(?=\s*[\[\]:,=)|(]|\s*$)",
+    re.MULTILINE,
+)
+
+
+def _unfenced(text: str, tags: Sequence[str]) -> Source:
+    end = text.rfind("</code>")
+    start = text.rfind("<code", 0, max(end, 0))
+    if start >= 0:
+        return Source(text[start:end].partition(">")[2], fenced=True)
+    said, _, _ = f"\n{text}".partition("\n[DONE]")
+    _, begin, said = said.rpartition("\n[BEGIN]")
+    if begin:
+        return Source(said.removeprefix("\n"), fenced=True)
+    first, _, rest = text.partition("\n")
+    return Source(rest if first.strip().lower() in tags else said.removeprefix("\n"), fenced=False)
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """The fenced blocks of a text as (tag in lower case, body)."""
+    """The fenced blocks of a text as (tag in lower case, body), those in a block of Markdown included.
+
+    A fence may open after text on its line, and close before text, or at the end of a line of code. There it only
+    counts where the bare fences that follow pair up without it.
+    """
     fence = tag = indent = ""
     body: list[str] = []
-    for line in text.split("\n"):
-        match = _FENCE_RE.match(line)
+    lines = text.split("\n")
+    for line, paired in zip(lines, _pairs_follow(lines), strict=True):
+        match = _FENCE_RE.match(line) if "```" in line or "~~~" in line else None
+        late = _LATE_FENCE_RE.search(line) if "```" in line and line.count("```") == 1 and not match else None
         if not fence:
             if match and "`" not in match[4]:
                 indent, fence, tag, body = match[1], match[2], match[3].lower(), []
-        elif match and match[2].startswith(fence) and not match[3] and not match[4].strip():
-            yield tag, "\n".join(body) + "\n"
+            elif late:
+                indent, fence, tag, body = "", late[1], late[2].lower(), []
+        elif match and _closes(match, indent, fence):
+            yield from _block(tag, body)
+            fence = ""
+        elif late and late[1].startswith(fence) and not late[2] and paired:
+            yield from _block(tag, [*body, line[: late.start()].removeprefix(indent)])
             fence = ""
         else:
             body.append(line.removeprefix(indent))
     if fence:
-        yield tag, "\n".join(body) + "\n"
+        yield from _block(tag, body)
+
+
+def _block(tag: str, lines: list[str]) -> Iterator[tuple[str, str]]:
+    body = "\n".join(lines) + "\n"
+    inner = list(_blocks(body)) if tag in ("markdown", "md") else []
+    yield from inner or [(tag, body)]
+
+
+def _closes(match: re.Match[str], indent: str, fence: str) -> bool:
+    """Whether a line that begins with a fence closes a block; one further in belongs to a string or a comment."""
+    after = match.string[match.end(2) :]
+    return match[2].startswith(fence) and len(match[1]) < len(indent) + 4 and bool(_AFTER_FENCE_RE.match(after))
+
+
+def _pairs_follow(lines: Sequence[str]) -> list[bool]:
+    """For each line, whether an even number of bare fences follows it before the next one with a tag."""
+    even, found = True, []
+    for line in reversed(lines):
+        found.append(even)
+        match = _FENCE_RE.match(line) if "```" in line or "~~~" in line else None
+        if match and len(match[1]) < 4:
+            even = True if match[3] else not even
+    return found[::-1]
 
 
 def _defines(source: str, names: Sequence[str]) -> bool:
-    """Whether a line at the left margin defines one of the names."""
+    """Whether a line at the left margin defines one of the names: `f = f(3)` and imports from elsewhere do not."""
     for name in names:
         word = re.escape(name)
         if re.search(
-            rf"^(?:(?:async\s+)?def\s+{word}\b|class\s+{word}\b|{word}\s*(?::[^=\n]*)?=(?!=)|(?:from|import)\b.*\b{word}\b)",
+            rf"^(?:(?:async\s+)?def\s+{word}\b|class\s+{word}\b|{word}\s*(?::[^=\n]*)?=(?!=)(?!.*\b{word}\b))",
             source,
             re.MULTILINE,
         ):
+            return True
+        imports = re.finditer(rf"^(?:from|import)\s+(\w+).*\b{word}\b", source, re.MULTILINE)
+        if any(found[1] in sys.stdlib_module_names for found in imports):
             return True
     return False
 

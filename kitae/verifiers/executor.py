@@ -27,6 +27,7 @@ from kitae.types import Score
 from kitae.verifiers.code import (
     Asserts,
     Check,
+    Source,
     Stdio,
     Verdict,
     judge_case,
@@ -110,7 +111,7 @@ async def remote_code(
     return total_score(verdicts, reward)
 
 
-async def _run_cases(service: Service, language: str, source: str, tests: Stdio, limits: Limits) -> list[Verdict]:
+async def _run_cases(service: Service, language: str, source: Source, tests: Stdio, limits: Limits) -> list[Verdict]:
     async def one(number: int, stdin: str, stdout: str) -> Verdict:
         report = await _post(service, language, variants(source)[0], stdin, limits.time_limit, limits.memory_mb)
         return judge_case(report, stdout, f"case {number} of {len(tests.cases)}")
@@ -120,7 +121,7 @@ async def _run_cases(service: Service, language: str, source: str, tests: Stdio,
 
 
 async def _run_tests(
-    service: Service, source: str, tests: Asserts | Check, limits: Limits, total_limit: float
+    service: Service, source: Source, tests: Asserts | Check, limits: Limits, total_limit: float
 ) -> list[Verdict]:
     """Like the local ones: what comes after a test that hangs or kills the candidate runs in a new program."""
     order, job = plan(source, tests)

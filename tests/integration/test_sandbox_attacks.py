@@ -76,6 +76,15 @@ FORGERIES = {
         "class Meta(type):\n    def __eq__(cls, other): return True\n    __hash__ = type.__hash__\n"
         "class Any(metaclass=Meta): pass\ndef f(x):\n    return Any"
     ),
+    "always equal, and hashes alike": (
+        "class Any:\n    def __init__(self, x): self.x = x\n    def __eq__(self, other): return True\n"
+        "    def __hash__(self): return hash(self.x)\ndef f(x):\n    return Any(9417)"
+    ),
+    "ImportError in the function": "def f(x):\n    raise ImportError",
+    "a module that no machine has": (
+        "import gc\ndef f(x):\n    port = next(o for o in gc.get_objects() if type(o).__name__ == 'CandidatePort')\n"
+        "    type(port).offer = lambda *_: ['ref', 1, 'module', 'winreg', '']\n    return object()"
+    ),
     "mock.ANY": "from unittest.mock import ANY\ndef f(x):\n    return ANY",
     "mock as the function": "from unittest.mock import MagicMock as f",
     "patches built-ins": (
@@ -155,6 +164,11 @@ TOLERANT = [
     "assert len(f(3)) == 9417",
     "assert f(3)[0] == 9417",
     "assert {9417: 1}[f(3)]",
+    "assert f(3) in {9417}",
+    "assert isinstance(f(3), int)",
+    "assert issubclass(type(f(3)), int)",
+    "assert f(3) is 9417",
+    "assert f'{f(3)}' == '9417'",
 ]
 
 
@@ -170,6 +184,7 @@ class Yes:
     def __hash__(self): return hash(9417)
     def __iter__(self): return iter([Yes(), Yes()])
     def __len__(self): return 2
+    __class__ = int
     def __float__(self): return 0.0
     def __getitem__(self, key): return Yes()
 for name in "eq ne lt le gt ge contains instancecheck".split():

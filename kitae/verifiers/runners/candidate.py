@@ -19,18 +19,23 @@ if TYPE_CHECKING:
     from kitae.verifiers.runners.wire import Node
 
 NAME = "candidate"  # the module name of the code
+_CUTS = 20  # attempts to find where the code of a text ends
 
 
-def serve(fd: int, setup: str, variants: list[str]) -> None:
-    """Load the first of `variants` that is Python, tell the checker how that went, and answer until it hangs up."""
+def serve(fd: int, order: dict[str, Any]) -> None:
+    """Load the code, tell the checker how that went, and answer until it hangs up."""
     port = CandidatePort(fd)
-    port.namespace.update(__name__=NAME, __builtins__=builtins)
     sys.modules[NAME] = module = type(sys)(NAME)
-    module.__dict__.update(port.namespace)
     port.namespace = module.__dict__
+    port.namespace["__builtins__"] = builtins
     try:
-        _prepare(port, setup)
-        exec(compile_first(variants, "candidate.py"), port.namespace)
+        furnish(port.namespace, order)
+        _prepare(port, order["setup"])
+        exec(compile_first(order, "candidate.py"), port.namespace)
+    except SystemExit as end:
+        if end.code:
+            port.send(["failed", f"SystemExit: {end.code}"[:500]])
+            return
     except BaseException as error:
         port.send(["failed", f"{type(error).__name__}: {error}"[:500]])
         return
@@ -57,16 +62,48 @@ def _prepare(port: CandidatePort, setup: str) -> None:
         }
 
 
-def compile_first(variants: list[str], name: str) -> Any:
-    """The first of `variants` that is Python, compiled; or else the error of the first."""
+def furnish(namespace: dict[str, Any], order: dict[str, Any]) -> None:
+    """What scripts find without an import, and names of `typing` that a candidate uses without one."""
+
+    def leave(code: Any = None) -> None:
+        raise SystemExit(code)
+
+    vars(builtins).update(exit=leave, quit=leave)
+    if order.get("typing"):
+        import typing
+
+        namespace.update({name: getattr(typing, name) for name in order["typing"]})
+
+
+def compile_first(order: dict[str, Any], name: str) -> Any:
+    """The first of the variants that is Python, compiled; of loose ones else the longest head; or else the error."""
     problem: Exception | None = None
-    for variant in variants:
+    for variant in order["variants"]:
         try:
             return compile(variant, name, "exec", dont_inherit=True)
         except Exception as error:  # SyntaxError, ValueError for NULs, RecursionError, MemoryError
             problem = problem or error
+    head = max(map(_head, order["variants"]), key=len) if order.get("loose") else ""
+    if head.strip():
+        return compile(head, name, "exec", dont_inherit=True)
     assert problem is not None
     raise problem
+
+
+def _head(text: str) -> str:
+    """The lines of a text before the prose that makes it no Python."""
+    lines = text.split("\n")
+    for _ in range(_CUTS):
+        try:
+            compile("\n".join(lines), "head", "exec", dont_inherit=True)
+            return "\n".join(lines)
+        except SyntaxError as error:
+            del lines[max(0, min(error.lineno or 1, len(lines)) - 1) :]
+        except Exception:
+            break
+        if not lines:
+            break
+    return ""
 
 
 class CandidatePort(Port):
@@ -76,53 +113,72 @@ class CandidatePort(Port):
         self.raised: dict[Any, Exception] = {}  # by iterator
 
     def reply(self, message: Any) -> Any:
-        """Do `[op, refs, nodes]`; the answer also tells what the call changed in its arguments."""
-        op, refs, nodes = message
+        """Do `[op, refs, nodes]`; the answer also tells what the call changed in its arguments.
+
+        Lists and the like that an object of the candidate's hands out are lent: their handles go along, so that the
+        checker can tell what the tests do to them.
+        """
+        op, refs, nodes, *handles = message
         try:
+            if op == "update":
+                self.decode(refs, nodes, {ref[0]: self.exports[i] for ref, i in zip(refs, handles[0], strict=True)})
+                return ["ok", [None], []]
             arguments, changeable = self.decode(refs, nodes, {})
-            before = self.encode(changeable)[:2] if changeable and op == "call" else None
+            before = self.encode(changeable)[:2] if changeable and op in ("call", "method") else None
             if op == "opaque":  # an operand came from the tests: the result stays here, whatever it is
                 return ["ok", [[0]], [self.offer(self.do_operator(*arguments))]]
             result = getattr(self, f"do_{op}")(*arguments)
             changed = changeable if before is not None and self.encode(changeable)[:2] != before else []
-            answer, answer_nodes, _ = self.encode([result, *changed])
+            answer, answer_nodes, mutable = self.encode([result, *changed])
+            if op in ("getattr", "method") and mutable:
+                theirs = {id(value) for value in changeable}
+                return ["ok", answer, answer_nodes, [0 if id(v) in theirs else self.export(v) for v in mutable]]
             return ["ok", answer, answer_nodes]
         except BaseException as error:
             return self._problem(error)
 
     def _problem(self, error: BaseException) -> Any:
-        kinds = [[kind.__module__, kind.__qualname__] for kind in type(error).__mro__[:-1]]
+        """`["raised", kinds, args and attributes, nodes, names of the attributes, handle, problem of its cause]`"""
+        kinds, handle = self._kinds(type(error)), self.export(error)
         try:
-            return ["raised", kinds, self.export(type(error)), *self.encode(error.args)[:2]]
+            names = [name for name in vars(error) if not name.startswith("_")]
+            refs, nodes, _ = self.encode([*error.args, *(vars(error)[name] for name in names)])
+            cause = self._problem(error.__cause__) if error.__cause__ is not None else None
+            return ["raised", kinds, refs, nodes, names, handle, cause]
         except BaseException:
-            return ["raised", kinds, self.export(type(error)), [], []]
+            return ["raised", kinds, [], [], [], handle, None]
+
+    def _kinds(self, kind: type) -> list[Any]:
+        return [[base.__module__, base.__qualname__, self.export(base)] for base in kind.__mro__[:-1]]
 
     def ask(self, op: str, *values: Any) -> Any:
         """Let the checker do something with an object of the tests that was handed to the candidate."""
         refs, nodes, _ = self.encode(values)
         self.send(["ask", op, refs, nodes])
         kind, *rest = self.receive()
+        while kind not in ("ok", "raised"):  # what was asked needs something of us
+            self.send(self.reply([kind, *rest]))
+            kind, *rest = self.receive()
         if kind == "raised":
-            raise getattr(builtins, rest[0], RuntimeError)(rest[1])
+            raise getattr(builtins, rest[0], RuntimeError)(*self.decode(rest[1], rest[2], {})[0])
         return self.decode(rest[0], rest[1], {})[0][0]
 
     def offer(self, value: Any) -> Node:
-        """`["ref", handle, kind, name, base]`, where base is the built-in parent of an exception."""
-        kind, base, name = "object", "", getattr(value, "__name__", "")
+        """`["ref", handle, kind, name, origin]`: the module of a class or function, the bases of an exception."""
+        kind, name, origin = "object", getattr(value, "__name__", ""), ""
         if isinstance(value, type(sys)):
             kind = "module"
         elif isinstance(value, type):
             kind = "class"
             if issubclass(value, BaseException):
-                kind = "exception"
-                base = next(c.__name__ for c in value.__mro__ if c.__module__ == "builtins")
+                return ["ref", self.export(value), "exception", value.__name__, self._kinds(value)]
+        elif type(value).__name__ in ("coroutine", "generator", "method"):
+            kind = type(value).__name__
         elif callable(value):
             kind = "function"
-        elif type(value).__name__ == "coroutine":
-            kind = "coroutine"
         if kind in ("class", "function") and isinstance(getattr(value, "__module__", None), str):
-            base = base or value.__module__
-        return ["ref", self.export(value), kind, name if isinstance(name, str) else "", base]
+            origin = value.__module__
+        return ["ref", self.export(value), kind, name if isinstance(name, str) else "", origin]
 
     def adopt(self, node: Node) -> Any:
         return Given(self, node[1])
@@ -141,11 +197,16 @@ class CandidatePort(Port):
     def do_call(self, function: Any, arguments: Any, keywords: Any) -> Any:
         return function(*arguments, **keywords)
 
+    do_method = do_call
+
     def do_getattr(self, value: Any, name: str) -> Any:
         return getattr(value, name)
 
     def do_setattr(self, value: Any, name: str, new: Any) -> None:
         setattr(value, name, new)
+
+    def do_delattr(self, value: Any, name: str) -> None:
+        delattr(value, name)
 
     def do_operator(self, name: str, *operands: Any) -> Any:
         return getattr(_operator, name)(*operands)
@@ -169,6 +230,40 @@ class CandidatePort(Port):
             self.raised[iterator] = error
             return [items, True]
         return [items, False]
+
+    def do_send(self, generator: Any, value: Any) -> Any:
+        return generator.send(value)
+
+    def do_copy(self, value: Any, deep: bool) -> Any:
+        import copy
+
+        return copy.deepcopy(value) if deep else copy.copy(value)
+
+    def do_signature(self, function: Any) -> Any:
+        import inspect
+
+        found = inspect.signature(function).parameters.values()
+        return [[p.name, int(p.kind), *([] if p.default is p.empty else [p.default])] for p in found]
+
+    def do_seed(self, arguments: Any, keywords: Any) -> None:
+        import random
+
+        random.seed(*arguments, **keywords)
+
+    def do_stdin(self, text: str) -> None:
+        import io
+
+        sys.stdin = io.StringIO(text)
+
+    def do_capture(self) -> None:
+        import io
+
+        sys.stdout = io.StringIO()
+
+    def do_captured(self) -> str:
+        text = sys.stdout.getvalue() if hasattr(sys.stdout, "getvalue") else ""
+        sys.stdout = sys.__stdout__
+        return str(text)
 
     def do_await(self, awaitable: Any) -> Any:
         import asyncio

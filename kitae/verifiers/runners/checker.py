@@ -3,6 +3,17 @@
 An object that is not data is a `Remote` here. It can be called, read, iterated and passed back, but it equals nothing
 the tests bring along, and an operator with such an operand gives a `Remote` that no comparison or conversion accepts:
 otherwise an object of the candidate's would be shown the expected value and asked whether it is right.
+
+What holds over there holds here: identity, hashes and equality among the candidate's own objects, isinstance and
+issubclass among its own classes, copies, docstrings, signatures (without annotations), generators, exceptions with
+their attributes, causes and bases. What the tests do to a list, dict or set that an object has handed out reaches it
+before the next question, for the last 8 answers of up to 1000 items. random.seed, a redirected sys.stdout or sys.stdin
+hold for calls to the candidate as well.
+
+Not covered: a test that derives a class from the candidate's (an error), `type(x) is C`, dataclasses.asdict and others
+that look at the type of an object, `in` where a class defines it without being iterable, a list of an object's that
+the candidate changes after it was handed out, attributes set on its modules, mock.patch of what the candidate calls,
+objects of libraries as arguments, output of generators, the state of random after the candidate has used it.
 """
 
 from __future__ import annotations
@@ -24,6 +35,8 @@ if TYPE_CHECKING:
     from kitae.verifiers.runners.wire import Node
 
 _BATCH = 256  # items of a remote iterator that travel at once, at most
+_SINGLES = 32  # items of a remote generator that come one by one before they come in batches
+_MAX_LOANS, _SMALL = 8, 1000  # containers of the candidate's that are watched, and items in all of one answer
 _TESTS = "tests"  # the module name of the tests
 _TICK = 0.05  # seconds between two looks at a silent candidate's clock
 
@@ -53,35 +66,80 @@ def check(fd: int, pid: int, job: dict[str, Any], report: Callable[[str, str], N
         report("unloadable", str(rest[0]) if rest else "")
         return
     report("loaded", "")
-    try:
+    texts = "\n".join([job["setup"], *job["tests"]])
+    namespace: dict[str, Any] = {}
+    for test in (None, *job["tests"]):
         port.restart_clock()
-        namespace = make_namespace(port, job)
-    except TimeUp:
-        report("timeout", "in the setup of the tests")
-        return
-    except Gone as end:
-        report("gone", str(end))
-        return
-    except BaseException as error:
-        report("broken", f"the setup of the tests raised {_describe(error)}")
-        return
-    for test in job["tests"]:
-        port.restart_clock()
+        status, detail = "passed", ""
         try:
+            if test is None:
+                _attend(port, texts)
+                namespace = make_namespace(port, job)
+                continue
             exec(compile(test, "tests", "exec", dont_inherit=True), namespace)
-        except TimeUp as end:
-            report("timeout", str(end))
-            return
-        except Gone as end:
-            report("gone", str(end))
-            return
         except NotData as problem:
-            report("error", str(problem))
+            status, detail = "error", str(problem)
+        except BaseException as error:  # SystemExit too, where it comes from the candidate
+            status, detail = _judge(port, error)
+            if test is None and status == "failed":
+                status, detail = "broken", f"the setup of the tests raised {detail}"
+        if port.end is not None:  # even if a test has caught it
+            status, detail = "timeout" if isinstance(port.end, TimeUp) else "gone", str(port.end)
+        report(status, detail)
+        if status not in ("passed", "failed"):
             return
-        except BaseException as error:  # SystemExit too: it comes from the candidate
-            report("failed", _describe(error))
-        else:
-            report("passed", "")
+
+
+def _judge(port: CheckerPort, error: BaseException) -> tuple[str, str]:
+    """What an exception says: that the candidate has failed, or that the tests cannot be run here."""
+    detail = _describe(error)
+    if not _is_own(error):
+        return "failed", detail
+    if isinstance(error, SystemExit) and not error.code:
+        return "passed", ""  # the good end of unittest.main()
+    if isinstance(error, ImportError):
+        return "error", f"the tests must be able to import what they need (see the option packages), got {detail}"
+    if not port.used and not isinstance(error, AssertionError | NameError | SystemExit):
+        return "error", f"the tests must reach the response, but raised {detail}"
+    return "failed", detail
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether an exception came up in the code of the tests, and not while the candidate was asked."""
+    step, ours = error.__traceback__, []
+    while step is not None:
+        ours.append(step.tb_frame.f_globals is globals())
+        step = step.tb_next
+    return True not in ours[ours.index(False) :] if False in ours else False
+
+
+def _attend(port: CheckerPort, texts: str) -> None:
+    """Let the tests' random seed hold for the candidate too, and no failure that unittest has met be lost."""
+    if "seed" in texts:
+        import random
+
+        seed = random.seed
+
+        def both(*arguments: Any, **keywords: Any) -> None:
+            seed(*arguments, **keywords)
+            port.ask("seed", list(arguments), keywords)
+
+        random.seed = both
+    if "unittest" in texts:
+        import unittest
+
+        run = unittest.TextTestRunner.run
+
+        def checked(self: Any, test: Any) -> Any:
+            result = run(self, test)
+            if not result.testsRun:
+                raise NotData("the tests must have something for unittest to run")
+            problems = [*result.errors, *result.failures]
+            if problems or result.unexpectedSuccesses:
+                raise AssertionError(problems[0][1].strip().rpartition("\n")[2] if problems else "unexpected success")
+            return result
+
+        unittest.TextTestRunner.run = checked  # type: ignore[method-assign]
 
 
 def make_namespace(port: CheckerPort, job: dict[str, Any]) -> dict[str, Any]:
@@ -89,7 +147,7 @@ def make_namespace(port: CheckerPort, job: dict[str, Any]) -> dict[str, Any]:
 
     The prompt and the setup run here too, so that their helpers are the trusted ones and not the candidate's.
     """
-    sys.modules[_TESTS] = module = type(sys)(_TESTS)
+    sys.modules[_TESTS] = sys.modules["__main__"] = module = type(sys)(_TESTS)  # where unittest.main() looks
     namespace = module.__dict__
     namespace["__builtins__"] = builtins
     if job["prompt"]:
@@ -118,13 +176,22 @@ def make_namespace(port: CheckerPort, job: dict[str, Any]) -> dict[str, Any]:
 
 
 class CheckerPort(Port):
+    """`used`: the tests have reached the candidate. `end`: it is over, whoever catches that."""
+
     def __init__(self, fd: int, pid: int, time_limit: float) -> None:
         super().__init__(fd)
         self._pid, self._limit = pid, time_limit
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
         self._exceptions: dict[int, type[BaseException]] = {}
+        self._adopted: dict[int, Any] = {}
+        self._loans: list[
+            tuple[list[Any], list[int], Any]
+        ] = []  # values of the candidate's, their handles, as they were
         self._cpu = self._wall = 0.0
+        self.stdin, self.stdout = sys.stdin, sys.stdout
+        self.used = False
+        self.end: TimeUp | Gone | None = None
 
     def restart_clock(self) -> None:
         self._cpu, self._wall = cpu_seconds(self._pid), time.monotonic()
@@ -134,6 +201,8 @@ class CheckerPort(Port):
 
         On a busy machine the clock on the wall runs faster than the candidate can.
         """
+        if self.end is not None:
+            raise self.end
         try:
             while not self._poll.poll(_TICK * 1000):
                 wall = time.monotonic() - self._wall
@@ -142,35 +211,69 @@ class CheckerPort(Port):
             if time.monotonic() - self._wall > self._limit and cpu_seconds(self._pid) - self._cpu > self._limit:
                 raise TimeUp(f"more than {self._limit:g} s")
             return self.receive()
+        except TimeUp as end:
+            self.end = end
+            raise
         except (EOFError, OSError, ValueError, IndexError, StopIteration, RecursionError, UnicodeError):
-            raise Gone("the candidate ended its process or broke the protocol") from None
+            self.end = Gone("the candidate ended its process or broke the protocol")
+            raise self.end from None
 
     def ask(self, op: str, *values: Any) -> Any:
+        if self._loans:
+            self._return_loans()
+        self.used = self.used or op not in ("has", "name", "seed")
         refs, nodes, changeable = self.encode(values)
-        try:
-            self.send([op, refs, nodes])
-        except OSError:
-            raise Gone("the candidate ended its process") from None
-        while True:
-            message = self.hear()
-            if message[0] != "ask":
-                break
-            self.send(self._serve(*message[1:]))
-        if message[0] == "raised":
-            raise self._exception(*message[1:])
-        answer, nodes = message[1], message[2]
+        answer, nodes, *handles = self._exchange([op, refs, nodes])
         old = {ref[0]: value for ref, value in zip(answer[1:], changeable, strict=False)}
-        return self.decode(answer, nodes, old)[0][0]
+        (result, *_), mutable = self.decode(answer, nodes, old)
+        if handles:
+            self._borrow(mutable, handles[0])
+        return result
+
+    def _exchange(self, question: list[Any]) -> Any:
+        """The candidate's answer, after it has asked what it wants to know in turn."""
+        if self.end is not None:
+            raise self.end
+        try:
+            self.send(question)
+        except OSError:
+            self.end = Gone("the candidate ended its process")
+            raise self.end from None
+        while True:
+            kind, *message = self.hear()
+            if kind == "ask":
+                self.send(self._serve(*message))
+            elif kind == "raised":
+                raise self._exception(*message)
+            else:
+                return message
+
+    def _borrow(self, values: list[Any], handles: list[int]) -> None:
+        """Remember containers that belong to an object of the candidate's; the last few, if they are small."""
+        pairs = [(value, handle) for value, handle in zip(values, handles, strict=True) if handle]
+        if pairs and sum(len(value) for value, _ in pairs if type(value).__module__ != _TESTS) <= _SMALL:
+            lent = [value for value, _ in pairs]
+            self._loans = [*self._loans[1 - _MAX_LOANS :], (lent, [h for _, h in pairs], self.encode(lent)[:2])]
+
+    def _return_loans(self) -> None:
+        """Tell the candidate what the tests have done to its containers: `t.items.append(2)`."""
+        for i, (values, handles, before) in enumerate(self._loans):
+            refs, nodes, _ = self.encode(values)
+            if (refs, nodes) != before:
+                self._loans[i] = (values, handles, (refs, nodes))
+                self._exchange(["update", refs, nodes, handles])
 
     def lookup(self, name: str) -> Any:
         """The candidate's global `name`; where it imported a standard function of that name, the real one."""
         found = self.ask("name", name)
-        if isinstance(found, Remote):
+        if type(found) is Remote:
             module = found._origin
             if module in sys.stdlib_module_names and found._label == name and module != NAME:
                 real = getattr(__import__(module, fromlist=["*"]), name, None)
                 if real is not None:
                     return real
+        else:
+            self.used = True  # a value, which the tests may look at without asking
         return found
 
     def offer(self, value: Any) -> Node:
@@ -179,18 +282,23 @@ class CheckerPort(Port):
         raise NotData(f"the tests hand a {type(value).__name__} to the candidate, which cannot leave their process")
 
     def adopt(self, node: Node) -> Any:
-        _, handle, kind, name, base = node
+        _, handle, kind, name, origin = node
         if kind == "module" and name in sys.stdlib_module_names:
             return __import__(name)
         if kind == "exception":
-            return self._exception_class(handle, name, base)
-        remote = Remote(self, handle, kind, name, base, tainted=False)
+            return self._exception_class(origin)
+        if handle not in self._adopted:  # one object over there is one object here: `C.A is C.A`
+            remote = Remote(self, handle, kind, name, origin, tainted=False)
+            self._adopted[handle] = _generator(remote) if kind == "generator" else remote
+        remote = self._adopted[handle]
         return _result(remote) if kind == "coroutine" else remote
 
     def home(self, value: Any) -> int | None:
         if type(value) is Remote:
             handle: int = value._handle
             return handle
+        if isinstance(value, BaseException):
+            return vars(value).get("_handle")
         if isinstance(value, type) and issubclass(value, BaseException):
             return next((handle for handle, known in self._exceptions.items() if known is value), None)
         return None
@@ -215,34 +323,59 @@ class CheckerPort(Port):
             return ["ok", *self.encode([result])[:2]]
         except Exception as error:
             kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
-            return ["raised", kind, str(error)]
+            try:
+                return ["raised", kind, *self.encode(error.args)[:2]]
+            except NotData:
+                return ["raised", kind, [str(error)], []]
 
-    def _exception(self, kinds: Any, handle: int, refs: Any, nodes: Any) -> BaseException:
-        kind = self._known_exception(kinds, handle)
-        error = BaseException.__new__(kind)
-        error.args = tuple(self.decode(refs, nodes, {})[0])
+    def _exception(
+        self, kinds: Any, refs: Any, nodes: Any, names: list[str], handle: int, cause: list[Any] | None
+    ) -> BaseException:
+        kind = self._exception_class(kinds)
+        values = self.decode(refs, nodes, {})[0]
+        arguments, attributes = values[: len(values) - len(names)], values[len(values) - len(names) :]
+        built_in: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+        try:
+            error: BaseException = built_in.__new__(kind, *arguments)
+            built_in.__init__(error, *arguments)  # some keep a copy: the code of SystemExit
+        except Exception:
+            error = built_in.__new__(kind)
+        error.args = tuple(arguments)
+        vars(error).update({n: v for n, v in zip(names, attributes, strict=True) if not hasattr(BaseException, n)})
+        vars(error)["_handle"] = handle
+        if cause is not None:
+            error.__cause__ = self._exception(*cause[1:])
         return error
 
-    def _known_exception(self, kinds: Any, handle: int) -> type[BaseException]:
-        own = self.classes.get(kinds[0][1]) if kinds[0][0] == NAME else None
+    def _exception_class(self, kinds: list[Any]) -> type[BaseException]:
+        """The class that stands for the first of `kinds`, whose bases are the others: a known one, or one made here."""
+        module, name, handle = kinds[0]
+        own = self.classes.get(name) if module == NAME else None
         if own is not None and issubclass(own, BaseException):
             return own
-        for module, name in kinds:
-            if module in sys.stdlib_module_names:
-                found = getattr(__import__(module, fromlist=["*"]), name, None)
-                if isinstance(found, type) and issubclass(found, BaseException):
-                    return found if [module, name] == kinds[0] else self._exception_class(handle, kinds[0][1], found)
-        return Exception
-
-    def _exception_class(self, handle: int, name: str, base: Any) -> type[BaseException]:
+        if module in sys.stdlib_module_names:
+            found = getattr(__import__(module, fromlist=["*"]), name, None)
+            if isinstance(found, type) and issubclass(found, BaseException):
+                return found
         if handle not in self._exceptions:
-            parent = getattr(builtins, base, Exception) if isinstance(base, str) else base
-            self._exceptions[handle] = type(str(name), (parent,), {})
+            parent = self._exception_class(kinds[1:]) if len(kinds) > 1 else Exception
+            self._exceptions[handle] = type(str(name), (parent,), self._exception_methods())
         return self._exceptions[handle]
+
+    def _exception_methods(self) -> dict[str, Any]:
+        def read(error: BaseException, name: str) -> Any:
+            if name.startswith("_") or "_handle" not in vars(error):
+                raise AttributeError(name)
+            return self.ask("getattr", error, name)
+
+        def say(error: BaseException) -> Any:
+            return self.ask("builtin", "str", error) if "_handle" in vars(error) else BaseException.__str__(error)
+
+        return {"__getattr__": read, "__str__": say}
 
 
 class Remote:
-    """An object of the candidate's. `_tainted`: the tests' values went into it."""
+    # An object of the candidate's. `_tainted`: the tests' values went into it. A docstring would be taken for its own.
 
     __slots__ = ("_handle", "_kind", "_label", "_origin", "_port", "_tainted")
 
@@ -251,13 +384,49 @@ class Remote:
             object.__setattr__(self, name, value)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._port.ask("call", self, list(arguments), keywords)
+        port = self._port
+        op = "method" if self._kind == "method" else "call"
+        if sys.stdin is not port.stdin:
+            port.ask("stdin", sys.stdin.read())
+        if sys.stdout is port.stdout:
+            return port.ask(op, self, list(arguments), keywords)
+        port.ask("capture")
+        try:
+            return port.ask(op, self, list(arguments), keywords)
+        finally:
+            if port.end is None:
+                sys.stdout.write(port.ask("captured"))
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__signature__":
+            return _signature(self._port.ask("signature", self))
         return self._port.ask("getattr", self, name)
+
+    @property
+    def __doc__(self) -> Any:  # type: ignore[override]
+        return self._port.ask("getattr", self, "__doc__")
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        if self._kind == "class":
+            return type
+        found = self._port.ask("getattr", self, "__class__")
+        return found if type(found) is Remote else Remote
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._port.ask("setattr", self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._port.ask("delattr", self, name)
+
+    def __copy__(self) -> Any:
+        return self._port.ask("copy", self, False)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._port.ask("copy", self, True)
+
+    def __mro_entries__(self, bases: Any) -> Any:
+        raise NotData(f"the tests derive a class from the candidate's {self._label}, which cannot leave its process")
 
     def __getitem__(self, key: Any) -> Any:
         return self._port.ask("operator", "getitem", self, key)
@@ -271,6 +440,9 @@ class Remote:
     def __iter__(self) -> Iterator[Any]:
         self._refuse_taint("iterate")
         iterator = self._port.ask("builtin", "iter", self)
+        if type(iterator) is not Remote:
+            yield from iterator
+            return
         count, more = 1, True
         while more:
             items, more = self._port.ask("items", iterator, count)
@@ -285,7 +457,10 @@ class Remote:
         return any(item is other or item == other for other in self)
 
     def __instancecheck__(self, value: Any) -> bool:
-        return isinstance(value, Remote) and bool(self._port.ask("builtin", "isinstance", value, self))
+        return type(value) is Remote and bool(self._port.ask("builtin", "isinstance", value, self))
+
+    def __subclasscheck__(self, value: Any) -> bool:
+        return type(value) is Remote and bool(self._port.ask("builtin", "issubclass", value, self))
 
     def __enter__(self) -> Any:
         return self._port.ask("getattr", self, "__enter__")()
@@ -294,7 +469,8 @@ class Remote:
         return self._port.ask("getattr", self, "__exit__")(None, None, None)
 
     def __hash__(self) -> int:
-        return hash(self._handle)
+        self._refuse_taint("hash")
+        return int(self._port.ask("builtin", "hash", self))
 
     def __eq__(self, other: object) -> bool:
         return self._compare("eq", other, False)
@@ -303,13 +479,46 @@ class Remote:
         return self._compare("ne", other, True)
 
     def _compare(self, name: str, other: object, otherwise: bool) -> bool:
-        if not isinstance(other, Remote) or self._tainted or other._tainted:
+        if type(other) is not Remote or self._tainted or other._tainted:
             return otherwise
         return bool(self._port.ask("operator", name, self, other))
 
     def _refuse_taint(self, what: str) -> None:
         if self._tainted:
             raise TypeError(f"cannot {what} an object of the candidate that was combined with a value of the tests")
+
+
+def _generator(remote: Remote) -> Any:
+    """Stands for a generator of the candidate's. Items come one by one at first, and later in batches."""
+    port, count, more, singles = remote._port, 1, True, 0
+    sent = None
+    while more:
+        if sent is not None or singles < _SINGLES:
+            singles += 1
+            try:
+                items, sent = [port.ask("send", remote, sent)], None
+            except StopIteration as end:
+                return end.value
+        else:
+            items, more = port.ask("items", remote, count)
+            count = min(2 * count, _BATCH)
+        for i, item in enumerate(items):
+            sent = yield item
+            if sent is not None and i + 1 < len(items):
+                raise NotData("the tests send a value to a generator of the candidate's that is already further on")
+    return None
+
+
+def _signature(parameters: list[list[Any]]) -> Any:
+    """A signature without annotations, from names, kinds and defaults."""
+    import inspect
+
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, inspect._ParameterKind(kind), default=default[0] if default else inspect._empty)
+            for name, kind, *default in parameters
+        ]
+    )
 
 
 async def _result(coroutine: Remote) -> Any:
@@ -319,7 +528,7 @@ async def _result(coroutine: Remote) -> Any:
 
 def _order(name: str) -> Callable[..., bool]:
     def method(self: Remote, other: object) -> bool:
-        if not isinstance(other, Remote) or self._tainted or other._tainted:
+        if type(other) is not Remote or self._tainted or other._tainted:
             raise TypeError("an object of the candidate has no order among the values of the tests")
         return bool(self._port.ask("operator", name, self, other))
 
@@ -329,12 +538,11 @@ def _order(name: str) -> Callable[..., bool]:
 def _binary(name: str, reflected: bool) -> Callable[..., Any]:
     def method(self: Remote, other: object) -> Any:
         left, right = (other, self) if reflected else (self, other)
-        if isinstance(other, Remote) and not (self._tainted or other._tainted):
+        if type(other) is Remote and not (self._tainted or other._tainted):
             return self._port.ask("operator", name, left, right)
         result = self._port.ask("opaque", name, left, right)
-        assert isinstance(result, Remote)
-        object.__setattr__(result, "_tainted", True)
-        return result
+        assert type(result) is Remote
+        return Remote(self._port, result._handle, result._kind, result._label, result._origin, tainted=True)
 
     return method
 
@@ -355,7 +563,7 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
 for _name in ("and", "or"):
     setattr(Remote, f"__{_name}__", _binary(f"{_name}_", reflected=False))
     setattr(Remote, f"__r{_name}__", _binary(f"{_name}_", reflected=True))
-for _name in ("len", "bool", "int", "float", "complex", "str", "repr", "abs", "round", "reversed"):
+for _name in ("len", "bool", "int", "float", "complex", "str", "repr", "abs", "round", "reversed", "format"):
     setattr(Remote, f"__{_name}__", _unary("builtin", _name))
 for _name in ("neg", "pos", "invert", "index"):
     setattr(Remote, f"__{_name}__", _unary("operator", _name))

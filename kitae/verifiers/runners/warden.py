@@ -14,7 +14,7 @@ import select
 import sys
 import time
 
-from kitae.verifiers.runners.candidate import compile_first, serve
+from kitae.verifiers.runners.candidate import compile_first, furnish, serve
 from kitae.verifiers.runners.checker import check, cpu_seconds
 from kitae.verifiers.runners.wire import read_frame, write_frame
 
@@ -93,10 +93,12 @@ def _check(order: dict[str, Any]) -> None:
     def candidate() -> None:
         line = os.dup(theirs.fileno())
         _keep_only(line)
-        serve(3, order["setup"], order["variants"])
+        serve(3, order)
 
     pid = _fork(candidate, order)
     theirs.close()
+    sys.stdin, sys.stdout = open(os.devnull), open(os.devnull, "w")  # noqa: SIM115 - for the tests: ours are pipes
+    sys.stderr = sys.stdout
     job = marshal.loads(read_frame(0))
     _die_when_deserted()
     _limit_memory(order["memory_mb"])
@@ -106,7 +108,10 @@ def _check(order: dict[str, Any]) -> None:
 
 
 def _run(order: dict[str, Any]) -> None:
-    """Write the files, compile, then run the program once for each further frame, which is its stdin."""
+    """Write the files, compile, then run the program once for each further frame, which is its stdin.
+
+    Scripts in Python have a new folder for each run; other programs run where they lie.
+    """
     for name, content in order["files"].items():
         with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(content)
@@ -117,13 +122,20 @@ def _run(order: dict[str, Any]) -> None:
             _report("unloadable", detail)
             return
     _report("loaded", "")
+    number = 0
     while True:
         try:
             stdin = read_frame(0)
         except EOFError:
             return
-        program = _command(order["command"]) if order["command"] else _python(order["variants"])
-        _report(*_watch(program, stdin, order))
+        if order["command"]:
+            _report(*_watch(_command(order["command"]), stdin, order))
+            continue
+        number += 1
+        folder = f"case{number}"
+        status, detail, output = _watch(_python(order, folder), stdin, order)
+        _report(status, _last_line(detail), output)
+        _remove(folder)
 
 
 def _command(words: list[str]) -> Callable[[], None]:
@@ -133,12 +145,14 @@ def _command(words: list[str]) -> Callable[[], None]:
     return program
 
 
-def _python(variants: list[str]) -> Callable[[], None]:
-    """Run the code as a script in this very fork, which saves the start of an interpreter."""
+def _python(order: dict[str, Any], folder: str) -> Callable[[], None]:
+    """Run the code as a script in this very fork, which saves the start of an interpreter; in a new folder."""
 
     def program() -> None:
         import __main__
 
+        os.mkdir(folder)
+        os.chdir(folder)
         sys.argv[:] = ["main.py"]
         sys.stdin = open(0, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
         sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
@@ -146,9 +160,31 @@ def _python(variants: list[str]) -> Callable[[], None]:
         namespace = vars(__main__)
         namespace.clear()
         namespace.update(__name__="__main__", __builtins__=__builtins__, __file__="main.py", __doc__=None)
-        exec(compile_first(variants, "main.py"), namespace)
+        furnish(namespace, order)
+        exec(compile_first(order, "main.py"), namespace)
 
     return program
+
+
+def _last_line(detail: str) -> str:
+    """Of a traceback, which shows our own frames first, what matters: `"exit status 1: KeyError: 3"`."""
+    cause, colon, words = detail.partition(": ")
+    return f"{cause}{colon}{words[words.rfind(chr(10)) + 1 :]}"
+
+
+def _remove(folder: str) -> None:
+    """What cannot be removed stays, in memory of limited size."""
+    for path, folders, files in os.walk(folder, topdown=False):
+        for remove, names in ((os.unlink, files), (os.rmdir, folders)):
+            for name in names:
+                try:  # noqa: SIM105
+                    remove(f"{path}/{name}")
+                except OSError:
+                    pass
+    try:  # noqa: SIM105
+        os.rmdir(folder)
+    except OSError:
+        pass
 
 
 def _watch(program: Callable[[], None], stdin: bytes, order: dict[str, Any]) -> tuple[str, str, bytes]:

@@ -43,18 +43,41 @@ PYTHON = ("python", "py", "python3")
         ("Use `x` and ```inline``` code", "Use `x` and ```inline``` code"),
         ("```python\n```", "\n"),
         ("", ""),
+        ("```python\nx = 1```", "x = 1\n"),
+        ("```python\nx = 1```\nOutput:\n```\n1\n```", "x = 1\n"),
+        ("Here is ```python\nx = 1\n```", "x = 1\n"),
+        ("```python\nx = 1\n```<|im_end|>", "x = 1\n"),
+        ("```python\nx = 1\n``` This is it.\nBye", "x = 1\n"),
+        ("> ```python\n> if x:\n>     y\n> ```", "if x:\n    y\n"),
+        ("````markdown\n```python\nx = 1\n```\n````", "x = 1\n"),
+        ("```python\nx = 1\n```\nTry it:\n```python\n>>> x\n1\n```", "x = 1\n"),
+        (
+            "```python\ndef f():\n    '''\n    ```\n    f()\n    ```\n    Or: ```\n    '''\n```",
+            "def f():\n    '''\n    ```\n    f()\n    ```\n    Or: ```\n    '''\n",
+        ),
+        ("```python\ns = '''\n```'''\n```", "s = '''\n```'''\n"),
+        ("[BEGIN]\nx = 1\n[DONE]\nNext: [BEGIN]", "x = 1"),
+        ("x = 1\n[DONE]\n[BEGIN]\ny\n[DONE]", "x = 1"),
+        ("<pre><code class='python'>x = 1</code></pre>", "x = 1"),
+        ("python\nx = 1", "x = 1"),
+        ("\ufeffx = 1", "x = 1"),
+        ("<think>```python\nx = 1\n```", ""),
     ],
 )
 def test_extract_code(response: str, want: str) -> None:
-    assert extract_code(response, PYTHON) == want
+    assert extract_code(response, PYTHON).text == want
 
 
 def test_extract_prefers_the_block_that_defines_what_is_tested() -> None:
     response = "```python\ndef f(x):\n    return x\n```\nExample:\n```python\nprint(f(1))\n```"
-    assert extract_code(response, PYTHON, ["f"]) == "def f(x):\n    return x\n"
-    assert extract_code(response, PYTHON, ["g"]) == "print(f(1))\n"
+    assert extract_code(response, PYTHON, ["f"]).text == "def f(x):\n    return x\n"
+    assert extract_code(response, PYTHON, ["g"]).text == "print(f(1))\n"
+    imported = response + "\n```python\nfrom solution import f\nf = f(3)\n```"
+    assert extract_code(imported, PYTHON, ["f"]).text == "def f(x):\n    return x\n"
+    library = response + "\n```python\nfrom math import gcd as f\n```"
+    assert extract_code(library, PYTHON, ["f"]).text == "from math import gcd as f\n"
     both = response + "\n```python\nf = lambda x: 2\n```"
-    assert extract_code(both, PYTHON, ["f"]) == "f = lambda x: 2\n"
+    assert extract_code(both, PYTHON, ["f"]).text == "f = lambda x: 2\n"
 
 
 ASSERTS = {"kind": "asserts", "asserts": ["assert f(1) == 2"], "setup": ""}
@@ -283,6 +306,129 @@ PASSING = {
         asserts("assert f() == P(1)", "assert f().x == 1", "assert P(1) < P(2)"),
     ),
     "prose around unfenced code": ("Here is my answer:\ndef f(x):\n    return 2\n", asserts("assert f(1) == 2")),
+    "prose after unfenced code": (
+        "We can do this:\n\nimport math\ndef f(x):\n    return 2\n\nIt's (almost) done.",
+        asserts("assert f(1) == 2"),
+    ),
+    "prose that looks like code": ("import what you need:\n\ndef f(x):\n    return 2\n", asserts("assert f(1) == 2")),
+    "end-of-text mark": ("def f(x):\n    return 2\n</s>", asserts("assert f(1) == 2")),
+    "names of typing": (
+        "def f(x: List[int], y: Optional[Dict[str, Any]] = None) -> Tuple[int, ...]:\n    return (2,)",
+        asserts("assert f([1]) == (2,)"),
+    ),
+    "ends by exit": ("def f(x): return 2\nexit()", asserts("assert f(1) == 2")),
+    "exit and quit": (
+        "def f(x):\n    try:\n        (exit if x else quit)(x)\n    except SystemExit as end:\n        return end.code",
+        asserts("assert f(1) == 1", "assert f(0) == 0"),
+    ),
+    "subclasses": (
+        "class A: pass\nclass B(A): pass\nclass E(KeyError): pass\nclass F(E): pass\ndef f(): raise F('k')",
+        asserts(
+            "assert issubclass(B, A) and not issubclass(A, B)",
+            "assert issubclass(F, E) and issubclass(F, KeyError)",
+            "assert B.__bases__ == (A,)",
+            "try:\n    f()\n    assert False\nexcept E as e:\n    assert e.args == ('k',)",
+        ),
+    ),
+    "identity": (
+        "from enum import Enum\nclass C(Enum):\n    A = 1\n    B = 2\nclass S:\n    one = None\n    def __new__(cls):\n"
+        "        cls.one = cls.one or super().__new__(cls)\n        return cls.one\nclass T: pass",
+        asserts(
+            "assert C.A is C.A and C.A is not C.B",
+            "assert C(1) is C.A and C['B'] is C.B",
+            "assert list(C) == [C.A, C.B] and C.B in C",
+            "assert S() is S()",
+            "assert T() is not T()",
+        ),
+    ),
+    "hashes": (
+        "class V:\n    def __init__(self, x): self.x = x\n    def __hash__(self): return hash(self.x)\n"
+        "    def __eq__(self, other): return self.x == other.x\nclass U:\n    __hash__ = None",
+        asserts(
+            "assert len({V(1), V(1), V(2)}) == 2",
+            "assert {V(1): 'a'}[V(1)] == 'a'",
+            "try:\n    {U()}\n    assert False\nexcept TypeError:\n    pass",
+        ),
+    ),
+    "copies of objects": (
+        "class V:\n    def __init__(self): self.x = [1]",
+        asserts("import copy\nv = V()\nw = copy.deepcopy(v)\nw.x = [2]\nassert v.x == [1] and w.x == [2]"),
+    ),
+    "what the tests do to lists of an object": (
+        "class T:\n    def __init__(self):\n        self.items = []\n        self.grid = [[0], [0]]\n        self.names = {}\n"
+        "    def get(self): return self.items\n    def total(self): return sum(self.items) + self.grid[1][0]",
+        asserts(
+            "t = T()\nt.items.append(2)\nassert t.items == [2] and t.total() == 2",
+            "t = T()\nt.get().append(3)\nassert t.get() == [3]",
+            "t = T()\nt.grid[1][0] = 5\nassert t.total() == 5 and t.grid == [[0], [5]]",
+            "t = T()\nt.names['a'] = 1\ndel t.items\nassert t.names == {'a': 1} and not hasattr(t, 'items')",
+        ),
+    ),
+    "exceptions with attributes": (
+        "class E(Exception):\n    def __init__(self, code):\n        super().__init__(f'code {code}')\n        self.code = code\n"
+        "    @property\n    def half(self): return self.code / 2\n    def __str__(self): return '<E>'\ndef f(): raise E(5)\n"
+        "def g():\n    try:\n        1 / 0\n    except ZeroDivisionError as e:\n        raise ValueError('b') from e",
+        asserts(
+            "try:\n    f()\n    assert False\nexcept E as e:\n"
+            "    assert (e.code, e.half, str(e), e.args) == (5, 2.5, '<E>', ('code 5',))",
+            "try:\n    g()\nexcept ValueError as e:\n    assert isinstance(e.__cause__, ZeroDivisionError)",
+        ),
+    ),
+    "exceptions that keep a copy of their arguments": (
+        "import sys\ndef f(): sys.exit(3)\ndef g(): open('/none')",
+        asserts(
+            "try:\n    f()\nexcept SystemExit as e:\n    assert e.code == 3\nelse:\n    assert False",
+            "try:\n    g()\nexcept FileNotFoundError as e:\n    assert e.errno == 2\nelse:\n    assert False",
+        ),
+    ),
+    "an exception of the tests passes through": (
+        "def f(g): return g()",
+        asserts("def h(): raise KeyError('k')\ntry:\n    f(h)\nexcept KeyError as e:\n    assert e.args == ('k',)"),
+    ),
+    "functions of the tests call the candidate": (
+        "def f(g, n): return g(n) if n else 0\ndef h(n): return n + 1",
+        asserts("assert f(lambda n: h(n) + f(lambda m: 10, n), 1) == 12"),
+    ),
+    "what is written about a function": (
+        "def f(a, b=2, *rest, c, **more):\n    'Says it.'\nclass S:\n    'A class.'\n    def __init__(self, n): pass",
+        asserts(
+            "assert f.__doc__ == 'Says it.' and S.__doc__ == 'A class.'",
+            "import inspect\np = inspect.signature(f).parameters\n"
+            "assert list(p) == ['a', 'b', 'rest', 'c', 'more'] and p['b'].default == 2 and p['a'].default is p['a'].empty",
+            "import inspect\nassert list(inspect.signature(S).parameters) == ['n'] and inspect.isclass(S)",
+            "assert S(1).__class__.__name__ == 'S'",
+        ),
+    ),
+    "generators": (
+        "def f(n):\n    for i in range(n): yield i\n    return 'end'\ndef g():\n    got = yield 1\n    yield got * 2",
+        asserts(
+            "import types\nassert isinstance(f(2), types.GeneratorType)",
+            "assert list(f(1000)) == list(range(1000))",
+            "i = g()\nassert next(i) == 1 and i.send(4) == 8 and next(i, None) is None",
+            "def outer():\n    return (yield from f(2))\ni = outer()\nnext(i); next(i)\n"
+            "try:\n    next(i)\nexcept StopIteration as e:\n    assert e.value == 'end'",
+        ),
+    ),
+    "random seed of the tests": (
+        "import random\ndef f(): return random.random()",
+        asserts("import random\nrandom.seed(1)\na = f()\nrandom.seed(1)\nassert a == f()"),
+    ),
+    "streams that the tests redirect": (
+        "def f(x): print('got', x)\ndef g(): return int(input())",
+        asserts(
+            "import io, contextlib\nb = io.StringIO()\nwith contextlib.redirect_stdout(b):\n    f(1)\n"
+            "assert b.getvalue() == 'got 1\\n'",
+            "import io, sys\nsys.stdin = io.StringIO('5\\n')\nassert g() == 5",
+        ),
+    ),
+    "unittest": (
+        "def f(s): return s.upper()",
+        asserts(
+            "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f('a'), 'A')\n"
+            "unittest.main()",
+        ),
+    ),
+    "tests that print": ("def f(x): return 2", asserts("print('x' * 10**6)\nassert f(1) == 2")),
     "threads": (
         "import threading\ndef f(n):\n    out = []\n    ts = [threading.Thread(target=out.append, args=(i,)) for i in range(n)]\n"
         "    [t.start() for t in ts]; [t.join() for t in ts]\n    return sorted(out)",
@@ -312,6 +458,26 @@ FAILING = {
     "slow": ("def f(x):\n    while True: pass", asserts("assert f(1) == 2"), "out of time"),
     "prose": ("I cannot do that.", asserts("assert f(1) == 2"), "SyntaxError"),
     "empty": ("```python\n\n```", asserts("assert f(1) == 2"), "no code"),
+    "unittest fails": (
+        "def f(s): return s",
+        asserts(
+            "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f('a'), 'A')\n"
+            "unittest.main(exit=False)",
+        ),
+        "AssertionError",
+    ),
+    "exits with an error": ("def f(x): return 2\nexit(1)", asserts("assert f(1) == 2"), "SystemExit: 1"),
+    "slow, and the tests catch everything": (
+        "def f(x):\n    while True: pass",
+        asserts("try:\n    f(1)\nexcept BaseException:\n    pass"),
+        "out of time",
+    ),
+    "imports what is not there": ("def f(x):\n    import numpyy", asserts("assert f(1) == 2"), "numpyy"),
+    "syntax in the middle of a fence": (
+        "```python\ndef f(x): return 2\n\ndef g(:\n```",
+        asserts("assert f(1) == 2"),
+        "SyntaxError",
+    ),
     "setup that fails": (
         "x = 1",
         asserts("assert f(1) == 2", setup="root = Node(1)"),
@@ -327,6 +493,25 @@ def test_wrong_code_fails(name: str) -> None:
     score = check(source, reference, time_limit=0.5)
     assert score.value == 0
     assert says in score.detail
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("tests", "says"),
+    [
+        (asserts("import numpyy\nassert f(1) == 2"), "import what they need"),
+        (asserts("assert f(1) == 2", setup="import numpyy"), "import what they need"),
+        (
+            asserts("x = open('/none').read()\nassert f(1) == 2"),
+            "must reach the response, but raised FileNotFoundError",
+        ),
+        (asserts("class G(f): pass"), "derive a class from the candidate's f"),
+        (asserts("import unittest\nunittest.main()"), "something for unittest to run"),
+    ],
+)
+def test_tests_that_cannot_run_are_an_error(tests: Any, says: str) -> None:
+    score = code("class f:\n    def __new__(cls, x): return 2", tests, {})
+    assert score.outcome == "error" and says in score.detail
 
 
 @needs_sandbox
@@ -400,7 +585,13 @@ def test_check_gives_the_prompt_to_a_whole_function_too() -> None:
         ("def main():\n    print(sum(map(int, input().split())))\nif __name__ == '__main__':\n    main()", 1.0),
         ("import sys\nprint(sum(map(int, input().split())))\nsys.exit(0)", 1.0),
         ("import threading\nthreading.Thread(target=lambda: print(sum(map(int, input().split())))).start()", 1.0),
+        ("print(sum(map(int, input().split())))\nexit()", 1.0),
+        ("print(sum(map(int, input().split())))\nquit(0)\nprint('more')", 1.0),
+        ("Here it is:\n\na, b = map(int, input().split())\nprint(a + b)\n\nThis prints the sum.", 1.0),
+        ("Here it is:\n\nprint(sum(map(int, input().split())))", 1.0),
+        ("def add(xs: List[int]) -> int: return sum(xs)\nprint(add(list(map(int, input().split()))))", 1.0),
         ("print(3)", 0.5),
+        ("print(sum(map(int, input().split())))\nexit(1)", 0.0),
         ("print(sum(map(int, input().split())))\nraise ValueError", 0.0),
         ("print(sum(map(int, input().split())))\nimport sys; sys.exit(1)", 0.0),
         ("input(); input(); input()", 0.0),
@@ -414,9 +605,16 @@ def test_stdio(source: str, value: float) -> None:
 @needs_sandbox
 def test_stdio_runs_do_not_share_state() -> None:
     source = (
-        "import os\nprint(os.path.exists('/tmp/was') and 'seen' or sum(map(int, input().split())))\nglobals()['x'] = 1"
+        "import os\nprint(os.listdir('.') or sum(map(int, input().split())))\nglobals()['x'] = 1\n"
+        "os.makedirs('a/b')\nopen('a/b/was', 'w').write('here')\nos.symlink('/tmp', 'link')\nos.chmod('a/b', 0)"
     )
     assert check(source, STDIO).value == 1
+
+
+@needs_sandbox
+def test_the_detail_of_a_crash_is_the_last_line_of_its_traceback() -> None:
+    source = "def solve(x):\n    return {}[x]\nprint(solve(input()))"
+    assert check(source, STDIO).detail == "case 1 of 2: exit status 1: KeyError: '1 2'"
 
 
 @needs_sandbox
@@ -482,4 +680,4 @@ def test_extreme_texts_are_wrong(response: str) -> None:
 @settings(max_examples=300)
 @given(st.text(alphabet=st.sampled_from("`~\n\r pydef x=():é\x00\ud800")))
 def test_extraction_never_raises(text: str) -> None:
-    assert isinstance(extract_code(text, PYTHON, ["f"]), str)
+    assert isinstance(extract_code(text, PYTHON, ["f"]).text, str)
