@@ -340,7 +340,10 @@ def _same_equation_and_value(gold: Node, got: Node, tolerance: float) -> bool | 
 
 
 def _values(relation: Node) -> list[Node]:
-    """What "a = b = c ≈ d" says that something is: c, and also d where it is c rounded. Nothing if it is not true."""
+    """What "a = b = c ≈ d" says that something is: c, and d where it is c rounded. Nothing if it is not true.
+
+    Many write 2√3 = 3.46: where c is b rounded, both count.
+    """
     operators = ("=", *relation.value)
     about = operators.index("≈") if "≈" in operators else len(operators)
     exact = [part for part in relation.args[:about] if not is_name(part)]
@@ -351,9 +354,10 @@ def _values(relation: Node) -> list[Node]:
     if names_in(value) and not names_in(exact[0]):  # 7 = 11a + c
         return []
     claims = [part for part in exact[:-1] if not names_in(part) and not any(map(partial(mentions, part), _UNCLEAR))]
-    if not names_in(value) and any(same(claim, value) is False for claim in claims):  # 3 = 4
+    unequal = [] if names_in(value) else [claim for claim in claims if same(claim, value) is False]
+    if any(not _is_rounded(claim, value) for claim in unequal):  # 3 = 4
         return []
-    return [value, *(part for part in rounded if _is_rounded(value, part))]
+    return [value, *unequal[-1:], *(part for part in rounded if _is_rounded(value, part))]
 
 
 def _is_rounded(value: Node, short: Node) -> bool:

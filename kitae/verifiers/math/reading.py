@@ -18,7 +18,9 @@ _GROUPED_RE = re.compile(r"(?<![0-9.,])([0-9]{1,3})((?:(?:\{,\}|,)[0-9]{3})+)(?!
 _SPACED_RE = re.compile(r"(?<![0-9.,/])([0-9]{1,3})((?: [0-9]{3})+)(?![0-9/])")
 _LAKH_RE = re.compile(r"(?<![0-9.,])[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?![0-9]|,[0-9])")  # 10,00,000
 _POINTED_RE = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:(?:\.[0-9]{3}){2,}(?:,[0-9]+)?|\.[0-9]{3},[0-9]{1,2})(?![0-9.,])")
-_CHAIN_RE = re.compile(r"(?!.*(?:\\text|\\forall|\\to|rrow|[<>]|\\[lg]e|,))[^=]*[0-9\\][^=]*=.*", re.DOTALL)
+_CHAIN_RE = re.compile(
+    r"(?!.*(?:\b(?:not|wrong|or)\b|\\forall|\\to|rrow|[<>]|\\[lg]e|,))[^=]*[0-9\\][^=]*=.*", re.DOTALL
+)
 _IMPLIED_RE = re.compile(r"(?:.*=.*)?\\(?:Rightarrow|Longrightarrow|implies)(?![A-Za-z])([^=]*=.*)", re.DOTALL)
 _DATE_RE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _PERIOD_RE = re.compile(

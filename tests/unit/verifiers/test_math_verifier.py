@@ -201,7 +201,8 @@ EQUAL = {
         ("x=3", r"2x = 6 \Rightarrow x = 3"), ("3", r"4 \cdot 6 \equiv 24 \equiv 3 \pmod{7}"), ("f(2)=5", "5"),
         ("P(X>2)=0.3", "0.3"), (r"P(A \cap B)=\frac12", "0.5"), (r"\frac12", r"A_{\min} = \frac12"),
         ("2^{n-1}-n", r"k_{\max}(n) = 2^{n-1}-n"), (r"\frac{dy}{dx}=2x", "2x"), ("60", "0.6 or 60%"),
-        ("2516_8", "10101001110_2 = 2516_8"),
+        ("2516_8", "10101001110_2 = 2516_8"), (r"2\sqrt3", r"2\sqrt3 = 3.46"), ("3.46", r"2\sqrt3 = 3.46"),
+        ("5", r"2 \text{ apples} + 3 \text{ pears} = 5 \text{ fruits}"), ("150", r"15\% \text{ of } 1000 = 150"),
     ],
     "both have units": [
         (r"5 \text{ mph}", "5 miles per hour"), (r"36 \text{ km/h}", r"10 \text{ m/s}"), ("£5", "5 pounds"),
