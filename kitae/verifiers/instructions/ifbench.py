@@ -1,11 +1,10 @@
 """The 58 instructions of IFBench (Pyatkin et al. 2025), each a function of the response and its public arguments.
 
-Their verdicts are those of the public checker at its commit db69a6f, quirks included: several kinds only look for part
-of what their prompt asks (`format:sub-bullets` passes a text without bullets, `ratio:sentence_words` does not compare
-words, `ratio:overlap` counts trigrams of characters). Where they differ:
+Their verdicts are those of the public checker at its commit 1d62c1d, quirks included: several kinds only look for part
+of what their prompt asks (`format:sub-bullets` passes a text without bullets). Older copies of the checker read
+`repeat:repeat_span` as indices of characters and `ratio:overlap` as trigrams of characters, count keywords inside words
+for `count:keywords_multiple`, and let `ratio:sentence_words` repeat words. Where the verdicts here differ:
 
-- repeat:repeat_span: the prompts say word indices, the public checker has read them as words, as characters and as
-  words again. Both readings pass here.
 - words:start_verb: decided by a small table of first and second words instead of a trained tagger, see `verbs`.
 - kinds that count sentences or tokens: see `sentences`.
 - words:odd_even_syllables counts syllables with `syllapy`, as the public checker does, and shares its dictionary.
@@ -211,7 +210,8 @@ def emoji(text: str) -> bool:
 
 def sentence_words(text: str) -> bool:
     lengths = [len(sentence.strip()) for sentence in sentences(text)]
-    return len(lengths) == 3 and len(set(lengths)) == 1
+    found = _bare_words(text)
+    return len(lengths) == 3 and len(set(lengths)) == 1 and len(set(found)) == len(found)
 
 
 def words_japanese(text: str, N: Position) -> bool:
@@ -351,8 +351,8 @@ def character_reverse(text: str) -> bool:
 
 def sentence_alphabet(text: str) -> bool:
     found = sentences(text)
-    firsts = [sentence.split()[0][0].lower() for sentence in found if sentence.split()]
-    return len(found) == 26 and "".join(firsts) == string.ascii_lowercase
+    firsts = [sentence.lstrip(string.punctuation + string.whitespace)[:1].lower() for sentence in found]
+    return len(found) == 26 and firsts == list(string.ascii_lowercase)
 
 
 def european_capitals_sort(text: str) -> bool:
@@ -392,25 +392,22 @@ def date_format_list(text: str) -> bool:
 
 
 def keywords_multiple(text: str, keyword1: str, keyword2: str, keyword3: str, keyword4: str, keyword5: str) -> bool:
-    lower = text.lower()
     wanted = zip((keyword1, keyword2, keyword3, keyword4, keyword5), (1, 2, 3, 5, 7), strict=True)
-    return all(lower.count(keyword.strip().lower()) == times for keyword, times in wanted)
+    patterns = ((rf"\b{re.escape(keyword.strip())}\b", times) for keyword, times in wanted)
+    return all(len(re.findall(pattern, text, re.IGNORECASE)) == times for pattern, times in patterns)
 
 
 def keywords_specific_position(text: str, keyword: str, n: Position, m: Position) -> bool:
     found = sentences(text)
     if len(found) < n:
         return False
-    tokens = [token for token in words(found[n - 1]) if any(map(str.isalnum, token))]
+    tokens = _spoken_words(found[n - 1])
     return len(tokens) >= m and tokens[m - 1].lower() == keyword.strip().lower()
 
 
 def words_position(text: str, keyword: str) -> bool:
-    tokens = [token.lower() for token in words(text)]
-    if len(tokens) < 2:
-        return False
-    last = -3 if tokens[-1] in string.punctuation else -2
-    return len(tokens) >= -last and tokens[1] == tokens[last] == keyword.strip().lower()
+    tokens = [token.lower() for token in _spoken_words(text)]
+    return len(tokens) >= 2 and tokens[1] == tokens[-2] == keyword.strip().lower()
 
 
 def repeat_change(text: str, prompt_to_repeat: str) -> bool:
@@ -422,9 +419,7 @@ def repeat_simple(text: str) -> bool:
 
 
 def repeat_span(text: str, prompt_to_repeat: str, n_start: Count, n_end: Count) -> bool:
-    by_words = " ".join(prompt_to_repeat.split()[n_start : n_end + 1])
-    by_characters = prompt_to_repeat[n_start : n_end + 1].strip()
-    return text.strip().lower() in (by_words.lower(), by_characters.lower())
+    return text.strip().lower() == " ".join(prompt_to_repeat.split()[n_start : n_end + 1]).lower()
 
 
 def title_case(text: str) -> bool:
@@ -452,8 +447,14 @@ def _sentence_ends(text: str) -> Counter[str]:
     return Counter(sentence[-1] for sentence in sentences(text))
 
 
-def _trigrams(text: str) -> set[str]:
-    return {text[index : index + 3] for index in range(len(text) - 2)}
+def _spoken_words(text: str) -> list[str]:
+    """The tokens that are not mere punctuation."""
+    return [token for token in words(text) if any(map(str.isalnum, token))]
+
+
+def _trigrams(text: str) -> set[tuple[str, ...]]:
+    found = words(text)
+    return {found[index : index + 3] for index in range(len(found) - 2)}
 
 
 def _alliterations(sentence: str) -> int:

@@ -1,8 +1,9 @@
 """Sentences and words as the public checkers count them, without their data downloads.
 
-`sentences` ends a sentence at a full stop, question or exclamation mark, unless the stop belongs to an abbreviation, an
-initial, a number or an ellipsis and what follows does not look like a beginning. `words` follows the conventions of the
-Penn Treebank: "can't" is "ca" and "n't", the last full stop stands alone, "U.S." keeps its dots.
+`sentences` ends a sentence at a full stop, question or exclamation mark, unless the stop belongs to an abbreviation,
+initials, a number or an ellipsis and what follows does not look like a beginning. Units ("5 kg.") are no abbreviations.
+`words` follows the conventions of the Penn Treebank: "can't" is "ca" and "n't", the last full stop stands alone, "U.S."
+keeps its dots.
 
 Not covered: the public checkers learnt their abbreviations and sentence starters from newspapers. Ours are short lists
 of common ones, so a rare word after an abbreviation, an ellipsis or an initial opens no sentence. Every language gets
@@ -21,7 +22,7 @@ _SHORT = (
     " ave blvd bldg dept hwy mt rd co corp cos inc ltd bros assn univ"  # places and companies
     " ariz calif colo fla kan mich minn nev okla pa tenn tex va vt wis"
     " jan feb apr aug sept oct nov dec tues thurs a.m p.m a.d b.c yr"  # time
-    " vs v eds vol vols pp et cf viz approx ft oz lb lbs kg km cm mg ph.d m.d b.a m.a d.c u.k u.n u.s u.s.a"
+    " vs v eds vol vols pp et cf viz approx mg ph.d m.d b.a m.a d.c u.k u.n u.s u.s.a"
 )
 _ABBREVIATIONS = frozenset(_SHORT.split())
 _OPENERS = (
@@ -44,6 +45,7 @@ _TOKEN_RE = re.compile(
 _REALIGN_RE = re.compile(rf"[\"')\]}}{_QUOTES}]+?(?:\s+|(?=--)|$)", re.MULTILINE)
 _NUMBER_RE = re.compile(r"-?[.,]?\d[\d,.-]*")
 _INITIAL_RE = re.compile(r"[^\W\d]\.")
+_INITIALS_RE = re.compile(r"(?:[A-Z]\.){2,}")  # J.K.
 _PLAIN_RE = re.compile(r"([A-Za-z]{2,30})(?:[?!]|(\.))[^.?!]")
 _WORD_RE = re.compile(r"\w+")
 _NO_START = frozenset(";:,.!?")
@@ -140,7 +142,9 @@ def _ends_sentence(token: str, after: str) -> bool:
 def _is_open(token: str) -> bool:
     """An ellipsis or an abbreviation: its dot may end a sentence or not."""
     stem = token[:-1].lower()
-    return token.endswith("..") or stem in _ABBREVIATIONS or stem.rpartition("-")[2] in _ABBREVIATIONS
+    if token.endswith("..") or _INITIALS_RE.fullmatch(token):
+        return True
+    return stem in _ABBREVIATIONS or stem.rpartition("-")[2] in _ABBREVIATIONS
 
 
 def _kind(token: str) -> str:

@@ -263,8 +263,8 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     (
         "count:keywords_multiple",
         FIVE,
-        [FARM, FARM.upper()],
-        [FARM + "ant", FARM.replace("bee", "be", 1), "ant bee cow doe elk", FARM + "pants"],
+        [FARM, FARM.upper(), FARM + " pants beehive"],
+        [FARM + " ant", FARM.replace("bee", "be", 1), "ant bee cow doe elk"],
     ),
     # IFBench: ratios
     ("ratio:stop_words", {"percentage": 50}, ["the cat", "cats purr", "The cat sat"], ["the the cat", "it is", "..."]),
@@ -276,14 +276,24 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
         ["It is. Is it?", "It is.", "Is it? Was it?"],
     ),
     ("ratio:sentence_balance", {}, ["Ab. Cd? Ef!", "no end"], ["Ab. Cd?", "Ab.", "Ab. Cd. Ef? Gh!"]),
-    ("ratio:sentence_words", {}, ["Abc dog. Efg hut! Ijk lip?"], ["Abc dog. Efg hut!", "Abc. Defg. Hij.", "Cat. " * 4]),
+    (
+        "ratio:sentence_words",
+        {},
+        ["Abc dog. Efg hut! Ijk lip?"],
+        ["Abc dog. Efg hut!", "Abc. Defg. Hij.", "Cat. " * 4, "The cat sat. " * 3, "Abc dog. Efg dog! Ijk lip?"],
+    ),
     (
         "ratio:overlap",
-        {"reference_text": "abcdefgh", "percentage": 100},
-        ["abcdefgh", "defg"],
-        ["abc xyz", "ab", "zzz"],
+        {"reference_text": "We saw a big dog today", "percentage": 100},
+        ["We saw a big dog today", "saw a big"],
+        ["We saw a cat", "We saw", "we SAW a", "abcdefgh"],
     ),
-    ("ratio:overlap", {"reference_text": "abcd", "percentage": 50.0}, ["abcz"], ["abcd", "abzz"]),
+    (
+        "ratio:overlap",
+        {"reference_text": "We saw a dog", "percentage": 50.0},
+        ["We saw a cat", "saw a dog today"],
+        ["We saw a dog", "We had a dog"],
+    ),
     # IFBench: words
     (
         "words:alphabet",
@@ -332,8 +342,15 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     (
         "words:words_position",
         {"keyword": "rain"},
-        ["The rain, the rain falls", "a Rain b RAIN c.", "a rain b", "x rain y!"],
-        ["rain a rain", "rain", "a rain b c", '"a rain b"', "The rain, the rain falls down."],
+        [
+            "The rain, the rain falls",
+            "a Rain b RAIN c.",
+            "a rain b",
+            "x rain y!",
+            '"a rain b!"',
+            "The (rain) rain... so!?",
+        ],
+        ["rain a rain", "rain", "a rain b c", "The rain, the rain falls down.", "a, b rain c"],
     ),
     # IFBench: sentences
     (
@@ -453,8 +470,13 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     (
         "custom:sentence_alphabet",
         {},
-        [" ".join(STORY), "\n".join(STORY).lower().replace("\n", "\n\n").title()],
-        [" ".join(STORY[:25]), " ".join(STORY[::-1]), '"' + " ".join(STORY), ". " * 26],
+        [
+            " ".join(STORY),
+            "\n".join(STORY).lower().replace("\n", "\n\n").title(),
+            '"' + " ".join(STORY),
+            "\n".join(f"- {sentence}" for sentence in STORY),
+        ],
+        [" ".join(STORY[:25]), " ".join(STORY[::-1]), ". " * 26],
     ),
     (
         "custom:european_capitals_sort",
@@ -511,8 +533,8 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     (
         "repeat:repeat_span",
         {"prompt_to_repeat": PROMPT, "n_start": 1, "n_end": 3.0},
-        ["a haiku about", "A HAIKU about\n", "rit"],
-        ["a haiku", "haiku about rain", "Write a haiku"],
+        ["a haiku about", "A HAIKU about\n"],
+        ["a haiku", "haiku about rain", "Write a haiku", "rit"],
     ),
 ]
 
