@@ -145,6 +145,26 @@ def test_nothing_passes_without_the_answer(name: str, reference: Any) -> None:
     assert attack(FORGERIES[name], reference).value == 0
 
 
+@pytest.mark.parametrize(
+    "raised",
+    [
+        "SystemExit(0)",
+        "KeyboardInterrupt",
+        "unittest.SkipTest",
+        "type('SkipTest', (Exception,), {'__module__': 'unittest'})",
+        "type('_ShouldStop', (Exception,), {'__module__': 'unittest.case'})",
+    ],
+)
+def test_no_exception_ends_a_unittest_well(raised: str) -> None:
+    test = (
+        "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        self.assertEqual(f(3), 9417)\n"
+        "unittest.main()"
+    )
+    reference = {"kind": "asserts", "asserts": [test]}
+    assert attack(f"import unittest\ndef f(x):\n    raise {raised}", reference).value == 0
+    assert attack(SOLUTION, reference, time_limit=4.0).value == 1
+
+
 def test_rate_counts_no_forged_test() -> None:
     source = "import os\ndef f(x):\n    if x == 3: return 9417\n    os._exit(0)"
     assert attack(source, ASSERTS, reward="rate").value == 0.5
