@@ -146,7 +146,12 @@ class TrainingConfig(Section):
 class PipelineConfig(Section):
     """How far generation may run ahead of training."""
 
-    max_staleness: Literal[0] = Field(0, description="Policy versions a sample may be old; 0 is on-policy.")
+    max_staleness: int = Field(
+        0, ge=0, le=64, description="Policy versions a sample may be old when it is trained on; 0 is on-policy."
+    )
+    in_flight: Literal["keep", "recompute"] = Field(
+        "keep", description="At a weight update, sequences in flight keep their cache, or compute it anew."
+    )
     refill: bool = Field(False, description="Replace dropped groups by new prompts until the batch is full.")
     max_refill: float = Field(3.0, ge=0, description="Most replacements, as a multiple of prompts_per_step.")
 

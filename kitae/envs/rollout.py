@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kitae.data.chat import Chat
-from kitae.engines.base import Engine, Request, SamplingParams
+from kitae.engines.base import Completion, Engine, Request, Sampled, SamplingParams
 from kitae.engines.native.sampler import stream_seed
 from kitae.envs.base import Environment
 from kitae.errors import root_cause
@@ -14,6 +14,10 @@ from kitae.types import GREEDY, FinishReason, Group, Prompt, Rollout, Segment
 from kitae.verifiers.pool import VerifierPool
 
 MakeEnvironment = Callable[[Prompt], Environment]
+
+
+class Parked(Exception):
+    """The engine was told to park; what was sampled is in the journal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,34 +37,53 @@ class Runner:
     ) -> Group:
         """All samples of one prompt, and the greedy response if asked for, which has the index `GREEDY`.
 
-        Those that the journal has already are taken from there, never sampled again.
-
-        Journalled answers that could not be judged are judged once more. Raises `RequestError` if the engine cannot
-        take the prompt at all.
+        Those that the journal has already are taken from there, never sampled again, and those that it has in part are
+        continued. Journalled answers that could not be judged are judged once more. Raises `RequestError` if the
+        engine cannot take the prompt at all, and `Parked` if it was told to park.
         """
         known = {r.index: r for r in journal.rollouts(group)} if journal else {}
+        parked = {r.index: r for r in journal.parked(group)} if journal else {}
 
         async def one(index: int) -> Rollout:
             rollout = known.get(index)
             if rollout is not None and rollout.score is not None and rollout.score.valid:
                 return rollout
-            rollout = rollout or await self.rollout(group, index, prompt)
+            rollout = rollout or await self.rollout(group, index, prompt, parked.get(index))
+            if rollout.finish == "parked":
+                if journal and rollout.response_length:
+                    await journal.park(rollout)
+                raise Parked
             score = await self.verifier.score(rollout.text, prompt.reference, prompt.context)
             rollout = replace(rollout, score=score)
             if journal:
                 await (journal.update_score if index in known else journal.add_rollout)(rollout)
             return rollout
 
+        async def unless_parked(index: int) -> Rollout | None:
+            try:
+                return await one(index)
+            except Parked:  # the others must be journalled too
+                return None
+
         try:
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(one(index)) for index in range(size)]
-                best = tasks.create_task(one(GREEDY)) if greedy else None
+                running = [tasks.create_task(unless_parked(index)) for index in range(size)]
+                best = tasks.create_task(unless_parked(GREEDY)) if greedy else None
         except BaseExceptionGroup as problem:
             raise root_cause(problem) from None
-        return Group(group, prompt, tuple(task.result() for task in running), best.result() if best else None)
+        results = [task.result() for task in running]
+        last = best.result() if best else None
+        complete = tuple(r for r in results if r is not None)
+        if len(complete) < size or (best and last is None):
+            raise Parked
+        return Group(group, prompt, complete, last)
 
-    async def rollout(self, group: int, index: int, prompt: Prompt) -> Rollout:
-        """One episode: model turns and the environment's answers, until it is done or the tokens are used up."""
+    async def rollout(self, group: int, index: int, prompt: Prompt, begun: Rollout | None = None) -> Rollout:
+        """One episode: model turns and the environment's answers, until it is done or the tokens are used up.
+
+        Turns of a `begun` one are not sampled again: the environment hears them once more, the last is continued. A
+        rollout with finish "parked" is not complete.
+        """
         environment = self.environment(prompt)
         settings = replace(self.sampling, temperature=0.0) if index == GREEDY else self.sampling
         segments: list[Segment] = []
@@ -69,17 +92,22 @@ class Runner:
             prompt_tokens = self.chat.encode_prompt(await environment.start())
             left = settings.max_tokens
             text = ""
+            past = [s for s in begun.segments if s.source == "model"] if begun else []
             while left > 0:
+                prior = past.pop(0) if past else None
                 context = prompt_tokens + tuple(t for s in segments for t in s.tokens)
-                done = await self.engine.generate(
-                    Request(
-                        id=f"{self.label}/{group}/{index}/{len(segments)}",
-                        prompt_tokens=context,
-                        sampling=replace(settings, max_tokens=left),
-                        seed=stream_seed(self.seed, self.label, group, index, len(segments)),
-                        share=f"{self.label}/{group}" if not segments else "",
-                    )
+                request = Request(
+                    id=f"{self.label}/{group}/{index}/{len(segments)}",
+                    prompt_tokens=context,
+                    sampling=replace(settings, max_tokens=left),
+                    seed=stream_seed(self.seed, self.label, group, index, len(segments)),
+                    share=f"{self.label}/{group}" if not segments else "",
+                    prior=Sampled(prior.tokens, prior.logprobs, prior.versions) if prior else Sampled(),
                 )
+                if prior and past:  # this turn was complete
+                    done = Completion(request.id, prior.tokens, prior.logprobs, prior.versions, "stop")
+                else:
+                    done = await self.engine.generate(request)
                 segments.append(Segment("model", done.tokens, done.logprobs, done.versions))
                 finish = done.finish
                 text = self._text(done.tokens)

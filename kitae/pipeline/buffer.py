@@ -1,12 +1,21 @@
 """The buffer between generation and training: what bounds staleness.
 
-There are `(max_staleness + 1) × prompts_per_step` slots. Issuing a prompt takes a slot, and the slot comes back only
-after the engine serves the version that was trained from it. So while version v is being trained, no prompt can be in
-flight that was issued before version v - max_staleness was served.
+A prompt is issued into a slot, and the slot is stamped with the version that the engine serves at that moment, so no
+token sampled for it is older. A slot comes back only after the engine serves the version that was trained from it.
+There are `(max_staleness + 1) × prompts_per_step` slots. With n prompts per step and the bound k, a slot issued at
+version v must be trained while the policy is at most at version v + k: that is its deadline.
+
+Batches are taken oldest slot first from what is ready, but only if what is left behind can still make its deadlines,
+n slots a step: after the batch of version t, at most m × n slots with a deadline up to t + m, for m = 0 … k. Else the
+batch waits for older slots. It never waits forever: once everything issued is ready, the oldest n satisfy the rule,
+because the rule held before. `docs/async.md` has the proof.
+
+No finished slot can be passed over for more than k steps, however long it took: finishing early decides when a prompt
+is trained on, never whether.
 """
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kitae.types import Group
 
@@ -19,28 +28,77 @@ class Outcome:
     dropped: tuple[tuple[Group, str], ...]
 
 
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One place in the buffer, from issue to training. `number` counts slots over the whole run."""
+
+    number: int
+    version: int
+    outcome: Outcome | None = field(default=None, repr=False)
+
+
 class Buffer:
-    def __init__(self, prompts_per_step: int, max_staleness: int) -> None:
+    """`version` is the policy that the engine serves; `release` moves it on."""
+
+    def __init__(self, prompts_per_step: int, max_staleness: int, version: int = 0) -> None:
+        self.size = prompts_per_step
+        self.bound = max_staleness
+        self.version = version
         self.slots = (max_staleness + 1) * prompts_per_step
-        self._free = asyncio.Semaphore(self.slots)
-        self._ready: asyncio.Queue[Outcome] = asyncio.Queue()
-        self.taken = 0
+        self.open: list[Slot] = []  # issued and not trained yet, oldest first
+        self._taken = 0  # of a batch whose version is not served yet
+        self._changed = asyncio.Event()
 
-    async def reserve(self) -> None:
-        """Wait for a free slot; unblocked by `release`."""
-        await self._free.acquire()
-        self.taken += 1
-        assert self.taken <= self.slots
+    async def reserve(self, number: int, version: int | None = None) -> Slot:
+        """Wait for a free slot; unblocked by `release`. A resumed slot keeps the `version` it was issued at."""
+        while len(self.open) + self._taken >= self.slots:
+            await self._change()
+        slot = Slot(number, self.version if version is None else version)
+        self.open.append(slot)
+        self.open.sort(key=lambda s: (s.version, s.number))
+        return slot
 
-    def put(self, outcome: Outcome) -> None:
-        self._ready.put_nowait(outcome)
+    def put(self, slot: Slot, outcome: Outcome) -> None:
+        assert slot.outcome is None, f"slot {slot.number} has an outcome already"
+        slot.outcome = outcome
+        self._wake()
 
-    async def take(self, count: int) -> list[Outcome]:
-        """Wait for `count` outcomes; unblocked by `put`."""
-        return [await self._ready.get() for _ in range(count)]
+    async def take(self) -> list[Slot]:
+        """Wait for a batch; unblocked by `put`. Its slots are no longer open, and not free before `release`."""
+        while (batch := self.pick()) is None:
+            await self._change()
+        self.open = [slot for slot in self.open if slot not in batch]
+        self._taken += len(batch)
+        return batch
 
-    def release(self, count: int) -> None:
-        """Give slots back, after the engine serves the new version."""
-        self.taken -= count
-        for _ in range(count):
-            self._free.release()
+    def pick(self) -> list[Slot] | None:
+        """The slots of the next batch; None: it has to wait."""
+        batch = [slot for slot in self.open if slot.outcome is not None][: self.size]
+        if len(batch) < self.size or self._late(batch):
+            return None
+        return batch
+
+    def blocking(self) -> list[Slot]:
+        """Slots in flight for which the next batch waits although enough others are ready."""
+        ready = sum(slot.outcome is not None for slot in self.open)
+        if ready < self.size or self.pick() is not None:
+            return []
+        return [slot for slot in self.open[: self.size] if slot.outcome is None]
+
+    def release(self, version: int) -> None:
+        """The engine serves `version`: the slots it was trained from are free."""
+        self.version = version
+        self._taken = 0
+        self._wake()
+
+    def _late(self, batch: list[Slot]) -> bool:
+        """Whether a slot that is left behind could miss its deadline."""
+        left = [slot.version + self.bound - self.version for slot in self.open if slot not in batch]
+        return any(sum(deadline <= m for deadline in left) > m * self.size for m in range(self.bound + 1))
+
+    async def _change(self) -> None:
+        await self._changed.wait()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

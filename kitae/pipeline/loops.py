@@ -1,18 +1,20 @@
-"""The four loops of a run. On-policy training is `max_staleness = 0` of the same loops that will run ahead.
+"""The four loops of a run. On-policy training is `max_staleness = 0` of the same loops that run ahead with more.
 
     feed      takes a free slot, issues the next prompt of the stream             waits for: a slot
     rollouts  one task per slot: sample, score, journal, filter, perhaps refill    waits for: engine, verifier, disk
-    train     takes a batch of outcomes, updates the weights                       waits for: prompts_per_step outcomes
+    train     takes a batch of slots, updates the weights                          waits for: a batch (see `buffer`)
     sync      hands the new version to the engine, saves, evaluates, frees slots   waits for: a trained version
 
-A cancelled loop leaves no trace but journalled rollouts, which a resumed run takes up again.
+Where the engine uses the trainer's own weights, it stands still from the first optimizer step of a batch until it is
+told the new version: no token is sampled from weights that have no version. A cancelled loop leaves no trace but
+journalled rollouts, which a resumed run takes up again; a stopped one also journals what was sampled in part.
 """
 
 import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,10 +26,10 @@ from kitae.algorithms.filters import has_variance
 from kitae.config import Config
 from kitae.data.prompts import PromptStream
 from kitae.engines.base import Engine, WeightUpdate
-from kitae.envs.rollout import Runner
+from kitae.envs.rollout import Parked, Runner
 from kitae.errors import RequestError, VerifierError, root_cause
 from kitae.observe.observer import Observer
-from kitae.pipeline.buffer import Buffer, Outcome
+from kitae.pipeline.buffer import Buffer, Outcome, Slot
 from kitae.store.checkpoint import Frontier
 from kitae.store.run import RunStore
 from kitae.trainer.learner import Learner
@@ -62,10 +64,14 @@ class Pipeline:
         self.observer = observer
         self.frontier = frontier
         self.evaluate = evaluate
-        self.buffer = Buffer(config.training.prompts_per_step, config.pipeline.max_staleness)
+        self.buffer = Buffer(config.training.prompts_per_step, config.pipeline.max_staleness, frontier.step)
         self.cursor = frontier.cursor
+        self.issued = frontier.issued
         self.version = frontier.step
-        self._refills_left = 0
+        self._issuing = asyncio.Lock()
+        self._holding: Future[None] | None = None
+        self._fills: dict[Slot, asyncio.Task[None]] = {}
+        self._refills_left = self._refill_limit
         self._finished_rollouts = 0
         self._silent_steps = 0
         self._idle_steps = 0
@@ -84,7 +90,13 @@ class Pipeline:
         except BaseExceptionGroup as group:
             raise root_cause(group) from None
         finally:
+            if self._holding:
+                self._holding.cancel()  # or the trainer's thread would wait for a loop that is gone
             self._compute.shutdown(wait=False)
+
+    @property
+    def _refill_limit(self) -> int:
+        return int(self.config.pipeline.max_refill * self.config.training.prompts_per_step)
 
     def stop(self) -> None:
         """Stop at the next safe point; `run` then raises `Stopped`."""
@@ -97,40 +109,58 @@ class Pipeline:
     # Loop 1
 
     async def _feed_loop(self, tasks: asyncio.TaskGroup) -> None:
+        """First the slots that an interrupted run had issued and not trained, then new ones."""
         t = self.config.training
-        for slot in range((t.steps - self.frontier.step) * t.prompts_per_step):
-            if slot % t.prompts_per_step == 0:
-                self._refills_left = int(self.config.pipeline.max_refill * t.prompts_per_step)
-                self._finished_rollouts = 0
-            await self.buffer.reserve()
-            tasks.create_task(self._fill_slot(self._next_group()))
+        groups_of: dict[int, list[int]] = {}
+        versions: dict[int, int] = {}
+        for slot_number, group_id, version in self.store.journal.pending(self.cursor):
+            groups_of.setdefault(slot_number, []).append(group_id)
+            versions.setdefault(slot_number, min(version, self.version))
+        for slot_number, group_ids in groups_of.items():
+            slot = await self.buffer.reserve(slot_number, versions[slot_number])
+            self._fill(tasks, slot, group_ids)
+        while self.issued < t.steps * t.prompts_per_step:
+            slot = await self.buffer.reserve(self.issued)
+            self._fill(tasks, slot, [await self._issue(slot)])
 
-    def _next_group(self) -> int:
-        self.cursor += 1
-        return self.cursor - 1
+    async def _issue(self, slot: Slot) -> int:
+        """A new group for the slot, in the journal before it counts: a checkpoint finds there all that was issued."""
+        async with self._issuing:
+            group_id = self.cursor
+            await self.store.journal.add_prompt(group_id, self.stream.at(group_id), slot.version, slot.number)
+            self.cursor += 1
+            self.issued = max(self.issued, slot.number + 1)
+            return group_id
 
     # Loop 2
 
-    async def _fill_slot(self, group_id: int) -> None:
-        """Groups of prompts until one is worth training on. Refills happen at the same policy version."""
+    def _fill(self, tasks: asyncio.TaskGroup, slot: Slot, group_ids: list[int]) -> None:
+        task = self._fills[slot] = tasks.create_task(self._fill_slot(slot, group_ids))
+        task.add_done_callback(lambda _: self._fills.pop(slot))
+
+    async def _fill_slot(self, slot: Slot, group_ids: list[int]) -> None:
+        """Groups of prompts until one is worth training on; `group_ids` are those that it has been given already."""
         dropped: list[tuple[Group, str]] = []
-        while True:
-            group = await self._run_group(group_id)
-            reason = self.learner.objective.drop_reason(group)
-            if reason is None:
-                self.buffer.put(Outcome(group, tuple(dropped)))
-                return
-            dropped.append((group, reason))
-            if not self.config.pipeline.refill or self._refills_left <= 0:
-                self.buffer.put(Outcome(None, tuple(dropped)))
-                return
-            self._refills_left -= 1
-            group_id = self._next_group()
+        try:
+            while True:
+                group = await self._run_group(group_ids.pop(0))
+                reason = self.learner.objective.drop_reason(group)
+                if reason is None:
+                    self.buffer.put(slot, Outcome(group, tuple(dropped)))
+                    return
+                dropped.append((group, reason))
+                if not group_ids:
+                    if not self.config.pipeline.refill or self._refills_left <= 0:
+                        self.buffer.put(slot, Outcome(None, tuple(dropped)))
+                        return
+                    self._refills_left -= 1
+                    group_ids.append(await self._issue(slot))
+        except Parked:  # the run is stopping; the journal has all of it
+            return
 
     async def _run_group(self, group_id: int) -> Group:
         prompt = self.stream.at(group_id)
         journal = self.store.journal
-        await journal.add_prompt(group_id, prompt, self.version)
         size = self.config.training.group_size
         try:
             greedy = self.learner.objective.wants_greedy
@@ -141,7 +171,7 @@ class Pipeline:
             self.observer.note(f"prompt {prompt.id} was skipped: {problem}")
             group = Group(group_id, prompt, ())
         self._finished_rollouts += len(group.rollouts)
-        expected = self.config.training.prompts_per_step * size
+        expected = self.buffer.slots * size
         self.observer.status(f"step {self.version + 1}: {self._finished_rollouts}/{expected} rollouts")
         return group
 
@@ -152,20 +182,23 @@ class Pipeline:
         for step in range(self.frontier.step + 1, t.steps + 1):
             began = time.perf_counter()
             before = self.engine.stats()
-            outcomes = await self._or_stop(self.buffer.take(t.prompts_per_step))
+            slots = await self._or_stop(self.buffer.take())
+            outcomes = [slot.outcome for slot in slots]
             waited = time.perf_counter() - began
             after = self.engine.stats()
-            row = self._describe(step, outcomes)
+            row = self._describe(step, outcomes) | self._staleness(slots)
+            self._finished_rollouts -= row["rollouts"]
+            self._refills_left = self._refill_limit
             row["generate_seconds"] = after.busy_seconds - before.busy_seconds
             row["generated_tokens"] = after.generated_tokens - before.generated_tokens
             row["generate_tokens_per_second"] = _rate(row["generated_tokens"], row["generate_seconds"])
             self._check_errors(row)
             self._watch_signal(row)
             groups = sorted((o.group for o in outcomes if o.group), key=lambda g: g.id)
-            self._check_staleness(groups)
             self.observer.status(f"step {step}: training on {len(groups)} groups")
             rest = [g for o in outcomes for g, _ in o.dropped]
-            row |= await self._in_trainer(partial(self.learner.learn, step, groups, rest))
+            hold = partial(self._hold_engine, asyncio.get_running_loop())
+            row |= await self._in_trainer(partial(self.learner.learn, step, groups, rest, hold))
             self._watch_updates(row, outcomes)
             if row.get("skipped_updates") or row.get("critic_skipped_updates"):
                 self.observer.note(f"step {step}: a gradient was not finite; those weights were left as they were")
@@ -175,18 +208,27 @@ class Pipeline:
             row["wait_seconds"] = waited
             row["step_seconds"] = time.perf_counter() - began
             self.version = step
-            self.frontier = Frontier(step, self.cursor, self.learner.updates)
+            self.frontier = Frontier(step, self.cursor, self.learner.updates, self.issued)
             await self._trained.put(row)
-            await self._trained.join()  # at staleness 0 nothing can be in flight before the engine has the new weights
+            await self._trained.join()  # the next batch is taken by the version that the engine serves
 
-    def _check_staleness(self, groups: list[Group]) -> None:
-        """The bound that the buffer guarantees, asserted on every token of every batch."""
-        oldest = self.version - self.config.pipeline.max_staleness
-        for group in groups:
-            for r in group.valid:
-                for s in r.segments:
-                    if s.source == "model":
-                        assert min(s.versions) >= oldest, f"rollout {r.id} has version {min(s.versions)} < {oldest}"
+    def _hold_engine(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Called by the trainer before it touches the weights; the sync loop lets the engine go on."""
+        self._holding = asyncio.run_coroutine_threadsafe(self.engine.pause(), loop)
+        self._holding.result()
+
+    def _staleness(self, slots: list[Slot]) -> dict[str, Any]:
+        """How old the tokens of a batch are, in versions. The bound that the buffer guarantees is asserted on each."""
+        bound, ages = self.config.pipeline.max_staleness, Counter[int]()
+        for slot in slots:
+            for r in slot.outcome.group.valid if slot.outcome and slot.outcome.group else ():
+                for version in (v for s in r.segments if s.source == "model" for v in s.versions):
+                    assert self.version - version <= bound, f"rollout {r.id}: version {version} at {self.version}"
+                    ages[max(0, self.version - version)] += 1
+        tokens = ages.total() or 1
+        mean = sum(age * count for age, count in ages.items()) / tokens
+        row = {"staleness": mean, "staleness_max": max(ages, default=0)}
+        return row | {f"staleness/{age}": ages[age] / tokens for age in range(1, bound + 1)}
 
     def _check_errors(self, row: dict[str, Any]) -> None:
         limit = self.config.verifier.max_error_share
@@ -250,8 +292,10 @@ class Pipeline:
             row = await self._trained.get()
             step = row["step"]
             began = time.perf_counter()
-            served = await self.engine.update_weights(WeightUpdate(step))
+            recompute = self.config.pipeline.in_flight == "recompute"
+            served = await self.engine.update_weights(WeightUpdate(step, recompute=recompute))
             assert served == step, f"the engine serves version {served}, expected {step}"
+            await self.engine.resume()
             row["sync_seconds"] = time.perf_counter() - began
             self.store.metrics.append(row)
             self.observer.step(row)
@@ -261,8 +305,14 @@ class Pipeline:
             every = self.config.eval.every
             if every and step % every == 0 and step < t.steps:
                 await self.evaluate(step)
+            self.buffer.release(step)
             self._trained.task_done()
-            self.buffer.release(t.prompts_per_step)
+
+    async def _park(self) -> None:
+        """Journal what is being sampled; verdicts that are still out are asked for again on resume."""
+        await self.engine.park()
+        if self._fills:
+            await asyncio.wait(self._fills.values(), timeout=_PARK_LIMIT)
 
     async def _in_trainer(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)
@@ -274,6 +324,7 @@ class Pipeline:
         try:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
             if stop.done():
+                await self._park()
                 raise Stopped
             return await task
         finally:
@@ -282,6 +333,7 @@ class Pipeline:
 
 
 _SILENT_LIMIT = 5
+_PARK_LIMIT = 10.0  # seconds
 
 
 def _rate(count: float, seconds: float) -> float:

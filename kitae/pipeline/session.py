@@ -79,7 +79,7 @@ def train(store: RunStore, sources: Sources, observer: Observer, checkpoint: str
 
 async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None) -> Result:
     config, held_out = store.config, sources.held_out
-    frontier = Frontier(0, 0, 0)
+    frontier = Frontier(0, 0, 0, 0)
     state: Path | None = None
     if checkpoint is not None or store.checkpoints.names():
         frontier, state = store.checkpoints.load(checkpoint)
@@ -93,7 +93,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         # Nothing of the run was touched so far; from here on its past after the checkpoint is given up.
         await store.journal.set_meta("config", config.to_json())
         await store.journal.add_event("start", f"step {frontier.step}")
-        await store.journal.rewind(frontier.cursor)
+        await store.journal.rewind(frontier.step)
         store.checkpoints.forget_after(frontier.step)
         store.metrics.rewind(frontier.step)
         engine = NativeEngine(policy, config.engine, version=frontier.step)
@@ -199,7 +199,7 @@ async def _check_gold(pool: VerifierPool, prompts: list[Prompt], note: Callable[
         return
     prompt, score = bad[0]
     message = (
-        f"{len(bad)} of {len(prompts)} reference answers fail under this verifier; the first: "
+        f"{len(bad)} of {len(prompts)} reference answers do not score 1 under this verifier; the first: "
         f"{prompt.id} with reference {str(prompt.reference)[:80]!r} → {score.outcome} {score.value:g} {score.detail}"
     )
     if len(bad) == len(prompts):

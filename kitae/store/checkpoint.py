@@ -21,15 +21,17 @@ _FRONTIER = "frontier.json"
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Where a run stands: `Frontier(step=20, cursor=160, updates=20)`.
+    """Where a run stands: `Frontier(step=20, cursor=160, updates=20, issued=160)`.
 
-    step: policy versions trained; cursor: the next group id to issue; updates: optimizer steps taken. All randomness
-    of a run is a function of its seed and these numbers, so no generator state is needed.
+    step: policy versions trained; cursor: the next group id to issue; updates: optimizer steps taken; issued: slots of
+    the buffer used so far. All randomness of a run is a function of its seed and these numbers, so no generator state
+    is needed; what was issued and not trained is in the journal.
     """
 
     step: int
     cursor: int
     updates: int
+    issued: int
 
 
 class Checkpoints:

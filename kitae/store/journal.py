@@ -3,8 +3,9 @@
 One writer thread commits what has gathered meanwhile in one transaction, so callers wait for the disk but never block
 the event loop. WAL mode: a killed process loses nothing that a caller was told is written.
 
-    prompts   what was asked, by group id
+    prompts   what was asked, by group id; the slot of the buffer it was issued into, and the version served then
     rollouts  what was sampled and how it was scored; tokens, log-probs and versions exactly as the engine gave them
+    parked    what was sampled of responses that are not complete
     fates     what became of each group: trained at a step, or dropped with a reason; one row per group, never two
     events    what happened to the run: starts, resumes, errors
 """
@@ -30,11 +31,15 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS prompts (
     group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, messages TEXT NOT NULL, reference TEXT NOT NULL,
-    context TEXT NOT NULL, version INTEGER NOT NULL, issued REAL NOT NULL);
+    context TEXT NOT NULL, version INTEGER NOT NULL, slot INTEGER NOT NULL, issued REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS rollouts (
     group_id INTEGER NOT NULL, sample INTEGER NOT NULL, prompt_tokens BLOB NOT NULL, segments TEXT NOT NULL,
     tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, finish TEXT NOT NULL, text TEXT NOT NULL,
     value REAL, outcome TEXT NOT NULL, components TEXT NOT NULL, detail TEXT NOT NULL,
+    PRIMARY KEY (group_id, sample)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS parked (
+    group_id INTEGER NOT NULL, sample INTEGER NOT NULL, prompt_tokens BLOB NOT NULL, segments TEXT NOT NULL,
+    tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
     PRIMARY KEY (group_id, sample)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS fates (
     group_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, fate TEXT NOT NULL, reason TEXT NOT NULL);
@@ -69,14 +74,26 @@ class Journal:
 
     # Writing. Each call returns after its commit; one that is cancelled may be written all the same.
 
-    async def add_prompt(self, group: int, prompt: Prompt, version: int) -> None:
+    async def add_prompt(self, group: int, prompt: Prompt, version: int, slot: int) -> None:
         """Record that a prompt was issued; after a resume the same row may come again."""
         messages = json.dumps([asdict(m) for m in prompt.messages])
-        row = (group, prompt.id, messages, json.dumps(prompt.reference), json.dumps(dict(prompt.context)), version)
-        await self._write([("INSERT OR REPLACE INTO prompts VALUES (?,?,?,?,?,?,?)", (*row, time.time()))])
+        context = json.dumps(dict(prompt.context))
+        row = (group, prompt.id, messages, json.dumps(prompt.reference), context, version, slot, time.time())
+        await self._write([("INSERT OR REPLACE INTO prompts VALUES (?,?,?,?,?,?,?,?)", row)])
 
     async def add_rollout(self, rollout: Rollout) -> None:
-        await self._write([("INSERT INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", _rollout_row(rollout))])
+        """A complete rollout takes the place of what was parked of it."""
+        where = (rollout.group, rollout.index)
+        await self._write(
+            [
+                ("INSERT INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", _rollout_row(rollout)),
+                ("DELETE FROM parked WHERE group_id = ? AND sample = ?", where),
+            ]
+        )
+
+    async def park(self, rollout: Rollout) -> None:
+        """Keep what was sampled so far of a rollout that is not complete."""
+        await self._write([("INSERT OR REPLACE INTO parked VALUES (?,?,?,?,?,?,?)", _rollout_row(rollout)[:7])])
 
     async def update_score(self, rollout: Rollout) -> None:
         """Replace the score of a rollout that could not be judged before."""
@@ -97,9 +114,9 @@ class Journal:
     async def set_meta(self, key: str, value: str) -> None:
         await self._write([("INSERT OR REPLACE INTO meta VALUES (?,?)", (key, value))])
 
-    async def rewind(self, cursor: int) -> None:
-        """Forget the fates of groups issued after a checkpoint: those weights are gone. Their rollouts stay usable."""
-        await self._write([("DELETE FROM fates WHERE group_id >= ?", (cursor,))])
+    async def rewind(self, step: int) -> None:
+        """Forget what was trained after a checkpoint: those weights are gone. Rollouts stay usable."""
+        await self._write([("DELETE FROM fates WHERE step > ?", (step,))])
 
     async def _write(self, statements: list[Statement]) -> None:
         assert self._writer is not None, "this journal is open for reading only"
@@ -151,6 +168,21 @@ class Journal:
         rows = self._reader.execute("SELECT * FROM rollouts WHERE group_id = ? ORDER BY sample", (group,))
         return [_read_rollout(row) for row in rows]
 
+    def parked(self, group: int) -> list[Rollout]:
+        """What was sampled of incomplete rollouts; their finish is "parked"."""
+        rows = self._reader.execute("SELECT * FROM parked WHERE group_id = ? ORDER BY sample", (group,))
+        return [_read_rollout((*row, "parked", "", None, "error", "{}", "parked")) for row in rows]
+
+    def pending(self, cursor: int) -> list[tuple[int, int, int]]:
+        """`(slot, group, version)` of groups below the cursor that have no fate, by slot and order of issue."""
+        return list(
+            self._reader.execute(
+                "SELECT slot, group_id, version FROM prompts WHERE group_id < ? "
+                "AND group_id NOT IN (SELECT group_id FROM fates) ORDER BY slot, group_id",
+                (cursor,),
+            )
+        )
+
     def prompt(self, group: int) -> Prompt | None:
         row = self._reader.execute("SELECT * FROM prompts WHERE group_id = ?", (group,)).fetchone()
         if row is None:
@@ -171,7 +203,7 @@ class Journal:
         )
 
     def counts(self) -> dict[str, int]:
-        names = ("prompts", "rollouts", "fates")
+        names = ("prompts", "rollouts", "parked", "fates")
         return {n: int(self._reader.execute(f"SELECT count(*) FROM {n}").fetchone()[0]) for n in names}
 
     def events(self) -> list[tuple[float, str, str]]:

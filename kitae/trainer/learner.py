@@ -8,7 +8,7 @@ updates     epochs over mini-batches of whole groups: S7 on each, then forward a
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,17 @@ class Learner:
     def updates(self) -> int:
         return self.trainer.optimizer.updates
 
-    def learn(self, step: int, groups: Sequence[Group], dropped: Sequence[Group] = ()) -> dict[str, float]:
-        """All updates of one batch; the metrics of the step. A batch without any sample leaves the weights alone."""
+    def learn(
+        self,
+        step: int,
+        groups: Sequence[Group],
+        dropped: Sequence[Group] = (),
+        before_update: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """All updates of one batch; the metrics of the step. A batch without any sample leaves the weights alone.
+
+        `before_update` is called once, before the first optimizer step changes the policy.
+        """
         began = time.perf_counter()
         samples = self._annotate(self.objective.samples(groups, dropped))
         samples = self.objective.advantages(samples)
@@ -54,7 +63,7 @@ class Learner:
         metrics |= {"samples_trained": float(len(samples)), "updates": 0.0}
         metrics["annotate_seconds"] = time.perf_counter() - began
         if samples:
-            metrics |= self._update(step, samples)
+            metrics |= self._update(step, samples, before_update)
             metrics |= self.objective.finish_step(metrics, len(samples))
         if self.reference:
             self.reference.finish_step(step)
@@ -99,7 +108,7 @@ class Learner:
         }
         return [annotated.get((s.group, s.index), s) for s in samples]
 
-    def _update(self, step: int, samples: Sequence[Sample]) -> dict[str, float]:
+    def _update(self, step: int, samples: Sequence[Sample], before_update: Callable[[], None]) -> dict[str, float]:
         t = self.trainer.config
         by_group: dict[int, list[Sample]] = {}
         for s in samples:
@@ -107,6 +116,7 @@ class Learner:
         groups = list(by_group.values())
         metrics: dict[str, float] = {}
         updates = 0
+        untouched = True
         for epoch in range(t.epochs):
             order = np.arange(len(groups))
             if t.minibatches * t.epochs > 1:
@@ -119,6 +129,9 @@ class Learner:
                     numbers |= self.critic.optim_step()
                 if self.critic is None or step > self.critic.warmup:
                     numbers |= self.trainer.forward_backward(batch, self.objective, version=step)
+                    if untouched:
+                        before_update()
+                        untouched = False
                     numbers |= self.trainer.optim_step()
                 updates += 1
                 _merge(metrics, numbers)

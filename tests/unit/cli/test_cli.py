@@ -236,7 +236,7 @@ async def _fill(journal: Journal) -> None:
     rewards = {0: [0.0, 1.0], 1: [0.5, None], 2: [0.25, 0.75], 3: [1.0]}
     for group, values in rewards.items():
         prompt = Prompt(f"ids[/red]/{group}", (Message("user", f"question {group} [bold]"),), f"gold {group}")
-        await journal.add_prompt(group, prompt, 0)
+        await journal.add_prompt(group, prompt, 0, group)
         for index, value in enumerate(values):
             segment = Segment("model", (5,), (-1.0,), (0,))
             score = Score.error("worker died") if value is None else Score(value, detail="because" if value < 1 else "")

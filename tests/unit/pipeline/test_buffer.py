@@ -1,53 +1,149 @@
-"""The buffer: its slots are what bounds staleness."""
+"""The buffer, against a model of it: no schedule of issues, results and trainings breaks the bound or gets stuck."""
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kitae.pipeline.buffer import Buffer, Outcome
+from kitae.pipeline.buffer import Buffer, Outcome, Slot
 
-EMPTY = Outcome(None, ())
-
-
-async def free_slots(buffer: Buffer) -> int:
-    """Reserve until it blocks; returns how often it did not."""
-    count = 0
-    while True:
-        try:
-            async with asyncio.timeout(0.01):
-                await buffer.reserve()
-        except TimeoutError:
-            return count
-        count += 1
+T = TypeVar("T")
+NOTHING = Outcome(None, ())
 
 
-@pytest.mark.parametrize(("prompts", "staleness", "slots"), [(1, 0, 1), (4, 0, 4), (4, 1, 8), (3, 4, 15)])
+async def now(work: Coroutine[Any, Any, T]) -> T | None:
+    """What `work` gives without waiting, or None."""
+    task = asyncio.ensure_future(work)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    if task.done():
+        return task.result()
+    task.cancel()
+    return None
+
+
+class Schedule(RuleBasedStateMachine):
+    """Feed, finish in any order, train, serve: as the loops may interleave them."""
+
+    @initialize(size=st.integers(1, 4), bound=st.integers(0, 4), steps=st.integers(1, 12))
+    def start(self, size: int, bound: int, steps: int) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.buffer = Buffer(size, bound)
+        self.total = steps * size
+        self.issued = 0
+        self.in_flight: list[Slot] = []
+        self.trained: list[int] = []
+        self.batch: list[Slot] = []
+
+    @precondition(lambda self: self.issued < self.total)
+    @rule()
+    def issue(self) -> None:
+        is_full = len(self.buffer.open) + len(self.batch) == self.buffer.slots
+        slot = self.loop.run_until_complete(now(self.buffer.reserve(self.issued)))
+        assert (slot is None) == is_full
+        if slot is not None:
+            assert slot.version == self.buffer.version
+            self.issued += 1
+            self.in_flight.append(slot)
+
+    @precondition(lambda self: self.in_flight)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        slot = self.in_flight.pop(data.draw(st.integers(0, len(self.in_flight) - 1)))
+        self.buffer.put(slot, NOTHING)
+
+    @precondition(lambda self: not self.batch)
+    @rule()
+    def train(self) -> None:
+        batch = self.loop.run_until_complete(now(self.buffer.take()))
+        if batch is None:
+            return
+        assert len(batch) == self.buffer.size
+        for slot in batch:
+            assert slot.outcome is not None
+            assert 0 <= self.buffer.version - slot.version <= self.buffer.bound, "the bound"
+            assert slot.number not in self.trained, "trained twice"
+            self.trained.append(slot.number)
+        self.batch = batch
+
+    @precondition(lambda self: self.batch)
+    @rule()
+    def serve(self) -> None:
+        self.batch = []
+        self.buffer.release(self.buffer.version + 1)
+
+    @precondition(lambda self: not self.batch)
+    @rule(slow=st.integers(0, 6))
+    def a_step_while_the_oldest_are_slow(self, slow: int) -> None:
+        while self.issued < self.total and len(self.buffer.open) < self.buffer.slots:
+            self.issue()
+        while len(self.in_flight) > slow:
+            self.buffer.put(self.in_flight.pop(), NOTHING)
+        self.train()
+        if self.batch:
+            self.serve()
+
+    @invariant()
+    def the_ledger_balances(self) -> None:
+        if hasattr(self, "buffer"):
+            open_now = [slot.number for slot in self.buffer.open]
+            assert sorted([*open_now, *self.trained]) == list(range(self.issued))
+            assert len(self.buffer.open) + len(self.batch) <= self.buffer.slots
+
+    @invariant()
+    def nothing_gets_stuck(self) -> None:
+        """With everything issued that may be, and all of it ready, there is a batch."""
+        if not hasattr(self, "buffer") or self.batch:
+            return
+        full = len(self.buffer.open) == self.buffer.slots or self.issued == self.total
+        if full and not self.in_flight and self.buffer.open:
+            assert self.buffer.pick() is not None
+
+    def teardown(self) -> None:
+        """And from anywhere the run can be finished."""
+        if not hasattr(self, "buffer"):
+            return
+        for _ in range(10 * self.total + 10):
+            if self.batch:
+                self.serve()
+            while self.in_flight:
+                self.buffer.put(self.in_flight.pop(), NOTHING)
+            while self.issued < self.total and len(self.buffer.open) < self.buffer.slots:
+                self.issue()
+            while self.in_flight:
+                self.buffer.put(self.in_flight.pop(0), NOTHING)
+            self.train()
+        self.loop.close()
+        assert sorted(self.trained) == list(range(self.total))
+
+
+Schedule.TestCase.settings = settings(
+    max_examples=200, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestSchedule = Schedule.TestCase  # about 12,000 steps
+
+
+@pytest.mark.parametrize(("prompts", "staleness", "slots"), [(1, 0, 1), (8, 0, 8), (8, 1, 16), (3, 4, 15)])
 def test_slots(prompts: int, staleness: int, slots: int) -> None:
-    buffer = Buffer(prompts, staleness)
-    assert buffer.slots == slots
-    assert asyncio.run(free_slots(buffer)) == slots
-    assert buffer.taken == slots
-
-
-def test_reserve_blocks_until_release() -> None:
     async def body() -> None:
-        buffer = Buffer(2, 0)
-        await buffer.reserve()
-        await buffer.reserve()
-        blocked = [asyncio.create_task(buffer.reserve()) for _ in range(3)]
+        buffer = Buffer(prompts, staleness)
+        for number in range(slots):
+            await buffer.reserve(number)
+        waiting = asyncio.create_task(buffer.reserve(slots))
         await asyncio.sleep(0.01)
-        assert not any(task.done() for task in blocked)
-        buffer.put(EMPTY)
-        await buffer.take(1)
+        assert not waiting.done()
+        for slot in list(buffer.open):
+            buffer.put(slot, NOTHING)
+        batch = await buffer.take()
         await asyncio.sleep(0.01)
-        assert not any(task.done() for task in blocked), "an outcome taken is not a slot freed"
-        buffer.release(2)
-        await asyncio.sleep(0.01)
-        assert [task.done() for task in blocked] == [True, True, False]
-        assert buffer.taken == 2
-        blocked[2].cancel()
+        assert len(batch) == prompts and not waiting.done(), "not before the engine serves the new version"
+        buffer.release(1)
+        slot = await waiting
+        assert (slot.number, slot.version) == (slots, 1)
 
     asyncio.run(body())
 
@@ -55,60 +151,60 @@ def test_reserve_blocks_until_release() -> None:
 def test_a_cancelled_reserve_takes_no_slot() -> None:
     async def body() -> None:
         buffer = Buffer(1, 0)
-        await buffer.reserve()
-        waiting = asyncio.create_task(buffer.reserve())
+        slot = await buffer.reserve(0)
+        waiting = asyncio.create_task(buffer.reserve(1))
         await asyncio.sleep(0)
         waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
+        buffer.put(slot, NOTHING)
+        await buffer.take()
         buffer.release(1)
-        assert await free_slots(buffer) == 1
+        await asyncio.wait_for(buffer.reserve(2), 1)
 
     asyncio.run(body())
 
 
-def test_take_waits_for_all_it_wants_in_order() -> None:
+def test_the_old_are_waited_for_only_when_they_must_be() -> None:
     async def body() -> None:
-        buffer = Buffer(3, 0)
-        outcomes = [Outcome(None, ()) for _ in range(3)]
-        taking = asyncio.create_task(buffer.take(3))
-        for outcome in outcomes[:2]:
-            buffer.put(outcome)
-        await asyncio.sleep(0.01)
-        assert not taking.done()
-        buffer.put(outcomes[2])
-        assert all(a is b for a, b in zip(await taking, outcomes, strict=True))
+        buffer = Buffer(2, 2)
+        a, b, c, d, e, f = [await buffer.reserve(i) for i in range(6)]
+        buffer.put(e, NOTHING)
+        assert buffer.pick() is None
+        buffer.put(f, NOTHING)
+        assert await buffer.take() == [e, f], "those that finish first need not wait"
+        buffer.release(1)
+        g, h = await buffer.reserve(6), await buffer.reserve(7)
+        buffer.put(h, NOTHING)
+        buffer.put(g, NOTHING)
+        assert buffer.pick() is None, "a, b, c and d must be trained at versions 1 and 2: two of them now"
+        assert buffer.blocking() == [a, b]
+        buffer.put(d, NOTHING)
+        assert buffer.pick() is None
+        buffer.put(b, NOTHING)
+        assert await buffer.take() == [b, d]
+        buffer.release(2)
+        buffer.put(a, NOTHING)
+        assert buffer.pick() is None and buffer.blocking() == [c]
+        buffer.put(c, NOTHING)
+        assert await buffer.take() == [a, c]
 
     asyncio.run(body())
 
 
-@settings(deadline=None, max_examples=25)
-@given(st.integers(1, 5), st.integers(0, 3), st.integers(1, 6))
-def test_nothing_in_flight_is_older_than_the_bound(prompts: int, staleness: int, steps: int) -> None:
-    """A greedy feeder against a trainer that releases a batch per version: the age of what it trains on is bounded."""
+def test_a_resumed_slot_keeps_its_version() -> None:
+    async def body() -> None:
+        buffer = Buffer(1, 2, version=5)
+        young, old = await buffer.reserve(8), await buffer.reserve(7, version=3)
+        buffer.put(young, NOTHING)
+        assert buffer.pick() is None and buffer.blocking() == [old]
+        buffer.put(old, NOTHING)
+        assert await buffer.take() == [old]
 
-    async def body() -> list[int]:
-        buffer = Buffer(prompts, staleness)
-        version = 0
-        issued: asyncio.Queue[int] = asyncio.Queue()
+    asyncio.run(body())
 
-        async def feed() -> None:
-            for _ in range(prompts * steps):
-                await buffer.reserve()
-                issued.put_nowait(version)
-                buffer.put(EMPTY)
 
-        feeder = asyncio.create_task(feed())
-        ages = []
-        for step in range(steps):
-            await buffer.take(prompts)
-            ages += [step - issued.get_nowait() for _ in range(prompts)]
-            version = step + 1
-            buffer.release(prompts)
-        await feeder
-        return ages
-
-    ages = asyncio.run(body())
-    assert len(ages) == prompts * steps
-    assert min(ages) >= 0
-    assert max(ages) == min(staleness, steps - 1)
+def test_a_slot_has_one_outcome() -> None:
+    buffer = Buffer(1, 0)
+    slot = asyncio.run(buffer.reserve(0))
+    buffer.put(slot, NOTHING)
+    with pytest.raises(AssertionError, match="has an outcome already"):
+        buffer.put(slot, NOTHING)

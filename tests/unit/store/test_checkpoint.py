@@ -19,7 +19,7 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
 
 
 def save(checkpoints: Checkpoints, step: int) -> Path:
-    return checkpoints.save(Frontier(step, 8 * step, 2 * step), lambda folder: write(folder, str(step)))
+    return checkpoints.save(Frontier(step, 8 * step, 2 * step, 8 * step), lambda folder: write(folder, str(step)))
 
 
 def write(folder: Path, content: str) -> None:
@@ -34,7 +34,7 @@ def test_round_trip(checkpoints: Checkpoints) -> None:
     target = save(checkpoints, 3)
     assert target.name == "step-000003"
     frontier, folder = checkpoints.load()
-    assert frontier == Frontier(step=3, cursor=24, updates=6)
+    assert frontier == Frontier(step=3, cursor=24, updates=6, issued=24)
     assert (folder / "weights.bin").read_bytes() == b"3" * 1000
 
 
@@ -55,7 +55,7 @@ def test_the_old_one_is_pruned_only_after_the_new_one_is_safe(tmp_path: Path) ->
         assert checkpoints.names() == ["step-000001"]
         write(folder, "2")
 
-    checkpoints.save(Frontier(2, 16, 4), look)
+    checkpoints.save(Frontier(2, 16, 4, 16), look)
     assert checkpoints.names() == ["step-000002"]
 
 
@@ -71,7 +71,7 @@ def test_a_write_that_fails_leaves_no_trace(checkpoints: Checkpoints, error: Bas
         raise error
 
     with pytest.raises(type(error)):
-        checkpoints.save(Frontier(2, 16, 4), fail)
+        checkpoints.save(Frontier(2, 16, 4, 16), fail)
     assert snapshot(checkpoints.folder) == before
     assert [p.name for p in checkpoints.folder.iterdir()] == ["step-000001"]
     assert checkpoints.load()[0].step == 1
@@ -94,7 +94,7 @@ def test_a_saved_step_is_not_written_again(checkpoints: Checkpoints) -> None:
     def unexpected(folder: Path) -> None:
         raise AssertionError("written twice")
 
-    assert checkpoints.save(Frontier(1, 8, 2), unexpected) == target
+    assert checkpoints.save(Frontier(1, 8, 2, 8), unexpected) == target
 
 
 def _flip(folder: Path) -> None:
@@ -193,7 +193,7 @@ def write(folder):
     {WRITERS[writer]}
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 try:
-    Checkpoints(Path(sys.argv[1]), 1).save(Frontier(2, 16, 4), write)
+    Checkpoints(Path(sys.argv[1]), 1).save(Frontier(2, 16, 4, 16), write)
 except KitaeError as error:
     print(json.dumps([type(error).__name__, str(error)]))
 """

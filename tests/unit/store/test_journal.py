@@ -113,13 +113,37 @@ def test_log_probs_are_kept_as_float32(journal: Journal) -> None:
 
 def test_prompts_come_back(journal: Journal) -> None:
     async def write() -> None:
-        await journal.add_prompt(17, PROMPT, version=3)
-        await journal.add_prompt(17, PROMPT, version=3)  # a resumed run issues it again
+        await journal.add_prompt(17, PROMPT, version=3, slot=5)
+        await journal.add_prompt(17, PROMPT, version=3, slot=5)  # a resumed run issues it again
 
     asyncio.run(write())
     assert journal.prompt(17) == PROMPT
     assert journal.prompt(18) is None
-    assert journal.counts() == {"prompts": 1, "rollouts": 0, "fates": 0}
+    assert journal.counts() == {"prompts": 1, "rollouts": 0, "parked": 0, "fates": 0}
+
+
+def test_what_is_pending_comes_back_by_slot(journal: Journal) -> None:
+    async def write() -> None:
+        for group, slot, version in ((0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 2, 1), (4, 3, 1)):
+            await journal.add_prompt(group, PROMPT, version, slot)
+        await journal.add_fates(1, trained=[1], dropped=[])
+
+    asyncio.run(write())
+    assert journal.pending(4) == [(0, 0, 0), (0, 2, 1), (2, 3, 1)], "group 2 is the refill of slot 0"
+
+
+def test_a_parked_rollout_is_kept_until_it_is_complete(journal: Journal) -> None:
+    async def write() -> None:
+        await journal.park(replace(rollout(3, 1), finish="parked", score=None))
+        longer = (Segment("model", (5, 6), (-0.5, -0.25), (0, 1)),)
+        await journal.park(replace(rollout(3, 1), segments=longer, finish="parked", score=None))
+
+    asyncio.run(write())
+    (found,) = journal.parked(3)
+    assert (found.index, found.finish, found.segments[0].tokens) == (1, "parked", (5, 6))
+    assert found.segments[0].versions == (0, 1) and journal.rollouts(3) == []
+    asyncio.run(journal.add_rollout(rollout(3, 1)))
+    assert journal.parked(3) == [] and len(journal.rollouts(3)) == 1
 
 
 def test_an_unscored_rollout_is_an_error_and_never_a_zero(journal: Journal) -> None:
@@ -136,7 +160,7 @@ def test_text_that_is_no_unicode_is_kept_with_question_marks(journal: Journal) -
 
     async def write() -> None:
         await journal.add_rollout(bad)
-        await journal.add_prompt(1, replace(PROMPT, id="e\ud800"), 0)
+        await journal.add_prompt(1, replace(PROMPT, id="e\ud800"), 0, 0)
         await journal.add_event("note", "f\ud800")
 
     asyncio.run(asyncio.wait_for(write(), 10))
@@ -178,7 +202,7 @@ def test_rewind_forgets_fates_and_keeps_rollouts(journal: Journal) -> None:
             await journal.add_rollout(rollout(group))
         await journal.add_fates(1, trained=[0, 1], dropped=[])
         await journal.add_fates(2, trained=[2], dropped=[(3, "errors")])
-        await journal.rewind(2)
+        await journal.rewind(1)
         await journal.add_fates(2, trained=[2, 3], dropped=[])
 
     asyncio.run(write())

@@ -1,0 +1,152 @@
+"""Generation runs ahead of training: the bound holds, learning goes on, and nothing is lost or trained twice."""
+
+import re
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import RECIPE, VERIFIER, finish, kitae, rows, run_toy, toy_config
+from test_resume import kill_when, rollouts_written
+
+from kitae.config import Config
+from kitae.store.journal import Journal
+
+SLOW = """
+import time, zlib
+
+def digits(response, reference, context):
+    time.sleep(0.15 * (zlib.crc32(response.encode()) % 16 == 0))  # now and then one takes long
+    if response == str(reference):
+        return 1.0
+    return sum(c.isdigit() for c in response) / len(response) if response else 0.0
+"""
+
+
+def slow_verifier(folder: Path) -> str:
+    (folder / "slow.py").write_text(SLOW)
+    return f"verifier.name={folder / 'slow.py'}:digits"
+
+
+def check_ledger(run: Path, config: Config) -> Counter[str]:
+    """Each prompt issued was trained on once or dropped once; each trained group is whole, none too old."""
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    try:
+        fates = journal.groups()
+        ids = [group for group, *_ in fates]
+        assert ids == list(range(len(ids))), "skipped or closed twice"
+        assert journal.pending(10**9) == [] and journal.counts()["prompts"] == len(ids)
+        assert journal.counts()["parked"] == 0
+        for group, step, fate, _ in fates:
+            rollouts = journal.rollouts(group)
+            assert len(rollouts) == config.training.group_size
+            oldest = min(v for r in rollouts for s in r.segments for v in s.versions)
+            if fate == "trained":
+                assert step - 1 - oldest <= config.pipeline.max_staleness
+        per_step = Counter(step for _, step, fate, _ in fates if fate == "trained")
+        if not config.pipeline.refill:
+            closed = Counter(step for _, step, _, _ in fates)
+            assert set(closed.values()) == {config.training.prompts_per_step}
+        assert sum(per_step.values()) <= config.training.steps * config.training.prompts_per_step
+        return Counter(fate for _, _, fate, _ in fates)
+    finally:
+        journal.close()
+
+
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_it_learns_from_stale_samples(staleness: int, tmp_path: Path) -> None:
+    settings = (
+        slow_verifier(tmp_path),
+        f"pipeline.max_staleness={staleness}",
+        "training.steps=30",
+        "verifier.workers=2",
+    )
+    result = run_toy(tmp_path, *settings)
+    steps: list[dict[str, Any]] = [r for r in rows(result.folder) if r["kind"] == "step"]
+    assert max(r["staleness_max"] for r in steps) == staleness
+    assert sum(r["reward"] for r in steps[-3:]) / 3 > 0.75 > steps[0]["reward"] + 0.2
+    assert steps[0]["staleness"] == 0 and sum(r["staleness"] for r in steps) / len(steps) > 0.2
+    assert any(r[f"staleness/{staleness}"] > 0 for r in steps)
+    check_ledger(result.folder, toy_config(tmp_path, *settings))
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_sequences_live_through_weight_updates(mode: str, tmp_path: Path) -> None:
+    """Long responses are sampled by several versions, and every token says by which."""
+    settings = (
+        "pipeline.max_staleness=3",
+        f"pipeline.in_flight={mode}",
+        "sampling.max_tokens=120",
+        "training.steps=8",
+        "training.prompts_per_step=1",
+        "eval.prompts=0",
+    )
+    result = run_toy(tmp_path, *settings)
+    journal = Journal(result.folder / "journal.sqlite", read_only=True)
+    versions = [tuple(s.versions) for g in range(8) for r in journal.rollouts(g) for s in r.segments]
+    journal.close()
+    assert any(len(set(v)) > 1 for v in versions), "no response saw a weight update"
+    assert all(list(v) == sorted(v) for v in versions)
+    check_ledger(result.folder, toy_config(tmp_path, *settings))
+
+
+def test_refills_keep_the_batch_full(tmp_path: Path) -> None:
+    settings = (
+        slow_verifier(tmp_path),
+        "pipeline.max_staleness=2",
+        "pipeline.refill=true",
+        "algorithm.filter=zero-variance",
+        "pipeline.max_refill=20",
+        "sampling.max_tokens=3",
+        "training.group_size=3",
+        "training.lr=1e-6",
+        "training.steps=6",
+        "eval.prompts=0",
+    )
+    result = run_toy(tmp_path, *settings)
+    fates = check_ledger(result.folder, toy_config(tmp_path, *settings))
+    assert fates["dropped"] > 0 and fates["trained"] == 24
+
+
+STALE = ("pipeline.max_staleness=2", "training.steps=8", "checkpoint.every=3", "eval.prompts=0")
+
+
+@pytest.mark.parametrize("moment", [5, 50, 140])
+def test_killed_runs_resume_without_loss(moment: int, tmp_path: Path) -> None:
+    settings = (slow_verifier(tmp_path), *STALE)
+    process = kitae("train", str(RECIPE), f"run.dir={tmp_path}", *settings)
+    run = tmp_path / "toy-001"
+    kill_when(process, lambda: rollouts_written(run) >= moment)
+    finish(kitae("resume", str(run)))
+    check_ledger(run, toy_config(tmp_path, *settings))
+    assert [r["step"] for r in rows(run) if r["kind"] == "step"] == list(range(1, 9))
+
+
+def test_what_is_being_sampled_is_parked_on_ctrl_c(tmp_path: Path) -> None:
+    """Half a response is worth keeping: it is continued, its log-probs are those it was sampled with."""
+    settings = (VERIFIER, *STALE, "sampling.max_tokens=300", "engine.max_batch=16")
+    process = kitae("train", str(RECIPE), f"run.dir={tmp_path}", *settings)
+    run = tmp_path / "toy-001"
+    while rollouts_written(run) < 20:
+        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    output = finish(process)
+    assert re.search(r"stopped after step \d+; everything is saved", output), output
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    parked = {(r.group, r.index): r for g in range(24) for r in journal.parked(g)}
+    done = journal.counts()["rollouts"]
+    journal.close()
+    assert parked and all(0 < r.response_length < 300 for r in parked.values())
+    finish(kitae("resume", str(run)))
+    check_ledger(run, toy_config(tmp_path, *settings))
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    for (group, index), part in parked.items():
+        (whole,) = [r for r in journal.rollouts(group) if r.index == index]
+        length = part.response_length
+        assert whole.segments[0].tokens[:length] == part.segments[0].tokens
+        assert whole.segments[0].logprobs[:length] == part.segments[0].logprobs
+    assert journal.counts()["rollouts"] > done
+    journal.close()
