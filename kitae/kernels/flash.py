@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +36,30 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, *, scale: float, win
 
     Causal, aligned at the ends: the last query of a sequence sees its last key, the one before sees one key less.
     """
-    reach = None if window is None else window - 1
-    out: Tensor = torch.ops.aten._flash_attention_forward(
-        q, k, v, bounds.queries, bounds.keys, bounds.longest_query, bounds.longest_key, 0.0, True, False,
-        scale=scale, window_size_left=reach, window_size_right=None if reach is None else 0,
-    )[0]  # fmt: skip
+    out: Tensor = _Flash.apply(q, k, v, bounds, scale, window)  # type: ignore[no-untyped-call]
     return out
+
+
+class _Flash(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, window: int | None
+    ) -> Tensor:
+        reach = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+        out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, k, v, bounds.queries, bounds.keys, bounds.longest_query, bounds.longest_key, 0.0, True, False,
+            scale=scale, **reach,
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, out, lse, state, unused)
+        ctx.rest = (bounds, scale, reach)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, state, unused = ctx.saved_tensors
+        bounds, scale, reach = ctx.rest
+        dq, dk, dv = torch.ops.aten._flash_attention_backward(
+            grads[0].contiguous(), q, k, v, out, lse, bounds.queries, bounds.keys, bounds.longest_query,
+            bounds.longest_key, 0.0, True, state, unused, scale=scale, **reach,
+        )  # fmt: skip
+        return dq, dk, dv, None, None, None

@@ -27,14 +27,16 @@ COLUMNS = STOP + STOPS
 
 
 @triton.jit
-def _rms_norm(x, y, weight, total, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
+def _rms_norm(x, y, weight, total, out, eps, y_part, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
     value = tl.load(x + row * WIDTH + column, mask=mask, other=0.0)
-    if ADD:
-        other = tl.load(y + row * WIDTH + column, mask=mask, other=0.0)
-        value = (value.to(tl.float32) + other.to(tl.float32)).to(x.dtype.element_ty)
+    if PARTS > 0:
+        other = tl.zeros([BLOCK], tl.float32)
+        for part in range(PARTS):
+            other += tl.load(y + part * y_part + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+        value = (value.to(tl.float32) + other.to(x.dtype.element_ty).to(tl.float32)).to(x.dtype.element_ty)
         tl.store(total + row * WIDTH + column, value, mask=mask)
     exact = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(exact * exact, 0) / WIDTH + eps)
@@ -44,14 +46,18 @@ def _rms_norm(x, y, weight, total, out, eps, WIDTH: tl.constexpr, BLOCK: tl.cons
 
 
 def rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`(x + y, weight * norm(x + y))` for rows `[T, H]`; without y, `(x, weight * norm(x))`."""
+    """`(x + y, weight * norm(x + y))` for rows `[T, H]`; without y, `(x, weight * norm(x))`.
+
+    y may come in parts that are still to be added, `[parts, T, H]`.
+    """
     rows, width = x.shape
     out = torch.empty_like(x)
     total = x if y is None else torch.empty_like(x)
     block = triton.next_power_of_2(width)
     _rms_norm[(rows,)](
-        x, x if y is None else y, weight, total, out, eps,
-        WIDTH=width, BLOCK=block, ADD=y is not None, num_warps=min(8, max(1, block // 512)),
+        x, x if y is None else y, weight, total, out, eps, x.numel(),
+        WIDTH=width, BLOCK=block, PARTS=0 if y is None else y.numel() // x.numel(),
+        num_warps=min(8, max(1, block // 512)),
     )  # fmt: skip
     return total, out
 
@@ -73,6 +79,62 @@ def swiglu(both: Tensor) -> Tensor:
     out = torch.empty(rows, width, dtype=both.dtype, device=both.device)
     block = min(2048, triton.next_power_of_2(width))
     _swiglu[(rows, triton.cdiv(width, block))](both, out, WIDTH=width, BLOCK=block)
+    return out
+
+
+# Matrix products of a few rows: one kernel each, limited by reading the weights
+
+SKINNY = 16  # most rows
+
+
+@triton.jit
+def _skinny(
+    x, weight, out, rows, N, K, x_row,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    row = tl.arange(0, 16)
+    share = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
+    total = tl.zeros([16, BLOCK_N], tl.float32)
+    total_up = tl.zeros([16, BLOCK_N], tl.float32)
+    for start in range(split * share, tl.minimum(K, split * share + share), BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(x + row[:, None] * x_row + k[None, :], mask=(row < rows)[:, None] & (k < K)[None, :], other=0.0)
+        inside = (column < N)[:, None] & (k < K)[None, :]
+        line = column.to(tl.int64)[:, None] * K + k[None, :]
+        total += tl.dot(a, tl.trans(tl.load(weight + line, mask=inside, other=0.0)), input_precision="ieee")
+        if GATED:
+            up = tl.load(weight + N.to(tl.int64) * K + line, mask=inside, other=0.0)
+            total_up += tl.dot(a, tl.trans(up), input_precision="ieee")
+    kind = x.dtype.element_ty
+    if GATED:
+        gate = total.to(kind).to(tl.float32)
+        total = (gate * tl.sigmoid(gate)).to(kind).to(tl.float32) * total_up.to(kind).to(tl.float32)
+    target = out + (split * rows + row)[:, None] * N + column[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < N)[None, :])
+
+
+def gated_product(x: Tensor, weight: Tensor) -> Tensor:
+    """`swiglu(x @ weight.T)` for at most `SKINNY` rows."""
+    rows, k = x.shape
+    n = weight.shape[0] // 2
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    _skinny[(triton.cdiv(n, 64), 1)](
+        x, weight, out, rows, n, k, x.stride(0), BLOCK_N=64, BLOCK_K=64, SPLITS=1, GATED=True, num_stages=5
+    )
+    return out
+
+
+def product_in_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T` for at most `SKINNY` rows, as fp32 parts `[parts, T, N]` that `rms_norm` adds up."""
+    rows, k = x.shape
+    n = weight.shape[0]
+    parts = 1 << min(3, max(1, k // 384).bit_length() - 1)
+    out = torch.empty(parts, rows, n, dtype=torch.float32, device=x.device)
+    _skinny[(triton.cdiv(n, 64), parts)](
+        x, weight, out, rows, n, k, x.stride(0), BLOCK_N=64, BLOCK_K=64, SPLITS=parts, GATED=False, num_stages=5
+    )
     return out
 
 
@@ -139,6 +201,35 @@ def rotate_and_store(
         HQ=heads, HKV=kv_heads, HEADS=triton.next_power_of_2(heads + 2 * kv_heads), D=dim,
         HALF=triton.next_power_of_2(dim // 2), PAGE=page_size, BIAS=bias is not None, NORM=norms is not None,
     )  # fmt: skip
+
+
+# The beginning of a step
+
+
+@triton.jit
+def _begin(
+    state, table, tokens, positions, slots, lengths, table_row, trash, C: tl.constexpr, PAGE: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0)
+    token = tl.load(state + row * C)
+    position = tl.load(state + row * C + 1)
+    active = tl.load(state + row * C + 5) != 0
+    page = tl.load(table + row * table_row + position // PAGE).to(tl.int64)
+    tl.store(tokens + row, token)
+    tl.store(positions + row, position)
+    tl.store(slots + row, tl.where(active, page * PAGE + position % PAGE, trash))
+    tl.store(lengths + row, tl.where(active, position + 1, 0).to(tl.int32))
+
+
+def begin(state: Tensor, table: Tensor, page_size: int, trash: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, positions, slots of the cache (`trash` for idle rows), lengths with the new token (0 for idle rows)."""
+    batch = state.shape[0]
+    tokens, positions, slots = torch.empty(3, batch, dtype=torch.int64, device=state.device)
+    lengths = torch.empty(batch, dtype=torch.int32, device=state.device)
+    _begin[(batch,)](
+        state, table, tokens, positions, slots, lengths, table.stride(0), trash, C=COLUMNS, PAGE=page_size, num_warps=1
+    )
+    return tokens, positions, slots, lengths
 
 
 # Attention of one new token over pages

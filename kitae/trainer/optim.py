@@ -59,9 +59,9 @@ class Optimizer:
                 group["lr"] = rate
             self.adamw.step()
             with torch.no_grad():
-                for parameter, master in zip(self.parameters, self.masters, strict=True):
-                    if master is not parameter:
-                        parameter.copy_(master)
+                pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
+                if pairs:
+                    torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
         self.adamw.zero_grad(set_to_none=True)
         self.updates += 1
         return {"grad_norm": norm, "lr": rate, "skipped_updates": float(not finite)}

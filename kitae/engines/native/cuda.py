@@ -43,6 +43,8 @@ def bucket(batch: int) -> int:
 
 
 class CudaRunner(Runner):
+    linger = 0.005
+
     def __init__(self, policy: Policy, cache: KVCache, max_batch: int) -> None:
         super().__init__(policy, cache, fast=False)
         self.decoder = FusedDecoder.of(policy, cache)
@@ -222,13 +224,11 @@ class _Step:
 
     def _compute(self) -> Tensor:
         runner, batch = self.runner, self.batch
-        policy, cache, size = runner.policy, runner.cache, runner.cache.page_size
+        policy, cache = runner.policy, runner.cache
         state, table = runner.state[:batch], runner.table[:batch]
-        tokens_B, positions_B = state[:, gpu.TOKEN].contiguous(), state[:, gpu.LENGTH].contiguous()
-        active = state[:, gpu.ACTIVE] != 0
-        page_B = table.gather(1, (positions_B // size)[:, None])[:, 0].long()
-        slots_B = torch.where(active, page_B * size + positions_B % size, cache.pages * size)
-        lengths_B = torch.where(active, positions_B + 1, 0).int()
+        tokens_B, positions_B, slots_B, lengths_B = gpu.begin(
+            state, table, cache.page_size, cache.pages * cache.page_size
+        )
         context = _PagedAttention(cache, table, lengths_B, slots_B, stored=runner.decoder is not None)
         if runner.decoder is not None:
             hidden = runner.decoder.hidden(tokens_B, positions_B, slots_B, context)
@@ -249,8 +249,9 @@ class _PagedAttention:
         self.cache = cache
         self.table = table
         self.lengths = lengths
-        self.page, self.slot = slots // cache.page_size, slots % cache.page_size
         self.stored = stored
+        if not stored:
+            self.page, self.slot = slots // cache.page_size, slots % cache.page_size
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,

@@ -29,8 +29,6 @@ from kitae.types import FinishReason
 
 T = TypeVar("T")
 
-_LINGER = 0.02  # seconds
-
 
 class NativeEngine:
     """Implements `kitae.engines.base.Engine`. `close` it when done; pending requests then raise `EngineError`."""
@@ -162,7 +160,7 @@ class NativeEngine:
         while True:
             nothing_to_do = not self._closed and (self._paused or self.scheduler.idle)
             try:
-                command = self._commands.get(nothing_to_do or lingers, None if nothing_to_do else _LINGER)
+                command = self._commands.get(nothing_to_do or lingers, None if nothing_to_do else self.runner.linger)
             except queue.Empty:
                 return
             self._collect(0)

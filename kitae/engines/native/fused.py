@@ -94,6 +94,7 @@ class FusedDecoder:
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states `[T, H]`. Keys and values go to `slots_T` of the cache before the context is asked."""
         x = nn.functional.embedding(tokens_T, self.embedding)
+        few = len(x) <= gpu.SKINNY and x.dtype != torch.float32
         pending: Tensor | None = None
         for i, layer in enumerate(self.layers):
             keys, values = self.cache.keys[i], self.cache.values[i]
@@ -108,9 +109,13 @@ class FusedDecoder:
             mixed = context.attend(
                 i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks
             )
-            pending = torch.mm(mixed.reshape(len(x), -1), layer.out.t())
+            mixed = mixed.reshape(len(x), -1)
+            pending = gpu.product_in_parts(mixed, layer.out) if few else torch.mm(mixed, layer.out.t())
             x, normed = gpu.rms_norm(x, pending, layer.before_mlp, layer.eps[1])
-            pending = torch.mm(gpu.swiglu(torch.mm(normed, layer.gate_up.t())), layer.down.t())
+            if few:
+                pending = gpu.product_in_parts(gpu.gated_product(normed, layer.gate_up), layer.down)
+            else:
+                pending = torch.mm(gpu.swiglu(torch.mm(normed, layer.gate_up.t())), layer.down.t())
         return gpu.rms_norm(x, pending, *self.norm)[1]
 
 

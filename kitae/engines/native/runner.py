@@ -33,6 +33,7 @@ class Runner:
     """The reference: every step runs the policy's modules and is done when it returns."""
 
     ahead = 0  # steps that may be launched before the results of an earlier one are read
+    linger = 0.02  # seconds that an idle engine waits for more requests
 
     def __init__(self, policy: Policy, cache: KVCache, fast: bool) -> None:
         self.policy = policy

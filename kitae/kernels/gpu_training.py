@@ -1,0 +1,229 @@
+"""Triton kernels of the training step on a GPU, with the same doors as `kitae.kernels.ops` has for CPUs.
+
+Norms, gated MLPs, and the log-probs and entropies of rows of logits, each with its gradient. They round where the
+Hugging Face modules round; sums are in fp32.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kitae.kernels import gpu
+
+_PROGRAMS = 528  # of kernels that walk over rows: four on each multiprocessor of a large GPU
+
+
+# RMSNorm
+
+
+@triton.jit
+def _rms_norm_backward(grad, x, weight, dx, dweight, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    kind = x.dtype.element_ty
+    column = tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        here = tl.cast(row, tl.int64) * WIDTH + column
+        value = tl.load(x + here, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(grad + here, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
+        normed = value * scale
+        inner = g * gain
+        mean = tl.sum(inner * normed, 0) / WIDTH
+        tl.store(dx + here, ((inner - normed * mean) * scale).to(kind), mask=mask)
+        total += g * normed.to(kind).to(tl.float32)
+    tl.store(dweight + tl.program_id(0) * WIDTH + column, total, mask=mask)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(rows, weight)
+        ctx.eps = eps
+        return gpu.rms_norm(rows, None, weight, eps)[1].view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        rows, width = x.shape
+        programs = min(_PROGRAMS, rows)
+        dx = torch.empty_like(x)
+        parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+        block = triton.next_power_of_2(width)
+        _rms_norm_backward[(programs,)](
+            grad, x, weight, dx, parts, rows, ctx.eps, WIDTH=width, BLOCK=block, num_warps=min(8, max(1, block // 512))
+        )
+        return dx.view(grads[0].shape), parts.sum(0).to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`weight * x / rms(x)` over the last dimension, differentiable."""
+    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+# Gated MLP
+
+
+@triton.jit
+def _swiglu(gate, up, out, count, BLOCK: tl.constexpr):
+    here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = here < count
+    g = tl.load(gate + here, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + here, mask=mask, other=0.0).to(tl.float32)
+    act = (g * tl.sigmoid(g)).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + here, (act * u).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _swiglu_backward(grad, gate, up, out, count, BLOCK: tl.constexpr, AGAIN: tl.constexpr):
+    """Gate and up become their gradients, in place; AGAIN: the output is computed once more."""
+    here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = here < count
+    kind = gate.dtype.element_ty
+    d = tl.load(grad + here, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gate + here, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + here, mask=mask, other=0.0).to(tl.float32)
+    s = tl.sigmoid(g)
+    act = (g * s).to(kind).to(tl.float32)
+    if AGAIN:
+        tl.store(out + here, (act * u).to(kind), mask=mask)
+    tl.store(gate + here, (d * u * s * (1.0 + g * (1.0 - s))).to(kind), mask=mask)
+    tl.store(up + here, (d * act).to(kind), mask=mask)
+
+
+class _SwiGLULinear(torch.autograd.Function):
+    """`(silu(gate) * up) @ weight.T`. Keeps gate and up, and makes their product again in the backward pass.
+
+    The backward pass writes the gradients over gate and up: nobody else may keep them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return torch.nn.functional.linear(_product(gate, up), weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        gate, up, weight = ctx.saved_tensors
+        grad = grads[0]
+        dproduct = torch.matmul(grad, weight)
+        again = ctx.needs_input_grad[2]
+        count = gate.numel()
+        _swiglu_backward[(triton.cdiv(count, 2048),)](
+            dproduct, gate, up, dproduct, count, BLOCK=2048, AGAIN=again, num_warps=8
+        )  # the product takes the place of its own gradient
+        dweight = torch.mm(grad.reshape(-1, grad.shape[-1]).t(), dproduct.view(-1, gate.shape[-1])) if again else None
+        return gate.detach(), up.detach(), dweight
+
+
+def _product(gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty_like(gate)
+    _swiglu[(triton.cdiv(gate.numel(), 2048),)](gate, up, out, gate.numel(), BLOCK=2048, num_warps=8)
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return _product(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = (t.clone() for t in ctx.saved_tensors)
+        grad = grads[0].contiguous()
+        count = gate.numel()
+        _swiglu_backward[(triton.cdiv(count, 2048),)](
+            grad, gate, up, grad, count, BLOCK=2048, AGAIN=False, num_warps=8
+        )  # fmt: skip
+        return gate, up
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, differentiable."""
+    out: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    return out
+
+
+def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    """`(silu(gate) * up) @ weight.T`, differentiable; takes over gate and up, which must be fresh."""
+    out: Tensor = _SwiGLULinear.apply(gate.contiguous(), up.contiguous(), weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+# Log-probs and entropies
+
+
+@triton.jit
+def _row_statistics(logits, targets, logp, lse, entropy, inverse, V, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    line = logits + row * V
+    top = -1.0e30
+    norm = 0.0
+    mean = 0.0
+    for start in range(0, V, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < V
+        z = tl.load(line + column, mask=mask, other=0.0).to(tl.float32) * inverse
+        higher = tl.maximum(top, tl.max(tl.where(mask, z, -1.0e30), 0))
+        weight = tl.where(mask, tl.exp(z - higher), 0.0)
+        fade = tl.exp(top - higher)
+        norm = norm * fade + tl.sum(weight, 0)
+        mean = mean * fade + tl.sum(weight * z, 0)
+        top = higher
+    total = top + tl.log(norm)
+    chosen = tl.load(line + tl.load(targets + row)).to(tl.float32) * inverse
+    tl.store(lse + row, total)
+    tl.store(logp + row, chosen - total)
+    tl.store(entropy + row, total - mean / norm)
+
+
+def row_statistics(logits: Tensor, targets: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of the target, log-normaliser and entropy of each row of `[N, V]`."""
+    rows, vocabulary = logits.shape
+    assert logits.is_contiguous()
+    logp, lse, entropy = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
+    _row_statistics[(rows,)](
+        logits, targets, logp, lse, entropy, inverse_temperature, vocabulary, BLOCK=4096, num_warps=8
+    )  # fmt: skip
+    return logp, lse, entropy
+
+
+@triton.jit
+def _row_gradients(
+    logits, targets, lse, entropy, grad_logp, grad_entropy, inverse, V, BLOCK: tl.constexpr, ENTROPY: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < V
+    place = logits + row * V + column
+    z = tl.load(place, mask=mask, other=0.0).to(tl.float32) * inverse
+    log = z - tl.load(lse + row)
+    p = tl.exp(log)
+    hit = tl.where(column == tl.load(targets + row), 1.0, 0.0)
+    out = (hit - p) * tl.load(grad_logp + row)
+    if ENTROPY:
+        out -= p * (log + tl.load(entropy + row)) * tl.load(grad_entropy + row)
+    tl.store(place, (out * inverse).to(logits.dtype.element_ty), mask=mask)
+
+
+def row_gradients(
+    logits: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor, grad_logp: Tensor, grad_entropy: Tensor | None,
+    inverse_temperature: float,
+) -> Tensor:  # fmt: skip
+    """Overwrites the logits with their gradient and returns them."""
+    rows, vocabulary = logits.shape
+    assert logits.is_contiguous()
+    _row_gradients[(rows, triton.cdiv(vocabulary, 4096))](
+        logits, targets, lse, entropy, grad_logp, grad_logp if grad_entropy is None else grad_entropy,
+        inverse_temperature, vocabulary, BLOCK=4096, ENTROPY=grad_entropy is not None, num_warps=8,
+    )  # fmt: skip
+    return logits
