@@ -106,6 +106,8 @@ def main() -> None:
         with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profile:
             trainer.forward_backward(batch, objective)
             trainer.optim_step()
+        kernels = sum(row.self_device_time_total for row in profile.key_averages())
+        print(f"all kernels: {kernels / 1e3:.0f} ms")
         for row in sorted(profile.key_averages(), key=lambda r: -r.self_device_time_total)[:30]:
             total = row.self_device_time_total
             print(f"  {total / 1e3:9.2f} ms {row.count:6} × {total / row.count:9.1f} µs  {row.key[:100]}")

@@ -34,7 +34,7 @@ def _rms_norm(x, y, weight, total, out, eps, y_part, WIDTH: tl.constexpr, BLOCK:
     value = tl.load(x + row * WIDTH + column, mask=mask, other=0.0)
     if PARTS > 0:
         other = tl.zeros([BLOCK], tl.float32)
-        for part in range(PARTS):
+        for part in tl.static_range(PARTS):
             other += tl.load(y + part * y_part + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
         value = (value.to(tl.float32) + other.to(x.dtype.element_ty).to(tl.float32)).to(x.dtype.element_ty)
         tl.store(total + row * WIDTH + column, value, mask=mask)

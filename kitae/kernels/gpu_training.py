@@ -68,6 +68,59 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+# Rotary
+
+
+@triton.jit
+def _rotate(
+    x, out, cos, sin, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    kind = x.dtype.element_ty
+    head = tl.arange(0, HEADS)[:, None]
+    lane = tl.arange(0, HALF)[None, :]
+    mask = (head < H) & (lane < D // 2)
+    low = row * H * D + head * D + lane
+    a = tl.load(x + low, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x + low + D // 2, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * D + lane, mask=lane < D // 2, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * D + lane, mask=lane < D // 2, other=0.0).to(tl.float32)
+    if BACK:
+        s = -s
+    new_a = (a * c).to(kind).to(tl.float32) - (b * s).to(kind).to(tl.float32)
+    new_b = (b * c).to(kind).to(tl.float32) + (a * s).to(kind).to(tl.float32)
+    tl.store(out + low, new_a.to(kind), mask=mask)
+    tl.store(out + low + D // 2, new_b.to(kind), mask=mask)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    rows, heads, dim = x.shape
+    x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rotate[(rows,)](
+        x, out, cos, sin, H=heads, HEADS=triton.next_power_of_2(heads), D=dim, HALF=triton.next_power_of_2(dim // 2),
+        BACK=back,
+    )  # fmt: skip
+    return out
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, sin, back=True), None, None
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the heads of `[T, H, D]`; cos and sin `[T, D]`, whose halves are equal. Differentiable."""
+    out: Tensor = _Rotary.apply(x, cos.contiguous(), sin.contiguous())  # type: ignore[no-untyped-call]
+    return out
+
+
 # Gated MLP
 
 

@@ -51,10 +51,13 @@ class Optimizer:
 
         skip: the loss was not finite, so the gradient means nothing whatever it is.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.config.clip_norm).item()
+        grads = [m.grad for m in self.masters if m.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads).item()
         rate = learning_rate(self.config, self.updates, self.total_updates)
         finite = math.isfinite(norm) and not skip
         if finite:
+            if norm > self.config.clip_norm:
+                torch._foreach_mul_(grads, self.config.clip_norm / (norm + 1e-6))
             for group in self.adamw.param_groups:
                 group["lr"] = rate
             self.adamw.step()
