@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--rows", type=int, default=1, help="Micro-batches in one optimizer step.")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no-fuse", action="store_true")
     args = parser.parse_args()

@@ -280,3 +280,27 @@ def row_gradients(
         inverse_temperature, vocabulary, BLOCK=4096, ENTROPY=grad_entropy is not None, num_warps=8,
     )  # fmt: skip
     return logits
+
+
+# Gradients of bf16 parameters, added up in fp32
+
+
+@triton.jit
+def _accumulate(total, part, count, BLOCK: tl.constexpr, FIRST: tl.constexpr):
+    here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = here < count
+    value = tl.load(part + here, mask=mask, other=0.0).to(tl.float32)
+    if not FIRST:
+        value += tl.load(total + here, mask=mask, other=0.0)
+    tl.store(total + here, value, mask=mask)
+
+
+def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
+    """`total + part` in fp32, in place; without a total, a new one."""
+    first = total is None
+    part = part.contiguous()
+    if total is None:
+        total = torch.empty(part.shape, dtype=torch.float32, device=part.device)
+    assert total.is_contiguous()
+    _accumulate[(triton.cdiv(part.numel(), 4096),)](total, part, part.numel(), BLOCK=4096, FIRST=first, num_warps=8)
+    return total

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kitae.config import TrainingConfig
+from kitae.kernels import ops
 
 
 def learning_rate(config: TrainingConfig, update: int, total_updates: int) -> float:
@@ -93,9 +94,13 @@ class Optimizer:
 
 
 def _add_into(master: Tensor) -> Any:
+    accumulate = getattr(ops.training_kernels(master.device, master.dtype), "accumulate", None)
+
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        if master.grad is None:
+        if accumulate is not None:
+            master.grad = accumulate(master.grad, parameter.grad)
+        elif master.grad is None:
             master.grad = parameter.grad.float()
         else:
             master.grad += parameter.grad
