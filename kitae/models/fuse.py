@@ -44,12 +44,11 @@ def _fuse_mlp(module: Any, kernels: Any) -> bool:
         return False
 
     def forward(self: Any, x: Tensor) -> Any:
-        gate, up, down = self.gate_proj(x), self.up_proj(x), self.down_proj
-        # With an adapter these are other classes, and the outputs may be needed elsewhere.
-        plain = all(type(m) is nn.Linear for m in (self.gate_proj, self.up_proj, down))
-        if joint is not None and plain and down.bias is None:
-            return joint(gate, up, down.weight)
-        return down(kernels.swiglu(gate, up))
+        gate_up = self.gate_proj, self.up_proj
+        gate, up = _project(x, gate_up, kernels)
+        if joint is not None and _are_plain(*gate_up, self.down_proj) and self.down_proj.bias is None:
+            return joint(gate, up, self.down_proj.weight)
+        return self.down_proj(kernels.swiglu(gate, up))
 
     joint = getattr(kernels, "swiglu_linear", None)
     first: Any = module.gate_proj
@@ -84,7 +83,8 @@ def _fuse_attention(module: Any, kernels: Any) -> bool:
     ) -> tuple[Tensor, None]:
         assert attention_mask is None and past_key_values is None and hidden_states.shape[0] == 1
         x = hidden_states[0]
-        q, k, v = (p(x).view(len(x), -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+        projected = _project(x, (self.q_proj, self.k_proj, self.v_proj), kernels)
+        q, k, v = (y.view(len(x), -1, self.head_dim) for y in projected)
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = position_embeddings
@@ -105,6 +105,17 @@ def _fuse_attention(module: Any, kernels: Any) -> bool:
         except (RuntimeError, TypeError, AssertionError, KeyError, AttributeError):
             return False
     return _swap(module, fused, expected, got)
+
+
+def _project(x: Tensor, modules: tuple[Any, ...], kernels: Any) -> tuple[Tensor, ...]:
+    if hasattr(kernels, "linears") and _are_plain(*modules):
+        return kernels.linears(x, *modules)  # type: ignore[no-any-return]
+    return tuple(module(x) for module in modules)
+
+
+def _are_plain(*modules: Any) -> bool:
+    """Not so with an adapter: that is another class, and it may need its inputs and outputs elsewhere."""
+    return all(type(module) is nn.Linear for module in modules)
 
 
 def _swap_if_equal(module: Any, function: Any, weight: Tensor) -> bool:
