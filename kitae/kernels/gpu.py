@@ -6,6 +6,8 @@ where the Hugging Face module it stands for rounds, so that both agree to the la
 dimension, V vocabulary.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -312,7 +314,7 @@ def _combine(part, stats, out, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, *,
     scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    splits: int | None = None, block: int = 64, warps: int = 4, stages: int = 3,
+    splits: int | None = None, block: int = 64,
 ) -> Tensor:  # fmt: skip
     """One query per row over the pages of its sequence: q `[B, Hq, D]` (rows may be strided) → `[B, Hq, D]`.
 
@@ -329,17 +331,28 @@ def attend(
     if splits > 1:
         part = torch.empty(batch * heads * splits, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(batch * heads * splits, dtype=torch.float32, device=q.device)
-    width = triton.next_power_of_2(dim)
+    width = max(16, triton.next_power_of_2(dim))
+    block, stages = _fit(block, width * q.element_size(), q.device)
     _attend[(batch, kv_heads, splits)](
         q, keys, values, table, lengths, q if sinks is None else sinks, out, part, stats, scale, softcap or 0.0,
         window or 0, q.stride(0), table.stride(0),
-        HKV=kv_heads, G=group, ROWS=max(16, triton.next_power_of_2(group)), D=dim, WIDTH=max(16, width), PAGE=page_size,
+        HKV=kv_heads, G=group, ROWS=max(16, triton.next_power_of_2(group)), D=dim, WIDTH=width, PAGE=page_size,
         BLOCK=block, SPLITS=splits, SOFTCAP=softcap is not None, WINDOW=window is not None, SINKS=sinks is not None,
-        num_warps=warps, num_stages=stages,
+        num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _combine[(batch * heads,)](part, stats, out, D=dim, WIDTH=width, SPLITS=splits, num_warps=2)
     return out
+
+
+@functools.cache
+def _fit(block: int, row_bytes: int, device: torch.device) -> tuple[int, int]:
+    """Tokens in a block and blocks in flight, such that their keys and values fit into shared memory."""
+    if device.type != "cuda":
+        return block, 1
+    limit = 0.9 * getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 96 * 1024)
+    choices = [(block, 3), (block, 2), (block // 2, 2), (16, 2), (16, 1)]
+    return next((c for c in choices if 2 * c[0] * row_bytes * c[1] <= limit and c[0] >= 16), choices[-1])
 
 
 # Sampling: one pass over the logits, one uniform number per row
