@@ -176,7 +176,8 @@ def verifiers() -> str:
         meaning = _text((verifier.score.__doc__ or "").strip().splitlines()[0])
         late = {"wrong": "score 0", "error": "an error"}[verifier.on_timeout]
         rows.append((f"`{verifier.name}`", meaning, options, late))
-    rows.append(("`file.py:function`", "Your own; see [verifiers.md](verifiers.md).", "its keyword arguments", "an error"))
+    own = "Your own; see [verifiers.md](verifiers.md)."
+    rows.append(("`file.py:function`", own, "its keyword arguments", "an error"))
     table = _table(("`verifier.name`", "what", "`verifier.params`", "a timeout is"), rows)
     return f"## Verifiers (`verifier.name`)\n\n{table}"
 

@@ -220,7 +220,7 @@ class Objective:
         if self.entropy_coef:
             loss = loss - self.entropy_coef * (tokens.entropy_N * tokens.weight_N).sum()
         self._measure(measured, ratio_N, weights_N, meter)
-        meter.total("loss", loss.item())
+        meter.total("loss", loss.detach())
         return loss
 
     def _ratio(self, tokens: TokenBatch) -> Tensor:
@@ -252,33 +252,32 @@ class Objective:
             gated_N = self._gated(ratio_N, tokens)
             active_N = advantage_N != 0  # without an advantage there is nothing to gate
             stopped_N = active_N & (gated_N == 0) & (ratio_N > 0)
-            meter.mean("entropy", tokens.entropy_N.mean().item(), count)
-            meter.mean("ratio", ratio_N.mean().item(), count)
-            meter.max("ratio_max", ratio_N.max().item())
-            if active := int(active_N.sum()):
-                meter.mean("ratio_gated", gated_N[active_N].mean().item(), active)
-                meter.max("ratio_gated_max", gated_N[active_N].max().item())
-            meter.mean("clip_high", (stopped_N & (advantage_N > 0) & (ratio_N >= 1)).float().mean().item(), count)
-            meter.mean("clip_low", (stopped_N & (ratio_N < 1)).float().mean().item(), count)
-            meter.mean("clip_dual", (stopped_N & (advantage_N < 0) & (ratio_N >= 1)).float().mean().item(), count)
+            meter.mean("entropy", tokens.entropy_N.mean(), count)
+            meter.mean("ratio", ratio_N.mean(), count)
+            meter.max("ratio_max", ratio_N.max())
+            meter.part("ratio_gated", gated_N.where(active_N, gated_N.new_zeros(())).sum(), active_N.sum())
+            meter.max("ratio_gated_max", gated_N.where(active_N, gated_N.new_full((), -torch.inf)).max())
+            meter.mean("clip_high", (stopped_N & (advantage_N > 0) & (ratio_N >= 1)).float().mean(), count)
+            meter.mean("clip_low", (stopped_N & (ratio_N < 1)).float().mean(), count)
+            meter.mean("clip_dual", (stopped_N & (advantage_N < 0) & (ratio_N >= 1)).float().mean(), count)
             gap_N = (tokens.logp_old_N - tokens.behaviour_N).abs()  # 0 where the engine gave no log-prob
             mismatch_N = tokens.log_mismatch_N.exp()
-            meter.mean("logp_missing", (~tokens.logp_mu_N.isfinite()).float().mean().item(), count)
-            meter.mean("logp_gap", gap_N.mean().item(), count)
-            meter.max("logp_gap_max", gap_N.max().item())
-            meter.mean("mismatch_k3", (mismatch_N - 1 - mismatch_N.log()).mean().item(), count)
-            meter.mean("mismatch", mismatch_N.mean().item(), count)
-            meter.max("mismatch_max", mismatch_N.max().item())
-            meter.sample_size("ess", mismatch_N.sum().item(), (mismatch_N**2).sum().item(), count)
-            meter.mean("correction", weights_N.mean().item(), count)
-            meter.max("correction_max", weights_N.max().item())
-            meter.sample_size("ess_corrected", weights_N.sum().item(), (weights_N**2).sum().item(), count)
-            meter.mean("correction_changed", (weights_N != mismatch_N).float().mean().item(), count)
+            meter.mean("logp_missing", (~tokens.logp_mu_N.isfinite()).float().mean(), count)
+            meter.mean("logp_gap", gap_N.mean(), count)
+            meter.max("logp_gap_max", gap_N.max())
+            meter.mean("mismatch_k3", (mismatch_N - 1 - mismatch_N.log()).mean(), count)
+            meter.mean("mismatch", mismatch_N.mean(), count)
+            meter.max("mismatch_max", mismatch_N.max())
+            meter.sample_size("ess", mismatch_N.sum(), (mismatch_N**2).sum(), count)
+            meter.mean("correction", weights_N.mean(), count)
+            meter.max("correction_max", weights_N.max())
+            meter.sample_size("ess_corrected", weights_N.sum(), (weights_N**2).sum(), count)
+            meter.mean("correction_changed", (weights_N != mismatch_N).float().mean(), count)
             if tokens.logp_ref_N is not None:
                 d_N = tokens.logp_old_N - tokens.logp_ref_N  # of the policy that the samples are from
-                meter.mean("kl_k1", d_N.mean().item(), count)
-                meter.mean("kl_k3", ((-d_N.clamp(-LIMIT, LIMIT)).exp() - 1 + d_N).mean().item(), count)
-                meter.mean("kl_per_response", d_N.sum().item() / tokens.sequences, tokens.sequences)
+                meter.mean("kl_k1", d_N.mean(), count)
+                meter.mean("kl_k3", ((-d_N.clamp(-LIMIT, LIMIT)).exp() - 1 + d_N).mean(), count)
+                meter.mean("kl_per_response", d_N.sum() / tokens.sequences, tokens.sequences)
 
     # From step to step.
 

@@ -1,6 +1,12 @@
-"""Tensor-level doors to the compiled CPU kernels. Callers check `available` first and have a plain-torch twin."""
+"""Tensor-level doors to the compiled CPU kernels. Callers check `available` first and have a plain-torch twin.
+
+`training_kernels` gives the module with the doors of the training step for a device: this one, or its twin for GPUs.
+"""
 
 import ctypes
+import importlib
+import importlib.util
+import sys
 from ctypes import c_float, c_int64, c_void_p
 from typing import Any
 
@@ -15,6 +21,13 @@ _HEAD_DIMS = {0, 16, 32, 64, 80, 96, 128, 256}  # what decode_attention is compi
 
 def available(tensor_device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> bool:
     return tensor_device.type == "cpu" and dtype in _SUFFIX and head_dim in _HEAD_DIMS and cpu_library() is not None
+
+
+def training_kernels(device: torch.device, dtype: torch.dtype) -> Any | None:
+    """A module with `rms_norm`, `swiglu`, `row_statistics` and `row_gradients`; None: use plain torch."""
+    if device.type == "cuda" and dtype in _SUFFIX and importlib.util.find_spec("triton") is not None:
+        return importlib.import_module("kitae.kernels.gpu_training")
+    return sys.modules[__name__] if available(device, dtype) else None
 
 
 def decode_attention(

@@ -1,4 +1,4 @@
-"""Run the slow small modules of a model (norms, gated MLPs) through one compiled kernel each, where that is exact.
+"""Run the slow small modules of a model through compiled kernels, where that is exact: norms, gated MLPs, rotary.
 
 A module is replaced only after its own forward pass and the fused one agreed on a probe, so an unknown variant (a
 norm that adds 1 to its weight, say) simply stays as it is. Parameters, names and saved models do not change.
@@ -11,28 +11,32 @@ import torch
 from torch import Tensor, nn
 
 from kitae.kernels import ops
+from kitae.models.attention import masked_attention
 
 
 def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
     """Replace what can be replaced; returns how many modules were."""
-    if not ops.available(device, dtype):
+    kernels = ops.training_kernels(device, dtype)
+    if kernels is None:
         return 0
-    return sum(_fuse_norm(m) or _fuse_mlp(m) for m in model.modules())
+    return sum(
+        _fuse_norm(m, kernels) or _fuse_mlp(m, kernels) or _fuse_attention(m, kernels) for m in model.modules()
+    )
 
 
-def _fuse_norm(module: Any) -> bool:
+def _fuse_norm(module: Any, kernels: Any) -> bool:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float) or weight is None:
         return False
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        return ops.rms_norm(hidden_states, self.weight, eps)
+        return kernels.rms_norm(hidden_states, self.weight, eps)  # type: ignore[no-any-return]
 
-    return _swap_if_equal(module, forward, int(weight.shape[0]), weight.dtype)
+    return _swap_if_equal(module, forward, weight)
 
 
-def _fuse_mlp(module: Any) -> bool:
+def _fuse_mlp(module: Any, kernels: Any) -> bool:
     parts = ("gate_proj", "up_proj", "down_proj", "act_fn")
     if not all(hasattr(module, part) for part in parts) or not isinstance(module.gate_proj, nn.Module):
         return False
@@ -40,22 +44,101 @@ def _fuse_mlp(module: Any) -> bool:
         return False
 
     def forward(self: Any, x: Tensor) -> Any:
-        return self.down_proj(ops.swiglu(self.gate_proj(x), self.up_proj(x)))
+        gate_up = self.gate_proj, self.up_proj
+        gate, up = _project(x, gate_up, kernels)
+        if joint is not None and _are_plain(*gate_up, self.down_proj) and self.down_proj.bias is None:
+            return joint(gate, up, self.down_proj.weight)
+        return self.down_proj(kernels.swiglu(gate, up))
 
+    joint = getattr(kernels, "swiglu_linear", None)
     first: Any = module.gate_proj
-    return _swap_if_equal(module, forward, int(first.in_features), first.weight.dtype)
+    return _swap_if_equal(module, forward, first.weight)
 
 
-def _swap_if_equal(module: Any, function: Any, width: int, dtype: torch.dtype) -> bool:
+def _fuse_attention(module: Any, kernels: Any) -> bool:
+    """Projections, rotary in one kernel, and the context: what the attention modules of the Llama family do."""
+    children = {name for name, _ in module.named_children()} - {"q_norm", "k_norm"}
+    if children != {"q_proj", "k_proj", "v_proj", "o_proj"} or not hasattr(kernels, "rotary"):
+        return False
+    weight = module.q_proj.weight
+    probe = _probe(weight)
+    angles = torch.linspace(0, 9, 2 * module.head_dim // 2, device=weight.device).view(1, 2, -1).repeat(1, 1, 2)
+    turn = angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)
+    seen: dict[str, Any] = {}
+
+    class Recorder:
+        """Both tokens see both; remembers what the layer asked for."""
+
+        def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+            seen.update(settings, layer=layer)
+            return masked_attention(q, k, v, None, scale=settings["scale"], softcap=None, sinks=None)
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None = None,
+        past_key_values: None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        assert attention_mask is None and past_key_values is None and hidden_states.shape[0] == 1
+        x = hidden_states[0]
+        projected = _project(x, (self.q_proj, self.k_proj, self.v_proj), kernels)
+        q, k, v = (y.view(len(x), -1, self.head_dim) for y in projected)
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
+        cos, sin = position_embeddings
+        q, k = kernels.rotary(q, cos[0], sin[0]), kernels.rotary(k, cos[0], sin[0])
+        out = kwargs["kitae"].attend(
+            seen["layer"], q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1),
+            scale=seen["scale"], window=seen["window"], softcap=seen["softcap"], sinks=None,
+        )  # fmt: skip
+        return self.o_proj(out.reshape(len(x), -1))[None], None
+
+    fused = MethodType(forward, module)
+    with torch.inference_mode():
+        try:
+            expected = module(probe, position_embeddings=turn, attention_mask=None, kitae=Recorder())[0]
+            if seen.get("sinks") is not None:
+                return False
+            got = fused(probe, turn, kitae=Recorder())[0]
+        except (RuntimeError, TypeError, AssertionError, KeyError, AttributeError):
+            return False
+    return _swap(module, fused, expected, got)
+
+
+def _project(x: Tensor, modules: tuple[Any, ...], kernels: Any) -> tuple[Tensor, ...]:
+    if hasattr(kernels, "linears") and _are_plain(*modules):
+        return kernels.linears(x, *modules)  # type: ignore[no-any-return]
+    return tuple(module(x) for module in modules)
+
+
+def _are_plain(*modules: Any) -> bool:
+    """Not so with an adapter: that is another class, and it may need its inputs and outputs elsewhere."""
+    return all(type(module) is nn.Linear for module in modules)
+
+
+def _swap_if_equal(module: Any, function: Any, weight: Tensor) -> bool:
     fused = MethodType(function, module)  # bound, so that a deep copy of the model uses its own weights
-    probe = torch.linspace(-3, 3, 2 * width, dtype=torch.float32).sin().view(1, 2, width).to(dtype)
+    probe = _probe(weight)
     with torch.inference_mode():
         try:
             expected, got = module(probe), fused(probe)
         except (RuntimeError, TypeError, AssertionError):
             return False
-        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-        if not torch.allclose(expected.float(), got.float(), rtol=tolerance, atol=tolerance):
-            return False
+    return _swap(module, fused, expected, got)
+
+
+def _swap(module: Any, fused: Any, expected: Tensor, got: Tensor) -> bool:
+    tolerance = 1e-5 if expected.dtype == torch.float32 else 2e-2
+    if not torch.allclose(expected.float(), got.float(), rtol=tolerance, atol=tolerance):
+        return False
     module.forward = fused
     return True
+
+
+def _probe(weight: Tensor) -> Tensor:
+    """Two tokens for a module with this weight."""
+    width = weight.shape[-1]
+    wave = torch.linspace(-3, 3, 2 * width, dtype=torch.float32).sin()
+    return wave.view(1, 2, width).to(weight.device, weight.dtype)

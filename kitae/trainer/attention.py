@@ -1,13 +1,16 @@
 """Attention of packed training rows: each span sees its prefix and, causally, itself."""
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kitae.data.packing import Span
-from kitae.kernels import ops
+from kitae.kernels import flash, ops
 from kitae.models.attention import causal_mask, masked_attention
 
 _MAX_SCORES = 32 * 2**20  # scores held at a time, over all heads of a block
@@ -26,12 +29,23 @@ class PackedAttention:
 
     def __init__(self, spans: Sequence[Span], device: torch.device, heads: int, *, fused: bool = True) -> None:
         self.fused = fused
-        self.blocks = _group_by_shape(spans, device, heads)
+        self._spans, self._device, self._heads = spans, device, heads
+
+    @functools.cached_property
+    def blocks(self) -> list[Block]:
+        return _group_by_shape(self._spans, self._device, self._heads)
+
+    @functools.cached_property
+    def layout(self) -> "_Layout":
+        return _Layout.of(self._spans, self._device)
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        if self.fused and softcap is None and sinks is None and flash.available(q):
+            k, v = self.layout.keys(k.transpose(0, 1)), self.layout.keys(v.transpose(0, 1))
+            return flash.attend(q.transpose(0, 1), k, v, self.layout.bounds, scale=scale, window=window)
         if self.fused and softcap is None and sinks is None:
             out: Tensor = _Attention.apply(q, k, v, self.blocks, scale, window)  # type: ignore[no-untyped-call]
             return out
@@ -44,6 +58,48 @@ class PackedAttention:
                 )
                 out = out.index_copy(0, rows, mixed)
         return out
+
+
+class _Layout(NamedTuple):
+    """How flash attention sees the row: where spans begin, and the rows of their keys, prefix first."""
+
+    bounds: flash.Bounds
+    rows: Tensor | None  # None: every span sees itself only
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], device: torch.device) -> "_Layout":
+        starts = [0, *itertools.accumulate(s.length for s in spans)]
+        assert starts[:-1] == [s.start for s in spans], "spans must cover the row in order"
+        lengths = [s.length for s in spans]
+        bounds = flash.Bounds.of(lengths, [s.prefix_length + s.length for s in spans], device)
+        if not any(s.prefix_length for s in spans):
+            return cls(bounds, None)
+        pieces = [p for s in spans for p in ((s.prefix_start, s.prefix_length), (s.start, s.length))]
+        rows = np.concatenate([np.arange(start, start + length) for start, length in pieces])
+        return cls(bounds, torch.from_numpy(rows).to(device))
+
+    def keys(self, x: Tensor) -> Tensor:
+        """`[T, Hkv, D]` → `[S, Hkv, D]`."""
+        if self.rows is None:
+            return x
+        picked: Tensor = _Gather.apply(x, self.rows)  # type: ignore[no-untyped-call]
+        return picked
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of x. The gradients of a row that was taken several times are added in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = x.shape
+        return x[rows]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        total = torch.zeros(ctx.shape, dtype=torch.float32, device=rows.device)
+        return total.index_add_(0, rows, grads[0].float()).to(grads[0].dtype), None
 
 
 def _group_by_shape(spans: Sequence[Span], device: torch.device, heads: int) -> list[Block]:

@@ -66,13 +66,13 @@ class Critic:
                 (loss_N.sum() / total).backward()  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 count = len(value_N)
-                meter.mean("value_loss", loss_N.mean().item(), count)
-                meter.mean("value", value_N.mean().item(), count)
-                meter.mean("return", micro.return_N.mean().item(), count)
-                meter.mean("value_error", (value_N - micro.return_N).abs().mean().item(), count)
+                meter.mean("value_loss", loss_N.mean(), count)
+                meter.mean("value", value_N.mean(), count)
+                meter.mean("return", micro.return_N.mean(), count)
+                meter.mean("value_error", (value_N - micro.return_N).abs().mean(), count)
                 if self.clip:
                     moved_N = (value_N - micro.value_N).abs() > self.clip
-                    meter.mean("value_clipped", moved_N.float().mean().item(), count)
+                    meter.mean("value_clipped", moved_N.float().mean(), count)
         return meter.result()
 
     def optim_step(self) -> dict[str, float]:

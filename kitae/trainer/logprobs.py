@@ -101,8 +101,10 @@ def _row_statistics(
     logits: Tensor, targets: Tensor, transform: HeadTransform, inverse_temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob of the target, log of the normaliser and entropy of each row."""
-    if transform == HeadTransform() and ops.available(logits.device, logits.dtype):
-        return ops.row_statistics(logits, targets, inverse_temperature)
+    kernels = ops.training_kernels(logits.device, logits.dtype)
+    if transform == HeadTransform() and kernels is not None:
+        statistics: tuple[Tensor, Tensor, Tensor] = kernels.row_statistics(logits, targets, inverse_temperature)
+        return statistics
     scaled = transform(logits.float()).mul_(inverse_temperature)
     lse = torch.logsumexp(scaled, -1)
     logp = scaled.gather(1, targets[:, None])[:, 0] - lse
@@ -124,8 +126,12 @@ def _row_gradients(
 
     d logp / d z_j = [j = target] - p_j and d H / d z_j = -p_j (log p_j + H), with z the logits over temperature.
     """
-    if transform == HeadTransform() and ops.available(logits.device, logits.dtype):
-        return ops.row_gradients(logits, targets, lse, entropy, grad_logp, grad_entropy, inverse_temperature)
+    kernels = ops.training_kernels(logits.device, logits.dtype)
+    if transform == HeadTransform() and kernels is not None:
+        dlogits: Tensor = kernels.row_gradients(
+            logits, targets, lse, entropy, grad_logp, grad_entropy, inverse_temperature
+        )
+        return dlogits
     transformed = transform(logits.float())
     logp = transformed * inverse_temperature - lse[:, None]
     probs = logp.exp()

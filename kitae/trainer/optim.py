@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kitae.config import TrainingConfig
+from kitae.kernels import ops
 
 
 def learning_rate(config: TrainingConfig, update: int, total_updates: int) -> float:
@@ -51,17 +52,20 @@ class Optimizer:
 
         skip: the loss was not finite, so the gradient means nothing whatever it is.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.masters, self.config.clip_norm).item()
+        grads = [m.grad for m in self.masters if m.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads).item()
         rate = learning_rate(self.config, self.updates, self.total_updates)
         finite = math.isfinite(norm) and not skip
         if finite:
+            if norm > self.config.clip_norm:
+                torch._foreach_mul_(grads, self.config.clip_norm / (norm + 1e-6))
             for group in self.adamw.param_groups:
                 group["lr"] = rate
             self.adamw.step()
             with torch.no_grad():
-                for parameter, master in zip(self.parameters, self.masters, strict=True):
-                    if master is not parameter:
-                        parameter.copy_(master)
+                pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
+                if pairs:
+                    torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
         self.adamw.zero_grad(set_to_none=True)
         self.updates += 1
         return {"grad_norm": norm, "lr": rate, "skipped_updates": float(not finite)}
@@ -90,9 +94,13 @@ class Optimizer:
 
 
 def _add_into(master: Tensor) -> Any:
+    accumulate = getattr(ops.training_kernels(master.device, master.dtype), "accumulate", None)
+
     def hook(parameter: Tensor) -> None:
         assert parameter.grad is not None
-        if master.grad is None:
+        if accumulate is not None:
+            master.grad = accumulate(master.grad, parameter.grad)
+        elif master.grad is None:
             master.grad = parameter.grad.float()
         else:
             master.grad += parameter.grad

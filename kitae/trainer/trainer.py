@@ -4,7 +4,6 @@ Contract: `forward_backward` adds the gradients of a batch, `optim_step` applies
 does not depend on how it is cut into micro-batches, because every loss token carries its weight.
 """
 
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +43,7 @@ class Trainer:
         self.policy = policy
         self.config = config
         self.temperature = temperature
-        self._finite = True  # all losses since the last update
+        self._finite: list[Tensor] = []  # whether the losses since the last update are
         self.entropy_grad = entropy_grad
         self.optimizer = Optimizer(
             policy.model.named_parameters(), config, (config.steps - idle_steps) * config.minibatches * config.epochs
@@ -84,14 +83,14 @@ class Trainer:
                     lag_N=version - micro.version_N,
                 )
                 loss = objective.loss(tokens, meter)
-                self._finite &= math.isfinite(loss.item())
+                self._finite.append(loss.detach().isfinite())
                 loss.backward()  # type: ignore[no-untyped-call]
                 row_tokens += len(micro.tokens_T)
-        seconds = time.perf_counter() - began
-        return {**meter.result(), "train_seconds": seconds, "train_tokens": float(row_tokens)}
+        metrics = meter.result()  # waits for the device
+        return {**metrics, "train_seconds": time.perf_counter() - began, "train_tokens": float(row_tokens)}
 
     def optim_step(self) -> dict[str, float]:
-        finite, self._finite = self._finite, True
+        finite, self._finite = all(bool(f) for f in self._finite), []
         return self.optimizer.step(skip=not finite)
 
     def export_weights(self) -> dict[str, Tensor]:

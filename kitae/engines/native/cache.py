@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
 
 from kitae.errors import EngineError
 from kitae.models.policy import Policy
@@ -42,7 +41,10 @@ class PagePool:
 
 
 class KVCache:
-    """Keys and values of all layers: per layer `[pages, kv_heads, page_size, head_dim]`, in the policy's dtype."""
+    """Keys and values of all layers: per layer `[pages + 1, kv_heads, page_size, head_dim]`, in the policy's dtype.
+
+    The pool never hands out the page after the last: rows of a batch that hold no sequence write there.
+    """
 
     def __init__(self, policy: Policy, memory_gb: float, page_size: int) -> None:
         element = torch.empty((), dtype=policy.dtype).element_size()
@@ -53,15 +55,12 @@ class KVCache:
                 f"engine.memory_gb must hold at least two pages of {page_bytes / 2**20:.1f} MiB, got {memory_gb:g} GB"
             )
         self.page_size = page_size
-        shape = (self.pages, policy.kv_heads, page_size, policy.head_dim)
-
-        def allocate() -> list[Tensor]:
-            return [torch.empty(shape, dtype=policy.dtype, device=policy.device) for _ in range(policy.layers)]
-
-        self.keys, self.values = allocate(), allocate()
+        shape = (2, policy.layers, self.pages + 1, policy.kv_heads, page_size, policy.head_dim)
+        self._all = torch.empty(shape, dtype=policy.dtype, device=policy.device)
+        self.keys, self.values = list(self._all[0]), list(self._all[1])
 
     def copy_pages(self, source: list[int], target: list[int]) -> None:
         """Copy whole pages in every layer: how a sample gets its own half-filled last page of a shared prompt."""
         if source:
-            for tensor in (*self.keys, *self.values):
-                tensor[target] = tensor[source]
+            device = self._all.device
+            self._all[:, :, torch.tensor(target, device=device)] = self._all[:, :, torch.tensor(source, device=device)]

@@ -2,12 +2,16 @@
 
 Commands (new requests, aborts, weight updates, pause) are taken between two steps, so they work while sequences are
 in flight. The engine uses the trainer's own modules: a weight update in the same process is a new version number.
+
+On a GPU the next step is launched before the results of the last one are read. The device alone knows by then which
+sequences have ended; it leaves their rows idle. Before a command, a prefill or a preemption, all results are read.
 """
 
 import asyncio
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -16,7 +20,7 @@ import torch
 from kitae.config import EngineConfig
 from kitae.engines.base import Completion, EngineStats, Request, WeightUpdate
 from kitae.engines.native.cache import KVCache, PagePool
-from kitae.engines.native.runner import Runner
+from kitae.engines.native.runner import Result, make_runner
 from kitae.engines.native.scheduler import Scheduler
 from kitae.engines.native.sequence import Sequence
 from kitae.errors import EngineError, RequestError
@@ -24,8 +28,6 @@ from kitae.models.policy import Policy
 from kitae.types import FinishReason
 
 T = TypeVar("T")
-
-_LINGER = 0.02  # seconds
 
 
 class NativeEngine:
@@ -38,7 +40,8 @@ class NativeEngine:
         self.scheduler = Scheduler(
             PagePool(self.cache.pages), config.page_size, config.max_batch, config.prefill_tokens
         )
-        self.runner = Runner(policy, self.cache, config.fast)
+        self.runner = make_runner(policy, self.cache, config)
+        self._launched: deque[tuple[list[Sequence], int, Result]] = deque()  # with the version that samples
         self.generated = 0
         self.busy = 0.0
         self._sequences: dict[str, Sequence] = {}
@@ -165,9 +168,10 @@ class NativeEngine:
         while True:
             nothing_to_do = not self._closed and (self._paused or self.scheduler.idle)
             try:
-                command = self._commands.get(nothing_to_do or lingers, None if nothing_to_do else _LINGER)
+                command = self._commands.get(nothing_to_do or lingers, None if nothing_to_do else self.runner.linger)
             except queue.Empty:
                 return
+            self._collect(0)
             command()
 
     def _step(self) -> None:
@@ -175,22 +179,30 @@ class NativeEngine:
         began = time.perf_counter()
         admission = self.scheduler.admit()
         if admission.any:
-            sequences = admission.fresh
-            tokens, logprobs = self.runner.prefill(admission)
+            self._collect(0)
+            self._launched.append((admission.fresh, self.version, self.runner.prefill(admission)))
+            self._collect(0)
         else:
-            self.scheduler.grow()
-            sequences = list(self.scheduler.running)
-            if not sequences:
-                return
-            tokens, logprobs = self.runner.decode(sequences)
-        for sequence, token, logprob in zip(sequences, tokens, logprobs, strict=True):
-            self._append(sequence, token, logprob)
+            if not self.scheduler.grow(len(self._launched) + 1, preempt=False):
+                self._collect(0)
+                self.scheduler.grow()
+            if sequences := list(self.scheduler.running):
+                self._launched.append((sequences, self.version, self.runner.decode(sequences)))
+            self._collect(self.runner.ahead)
         self.busy += time.perf_counter() - began
 
-    def _append(self, sequence: Sequence, token: int, logprob: float) -> None:
+    def _collect(self, left: int) -> None:
+        """Read the results of all launched steps but the last `left`. Rows of ended sequences hold no token."""
+        while len(self._launched) > left:
+            sequences, version, result = self._launched.popleft()
+            for sequence, token, logprob in zip(sequences, *result(), strict=True):
+                if token >= 0:
+                    self._append(sequence, token, logprob, version)
+
+    def _append(self, sequence: Sequence, token: int, logprob: float, version: int) -> None:
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
-        sequence.versions.append(self.version)
+        sequence.versions.append(version)
         self.generated += 1
         sampling = sequence.request.sampling
         if token in sampling.stop_tokens or (sampling.stop_strings and self._ends_in_stop_string(sequence)):
@@ -245,6 +257,7 @@ class NativeEngine:
                     raise EngineError(f"weight update {update.version} names an unknown parameter {name!r}")
                 parameters[name].data.copy_(tensor)
         self.version = update.version
+        self.runner.weights_changed()
         self.scheduler.forget_prefixes()
         if update.recompute:
             self.scheduler.preempt_all()

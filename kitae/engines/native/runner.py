@@ -1,9 +1,13 @@
 """Turn the scheduler's plan into tensors, run the policy's modules, and sample."""
 
+import importlib.util
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from kitae.config import EngineConfig
 from kitae.engines.native import sampler
 from kitae.engines.native.attention import DecodeAttention, PrefillAttention, Span
 from kitae.engines.native.cache import KVCache
@@ -13,20 +17,39 @@ from kitae.errors import EngineError
 from kitae.kernels import ops
 from kitae.models.policy import Policy
 
+Result = Callable[[], tuple[list[int], list[float]]]  # waits; the token is -1 for a sequence that had ended
+
+
+def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> "Runner":
+    """Kernels and graphs on a GPU with Triton, else the policy's modules one by one."""
+    if config.fast and policy.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from kitae.engines.native.cuda import CudaRunner
+
+        return CudaRunner(policy, cache, config.max_batch)
+    return Runner(policy, cache, config.fast)
+
 
 class Runner:
+    """The reference: every step runs the policy's modules and is done when it returns."""
+
+    ahead = 0  # steps that may be launched before the results of an earlier one are read
+    linger = 0.02  # seconds that an idle engine waits for more requests
+
     def __init__(self, policy: Policy, cache: KVCache, fast: bool) -> None:
         self.policy = policy
         self.cache = cache
         self.device = policy.device
         self.fast = fast and ops.available(policy.device, policy.dtype, policy.head_dim)
 
-    def prefill(self, admission: Admission) -> tuple[list[int], list[float]]:
+    def weights_changed(self) -> None:
+        """Called after every weight update."""
+
+    def prefill(self, admission: Admission) -> Result:
         """Compute new prompts and preempted tails, and sample the first token of every fresh sequence."""
         self._compute_prompts(admission)
         self.cache.copy_pages([a for a, _ in admission.copies], [b for _, b in admission.copies])
         if not admission.fresh:
-            return [], []
+            return lambda: ([], [])
         prefixes = list(dict.fromkeys(s.prefix for s in admission.fresh))
         row_of = {id(prefix): row for row, prefix in enumerate(prefixes)}
         logits = self.policy.logits(torch.stack([p.hidden for p in prefixes if p and p.hidden is not None]))
@@ -42,7 +65,7 @@ class Runner:
 
         def add(sequence_tokens: tuple[int, ...], start: int, pages: list[int]) -> None:
             end = len(sequence_tokens)
-            spans.append(Span(len(tokens), end - start, start, torch.tensor(pages, device=self.device)))
+            spans.append(Span(len(tokens), end - start, start, pages))
             tokens.extend(sequence_tokens[start:])
             positions.extend(range(start, end))
             pages_of_T.extend(pages[t // page_size] for t in range(start, end))
@@ -60,11 +83,14 @@ class Runner:
         context = PrefillAttention(
             self.cache, spans, torch.tensor(pages_of_T, device=self.device), positions_T % page_size
         )
-        hidden = self.policy.hidden(torch.tensor(tokens, device=self.device), positions_T, context)
+        hidden = self._prompt_states(torch.tensor(tokens, device=self.device), positions_T, context)
         for prefix, span in zip(admission.prefixes, spans, strict=False):
             prefix.hidden = hidden[span.row + span.length - 1].clone()
 
-    def decode(self, running: list[Sequence]) -> tuple[list[int], list[float]]:
+    def _prompt_states(self, tokens_T: Tensor, positions_T: Tensor, context: PrefillAttention) -> Tensor:
+        return self.policy.hidden(tokens_T, positions_T, context)
+
+    def decode(self, running: list[Sequence]) -> Result:
         """One token for every running sequence."""
         lengths = np.array([s.cached + 1 for s in running], dtype=np.int32)
         table = np.zeros((len(running), max(len(s.pages) for s in running)), dtype=np.int32)
@@ -76,9 +102,14 @@ class Runner:
         hidden = self.policy.hidden(last, lengths_B.long() - 1, context)
         return self._sample(self.policy.logits(hidden), running)
 
-    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> tuple[list[int], list[float]]:
+    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> Result:
         uniform = sampler.uniforms([s.seed for s in sequences], [len(s.tokens) for s in sequences])
         tokens, logprobs = sampler.sample(logits, [s.request.sampling for s in sequences], uniform, fast=self.fast)
-        if not torch.isfinite(logprobs).all():
-            raise EngineError("the model's logits are not finite (NaN or infinity): the weights are broken")
-        return tokens.tolist(), logprobs.tolist()
+        require_finite(bool(torch.isfinite(logprobs).all()))
+        done = tokens.tolist(), logprobs.tolist()
+        return lambda: done
+
+
+def require_finite(finite: bool) -> None:
+    if not finite:
+        raise EngineError("the model's logits are not finite (NaN or infinity): the weights are broken")

@@ -104,17 +104,24 @@ class Scheduler:
                 admission.copies.append((prefix.pages[shared], sequence.pages[shared]))
         return True
 
-    def grow(self) -> None:
-        """Give every running sequence a page for its next token, preempting the youngest ones if there are too few."""
+    def grow(self, ahead: int = 1, *, preempt: bool = True) -> bool:
+        """Give every running sequence pages for its next `ahead` tokens.
+
+        When there are too few, the youngest ones are preempted; with `preempt` off, nobody is, and the answer is False.
+        """
         position = 0
         while position < len(self.running):
             sequence = self.running[position]
-            if len(sequence.pages) >= self._pages(sequence.cached + 1):
+            wanted = min(sequence.cached + ahead, sequence.capacity)
+            if len(sequence.pages) * self.page_size >= wanted:
                 position += 1
             elif self.pool.free:
                 sequence.pages += self.pool.take(1)
+            elif not preempt:
+                return False
             elif not self._drop_unused_prefixes() and not self._preempt_youngest():
                 self._fail(sequence)
+        return True
 
     def preempt_all(self) -> None:
         """All running sequences give their pages back and are computed again: the weights have changed."""

@@ -54,5 +54,10 @@ class Sequence:
         """Tokens whose keys and values are, or must be, in the pages before the next decoding step."""
         return self.prompt_length + max(0, len(self.tokens) - 1)
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that are ever in the pages: the last one generated never is."""
+        return self.prompt_length + self.limit - 1
+
     def completion(self, finish: FinishReason) -> Completion:
         return Completion(self.request.id, tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), finish)

@@ -346,7 +346,8 @@ def test_closing_ends_what_is_in_flight(tiny_policy: TinyPolicy) -> None:
     async def run() -> None:
         engine = NativeEngine(tiny_policy(), EngineConfig(memory_gb=0.01))
         task = asyncio.create_task(engine.generate(Request("r", (5, 6), SamplingParams(max_tokens=400), 0)))
-        await asyncio.sleep(0.05)
+        while not engine.stats().generated_tokens:
+            await asyncio.sleep(0)
         await engine.close()
         with pytest.raises(EngineError, match="closed"):
             await task

@@ -39,3 +39,25 @@ def test_any_cut_into_parts_gives_the_same_numbers(parts: list[list[float]]) -> 
     assert found["mean"] == pytest.approx(sum(values) / len(values), abs=1e-3)
     assert found["total"] == pytest.approx(sum(values), abs=1e-3)
     assert found["max"] == max(values)
+
+
+def test_tensors_are_fetched_at_the_end() -> None:
+    import torch
+
+    def one(value: float) -> torch.Tensor:
+        return torch.tensor(value)
+
+    meter = Meter()
+    meter.mean("entropy", one(1.0), 1)
+    meter.mean("entropy", 4.0, torch.tensor(2))
+    meter.part("gated", one(6.0), torch.tensor(3))
+    meter.part("none", one(0.0), torch.tensor(0))
+    meter.max("gap", one(-3.0))
+    meter.max("gap", one(float("-inf")))
+    meter.max("nothing", one(float("-inf")))
+    meter.max("broken", one(float("nan")))
+    meter.max("broken", 1.0)
+    meter.sample_size("ess", one(2.0), one(2.0), 2)
+    found = meter.result()
+    assert str(found.pop("broken")) == "nan"
+    assert found == {"entropy": 3.0, "gated": 2.0, "gap": -3.0, "ess": 1.0}

@@ -1,0 +1,129 @@
+"""Rollout speed of the native engine on one GPU, against what the hardware allows.
+
+    python benchmarks/gpu_rollouts.py [--plain] [--profile] [--repeats 2]
+
+A model of the shape of Qwen2.5-1.5B in bfloat16 with random weights: speed does not depend on their values. Sampling at
+temperature 1, with the log-prob of every token. Workloads: `group`, 64 prompts of 128 tokens × 8 samples × 512 tokens;
+`ragged`, the same prompts with log-normal response lengths from 16 to 2,048; `one`, a single sequence of 256 tokens.
+
+The floor is the time in which one step's matrix products can run at 774 TFLOP/s or their weights be read at 4.2 TB/s,
+whichever takes longer, plus the time to read keys and values: measured rates of an H200, see docs/performance.md.
+"""
+
+import argparse
+import asyncio
+import random
+import time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from kitae.config import EngineConfig
+from kitae.engines.base import Request, SamplingParams
+from kitae.engines.native.engine import NativeEngine
+from kitae.models import attention
+from kitae.models.policy import Policy
+
+FLOPS, BYTES = 774e12, 4.2e12  # per second
+
+
+def qwen_policy(device: str = "cuda") -> Policy:
+    config = Qwen2Config(
+        vocab_size=151936, hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+        intermediate_size=8960, max_position_embeddings=32768, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    attention.register()
+    with torch.device(device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention.NAME)
+    return Policy(model.eval(), None, "qwen2.5-1.5b shape")
+
+
+Workload = list[tuple[int, tuple[int, ...], int]]  # prompt number, prompt, tokens wanted
+
+
+def workloads() -> dict[str, Workload]:
+    rng = random.Random(0)
+    prompts = [tuple(rng.randrange(1000, 150000) for _ in range(128)) for _ in range(64)]
+    lengths = [min(2048, max(16, int(rng.lognormvariate(5.8, 0.9)))) for _ in range(512)]
+    return {
+        "group": [(p, prompt, 512) for p, prompt in enumerate(prompts) for _ in range(8)],
+        "ragged": [(i // 8, prompts[i // 8], n) for i, n in enumerate(lengths)],
+        "one": [(0, prompts[0], 256)],
+    }
+
+
+def floor(work: Workload, policy: Policy) -> float:
+    """Seconds that the hardware needs at least."""
+    config: Any = policy.base.config
+    embedding = config.vocab_size * config.hidden_size
+    total = sum(p.numel() for p in policy.base.parameters())  # the embedding is tied: it is the head as well
+    per_token = 2 * policy.layers * policy.kv_heads * policy.head_dim * 2
+    unique = {p: len(prompt) for p, prompt, _ in work}
+    seconds = 2 * (total - embedding) * sum(unique.values()) / FLOPS
+    for step in range(1, max(n for *_, n in work)):  # the first token comes with the prompt
+        seen = [len(prompt) + step for _, prompt, n in work if n > step]
+        seconds += max(2 * total * len(seen) / FLOPS, 2 * total / BYTES) + sum(seen) * per_token / BYTES
+    return seconds
+
+
+async def run(engine: NativeEngine, work: Workload, name: str, tokens: int | None = None) -> float:
+    """Seconds."""
+    requests = [
+        Request(f"{name}/{i}", prompt, SamplingParams(max_tokens=tokens or n), seed=i, share=f"{p}")
+        for i, (p, prompt, n) in enumerate(work)
+    ]
+    began = time.perf_counter()
+    done = await asyncio.gather(*(engine.generate(r) for r in requests))
+    seconds = time.perf_counter() - began
+    assert all(len(c.tokens) == r.sampling.max_tokens for c, r in zip(done, requests, strict=True))
+    return seconds
+
+
+async def measure(policy: Policy, fast: bool, repeats: int, names: list[str], profile: bool) -> None:
+    chosen = {name: work for name, work in workloads().items() if name in names}
+    began = time.perf_counter()
+    engine = NativeEngine(policy, EngineConfig(memory_gb=24, max_batch=512, prefill_tokens=8192, fast=fast))
+    await run(engine, workloads()["one"], "first", tokens=2)
+    print(f"first answer {time.perf_counter() - began:.1f} s after the engine was asked for")
+    print(f"{'workload':8} {'tokens':>8} {'cold tok/s':>11} {'tok/s':>8} {'floor':>8} {'share':>6}")
+    for name, work in chosen.items():
+        tokens = sum(n for *_, n in work)
+        cold = tokens / await run(engine, work, f"{name}/cold")
+        best = max([tokens / await run(engine, work, f"{name}/{i}") for i in range(repeats)])
+        limit = tokens / floor(work, policy)
+        print(f"{name:8} {tokens:8} {cold:11,.0f} {best:8,.0f} {limit:8,.0f} {best / limit:6.0%}", flush=True)
+    if profile:
+        await print_profile(engine, chosen)
+    await engine.close()
+
+
+async def print_profile(engine: NativeEngine, chosen: dict[str, Workload]) -> None:
+    from torch.profiler import ProfilerActivity
+
+    for name, work in chosen.items():
+        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profile:
+            seconds = await run(engine, work, f"{name}/profile", tokens=64)
+        print(f"{name}, 64 tokens each: {seconds:.3f} s")
+        rows = sorted(profile.key_averages(), key=lambda r: -r.self_device_time_total)[:22]
+        for row in rows:
+            total = row.self_device_time_total
+            print(f"  {total / 1e3:9.2f} ms {row.count:7} × {total / row.count:8.1f} µs  {row.key[:90]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--workloads", default="group,ragged,one")
+    parser.add_argument("--plain", action="store_true", help="Measure the engine without kernels and graphs instead.")
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    policy = qwen_policy()
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    asyncio.run(measure(policy, not args.plain, args.repeats, args.workloads.split(","), args.profile))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Training speed on one GPU: packed rows of ragged sequences, forward, backward and optimizer step.
+
+    python benchmarks/gpu_training.py [--tokens 16384] [--rows 1] [--profile] [--no-fuse]
+
+A model of the shape of Qwen2.5-1.5B in bfloat16 with fp32 master weights, groups of 8 responses of log-normal lengths
+to prompts of 128 tokens, each prompt in the row once. Utilisation counts six operations for each weight and token (the
+head: for each token with a loss) and the causal attention, not what is computed twice; the unit is 774 TFLOP/s, the
+measured rate of bf16 matrix products on an H200.
+"""
+
+import argparse
+import random
+import time
+
+import numpy as np
+import torch
+from gpu_rollouts import FLOPS, qwen_policy
+
+from kitae.algorithms.objective import Objective
+from kitae.config import AlgorithmConfig, TrainingConfig
+from kitae.data.packing import collate, pack
+from kitae.models.fuse import fuse
+from kitae.models.policy import Policy
+from kitae.trainer.trainer import Trainer
+from kitae.types import Batch, Sample
+
+
+def make_samples(tokens: int, rng: random.Random, first_group: int) -> list[Sample]:
+    """Groups that fill one row of at most `tokens`."""
+    samples: list[Sample] = []
+    used = 0
+    group = first_group
+    while True:
+        prompt = [rng.randrange(1000, 150000) for _ in range(128)]
+        used += 128
+        for index in range(8):
+            length = min(2048, max(16, int(rng.lognormvariate(5.8, 0.9))))
+            length = min(length, tokens - used)
+            if length < 2:
+                return samples
+            used += length
+            all_tokens = np.array([*prompt, *(rng.randrange(1000, 150000) for _ in range(length))])
+            mask = np.arange(len(all_tokens)) >= 128
+            blank = np.zeros(len(all_tokens), dtype=np.float32)
+            mu = np.where(mask, np.float32(-12), blank)
+            advantage = np.where(mask, np.float32(rng.gauss(0, 1)), blank)
+            versions = np.zeros(len(all_tokens), dtype=np.int64)
+            samples.append(Sample(group, index, all_tokens, 128, mask, mu, versions, 0, 0, advantage, blank))
+        group += 1
+
+
+def operations(batch: Batch, policy: Policy, config: TrainingConfig) -> tuple[int, float]:
+    """Tokens of all rows, and the floating-point operations that the step needs."""
+    body = sum(p.numel() for p in policy.base.parameters()) - policy.head.weight.numel()
+    tokens, total = 0, 0.0
+    for part in pack(batch.samples, config.token_budget, config.share_prompts):
+        micro = collate(part, torch.device("cpu"), config.share_prompts)
+        tokens += len(micro.tokens_T)
+        total += 6.0 * body * len(micro.tokens_T) + 6.0 * policy.head.weight.numel() * len(micro.target_N)
+        pairs = sum(s.length * s.prefix_length + s.length * (s.length + 1) / 2 for s in micro.spans)
+        total += 12.0 * pairs * policy.heads * policy.head_dim * policy.layers
+    return tokens, total
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--rows", type=int, default=1, help="Micro-batches in one optimizer step.")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--no-fuse", action="store_true")
+    args = parser.parse_args()
+    policy = qwen_policy()
+    fused = 0 if args.no_fuse else fuse(policy.model, policy.device, policy.dtype)
+    config = TrainingConfig(token_budget=args.tokens, logit_chunk=args.chunk)
+    rng = random.Random(0)
+    samples = [s for row in range(args.rows) for s in make_samples(args.tokens, rng, 100 * row)]
+    objective = Objective(AlgorithmConfig(preset="grpo"), 2048)
+    batch = objective.batch(samples)
+    trainer = Trainer(policy, config, temperature=1.0)
+    rows = len(pack(samples, args.tokens))
+    tokens, work = operations(batch, policy, config)
+    print(f"{torch.cuda.get_device_name()} torch {torch.__version__}; {len(samples)} sequences, {tokens} tokens in "
+          f"{rows} rows, {batch.loss_tokens} with a loss; {fused} modules fused")  # fmt: skip
+    times: list[tuple[float, float]] = []
+    for step in range(args.steps + 2):
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        trainer.forward_backward(batch, objective)
+        torch.cuda.synchronize()
+        middle = time.perf_counter()
+        if step == 0:
+            print(f"peak before the optimizer has any state: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+        trainer.optim_step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began, middle - began))
+    whole, passes = (min(t[i] for t in times[2:]) for i in (0, 1))
+    print(f"forward and backward {passes * 1e3:.0f} ms ({work / passes / FLOPS:.1%}), whole step {whole * 1e3:.0f} ms: "
+          f"{tokens / whole:,.0f} tokens/s, {work / whole / FLOPS:.1%} of {FLOPS / 1e12:.0f} TFLOP/s, "
+          f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")  # fmt: skip
+    if args.profile:
+        from torch.profiler import ProfilerActivity
+
+        with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profile:
+            trainer.forward_backward(batch, objective)
+            trainer.optim_step()
+        kernels = sum(row.self_device_time_total for row in profile.key_averages())
+        print(f"all kernels: {kernels / 1e3:.0f} ms")
+        for row in sorted(profile.key_averages(), key=lambda r: -r.self_device_time_total)[:30]:
+            total = row.self_device_time_total
+            print(f"  {total / 1e3:9.2f} ms {row.count:6} × {total / row.count:9.1f} µs  {row.key[:100]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""Decoding on a GPU: the whole step is one CUDA graph, and its state never leaves the device.
+
+Each sequence has a row of `state` (see `kitae.kernels.gpu` for the columns) and a row of page numbers. A step reads
+them, computes one token for every row, and advances the rows: position, random stream, end. So the host only replays
+the graph; it uploads rows of new sequences and numbers of new pages, moves rows together when sequences leave, and
+reads tokens and log-probs one step late.
+
+Graphs are captured when a batch size is first needed, for sizes rounded up to a bucket; rows beyond the batch are idle.
+They read the policy's parameters in place, so weight updates need nothing. A model that cannot be captured (one that
+waits for the device within its forward pass) runs the same step without a graph.
+
+Rows with top-k, top-p or min-p are sampled again from the logits by the reference code; while such a row, or one with
+stop strings, is running, every step is waited for.
+"""
+
+import logging
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kitae.engines.base import SamplingParams
+from kitae.engines.native import sampler
+from kitae.engines.native.attention import PrefillAttention
+from kitae.engines.native.cache import KVCache
+from kitae.engines.native.fused import FusedDecoder
+from kitae.engines.native.runner import Result, Runner, require_finite
+from kitae.engines.native.scheduler import Admission
+from kitae.engines.native.sequence import Sequence
+from kitae.kernels import gpu
+from kitae.models.policy import HeadTransform, Policy
+
+log = logging.getLogger("kitae")
+
+
+def bucket(batch: int) -> int:
+    """The batch size that is captured for `batch` rows: 1, 2, 4, 8, 16, 24, 32, 48, …, 128, 160, …, 256, 320, …"""
+    if batch <= 8:
+        return 1 << (batch - 1).bit_length()
+    step = max(8, (1 << (batch - 1).bit_length()) // 8)
+    return -(-batch // step) * step
+
+
+class CudaRunner(Runner):
+    linger = 0.005
+
+    def __init__(self, policy: Policy, cache: KVCache, max_batch: int) -> None:
+        super().__init__(policy, cache, fast=False)
+        self.decoder = FusedDecoder.of(policy, cache)
+        rows = bucket(max_batch)
+        columns = min(-(-policy.max_context // cache.page_size), cache.pages) + 1
+        self.state = torch.zeros(rows, gpu.COLUMNS, dtype=torch.int64, device=self.device)
+        self.table = torch.zeros(rows, columns, dtype=torch.int32, device=self.device)
+        self.logits = torch.empty(rows, policy.vocabulary, dtype=policy.dtype, device=self.device)
+        self._rows: list[Sequence] = []  # who holds the first rows of state and table
+        self._pages: list[int] = []  # how many of their pages the table has
+        self._steps: dict[int, _Step] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._capturable = True
+        self._results = [torch.empty(2 * rows, dtype=torch.int32, pin_memory=True) for _ in range(3)]
+        self._turn = 0
+        self._addresses = self._find_addresses()
+
+    def weights_changed(self) -> None:
+        """Parameters that were written in place need nothing; if somebody moved them, start afresh."""
+        if self._addresses != self._find_addresses():
+            self._steps.clear()
+            with torch.inference_mode(False):
+                self.decoder = FusedDecoder.of(self.policy, self.cache)
+            self._addresses = self._find_addresses()
+
+    def _find_addresses(self) -> list[int]:
+        return [p.data_ptr() for p in self.policy.model.parameters()]
+
+    # Prompts
+
+    def prefill(self, admission: Admission) -> Result:
+        for s in (*admission.fresh, *admission.resumed):
+            self._forget(s)
+        return super().prefill(admission)
+
+    def _prompt_states(self, tokens_T: Tensor, positions_T: Tensor, context: PrefillAttention) -> Tensor:
+        if self.decoder is None:
+            return super()._prompt_states(tokens_T, positions_T, context)
+        context.stored = True
+        slots_T = context.page_of_T * self.cache.page_size + context.slot_of_T
+        return self.decoder.hidden(tokens_T, positions_T, slots_T, context)
+
+    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> Result:
+        """First tokens: the same kernels as in a step, on rows that are uploaded later."""
+        return self._read(gpu.sample(logits, self._send(_rows(sequences))), logits, sequences)
+
+    # Decoding
+
+    def decode(self, running: list[Sequence]) -> Result:
+        if running != self._rows:
+            self._arrange(running)
+        self._send_new_pages()
+        step = self._step_for(bucket(len(running)))
+        return self._read(step.run(), self.logits, running)
+
+    def _read(self, out: Tensor, logits: Tensor, sequences: list[Sequence]) -> Result:
+        """Start copying a step's output to the host."""
+        batch = out.shape[1]
+        self._turn = (self._turn + 1) % len(self._results)
+        host = self._results[self._turn][: 2 * batch].view(2, batch)
+        host.copy_(out, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+
+        def result() -> tuple[list[int], list[float]]:
+            arrived.synchronize()
+            tokens, logprobs = host[0, : len(sequences)].numpy(), host[1, : len(sequences)].numpy().view(np.float32)
+            require_finite(bool(np.isfinite(logprobs[tokens >= 0]).all()))
+            drawn = tokens.tolist(), logprobs.tolist()
+            self._sample_filtered(sequences, logits, *drawn)
+            return drawn
+
+        return result
+
+    def _sample_filtered(
+        self, sequences: list[Sequence], logits: Tensor, tokens: list[int], logprobs: list[float]
+    ) -> None:
+        """Draw again for rows with top-k, top-p or min-p. Their rows of the state are uploaded anew."""
+        rows = [i for i, s in enumerate(sequences) if _is_filtered(s.request.sampling) and tokens[i] >= 0]
+        if not rows:
+            return
+        picked = [sequences[i] for i in rows]
+        uniform = sampler.uniforms([s.seed for s in picked], [len(s.tokens) for s in picked])
+        params = [s.request.sampling for s in picked]
+        drawn, logps = sampler.sample(logits[torch.tensor(rows, device=self.device)], params, uniform, fast=False)
+        for i, s, token, logp in zip(rows, picked, drawn.tolist(), logps.tolist(), strict=True):
+            tokens[i], logprobs[i] = token, logp
+            self._forget(s)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """What the device has for this sequence is out of date."""
+        if sequence in self._rows:
+            self._rows[self._rows.index(sequence)] = _NOBODY
+
+    def _arrange(self, running: list[Sequence]) -> None:
+        """Make row i hold the i-th running sequence: rows that stay move together, new ones are uploaded."""
+        row_of = {id(s): row for row, s in enumerate(self._rows)}
+        source = [row_of.get(id(s), -1) for s in running]
+        new = [row for row, old in enumerate(source) if old < 0]
+        count = len(running)
+        if any(old not in (-1, row) for row, old in enumerate(source)):
+            order = self._send(np.array([max(0, old) for old in source]))
+            self.state[:count] = self.state[order]
+            self.table[:count] = self.table[order]
+        self._pages = [self._pages[old] if old >= 0 else 0 for old in source]
+        self._rows = list(running)
+        self.ahead = 0 if any(_needs_host(s.request.sampling) for s in running) else 1
+        if new:
+            self.state[self._send(np.array(new))] = self._send(_rows([running[row] for row in new]))
+        self.state[count:, gpu.ACTIVE] = 0
+
+    def _send_new_pages(self) -> None:
+        cells: list[int] = []
+        pages: list[int] = []
+        width = self.table.shape[1]
+        for row, (s, known) in enumerate(zip(self._rows, self._pages, strict=True)):
+            if len(s.pages) > known:
+                cells.extend(range(row * width + known, row * width + len(s.pages)))
+                pages.extend(s.pages[known:])
+                self._pages[row] = len(s.pages)
+        if cells:
+            self.table.view(-1)[self._send(np.array(cells))] = self._send(np.array(pages, dtype=np.int32))
+
+    def _send(self, array: "np.ndarray[Any, Any]") -> Tensor:
+        """To the device, without waiting for it."""
+        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+
+    def _step_for(self, batch: int) -> "_Step":
+        if batch not in self._steps:
+            step = _Step(self, batch)
+            if self._capturable:
+                try:
+                    step.capture(self._pool)
+                except RuntimeError as error:
+                    log.warning("%s cannot be captured as a CUDA graph: %s", self.policy.source, error)
+                    self._capturable = False
+            self._steps[batch] = step
+        return self._steps[batch]
+
+
+class _Step:
+    """One token for the first `batch` rows."""
+
+    def __init__(self, runner: CudaRunner, batch: int) -> None:
+        self.runner = runner
+        self.batch = batch
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._out: Tensor | None = None
+
+    def run(self) -> Tensor:
+        """Launch it; int32 `[2, batch]`: tokens and bits of the log-probs. The tensor is overwritten by the next."""
+        if self._graph is None:
+            return self._compute()
+        assert self._out is not None
+        self._graph.replay()
+        return self._out
+
+    def capture(self, pool: Any) -> None:
+        runner = self.runner
+        saved = runner.state.clone()
+        runner.state[:, gpu.ACTIVE] = 0  # the trial run must leave no trace
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(stream):
+                self._compute()  # builds kernels and picks algorithms
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    out = self._compute()
+                finally:
+                    graph.capture_end()
+        finally:
+            torch.cuda.current_stream().wait_stream(stream)
+            runner.state.copy_(saved)
+        self._graph, self._out = graph, out
+
+    def _compute(self) -> Tensor:
+        runner, batch = self.runner, self.batch
+        policy, cache = runner.policy, runner.cache
+        state, table = runner.state[:batch], runner.table[:batch]
+        tokens_B, positions_B, slots_B, lengths_B = gpu.begin(
+            state, table, cache.page_size, cache.pages * cache.page_size
+        )
+        context = _PagedAttention(cache, table, lengths_B, slots_B, stored=runner.decoder is not None)
+        if runner.decoder is not None:
+            hidden = runner.decoder.hidden(tokens_B, positions_B, slots_B, context)
+        else:
+            hidden = policy.hidden(tokens_B, positions_B, context)
+        logits = runner.logits[:batch]
+        if policy.transform == HeadTransform() and getattr(policy.head, "bias", None) is None:
+            torch.mm(hidden, policy.head.weight.t(), out=logits)
+        else:
+            logits.copy_(policy.logits(hidden))
+        return gpu.sample(logits, state)
+
+
+class _PagedAttention:
+    """One new token for each of B sequences, over pages. `stored`: its key and value are in the cache already."""
+
+    def __init__(self, cache: KVCache, table: Tensor, lengths: Tensor, slots: Tensor, stored: bool) -> None:
+        self.cache = cache
+        self.table = table
+        self.lengths = lengths
+        self.stored = stored
+        if not stored:
+            self.page, self.slot = slots // cache.page_size, slots % cache.page_size
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        if not self.stored:
+            keys[self.page, :, self.slot] = k.transpose(0, 1)
+            values[self.page, :, self.slot] = v.transpose(0, 1)
+        rows = q.transpose(0, 1)
+        if rows.stride(1) != rows.shape[2]:
+            rows = rows.contiguous()
+        return gpu.attend(
+            rows, keys, values, self.table, self.lengths, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
+
+
+_NOBODY: Any = object()
+
+
+def _rows(sequences: list[Sequence]) -> "np.ndarray[Any, Any]":
+    """The state of sequences as the host knows it."""
+    state = np.zeros((len(sequences), gpu.COLUMNS), dtype=np.int64)
+    for row, s in zip(state, sequences, strict=True):
+        params = s.request.sampling
+        inverse = 1.0 / params.temperature if params.temperature > 0 else 0.0
+        row[gpu.TOKEN] = s.tokens[-1] if s.tokens else 0
+        row[gpu.LENGTH] = s.cached
+        row[gpu.COUNT] = len(s.tokens)
+        row[gpu.LIMIT] = s.limit
+        row[gpu.SEED] = s.seed
+        row[gpu.ACTIVE] = 1
+        row[gpu.INVERSE] = np.float32(inverse).view(np.int32)
+        row[gpu.STOP :] = -1
+        stops = params.stop_tokens[: gpu.STOPS]
+        row[gpu.STOP : gpu.STOP + len(stops)] = stops
+    return state
+
+
+def _is_filtered(params: SamplingParams) -> bool:
+    return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
+
+
+def _needs_host(params: SamplingParams) -> bool:
+    """Whether the device alone cannot tell the next token, or the end."""
+    return _is_filtered(params) or bool(params.stop_strings) or len(params.stop_tokens) > gpu.STOPS

@@ -1,0 +1,206 @@
+"""The decoder of the Llama family on the kernels of `kitae.kernels.gpu`, reading the policy's own parameters.
+
+Covered: RMSNorm before attention and MLP, rotary, grouped queries, optional biases and norms of queries and keys,
+gated SiLU MLP (Llama, Mistral, Qwen2, Qwen3, SmolLM2, …). `FusedDecoder.of` returns None for anything else, and for a
+model whose own forward pass does not agree with this one on a probe.
+
+The weights of q, k and v, and those of gate and up, are moved next to each other, so that one matrix product computes
+all of them. The parameters stay what they are for everybody else: views of the common memory.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kitae.engines.native.cache import KVCache
+from kitae.kernels import gpu
+from kitae.models.attention import AttentionContext, causal_mask, masked_attention
+from kitae.models.policy import Policy
+
+log = logging.getLogger("kitae")
+
+_PARTS = {
+    "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
+    "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "mlp": {"gate_proj", "up_proj", "down_proj", "act_fn"},
+}
+_PROBE = 24  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """What the modules of one layer hand to the attention function."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention: _Attention
+    before_attention: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    norms: tuple[Tensor, Tensor, float] | None
+    out: Tensor
+    before_mlp: Tensor
+    gate_up: Tensor
+    down: Tensor
+    eps: tuple[float, float]
+
+
+class FusedDecoder:
+    @classmethod
+    def of(cls, policy: Policy, cache: KVCache) -> "FusedDecoder | None":
+        """The fused decoder of a policy, if it has a known structure and both agree on a probe."""
+        if not _known(policy):
+            return None
+        with torch.inference_mode():
+            tokens = torch.arange(_PROBE, device=policy.device) * 7919 % policy.vocabulary
+            positions = torch.arange(_PROBE, device=policy.device)
+            recorder = _Recorder(positions)
+            expected = policy.hidden(tokens, positions, recorder)
+            with torch.inference_mode(False):
+                fused = cls(policy, cache, recorder.seen)
+            if fused.cos.shape[1] != policy.head_dim:  # only a part of each head is rotated
+                return None
+            trash = torch.full_like(positions, cache.pages * cache.page_size)
+            got = fused.hidden(tokens, positions, trash, _Recorder(positions))
+            gap = ((got - expected).float().norm() / expected.float().norm()).item()
+        if not gap < (1e-3 if policy.dtype == torch.float32 else 0.1):
+            log.warning("%s: the fused decoder differs from the model (%.2g), so it is not used", policy.source, gap)
+            return None
+        return fused
+
+    def __init__(self, policy: Policy, cache: KVCache, attentions: Sequence[_Attention]) -> None:
+        decoder: Any = policy.decoder
+        self.heads = policy.heads
+        self.cache = cache
+        self.embedding: Tensor = decoder.embed_tokens.weight
+        self.norm: tuple[Tensor, float] = decoder.norm.weight, decoder.norm.variance_epsilon
+        self.layers = [_layer(layer, how) for layer, how in zip(decoder.layers, attentions, strict=True)]
+        reach = min(policy.max_context, cache.pages * cache.page_size) + 1  # an ended row may stand one past the end
+        positions = torch.arange(reach, device=policy.device)[None]
+        with torch.no_grad():
+            cos, sin = decoder.rotary_emb(torch.empty(0, dtype=policy.dtype, device=policy.device), positions)
+        self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, context: AttentionContext) -> Tensor:
+        """Last hidden states `[T, H]`. Keys and values go to `slots_T` of the cache before the context is asked."""
+        x = nn.functional.embedding(tokens_T, self.embedding)
+        few = len(x) <= gpu.SKINNY and x.dtype != torch.float32
+        pending: Tensor | None = None
+        for i, layer in enumerate(self.layers):
+            keys, values = self.cache.keys[i], self.cache.values[i]
+            how = layer.attention
+            x, normed = gpu.rms_norm(x, pending, layer.before_attention, layer.eps[0])
+            qkv = torch.mm(normed, layer.qkv.t())
+            gpu.rotate_and_store(
+                qkv, layer.qkv_bias, layer.norms, self.cos, self.sin, positions_T, slots_T, keys, values, self.heads
+            )
+            by_head = qkv.view(len(x), -1, keys.shape[-1]).transpose(0, 1)
+            q, k, v = by_head[: self.heads], by_head[self.heads : -keys.shape[1]], by_head[-keys.shape[1] :]
+            mixed = context.attend(
+                i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks
+            )
+            mixed = mixed.reshape(len(x), -1)
+            pending = gpu.product_in_parts(mixed, layer.out) if few else torch.mm(mixed, layer.out.t())
+            x, normed = gpu.rms_norm(x, pending, layer.before_mlp, layer.eps[1])
+            if few:
+                pending = gpu.product_in_parts(gpu.gated_product(normed, layer.gate_up), layer.down)
+            else:
+                pending = torch.mm(gpu.swiglu(torch.mm(normed, layer.gate_up.t())), layer.down.t())
+        return gpu.rms_norm(x, pending, *self.norm)[1]
+
+
+def _layer(layer: Any, how: _Attention) -> _Layer:
+    attn, mlp = layer.self_attn, layer.mlp
+    qkv = [attn.q_proj, attn.k_proj, attn.v_proj]
+    norms = None
+    if hasattr(attn, "q_norm"):
+        norms = attn.q_norm.weight, attn.k_norm.weight, float(attn.q_norm.variance_epsilon)
+    return _Layer(
+        attention=how,
+        before_attention=layer.input_layernorm.weight,
+        qkv=_side_by_side([m.weight for m in qkv]),
+        qkv_bias=None if attn.q_proj.bias is None else _side_by_side([m.bias for m in qkv]),
+        norms=norms,
+        out=attn.o_proj.weight,
+        before_mlp=layer.post_attention_layernorm.weight,
+        gate_up=_side_by_side([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        down=mlp.down_proj.weight,
+        eps=(layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon),
+    )
+
+
+class _Recorder:
+    """One sequence attending to itself; remembers what each layer asked for."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+        self.seen: list[_Attention] = []
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        self.seen.append(_Attention(scale, window, softcap, sinks))
+        mask = causal_mask(self.positions, self.positions, window)
+        return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def _known(policy: Policy) -> bool:
+    decoder: Any = policy.decoder
+    if policy.model is not policy.base or policy.head_dim % 2 or policy.heads % policy.kv_heads:
+        return False
+    if type(getattr(decoder, "embed_tokens", None)) is not nn.Embedding or not hasattr(decoder, "rotary_emb"):
+        return False
+    if getattr(decoder.rotary_emb, "rope_type", None) in ("dynamic", "longrope"):  # these depend on the length
+        return False
+    return _is_norm(getattr(decoder, "norm", None)) and all(_known_layer(layer) for layer in decoder.layers)
+
+
+def _known_layer(layer: Any) -> bool:
+    for part, names in _PARTS.items():
+        module = getattr(layer, part, None) if part else layer
+        if module is None or {n for n, _ in module.named_children()} - {"q_norm", "k_norm"} != names:
+            return False
+    attn, mlp = layer.self_attn, layer.mlp
+    linear = [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attn, n) for n in ("q_norm", "k_norm") if hasattr(attn, n)]
+    return (
+        all(type(m) is nn.Linear for m in linear)
+        and all(m.bias is None for m in linear[3:])
+        and len({m.bias is None for m in linear[:3]}) == 1
+        and all(map(_is_norm, norms))
+        and len(norms) in (2, 4)
+        and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    )
+
+
+def _is_norm(module: Any) -> bool:
+    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+
+
+def _side_by_side(parameters: list[nn.Parameter]) -> Tensor:
+    """Move parameters into one tensor and make them views of it, unless they are already."""
+    first = parameters[0]
+    ends = [p.data_ptr() + p.numel() * p.element_size() for p in parameters]
+    if all(p.data_ptr() == end for p, end in zip(parameters[1:], ends, strict=False)):
+        rows = sum(len(p) for p in parameters)
+        end = (first.storage_offset() + rows * first[0].numel()) * first.element_size()
+        if end <= first.untyped_storage().nbytes():
+            return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+    joined = torch.cat([p.detach() for p in parameters])
+    start = 0
+    for p in parameters:
+        p.data = joined[start : start + len(p)]
+        start += len(p)
+    return joined

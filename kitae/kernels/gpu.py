@@ -1,0 +1,443 @@
+"""Triton kernels of the decoding step on a GPU, and tensor-level doors to them.
+
+Import this module only where Triton is (`kitae.engines.native.cuda` does): CPU machines need none. Each kernel rounds
+where the Hugging Face module it stands for rounds, so that both agree to the last bits of the dtype. Legend: T rows
+(tokens of a prompt, or one token for each of B sequences), Hq query heads, Hkv key-value heads, G = Hq / Hkv, D head
+dimension, V vocabulary.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Columns of a row of the engine's state, int64 `[B, COLUMNS]`: what the device knows about one sequence.
+TOKEN = 0  # the last token; its key and value are not in the cache yet
+LENGTH = 1  # tokens in the cache, which is the position of TOKEN
+COUNT = 2  # tokens sampled so far: the position in the random stream
+LIMIT = 3  # COUNT at which the sequence ends
+SEED = 4
+ACTIVE = 5  # 0: ended, or no sequence at all
+INVERSE = 6  # 1 / temperature, the bits of a float32; 0 is greedy
+STOP = 7  # the first stop token; -1: none
+STOPS = 8
+COLUMNS = STOP + STOPS
+
+# Norms, MLP, rotary
+
+
+@triton.jit
+def _rms_norm(x, y, weight, total, out, eps, y_part, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    value = tl.load(x + row * WIDTH + column, mask=mask, other=0.0)
+    if PARTS > 0:
+        other = tl.zeros([BLOCK], tl.float32)
+        for part in tl.static_range(PARTS):
+            other += tl.load(y + part * y_part + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+        value = (value.to(tl.float32) + other.to(x.dtype.element_ty).to(tl.float32)).to(x.dtype.element_ty)
+        tl.store(total + row * WIDTH + column, value, mask=mask)
+    exact = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(exact * exact, 0) / WIDTH + eps)
+    normed = (exact * scale).to(x.dtype.element_ty).to(tl.float32)
+    gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (gain * normed).to(x.dtype.element_ty), mask=mask)
+
+
+def rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`(x + y, weight * norm(x + y))` for rows `[T, H]`; without y, `(x, weight * norm(x))`.
+
+    y may come in parts that are still to be added, `[parts, T, H]`.
+    """
+    rows, width = x.shape
+    out = torch.empty_like(x)
+    total = x if y is None else torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    _rms_norm[(rows,)](
+        x, x if y is None else y, weight, total, out, eps, x.numel(),
+        WIDTH=width, BLOCK=block, PARTS=0 if y is None else y.numel() // x.numel(),
+        num_warps=min(8, max(1, block // 512)),
+    )  # fmt: skip
+    return total, out
+
+
+@triton.jit
+def _swiglu(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    gate = tl.load(both + row * 2 * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * WIDTH + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    act = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * WIDTH + column, (act * up).to(out.dtype.element_ty), mask=mask)
+
+
+def swiglu(both: Tensor) -> Tensor:
+    """`silu(gate) * up`, where gate and up are the halves of each row."""
+    rows, width = both.shape[0], both.shape[1] // 2
+    out = torch.empty(rows, width, dtype=both.dtype, device=both.device)
+    block = min(2048, triton.next_power_of_2(width))
+    _swiglu[(rows, triton.cdiv(width, block))](both, out, WIDTH=width, BLOCK=block)
+    return out
+
+
+# Matrix products of a few rows: one kernel each, limited by reading the weights
+
+SKINNY = 16  # most rows
+
+
+@triton.jit
+def _skinny(
+    x, weight, out, rows, N, K, x_row,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(1)
+    row = tl.arange(0, 16)
+    share = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
+    total = tl.zeros([16, BLOCK_N], tl.float32)
+    total_up = tl.zeros([16, BLOCK_N], tl.float32)
+    for start in range(split * share, tl.minimum(K, split * share + share), BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(x + row[:, None] * x_row + k[None, :], mask=(row < rows)[:, None] & (k < K)[None, :], other=0.0)
+        inside = (column < N)[:, None] & (k < K)[None, :]
+        line = column.to(tl.int64)[:, None] * K + k[None, :]
+        total += tl.dot(a, tl.trans(tl.load(weight + line, mask=inside, other=0.0)), input_precision="ieee")
+        if GATED:
+            up = tl.load(weight + N.to(tl.int64) * K + line, mask=inside, other=0.0)
+            total_up += tl.dot(a, tl.trans(up), input_precision="ieee")
+    kind = x.dtype.element_ty
+    if GATED:
+        gate = total.to(kind).to(tl.float32)
+        total = (gate * tl.sigmoid(gate)).to(kind).to(tl.float32) * total_up.to(kind).to(tl.float32)
+    target = out + (split * rows + row)[:, None] * N + column[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < N)[None, :])
+
+
+def gated_product(x: Tensor, weight: Tensor) -> Tensor:
+    """`swiglu(x @ weight.T)` for at most `SKINNY` rows."""
+    rows, k = x.shape
+    n = weight.shape[0] // 2
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    _skinny[(triton.cdiv(n, 64), 1)](
+        x, weight, out, rows, n, k, x.stride(0), BLOCK_N=64, BLOCK_K=64, SPLITS=1, GATED=True, num_stages=5
+    )
+    return out
+
+
+def product_in_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T` for at most `SKINNY` rows, as fp32 parts `[parts, T, N]` that `rms_norm` adds up."""
+    rows, k = x.shape
+    n = weight.shape[0]
+    parts = 1 << min(3, max(1, k // 384).bit_length() - 1)
+    out = torch.empty(parts, rows, n, dtype=torch.float32, device=x.device)
+    _skinny[(triton.cdiv(n, 64), parts)](
+        x, weight, out, rows, n, k, x.stride(0), BLOCK_N=64, BLOCK_K=64, SPLITS=parts, GATED=False, num_stages=5
+    )
+    return out
+
+
+@triton.jit
+def _rotate_and_store(
+    qkv, bias, q_norm, k_norm, cos, sin, positions, slots, keys, values, eps,
+    HQ: tl.constexpr, HKV: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    kind = qkv.dtype.element_ty
+    head = tl.arange(0, HEADS)[:, None]
+    lane = tl.arange(0, HALF)[None, :]
+    mask = (head < HQ + 2 * HKV) & (lane < D // 2)
+    low = head * D + lane
+    high = low + D // 2
+    line = qkv + row * (HQ + 2 * HKV) * D
+    x = tl.load(line + low, mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(line + high, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        x = (x + tl.load(bias + low, mask=mask, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+        y = (y + tl.load(bias + high, mask=mask, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    turns = head < HQ + HKV  # values are neither normed nor rotated
+    if NORM:
+        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + eps)[:, None]
+        near = lane < D // 2
+        gain_x = tl.where(head < HQ, tl.load(q_norm + lane, mask=near, other=0.0).to(tl.float32),
+                          tl.load(k_norm + lane, mask=near, other=0.0).to(tl.float32))  # fmt: skip
+        gain_y = tl.where(head < HQ, tl.load(q_norm + lane + D // 2, mask=near, other=0.0).to(tl.float32),
+                          tl.load(k_norm + lane + D // 2, mask=near, other=0.0).to(tl.float32))  # fmt: skip
+        x = tl.where(turns, (gain_x * (x * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32), x)
+        y = tl.where(turns, (gain_y * (y * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32), y)
+    angle = tl.load(positions + row) * D + lane
+    c = tl.load(cos + angle, mask=lane < D // 2, other=0.0).to(tl.float32)
+    s = tl.load(sin + angle, mask=lane < D // 2, other=0.0).to(tl.float32)
+    new_x = tl.where(turns, (x * c).to(kind).to(tl.float32) - (y * s).to(kind).to(tl.float32), x).to(kind)
+    new_y = tl.where(turns, (y * c).to(kind).to(tl.float32) + (x * s).to(kind).to(tl.float32), y).to(kind)
+    tl.store(line + low, new_x, mask=mask)
+    tl.store(line + high, new_y, mask=mask)
+    slot = tl.load(slots + row)
+    place = slot // PAGE * HKV * PAGE + slot % PAGE
+    is_key = mask & (head >= HQ) & (head < HQ + HKV)
+    target = (place + (head - HQ) * PAGE) * D + lane
+    tl.store(keys + target, new_x, mask=is_key)
+    tl.store(keys + target + D // 2, new_y, mask=is_key)
+    is_value = mask & (head >= HQ + HKV)
+    target = (place + (head - HQ - HKV) * PAGE) * D + lane
+    tl.store(values + target, new_x, mask=is_value)
+    tl.store(values + target + D // 2, new_y, mask=is_value)
+
+
+def rotate_and_store(
+    qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor, float] | None, cos: Tensor, sin: Tensor,
+    positions: Tensor, slots: Tensor, keys: Tensor, values: Tensor, heads: int,
+) -> None:  # fmt: skip
+    """Rows `[T, (Hq + 2 Hkv) · D]`, in place: bias, norm of queries and keys, rotary; then keys and values into pages.
+
+    cos and sin `[positions, D]`; slots `[T]`: page · page_size + place in the page.
+    """
+    _, kv_heads, page_size, dim = keys.shape
+    q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
+    _rotate_and_store[(qkv.shape[0],)](
+        qkv, qkv if bias is None else bias, q_norm, k_norm, cos, sin, positions, slots, keys, values, eps,
+        HQ=heads, HKV=kv_heads, HEADS=triton.next_power_of_2(heads + 2 * kv_heads), D=dim,
+        HALF=triton.next_power_of_2(dim // 2), PAGE=page_size, BIAS=bias is not None, NORM=norms is not None,
+    )  # fmt: skip
+
+
+# The beginning of a step
+
+
+@triton.jit
+def _begin(
+    state, table, tokens, positions, slots, lengths, table_row, trash, C: tl.constexpr, PAGE: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0)
+    token = tl.load(state + row * C)
+    position = tl.load(state + row * C + 1)
+    active = tl.load(state + row * C + 5) != 0
+    page = tl.load(table + row * table_row + position // PAGE).to(tl.int64)
+    tl.store(tokens + row, token)
+    tl.store(positions + row, position)
+    tl.store(slots + row, tl.where(active, page * PAGE + position % PAGE, trash))
+    tl.store(lengths + row, tl.where(active, position + 1, 0).to(tl.int32))
+
+
+def begin(state: Tensor, table: Tensor, page_size: int, trash: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, positions, slots of the cache (`trash` for idle rows), lengths with the new token (0 for idle rows)."""
+    batch = state.shape[0]
+    tokens, positions, slots = torch.empty(3, batch, dtype=torch.int64, device=state.device)
+    lengths = torch.empty(batch, dtype=torch.int32, device=state.device)
+    _begin[(batch,)](
+        state, table, tokens, positions, slots, lengths, table.stride(0), trash, C=COLUMNS, PAGE=page_size, num_warps=1
+    )
+    return tokens, positions, slots, lengths
+
+
+# Attention of one new token over pages
+
+
+@triton.jit
+def _attend(
+    q, keys, values, table, lengths, sinks, out, part, stats, scale, softcap, window, q_row, table_row,
+    HKV: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(lengths + row)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - window, 0) // BLOCK * BLOCK
+    share = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
+    begin = first + split * share
+    end = tl.minimum(length, begin + share)
+    group = tl.arange(0, ROWS)
+    lane = tl.arange(0, WIDTH)
+    real = (group < G)[:, None] & (lane < D)[None, :]
+    query = tl.load(q + row * q_row + (head * G + group)[:, None] * D + lane[None, :], mask=real, other=0.0)
+    top = tl.full([ROWS], -1.0e30, tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # noqa: SIM102 (the outer condition is known when the kernel is built)
+        # A sink is a key without a value; the first split counts it.
+        if split == 0:
+            top = tl.load(sinks + head * G + group, mask=group < G, other=0.0).to(tl.float32) * 1.4426950408889634
+            norm = tl.full([ROWS], 1.0, tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(begin, end, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        seen = token < end
+        page = tl.load(table + row * table_row + token // PAGE, mask=seen, other=0).to(tl.int64)
+        place = ((page * HKV + head) * PAGE + token % PAGE) * D
+        inside = seen[:, None] & (lane < D)[None, :]
+        key = tl.load(keys + place[:, None] + lane[None, :], mask=inside, other=0.0)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if SOFTCAP:
+            capped = score / softcap
+            score = softcap * (2.0 * tl.sigmoid(2.0 * capped) - 1.0)
+        score = score * 1.4426950408889634
+        if WINDOW:
+            seen = seen & (length - 1 - token < window)
+        score = tl.where(seen[None, :], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp2(score - higher[:, None])
+        fade = tl.exp2(top - higher)
+        norm = norm * fade + tl.sum(weight, 1)
+        value = tl.load(values + place[:, None] + lane[None, :], mask=inside, other=0.0)
+        mixed = mixed * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        top = higher
+    mixed = mixed / tl.where(norm > 0, norm, 1.0)[:, None]
+    if SPLITS == 1:
+        target = (row * HKV * G + head * G + group)[:, None] * D + lane[None, :]
+        tl.store(out + target, mixed.to(out.dtype.element_ty), mask=real)
+    else:
+        line = ((row * HKV + head) * G + group) * SPLITS + split
+        tl.store(part + line[:, None] * D + lane[None, :], mixed, mask=real)
+        tl.store(stats + line, tl.where(norm > 0, top + tl.log2(tl.where(norm > 0, norm, 1.0)), -1.0e30),
+                 mask=group < G)  # fmt: skip
+
+
+@triton.jit
+def _combine(part, stats, out, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
+    line = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    lane = tl.arange(0, WIDTH)
+    log = tl.load(stats + line * SPLITS + split)
+    weight = tl.exp2(log - tl.max(log, 0))
+    weight = weight / tl.sum(weight, 0)
+    pieces = tl.load(part + (line * SPLITS + split)[:, None] * D + lane[None, :], mask=(lane < D)[None, :], other=0.0)
+    mixed = tl.sum(pieces * weight[:, None], 0)
+    tl.store(out + line * D + lane, mixed.to(out.dtype.element_ty), mask=lane < D)
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, *,
+    scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    splits: int | None = None, block: int = 64,
+) -> Tensor:  # fmt: skip
+    """One query per row over the pages of its sequence: q `[B, Hq, D]` (rows may be strided) → `[B, Hq, D]`.
+
+    lengths `[B]` int32 counts the tokens to see, the new one included; 0 gives zeros. Small batches are split along
+    the sequence, so that every multiprocessor has work.
+    """
+    batch, heads, dim = q.shape
+    _, kv_heads, page_size, _ = keys.shape
+    group = heads // kv_heads
+    if splits is None:
+        splits = max(1, min(16, triton.next_power_of_2(triton.cdiv(512, batch * kv_heads))))
+    out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
+    part, stats = out, out
+    if splits > 1:
+        part = torch.empty(batch * heads * splits, dim, dtype=torch.float32, device=q.device)
+        stats = torch.empty(batch * heads * splits, dtype=torch.float32, device=q.device)
+    width = max(16, triton.next_power_of_2(dim))
+    block, stages = _fit(block, width * q.element_size(), q.device)
+    _attend[(batch, kv_heads, splits)](
+        q, keys, values, table, lengths, q if sinks is None else sinks, out, part, stats, scale, softcap or 0.0,
+        window or 0, q.stride(0), table.stride(0),
+        HKV=kv_heads, G=group, ROWS=max(16, triton.next_power_of_2(group)), D=dim, WIDTH=width, PAGE=page_size,
+        BLOCK=block, SPLITS=splits, SOFTCAP=softcap is not None, WINDOW=window is not None, SINKS=sinks is not None,
+        num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        _combine[(batch * heads,)](part, stats, out, D=dim, WIDTH=width, SPLITS=splits, num_warps=2)
+    return out
+
+
+@functools.cache
+def _fit(block: int, row_bytes: int, device: torch.device) -> tuple[int, int]:
+    """Tokens in a block and blocks in flight, such that their keys and values fit into shared memory."""
+    if device.type != "cuda":
+        return block, 1
+    limit = 0.9 * getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 96 * 1024)
+    choices = [(block, 3), (block, 2), (block // 2, 2), (16, 2), (16, 1)]
+    return next((c for c in choices if 2 * c[0] * row_bytes * c[1] <= limit and c[0] >= 16), choices[-1])
+
+
+# Sampling: one pass over the logits, one uniform number per row
+
+
+@triton.jit
+def _sum_blocks(logits, state, tops, sums, V, C: tl.constexpr, BLOCK: tl.constexpr, NB: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inverse = tl.load(state + row * C + 6).to(tl.int32).to(tl.float32, bitcast=True)
+    inverse = tl.where(inverse == 0.0, 1.0, inverse)
+    x = tl.load(logits + row * V + column, mask=column < V, other=float("-inf")).to(tl.float32) * inverse
+    top = tl.max(x, 0)
+    tl.store(tops + row * NB + block, top)
+    tl.store(sums + row * NB + block, tl.sum(tl.exp(x - top), 0))
+
+
+@triton.jit
+def _pick(
+    logits, state, tops, sums, out, V, rows,
+    C: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr, NB: tl.constexpr, NB2: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    mine = state + row * C
+    count = tl.load(mine + 2)
+    bits = tl.load(mine + 6).to(tl.int32).to(tl.float32, bitcast=True)
+    greedy = bits == 0.0
+    inverse = tl.where(greedy, 1.0, bits)
+    # The log of the normaliser, and the block in which the token lies.
+    index = tl.arange(0, NB2)
+    tops_b = tl.load(tops + row * NB + index, mask=index < NB, other=float("-inf"))
+    sums_b = tl.load(sums + row * NB + index, mask=index < NB, other=0.0)
+    top = tl.max(tops_b, 0)
+    mass = sums_b * tl.exp(tops_b - top)
+    total = tl.sum(mass, 0)
+    # splitmix64 of (seed, position): kitae.engines.native.sampler.uniforms
+    z = tl.load(mine + 4).to(tl.uint64) + (count + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    uniform = (z >> 11).to(tl.float64) * 1.1102230246251565e-16
+    threshold = (uniform * total.to(tl.float64)).to(tl.float32)
+    passed = tl.cumsum(mass, 0) <= threshold
+    block = tl.minimum(tl.sum(passed.to(tl.int32), 0), tl.max(tl.where(mass > 0, index, 0), 0))
+    block = tl.where(greedy, tl.argmax(tops_b, 0), block)
+    before = tl.sum(tl.where(index < block, mass, 0.0), 0)
+    # The token within the block.
+    column = tl.arange(0, BLOCK)
+    inside = block * BLOCK + column < V
+    x = tl.load(logits + row * V + block * BLOCK + column, mask=inside, other=float("-inf")).to(tl.float32) * inverse
+    weight = tl.exp(x - top)
+    place = tl.sum((tl.cumsum(weight, 0) <= threshold - before).to(tl.int32), 0)
+    place = tl.minimum(place, tl.max(tl.where(weight > 0, column, 0), 0))  # rounding must not pick probability 0
+    place = tl.where(greedy, tl.argmax(x, 0), place)
+    logprob = tl.sum(tl.where(column == place, x, 0.0), 0) - top - tl.log(total)
+    token = (block * BLOCK + place).to(tl.int64)
+    # What the next step needs to know.
+    active = tl.load(mine + 5) != 0
+    stops = tl.load(mine + 7 + tl.arange(0, STOPS))
+    ended = (count + 1 >= tl.load(mine + 3)) | (tl.sum((stops == token).to(tl.int32), 0) > 0)
+    tl.store(out + row, tl.where(active, token, -1).to(tl.int32))
+    tl.store(out + rows + row, logprob.to(tl.int32, bitcast=True))
+    length = tl.load(mine + 1)
+    tl.store(mine, token, mask=active)
+    tl.store(mine + 1, length + 1, mask=active)
+    tl.store(mine + 2, count + 1, mask=active)
+    tl.store(mine + 5, tl.where(ended, 0, 1).to(tl.int64), mask=active)
+
+
+def sample(logits: Tensor, state: Tensor, block: int = 4096) -> Tensor:
+    """Draw a token for every row of `[B, V]` and advance the state; int32 `[2, B]`: tokens, bits of the log-probs.
+
+    The token is -1 where the row is not active. The draw is that of `sampler.sample`: the same uniform number of
+    (seed, position), found in the cumulative distribution block by block.
+    """
+    batch, vocabulary = logits.shape
+    assert logits.is_contiguous() and state.is_contiguous() and state.shape[1] == COLUMNS
+    blocks = triton.cdiv(vocabulary, block)
+    tops = torch.empty(batch, blocks, dtype=torch.float32, device=logits.device)
+    sums = torch.empty_like(tops)
+    out = torch.empty(2, batch, dtype=torch.int32, device=logits.device)
+    _sum_blocks[(batch, blocks)](logits, state, tops, sums, vocabulary, C=COLUMNS, BLOCK=block, NB=blocks)
+    _pick[(batch,)](
+        logits, state, tops, sums, out, vocabulary, batch,
+        C=COLUMNS, STOPS=STOPS, BLOCK=block, NB=blocks, NB2=triton.next_power_of_2(blocks),
+    )  # fmt: skip
+    return out

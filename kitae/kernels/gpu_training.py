@@ -1,0 +1,340 @@
+"""Triton kernels of the training step on a GPU, with the same doors as `kitae.kernels.ops` has for CPUs.
+
+Norms, gated MLPs, and the log-probs and entropies of rows of logits, each with its gradient. They round where the
+Hugging Face modules round; sums are in fp32.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kitae.kernels import gpu
+
+_PROGRAMS = 528  # of kernels that walk over rows: four on each multiprocessor of a large GPU
+
+
+# RMSNorm
+
+
+@triton.jit
+def _rms_norm_backward(grad, x, weight, dx, dweight, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    kind = x.dtype.element_ty
+    column = tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        here = tl.cast(row, tl.int64) * WIDTH + column
+        value = tl.load(x + here, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(grad + here, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
+        normed = value * scale
+        inner = g * gain
+        mean = tl.sum(inner * normed, 0) / WIDTH
+        tl.store(dx + here, ((inner - normed * mean) * scale).to(kind), mask=mask)
+        total += g * normed.to(kind).to(tl.float32)
+    tl.store(dweight + tl.program_id(0) * WIDTH + column, total, mask=mask)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        ctx.save_for_backward(rows, weight)
+        ctx.eps = eps
+        return gpu.rms_norm(rows, None, weight, eps)[1].view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        rows, width = x.shape
+        programs = min(_PROGRAMS, rows)
+        dx = torch.empty_like(x)
+        parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+        block = triton.next_power_of_2(width)
+        _rms_norm_backward[(programs,)](
+            grad, x, weight, dx, parts, rows, ctx.eps, WIDTH=width, BLOCK=block, num_warps=min(8, max(1, block // 512))
+        )
+        return dx.view(grads[0].shape), parts.sum(0).to(weight.dtype), None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`weight * x / rms(x)` over the last dimension, differentiable."""
+    out: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
+    return out
+
+
+# Rotary
+
+
+@triton.jit
+def _rotate(
+    x, out, cos, sin, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    kind = x.dtype.element_ty
+    head = tl.arange(0, HEADS)[:, None]
+    lane = tl.arange(0, HALF)[None, :]
+    mask = (head < H) & (lane < D // 2)
+    low = row * H * D + head * D + lane
+    a = tl.load(x + low, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(x + low + D // 2, mask=mask, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * D + lane, mask=lane < D // 2, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * D + lane, mask=lane < D // 2, other=0.0).to(tl.float32)
+    if BACK:
+        s = -s
+    new_a = (a * c).to(kind).to(tl.float32) - (b * s).to(kind).to(tl.float32)
+    new_b = (b * c).to(kind).to(tl.float32) + (a * s).to(kind).to(tl.float32)
+    tl.store(out + low, new_a.to(kind), mask=mask)
+    tl.store(out + low + D // 2, new_b.to(kind), mask=mask)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
+    rows, heads, dim = x.shape
+    x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _rotate[(rows,)](
+        x, out, cos, sin, H=heads, HEADS=triton.next_power_of_2(heads), D=dim, HALF=triton.next_power_of_2(dim // 2),
+        BACK=back,
+    )  # fmt: skip
+    return out
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin, back=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(grads[0], cos, sin, back=True), None, None
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the heads of `[T, H, D]`; cos and sin `[T, D]`, whose halves are equal. Differentiable."""
+    out: Tensor = _Rotary.apply(x, cos.contiguous(), sin.contiguous())  # type: ignore[no-untyped-call]
+    return out
+
+
+# Several linear layers of one input
+
+
+class _Linears(torch.autograd.Function):
+    """The gradient of the input is added up by the matrix products themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weights = [w for w in parameters[::2] if w is not None]
+        ctx.save_for_backward(x, *weights)
+        return tuple(torch.nn.functional.linear(x, w, b) for w, b in zip(weights, parameters[1::2], strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        rows = x.reshape(-1, x.shape[-1])
+        flat = [g.reshape(-1, g.shape[-1]) for g in grads]
+        dx = torch.mm(flat[0], weights[0])
+        for g, w in zip(flat[1:], weights[1:], strict=True):
+            dx.addmm_(g, w)
+        out: list[Tensor | None] = [dx.view(x.shape)]
+        for i, g in enumerate(flat):
+            out.append(torch.mm(g.t(), rows) if ctx.needs_input_grad[2 * i + 1] else None)
+            out.append(g.sum(0) if ctx.needs_input_grad[2 * i + 2] else None)
+        return tuple(out)
+
+
+def linears(x: Tensor, *modules: torch.nn.Linear) -> tuple[Tensor, ...]:
+    """What each of the linear layers makes of x, differentiable."""
+    parameters = [p for m in modules for p in (m.weight, m.bias)]
+    out: tuple[Tensor, ...] = _Linears.apply(x, *parameters)  # type: ignore[no-untyped-call]
+    return out
+
+
+# Gated MLP
+
+
+@triton.jit
+def _swiglu(gate, up, out, count, BLOCK: tl.constexpr):
+    here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = here < count
+    g = tl.load(gate + here, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + here, mask=mask, other=0.0).to(tl.float32)
+    act = (g * tl.sigmoid(g)).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + here, (act * u).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _swiglu_backward(grad, gate, up, out, count, BLOCK: tl.constexpr, AGAIN: tl.constexpr):
+    """Gate and up become their gradients, in place; AGAIN: the output is computed once more."""
+    here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = here < count
+    kind = gate.dtype.element_ty
+    d = tl.load(grad + here, mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(gate + here, mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(up + here, mask=mask, other=0.0).to(tl.float32)
+    s = tl.sigmoid(g)
+    act = (g * s).to(kind).to(tl.float32)
+    if AGAIN:
+        tl.store(out + here, (act * u).to(kind), mask=mask)
+    tl.store(gate + here, (d * u * s * (1.0 + g * (1.0 - s))).to(kind), mask=mask)
+    tl.store(up + here, (d * act).to(kind), mask=mask)
+
+
+class _SwiGLULinear(torch.autograd.Function):
+    """`(silu(gate) * up) @ weight.T`. Keeps gate and up, and makes their product again in the backward pass.
+
+    The backward pass writes the gradients over gate and up: nobody else may keep them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return torch.nn.functional.linear(_product(gate, up), weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        gate, up, weight = ctx.saved_tensors
+        grad = grads[0]
+        dproduct = torch.matmul(grad, weight)
+        again = ctx.needs_input_grad[2]
+        count = gate.numel()
+        _swiglu_backward[(triton.cdiv(count, 2048),)](
+            dproduct, gate, up, dproduct, count, BLOCK=2048, AGAIN=again, num_warps=8
+        )  # the product takes the place of its own gradient
+        dweight = torch.mm(grad.reshape(-1, grad.shape[-1]).t(), dproduct.view(-1, gate.shape[-1])) if again else None
+        return gate.detach(), up.detach(), dweight
+
+
+def _product(gate: Tensor, up: Tensor) -> Tensor:
+    out = torch.empty_like(gate)
+    _swiglu[(triton.cdiv(gate.numel(), 2048),)](gate, up, out, gate.numel(), BLOCK=2048, num_warps=8)
+    return out
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.contiguous(), up.contiguous()
+        ctx.save_for_backward(gate, up)
+        return _product(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = (t.clone() for t in ctx.saved_tensors)
+        grad = grads[0].contiguous()
+        count = gate.numel()
+        _swiglu_backward[(triton.cdiv(count, 2048),)](
+            grad, gate, up, grad, count, BLOCK=2048, AGAIN=False, num_warps=8
+        )  # fmt: skip
+        return gate, up
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """`silu(gate) * up`, differentiable."""
+    out: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
+    return out
+
+
+def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    """`(silu(gate) * up) @ weight.T`, differentiable; takes over gate and up, which must be fresh."""
+    out: Tensor = _SwiGLULinear.apply(gate.contiguous(), up.contiguous(), weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+# Log-probs and entropies
+
+
+@triton.jit
+def _row_statistics(logits, targets, logp, lse, entropy, inverse, V, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    line = logits + row * V
+    top = -1.0e30
+    norm = 0.0
+    mean = 0.0
+    for start in range(0, V, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < V
+        z = tl.load(line + column, mask=mask, other=0.0).to(tl.float32) * inverse
+        higher = tl.maximum(top, tl.max(tl.where(mask, z, -1.0e30), 0))
+        weight = tl.where(mask, tl.exp(z - higher), 0.0)
+        fade = tl.exp(top - higher)
+        norm = norm * fade + tl.sum(weight, 0)
+        mean = mean * fade + tl.sum(weight * z, 0)
+        top = higher
+    total = top + tl.log(norm)
+    chosen = tl.load(line + tl.load(targets + row)).to(tl.float32) * inverse
+    tl.store(lse + row, total)
+    tl.store(logp + row, chosen - total)
+    tl.store(entropy + row, total - mean / norm)
+
+
+def row_statistics(logits: Tensor, targets: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of the target, log-normaliser and entropy of each row of `[N, V]`."""
+    rows, vocabulary = logits.shape
+    assert logits.is_contiguous()
+    logp, lse, entropy = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
+    _row_statistics[(rows,)](
+        logits, targets, logp, lse, entropy, inverse_temperature, vocabulary, BLOCK=4096, num_warps=8
+    )  # fmt: skip
+    return logp, lse, entropy
+
+
+@triton.jit
+def _row_gradients(
+    logits, targets, lse, entropy, grad_logp, grad_entropy, inverse, V, BLOCK: tl.constexpr, ENTROPY: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < V
+    place = logits + row * V + column
+    z = tl.load(place, mask=mask, other=0.0).to(tl.float32) * inverse
+    log = z - tl.load(lse + row)
+    p = tl.exp(log)
+    hit = tl.where(column == tl.load(targets + row), 1.0, 0.0)
+    out = (hit - p) * tl.load(grad_logp + row)
+    if ENTROPY:
+        out -= p * (log + tl.load(entropy + row)) * tl.load(grad_entropy + row)
+    tl.store(place, (out * inverse).to(logits.dtype.element_ty), mask=mask)
+
+
+def row_gradients(
+    logits: Tensor, targets: Tensor, lse: Tensor, entropy: Tensor, grad_logp: Tensor, grad_entropy: Tensor | None,
+    inverse_temperature: float,
+) -> Tensor:  # fmt: skip
+    """Overwrites the logits with their gradient and returns them."""
+    rows, vocabulary = logits.shape
+    assert logits.is_contiguous()
+    _row_gradients[(rows, triton.cdiv(vocabulary, 4096))](
+        logits, targets, lse, entropy, grad_logp, grad_logp if grad_entropy is None else grad_entropy,
+        inverse_temperature, vocabulary, BLOCK=4096, ENTROPY=grad_entropy is not None, num_warps=8,
+    )  # fmt: skip
+    return logits
+
+
+# Gradients of bf16 parameters, added up in fp32
+
+
+@triton.jit
+def _accumulate(total, part, count, BLOCK: tl.constexpr, FIRST: tl.constexpr):
+    here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = here < count
+    value = tl.load(part + here, mask=mask, other=0.0).to(tl.float32)
+    if not FIRST:
+        value += tl.load(total + here, mask=mask, other=0.0)
+    tl.store(total + here, value, mask=mask)
+
+
+def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
+    """`total + part` in fp32, in place; without a total, a new one."""
+    first = total is None
+    part = part.contiguous()
+    if total is None:
+        total = torch.empty(part.shape, dtype=torch.float32, device=part.device)
+    assert total.is_contiguous()
+    _accumulate[(triton.cdiv(part.numel(), 4096),)](total, part, part.numel(), BLOCK=4096, FIRST=first, num_warps=8)
+    return total

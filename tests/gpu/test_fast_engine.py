@@ -1,0 +1,189 @@
+"""The engine's graphs and kernels on a GPU: all tests of the engine once more, and the fast path against the plain."""
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kitae.config import EngineConfig, ModelConfig
+from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
+from kitae.engines.native.engine import NativeEngine
+from kitae.models.load import load_policy
+from kitae.models.policy import Policy
+from kitae.models.tiny import ARCHITECTURES, make_tiny
+
+sys.path.append(str(Path(__file__).parents[1] / "unit/engines"))
+from test_native_engine import *  # noqa: F403
+from test_native_engine import prompts, with_engine
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+TinyPolicy = Callable[..., Policy]
+
+
+@pytest.fixture
+def tiny_policy(tiny_folder: Callable[[str], Path]) -> TinyPolicy:
+    """As everywhere, but on the GPU: the tests imported above run there."""
+
+    def get(architecture: str = "llama", **settings: object) -> Policy:
+        values = {"dtype": "float32", "device": "cuda", "path": str(tiny_folder(architecture)), **settings}
+        return load_policy(ModelConfig.model_validate(values))
+
+    return get
+
+
+def mixed_requests(count: int = 30, tokens: int = 40) -> list[Request]:
+    """Groups, singles, greedy and filtered rows, of different lengths."""
+    requests = []
+    for i, prompt in enumerate(prompts(count // 3, seed=1)):
+        for j in range(3):
+            filters = {"top_p": 0.9, "top_k": 50, "min_p": 0.01} if (i, j) == (2, 1) else {}
+            sampling = SamplingParams(0.0 if (i + j) % 7 == 0 else 0.8, tokens - 3 * i, **filters)  # type: ignore[arg-type]
+            requests.append(Request(f"{i}/{j}", prompt, sampling, 10 * i + j, share=f"{i}"))
+    return requests
+
+
+def generate(policy: Policy, requests: list[Request], **settings: Any) -> list[Completion]:
+    done = with_engine(policy, lambda e: asyncio.gather(*(e.generate(r) for r in requests)), **settings)
+    assert isinstance(done, list)
+    return done
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_same_tokens_as_the_plain_path(architecture: str, tiny_policy: TinyPolicy) -> None:
+    """In fp32, but for a draw that falls on the border of two tokens."""
+    policy = tiny_policy(architecture)
+    different = 0
+    for fast, plain in zip(
+        generate(policy, mixed_requests(), fast=True), generate(policy, mixed_requests(), fast=False), strict=True
+    ):
+        assert fast.finish == plain.finish and len(fast.tokens) == len(plain.tokens)
+        pairs = enumerate(zip(fast.tokens, plain.tokens, strict=True))
+        same = next((i for i, (a, b) in pairs if a != b), len(fast.tokens))
+        different += same < len(fast.tokens)
+        torch.testing.assert_close(
+            torch.tensor(fast.logprobs[:same]), torch.tensor(plain.logprobs[:same]), atol=1e-4, rtol=0
+        )
+    assert different <= 1
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma3"])
+def test_bf16_rounds_no_worse_than_the_modules(architecture: str, tmp_path: Path) -> None:
+    """A deeper model with heads of 64: what both paths report against one exact pass with the same weights."""
+    from kitae.models.attention import causal_mask, masked_attention
+
+    make_tiny(tmp_path, architecture, hidden=256, layers=8)
+    policy = load_policy(ModelConfig(path=str(tmp_path), dtype="bfloat16", device="cuda"))
+    exact = load_policy(ModelConfig(path=str(tmp_path), dtype="float32", device="cuda"))
+    for p, q in zip(exact.model.parameters(), policy.model.parameters(), strict=True):
+        p.data.copy_(q.data)
+    gaps: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+
+    class Whole:
+        def __init__(self, length: int) -> None:
+            self.positions = torch.arange(length, device="cuda")
+
+        def attend(self, layer: int, q: Any, k: Any, v: Any, *, window: int | None, **rest: Any) -> torch.Tensor:
+            return masked_attention(q, k, v, causal_mask(self.positions, self.positions, window), **rest)
+
+    for fast in (True, False):
+        requests = [Request(str(i), p, SamplingParams(max_tokens=60), i) for i, p in enumerate(prompts(40))]
+        for request, done in zip(requests, generate(policy, requests, fast=fast, memory_gb=0.2), strict=True):
+            row = torch.tensor(request.prompt_tokens + done.tokens[:-1], device="cuda")
+            with torch.inference_mode():
+                states = exact.hidden(row, torch.arange(len(row), device="cuda"), Whole(len(row)))
+                logits = exact.logits(states[len(request.prompt_tokens) - 1 :]).float()
+            expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(done.tokens, device="cuda")[:, None])[:, 0]
+            gaps[fast].append((expected.cpu() - torch.tensor(done.logprobs)).abs())
+    fast_gap, plain_gap = (torch.cat(gaps[fast]).mean().item() for fast in (True, False))
+    assert fast_gap < 1.25 * plain_gap, (fast_gap, plain_gap)
+
+
+def test_tokens_do_not_depend_on_the_batch_in_flight(tiny_policy: TinyPolicy) -> None:
+    """Sequences join and leave all the time: rows move, buckets change, pages are reused."""
+    policy = tiny_policy("qwen2")
+    requests = [
+        Request(f"{i}", prompts(1, seed=i)[0], SamplingParams(max_tokens=5 + i * 37 % 90), i) for i in range(60)
+    ]
+    alone = {c.id: c.tokens for c in generate(policy, requests, max_batch=60)}
+    for settings in ({"max_batch": 7}, {"max_batch": 13, "page_size": 4}, {"max_batch": 60, "memory_gb": 0.0016}):
+        for c in generate(policy, requests, **settings):  # type: ignore[arg-type]
+            assert c.tokens == alone[c.id], settings
+
+
+def test_graphs_are_captured_once_for_each_bucket(tiny_policy: TinyPolicy) -> None:
+    async def use(engine: NativeEngine) -> None:
+        steps = engine.runner._steps  # type: ignore[attr-defined]
+        for batch, expected in ((3, {4}), (4, {4}), (20, {4, 24}), (3, {4, 24})):
+            before = dict(steps)
+            sampling = SamplingParams(max_tokens=10)
+            await asyncio.gather(*(engine.generate(Request(f"{i}", (5, 6, i), sampling, i)) for i in range(batch)))
+            assert set(steps) == expected and all(steps[b] is before[b] for b in before)
+            assert all(s._graph is not None for s in steps.values())
+
+    with_engine(tiny_policy("qwen2"), use)
+
+
+def test_stop_tokens_end_a_row_on_the_device(tiny_policy: TinyPolicy) -> None:
+    policy = tiny_policy("qwen2")
+    free = generate(policy, [Request(f"{i}", (5, 6, i), SamplingParams(max_tokens=80), i) for i in range(20)])
+    stops = (3, 17, 40, 99, 120)
+    asked = SamplingParams(max_tokens=80, stop_tokens=stops)
+    stopped = generate(policy, [Request(f"{i}", (5, 6, i), asked, i) for i in range(20)])
+    many = SamplingParams(max_tokens=80, stop_tokens=(*stops, *range(300, 320)))  # more than a row holds
+    by_host = generate(policy, [Request(f"{i}", (5, 6, i), many, i) for i in range(20)])
+    assert [(c.tokens, c.finish) for c in by_host] == [(c.tokens, c.finish) for c in stopped]
+    for whole, cut in zip(free, stopped, strict=True):
+        ends = [i for i, token in enumerate(whole.tokens) if token in stops]
+        assert cut.tokens == whole.tokens[: ends[0] + 1 if ends else 80]
+        assert cut.finish == ("stop" if ends else "length")
+
+
+def test_weights_written_in_flight_reach_the_graphs(tiny_policy: TinyPolicy) -> None:
+    """In place: the graphs stay. Moved elsewhere: they are captured again."""
+    policy = tiny_policy("qwen2")
+    request = Request("r", (5, 6, 7), SamplingParams(0.0, 30), 0)
+
+    async def use(engine: NativeEngine) -> list[Completion]:
+        done = [await engine.generate(request)]
+        steps = dict(engine.runner._steps)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            for p in policy.model.parameters():
+                p.add_(torch.randn_like(p) * 0.1)
+        await engine.update_weights(WeightUpdate(1))
+        done.append(await engine.generate(request))
+        assert engine.runner._steps == steps  # type: ignore[attr-defined]
+        for p in policy.model.parameters():
+            p.data = p.data.clone().mul_(1.1)
+        await engine.update_weights(WeightUpdate(2))
+        done.append(await engine.generate(request))
+        return done
+
+    done = with_engine(policy, use)
+    assert len({c.tokens for c in done}) >= 2 and [c.versions[0] for c in done] == [0, 1, 2]
+    assert done[2].tokens == generate(policy, [request], fast=False)[0].tokens
+
+
+def test_the_joined_weights_train_and_save_as_before(tiny_policy: TinyPolicy, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from kitae.models.load import export_policy
+
+    policy = tiny_policy("qwen2")
+    before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
+    generate(policy, mixed_requests())
+    for name, p in policy.model.named_parameters():
+        assert p.requires_grad and torch.equal(p, before[name]), name
+    export_policy(policy, tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    for name, p in loaded.named_parameters():
+        assert torch.equal(p, before[name].cpu()), name
+
+
+def test_engine_config_plain_uses_no_graphs(tiny_policy: TinyPolicy) -> None:
+    engine = NativeEngine(tiny_policy(), EngineConfig(memory_gb=0.01, fast=False))
+    assert type(engine.runner).__name__ == "Runner"
+    asyncio.run(engine.close())
