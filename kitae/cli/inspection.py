@@ -1,4 +1,4 @@
-"""`kitae show`, `kitae plot` and `kitae recipes`."""
+"""`kitae show`, `kitae plot`, `kitae replay` and `kitae recipes`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,6 +57,16 @@ def plot(run: Path, output: Path | None) -> None:
     from kitae.observe.plots import plot_run
 
     print(plot_run(run, output))
+
+
+def replay(run: Path, step: int) -> None:
+    from kitae.pipeline.replay import replay as compute
+
+    found = compute(run, step, print)
+    print(f"{'':16} {'logged':>14} {'again':>14} {'difference':>12}")
+    for name, (then, now) in found.numbers.items():
+        print(f"{name:16} {then:14.8g} {now:14.8g} {abs(then - now):12.3g}")
+    print(f"step {step}, from the checkpoint of step {found.checkpoint}: largest difference {found.difference:.3g}")
 
 
 def recipes() -> None:

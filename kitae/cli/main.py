@@ -75,6 +75,17 @@ def show(
 
 
 @app.command()
+def replay(
+    run: Run,
+    step: Annotated[int, typer.Option(min=1, help="The step to compute again.")],
+) -> None:
+    """Compute a past step again from the journal and compare it with what was logged."""
+    from kitae.cli import inspection
+
+    inspection.replay(run, step)
+
+
+@app.command()
 def plot(
     run: Run,
     output: Annotated[

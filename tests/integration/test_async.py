@@ -12,6 +12,8 @@ from harness import RECIPE, VERIFIER, finish, kitae, rows, run_toy, toy_config
 from test_resume import kill_when, rollouts_written
 
 from kitae.config import Config
+from kitae.errors import StoreError
+from kitae.pipeline.replay import replay
 from kitae.store.journal import Journal
 
 SLOW = """
@@ -150,3 +152,23 @@ def test_what_is_being_sampled_is_parked_on_ctrl_c(tmp_path: Path) -> None:
         assert whole.segments[0].logprobs[:length] == part.segments[0].logprobs
     assert journal.counts()["rollouts"] > done
     journal.close()
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_a_past_step_can_be_computed_again(staleness: int, tmp_path: Path) -> None:
+    result = run_toy(
+        tmp_path,
+        f"pipeline.max_staleness={staleness}",
+        "algorithm.filter=zero-variance",
+        "training.steps=6",
+        "training.minibatches=2",
+        "checkpoint.every=3",
+        "checkpoint.keep=3",
+        "eval.prompts=0",
+    )
+    for step, checkpoint in ((3, 0), (4, 3), (6, 3)):
+        found = replay(result.folder, step, lambda text: None)
+        assert found.checkpoint == checkpoint and set(found.numbers) >= {"loss", "grad_norm", "samples_trained"}
+        assert found.difference <= 1e-6, found
+    with pytest.raises(StoreError, match="1 to 6, got 7"):
+        replay(result.folder, 7, lambda text: None)

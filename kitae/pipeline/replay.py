@@ -1,0 +1,74 @@
+"""Compute a past step again, from the journal and the nearest checkpoint before it, and compare.
+
+The steps between that checkpoint and the one asked for are trained again, on what the journal says they were trained
+on. On-policy on the same machine the difference is 0: nothing of a step depends on anything else.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kitae.errors import StoreError
+from kitae.models.load import load_policy
+from kitae.pipeline.session import make_learner
+from kitae.store.checkpoint import Checkpoints
+from kitae.store.journal import Journal
+from kitae.store.run import Metrics, read_config
+from kitae.types import GREEDY, Group
+
+COMPARED = ("samples_trained", "loss", "grad_norm", "entropy", "ratio", "logp_gap")
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What a step logged, and what it gives now: `Replay(7, 4, {"loss": (0.013, 0.013)})`."""
+
+    step: int
+    checkpoint: int
+    numbers: dict[str, tuple[float, float]]
+
+    @property
+    def difference(self) -> float:
+        return max((abs(then - now) for then, now in self.numbers.values()), default=0.0)
+
+
+def replay(folder: Path, step: int, note: Callable[[str], None]) -> Replay:
+    config = read_config(folder)
+    logged = {row["step"]: row for row in Metrics(folder / "metrics.jsonl").rows("step")}
+    if step not in logged:
+        done = f"1 to {max(logged)}" if logged else "none"
+        raise StoreError(f"step must be one that {folder} has trained, {done}, got {step}")
+    checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
+    before = [name for name in checkpoints.names() if int(name.removeprefix("step-")) < step]
+    if not before:
+        there = ", ".join(checkpoints.names()) or "none"
+        raise StoreError(
+            f"step {step} needs a checkpoint from before it, and {folder} has {there}; checkpoint.keep says how many "
+            "of them a run keeps"
+        )
+    frontier, state = checkpoints.load(before[-1])
+    journal = Journal(folder / "journal.sqlite", read_only=True)
+    try:
+        note(f"loading {config.model.path} at step {frontier.step}")
+        learner = make_learner(config, load_policy(config.model, config.run.seed))
+        learner.load_state(state, frontier.updates)
+        now: dict[str, Any] = {}
+        for each in range(frontier.step + 1, step + 1):
+            note(f"training step {each} again")
+            fates = journal.groups(each)
+            groups = [_group(journal, group) for group, _, fate, _ in fates if fate == "trained"]
+            dropped = [_group(journal, group) for group, _, fate, _ in fates if fate == "dropped"]
+            now = learner.learn(each, groups, dropped)
+    finally:
+        journal.close()
+    then = logged[step]
+    return Replay(step, frontier.step, {key: (then[key], now[key]) for key in COMPARED if key in then and key in now})
+
+
+def _group(journal: Journal, group: int) -> Group:
+    prompt = journal.prompt(group)
+    assert prompt is not None, f"group {group} has a fate and no prompt"
+    rollouts = journal.rollouts(group)
+    greedy = next((r for r in rollouts if r.index == GREEDY), None)
+    return Group(group, prompt, tuple(r for r in rollouts if r.index != GREEDY), greedy)
