@@ -45,7 +45,7 @@ _TOKEN_RE = re.compile(
 _REALIGN_RE = re.compile(rf"[\"')\]}}{_QUOTES}]+?(?:\s+|(?=--)|$)", re.MULTILINE)
 _NUMBER_RE = re.compile(r"-?[.,]?\d[\d,.-]*")
 _INITIAL_RE = re.compile(r"[^\W\d]\.")
-_INITIALS_RE = re.compile(r"(?:[A-Z]\.){2,}")  # J.K.
+_INITIALS_RE = re.compile(r"(?!P\.(?:P\.)?S\.)(?:[A-Z]\.){2,}")  # J.K., but a postscript begins anew
 _PLAIN_RE = re.compile(r"([A-Za-z]{2,30})(?:[?!]|(\.))[^.?!]")
 _WORD_RE = re.compile(r"\w+")
 _NO_START = frozenset(";:,.!?")

@@ -22,6 +22,7 @@ from kitae.verifiers.instructions.verbs import starts_with_verb
         ["Well... maybe not."],
         ["J. Smith wrote it."],
         ["J.K. Rowling met J.R.R. Tolkien.", "Both wrote."],
+        ["Bye.", "P.S.", "Jean called.", "P.P.S.", "Oslo too."],
         ["It weighs 5 kg.", "Paris is 20 km.", "Add 3 oz.", "Stir 2 lbs.", "Rest."],
         ["It costs 3.50 dollars.", "A lot!"],
         ["We have plan B.", "The end."],
