@@ -42,9 +42,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, *, scale: float, win
 
 class _Flash(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, window: int | None
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, scale: float, window: int | None) -> Tensor:
         reach = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
         out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
             q, k, v, bounds.queries, bounds.keys, bounds.longest_query, bounds.longest_key, 0.0, True, False,

@@ -19,9 +19,7 @@ def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
     kernels = ops.training_kernels(device, dtype)
     if kernels is None:
         return 0
-    return sum(
-        _fuse_norm(m, kernels) or _fuse_mlp(m, kernels) or _fuse_attention(m, kernels) for m in model.modules()
-    )
+    return sum(_fuse_norm(m, kernels) or _fuse_mlp(m, kernels) or _fuse_attention(m, kernels) for m in model.modules())
 
 
 def _fuse_norm(module: Any, kernels: Any) -> bool:

@@ -106,9 +106,7 @@ class FusedDecoder:
             )
             by_head = qkv.view(len(x), -1, keys.shape[-1]).transpose(0, 1)
             q, k, v = by_head[: self.heads], by_head[self.heads : -keys.shape[1]], by_head[-keys.shape[1] :]
-            mixed = context.attend(
-                i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks
-            )
+            mixed = context.attend(i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks)
             mixed = mixed.reshape(len(x), -1)
             pending = gpu.product_in_parts(mixed, layer.out) if few else torch.mm(mixed, layer.out.t())
             x, normed = gpu.rms_norm(x, pending, layer.before_mlp, layer.eps[1])
