@@ -69,6 +69,15 @@ def replay(run: Path, step: int) -> None:
     print(f"step {step}, from the checkpoint of step {found.checkpoint}: largest difference {found.difference:.3g}")
 
 
+def timeline(run: Path) -> None:
+    from kitae.observe.timeline import busy_shares, draw, read
+
+    picture = draw(run)
+    for part, share in busy_shares(read(run)).items():
+        print(f"{part:10} at work {share:6.1%} of the time")
+    print(picture)
+
+
 def recipes() -> None:
     for recipe in shipped_recipes():
         print(f"{recipe.stem:14} {summary(recipe)}")

@@ -67,11 +67,15 @@ def show(
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first, over all steps.")] = False,
     errors: Annotated[bool, typer.Option("--errors", help="Answers that could not be judged.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="How many samples.")] = 8,
+    timeline: Annotated[bool, typer.Option("--timeline", help="Who worked when, as a PNG, and for how long.")] = False,
 ) -> None:
-    """Show sampled answers with their prompts and rewards."""
+    """Show sampled answers with their prompts and rewards, or the timeline of a run."""
     from kitae.cli import inspection
 
-    inspection.show(run, step, best, worst, errors, limit)
+    if timeline:
+        inspection.timeline(run)
+    else:
+        inspection.show(run, step, best, worst, errors, limit)
 
 
 @app.command()

@@ -1,6 +1,7 @@
 """Run one episode, and all episodes of one prompt."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -22,7 +23,10 @@ class Parked(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """What an episode needs. `label` keeps the random streams of training and evaluation apart."""
+    """What an episode needs. `label` keeps the random streams of training and evaluation apart.
+
+    `span` hears of each group when it was sampled ("generate") and judged ("verify").
+    """
 
     engine: Engine
     chat: Chat
@@ -31,6 +35,7 @@ class Runner:
     sampling: SamplingParams
     seed: int
     label: str = "train"
+    span: Callable[[str, float, float], None] = lambda part, start, end: None
 
     async def group(
         self, group: int, prompt: Prompt, size: int, journal: Journal | None = None, *, greedy: bool = False
@@ -44,6 +49,8 @@ class Runner:
         known = {r.index: r for r in journal.rollouts(group)} if journal else {}
         parked = {r.index: r for r in journal.parked(group)} if journal else {}
 
+        sampled, judged = [time.perf_counter()], list[float]()
+
         async def one(index: int) -> Rollout:
             rollout = known.get(index)
             if rollout is not None and rollout.score is not None and rollout.score.valid:
@@ -53,7 +60,9 @@ class Runner:
                 if journal and rollout.response_length:
                     await journal.park(rollout)
                 raise Parked
+            sampled.append(time.perf_counter())
             score = await self.verifier.score(rollout.text, prompt.reference, prompt.context)
+            judged.append(time.perf_counter())
             rollout = replace(rollout, score=score)
             if journal:
                 await (journal.update_score if index in known else journal.add_rollout)(rollout)
@@ -76,6 +85,9 @@ class Runner:
         complete = tuple(r for r in results if r is not None)
         if len(complete) < size or (best and last is None):
             raise Parked
+        if judged:
+            self.span("generate", sampled[0], max(sampled))
+            self.span("verify", sampled[1], max(judged))
         return Group(group, prompt, complete, last)
 
     async def rollout(self, group: int, index: int, prompt: Prompt, begun: Rollout | None = None) -> Rollout:

@@ -13,13 +13,7 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
     steps, evals = metrics.rows("step"), metrics.rows("eval")
     if not steps:
         raise StoreError(f"{run} has no finished step to draw")
-    try:
-        import matplotlib
-    except ImportError:
-        raise ImportError("plots need matplotlib: pip install 'kitae[plots]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), constrained_layout=True)
     x = [row["step"] for row in steps]
     reward, length, entropy, gap = axes.flat
@@ -47,6 +41,17 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
     finally:
         pyplot.close(figure)
     return target
+
+
+def load_pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("plots need matplotlib: pip install 'kitae[plots]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
 
 
 def _line(axis: Any, x: list[int], rows: list[dict[str, Any]], key: str, title: str) -> None:

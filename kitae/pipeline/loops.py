@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ from kitae.engines.base import Engine, WeightUpdate
 from kitae.envs.rollout import Parked, Runner
 from kitae.errors import RequestError, VerifierError, root_cause
 from kitae.observe.observer import Observer
+from kitae.observe.timeline import Timeline
 from kitae.pipeline.buffer import Buffer, Outcome, Slot
 from kitae.store.checkpoint import Frontier
 from kitae.store.run import RunStore
@@ -58,7 +60,8 @@ class Pipeline:
         self.config = config
         self.store = store
         self.stream = stream
-        self.runner = runner
+        self.timeline = Timeline(store.folder)
+        self.runner = replace(runner, span=lambda part, start, end: self.timeline.add(part, self.version, start, end))
         self.engine = engine
         self.learner = learner
         self.observer = observer
@@ -198,7 +201,8 @@ class Pipeline:
             self.observer.status(f"step {step}: training on {len(groups)} groups")
             rest = [g for o in outcomes for g, _ in o.dropped]
             hold = partial(self._hold_engine, asyncio.get_running_loop())
-            row |= await self._in_trainer(partial(self.learner.learn, step, groups, rest, hold))
+            with self.timeline.span("train", step):
+                row |= await self._in_trainer(partial(self.learner.learn, step, groups, rest, hold))
             self._watch_updates(row, outcomes)
             if row.get("skipped_updates") or row.get("critic_skipped_updates"):
                 self.observer.note(f"step {step}: a gradient was not finite; those weights were left as they were")
@@ -207,6 +211,8 @@ class Pipeline:
             await self.store.journal.add_fates(step, [g.id for g in groups], dropped)
             row["wait_seconds"] = waited
             row["step_seconds"] = time.perf_counter() - began
+            row["engine_idle"] = max(0.0, 1 - _rate(row["generate_seconds"], row["step_seconds"]))
+            row["trainer_idle"] = max(0.0, 1 - _rate(row.get("train_seconds", 0.0), row["step_seconds"]))
             self.version = step
             self.frontier = Frontier(step, self.cursor, self.learner.updates, self.issued)
             await self._trained.put(row)
@@ -293,18 +299,21 @@ class Pipeline:
             step = row["step"]
             began = time.perf_counter()
             recompute = self.config.pipeline.in_flight == "recompute"
-            served = await self.engine.update_weights(WeightUpdate(step, recompute=recompute))
-            assert served == step, f"the engine serves version {served}, expected {step}"
-            await self.engine.resume()
+            with self.timeline.span("sync", step):
+                served = await self.engine.update_weights(WeightUpdate(step, recompute=recompute))
+                assert served == step, f"the engine serves version {served}, expected {step}"
+                await self.engine.resume()
             row["sync_seconds"] = time.perf_counter() - began
             self.store.metrics.append(row)
             self.observer.step(row)
             if step % self.config.checkpoint.every == 0 or step == t.steps:
                 self.observer.status(f"step {step}: saving a checkpoint")
-                await self._in_trainer(self.save)
+                with self.timeline.span("save", step):
+                    await self._in_trainer(self.save)
             every = self.config.eval.every
             if every and step % every == 0 and step < t.steps:
-                await self.evaluate(step)
+                with self.timeline.span("evaluate", step):
+                    await self.evaluate(step)
             self.buffer.release(step)
             self._trained.task_done()
 

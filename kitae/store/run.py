@@ -3,6 +3,7 @@
 config.json      the resolved settings
 journal.sqlite   prompts, rollouts, scores, fates, events
 metrics.jsonl    one line per step; evaluations have "kind": "eval"
+timeline.jsonl   who worked when
 checkpoints/     the last few frontiers
 model/           the trained model, loadable by transformers
 plot.png         reward, length, entropy over steps

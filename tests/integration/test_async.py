@@ -13,6 +13,7 @@ from test_resume import kill_when, rollouts_written
 
 from kitae.config import Config
 from kitae.errors import StoreError
+from kitae.observe import timeline
 from kitae.pipeline.replay import replay
 from kitae.store.journal import Journal
 
@@ -172,3 +173,17 @@ def test_a_past_step_can_be_computed_again(staleness: int, tmp_path: Path) -> No
         assert found.difference <= 1e-6, found
     with pytest.raises(StoreError, match="1 to 6, got 7"):
         replay(result.folder, 7, lambda text: None)
+
+
+def test_the_timeline_shows_who_worked_when(tmp_path: Path) -> None:
+    result = run_toy(tmp_path, "pipeline.max_staleness=2", "training.steps=6", "checkpoint.every=2", "eval.every=3")
+    spans = timeline.read(result.folder)
+    assert {row["part"] for row in spans} == set(timeline.PARTS)
+    training = [(row["start"], row["end"]) for row in spans if row["part"] == "train"]
+    assert len(training) == 6 and training == sorted(training)
+    groups = [row for row in spans if row["part"] == "generate"]
+    assert len(groups) == 6 * 4 and all(row["start"] < row["end"] for row in groups)
+    assert any(a < g["end"] and g["start"] < b for g in groups for a, b in training), "they did not overlap"
+    shares = timeline.busy_shares(spans)
+    assert all(0 < share <= 1 for share in shares.values())
+    assert timeline.draw(result.folder).read_bytes().startswith(b"\x89PNG")

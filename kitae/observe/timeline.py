@@ -1,0 +1,124 @@
+"""Who worked when: spans of generation, verification, training and sync, and the picture of them.
+
+A row of timeline.jsonl is `{"part": "train", "step": 3, "start": 12.1, "end": 14.0}`, in seconds since the run began.
+Spans of generation and verification belong to groups, and overlap; the others do not.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kitae.errors import StoreError
+
+PARTS = ("generate", "verify", "train", "sync", "save", "evaluate")
+FILE = "timeline.jsonl"
+
+Span = tuple[float, float]
+
+
+class Timeline:
+    """Appends to the file of a run; a resumed run goes on where it stopped, on its own clock."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / FILE
+        past = read(folder)
+        self._offset = max((row["end"] for row in past), default=0.0) - time.perf_counter()
+
+    def add(self, part: str, step: int, start: float, end: float) -> None:
+        """Times are those of `time.perf_counter`."""
+        times = {"start": round(start + self._offset, 4), "end": round(end + self._offset, 4)}
+        with self._path.open("a") as file:
+            file.write(json.dumps({"part": part, "step": step, **times}) + "\n")
+
+    @contextmanager
+    def span(self, part: str, step: int) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(part, step, start, time.perf_counter())
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    rows = []
+    if (folder / FILE).exists():
+        for line in (folder / FILE).read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue  # cut off by a crash
+    return rows
+
+
+def busy_shares(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The share of the whole time in which each part was at work; overlapping spans count once."""
+    if not rows:
+        return {}
+    whole = max(r["end"] for r in rows) - min(r["start"] for r in rows)
+    spans: dict[str, list[Span]] = {part: [] for part in PARTS}
+    for row in rows:
+        spans[row["part"]].append((row["start"], row["end"]))
+    return {part: sum(end - start for start, end in _union(found)) / whole for part, found in spans.items() if found}
+
+
+def draw(folder: Path, output: Path | None = None, steps: int = 12) -> Path:
+    """A Gantt chart of the last `steps` steps as a PNG; one line for each group that was being sampled."""
+    rows = read(folder)
+    if not rows:
+        raise StoreError(f"{folder} has no timeline")
+    from kitae.observe.plots import load_pyplot
+
+    pyplot = load_pyplot()
+    last = max(row["step"] for row in rows)
+    begin = min((r["start"] for r in rows if r["step"] > last - steps and r["part"] != "generate"), default=0.0)
+    rows = [row for row in rows if row["end"] >= begin]
+    figure, axis = pyplot.subplots(figsize=(11, 4.5), constrained_layout=True)
+    lanes: dict[str, list[float]] = {part: [] for part in PARTS}
+    colours = dict(zip(PARTS, ("#4c78a8", "#72b7b2", "#f58518", "#e45756", "#b279a2", "#54a24b"), strict=True))
+    placed = [(row, _lane(lanes[row["part"]], row)) for row in sorted(rows, key=lambda r: r["start"])]
+    base, ticks = 0, {}
+    for part in PARTS:
+        if lanes[part]:
+            ticks[part] = base + (len(lanes[part]) - 1) / 2
+            for row, lane in placed:
+                if row["part"] == part:
+                    axis.barh(
+                        base + lane, row["end"] - row["start"], left=row["start"], height=0.8, color=colours[part]
+                    )
+            base += len(lanes[part]) + 1
+    shares = busy_shares(rows)
+    axis.set_yticks(list(ticks.values()), [f"{part}  {shares[part]:.0%}" for part in ticks])
+    axis.invert_yaxis()
+    axis.set_xlabel("seconds since the run began; percentages: share of the time at work")
+    axis.set_title(folder.name)
+    target = output or folder / "timeline.png"
+    try:
+        figure.savefig(target, dpi=110)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"cannot write {target}: {error}") from error
+    finally:
+        pyplot.close(figure)
+    return target
+
+
+def _lane(ends: list[float], row: dict[str, Any]) -> int:
+    """The first line of its part that is free at that time."""
+    for lane, end in enumerate(ends):
+        if end <= row["start"]:
+            ends[lane] = row["end"]
+            return lane
+    ends.append(row["end"])
+    return len(ends) - 1
+
+
+def _union(spans: list[Span]) -> list[Span]:
+    joined: list[Span] = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
