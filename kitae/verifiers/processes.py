@@ -247,9 +247,12 @@ class Process:
                 os.setpriority(os.PRIO_PROCESS, pid, _NICE)
 
     def pause(self, paused: bool) -> None:
-        """Leave all of it to others, or go on."""
+        """Leave all of it to others, or go on. A process that only waits need not: it takes nothing from anybody."""
+        family = _family(self.pid)
+        if paused and not any(_look(pid)[0] == "R" for pid in family):
+            return
         self.paused = paused
-        for pid in _family(self.pid):
+        for pid in family:
             with suppress(OSError):
                 os.kill(pid, signal.SIGSTOP if paused else signal.SIGCONT)
 

@@ -20,7 +20,10 @@ from kitae.store.journal import Journal
 from kitae.store.run import RunStore
 from kitae.types import Message, Prompt, Rollout, Score, Segment
 
-COMMANDS = ("train", "resume", "eval", "show", "plot", "recipes", "algorithms", "verifiers", "verify", "doctor")
+COMMANDS = (
+    *("train", "resume", "eval", "show", "replay", "plot", "recipes", "algorithms"),
+    *("validate", "verifiers", "verify", "doctor"),
+)
 
 
 class Result(NamedTuple):
