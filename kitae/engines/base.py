@@ -89,7 +89,10 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the start, and what is happening now."""
+    """Counters since the start, and what is happening now.
+
+    restarts: of an engine's process that was lost; resent: weight updates that arrived damaged and were sent again.
+    """
 
     version: int
     prompt_tokens: int
@@ -99,6 +102,8 @@ class EngineStats:
     running: int
     waiting: int
     busy_seconds: float
+    restarts: int = 0
+    resent: int = 0
 
 
 class Engine(Protocol):

@@ -90,6 +90,10 @@ class NativeEngine:
     def stats(self) -> EngineStats:
         return self.scheduler.stats(self.version, self.generated, self.busy)
 
+    def in_flight(self) -> list[Sequence]:
+        """The sequences that are not done. They grow meanwhile: a token counts once it is in `versions`."""
+        return list(self._sequences.values())
+
     async def close(self) -> None:
         if not self._closed:
             self._closed = True
