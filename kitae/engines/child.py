@@ -64,6 +64,7 @@ class Child:
         self._numbers = itertools.count()
         self._tasks: list[asyncio.Task[None]] = []
         self._heard = False
+        self._rests = False  # paused
         self._hear: Callable[[Child, wire.Message], None]
         self._on_loss: Callable[[Child], None]
 
@@ -197,6 +198,7 @@ class Child:
         while (message := await wire.read(reader)) is not None:
             self._heard = True
             self.stats = EngineStats(**message.header.pop("stats"))
+            self._rests = message.header.pop("rests")
             future = self._calls.get(message.header.get("re", -1))
             if future is not None and not future.done():
                 future.set_result(message.header)
@@ -219,7 +221,8 @@ class Child:
             now = self.stats
             moves = (now.generated_tokens, now.prompt_tokens, now.busy_seconds)
             moved = moves != (before.generated_tokens, before.prompt_tokens, before.busy_seconds)
-            stalled = stalled + 1 if now.running and not moved else 0
+            has_work = now.running + now.waiting > 0 and not self._rests
+            stalled = stalled + 1 if has_work and not moved else 0
             before = now
             if silent >= _SLICES:
                 self.lose(f"it gave no sign of life for {self._limits.silence:g} s")

@@ -119,7 +119,6 @@ class ProcessEngine:
             "engine": config.model_dump(),
             "threads": threads,
             "cores": None if cores is None else list(cores),
-            "parent": os.getpid(),
         }
         self._version = version
         self._limits = limits or Limits()
@@ -152,10 +151,11 @@ class ProcessEngine:
         flight = _Flight(next(self._numbers), request, future, request.prior)
         self._flights[request.id] = self._numbered[flight.number] = flight
         try:
-            child = await self._ready()
-            if flight.child is not child and not future.done():
+            if (child := self._current()) is not None:
                 self._issue(flight, child)
-            return await future
+            elif self._starting is None:
+                self._launch(None)
+            return await future  # a process that starts takes up all that is in flight
         except asyncio.CancelledError:
             if flight.child is not None and flight.child.lost is None:
                 flight.child.send(wire.pack({"call": -1, "op": "abort", "id": request.id}))
@@ -255,8 +255,9 @@ class ProcessEngine:
 
     async def _start_one(self) -> Child:
         """A process with the current weights, at work on all that is in flight."""
-        setup = {**self._setup, "version": self._version, "descriptors": self._transport.descriptors}
-        child = await Child.start(setup, self._transport.descriptors, self._limits, self._hear, self._on_loss)
+        descriptors = self._transport.descriptors
+        setup = {**self._setup, "version": self._version, "descriptors": descriptors, "parent": os.getpid()}
+        child = await Child.start(setup, descriptors, self._limits, self._hear, self._on_loss)
         try:
             async with self._image:
                 if self._published is not None:

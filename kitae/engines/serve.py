@@ -174,7 +174,7 @@ class Server:
             await self.engine.resume()
 
     def _send(self, header: dict[str, Any], sampled: Sampled | None = None) -> None:
-        header["stats"] = asdict(self.engine.stats())
+        header |= {"stats": asdict(self.engine.stats()), "rests": self._paused or self._broken}
         self._writer.write(wire.pack(header) if sampled is None else wire.pack_sampled(header, sampled))
 
 
