@@ -13,7 +13,6 @@ import asyncio
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.objective import Objective
@@ -40,14 +39,12 @@ async def main() -> None:
     full, delta = (ProcessEngine(model, EngineConfig(memory_gb=0.25), threads=1, sync=s) for s in ("full", "delta"))
     try:
         policy = load_policy(model)
+        values = sum(p.numel() for p in policy.model.parameters())
         groups = await sample(full, policy.tokenizer)
         version = 0
         rows: list[tuple[float, int, Sync, Sync]] = []
-        original = {name: p.detach().clone() for name, p in policy.model.named_parameters()}
         for rate in a.rates:
-            with torch.no_grad():
-                for name, parameter in policy.model.named_parameters():
-                    parameter.copy_(original[name])
+            policy = load_policy(model)
             trainer = Trainer(policy, TrainingConfig(steps=a.steps, lr=rate), temperature=1.0)
             for step in range(a.steps + 1):
                 if step:
@@ -64,7 +61,7 @@ async def main() -> None:
             await check_engine(delta, policy, 0.05, version=version - 1)
     finally:
         await asyncio.gather(full.close(), delta.close())
-    print(f"\n{a.model}, bf16, {sum(t.numel() for t in original.values()) / 1e6:.0f} M values\n")
+    print(f"\n{a.model}, bf16, {values / 1e6:.0f} M values\n")
     print("| lr | step | values unchanged | full: MB | s | delta: MB | s | sent as |")
     print("|---|---|---|---|---|---|---|---|")
     for rate, step, f, d in rows:
