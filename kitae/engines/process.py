@@ -85,7 +85,7 @@ class ProcessEngine:
     config: of the native engine.
     threads: of torch in the process; None: as many as torch likes.
     cores: the processors it may use (Linux); None: all that this process may use.
-    sync: how weights travel: "delta" sends what has changed where it can, "full" always sends everything.
+    sync: how weights travel: "full" sends everything; "delta" what has changed, where it can: fewer bytes, more time.
     limits: how long the process may take for what.
 
     The process starts with `start` or the first use, and then belongs to that event loop. A process that is lost is
@@ -104,7 +104,7 @@ class ProcessEngine:
         threads: int | None = None,
         cores: Sequence[int] | None = None,
         version: int = 0,
-        sync: Mode = "delta",
+        sync: Mode = "full",
         limits: Limits | None = None,
     ) -> None:
         if threads is not None and threads < 1:

@@ -51,7 +51,7 @@ def engines(model: ModelConfig, run: Run[Any]) -> Iterator[tuple[ProcessEngine, 
     """Two, started together; the second has little patience."""
     cores = [max(os.sched_getaffinity(0))]
     both = (
-        ProcessEngine(model, CONFIG, threads=1, cores=cores),
+        ProcessEngine(model, CONFIG, threads=1, cores=cores, sync="delta"),
         ProcessEngine(model, CONFIG, threads=1, sync="full", limits=Limits(silence=4.0, answer=30.0)),
     )
     run(_all(engine.start() for engine in both))

@@ -36,7 +36,7 @@ class Pair:
     def __init__(self, source: dict[str, Tensor], **settings: object) -> None:
         self.source = source
         self.loaded = {name: torch.zeros_like(t) for name, t in source.items()}
-        self.transport = WeightTransport(**settings)  # type: ignore[arg-type]
+        self.transport = WeightTransport(**{"mode": "delta", **settings})  # type: ignore[arg-type]
         descriptors = [os.dup(d) for d in self.transport.descriptors]
         self.receiver = WeightReceiver(*descriptors, self.loaded)
 
@@ -138,7 +138,7 @@ def test_every_flipped_byte_is_noticed(memory: str) -> None:
 
 def test_values_are_compared_as_they_are_served() -> None:
     masters = {"w": torch.ones(4096)}
-    transport = WeightTransport()
+    transport = WeightTransport("delta")
     served = {"w": torch.zeros(4096, dtype=torch.bfloat16)}
     receiver = WeightReceiver(*transport.descriptors, served)
     dtypes = {"w": torch.bfloat16}
