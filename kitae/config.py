@@ -149,6 +149,17 @@ class PipelineConfig(Section):
     max_staleness: int = Field(
         0, ge=0, le=64, description="Policy versions a sample may be old when it is trained on; 0 is on-policy."
     )
+    placement: Literal["shared", "process"] = Field(
+        "shared",
+        description="shared: engine and trainer use the same weights; process: the engine has a process and weights of "
+        "its own.",
+    )
+    engine_threads: int = Field(
+        0, ge=0, description="Processor cores of an engine in its own process, the trainer has the others; 0: half."
+    )
+    sync: Literal["full", "delta"] = Field(
+        "full", description="What an engine in its own process is sent: all weights, or those that changed."
+    )
     in_flight: Literal["keep", "recompute"] = Field(
         "keep", description="At a weight update, sequences in flight keep their cache, or compute it anew."
     )

@@ -89,7 +89,10 @@ class WeightUpdate:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters since the start, and what is happening now."""
+    """Counters since the start, and what is happening now.
+
+    restarts: of an engine's process that was lost; resent: weight updates that arrived damaged and were sent again.
+    """
 
     version: int
     prompt_tokens: int
@@ -99,6 +102,8 @@ class EngineStats:
     running: int
     waiting: int
     busy_seconds: float
+    restarts: int = 0
+    resent: int = 0
 
 
 class Engine(Protocol):
@@ -109,7 +114,11 @@ class Engine(Protocol):
     requests wait meanwhile. `update_weights` takes effect between two decoding steps; tokens sampled later carry the
     new version. `abort` ends a request early: its `generate` returns what was sampled so far with finish "abort".
     `park` ends all requests in flight that way, with finish "parked": a request with that `prior` continues one.
+    `shares_weights`: it samples from the trainer's own parameters, so it must stand still while they change, and needs
+    no tensors in an update. `sync_metrics` are those of the last update, where there is something to say.
     """
+
+    shares_weights: bool
 
     async def generate(self, request: Request) -> Completion: ...
     async def update_weights(self, update: WeightUpdate) -> int: ...
@@ -118,4 +127,5 @@ class Engine(Protocol):
     async def abort(self, request_id: str) -> None: ...
     async def park(self) -> None: ...
     def stats(self) -> EngineStats: ...
+    def sync_metrics(self) -> dict[str, float]: ...
     async def close(self) -> None: ...

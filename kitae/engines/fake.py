@@ -21,6 +21,8 @@ class FakeEngine:
     token (finish "stop"); without either it also ends with "stop".
     """
 
+    shares_weights = True
+
     def __init__(
         self, respond: Callable[[Request], Sequence[int]], *, seconds_per_token: float = 0.0, version: int = 0
     ) -> None:
@@ -101,6 +103,9 @@ class FakeEngine:
             waiting=0,
             busy_seconds=self._busy,
         )
+
+    def sync_metrics(self) -> dict[str, float]:
+        return {}
 
     async def close(self) -> None:
         self._closed = True

@@ -74,6 +74,14 @@ class Policy:
         """Logits `[N, V]` exactly as the model class computes them."""
         return self.transform(self.head(hidden_NH))
 
+    def score(self, tokens_T: Tensor) -> Tensor:
+        """Log-probs `[T - 1]` of all tokens but the first, given those before, in fp32. A plain pass, for checks."""
+        positions_T = torch.arange(len(tokens_T), device=self.device)
+        with torch.inference_mode():
+            hidden_TH = self.hidden(tokens_T, positions_T, _SelfAttention(positions_T))
+            logp_TV = self.logits(hidden_TH[:-1]).float().log_softmax(-1)
+        return logp_TV.gather(1, tokens_T[1:, None])[:, 0]
+
     def check_head(self) -> None:
         """Raise if the model class treats its logits in a way that `transform` does not know."""
         tokens = torch.arange(4, device=self.device) % self.vocabulary
@@ -95,7 +103,7 @@ class Policy:
 
 
 class _SelfAttention:
-    """One sequence attending to itself; used for the check above."""
+    """One sequence attending to itself; used for the checks above."""
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions

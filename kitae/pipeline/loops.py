@@ -200,7 +200,8 @@ class Pipeline:
             groups = sorted((o.group for o in outcomes if o.group), key=lambda g: g.id)
             self.observer.status(f"step {step}: training on {len(groups)} groups")
             rest = [g for o in outcomes for g, _ in o.dropped]
-            hold = partial(self._hold_engine, asyncio.get_running_loop())
+            shared = self.engine.shares_weights
+            hold = partial(self._hold_engine, asyncio.get_running_loop()) if shared else lambda: None
             with self.timeline.span("train", step):
                 row |= await self._in_trainer(partial(self.learner.learn, step, groups, rest, hold))
             self._watch_updates(row, outcomes)
@@ -292,17 +293,23 @@ class Pipeline:
 
     # Loop 4
 
+    async def hand_over(self, version: int) -> dict[str, float]:
+        """Let the engine serve the trainer's weights under this version, and go on."""
+        tensors = None if self.engine.shares_weights else self.learner.trainer.export_weights()
+        recompute = self.config.pipeline.in_flight == "recompute"
+        served = await self.engine.update_weights(WeightUpdate(version, tensors, recompute))
+        assert served == version, f"the engine serves version {served}, expected {version}"
+        await self.engine.resume()
+        return self.engine.sync_metrics()
+
     async def _sync_loop(self) -> None:
         t = self.config.training
         for _ in range(t.steps - self.frontier.step):
             row = await self._trained.get()
             step = row["step"]
             began = time.perf_counter()
-            recompute = self.config.pipeline.in_flight == "recompute"
             with self.timeline.span("sync", step):
-                served = await self.engine.update_weights(WeightUpdate(step, recompute=recompute))
-                assert served == step, f"the engine serves version {served}, expected {step}"
-                await self.engine.resume()
+                row |= await self.hand_over(step)
             row["sync_seconds"] = time.perf_counter() - began
             self.store.metrics.append(row)
             self.observer.step(row)

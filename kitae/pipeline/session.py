@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -9,12 +10,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kitae.algorithms.objective import Objective
 from kitae.config import Config
 from kitae.data.chat import Chat
 from kitae.data.prompts import PromptStream, eval_prompts, open_stream
-from kitae.engines.base import SamplingParams
+from kitae.engines.base import Engine, SamplingParams
 from kitae.engines.native.engine import NativeEngine
+from kitae.engines.process import ProcessEngine
 from kitae.envs.rollout import Runner
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import VerifierError
@@ -96,7 +100,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         await store.journal.rewind(frontier.step)
         store.checkpoints.forget_after(frontier.step)
         store.metrics.rewind(frontier.step)
-        engine = NativeEngine(policy, config.engine, version=frontier.step)
+        engine = await _start_engine(config, policy, frontier.step)
         stack.push_async_callback(engine.close)
         chat = Chat(policy.tokenizer, policy.base.generation_config)
         runner = _runner(config, engine, chat, pool)
@@ -114,6 +118,8 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
             return row
 
         pipeline = Pipeline(config, store, sources.stream, runner, engine, learner, observer, frontier, evaluate_at)
+        if not engine.shares_weights:
+            await pipeline.hand_over(frontier.step)
         before = await evaluate_at(0) if held_out and frontier.step == 0 else _eval_row(store, 0)
         if frontier.step == 0:
             pipeline.save()
@@ -131,6 +137,24 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         await store.journal.add_event("finished", json.dumps(after))
         observer.finished(store.folder)
         return Result(store.folder, True, config.training.steps, before, after)
+
+
+async def _start_engine(config: Config, policy: Policy, version: int) -> Engine:
+    """In this process, on the policy's own weights; or in one of its own, with cores that the trainer does not use."""
+    if config.pipeline.placement == "shared":
+        return NativeEngine(policy, config.engine, version)
+    cores = sorted(os.sched_getaffinity(0))
+    count = min(config.pipeline.engine_threads or len(cores) // 2, len(cores) - 1)
+    if policy.device.type != "cpu" or count < 1:
+        engine = ProcessEngine(config.model, config.engine, version=version, sync=config.pipeline.sync)
+    else:
+        own, rest = cores[-count:], cores[:-count]
+        torch.set_num_threads(len(rest))
+        engine = ProcessEngine(
+            config.model, config.engine, threads=count, cores=own, version=version, sync=config.pipeline.sync
+        )
+    await engine.start()
+    return engine
 
 
 def make_learner(config: Config, policy: Policy) -> Learner:
@@ -176,7 +200,7 @@ def _pool(config: Config, workers: int | None = None) -> VerifierPool:
     return VerifierPool(v.name, v.params, workers or v.workers, v.timeout)
 
 
-def _runner(config: Config, engine: NativeEngine, chat: Chat, pool: VerifierPool) -> Runner:
+def _runner(config: Config, engine: Engine, chat: Chat, pool: VerifierPool) -> Runner:
     sampling = SamplingParams(
         temperature=config.sampling.temperature,
         max_tokens=config.sampling.max_tokens,

@@ -187,3 +187,23 @@ def test_the_timeline_shows_who_worked_when(tmp_path: Path) -> None:
     shares = timeline.busy_shares(spans)
     assert all(0 < share <= 1 for share in shares.values())
     assert timeline.draw(result.folder).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("staleness", "sync"), [(0, "full"), (2, "delta")])
+def test_the_engine_may_have_a_process_of_its_own(staleness: int, sync: str, tmp_path: Path) -> None:
+    settings = (
+        "pipeline.placement=process",
+        f"pipeline.sync={sync}",
+        f"pipeline.max_staleness={staleness}",
+        "training.steps=4",
+        "eval.prompts=0",
+    )
+    result = run_toy(tmp_path / "own", *settings)
+    check_ledger(result.folder, toy_config(tmp_path / "own", *settings))
+    steps = [r for r in rows(result.folder) if r["kind"] == "step"]
+    assert all(r["sync_bytes"] > 0 for r in steps)
+    if staleness == 0:
+        assert max(r["logp_gap_max"] for r in steps) < 1e-3, "it samples from other weights"
+        shared = run_toy(tmp_path / "shared", "training.steps=4", "eval.prompts=0")
+        expected = [r["reward"] for r in rows(shared.folder) if r["kind"] == "step"]
+        assert [r["reward"] for r in steps] == pytest.approx(expected, abs=0.02)

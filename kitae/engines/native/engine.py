@@ -33,6 +33,8 @@ T = TypeVar("T")
 class NativeEngine:
     """Implements `kitae.engines.base.Engine`. `close` it when done; pending requests then raise `EngineError`."""
 
+    shares_weights = True
+
     def __init__(self, policy: Policy, config: EngineConfig, version: int = 0) -> None:
         self.policy = policy
         self.version = version
@@ -92,6 +94,13 @@ class NativeEngine:
 
     def stats(self) -> EngineStats:
         return self.scheduler.stats(self.version, self.generated, self.busy)
+
+    def in_flight(self) -> list[Sequence]:
+        """The sequences that are not done. They grow meanwhile: a token counts once it is in `versions`."""
+        return list(self._sequences.values())
+
+    def sync_metrics(self) -> dict[str, float]:
+        return {}
 
     async def close(self) -> None:
         if not self._closed:

@@ -1,0 +1,99 @@
+"""What a weight update to an engine in another process costs: everything, against the bf16 values that changed.
+
+    python benchmarks/weight_sync.py [--model smollm2-135m] [--rates 1e-6 1e-5 2e-5] [--steps 4]
+
+For each learning rate: GRPO steps with AdamW on the model's own samples, with random rewards. After every step the
+weights go to two engine processes, one that takes them in full and one that takes deltas. Seconds are those of
+`update_weights`: publish, load, and both checksums. The first step of AdamW moves every weight by the full rate, so it
+changes more values than those that follow.
+"""
+
+import argparse
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+
+from kitae.algorithms.config import AlgorithmConfig
+from kitae.algorithms.objective import Objective
+from kitae.config import EngineConfig, ModelConfig, TrainingConfig
+from kitae.engines.base import Request, SamplingParams, WeightUpdate
+from kitae.engines.probe import check_engine
+from kitae.engines.process import ProcessEngine
+from kitae.engines.transport import Sync
+from kitae.models.load import load_policy
+from kitae.trainer.trainer import Trainer
+from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
+
+PROMPTS = ("17 + 25 = ", "The capital of France is", "Write a haiku about rain.", "Sort: 5, 3, 9, 1.")
+GROUP, TOKENS = 4, 48
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1e-6, 1e-5, 2e-5])
+    parser.add_argument("--steps", type=int, default=4)
+    a = parser.parse_args()
+    model = ModelConfig(path=a.model, dtype="bfloat16")
+    full, delta = (ProcessEngine(model, EngineConfig(memory_gb=0.25), threads=1, sync=s) for s in ("full", "delta"))
+    try:
+        policy = load_policy(model)
+        values = sum(p.numel() for p in policy.model.parameters())
+        groups = await sample(full, policy.tokenizer)
+        version = 0
+        rows: list[tuple[float, int, Sync, Sync]] = []
+        for rate in a.rates:
+            policy = load_policy(model)
+            trainer = Trainer(policy, TrainingConfig(steps=a.steps, lr=rate), temperature=1.0)
+            for step in range(a.steps + 1):
+                if step:
+                    objective = Objective(AlgorithmConfig(preset="grpo"), TOKENS)
+                    scored = with_random_scores(groups, seed=step)
+                    batch = objective.batch(objective.advantages(objective.samples(scored)))
+                    trainer.forward_backward(batch, objective)
+                    trainer.optim_step()
+                for engine in (full, delta):
+                    await engine.update_weights(WeightUpdate(version, trainer.export_weights()))
+                version += 1
+                if step and full.last_sync is not None and delta.last_sync is not None:
+                    rows.append((rate, step, full.last_sync, delta.last_sync))
+            await check_engine(delta, policy, 0.05, version=version - 1)
+    finally:
+        await asyncio.gather(full.close(), delta.close())
+    print(f"\n{a.model}, bf16, {values / 1e6:.0f} M values\n")
+    print("| lr | step | values unchanged | full: MB | s | delta: MB | s | sent as |")
+    print("|---|---|---|---|---|---|---|---|")
+    for rate, step, f, d in rows:
+        same = "" if d.unchanged is None else f"{d.unchanged:.2%}"
+        print(
+            f"| {rate:g} | {step} | {same} | {f.bytes / 1e6:.1f} | {f.seconds:.2f} "
+            f"| {d.bytes / 1e6:.1f} | {d.seconds:.2f} | {d.mode} |"
+        )
+
+
+async def sample(engine: ProcessEngine, tokenizer: object) -> list[Group]:
+    """Answers of the model itself."""
+    sampling = SamplingParams(max_tokens=TOKENS)
+    groups = []
+    for g, text in enumerate(PROMPTS):
+        prompt = tuple(tokenizer(text)["input_ids"])  # type: ignore[operator]
+        requests = [Request(f"{g}/{i}", prompt, sampling, seed=100 * g + i, share=str(g)) for i in range(GROUP)]
+        done = await asyncio.gather(*(engine.generate(r) for r in requests))
+        rollouts = tuple(
+            Rollout(g, i, prompt, (Segment("model", c.tokens, c.logprobs, c.versions),), c.finish, "", Score(0.0))
+            for i, c in enumerate(done)
+        )
+        groups.append(Group(g, Prompt(str(g), (Message("user", text),), ""), rollouts))
+    return groups
+
+
+def with_random_scores(groups: list[Group], seed: int) -> list[Group]:
+    random = np.random.default_rng(seed)
+    return [
+        replace(g, rollouts=tuple(replace(r, score=Score(float(random.normal()))) for r in g.rollouts)) for g in groups
+    ]
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

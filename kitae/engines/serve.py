@@ -1,0 +1,189 @@
+"""The process of a `ProcessEngine`: a native engine that takes its requests from a socket.
+
+It answers `{"generate": n, …}` with `{"done": n, …}` or `{"failed": n, …}`, whenever that is, and, in order,
+`{"call": n, "op": …}` with `{"re": n, …}`. Between these it tells, several times a second, how it fares and what long
+sequences have so far, so that little is lost with it. It ends when the connection does, and with its parent.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from kitae.config import EngineConfig, ModelConfig
+from kitae.engines import wire
+from kitae.engines.base import Sampled, WeightUpdate
+from kitae.errors import EngineError, KitaeError, RequestError
+
+if TYPE_CHECKING:
+    from kitae.models.policy import Policy
+
+_TICK = 0.25  # seconds
+_REPORT = 64  # new tokens of a sequence that are worth telling
+
+
+def main() -> None:
+    """`sys.argv[1]` is the setup, `sys.stdin` the connection."""
+    setup = json.loads(sys.argv[1])
+    _die_with(setup["parent"])
+    stream = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as null:
+        os.dup2(null.fileno(), 0)
+    if setup["cores"] is not None:
+        os.sched_setaffinity(0, setup["cores"])  # before torch starts threads
+    import torch
+
+    from kitae.models.load import load_policy
+
+    if setup["threads"] is not None:
+        torch.set_num_threads(setup["threads"])
+    try:
+        policy = load_policy(ModelConfig(**setup["model"]))
+    except KitaeError as error:
+        stream.sendall(wire.pack({"refused": str(error)}))
+        return
+    asyncio.run(_serve(policy, setup, stream))
+    os._exit(0)  # a clean exit of all that is loaded takes a second
+
+
+async def _serve(policy: "Policy", setup: dict[str, Any], stream: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=stream)
+    server = Server(policy, setup, writer)
+    ticks = asyncio.create_task(server.tick())
+    with suppress(ConnectionError):
+        while not server.closing and (message := await wire.read(reader)) is not None:
+            await server.handle(message)
+    ticks.cancel()
+    await server.engine.close()
+    with suppress(ConnectionError):
+        await writer.drain()
+
+
+class Server:
+    def __init__(self, policy: "Policy", setup: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        from kitae.engines.native.engine import NativeEngine
+        from kitae.engines.transport import WeightReceiver
+
+        self.policy = policy
+        self.closing = False
+        parameters = dict(policy.model.named_parameters())
+        image, delta = setup["descriptors"]
+        self.receiver = WeightReceiver(image, delta, parameters)
+        self.engine = NativeEngine(policy, EngineConfig(**setup["engine"]), setup["version"])
+        self._writer = writer
+        self._paused = False  # by the owner
+        self._broken = False  # an update did not arrive whole: no step with these weights
+        self._numbers: dict[str, int] = {}
+        self._told: dict[str, int] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        listed = {name: [str(p.dtype).removeprefix("torch."), list(p.shape)] for name, p in parameters.items()}
+        self._send({"ready": True, "parameters": listed})
+
+    async def handle(self, message: wire.Message) -> None:
+        header = message.header
+        if "generate" in header:
+            task = asyncio.create_task(self._generate(header["generate"], message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            await asyncio.sleep(0)  # a call that follows must find it
+            return
+        try:
+            reply = await self._call(header)
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}" if not isinstance(error, KitaeError) else str(error)}
+        self._send({"re": header["call"], **reply})
+
+    async def tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK)
+            for sequence in self.engine.in_flight():
+                key = sequence.request.id
+                start, end = self._told.get(key, len(sequence.request.prior.tokens)), len(sequence.versions)
+                if end - start >= _REPORT and key in self._numbers:
+                    self._told[key] = end
+                    parts = (sequence.tokens, sequence.logprobs, sequence.versions)
+                    news = Sampled(*(tuple(part[start:end]) for part in parts))  # type: ignore[arg-type]
+                    self._send({"progress": self._numbers[key], "start": start}, news)
+            self._send({"tick": True})
+
+    async def _generate(self, number: int, message: wire.Message) -> None:
+        request = message.request
+        known = request.id in self._numbers
+        if not known:
+            self._numbers[request.id] = number
+        try:
+            done = await self.engine.generate(request)
+            self._send({"done": number, "finish": done.finish}, done.sampled)
+        except Exception as error:
+            text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            self._send({"failed": number, "text": text, "alone": isinstance(error, RequestError)})
+        finally:
+            if not known:
+                self._numbers.pop(request.id, None)
+                self._told.pop(request.id, None)
+
+    async def _call(self, header: dict[str, Any]) -> dict[str, Any]:
+        match header["op"]:
+            case "load":
+                return await self._load(header["published"], header["recompute"])
+            case "pause":
+                self._paused = True
+                await self.engine.pause()
+            case "resume":
+                self._paused = False
+                await self._go_on()
+            case "abort":
+                await self.engine.abort(header["id"])
+            case "park":
+                await self.engine.park()
+            case "probe":
+                return await self._probe()
+            case "close":
+                self.closing = True
+            case other:
+                raise EngineError(f"an engine's process does not know the call {other!r}")
+        return {}
+
+    async def _load(self, record: dict[str, Any], recompute: bool) -> dict[str, Any]:
+        from kitae.engines.transport import Published
+
+        published = Published.of(record)
+        await self.engine.pause()
+        found = await asyncio.to_thread(self.receiver.fetch, published)
+        self._broken = found != published.checksum
+        if not self._broken:
+            await self.engine.update_weights(WeightUpdate(published.version, recompute=recompute))
+        await self._go_on()
+        return {"version": published.version, "checksum": found}
+
+    async def _probe(self) -> dict[str, Any]:
+        from kitae.engines.probe import score_probe
+
+        await self.engine.pause()
+        logprobs = await asyncio.to_thread(score_probe, self.policy)
+        await self._go_on()
+        return {"version": self.engine.version, "logprobs": logprobs}
+
+    async def _go_on(self) -> None:
+        if not self._paused and not self._broken:
+            await self.engine.resume()
+
+    def _send(self, header: dict[str, Any], sampled: Sampled | None = None) -> None:
+        header |= {"stats": asdict(self.engine.stats()), "rests": self._paused or self._broken}
+        self._writer.write(wire.pack(header) if sampled is None else wire.pack_sampled(header, sampled))
+
+
+def _die_with(parent: int) -> None:
+    """End when the thread that started us does, whatever we are doing."""
+    if sys.platform == "linux":
+        import ctypes
+
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:  # it is gone already
+        sys.exit(1)

@@ -1,0 +1,40 @@
+"""What goes over the wire comes back as it was."""
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kitae.engines import wire
+from kitae.engines.base import Request, Sampled, SamplingParams
+
+tokens = st.lists(st.tuples(st.integers(0, 2**40), st.floats(allow_nan=False), st.integers(0, 2**40)), max_size=9)
+
+
+def read(data: bytes) -> wire.Message | None:
+    async def body() -> wire.Message | None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        reader.feed_eof()
+        return await wire.read(reader)
+
+    return asyncio.run(body())
+
+
+@given(st.text(), tokens, tokens, st.floats(0, 2), st.lists(st.text(), max_size=3), st.integers(0, 2**63 - 1))
+def test_requests_and_results_travel_exactly(
+    name: str, prompt: list[tuple[int, float, int]], sampled: list[tuple[int, float, int]], temperature: float,
+    stops: list[str], seed: int,
+) -> None:  # fmt: skip
+    prior = Sampled(*map(tuple, zip(*sampled, strict=True))) if sampled else Sampled()
+    sampling = SamplingParams(temperature=temperature, stop_tokens=(2, 3), stop_strings=tuple(stops))
+    request = Request(name, tuple(t for t, _, _ in prompt), sampling, seed, share=name, prior=prior)
+    got = read(wire.pack_request(7, request))
+    assert got is not None and got.header["generate"] == 7 and got.request == request
+    done = read(wire.pack_sampled({"done": 7, "finish": "stop"}, prior))
+    assert done is not None and done.completion(name) == wire.completion(name, prior, "stop")
+
+
+def test_half_a_message_is_none() -> None:
+    whole = wire.pack({"tick": True}, tokens=(1, 2, 3))
+    assert all(read(whole[:end]) is None for end in range(len(whole))) and read(whole) is not None
