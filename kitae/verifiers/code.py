@@ -29,7 +29,6 @@ import json
 import marshal
 import re
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from typing import Any, Literal
 
 from kitae.errors import VerifierError
 from kitae.types import Score
+from kitae.verifiers.runners.checker import Clock
 from kitae.verifiers.sandbox import Limits, Report, SandboxChoice, Session, find_program, open_session
 from kitae.verifiers.text import after_thought
 
@@ -150,7 +150,7 @@ def code(
         limit_address_space=not LANGUAGES[language].reserves,
         stack_mb=_NATIVE_STACK if LANGUAGES[language].native else 0,
     )
-    run = _Run(limits, sandbox, packages, time.monotonic() + total_limit)
+    run = _Run(limits, sandbox, packages, total_limit, Clock())
     try:
         if isinstance(tests, Stdio):
             verdicts = list(_run_cases(run, language, source, tests))
@@ -293,12 +293,17 @@ class _Run:
     limits: Limits
     sandbox: SandboxChoice
     packages: bool
-    deadline: float
+    total_limit: float
+    clock: Clock
+
+    @property
+    def left(self) -> float:
+        return self.total_limit - self.clock.read()
 
     def open(self, order: Mapping[str, Any]) -> Session:
         session = open_session(self.sandbox, order, self.limits, self.packages)
         try:
-            ready = session.hear(_SLACK * 4)
+            ready = session.hear(_SLACK * 4, self.clock)
         except EOFError:
             ready = None
         if ready is None or ready.status != "ready":
@@ -310,9 +315,9 @@ class _Run:
     def hear(self, session: Session, limit: float | None = None) -> Report:
         """The warden's next report; "timeout" where it or the whole check is late, "gone" where it has ended."""
         patience = 2 * (self.limits.time_limit if limit is None else limit) + _SLACK
-        left = self.deadline - time.monotonic()
+        left = self.left
         try:
-            report = session.hear(max(0.0, min(patience, left)))
+            report = session.hear(max(0.0, min(patience, left)), self.clock)
         except EOFError:
             return Report("gone", "the sandbox ended", b"")
         if report is None:
@@ -329,7 +334,7 @@ def _run_tests(run: _Run, source: Source, tests: Asserts | Check) -> list[Verdic
     order, job = plan(source, tests)
     verdicts: list[Verdict] = []
     waiting = job["tests"]
-    while waiting and time.monotonic() < run.deadline:
+    while waiting and run.left > 0:
         with run.open(order) as session:
             with suppress(EOFError):  # the first report says so too
                 session.send(marshal.dumps(job | {"tests": waiting, "time_limit": run.limits.time_limit}))
@@ -352,7 +357,7 @@ def _run_cases(run: _Run, language: str, source: Source, tests: Stdio) -> Iterat
             except EOFError:
                 report = Report("gone", "the sandbox ended", b"")
             yield judge_case(report, stdout, f"case {number} of {total}")
-            if report.status == "gone" or time.monotonic() > run.deadline:
+            if report.status == "gone" or run.left <= 0:
                 yield from all_failed(tests.cases[number:], _complaint(report))
                 return
 

@@ -1,8 +1,8 @@
 """A pool of worker processes that score responses, each of which can be killed without harm to the others.
 
     score() ─► take an idle worker ─► send the job, wait for the reply ─► give the worker back
-                                        │ it takes long: a fresh worker takes its place, and this check goes on aside,
-                                        │ at low priority, and pauses while others wait for a worker
+                                        │ it takes long: a fresh worker takes its place, and this check goes on aside;
+                                        │ it pauses while others wait for a worker
                                         │ deadline passed, or worker dead
                                         └─► kill its process group; a fresh one is forked in the background
 
@@ -30,8 +30,8 @@ from kitae.verifiers.registry import VERIFIERS, check_params
 from kitae.verifiers.remote import close_clients
 from kitae.verifiers.worker import as_score
 
-_PATIENCE = 8  # times the usual duration, after which a check is set aside
-_SHORTEST, _LONGEST, _FIRST = 0.05, 0.5, 5.0  # seconds between which that lies; the first check may have to import
+_PATIENCE = 4  # times the usual duration, after which a check is set aside
+_SHORTEST, _LONGEST, _FIRST = 0.015, 0.5, 5.0  # seconds between which that lies; the first check may have to import
 _ASIDE = 256  # checks set aside at most, for each worker
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -193,7 +193,6 @@ class VerifierPool:
             return
         self._workers.discard(worker)
         self._aside.add(worker)
-        worker.step_aside()
         self._balance()
         worker.pause(self._paused)
         substitute = _Worker(self._template)
@@ -283,10 +282,6 @@ class _Worker:
             return reply
         except EOFError:
             raise WorkerDied(await self._process.post_mortem() if self._process else self._absence) from None
-
-    def step_aside(self) -> None:
-        if self._process is not None:
-            self._process.step_aside()
 
     def pause(self, paused: bool) -> None:
         if self._process is not None and self._process.paused != paused:

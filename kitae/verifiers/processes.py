@@ -25,7 +25,6 @@ _START_LIMIT = 60.0  # seconds for the template to import what it needs
 _ANSWER_LIMIT = 60.0  # seconds for the template to fork a worker, or to see one end that was killed
 _SLICES = 10  # of a deadline
 _INDULGENCE = 10  # times a deadline, at most, for a process that others keep from the processor
-_NICE = 5  # of a process that stepped aside: a third of the share of others
 _MAX_REPLY = 2**24  # bytes
 _MAX_CONTROL = 2**16  # bytes of a message between pool and template
 _LOOKS = 50  # times within a second that a silent worker is looked at
@@ -240,14 +239,8 @@ class Process:
         before, self._used = self._used, used
         return self.paused or (state == "R" and used - before < seconds / 2)
 
-    def step_aside(self) -> None:
-        """Leave most of the processor to others, with all that it has started."""
-        for pid in _family(self.pid):
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, pid, _NICE)
-
     def pause(self, paused: bool) -> None:
-        """Leave all of it to others, or go on. A process that only waits need not: it takes nothing from anybody."""
+        """Leave the processor to others, with all that it has started, or go on. One that only waits need not."""
         family = _family(self.pid)
         if paused and not any(_look(pid)[0] == "R" for pid in family):
             return

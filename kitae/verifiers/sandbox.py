@@ -34,7 +34,6 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -45,6 +44,7 @@ from typing import Any, Literal, Self, get_args
 from kitae.errors import VerifierError
 from kitae.verifiers.base import VerifierWarning
 from kitae.verifiers.runners import MODULES
+from kitae.verifiers.runners.checker import Clock
 
 SandboxChoice = Literal["auto", "bwrap", "unshare", "none"]
 INSTALL = "apt-get install bubblewrap (or dnf, pacman, zypper: the package is called bubblewrap everywhere)"
@@ -57,6 +57,7 @@ _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache")  # how programs in /usr find each other
 _ENVIRONMENT = {"PATH": _PATH, "HOME": WORK, "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 _START_LIMIT = 20.0  # seconds; a sandbox that is not up by then never will be
+_LOOK = 0.1  # seconds between two looks at the clock while a sandbox is silent
 _MAX_REPORT = 2**27  # bytes of one part of a report
 _BOOT = """
 import marshal, os, sys
@@ -149,16 +150,17 @@ class Session:
             except OSError:
                 raise EOFError from None
 
-    def hear(self, timeout: float) -> Report | None:
+    def hear(self, timeout: float, clock: Clock | None = None) -> Report | None:
         """The next report; None after `timeout` seconds of silence; `EOFError` where the sandbox has ended."""
-        deadline = time.monotonic() + timeout
+        clock = clock or Clock()
+        deadline = clock.read() + timeout
         parts = []
         for _ in range(3):
-            head = self._take(8, deadline)
+            head = self._take(8, deadline, clock)
             size = int.from_bytes(head or b"", "little")
             if size > _MAX_REPORT:
                 raise EOFError
-            part = None if head is None else self._take(size, deadline)
+            part = None if head is None else self._take(size, deadline, clock)
             if part is None:
                 return None
             parts.append(part)
@@ -190,12 +192,15 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _take(self, size: int, deadline: float) -> bytes | None:
+    def _take(self, size: int, deadline: float, clock: Clock) -> bytes | None:
         poll = select.poll()
         poll.register(self._reports, select.POLLIN)
         while len(self._buffer) < size:
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                return None
+            left = deadline - clock.read()
+            if not poll.poll(max(0.0, min(_LOOK, left)) * 1000):
+                if left <= 0:
+                    return None
+                continue
             part = os.read(self._reports, 2**20)
             if not part:
                 raise EOFError

@@ -12,10 +12,9 @@ import marshal
 import os
 import select
 import sys
-import time
 
 from kitae.verifiers.runners.candidate import compile_first, furnish, serve
-from kitae.verifiers.runners.checker import check, cpu_seconds
+from kitae.verifiers.runners.checker import Clock, check, cpu_seconds
 from kitae.verifiers.runners.wire import read_frame, write_frame
 
 TYPE_CHECKING = False
@@ -223,7 +222,7 @@ def _follow(pid: int, taken: dict[int, bytearray], out: int, order: dict[str, An
     for fd in taken:
         os.set_blocking(fd, False)
         poll.register(fd, select.POLLIN)
-    start, open_fds, code = time.monotonic(), set(taken), None
+    clock, open_fds, code = Clock(), set(taken), None
     while True:
         ready = poll.poll(1 if code is not None or not open_fds else _TICK * 1000)
         for fd, _ in ready:
@@ -240,7 +239,7 @@ def _follow(pid: int, taken: dict[int, bytearray], out: int, order: dict[str, An
             return "", code  # it is gone, and what it wrote has been read; its children may hold the pipes
         if code is None:
             code = _exit_code(pid)
-        wall = time.monotonic() - start
+        wall = clock.read()
         cpu = cpu_seconds(pid) if code is None else 0.0
         if wall > 2 * order["time_limit"] or cpu > order["time_limit"]:
             return "timeout", None

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -454,3 +455,17 @@ def test_what_a_verifier_warns_of_is_seen(capfd: pytest.CaptureFixture[str], tmp
     assert score.value == 1 and capfd.readouterr().err.startswith('warning: sandbox = "none" runs code of the model')
     run(test, "code", workers=1)
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs a sandbox")
+def test_a_program_that_was_paused_is_judged_by_its_own_time() -> None:
+    """Programs that take a while pass, however long they pause for the many short ones that are in the queue."""
+    slow = "import time\nbegan = time.process_time()\nwhile time.process_time() < began + 0.8: pass\ndef f(): return 1"
+
+    async def test(pool: VerifierPool) -> list[Score]:
+        reference = {"tests": {"kind": "asserts", "asserts": ["assert f() == 1"]}}
+        short = [pool.score("def f(): return 1", reference) for _ in range(80)]
+        return await asyncio.gather(*short[:10], pool.score(slow, reference), pool.score(slow, reference), *short[10:])
+
+    scores, pool = run(test, "code", workers=1, params={"time_limit": 1.2, "total_limit": 2.0}, timeout=2.5)
+    assert {score.value for score in scores} == {1.0} and pool.stats.timeouts == 0
