@@ -30,7 +30,7 @@ from kitae.verifiers.registry import VERIFIERS, check_params
 from kitae.verifiers.remote import close_clients
 from kitae.verifiers.worker import as_score
 
-_PATIENCE = 4  # times the usual duration, after which a check is set aside
+_PATIENCE = 3  # times the usual duration, after which a check is set aside
 _SHORTEST, _LONGEST, _FIRST = 0.015, 0.5, 5.0  # seconds between which that lies; the first check may have to import
 _ASIDE = 256  # checks set aside at most, for each worker
 _NOTHING: Mapping[str, Any] = MappingProxyType({})

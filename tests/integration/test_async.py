@@ -116,7 +116,7 @@ def test_refills_keep_the_batch_full(tmp_path: Path) -> None:
 STALE = ("pipeline.max_staleness=2", "training.steps=8", "checkpoint.every=3", "eval.prompts=0")
 
 
-@pytest.mark.parametrize("moment", [5, 50, 140])
+@pytest.mark.parametrize("moment", [50, *(pytest.param(other, marks=pytest.mark.slow) for other in (5, 140))])
 def test_killed_runs_resume_without_loss(moment: int, tmp_path: Path) -> None:
     settings = (slow_verifier(tmp_path), *STALE)
     process = kitae("train", str(RECIPE), f"run.dir={tmp_path}", *settings)

@@ -26,7 +26,7 @@ from fixture_p import (
 from kitae.algorithms.advantages import SequenceRewards, gae
 from kitae.algorithms.filters import has_variance
 from kitae.algorithms.rewards import Moments, overlong_penalty
-from kitae.pipeline.buffer import Buffer
+from kitae.pipeline.buffer import Buffer, Outcome
 from kitae.trainer.critic import value_loss
 from kitae.types import Group, Rollout, Score, Segment
 
@@ -342,15 +342,21 @@ def test_slots_of_the_buffer() -> None:
 
     async def free(version: int, issued: int) -> int:
         buffer = Buffer(prompts_per_step=32, max_staleness=4)
-        trained = 0
-        for _ in range(issued):
-            if buffer.taken == buffer.slots and trained < version:
-                buffer.release(32)
-                trained += 1
+
+        async def train() -> None:
+            for slot in buffer.open[:32]:
+                buffer.put(slot, Outcome(None, ()))
+            await buffer.take()
+            buffer.release(buffer.version + 1)
+
+        for number in range(issued):
+            if len(buffer.open) == buffer.slots and buffer.version < version:
+                await train()
             async with asyncio.timeout(1):  # one that is issued too early would block
-                await buffer.reserve()
-        buffer.release(32 * (version - trained))
-        return buffer.slots - buffer.taken
+                await buffer.reserve(number)
+        while buffer.version < version:
+            await train()
+        return buffer.slots - len(buffer.open)
 
     for state, slots in EXAMPLES["staleness_capacity"].items():
         version, accepted, running = (int(part.lstrip("vacrun")) for part in state.split("_"))
