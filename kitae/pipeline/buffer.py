@@ -78,13 +78,6 @@ class Buffer:
             return None
         return batch
 
-    def blocking(self) -> list[Slot]:
-        """Slots in flight for which the next batch waits although enough others are ready."""
-        ready = sum(slot.outcome is not None for slot in self.open)
-        if ready < self.size or self.pick() is not None:
-            return []
-        return [slot for slot in self.open[: self.size] if slot.outcome is None]
-
     def release(self, version: int) -> None:
         """The engine serves `version`: the slots it was trained from are free."""
         self.version = version

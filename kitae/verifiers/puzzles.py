@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from kitae.types import Score
+from kitae.verifiers.answers import last_boxed
 from kitae.verifiers.text import after_thought, inside_tag
 
 _KNIGHTS = (
@@ -144,24 +145,12 @@ def _final_parts(response: str) -> Iterator[tuple[str, bool]]:
     if tagged:
         yield tagged, True
         return
-    boxed = _last_boxed(text)
+    boxed = last_boxed(text)
     if boxed:
-        yield boxed, True
+        yield re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", boxed), True
     for mark in reversed(deque(_MARK_RE.finditer(text), maxlen=_MARKS)):
         yield text[mark.end() :], True
     yield text, False
-
-
-def _last_boxed(text: str) -> str | None:
-    start = text.rfind("\\boxed{")
-    if start < 0:
-        return None
-    depth, begin = 0, start + len("\\boxed")
-    for brace in re.finditer(r"[{}]", text[begin:]):
-        depth += 1 if brace[0] == "{" else -1
-        if depth == 0:
-            return re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text[begin + 1 : begin + brace.start()])
-    return None
 
 
 # Knights and knaves
