@@ -194,6 +194,7 @@ class Pipeline:
             self._refills_left = self._refill_limit
             row["generate_seconds"] = after.busy_seconds - before.busy_seconds
             row["generated_tokens"] = after.generated_tokens - before.generated_tokens
+            row["engine_restarts"] = after.restarts - before.restarts
             row["generate_tokens_per_second"] = _rate(row["generated_tokens"], row["generate_seconds"])
             self._check_errors(row)
             self._watch_signal(row)
