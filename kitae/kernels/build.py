@@ -1,4 +1,4 @@
-"""Compile `cpu.cpp` once per machine with the system's C++ compiler and load it through ctypes.
+"""Compile `cpu.cpp`, with what it includes, once per machine with the system's C++ compiler and load it through ctypes.
 
 No compiler, no problem: `cpu_library()` returns None, says so once, and every caller has a plain-torch path. The
 result is cached under `~/.cache/kitae/kernels`, keyed by source, flags, compiler and processor.
@@ -20,6 +20,7 @@ import torch
 from kitae.models.load import cache_dir
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
+INCLUDED = Path(__file__).with_name("amx.h")
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math",
     "-fno-signed-zeros", "-fassociative-math", "-ffp-contract=fast",
@@ -46,7 +47,7 @@ def cpu_library() -> ctypes.CDLL | None:
 
 
 def _build(compiler: str) -> Path:
-    key = hashlib.sha256(SOURCE.read_bytes())
+    key = hashlib.sha256(SOURCE.read_bytes() + INCLUDED.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     for part in (*FLAGS, compiler, version, platform.machine(), _processor()):
         key.update(part.encode())

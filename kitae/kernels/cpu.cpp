@@ -387,6 +387,8 @@ void softmax_backward(const T* probs, T* dprobs, const float* delta, float scale
 
 }  // namespace
 
+#include "amx.h"
+
 #define EXPORT(SUFFIX, T)                                                                                               \
     void decode_attention_##SUFFIX(const T* q, const T* k, const T* v, T* kp, T* vp, const int32_t* table, const int32_t* len,   \
                          T* out, const int64_t* strides, int64_t B, int64_t heads, int64_t kv_heads, int64_t dim,      \

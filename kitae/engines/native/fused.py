@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from kitae.engines.native.cache import KVCache
-from kitae.kernels import gpu
 from kitae.models.attention import AttentionContext, causal_mask, masked_attention
 from kitae.models.policy import Policy
 
@@ -32,7 +31,7 @@ _PROBE = 24  # tokens
 
 
 @dataclass(frozen=True, slots=True)
-class _Attention:
+class AttentionSettings:
     """What the modules of one layer hand to the attention function."""
 
     scale: float
@@ -43,7 +42,7 @@ class _Attention:
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    attention: _Attention
+    attention: AttentionSettings
     before_attention: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
@@ -59,7 +58,7 @@ class FusedDecoder:
     @classmethod
     def of(cls, policy: Policy, cache: KVCache) -> "FusedDecoder | None":
         """The fused decoder of a policy, if it has a known structure and both agree on a probe."""
-        if not _known(policy):
+        if not _known(policy) or not cls.covers(policy):
             return None
         with torch.inference_mode():
             tokens = torch.arange(_PROBE, device=policy.device) * 7919 % policy.vocabulary
@@ -78,7 +77,12 @@ class FusedDecoder:
             return None
         return fused
 
-    def __init__(self, policy: Policy, cache: KVCache, attentions: Sequence[_Attention]) -> None:
+    @classmethod
+    def covers(cls, policy: Policy) -> bool:
+        """Whether the kernels can compute a policy of known structure."""
+        return True
+
+    def __init__(self, policy: Policy, cache: KVCache, attentions: Sequence[AttentionSettings]) -> None:
         decoder: Any = policy.decoder
         self.heads = policy.heads
         self.cache = cache
@@ -93,6 +97,8 @@ class FusedDecoder:
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states `[T, H]`. Keys and values go to `slots_T` of the cache before the context is asked."""
+        from kitae.kernels import gpu  # needs Triton
+
         x = nn.functional.embedding(tokens_T, self.embedding)
         few = len(x) <= gpu.SKINNY and x.dtype != torch.float32
         pending: Tensor | None = None
@@ -117,7 +123,7 @@ class FusedDecoder:
         return gpu.rms_norm(x, pending, *self.norm)[1]
 
 
-def _layer(layer: Any, how: _Attention) -> _Layer:
+def _layer(layer: Any, how: AttentionSettings) -> _Layer:
     attn, mlp = layer.self_attn, layer.mlp
     qkv = [attn.q_proj, attn.k_proj, attn.v_proj]
     norms = None
@@ -142,13 +148,13 @@ class _Recorder:
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
-        self.seen: list[_Attention] = []
+        self.seen: list[AttentionSettings] = []
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        self.seen.append(_Attention(scale, window, softcap, sinks))
+        self.seen.append(AttentionSettings(scale, window, softcap, sinks))
         mask = causal_mask(self.positions, self.positions, window)
         return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
 

@@ -14,18 +14,22 @@ from kitae.engines.native.cache import KVCache
 from kitae.engines.native.scheduler import Admission
 from kitae.engines.native.sequence import Sequence
 from kitae.errors import EngineError
-from kitae.kernels import ops
+from kitae.kernels import amx, ops
 from kitae.models.policy import Policy
 
 Result = Callable[[], tuple[list[int], list[float]]]  # waits; the token is -1 for a sequence that had ended
 
 
 def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> "Runner":
-    """Kernels and graphs on a GPU with Triton, else the policy's modules one by one."""
+    """Kernels and graphs on a GPU with Triton, a compiled decoder on a CPU with AMX, else the policy's own modules."""
     if config.fast and policy.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from kitae.engines.native.cuda import CudaRunner
 
         return CudaRunner(policy, cache, config.max_batch)
+    if config.fast and policy.device.type == "cpu" and amx.available():
+        from kitae.engines.native.cpu import CpuRunner
+
+        return CpuRunner(policy, cache)
     return Runner(policy, cache, config.fast)
 
 
@@ -52,7 +56,7 @@ class Runner:
             return lambda: ([], [])
         prefixes = list(dict.fromkeys(s.prefix for s in admission.fresh))
         row_of = {id(prefix): row for row, prefix in enumerate(prefixes)}
-        logits = self.policy.logits(torch.stack([p.hidden for p in prefixes if p and p.hidden is not None]))
+        logits = self._logits(torch.stack([p.hidden for p in prefixes if p and p.hidden is not None]))
         rows = torch.tensor([row_of[id(s.prefix)] for s in admission.fresh], device=self.device)
         return self._sample(logits[rows], admission.fresh)
 
@@ -97,10 +101,16 @@ class Runner:
         for row, s in enumerate(running):
             table[row, : len(s.pages)] = s.pages
         lengths_B = torch.from_numpy(lengths).to(self.device)
-        context = DecodeAttention(self.cache, torch.from_numpy(table).to(self.device), lengths_B, self.fast)
         last = torch.tensor([s.tokens[-1] for s in running], device=self.device)
-        hidden = self.policy.hidden(last, lengths_B.long() - 1, context)
-        return self._sample(self.policy.logits(hidden), running)
+        hidden = self._decode_states(last, lengths_B, torch.from_numpy(table).to(self.device))
+        return self._sample(self._logits(hidden), running)
+
+    def _decode_states(self, tokens_B: Tensor, lengths_B: Tensor, table: Tensor) -> Tensor:
+        context = DecodeAttention(self.cache, table, lengths_B, self.fast)
+        return self.policy.hidden(tokens_B, lengths_B.long() - 1, context)
+
+    def _logits(self, hidden_BH: Tensor) -> Tensor:
+        return self.policy.logits(hidden_BH)
 
     def _sample(self, logits: Tensor, sequences: list[Sequence]) -> Result:
         uniform = sampler.uniforms([s.seed for s in sequences], [len(s.tokens) for s in sequences])

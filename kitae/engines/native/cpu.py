@@ -1,0 +1,188 @@
+"""Decoding on a CPU with tile registers: one call of a compiled decoder a step, on packed copies of the weights.
+
+The copies are as large as the weights. They are made again after each weight update, when the next step needs them.
+Models that the decoder does not cover (see `kitae.engines.native.fused`) run their own modules.
+"""
+
+import logging
+from collections.abc import Sequence as Items
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kitae.engines.native.attention import PrefillAttention
+from kitae.engines.native.cache import KVCache
+from kitae.engines.native.fused import AttentionSettings, FusedDecoder
+from kitae.engines.native.runner import Result, Runner
+from kitae.engines.native.scheduler import Admission
+from kitae.engines.native.sequence import Sequence
+from kitae.kernels import amx, ops
+from kitae.models.attention import AttentionContext
+from kitae.models.policy import Policy
+
+log = logging.getLogger("kitae")
+
+
+class CpuRunner(Runner):
+    def __init__(self, policy: Policy, cache: KVCache) -> None:
+        super().__init__(policy, cache, fast=True)
+        self.decoder = PackedDecoder.of(policy, cache)
+
+    def weights_changed(self) -> None:
+        if self.decoder is not None:
+            self.decoder.stale = True
+
+    def prefill(self, admission: Admission) -> Result:
+        self._pack()
+        return super().prefill(admission)
+
+    def decode(self, running: list[Sequence]) -> Result:
+        self._pack()
+        return super().decode(running)
+
+    def _pack(self) -> None:
+        """Make the copies of the weights anew if they are old; start afresh if somebody moved the parameters."""
+        if self.decoder is None or not self.decoder.stale:
+            return
+        if not self.decoder.holds(self.policy):
+            with torch.inference_mode(False):
+                self.decoder = PackedDecoder.of(self.policy, self.cache)
+        else:
+            self.decoder.pack()
+
+    def _prompt_states(self, tokens_T: Tensor, positions_T: Tensor, context: PrefillAttention) -> Tensor:
+        if self.decoder is None:
+            return super()._prompt_states(tokens_T, positions_T, context)
+        context.stored = True
+        slots_T = context.page_of_T * self.cache.page_size + context.slot_of_T
+        return self.decoder.hidden(tokens_T, positions_T, slots_T, context)
+
+    def _decode_states(self, tokens_B: Tensor, lengths_B: Tensor, table: Tensor) -> Tensor:
+        if self.decoder is None:
+            return super()._decode_states(tokens_B, lengths_B, table)
+        return self.decoder.decode(tokens_B, lengths_B.long() - 1, table)
+
+    def _logits(self, hidden_BH: Tensor) -> Tensor:
+        if self.decoder is None:
+            return super()._logits(hidden_BH)
+        return self.policy.transform(self.decoder.head(hidden_BH))
+
+
+class PackedDecoder(FusedDecoder):
+    """The decoder on the kernels of `kitae.kernels.amx`."""
+
+    @classmethod
+    def of(cls, policy: Policy, cache: KVCache) -> "PackedDecoder | None":
+        decoder: Any = policy.decoder
+        if policy.dtype != torch.bfloat16 or not amx.available():
+            return None
+        found = super().of(policy, cache)
+        assert found is None or isinstance(found, PackedDecoder)
+        if found is not None:
+            log.info("%s: packed copies of the weights take %.2f GB", policy.source, found.packed_bytes / 1e9)
+        return found
+
+    @classmethod
+    def covers(cls, policy: Policy) -> bool:
+        mlp = getattr(policy.decoder, "layers")[0].mlp
+        depths = policy.head.weight.shape[1], policy.heads * policy.head_dim, mlp.down_proj.weight.shape[1]
+        return amx.fits(*depths, head_dim=policy.head_dim)
+
+    def __init__(self, policy: Policy, cache: KVCache, attentions: Items[AttentionSettings]) -> None:
+        super().__init__(policy, cache, attentions)
+        self._head: Any = policy.head
+        first = self.layers[0]
+        hidden, inner = first.before_attention.shape[0], first.down.shape[1]
+        kv_heads, page_size, dim = cache.keys[0].shape[1:]
+        self._widths = {
+            "x": hidden, "qkv": first.qkv.shape[0], "normed": hidden, "mixed": self.heads * dim, "gated": inner
+        }  # fmt: skip
+        self._room: dict[str, Tensor] = {}
+        self._decoder = amx.Decoder(
+            hidden=hidden, heads=self.heads, kv_heads=kv_heads, dim=dim, inner=inner, page_size=page_size,
+            cos=self.cos.data_ptr(), sin=self.sin.data_ptr(),
+        )  # fmt: skip
+        self._packed = [
+            {
+                "qkv": amx.Packed.room(*layer.qkv.shape),
+                "out": amx.Packed.room(*layer.out.shape),
+                "gate_up": amx.Packed.room(*layer.gate_up.shape),
+                "down": amx.Packed.room(*layer.down.shape),
+            }
+            for layer in self.layers
+        ]
+        self._packed_head = amx.Packed.room(*self._head.weight.shape)
+        self._sinks = [None if s.attention.sinks is None else s.attention.sinks.detach().float() for s in self.layers]
+        self._layers = (amx.Layer * len(self.layers))(*map(self._describe, range(len(self.layers))))
+        self._addresses = self._find_addresses(policy)
+        self.pack()
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of all packed copies."""
+        return self._packed_head.bytes + sum(p.bytes for layer in self._packed for p in layer.values())
+
+    def holds(self, policy: Policy) -> bool:
+        """Whether the policy's parameters are still where they were."""
+        return self._addresses == self._find_addresses(policy)
+
+    def pack(self) -> None:
+        """Copy the weights as they are now."""
+        for layer, packed in zip(self.layers, self._packed, strict=True):
+            packed["qkv"].fill([layer.qkv])
+            packed["out"].fill([layer.out])
+            packed["gate_up"].fill(layer.gate_up.chunk(2))
+            packed["down"].fill([layer.down])
+        self._packed_head.fill([self._head.weight.detach()])
+        self.stale = False
+
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, context: AttentionContext) -> Tensor:
+        x = self._begin(tokens_T)
+        for i, layer in enumerate(self.layers):
+            how = layer.attention
+            amx.project(self._decoder, self._layers[i], positions_T, slots_T)
+            by_head = self._room["qkv"][: len(x)].view(len(x), -1, self._decoder.dim).transpose(0, 1)
+            q, k, v = by_head.split([self.heads, self._decoder.kv_heads, self._decoder.kv_heads])
+            mixed = context.attend(i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks)
+            amx.finish_layer(self._decoder, self._layers[i], mixed.reshape(len(x), -1))
+        return ops.rms_norm(x, *self.norm)
+
+    def decode(self, tokens_B: Tensor, positions_B: Tensor, table: Tensor) -> Tensor:
+        """Last hidden states of one new token for each sequence; its key and value go to the cache."""
+        x = self._begin(tokens_B)
+        amx.decode(self._decoder, self._layers, positions_B, table)
+        return ops.rms_norm(x, *self.norm)
+
+    def head(self, hidden_NH: Tensor) -> Tensor:
+        return amx.linear(hidden_NH, self._packed_head, getattr(self._head, "bias", None))
+
+    def _begin(self, tokens_T: Tensor) -> Tensor:
+        """Embeddings in the first rows of x, and room for everything that follows."""
+        rows = amx.padded(len(tokens_T))
+        if not self._room or len(self._room["x"]) < rows:
+            self._room = {n: torch.zeros(rows, width, dtype=torch.bfloat16) for n, width in self._widths.items()}
+            for name, tensor in self._room.items():
+                setattr(self._decoder, name, tensor.data_ptr())
+        x = self._room["x"][: len(tokens_T)]
+        torch.index_select(self.embedding.detach(), 0, tokens_T, out=x)
+        return x
+
+    def _describe(self, i: int) -> amx.Layer:
+        layer, packed, how, sinks = self.layers[i], self._packed[i], self.layers[i].attention, self._sinks[i]
+        query_norm, key_norm, eps_heads = layer.norms or (None, None, 0.0)
+        addresses = {name: matrix.data.data_ptr() for name, matrix in packed.items()}
+        tensors = {
+            "before_attention": layer.before_attention, "bias": layer.qkv_bias, "query_norm": query_norm,
+            "key_norm": key_norm, "before_mlp": layer.before_mlp, "keys": self.cache.keys[i],
+            "values": self.cache.values[i], "sinks": sinks,
+        }  # fmt: skip
+        addresses |= {name: t.data_ptr() for name, t in tensors.items() if t is not None}
+        return amx.Layer(
+            **addresses, window=how.window or 0, scale=how.scale, softcap=how.softcap or 0.0,
+            eps_attention=layer.eps[0], eps_mlp=layer.eps[1], eps_heads=eps_heads,
+        )  # fmt: skip
+
+    @staticmethod
+    def _find_addresses(policy: Policy) -> list[int]:
+        return [p.data_ptr() for p in policy.model.parameters()]
