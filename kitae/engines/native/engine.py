@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from kitae.config import EngineConfig
-from kitae.engines.base import Completion, EngineStats, Request, WeightUpdate
+from kitae.engines.base import Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.engines.native.cache import KVCache, PagePool
 from kitae.engines.native.runner import Result, make_runner
 from kitae.engines.native.scheduler import Scheduler
@@ -91,6 +91,9 @@ class NativeEngine:
 
     async def park(self) -> None:
         await self._command(self._park)
+
+    def progress(self) -> dict[str, Sampled]:
+        return {sequence.request.id: sequence.progress() for sequence in self.in_flight()}
 
     def stats(self) -> EngineStats:
         return self.scheduler.stats(self.version, self.generated, self.busy)

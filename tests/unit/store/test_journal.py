@@ -202,7 +202,7 @@ def test_rewind_forgets_fates_and_keeps_rollouts(journal: Journal) -> None:
             await journal.add_rollout(rollout(group))
         await journal.add_fates(1, trained=[0, 1], dropped=[])
         await journal.add_fates(2, trained=[2], dropped=[(3, "errors")])
-        await journal.rewind(1)
+        await journal.rewind(1, 10)
         await journal.add_fates(2, trained=[2, 3], dropped=[])
 
     asyncio.run(write())
