@@ -16,6 +16,7 @@ a prompt is trained on, never whether.
 """
 
 import asyncio
+import bisect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -58,6 +59,7 @@ class Buffer:
         self.on_overdue = on_overdue
         self.slots = (max_staleness + 1) * prompts_per_step
         self.open: list[Slot] = []  # issued and not trained yet, oldest first
+        self._ready = 0  # open slots with an outcome, at most
         self._taken = 0  # of a batch whose version is not served yet
         self._changed = asyncio.Event()
 
@@ -66,13 +68,13 @@ class Buffer:
         while len(self.open) + self._taken >= self.slots:
             await self._change()
         slot = Slot(number, self.version if version is None else version)
-        self.open.append(slot)
-        self.open.sort(key=lambda s: (s.version, s.number))
+        bisect.insort(self.open, slot, key=lambda s: (s.version, s.number))
         return slot
 
     def put(self, slot: Slot, outcome: Outcome) -> None:
         assert slot.outcome is None, f"slot {slot.number} has an outcome already"
         slot.outcome = outcome
+        self._ready += 1
         self._wake()
 
     async def take(self) -> list[Slot]:
@@ -82,6 +84,7 @@ class Buffer:
         overdue = self._late(batch)
         gone = {*batch, *overdue}
         self.open = [slot for slot in self.open if slot not in gone]
+        self._ready -= len(batch)
         self._taken += len(batch)
         if self.on_overdue and overdue:
             for slot in overdue:
@@ -91,6 +94,8 @@ class Buffer:
 
     def pick(self) -> list[Slot] | None:
         """The slots of the next batch; None: it has to wait."""
+        if self._ready < self.size:  # asked after every `put`: most answers must not look at all slots
+            return None
         batch = [slot for slot in self.open if slot.outcome is not None][: self.size]
         if len(batch) < self.size or (self.on_overdue is None and self._late(batch)):
             return None

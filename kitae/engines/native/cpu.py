@@ -74,7 +74,6 @@ class PackedDecoder(FusedDecoder):
 
     @classmethod
     def of(cls, policy: Policy, cache: KVCache) -> "PackedDecoder | None":
-        decoder: Any = policy.decoder
         if policy.dtype != torch.bfloat16 or not amx.available():
             return None
         found = super().of(policy, cache)
@@ -85,8 +84,9 @@ class PackedDecoder(FusedDecoder):
 
     @classmethod
     def covers(cls, policy: Policy) -> bool:
-        mlp = getattr(policy.decoder, "layers")[0].mlp
-        depths = policy.head.weight.shape[1], policy.heads * policy.head_dim, mlp.down_proj.weight.shape[1]
+        decoder: Any = policy.decoder
+        inner = decoder.layers[0].mlp.down_proj.weight.shape[1]
+        depths = policy.head.weight.shape[1], policy.heads * policy.head_dim, inner
         return amx.fits(*depths, head_dim=policy.head_dim)
 
     def __init__(self, policy: Policy, cache: KVCache, attentions: Items[AttentionSettings]) -> None:
@@ -143,7 +143,7 @@ class PackedDecoder(FusedDecoder):
             how = layer.attention
             amx.project(self._decoder, self._layers[i], positions_T, slots_T)
             by_head = self._room["qkv"][: len(x)].view(len(x), -1, self._decoder.dim).transpose(0, 1)
-            q, k, v = by_head.split([self.heads, self._decoder.kv_heads, self._decoder.kv_heads])
+            q, k, v = torch.split(by_head, [self.heads, self._decoder.kv_heads, self._decoder.kv_heads])
             mixed = context.attend(i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks)
             amx.finish_layer(self._decoder, self._layers[i], mixed.reshape(len(x), -1))
         return ops.rms_norm(x, *self.norm)
