@@ -83,16 +83,19 @@ constexpr int64_t ROWS_AT_A_TIME = 512;  // as much of the left operand as stays
 template <typename Put>
 void product(const bf16* left, const bf16* right, int64_t M, int64_t N, int64_t K, const Put& put) {
     const int64_t depth = K / 32, step = depth * TILE, panels = tiles(N, 32), parts = tiles(M, ROWS_AT_A_TIME);
+    // Several panels a job: fewer, longer writes. Few enough to keep all threads busy to the end.
+    const int64_t width = std::max<int64_t>(1, std::min<int64_t>(4, panels * parts / (8 * omp_get_num_threads())));
+    const int64_t jobs = tiles(panels, width);
     alignas(64) float block[32 * 32];
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t job = 0; job < parts * panels; job++) {
-        const int64_t panel = job % panels, first = job / panels * ROWS_AT_A_TIME;
-        const int64_t end = std::min(M, first + ROWS_AT_A_TIME);
-        const bf16* packed = right + panel * depth * 2 * TILE;
-        for (int64_t row = first; row < end; row += 32) {
-            tile_block(left + row / 16 * step, step, end - row > 16, packed, depth, block);
-            put(block, row, std::min<int64_t>(32, end - row), panel * 32, std::min<int64_t>(32, N - panel * 32));
-        }
+    for (int64_t job = 0; job < parts * jobs; job++) {
+        const int64_t first = job / jobs * ROWS_AT_A_TIME, end = std::min(M, first + ROWS_AT_A_TIME);
+        const int64_t begin = job % jobs * width, after = std::min(panels, begin + width);
+        for (int64_t row = first; row < end; row += 32)
+            for (int64_t panel = begin; panel < after; panel++) {
+                tile_block(left + row / 16 * step, step, end - row > 16, right + panel * depth * 2 * TILE, depth, block);
+                put(block, row, std::min<int64_t>(32, end - row), panel * 32, std::min<int64_t>(32, N - panel * 32));
+            }
     }
 }
 
@@ -282,12 +285,6 @@ void rotate_and_store(const Decoder& d, const Layer& l, bf16* row, int64_t group
     memcpy(l.values + home, value, d.dim * sizeof(bf16));
 }
 
-void project(const Decoder& d, const Layer& l, int64_t T) {
-    const int64_t width = (d.heads + 2 * d.kv_heads) * d.dim;
-    norm_rows(d.x, l.before_attention, (float)l.eps_attention, T, d.hidden, d.normed);
-    product(d.normed, l.qkv, T, width, d.hidden, PutRows{d.qkv, width, l.bias});
-}
-
 void finish_layer(const Decoder& d, const Layer& l, int64_t T) {
     product(d.mixed, l.out, T, d.hidden, d.heads * d.dim, AddRows{d.x, d.hidden});
     norm_rows(d.x, l.before_mlp, (float)l.eps_mlp, T, d.hidden, d.normed);
@@ -295,23 +292,112 @@ void finish_layer(const Decoder& d, const Layer& l, int64_t T) {
     product(d.gated, l.down, T, d.hidden, d.inner, AddRows{d.x, d.hidden});
 }
 
+// The sums over the lanes of sixteen vectors, in order.
+inline vec sums_of(const __m512* v) {
+    __m512 quads[4];
+    for (int i = 0; i < 4; i++) {
+        const __m512 *a = v + 4 * i, ab = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
+        const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+        const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+        quads[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+    }
+    __m512 halves[2];
+    for (int i = 0; i < 2; i++)
+        halves[i] = _mm512_add_ps(_mm512_shuffle_f32x4(quads[2 * i], quads[2 * i + 1], 0x44),
+                                  _mm512_shuffle_f32x4(quads[2 * i], quads[2 * i + 1], 0xee));
+    return (vec)_mm512_add_ps(_mm512_shuffle_f32x4(halves[0], halves[1], 0x88),
+                              _mm512_shuffle_f32x4(halves[0], halves[1], 0xdd));
+}
+
+inline void fetch(const bf16* p, int64_t numbers) {
+    for (int64_t i = 0; i < numbers; i += 32) _mm_prefetch(p + i, _MM_HINT_T0);
+}
+
+// `attend` for bfloat16: dot products by pairs, sixteen keys at a time. scores: R rows of n rounded up to 16.
+template <int DIM, int R>
+void attend_pairs(const bf16* const* q, bf16* const* out, const Pages<bf16>& keys, const Pages<bf16>& values,
+                  int64_t first, int64_t n, float* scores, float scale, float softcap, const float* sinks) {
+    constexpr int P = DIM / 32, C = DIM / 16;
+    const int64_t width = tiles(n, 16) * 16 + 16;
+    __m512bh query[R][P];
+    for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++) query[r][p] = (__m512bh)_mm512_loadu_si512(q[r] + 32 * p);
+    for (int64_t begin = first; begin < n; begin += 16) {
+        const int64_t count = std::min<int64_t>(16, n - begin);
+        __m512 dots[R][16];
+        for (int64_t j = 0; j < 16; j++) {
+            const bf16* key = keys.at(begin + std::min(j, count - 1));
+            if (begin + j + 16 < n) fetch(keys.at(begin + j + 16), DIM);
+            for (int r = 0; r < R; r++) dots[r][j] = _mm512_setzero_ps();
+            for (int p = 0; p < P; p++) {
+                const __m512bh k = (__m512bh)_mm512_loadu_si512(key + 32 * p);
+                for (int r = 0; r < R; r++) dots[r][j] = _mm512_dpbf16_ps(dots[r][j], query[r][p], k);
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            const vec score = sums_of(dots[r]) * scale;
+            memcpy(scores + r * width + begin - first, &score, sizeof score);
+        }
+    }
+    const int64_t span = n - first;
+    for (int r = 0; r < R; r++) {
+        float* row = scores + r * width;
+        if (softcap > 0)
+            for (int64_t t = 0; t < span; t++) row[t] = softcap * std::tanh(row[t] / softcap);
+        for (int64_t t = span; t < tiles(span, 16) * 16; t++) row[t] = -INFINITY;
+        __m512 largest = _mm512_set1_ps(sinks ? sinks[r] : -INFINITY);
+        for (int64_t t = 0; t < span; t += 16) largest = _mm512_max_ps(largest, (__m512)load16(row + t));
+        const float top = _mm512_reduce_max_ps(largest);
+        vec total = vec{};
+        for (int64_t t = 0; t < span; t += 16) {
+            const vec e = exp16((vec)_mm512_max_ps((__m512)(load16(row + t) - top), _mm512_set1_ps(-87.0f)));
+            const vec kept = (vec)_mm512_maskz_mov_ps(first_lanes(span - t), (__m512)e);
+            memcpy(row + t, &kept, sizeof kept);
+            total += kept;
+        }
+        const float inverse = 1.0f / (sum16(total) + (sinks ? std::exp(sinks[r] - top) : 0.0f));
+        for (int64_t t = 0; t < span; t += 16) {
+            const vec p = load16(row + t) * inverse;
+            memcpy(row + t, &p, sizeof p);
+        }
+    }
+    vec mixed[R][C] = {};
+    for (int64_t t = first; t < n; t++) {
+        const bf16* value = values.at(t);
+        if (t + 8 < n) fetch(values.at(t + 8), DIM);
+        for (int c = 0; c < C; c++) {
+            const vec v = load16(value + 16 * c);
+            for (int r = 0; r < R; r++) mixed[r][c] += scores[r * width + t - first] * v;
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int c = 0; c < C; c++) store16(out[r] + 16 * c, mixed[r][c]);
+}
+
+template <int DIM, int R>
+constexpr auto attend_with() {
+    if constexpr (DIM % 32 == 0)
+        return attend_pairs<DIM, R>;
+    else
+        return attend<bf16, DIM, R>;
+}
+
+// Row t attends to its sequence, whose pages are row `sequence[t]` of the table, up to its own position.
 template <int DIM>
-void attend_rows(const Decoder& d, const Layer& l, const int64_t* positions, const int32_t* table, int64_t width,
-                 int64_t B, std::vector<float>& scores) {
+void attend_rows(const Decoder& d, const Layer& l, const int64_t* positions, const int64_t* sequence,
+                 const int32_t* table, int64_t width, int64_t T, std::vector<float>& scores) {
     const int64_t repeat = d.heads / d.kv_heads, row_width = (d.heads + 2 * d.kv_heads) * DIM;
     const int64_t stride = d.kv_heads * d.page_size * DIM;
-#pragma omp for collapse(2) schedule(dynamic, 4)
-    for (int64_t b = 0; b < B; b++)
+#pragma omp for collapse(2) schedule(dynamic, 6)
+    for (int64_t t = 0; t < T; t++)
         for (int64_t g = 0; g < d.kv_heads; g++) {
-            const int32_t* pages = table + b * width;
-            const int64_t last = positions[b], n = last + 1;
+            const int32_t* pages = table + sequence[t] * width;
+            const int64_t n = positions[t] + 1, offset = g * d.page_size * DIM;
             const int64_t first = l.window > 0 && n > l.window ? n - l.window : 0;
-            bf16* row = d.qkv + b * row_width;
-            rotate_and_store(d, l, row, g, last, pages[last / d.page_size] * d.page_size + last % d.page_size);
-            const int64_t offset = g * d.page_size * DIM;
+            const bf16* row = d.qkv + t * row_width;
             const Pages<bf16> keys{l.keys, pages, d.page_size, stride, offset, DIM};
             const Pages<bf16> values{l.values, pages, d.page_size, stride, offset, DIM};
-            if ((int64_t)scores.size() < 4 * n) scores.resize(4 * n);
+            if ((int64_t)scores.size() < 4 * (n + 32)) scores.resize(8 * (n + 32));
             alignas(64) bf16 mixed[4 * DIM];
             for (int64_t h = g * repeat; h < (g + 1) * repeat; h += 4) {
                 const int64_t count = std::min<int64_t>(4, (g + 1) * repeat - h);
@@ -321,16 +407,27 @@ void attend_rows(const Decoder& d, const Layer& l, const int64_t* positions, con
                     queries[r] = row + (h + r) * DIM;
                     targets[r] = mixed + r * DIM;
                 }
-                const auto run = count == 4   ? attend<bf16, DIM, 4>
-                                 : count == 3 ? attend<bf16, DIM, 3>
-                                 : count == 2 ? attend<bf16, DIM, 2>
-                                              : attend<bf16, DIM, 1>;
+                const auto run = count == 4   ? attend_with<DIM, 4>()
+                                 : count == 3 ? attend_with<DIM, 3>()
+                                 : count == 2 ? attend_with<DIM, 2>()
+                                              : attend_with<DIM, 1>();
                 run(queries, targets, keys, values, first, n, scores.data(), (float)l.scale, (float)l.softcap,
                     l.sinks ? l.sinks + h : nullptr);
                 for (int64_t i = 0; i < count * DIM; i += 16)
-                    memcpy(in_blocked(d.mixed, b, h * DIM + i, d.heads * DIM), mixed + i, 16 * sizeof(bf16));
+                    memcpy(in_blocked(d.mixed, t, h * DIM + i, d.heads * DIM), mixed + i, 16 * sizeof(bf16));
             }
         }
+}
+
+// Queries, keys and values of T rows, rotated; keys and values are in their slots afterwards.
+void project(const Decoder& d, const Layer& l, const int64_t* positions, const int64_t* slots, int64_t T) {
+    const int64_t width = (d.heads + 2 * d.kv_heads) * d.dim;
+    norm_rows(d.x, l.before_attention, (float)l.eps_attention, T, d.hidden, d.normed);
+    product(d.normed, l.qkv, T, width, d.hidden, PutRows{d.qkv, width, l.bias});
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t g = 0; g < d.kv_heads; g++)
+            rotate_and_store(d, l, d.qkv + t * width, g, positions[t], slots[t]);
 }
 
 }  // namespace
@@ -356,16 +453,12 @@ void amx_linear(const bf16* x, const bf16* packed, const bf16* bias, bf16* out, 
     }
 }
 
-// The first half of a layer for T rows of x: qkv, rotated, keys and values in their slots.
+// The first half of a layer for T rows of x.
 void amx_project(const Decoder* d, const Layer* l, const int64_t* positions, const int64_t* slots, int64_t T) {
 #pragma omp parallel
     {
         TileRegisters registers(T);
-        project(*d, *l, T);
-#pragma omp for schedule(static)
-        for (int64_t t = 0; t < T; t++)
-            for (int64_t g = 0; g < d->kv_heads; g++)
-                rotate_and_store(*d, *l, d->qkv + t * (d->heads + 2 * d->kv_heads) * d->dim, g, positions[t], slots[t]);
+        project(*d, *l, positions, slots, T);
     }
 }
 
@@ -379,12 +472,13 @@ void amx_finish_layer(const Decoder* d, const Layer* l, const bf16* mixed, int64
     }
 }
 
-// All layers for one new token of each of B sequences; x goes in as embeddings and comes out before the last norm.
-void amx_decode(const Decoder* d, const Layer* layers, int64_t count, const int64_t* positions, const int32_t* table,
-                int64_t width, int64_t B) {
+// All layers for T rows: row t is at positions[t] of the sequence whose pages are row sequence[t] of the table, and its
+// key and value go to slots[t]. x goes in as embeddings and comes out before the last norm.
+void amx_forward(const Decoder* d, const Layer* layers, int64_t count, const int64_t* positions, const int64_t* slots,
+                 const int64_t* sequence, const int32_t* table, int64_t width, int64_t T) {
 #pragma omp parallel
     {
-        TileRegisters registers(B);
+        TileRegisters registers(T);
         std::vector<float> scores;
         const auto attend_all = d->dim == 16    ? attend_rows<16>
                                 : d->dim == 32  ? attend_rows<32>
@@ -394,9 +488,9 @@ void amx_decode(const Decoder* d, const Layer* layers, int64_t count, const int6
                                 : d->dim == 128 ? attend_rows<128>
                                                 : attend_rows<256>;
         for (int64_t i = 0; i < count; i++) {
-            project(*d, layers[i], B);
-            attend_all(*d, layers[i], positions, table, width, B, scores);
-            finish_layer(*d, layers[i], B);
+            project(*d, layers[i], positions, slots, T);
+            attend_all(*d, layers[i], positions, sequence, table, width, T, scores);
+            finish_layer(*d, layers[i], T);
         }
     }
 }

@@ -100,9 +100,18 @@ def finish_layer(decoder: Decoder, layer: Layer, mixed: Tensor) -> None:
     _call("amx_finish_layer", decoder, layer, mixed.contiguous(), len(mixed))
 
 
-def decode(decoder: Decoder, layers: "ctypes.Array[Layer]", positions: Tensor, table: Tensor) -> None:
-    """All layers for one new token of each sequence. `table` `[B, pages]`, int32."""
-    _call("amx_decode", decoder, layers, len(layers), positions, table, table.shape[1], len(positions))
+def forward(
+    decoder: Decoder,
+    layers: "ctypes.Array[Layer]",
+    positions: Tensor,
+    slots: Tensor,
+    sequences: Tensor,
+    table: Tensor,
+) -> None:
+    """All layers for rows of several sequences. `table` `[sequences, pages]`, int32; the rest `[T]`, int64."""
+    assert table.dtype == torch.int32 and positions.dtype == slots.dtype == sequences.dtype == torch.int64
+    tensors = positions.contiguous(), slots.contiguous(), sequences.contiguous(), table.contiguous()
+    _call("amx_forward", decoder, layers, len(layers), *tensors, table.shape[1], len(positions))
 
 
 def padded(rows: int) -> int:

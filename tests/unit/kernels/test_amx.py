@@ -1,0 +1,51 @@
+"""Products on tiles against products in fp32."""
+
+import pytest
+import torch
+
+from kitae.kernels import amx
+
+pytestmark = pytest.mark.skipif(not amx.available(), reason="no AMX")
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 33, 600])
+@pytest.mark.parametrize(("columns", "depth"), [(32, 32), (48, 64), (259, 96), (2080, 32)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_rounds_the_exact_product_once(rows: int, columns: int, depth: int, with_bias: bool) -> None:
+    torch.manual_seed(rows)
+    x, w, b = (torch.randn(*shape).bfloat16() for shape in ((rows, depth), (columns, depth), (columns,)))
+    bias = b if with_bias else None
+    packed = amx.Packed.room(columns, depth)
+    packed.fill([w])
+    expected = torch.nn.functional.linear(x.double(), w.double(), None if bias is None else bias.double())
+    got = amx.linear(x, packed, bias)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.double(), expected, rtol=2**-8, atol=1e-4)
+
+
+def test_a_packed_weight_knows_nothing_of_later_changes_until_it_is_filled_again() -> None:
+    w = torch.randn(64, 32).bfloat16()
+    x = torch.eye(32).bfloat16()
+    packed = amx.Packed.room(64, 32)
+    packed.fill([w])
+    before = w.clone()
+    w.mul_(2)
+    assert torch.equal(amx.linear(x, packed), before.t())
+    packed.fill([w])
+    assert torch.equal(amx.linear(x, packed), w.t())
+
+
+def test_several_weights_take_turns_in_tiles_of_sixteen_columns() -> None:
+    gate, up = torch.randn(32, 32).bfloat16(), torch.randn(32, 32).bfloat16()
+    packed = amx.Packed.room(64, 32)
+    packed.fill([gate, up])
+    expected = torch.stack((gate.view(2, 16, 32), up.view(2, 16, 32)), 1).reshape(64, 32)
+    assert torch.equal(amx.linear(torch.eye(32).bfloat16(), packed), expected.t())
+
+
+def test_depths_that_tiles_cannot_sum_are_refused() -> None:
+    assert amx.fits(64, 96, head_dim=64)
+    assert not amx.fits(64, 72, head_dim=64)
+    assert not amx.fits(64, head_dim=48)
+    with pytest.raises(AssertionError, match="multiple of 32, got 40"):
+        amx.Packed.room(64, 40)
