@@ -81,12 +81,15 @@ def _fuse_attention(module: Any, kernels: Any) -> bool:
     ) -> tuple[Tensor, None]:
         assert attention_mask is None and past_key_values is None and hidden_states.shape[0] == 1
         x = hidden_states[0]
-        projected = _project(x, (self.q_proj, self.k_proj, self.v_proj), kernels)
-        q, k, v = (y.view(len(x), -1, self.head_dim) for y in projected)
-        if hasattr(self, "q_norm"):
-            q, k = self.q_norm(q), self.k_norm(k)
-        cos, sin = position_embeddings
-        q, k = kernels.rotary(q, cos[0], sin[0]), kernels.rotary(k, cos[0], sin[0])
+        cos, sin = (part[0] for part in position_embeddings)
+        modules = self.q_proj, self.k_proj, self.v_proj
+        if not hasattr(self, "q_norm") and _are_plain(*modules) and len({m.bias is None for m in modules}) == 1:
+            q, k, v = kernels.rotated_qkv(x, cos, sin, self.head_dim, *modules)
+        else:
+            q, k, v = (y.view(len(x), -1, self.head_dim) for y in _project(x, modules, kernels))
+            if hasattr(self, "q_norm"):
+                q, k = self.q_norm(q), self.k_norm(k)
+            q, k = kernels.rotary(q, cos, sin), kernels.rotary(k, cos, sin)
         out = kwargs["kitae"].attend(
             seen["layer"], q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1),
             scale=seen["scale"], window=seen["window"], softcap=seen["softcap"], sinks=None,

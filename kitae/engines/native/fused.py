@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from kitae.engines.native.cache import KVCache
 from kitae.kernels import gpu
+from kitae.kernels.memory import joined
 from kitae.models.attention import AttentionContext, causal_mask, masked_attention
 from kitae.models.policy import Policy
 
@@ -189,16 +190,8 @@ def _is_norm(module: Any) -> bool:
 
 def _side_by_side(parameters: list[nn.Parameter]) -> Tensor:
     """Move parameters into one tensor and make them views of it, unless they are already."""
-    first = parameters[0]
-    ends = [p.data_ptr() + p.numel() * p.element_size() for p in parameters]
-    if all(p.data_ptr() == end for p, end in zip(parameters[1:], ends, strict=False)):
-        rows = sum(len(p) for p in parameters)
-        end = (first.storage_offset() + rows * first[0].numel()) * first.element_size()
-        if end <= first.untyped_storage().nbytes():
-            return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
-    joined = torch.cat([p.detach() for p in parameters])
-    start = 0
-    for p in parameters:
-        p.data = joined[start : start + len(p)]
-        start += len(p)
-    return joined
+    together = joined(parameters)
+    if together.data_ptr() != parameters[0].data_ptr():
+        for p, place in zip(parameters, torch.split(together, [len(p) for p in parameters]), strict=True):
+            p.data = place
+    return together
