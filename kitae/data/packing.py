@@ -59,7 +59,7 @@ def pack(samples: Sequence[Sample], token_budget: int, share_prompts: bool = Tru
     """Distribute samples over micro-batches of at most `token_budget` row tokens; one longer sample goes alone.
 
     Samples with a common prompt stay together as far as the budget allows. Every sample appears exactly once. As few
-    micro-batches as first fit finds, of nearly equal size: a short one would use the hardware badly.
+    micro-batches as first fit finds, evenly filled if that is possible: a short one would use the hardware badly.
     """
     families: dict[object, list[Sample]] = {}
     for i, s in enumerate(samples):

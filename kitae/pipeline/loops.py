@@ -230,9 +230,10 @@ class Pipeline:
         bound, ages = self.config.pipeline.max_staleness, Counter[int]()
         for slot in slots:
             for r in slot.outcome.group.valid if slot.outcome and slot.outcome.group else ():
-                for version in (v for s in r.segments if s.source == "model" for v in s.versions):
+                sampled = (Counter(s.versions) for s in r.segments if s.source == "model")
+                for version, count in (item for found in sampled for item in found.items()):
                     assert self.version - version <= bound, f"rollout {r.id}: version {version} at {self.version}"
-                    ages[max(0, self.version - version)] += 1
+                    ages[max(0, self.version - version)] += count
         tokens = ages.total() or 1
         mean = sum(age * count for age, count in ages.items()) / tokens
         row = {"staleness": mean, "staleness_max": max(ages, default=0)}
