@@ -14,14 +14,16 @@ from torch import Tensor
 from kitae.kernels import gpu
 from kitae.kernels.memory import joined
 
-_PROGRAMS = 528  # of kernels that walk over rows: four on each multiprocessor of a large GPU
+_PROGRAMS = 1056  # of kernels that walk over rows: eight on each multiprocessor of a large GPU
 
 
 # RMSNorm
 
 
 @triton.jit
-def _rms_norm_backward(grad, x, weight, dx, dweight, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_backward(
+    grad, x, weight, plus, dx, dweight, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PLUS: tl.constexpr
+):  # fmt: skip
     kind = x.dtype.element_ty
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -35,9 +37,28 @@ def _rms_norm_backward(grad, x, weight, dx, dweight, rows, eps, WIDTH: tl.conste
         normed = value * scale
         inner = g * gain
         mean = tl.sum(inner * normed, 0) / WIDTH
-        tl.store(dx + here, ((inner - normed * mean) * scale).to(kind), mask=mask)
+        out = (inner - normed * mean) * scale
+        if PLUS:  # what the same input got by another way
+            out = out.to(kind).to(tl.float32) + tl.load(plus + here, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + here, out.to(kind), mask=mask)
         total += g * normed.to(kind).to(tl.float32)
     tl.store(dweight + tl.program_id(0) * WIDTH + column, total, mask=mask)
+
+
+def _norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, plus: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Of rows and weight; `plus` is added to that of the rows."""
+    rows, width = x.shape
+    programs = min(_PROGRAMS, rows)
+    dx = torch.empty_like(x)
+    parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(width)
+    _rms_norm_backward[(programs,)](
+        grad.contiguous(), x, weight, x if plus is None else plus.contiguous(), dx, parts, rows, eps,
+        WIDTH=width, BLOCK=block, PLUS=plus is not None, num_warps=min(8, max(1, block // 512)),
+    )  # fmt: skip
+    return dx, parts.sum(0).to(weight.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -51,16 +72,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        rows, width = x.shape
-        programs = min(_PROGRAMS, rows)
-        dx = torch.empty_like(x)
-        parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-        block = triton.next_power_of_2(width)
-        _rms_norm_backward[(programs,)](
-            grad, x, weight, dx, parts, rows, ctx.eps, WIDTH=width, BLOCK=block, num_warps=min(8, max(1, block // 512))
-        )
-        return dx.view(grads[0].shape), parts.sum(0).to(weight.dtype), None
+        dx, dweight = _norm_gradients(grads[0].reshape(x.shape), x, weight, ctx.eps)
+        return dx.view(grads[0].shape), dweight, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -122,7 +135,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
-# Queries, keys and values of one input: one product, and the rotation of queries and keys within its output
+# Norms and the linear layers that follow. Queries, keys and values are one product, rotated within its output
 
 
 @triton.jit
@@ -174,44 +187,83 @@ def _rotate_heads(out: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, int, 
     )  # fmt: skip
 
 
-class _RotatedQKV(torch.autograd.Function):
+class _NormedQKV(torch.autograd.Function):
+    """Keeps the rows, and makes their norm again in the backward pass.
+
+    The rows are also an output, for the way around the attention: what comes back there is added by the same kernel.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dim: int, *parameters: Tensor | None
+        ctx: Any, x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tensor, dim: int, *parameters: Tensor | None
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:3], parameters[3:]
-        both = joined([w for w in weights if w is not None])
+        weight = joined([w for w in weights if w is not None])
         bias = joined([b for b in biases if b is not None]) if biases[0] is not None else None
-        qkv = torch.nn.functional.linear(x, both, bias)
-        by_head = qkv.view(len(x), -1, dim)
+        qkv = torch.nn.functional.linear(gpu.rms_norm(x, None, gain, eps)[1], weight, bias)
         heads = [len(w) // dim for w in weights if w is not None]
-        ctx.shape = (heads[0], heads[1], dim)
-        _rotate_heads(qkv, cos, sin, ctx.shape, [])
-        ctx.save_for_backward(x, cos, sin, *weights)
-        return torch.split(by_head, heads, 1)
+        ctx.rest = (eps, (heads[0], heads[1], dim))
+        _rotate_heads(qkv, cos, sin, ctx.rest[1], [])
+        ctx.save_for_backward(x, gain, cos, sin, *weights)
+        return x.view_as(x), *torch.split(qkv.view(len(x), -1, dim), heads, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, cos, sin, *weights = ctx.saved_tensors
-        both = joined(weights)
-        dqkv = torch.empty(len(x), len(both), dtype=x.dtype, device=x.device)
-        _rotate_heads(dqkv, cos, sin, ctx.shape, [g if g.stride(1) == g.shape[2] else g.contiguous() for g in grads])
+        around, *of_heads = grads
+        x, gain, cos, sin, *weights = ctx.saved_tensors
+        eps, shape = ctx.rest
+        weight = joined(weights)
+        dqkv = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+        _rotate_heads(dqkv, cos, sin, shape, [g if g.stride(1) == g.shape[2] else g.contiguous() for g in of_heads])
         sizes = [len(w) for w in weights]
-        nothing: tuple[Tensor | None, ...] = (None,) * 3
-        dweights = torch.split(torch.mm(dqkv.t(), x), sizes) if ctx.needs_input_grad[4] else nothing
-        dbiases = torch.split(dqkv.sum(0), sizes) if ctx.needs_input_grad[7] else nothing
-        return torch.mm(dqkv, both), None, None, None, *dweights, *dbiases
+        dweights: tuple[Tensor | None, ...] = (None,) * 3
+        dbiases = torch.split(dqkv.sum(0), sizes) if ctx.needs_input_grad[9] else dweights
+        if ctx.needs_input_grad[6]:
+            dweights = torch.split(torch.mm(dqkv.t(), gpu.rms_norm(x, None, gain, eps)[1]), sizes)
+        dx, dgain = _norm_gradients(torch.mm(dqkv, weight), x, gain, eps, around)
+        return dx, dgain, None, None, None, None, *dweights, *dbiases
 
 
-def rotated_qkv(x: Tensor, cos: Tensor, sin: Tensor, dim: int, *modules: torch.nn.Linear) -> tuple[Tensor, ...]:
-    """q, k and v `[T, heads, D]` of rows `[T, H]`, q and k rotated, differentiable; rows are strided.
+def normed_qkv(
+    x: Tensor, norm: tuple[Tensor, float], cos: Tensor, sin: Tensor, dim: int, *modules: torch.nn.Linear
+) -> tuple[Tensor, ...]:
+    """x, and q, k and v `[T, heads, D]` of the norm of x `[T, H]`, q and k rotated; differentiable.
 
-    All three layers have a bias, or none has.
+    norm: weight and epsilon. Rows of q, k and v are strided. All three layers have a bias, or none has.
     """
     parameters = [*(m.weight for m in modules), *(m.bias for m in modules)]
-    out: tuple[Tensor, ...] = _RotatedQKV.apply(  # type: ignore[no-untyped-call]
-        x, cos.contiguous(), sin.contiguous(), dim, *parameters
+    out: tuple[Tensor, ...] = _NormedQKV.apply(  # type: ignore[no-untyped-call]
+        x, *norm, cos.contiguous(), sin.contiguous(), dim, *parameters
     )
+    return out
+
+
+class _NormedPair(torch.autograd.Function):
+    """Like `_NormedQKV`, of a sum of rows, with two linear layers without bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, gain: Tensor, eps: float, *weights: Tensor) -> tuple[Tensor, ...]:
+        total, normed = gpu.rms_norm(x, y, gain, eps)
+        ctx.save_for_backward(total, gain, *weights)
+        ctx.eps = eps
+        return total, *(torch.mm(normed, w.t()) for w in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        around, *ours = grads
+        total, gain, *weights = ctx.saved_tensors
+        dnormed = torch.mm(ours[0], weights[0]).addmm_(ours[1], weights[1])
+        dweights: list[Tensor | None] = [None, None]
+        if ctx.needs_input_grad[4]:
+            normed = gpu.rms_norm(total, None, gain, ctx.eps)[1]
+            dweights = [torch.mm(g.t(), normed) for g in ours]
+        dx, dgain = _norm_gradients(dnormed, total, gain, ctx.eps, around)
+        return dx, dx, dgain, None, *dweights
+
+
+def normed_pair(x: Tensor, y: Tensor, norm: tuple[Tensor, float], *modules: torch.nn.Linear) -> tuple[Tensor, ...]:
+    """x + y, and what two linear layers without bias make of its norm; differentiable. norm: weight and epsilon."""
+    out: tuple[Tensor, ...] = _NormedPair.apply(x, y, *norm, *(m.weight for m in modules))  # type: ignore[no-untyped-call]
     return out
 
 

@@ -85,7 +85,7 @@ class _TokenLogprobs(torch.autograd.Function):
             )
             torch.mm(dlogits, weight, out=dhidden[part])
             if dweight is not None:
-                dweight += torch.mm(dlogits.mT, hidden[part])
+                _add_product(dweight, dlogits.mT, hidden[part])
             if dbias is not None:
                 dbias += dlogits.sum(0, dtype=torch.float32)
         return (
@@ -94,6 +94,14 @@ class _TokenLogprobs(torch.autograd.Function):
             None if dbias is None or bias is None else dbias.to(bias.dtype),
             None, None, None, None, None,
         )  # fmt: skip
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total += a @ b`, total in fp32. On a GPU the product adds by itself, and is not rounded before."""
+    if total.device.type == "cuda" and a.dtype != torch.float32:
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
+    else:
+        total += torch.mm(a, b)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
