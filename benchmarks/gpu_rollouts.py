@@ -28,16 +28,16 @@ from kitae.models.policy import Policy
 FLOPS, BYTES = 774e12, 4.2e12  # per second
 
 
-def qwen_policy(device: str = "cuda") -> Policy:
+def qwen_policy(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, layers: int = 28) -> Policy:
     config = Qwen2Config(
-        vocab_size=151936, hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+        vocab_size=151936, hidden_size=1536, num_hidden_layers=layers, num_attention_heads=12, num_key_value_heads=2,
         intermediate_size=8960, max_position_embeddings=32768, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )  # fmt: skip
     attention.register()
     with torch.device(device):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention.NAME)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
     return Policy(model.eval(), None, "qwen2.5-1.5b shape")
 
 

@@ -137,7 +137,9 @@ class TrainingConfig(Section):
     betas: tuple[float, float] = Field((0.9, 0.99), description="AdamW momenta.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
     clip_norm: float = Field(1.0, gt=0, description="Largest gradient norm.")
-    token_budget: int = Field(8192, ge=1, description="Most tokens in a packed micro-batch.")
+    token_budget: int = Field(
+        0, ge=0, description="Most tokens in a packed micro-batch; 0: 2,048 on a CPU, 8,192 on a GPU."
+    )
     logit_chunk: int = Field(1024, ge=1, description="Rows of logits held at a time.")
     share_prompts: bool = Field(True, description="Compute each group's prompt once in training too.")
     checkpoint_activations: bool = Field(False, description="Recompute activations in the backward pass: less memory.")

@@ -100,7 +100,7 @@ void product(const bf16* left, const bf16* right, int64_t M, int64_t N, int64_t 
 }
 
 inline __m256i round16(vec x) { return (__m256i)_mm512_cvtneps_pbh((__m512)x); }
-inline void store16(bf16* p, vec x) { _mm256_storeu_si256((__m256i*)p, round16(x)); }
+inline void put16(bf16* p, vec x) { _mm256_storeu_si256((__m256i*)p, round16(x)); }
 inline vec rounded(vec x) { return (vec)_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(round16(x)), 16)); }
 inline __mmask16 first_lanes(int64_t n) { return n >= 16 ? (__mmask16)0xffff : n <= 0 ? (__mmask16)0 : (__mmask16)((1u << n) - 1); }
 
@@ -136,7 +136,7 @@ struct AddRows {
         for (int64_t i = 0; i < rows; i++)
             for (int64_t half = 0; half < 32; half += 16) {
                 bf16* target = x + (row + i) * width + column + half;
-                store16(target, load16(target) + rounded(load16(block + i * 32 + half)));
+                put16(target, load16(target) + rounded(load16(block + i * 32 + half)));
             }
     }
 };
@@ -158,7 +158,7 @@ struct PutGated {
             const vec least = vec{} - 87.0f;
             const vec negative = (vec)_mm512_max_ps((__m512)(vec{} - gate), (__m512)least);
             const vec silu = gate / (1.0f + exp16((vec)_mm512_min_ps((__m512)negative, (__m512)(vec{} + 87.0f))));
-            store16(in_blocked(out, row + i, column / 2, width), rounded(silu) * up);
+            put16(in_blocked(out, row + i, column / 2, width), rounded(silu) * up);
         }
     }
 };
@@ -222,7 +222,83 @@ void norm_rows(const bf16* x, const bf16* weight, float eps, int64_t M, int64_t 
         }
         const float r = 1.0f / std::sqrt(sum16(square) / H + eps);
         for (int64_t i = 0; i < H; i += 16)
-            store16(in_blocked(blocked, m, i, H), load16(weight + i) * rounded(load16(row + i) * r));
+            put16(in_blocked(blocked, m, i, H), load16(weight + i) * rounded(load16(row + i) * r));
+    }
+}
+
+// Sixteen numbers of two rows, taking turns; rows that are not there are zeros.
+inline __m512i pair_rows(const bf16* rows, int64_t stride, int64_t left) {
+    const auto row = [&](int64_t i) {
+        return i < left ? _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(rows + i * stride)))
+                        : _mm512_setzero_si512();
+    };
+    return _mm512_or_si512(row(0), _mm512_slli_epi32(row(1), 16));
+}
+
+// A part of the gradient of a weight: total [N, K] += dy [M, N] transposed times x [M, K], in slabs that stay in the
+// cache. `left` and `right` are room for SLAB_ROWS x SLAB_DEPTH and K x SLAB_DEPTH numbers.
+constexpr int64_t SLAB_ROWS = 2048, SLAB_DEPTH = 1024, SLAB_COLUMNS = 576;
+
+void add_outer(const bf16* dy, int64_t dy_stride, const bf16* x, int64_t x_stride, float* total, int64_t M, int64_t N,
+               int64_t K, bf16* left, bf16* right) {
+    for (int64_t m0 = 0; m0 < M; m0 += SLAB_DEPTH) {
+        const int64_t rows = std::min(SLAB_DEPTH, M - m0), depth = tiles(rows, 32);
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < K / 16 * depth; t++) {
+            const int64_t column = t / depth, k = t % depth;
+            bf16* tile = right + (column / 2 * depth * 2 + k * 2 + column % 2) * TILE;
+            for (int64_t p = 0; p < 16; p++) {
+                const int64_t m = k * 32 + p * 2;
+                _mm512_storeu_si512(tile + p * 32, pair_rows(x + (m0 + m) * x_stride + column * 16, x_stride, rows - m));
+            }
+        }
+        for (int64_t n0 = 0; n0 < N; n0 += SLAB_ROWS) {
+            const int64_t height = std::min(SLAB_ROWS, N - n0);
+#pragma omp for schedule(static)
+            for (int64_t t = 0; t < height / 16 * depth; t++) {
+                const int64_t row = t / depth, k = t % depth;
+                alignas(64) bf16 pairs[TILE];
+                for (int64_t p = 0; p < 16; p++) {
+                    const int64_t m = k * 32 + p * 2;
+                    const bf16* from = dy + (m0 + m) * dy_stride + n0 + row * 16;
+                    _mm512_store_si512(pairs + p * 32, pair_rows(from, dy_stride, rows - m));
+                }
+                transpose_pairs(pairs, 32, 16, left + (row * depth + k) * TILE);
+            }
+            const int64_t blocks = tiles(height, 32), groups = tiles(K, SLAB_COLUMNS);
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t job = 0; job < blocks * groups; job++)
+                for (int64_t k = job / blocks * SLAB_COLUMNS; k < std::min(K, (job / blocks + 1) * SLAB_COLUMNS); k += 32) {
+                    const int64_t n = job % blocks * 32;
+                    const bf16 *a = left + n / 16 * depth * TILE, *b = right + k / 32 * depth * 2 * TILE;
+                    float* target = total + (n0 + n) * K + k;
+                    const bool both = height - n > 16;
+                    TILE_LOAD(0, target, K * 4);
+                    TILE_LOAD(1, target + 16, K * 4);
+                    if (both) {
+                        TILE_LOAD(2, target + 16 * K, K * 4);
+                        TILE_LOAD(3, target + 16 * K + 16, K * 4);
+                    }
+                    for (int64_t i = 0; i < depth; i++) {
+                        TILE_LOAD(6, b + i * 2 * TILE, 64);
+                        TILE_LOAD(4, a + i * TILE, 64);
+                        TILE_LOAD(7, b + (i * 2 + 1) * TILE, 64);
+                        TILE_PRODUCT(0, 4, 6);
+                        TILE_PRODUCT(1, 4, 7);
+                        if (both) {
+                            TILE_LOAD(5, a + (depth + i) * TILE, 64);
+                            TILE_PRODUCT(2, 5, 6);
+                            TILE_PRODUCT(3, 5, 7);
+                        }
+                    }
+                    TILE_STORE(0, target, K * 4);
+                    TILE_STORE(1, target + 16, K * 4);
+                    if (both) {
+                        TILE_STORE(2, target + 16 * K, K * 4);
+                        TILE_STORE(3, target + 16 * K + 16, K * 4);
+                    }
+                }
+        }
     }
 }
 
@@ -248,7 +324,6 @@ namespace {
 
 // Norm (if any) and rotary of one head, in place, rounding where the modules round.
 void rotate(bf16* head, const bf16* norm, float eps, const bf16* cos, const bf16* sin, int64_t dim) {
-    const int64_t half = dim / 2;
     if (norm) {
         float square = 0;
         for (int64_t i = 0; i < dim; i++) square += load(head + i) * load(head + i);
@@ -259,17 +334,7 @@ void rotate(bf16* head, const bf16* norm, float eps, const bf16* cos, const bf16
             store(head + i, load(norm + i) * load(&scaled));
         }
     }
-#pragma omp simd
-    for (int64_t i = 0; i < half; i++) {
-        const float a = load(head + i), b = load(head + half + i);
-        bf16 p, q, r, s;
-        store(&p, a * load(cos + i));
-        store(&q, -b * load(sin + i));
-        store(&r, b * load(cos + half + i));
-        store(&s, a * load(sin + half + i));
-        store(head + i, load(&p) + load(&q));
-        store(head + half + i, load(&r) + load(&s));
-    }
+    rotate_head(head, cos, sin, dim, false);
 }
 
 // Rotates one row's queries and the keys, and writes key and value of one head group to their slot of the cache.
@@ -371,7 +436,7 @@ void attend_pairs(const bf16* const* q, bf16* const* out, const Pages<bf16>& key
         }
     }
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < C; c++) store16(out[r] + 16 * c, mixed[r][c]);
+        for (int c = 0; c < C; c++) put16(out[r] + 16 * c, mixed[r][c]);
 }
 
 template <int DIM, int R>
@@ -450,6 +515,15 @@ void amx_linear(const bf16* x, const bf16* packed, const bf16* bias, bf16* out, 
         TileRegisters registers(M);
         block_rows(x, M, K, room);
         product(room, packed, M, N, K, PutRows{out, N, bias});
+    }
+}
+
+void amx_add_outer(const bf16* dy, int64_t dy_stride, const bf16* x, int64_t x_stride, float* total, int64_t M,
+                   int64_t N, int64_t K, bf16* left, bf16* right) {
+#pragma omp parallel
+    {
+        TileRegisters registers(16);
+        add_outer(dy, dy_stride, x, x_stride, total, M, N, K, left, right);
     }
 }
 

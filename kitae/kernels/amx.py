@@ -18,6 +18,7 @@ from kitae.kernels.build import cpu_library
 DEPTH = 32  # the summed dimension must be a multiple of this
 _PANEL = 32
 _TILE = 16
+_SLAB_ROWS, _SLAB_DEPTH = 2048, 1024  # as in amx.h
 _HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 
 
@@ -88,6 +89,21 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
     room = torch.empty(padded(rows) * weight.depth, dtype=torch.bfloat16)
     _call("amx_linear", x.contiguous(), weight.data, bias, out, rows, weight.columns, weight.depth, room)
     return out
+
+
+def add_outer(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    """`total [N, K] += dy [M, N].T @ x [M, K]`, total in fp32: the gradient of a weight. Rows may be strided."""
+    (rows, height), depth = dy.shape, x.shape[1]
+    assert total.dtype == torch.float32 and total.is_contiguous() and total.shape == (height, depth)
+    assert dy.dtype == x.dtype == torch.bfloat16 and dy.stride(1) == x.stride(1) == 1
+    left = torch.empty(min(height, _SLAB_ROWS) * _SLAB_DEPTH, dtype=torch.bfloat16)
+    right = torch.empty(depth * _SLAB_DEPTH, dtype=torch.bfloat16)
+    _call("amx_add_outer", dy, dy.stride(0), x, x.stride(0), total, rows, height, depth, left, right)
+
+
+def can_add_outer(height: int, depth: int) -> bool:
+    """Whether `add_outer` can compute the gradient of a weight of this shape."""
+    return available() and height % _TILE == 0 and depth % DEPTH == 0
 
 
 def project(decoder: Decoder, layer: Layer, positions: Tensor, slots: Tensor) -> None:

@@ -286,11 +286,11 @@ void rms_norm(const T* x, const T* weight, T* out, float* inverse_rms, float eps
     }
 }
 
-// dx = r (g w - x r^2 mean(g w x)); dweight = sum over rows of g x r: one float sum per thread, added in thread order,
+// dx = r (g w - x r^2 mean(g w x)), plus what comes from elsewhere, if anything; dweight = sum over rows of g x r: one float sum per thread, added in thread order,
 // so that the same number of threads gives the same bits.
 template <typename T>
-void rms_norm_backward(const T* grad, const T* x, const T* weight, const float* inverse_rms, T* dx, float* dweight,
-                       int64_t N, int64_t H) {
+void rms_norm_backward(const T* grad, const T* x, const T* weight, const float* inverse_rms, const T* plus, T* dx,
+                       float* dweight, int64_t N, int64_t H) {
     const int64_t threads = omp_get_max_threads();
     std::vector<float> partial(threads * H, 0.0f);
 #pragma omp parallel
@@ -307,7 +307,8 @@ void rms_norm_backward(const T* grad, const T* x, const T* weight, const float* 
 #pragma omp simd
             for (int64_t i = 0; i < H; i++) {
                 const float gi = load(g + i), xi = load(row + i);
-                store(dx + n * H + i, r * gi * load(weight + i) - common * xi);
+                const float other = plus ? load(plus + n * H + i) : 0.0f;
+                store(dx + n * H + i, r * gi * load(weight + i) - common * xi + other);
                 sums[i] += gi * xi * r;
             }
         }
@@ -341,6 +342,75 @@ void swiglu_backward(const T* grad, const T* gate, const T* up, T* dgate, T* dup
         store(dup + i, d * g * s);
         store(dgate + i, d * load(up + i) * s * (1.0f + g * (1.0f - s)));
     }
+}
+
+// The gradients of gate and up take their places, and their gated product the place of its own gradient.
+template <typename T>
+void swiglu_again(T* grad, T* gate, T* up, int64_t N) {
+#pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < N; i++) {
+        const float g = load(gate + i), u = load(up + i), s = sigmoid(g), d = load(grad + i);
+        T activated;
+        store(&activated, g * s);
+        store(grad + i, load(&activated) * u);
+        store(up + i, d * g * s);
+        store(gate + i, d * u * s * (1.0f + g * (1.0f - s)));
+    }
+}
+
+// Sixteen floats rounded as they would be in memory.
+inline void store16(float* p, vec x) { memcpy(p, &x, sizeof x); }
+inline void store16(bf16* p, vec x) {  // round to nearest even
+    const full_bits bits = (full_bits)x;
+    const half_bits h = __builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, half_bits);
+    memcpy(p, &h, sizeof h);
+}
+template <typename T>
+inline vec rounded16(vec x) {
+    T memory[16];
+    store16(memory, x);
+    return load16(memory);
+}
+
+// Rotary of one head, in place, rounding where the modules round; back: the gradient of that.
+template <typename T>
+inline void rotate_head(T* head, const T* cos, const T* sin, int64_t dim, bool back) {
+    const int64_t half = dim / 2;
+    const T *sin_b = back ? sin + half : sin, *sin_a = back ? sin : sin + half;
+    const float sign = back ? 1.0f : -1.0f;
+    int64_t i = 0;
+    for (; i + 16 <= half; i += 16) {
+        const vec a = load16(head + i), b = load16(head + half + i);
+        const vec p = rounded16<T>(a * load16(cos + i)), q = rounded16<T>(b * load16(sin_b + i) * sign);
+        const vec r = rounded16<T>(b * load16(cos + half + i)), s = rounded16<T>(a * load16(sin_a + i) * -sign);
+        store16(head + i, p + q);
+        store16(head + half + i, r + s);
+    }
+    for (; i < half; i++) {
+        const float a = load(head + i), b = load(head + half + i);
+        T p, q, r, s;
+        store(&p, a * load(cos + i));
+        store(&q, b * load(sin_b + i) * sign);
+        store(&r, b * load(cos + half + i));
+        store(&s, a * load(sin_a + i) * -sign);
+        store(head + i, load(&p) + load(&q));
+        store(head + half + i, load(&r) + load(&s));
+    }
+}
+
+// The first `heads` heads of each row.
+template <typename T>
+void rotate_rows(T* x, int64_t stride, const T* cos, const T* sin, int64_t N, int64_t heads, int64_t dim, bool back) {
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++)
+        for (int64_t h = 0; h < heads; h++)
+            rotate_head(x + n * stride + h * dim, cos + n * dim, sin + n * dim, dim, back);
+}
+
+template <typename T>
+void accumulate(float* total, const T* part, int64_t N) {
+#pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < N; i++) total[i] += load(part + i);
 }
 
 // Scores [N, fold * L, S] become probabilities in place. Row (h, i) sees keys j <= i + S - L, and only the last
@@ -420,10 +490,16 @@ void softmax_backward(const T* probs, T* dprobs, const float* delta, float scale
     void rms_norm_##SUFFIX(const T* x, const T* weight, T* out, float* inverse_rms, float eps, int64_t N, int64_t H) { \
         rms_norm<T>(x, weight, out, inverse_rms, eps, N, H);                                                           \
     }                                                                                                                  \
-    void rms_norm_backward_##SUFFIX(const T* grad, const T* x, const T* weight, const float* inverse_rms, T* dx,       \
-                                    float* dweight, int64_t N, int64_t H) {                                            \
-        rms_norm_backward<T>(grad, x, weight, inverse_rms, dx, dweight, N, H);                                         \
+    void rms_norm_backward_##SUFFIX(const T* grad, const T* x, const T* weight, const float* inverse_rms,              \
+                                    const T* plus, T* dx, float* dweight, int64_t N, int64_t H) {                      \
+        rms_norm_backward<T>(grad, x, weight, inverse_rms, plus, dx, dweight, N, H);                                   \
     }                                                                                                                  \
+    void rotate_##SUFFIX(T* x, int64_t stride, const T* cos, const T* sin, int64_t N, int64_t heads, int64_t dim,      \
+                         int64_t back) {                                                                               \
+        rotate_rows<T>(x, stride, cos, sin, N, heads, dim, back);                                                      \
+    }                                                                                                                  \
+    void swiglu_again_##SUFFIX(T* grad, T* gate, T* up, int64_t N) { swiglu_again<T>(grad, gate, up, N); }             \
+    void accumulate_##SUFFIX(float* total, const T* part, int64_t N) { accumulate<T>(total, part, N); }                \
     void swiglu_##SUFFIX(const T* gate, const T* up, T* out, int64_t N) { swiglu<T>(gate, up, out, N); }               \
     void swiglu_backward_##SUFFIX(const T* grad, const T* gate, const T* up, T* dgate, T* dup, int64_t N) {            \
         swiglu_backward<T>(grad, gate, up, dgate, dup, N);                                                             \

@@ -6,7 +6,6 @@
 import ctypes
 import importlib
 import importlib.util
-import sys
 from ctypes import c_float, c_int64, c_void_p
 from typing import Any
 
@@ -27,7 +26,7 @@ def training_kernels(device: torch.device, dtype: torch.dtype) -> Any | None:
     """A module with `rms_norm`, `swiglu`, `row_statistics` and `row_gradients`; None: use plain torch."""
     if device.type == "cuda" and dtype in _SUFFIX and importlib.util.find_spec("triton") is not None:
         return importlib.import_module("kitae.kernels.gpu_training")
-    return sys.modules[__name__] if available(device, dtype) else None
+    return importlib.import_module("kitae.kernels.cpu_training") if available(device, dtype) else None
 
 
 def decode_attention(
@@ -127,6 +126,76 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
+def norm_rows(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of contiguous rows, and 1 / rms of each; no gradients."""
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    out = torch.empty_like(x)
+    inverse_rms = torch.empty(rows, dtype=torch.float32)
+    _call(
+        f"rms_norm_{_SUFFIX[x.dtype]}",
+        *(c_void_p(t.data_ptr()) for t in (x, weight, out, inverse_rms)),
+        c_float(eps),
+        c_int64(rows),
+        c_int64(width),
+    )
+    return out, inverse_rms
+
+
+def rms_norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, inverse_rms: Tensor, plus: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Of contiguous rows, and of the weight in fp32; `plus` is added to that of the rows."""
+    dx = torch.empty_like(x)
+    dweight = torch.zeros(weight.shape, dtype=torch.float32)
+    _call(
+        f"rms_norm_backward_{_SUFFIX[x.dtype]}",
+        *(c_void_p(t.data_ptr()) for t in (grad, x, weight, inverse_rms)),
+        c_void_p(None if plus is None else plus.data_ptr()),
+        *(c_void_p(t.data_ptr()) for t in (dx, dweight)),
+        c_int64(len(inverse_rms)),
+        c_int64(x.shape[-1]),
+    )
+    return dx, dweight
+
+
+def rotate(rows: Tensor, cos: Tensor, sin: Tensor, heads: int, *, back: bool = False) -> None:
+    """Rotary of the first `heads` heads of rows `[T, heads or more, D]`, in place; cos and sin `[T, D]`, contiguous.
+
+    back: the gradient takes the place of what came for the output.
+    """
+    assert rows.stride(2) == 1 and rows.stride(1) == rows.shape[2] and cos.is_contiguous() and sin.is_contiguous()
+    _call(
+        f"rotate_{_SUFFIX[rows.dtype]}",
+        c_void_p(rows.data_ptr()),
+        c_int64(rows.stride(0)),
+        *(c_void_p(t.data_ptr()) for t in (cos, sin)),
+        *(c_int64(n) for n in (len(rows), heads, rows.shape[2], back)),
+    )
+
+
+def swiglu_again(grad: Tensor, gate: Tensor, up: Tensor) -> None:
+    """The backward pass of `swiglu` in place: gate and up become their gradients, and grad becomes the output."""
+    _call(
+        f"swiglu_again_{_SUFFIX[gate.dtype]}",
+        *(c_void_p(t.data_ptr()) for t in (grad, gate, up)),
+        c_int64(gate.numel()),
+    )
+
+
+def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
+    """`total + part` in fp32, in place where there is a total."""
+    if total is None:
+        return part.to(torch.float32, copy=True)
+    assert total.is_contiguous()
+    part = part.contiguous()
+    _call(
+        f"accumulate_{_SUFFIX[part.dtype]}",
+        *(c_void_p(t.data_ptr()) for t in (total, part)),
+        c_int64(part.numel()),
+    )
+    return total
+
+
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`silu(gate) * up`, differentiable."""
     out: Tensor = _SwiGLU.apply(gate, up)  # type: ignore[no-untyped-call]
@@ -164,16 +233,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
-        rows, width = x.numel() // x.shape[-1], x.shape[-1]
-        out = torch.empty_like(x)
-        inverse_rms = torch.empty(rows, dtype=torch.float32)
-        _call(
-            f"rms_norm_{_SUFFIX[x.dtype]}",
-            *(c_void_p(t.data_ptr()) for t in (x, weight, out, inverse_rms)),
-            c_float(eps),
-            c_int64(rows),
-            c_int64(width),
-        )
+        out, inverse_rms = norm_rows(x, weight, eps)
         ctx.save_for_backward(x, weight, inverse_rms)
         return out
 
@@ -181,14 +241,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, inverse_rms = ctx.saved_tensors
         grad = grads[0].contiguous()
-        dx = torch.empty_like(x)
-        dweight = torch.zeros(weight.shape, dtype=torch.float32)
-        _call(
-            f"rms_norm_backward_{_SUFFIX[x.dtype]}",
-            *(c_void_p(t.data_ptr()) for t in (grad, x, weight, inverse_rms, dx, dweight)),
-            c_int64(len(inverse_rms)),
-            c_int64(x.shape[-1]),
-        )
+        dx, dweight = rms_norm_gradients(grad, x, weight, inverse_rms)
         return dx, dweight.to(weight.dtype), None
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from kitae.config import Config
 from kitae.models.load import SMOLLM2, find_model, pick_device, pick_dtype
+from kitae.trainer.forward import token_budget
 
 _KNOWN = {SMOLLM2: 134_515_008}
 _PROMPT_TOKENS = 128  # a guess: prompts are not read for an estimate
@@ -32,7 +33,7 @@ def estimate(config: Config) -> str:
     width = shape.get("hidden_size", 576) * shape.get("num_hidden_layers", 30)
     t = config.training
     tokens = t.prompts_per_step * t.group_size * config.sampling.max_tokens
-    packed = min(t.token_budget, tokens + t.prompts_per_step * _PROMPT_TOKENS)
+    packed = min(token_budget(t, device), tokens + t.prompts_per_step * _PROMPT_TOKENS)
     activations = packed * width * 34 * dtype.itemsize
     if config.training.checkpoint_activations:
         activations //= 12

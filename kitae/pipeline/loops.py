@@ -85,7 +85,8 @@ class Pipeline:
         self.issued = frontier.issued
         self.version = frontier.step
         self._wanted = asyncio.Semaphore(t.steps * t.prompts_per_step + store.journal.overdue_slots() - self.issued)
-        self._overdue: set[Slot] = set()
+        self._overdue: set[Slot] = set()  # given up, and not in the journal yet
+        self._given_up = 0  # since the last batch
         self._pass_rates = store.journal.pass_rates() if p.mastered_visits < 1 else {}
         self._issuing = asyncio.Lock()
         self._holding: Future[None] | None = None
@@ -216,11 +217,13 @@ class Pipeline:
             if slot not in self._overdue:
                 raise
             await self.store.journal.skip(self.version + 1, [(group, "overdue") for group in tried])
+            self._overdue.remove(slot)
             self._wanted.release()
 
     def _give_up(self, slot: Slot) -> None:
         """A batch goes without this slot; another takes its place, once the journal knows."""
         self._overdue.add(slot)
+        self._given_up += 1
         self._fills[slot].cancel()
 
     async def _run_group(self, group_id: int) -> Group:
@@ -270,8 +273,8 @@ class Pipeline:
             self._refills_left = self._refill_limit
             row["generate_seconds"] = after.busy_seconds - before.busy_seconds
             row["generated_tokens"] = after.generated_tokens - before.generated_tokens
-            row["overdue"] = len(self._overdue)
-            self._overdue.clear()
+            row["overdue"] = self._given_up
+            self._given_up = 0
             row["engine_restarts"] = after.restarts - before.restarts
             row["generate_tokens_per_second"] = _rate(row["generated_tokens"], row["generate_seconds"])
             self._check_errors(row)
@@ -317,9 +320,10 @@ class Pipeline:
         bound, ages = self.config.pipeline.max_staleness, Counter[int]()
         for slot in slots:
             for r in slot.outcome.group.valid if slot.outcome and slot.outcome.group else ():
-                for version in (v for s in r.segments if s.source == "model" for v in s.versions):
+                sampled = (Counter(s.versions) for s in r.segments if s.source == "model")
+                for version, count in (item for found in sampled for item in found.items()):
                     assert self.version - version <= bound, f"rollout {r.id}: version {version} at {self.version}"
-                    ages[max(0, self.version - version)] += 1
+                    ages[max(0, self.version - version)] += count
         tokens = ages.total() or 1
         mean = sum(age * count for age, count in ages.items()) / tokens
         row = {"staleness": mean, "staleness_max": max(ages, default=0)}

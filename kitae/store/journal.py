@@ -47,6 +47,8 @@ CREATE TABLE IF NOT EXISTS fates (
 CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL);
 """
 
+_CLOSE_LIMIT = 60.0  # seconds for what is still to be written
+
 Statement = tuple[str, tuple[Any, ...]]
 Job = tuple[list[Statement], Future[None]]
 
@@ -166,7 +168,7 @@ class Journal:
     def close(self) -> None:
         if self._writer is not None:
             self._queue.put(None)
-            self._writer.join()
+            self._writer.join(_CLOSE_LIMIT)
             self._writer = None
         self._reader.close()
 

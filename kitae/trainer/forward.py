@@ -15,8 +15,13 @@ from kitae.trainer.logprobs import token_logprobs
 from kitae.types import FloatArray, Sample
 
 
+def token_budget(config: TrainingConfig, device: torch.device) -> int:
+    """Most tokens of a micro-batch. CPUs gain nothing from larger ones, and activations are most of the memory."""
+    return config.token_budget or (2048 if device.type == "cpu" else 8192)
+
+
 def micro_batches(samples: Sequence[Sample], config: TrainingConfig, device: torch.device) -> Iterator[MicroBatch]:
-    for part in pack(samples, config.token_budget, config.share_prompts):
+    for part in pack(samples, token_budget(config, device), config.share_prompts):
         yield collate(part, device, config.share_prompts)
 
 

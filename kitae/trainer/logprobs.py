@@ -1,7 +1,8 @@
 """Log-probs and entropies of chosen tokens without ever holding tokens × vocabulary.
 
-Logits are made and used in chunks of rows, and made again in the backward pass. Only the hidden states and three
-numbers per row are kept in between. Everything after the head's matrix product is in fp32.
+Logits are made and used in chunks of rows, and made again in the backward pass, but for those of the last chunk, which
+are still there. Else only the hidden states and three numbers per row are kept in between. Everything after the head's
+matrix product is in fp32.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kitae.kernels import ops
+from kitae.kernels.memory import gradient_of
 from kitae.models.policy import HeadTransform, Policy
 
 
@@ -49,6 +51,7 @@ class _TokenLogprobs(torch.autograd.Function):
             )
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.rest = (transform, inverse_temperature, chunk, entropy_grad)
+        ctx.last = buffer  # the logits of the last chunk
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logp, entropy
@@ -61,12 +64,17 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_entropy = grads[1].contiguous() if entropy_grad else None
         needs_weight, needs_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         dhidden = torch.empty_like(hidden)
-        dweight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        into = gradient_of(weight) if needs_weight else None
+        dweight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and into is None else into
         dbias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
-        buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
-        for i in range(0, hidden.shape[0], chunk):
+        buffer, ctx.last = ctx.last, None  # a second backward pass finds nothing there
+        kept = buffer is not None
+        if buffer is None:
+            buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
+        for i in reversed(range(0, hidden.shape[0], chunk)):
             part = slice(i, i + chunk)
-            logits = _logits(hidden[part], weight, bias, buffer)
+            logits = buffer[: len(hidden[part])] if kept else _logits(hidden[part], weight, bias, buffer)
+            kept = False
             dlogits = _row_gradients(
                 logits,
                 targets[part],
@@ -79,15 +87,26 @@ class _TokenLogprobs(torch.autograd.Function):
             )
             torch.mm(dlogits, weight, out=dhidden[part])
             if dweight is not None:
-                dweight += torch.mm(dlogits.mT, hidden[part])
+                _add_product(dweight, dlogits, hidden[part])
             if dbias is not None:
                 dbias += dlogits.sum(0, dtype=torch.float32)
         return (
             dhidden,
-            None if dweight is None else dweight.to(weight.dtype),
+            None if dweight is into or dweight is None else dweight.to(weight.dtype),
             None if dbias is None or bias is None else dbias.to(bias.dtype),
             None, None, None, None, None,
         )  # fmt: skip
+
+
+def _add_product(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
+    """`total += dlogits.T @ hidden`, total in fp32. Where there is a kernel, nothing is rounded before it is added."""
+    kernels = ops.training_kernels(total.device, hidden.dtype)
+    if hasattr(kernels, "add_product"):
+        kernels.add_product(total, dlogits, hidden)  # type: ignore[union-attr]
+    elif total.device.type == "cuda" and hidden.dtype != torch.float32:
+        torch.ops.aten.addmm.dtype_out(total, dlogits.mT, hidden, torch.float32, out=total)
+    else:
+        total += torch.mm(dlogits.mT, hidden)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
@@ -105,7 +124,7 @@ def _row_statistics(
     if transform == HeadTransform() and kernels is not None:
         statistics: tuple[Tensor, Tensor, Tensor] = kernels.row_statistics(logits, targets, inverse_temperature)
         return statistics
-    scaled = transform(logits.float()).mul_(inverse_temperature)
+    scaled = transform(logits.float()) * inverse_temperature  # the logits stay as they are
     lse = torch.logsumexp(scaled, -1)
     logp = scaled.gather(1, targets[:, None])[:, 0] - lse
     probs = (scaled - lse[:, None]).exp_()

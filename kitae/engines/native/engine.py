@@ -29,6 +29,8 @@ from kitae.types import FinishReason
 
 T = TypeVar("T")
 
+_CLOSE_LIMIT = 60.0  # seconds for the step that is running
+
 
 class NativeEngine:
     """Implements `kitae.engines.base.Engine`. `close` it when done; pending requests then raise `EngineError`."""
@@ -109,7 +111,7 @@ class NativeEngine:
         if not self._closed:
             self._closed = True
             self._commands.put(lambda: None)
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, _CLOSE_LIMIT)
 
     async def _command(self, action: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()

@@ -135,3 +135,29 @@ def test_old_logprobs_make_the_ratio(tiny_policy: TinyPolicy) -> None:
         gradient(policy, near, AlgorithmConfig(preset="grpo")),
         gradient(policy, positive, AlgorithmConfig(preset="grpo")),
     )
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_bfloat16_gradients_are_as_close_to_fp32_as_those_of_plain_torch(
+    architecture: str, tiny_policy: TinyPolicy
+) -> None:
+    """Fused layers whose products add into the masters, against the model's own modules."""
+    samples = make_samples(SHAPES)
+    algorithm = AlgorithmConfig(preset="grpo", kl_coef=0.0)
+    exact = tiny_policy(architecture, fuse=False)
+    for p in exact.model.parameters():
+        p.data = p.data.bfloat16().float()
+    expected = gradient(exact, samples, algorithm)
+
+    def error(fuse: bool) -> float:
+        policy = tiny_policy(architecture, dtype="bfloat16", fuse=fuse)
+        objective = Objective(algorithm, 64)
+        trainer = Trainer(policy, TrainingConfig(token_budget=60), temperature=TEMPERATURE)
+        trainer.forward_backward(objective.batch(samples), objective)
+        masters = dict(zip(trainer.optimizer.names, trainer.optimizer.masters, strict=True))
+        assert all(p.grad is None for p in trainer.optimizer.parameters)
+        assert masters.keys() == expected.keys()
+        gaps = [(m.grad - expected[n]).pow(2).sum() for n, m in masters.items() if m.grad is not None]
+        return float((torch.stack(gaps).sum() / sum(g.pow(2).sum() for g in expected.values())).sqrt())
+
+    assert error(fuse=True) < 1.2 * error(fuse=False) + 1e-3

@@ -1,0 +1,196 @@
+"""Kernels of the training step on a CPU: what `ops.training_kernels` gives there, with the doors of its twin for GPUs.
+
+Norms are made again in the backward pass, as is the gated product of the MLP: neither is kept. On CPUs with tile
+registers the gradients of weights are added into fp32 by the products themselves: into the gradient of the master
+weight where there is one (`gradient_of`), so that no gradient in bfloat16 ever exists.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kitae.kernels import amx
+from kitae.kernels.memory import gradient_of, joined, together
+from kitae.kernels.ops import (
+    accumulate,
+    norm_rows,
+    rms_norm,
+    rms_norm_gradients,
+    rotate,
+    row_gradients,
+    row_statistics,
+    swiglu,
+    swiglu_again,
+)
+
+__all__ = [
+    "accumulate", "add_product", "linears", "normed_pair", "normed_qkv", "rms_norm", "row_gradients", "row_statistics",
+    "swiglu", "swiglu_linear", "weight_gradient",
+]  # fmt: skip
+
+
+def add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
+    """`total += dy.T @ x` for rows dy `[M, N]` and x `[M, K]`; total in fp32."""
+    if dy.dtype == torch.bfloat16 and amx.can_add_outer(*total.shape):
+        amx.add_outer(total, dy, x)
+    else:
+        total += torch.mm(dy.t(), x)
+
+
+def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+    """The gradient of a weight for autograd; None: it has been added where it belongs."""
+    into = gradient_of(weight)
+    if into is None and not (weight.dtype == torch.bfloat16 and amx.can_add_outer(*weight.shape)):
+        return torch.mm(dy.t(), x)
+    total = torch.zeros(weight.shape, dtype=torch.float32) if into is None else into
+    add_product(total, dy, x)
+    return total.to(weight.dtype) if into is None else None
+
+
+def _bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
+    return None if bias is None or not bias.requires_grad else dy.sum(0)
+
+
+def _project(x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """All layers' outputs side by side: one product if the weights lie so, else copies of the outputs, not of them."""
+    weight = together(weights)
+    if weight is None:
+        return torch.cat([torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)], 1)
+    found = [b for b in biases if b is not None]
+    return torch.nn.functional.linear(x, weight, torch.cat(found) if found else None)
+
+
+class _NormedQKV(torch.autograd.Function):
+    """Keeps the rows, which are also an output, for the way around the attention."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tensor, dim: int, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = [w for w in parameters[:3] if w is not None], parameters[3:]
+        x = x.contiguous()
+        qkv = _project(norm_rows(x, gain, eps)[0], weights, biases)
+        heads = [len(w) // dim for w in weights]
+        by_head = qkv.view(len(x), -1, dim)
+        rotate(by_head, cos, sin, heads[0] + heads[1])
+        ctx.save_for_backward(x, gain, cos, sin, *weights, *biases)
+        ctx.rest = (eps, heads)
+        return x.view_as(x), *torch.split(by_head, heads, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        around, *of_heads = grads
+        x, gain, cos, sin, *parameters = ctx.saved_tensors
+        weights, biases = parameters[:3], parameters[3:]
+        eps, heads = ctx.rest
+        dqkv = torch.cat(of_heads, 1)
+        rotate(dqkv, cos, sin, heads[0] + heads[1], back=True)
+        flat = dqkv.view(len(x), -1)
+        normed, inverse_rms = norm_rows(x, gain, eps)
+        parts = torch.split(flat, [len(w) for w in weights], 1)
+        dweights = [
+            weight_gradient(w, part, normed) if needed else None
+            for w, part, needed in zip(weights, parts, ctx.needs_input_grad[6:9], strict=True)
+        ]
+        dbiases = [_bias_gradient(b, part) for b, part in zip(biases, parts, strict=True)]
+        dx, dgain = rms_norm_gradients(torch.mm(flat, joined(weights)), x, gain, inverse_rms, around.contiguous())
+        return dx, dgain.to(gain.dtype), None, None, None, None, *dweights, *dbiases
+
+
+def normed_qkv(
+    x: Tensor, norm: tuple[Tensor, float], cos: Tensor, sin: Tensor, dim: int, *modules: torch.nn.Linear
+) -> tuple[Tensor, ...]:
+    """x, and q, k and v `[T, heads, D]` of the norm of x `[T, H]`, q and k rotated; differentiable.
+
+    norm: weight and epsilon. Rows of q, k and v are strided. All three layers have a bias, or none has.
+    """
+    parameters = [*(m.weight for m in modules), *(m.bias for m in modules)]
+    out: tuple[Tensor, ...] = _NormedQKV.apply(  # type: ignore[no-untyped-call]
+        x, *norm, cos.contiguous(), sin.contiguous(), dim, *parameters
+    )
+    return out
+
+
+class _NormedPair(torch.autograd.Function):
+    """Like `_NormedQKV`, of a sum of rows, with two linear layers without bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, gain: Tensor, eps: float, *weights: Tensor) -> tuple[Tensor, ...]:
+        total = x + y
+        normed, inverse_rms = norm_rows(total, gain, eps)
+        ctx.save_for_backward(total, gain, inverse_rms, *weights)
+        ctx.eps = eps
+        return total, *(torch.mm(normed, w.t()) for w in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        around, *ours = grads
+        total, gain, inverse_rms, *weights = ctx.saved_tensors
+        dnormed = torch.mm(ours[0], weights[0]).addmm_(ours[1], weights[1])
+        dweights: list[Tensor | None] = [None, None]
+        if ctx.needs_input_grad[4]:
+            normed, _ = norm_rows(total, gain, ctx.eps)
+            dweights = [weight_gradient(w, g, normed) for w, g in zip(weights, ours, strict=True)]
+        dx, dgain = rms_norm_gradients(dnormed, total, gain, inverse_rms, around.contiguous())
+        return dx, dx, dgain.to(gain.dtype), None, *dweights
+
+
+def normed_pair(x: Tensor, y: Tensor, norm: tuple[Tensor, float], *modules: torch.nn.Linear) -> tuple[Tensor, ...]:
+    """x + y, and what two linear layers without bias make of its norm; differentiable. norm: weight and epsilon."""
+    out: tuple[Tensor, ...] = _NormedPair.apply(x, y, *norm, *(m.weight for m in modules))  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Linears(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
+        weights = [w for w in parameters[::2] if w is not None]
+        ctx.save_for_backward(x, *weights)
+        return tuple(torch.nn.functional.linear(x, w, b) for w, b in zip(weights, parameters[1::2], strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        rows = x.reshape(-1, x.shape[-1])
+        flat = [g.reshape(-1, g.shape[-1]) for g in grads]
+        dx = torch.mm(flat[0], weights[0])
+        for g, w in zip(flat[1:], weights[1:], strict=True):
+            dx.addmm_(g, w)
+        out: list[Tensor | None] = [dx.view(x.shape)]
+        for i, (g, w) in enumerate(zip(flat, weights, strict=True)):
+            out.append(weight_gradient(w, g, rows) if ctx.needs_input_grad[2 * i + 1] else None)
+            out.append(g.sum(0) if ctx.needs_input_grad[2 * i + 2] else None)
+        return tuple(out)
+
+
+def linears(x: Tensor, *modules: torch.nn.Linear) -> tuple[Tensor, ...]:
+    """What each of the linear layers makes of x, differentiable."""
+    parameters = [p for m in modules for p in (m.weight, m.bias)]
+    out: tuple[Tensor, ...] = _Linears.apply(x, *parameters)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _SwiGLULinear(torch.autograd.Function):
+    """The backward pass writes the gradients over gate and up: nobody else may keep them."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return torch.nn.functional.linear(swiglu(gate, up), weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        gate, up, weight = ctx.saved_tensors
+        grad = grads[0].reshape(-1, grads[0].shape[-1])
+        product = torch.mm(grad, weight)
+        swiglu_again(product, gate, up)
+        dweight = weight_gradient(weight, grad, product) if ctx.needs_input_grad[2] else None
+        return gate.detach(), up.detach(), dweight
+
+
+def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+    """`(silu(gate) * up) @ weight.T`, differentiable; takes over gate and up, which must be fresh."""
+    out: Tensor = _SwiGLULinear.apply(gate.contiguous(), up.contiguous(), weight)  # type: ignore[no-untyped-call]
+    return out

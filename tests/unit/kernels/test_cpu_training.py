@@ -1,0 +1,107 @@
+"""The parts of a training step on a CPU against plain autograd, and where the gradients of weights end up."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kitae.kernels import cpu_training, ops
+from kitae.kernels.build import cpu_library
+from kitae.kernels.memory import set_master
+
+pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
+ROWS, WIDTH, DIM = 70, 96, 32
+
+
+def assert_same_gradients(
+    got: tuple[Tensor, ...], expected: tuple[Tensor, ...], inputs: list[Tensor], grads: list[Tensor]
+) -> None:
+    pairs = zip(torch.autograd.grad(got, inputs, grads), torch.autograd.grad(expected, inputs, grads), strict=True)
+    for a, b in (*zip(got, expected, strict=True), *pairs):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-4)
+
+
+def rotated(y: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = y.chunk(2, -1)
+    return y * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dim", [DIM, 24])
+def test_norm_queries_keys_and_values(bias: bool, dim: int) -> None:
+    torch.manual_seed(0)
+    modules = [torch.nn.Linear(WIDTH, n * dim, bias=bias) for n in (6, 2, 2)]
+    x, gain = torch.randn(ROWS, WIDTH, requires_grad=True), torch.randn(WIDTH, requires_grad=True)
+    cos, sin = torch.randn(ROWS, dim), torch.randn(ROWS, dim)  # any numbers: both halves are read
+    normed = torch.nn.functional.rms_norm(x, (WIDTH,), gain, 1e-6)
+    q, k, v = (m(normed).view(ROWS, -1, dim) for m in modules)
+    expected = (x, rotated(q, cos, sin), rotated(k, cos, sin), v)
+    got = cpu_training.normed_qkv(x, (gain, 1e-6), cos, sin, dim, *modules)
+    grads = [torch.randn_like(t) for t in expected]
+    assert_same_gradients(got, expected, [x, gain, *(p for m in modules for p in m.parameters())], grads)
+
+
+def test_norm_of_a_sum_and_two_products() -> None:
+    torch.manual_seed(0)
+    x, y = (torch.randn(ROWS, WIDTH, requires_grad=True) for _ in range(2))
+    gain = torch.randn(WIDTH, requires_grad=True)
+    modules = [torch.nn.Linear(WIDTH, 112, bias=False) for _ in range(2)]
+    normed = torch.nn.functional.rms_norm(x + y, (WIDTH,), gain, 1e-6)
+    expected = (x + y, *(m(normed) for m in modules))
+    got = cpu_training.normed_pair(x, y, (gain, 1e-6), *modules)
+    grads = [torch.randn_like(t) for t in expected]
+    assert_same_gradients(got, expected, [x, y, gain, *(m.weight for m in modules)], grads)
+
+
+def test_gated_product_and_linear() -> None:
+    torch.manual_seed(0)
+    gate, up = (torch.randn(ROWS, WIDTH).mul(3).requires_grad_() for _ in range(2))
+    weight, grad = torch.randn(64, WIDTH, requires_grad=True), torch.randn(ROWS, 64)
+    expected = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, weight)
+    wanted = torch.autograd.grad(expected, (gate, up, weight), grad)
+    copies = [t.detach().clone().requires_grad_() for t in (gate, up, weight)]
+    got = cpu_training.swiglu_linear(copies[0] + 0, copies[1] + 0, copies[2])  # it takes over what it is given
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    for a, b in zip(torch.autograd.grad(got, copies, grad), wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-4)
+
+
+def test_several_linear_layers_of_one_input() -> None:
+    torch.manual_seed(0)
+    modules = [torch.nn.Linear(WIDTH, n, bias=n == 48) for n in (64, 48)]
+    x = torch.randn(2, ROWS, WIDTH, requires_grad=True)
+    expected = tuple(m(x) for m in modules)
+    got = cpu_training.linears(x, *modules)
+    grads = [torch.randn_like(t) for t in expected]
+    assert_same_gradients(got, expected, [x, *(p for m in modules for p in m.parameters())], grads)
+
+
+def test_rounds_like_the_modules_in_bfloat16() -> None:
+    torch.manual_seed(0)
+    rows, cos, sin = (torch.randn(*shape).bfloat16() for shape in ((9, 5, 40), (9, 40), (9, 40)))
+    expected = rotated(rows[:, :3], cos, sin)
+    got = rows.clone()
+    ops.rotate(got, cos, sin, 3)
+    assert torch.equal(got[:, :3], expected) and torch.equal(got[:, 3:], rows[:, 3:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_accumulated_in_fp32(dtype: torch.dtype) -> None:
+    parts = [torch.randn(7, 33).to(dtype) for _ in range(3)]
+    total = None
+    for part in parts:
+        total = cpu_training.accumulate(total, part)
+    torch.testing.assert_close(total, sum(p.float() for p in parts))
+
+
+@pytest.mark.parametrize("height", [64, 40])
+def test_with_a_master_the_gradient_is_added_there_and_nowhere_else(height: int) -> None:
+    """Also where tiles cannot compute it."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(WIDTH, height, bias=False, dtype=torch.bfloat16)
+    master = module.weight.detach().float()
+    set_master(module.weight, master)
+    x, grad = torch.randn(ROWS, WIDTH).bfloat16(), torch.randn(ROWS, height).bfloat16()
+    for _ in range(2):
+        cpu_training.linears(x.clone().requires_grad_(), module)[0].backward(grad)
+    assert module.weight.grad is None
+    torch.testing.assert_close(master.grad, 2 * grad.float().t() @ x.float(), atol=0.5, rtol=1e-2)
