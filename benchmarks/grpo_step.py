@@ -4,7 +4,8 @@
 
 benchmarks/peers/README.md says how to make the peer's environment. Every response is exactly `tokens` long and rewards
 differ within every group, so both sides do all the work. Kitae computes in the dtype it would choose here (bfloat16
-on this class of machine, with fp32 master weights), TRL in fp32 with its defaults. Prints seconds and the ratio.
+on this class of machine, with fp32 master weights), TRL in fp32 with its defaults. Prints seconds and the ratio, and
+processor seconds of all threads, which count on a busy machine (with OMP_NUM_THREADS=1: threads that wait also count).
 """
 
 import argparse
@@ -56,7 +57,7 @@ def kitae_steps(prompts: int, group: int, tokens: int, steps: int) -> list[dict[
     async def everything() -> list[dict[str, float]]:
         rows = []
         for step in range(steps + 1):
-            began = time.perf_counter()
+            began, processor = time.perf_counter(), time.process_time()
             groups = await sample(step)
             sampled = time.perf_counter()
             samples = objective.advantages(objective.samples(groups))
@@ -71,6 +72,7 @@ def kitae_steps(prompts: int, group: int, tokens: int, steps: int) -> list[dict[
                     "sample": sampled - began,
                     "train": trained - sampled,
                     "update": ended - trained,
+                    "processor": time.process_time() - processor,
                 }
             )
         await engine.close()
@@ -99,14 +101,19 @@ def main() -> None:
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     best = min(rows, key=lambda r: r["total"])
     print(f"{args.prompts} prompts × {args.group} samples × {args.tokens} tokens")
-    parts = ", ".join(f"{k} {v:.1f}" for k, v in best.items() if k != "total")
+    parts = ", ".join(f"{k} {v:.1f}" for k, v in best.items() if k not in ("total", "processor"))
     print(f"  kitae   {best['total']:6.1f} s a step ({parts}), peak {memory:.1f} GB")
+    least = min(row["processor"] for row in rows)
+    print(f"          {least:6.1f} processor seconds a step")
     if args.peer_python:
         peer = peer_steps(args.peer_python, args.prompts, args.group, args.tokens, args.steps)
         seconds = peer["seconds_per_step"]
         assert isinstance(seconds, list)
         print(f"  TRL {peer['trl']} {min(seconds):6.1f} s a step (all: {seconds}), peak {peer['peak_rss_gb']} GB")
         print(f"  ratio   {min(seconds) / best['total']:.1f} ×")
+        processor = peer["cpu_seconds_per_step"]
+        assert isinstance(processor, list)
+        print(f"          {min(processor):.1f} processor seconds, {min(processor) / least:.1f} ×")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,21 @@
 """Rollout speed: Kitae's native engine against `model.generate` of transformers, same machine, same run.
 
     python benchmarks/rollouts.py [--prompts 32] [--group 8] [--tokens 64] [--repeats 2] [--skip-plain] [--skip-peer]
+    python benchmarks/rollouts.py --batches 1,2,4,8,16,32,64 [--tokens 64]
 
 Same model (SmolLM2-135M in the dtype Kitae would choose), same prompts, every response exactly `tokens` long, sampled
-at temperature 1 with the log-prob of each token. Prints tokens per second and the ratio.
+at temperature 1 with the log-prob of each token. Prints tokens per second and the ratio; and the share of the floor:
+the time of the matrix products alone at this batch, with weights packed by oneDNN through torch, measured between the
+repeats. `--batches` compares groups of one sample at each batch size instead.
 """
 
 import argparse
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -19,6 +24,8 @@ from kitae.config import EngineConfig, ModelConfig
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.load import find_model, load_policy
+
+clock: Callable[[], float] = time.perf_counter  # `--processor-time` changes it
 
 
 def make_prompts(tokenizer: object, count: int, length: int) -> list[tuple[int, ...]]:
@@ -37,9 +44,9 @@ def run_kitae(prompts: list[tuple[int, ...]], group: int, tokens: int, fast: boo
             for p, prompt in enumerate(prompts)
             for i in range(group)
         ]
-        began = time.perf_counter()
+        began = clock()
         done = await asyncio.gather(*(engine.generate(r) for r in requests))
-        seconds = time.perf_counter() - began
+        seconds = clock() - began
         assert all(len(c.tokens) == tokens for c in done)
         return len(done) * tokens / seconds
 
@@ -53,13 +60,40 @@ def run_kitae(prompts: list[tuple[int, ...]], group: int, tokens: int, fast: boo
 
 
 @torch.inference_mode()
+def matmul_floor(batch: int, repeats: int = 5) -> float:
+    """Tokens per second if a step were its matrix products alone, on weights packed by oneDNN; 0 where that is not."""
+    policy = load_policy(ModelConfig(fuse=False))
+    if policy.dtype != torch.bfloat16 or policy.device.type != "cpu":
+        return 0.0
+    layer: Any = policy.decoder.layers[0]  # type: ignore[attr-defined]
+    attn, mlp = layer.self_attn, layer.mlp
+    together = [[attn.q_proj, attn.k_proj, attn.v_proj], [attn.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+    shapes = [(sum(len(m.weight) for m in ms), ms[0].weight.shape[1]) for ms in together]
+    # Each layer has weights of its own, as in the model: they do not all stay in the caches.
+    products = [shape for _ in range(policy.layers) for shape in shapes] + [tuple(policy.head.weight.shape)]
+    packed = [
+        torch.ops.mkldnn._reorder_linear_weight(torch.randn(shape).bfloat16(), batch) for shape in products
+    ]  # fmt: skip
+    rows = {depth: torch.randn(batch, depth).bfloat16() for _, depth in products}
+
+    def step() -> float:
+        began = clock()
+        for weight, (_, depth) in zip(packed, products, strict=True):
+            torch.ops.mkldnn._linear_pointwise(rows[depth], weight, None, "none", [], "")
+        return clock() - began
+
+    step()
+    return batch / min(step() for _ in range(repeats))
+
+
+@torch.inference_mode()
 def run_generate(prompts: list[tuple[int, ...]], group: int, tokens: int, repeats: int) -> list[float]:
     policy_dtype = load_policy(ModelConfig()).dtype
     model = AutoModelForCausalLM.from_pretrained(find_model("smollm2-135m"), dtype=policy_dtype).eval()
     rows = torch.tensor([prompt for prompt in prompts for _ in range(group)])
     rates = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        began = clock()
         out = model.generate(
             rows, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=tokens, min_new_tokens=tokens,
             return_dict_in_generate=True, output_logits=True, pad_token_id=0,
@@ -67,8 +101,18 @@ def run_generate(prompts: list[tuple[int, ...]], group: int, tokens: int, repeat
         for step, logits in enumerate(out.logits):
             chosen = out.sequences[:, rows.shape[1] + step, None]
             torch.log_softmax(logits.float(), -1).gather(1, chosen)
-        rates.append(rows.shape[0] * tokens / (time.perf_counter() - began))
+        rates.append(rows.shape[0] * tokens / (clock() - began))
     return rates
+
+
+def compare_batches(sizes: list[int], args: argparse.Namespace) -> None:
+    tokenizer = load_policy(ModelConfig()).tokenizer
+    print("| batch | Kitae tok/s | generate tok/s | ratio |\n|---|---|---|---|")
+    for size in sizes:
+        prompts = make_prompts(tokenizer, size, args.prompt_tokens)
+        ours = max(run_kitae(prompts, 1, args.tokens, True, args.repeats))
+        theirs = max(run_generate(prompts, 1, args.tokens, args.repeats))
+        print(f"| {size} | {ours:.0f} | {theirs:.0f} | {ours / theirs:.1f} |", flush=True)
 
 
 def main() -> None:
@@ -80,8 +124,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--skip-peer", action="store_true")
     parser.add_argument("--skip-plain", action="store_true", help="Leave out the engine without compiled kernels.")
+    parser.add_argument("--batches", help="Batch sizes to compare one by one, such as 1,2,4,8.")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="Tokens per processor second, on one thread: for a busy machine."
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.processor_time:
+        global clock
+        clock = time.process_time
+        torch.set_num_threads(1)
+    if args.batches:
+        compare_batches([int(n) for n in args.batches.split(",")], args)
+        return
     prompts = make_prompts(load_policy(ModelConfig()).tokenizer, args.prompts, args.prompt_tokens)
     rates = {
         "kitae": run_kitae(prompts, args.group, args.tokens, True, args.repeats),
@@ -90,11 +145,15 @@ def main() -> None:
         rates["kitae, plain torch"] = run_kitae(prompts, args.group, args.tokens, False, args.repeats)
     if not args.skip_peer:
         rates["transformers generate"] = run_generate(prompts, args.group, args.tokens, args.repeats)
+    floor = max(matmul_floor(args.prompts * args.group) for _ in range(args.repeats))
     base = max(rates.get("transformers generate", [0.0])) or None
     print(f"{args.prompts} prompts × {args.group} samples × {args.tokens} tokens, {torch.get_num_threads()} threads")
     for name, values in rates.items():
         ratio = f"{max(values) / base:5.2f} ×" if base else ""
-        print(f"  {name:24} {max(values):7.0f} tok/s  {ratio}")
+        share = f"  {max(values) / floor:4.0%} of the floor" if floor else ""
+        print(f"  {name:24} {max(values):7.0f} tok/s  {ratio}{share}")
+    if floor:
+        print(f"  {'matrix products alone':24} {floor:7.0f} tok/s")
     if args.json:
         args.json.write_text(json.dumps(rates))
 
