@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from kitae.config import Config
+from kitae.kernels import amx
 from kitae.models.load import SMOLLM2, find_model, pick_device, pick_dtype
 from kitae.trainer.forward import token_budget
 
@@ -29,6 +30,9 @@ def estimate(config: Config) -> str:
     trained = parameters if config.model.lora_rank == 0 else parameters // 50
     state = parameters * dtype.itemsize + trained * ((4 if half else 0) + 4 + 8)
     more = _extra_models(config, parameters, dtype.itemsize)
+    held = dict(more)
+    if half and device.type == "cpu" and config.engine.fast and not config.model.lora_rank and amx.available():
+        held["packed weights"] = parameters * dtype.itemsize
     shape = json.loads((folder / "config.json").read_text()) if folder and (folder / "config.json").is_file() else {}
     width = shape.get("hidden_size", 576) * shape.get("num_hidden_layers", 30)
     t = config.training
@@ -38,7 +42,7 @@ def estimate(config: Config) -> str:
     if config.training.checkpoint_activations:
         activations //= 12
     logits = config.training.logit_chunk * shape.get("vocab_size", 49152) * 8
-    total = state + sum(more.values()) + activations + logits + (config.engine.memory_gb + _BASE_GB) * 2**30
+    total = state + sum(held.values()) + activations + logits + (config.engine.memory_gb + _BASE_GB) * 2**30
     rate = _matrix_rate(str(device), dtype)
     generation = 2 * parameters * tokens / (rate * _DECODE_SHARE)
     passes = 6 * t.epochs * (2 if "critic" in more else 1) + 2 * len(more)
@@ -47,7 +51,7 @@ def estimate(config: Config) -> str:
         f"model      {parameters / 1e6:.0f} M parameters",
         f"memory     about {total / 2**30:.1f} GB: {state / 2**30:.1f} weights and optimizer, "
         f"{activations / 2**30:.1f} activations, {config.engine.memory_gb:g} cache"
-        + "".join(f", {size / 2**30:.1f} {name}" for name, size in more.items()),
+        + "".join(f", {size / 2**30:.1f} {name}" for name, size in held.items()),
         f"a step     up to {tokens:,} tokens: about {generation:.0f} s of generation and {training:.0f} s of training",
         f"the run    {t.steps} steps: up to about {t.steps * (generation + training) / 60:.0f} min, evaluations apart",
     ]
