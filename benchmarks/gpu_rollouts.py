@@ -23,6 +23,7 @@ from kitae.config import EngineConfig
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.native.engine import NativeEngine
 from kitae.models import attention
+from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
 
 FLOPS, BYTES = 774e12, 4.2e12  # per second
@@ -128,6 +129,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     policy = qwen_policy()
+    if args.path != "plain":
+        fuse(policy.model, policy.device, policy.dtype)
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     asyncio.run(measure(policy, args.path, args.repeats, args.workloads.split(","), args.profile))
 
