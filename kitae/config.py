@@ -120,6 +120,9 @@ class EngineConfig(Section):
     max_batch: int = Field(256, ge=1, description="Most sequences decoded together.")
     prefill_tokens: int = Field(2048, ge=16, description="Most prompt tokens computed in one step.")
     page_size: int = Field(16, ge=1, le=256, description="Tokens in one page of the cache.")
+    keep_cache: bool = Field(
+        True, description="false: free the cache while the trainer works; what is in flight is computed again."
+    )
     fast: bool = Field(True, description="Use compiled kernels where they can be built; false: plain torch.")
 
 
@@ -254,6 +257,11 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.overlong_buffer must be at most sampling.max_tokens = {self.sampling.max_tokens}, "
                 f"got {a.overlong_buffer}"
+            )
+        if not self.engine.keep_cache and self.pipeline.placement != "shared":
+            raise ValueError(
+                "engine.keep_cache = false needs pipeline.placement = 'shared', got "
+                f"{self.pipeline.placement!r}: the trainer does not use the memory of another process"
             )
         if self.pipeline.overdue == "drop" and not self.pipeline.max_staleness:
             raise ValueError(

@@ -284,6 +284,8 @@ class Pipeline:
             rest = [g for o in outcomes for g, _ in o.dropped]
             shared = self.engine.shares_weights
             hold = partial(self._hold_engine, asyncio.get_running_loop()) if shared else lambda: None
+            if not self.config.engine.keep_cache:
+                await self.engine.pause()  # its memory is free for all of the step, not only for the update
             with self.timeline.span("train", step), self.watch.waits("train", f"the trainer to learn step {step}"):
                 row |= await self._in_trainer(partial(self.learner.learn, step, groups, rest, hold))
             self._watch_updates(row, outcomes)

@@ -254,6 +254,29 @@ def test_abort_and_cancel_free_their_place(tiny_policy: TinyPolicy) -> None:
     assert done.finish == "abort" and 0 < len(done.tokens) < 400
 
 
+def test_a_freed_cache_changes_nothing_but_memory(tiny_policy: TinyPolicy) -> None:
+    """Paused in the middle of sequences, the cache goes; they go on as if it had not."""
+    policy = tiny_policy()
+    sampling = SamplingParams(max_tokens=120)
+    requests = [Request(f"{i}", (5, 6, 7), sampling, 10 + i, share="x") for i in range(4)]
+
+    async def use(engine: NativeEngine) -> list[Completion]:
+        running = [asyncio.create_task(engine.generate(r)) for r in requests]
+        while engine.stats().generated_tokens < 20:
+            await asyncio.sleep(0.001)
+        await engine.pause()
+        assert engine.stats().running == 0 and engine.cache.keys == []
+        await engine.update_weights(WeightUpdate(1))
+        await engine.resume()
+        assert len(engine.cache.keys) == policy.layers
+        return [await task for task in running]
+
+    freed = with_engine(policy, use, keep_cache=False)
+    for a, b in zip(generate(policy, requests), freed, strict=True):
+        assert a.tokens == b.tokens and a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+        assert set(b.versions) == {0, 1}
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_parked_and_recomputed_sequences_go_on_as_if_nothing_had_happened(
     architecture: str, tiny_policy: TinyPolicy
