@@ -1,20 +1,26 @@
 """Run one episode, and all episodes of one prompt."""
 
 import asyncio
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+from kitae.clock import now
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Engine, Request, Sampled, SamplingParams
 from kitae.engines.native.sampler import stream_seed
 from kitae.envs.base import Environment
 from kitae.errors import root_cause
 from kitae.store.journal import Journal
-from kitae.types import GREEDY, FinishReason, Group, Prompt, Rollout, Segment
-from kitae.verifiers.pool import VerifierPool
+from kitae.types import GREEDY, FinishReason, Group, Prompt, Rollout, Score, Segment
 
 MakeEnvironment = Callable[[Prompt], Environment]
+
+
+class Judge(Protocol):
+    """Scores a response: a `VerifierPool`, or whatever stands in for one."""
+
+    async def score(self, response: str, reference: Any, context: Mapping[str, Any]) -> Score: ...
 
 
 class Parked(Exception):
@@ -30,7 +36,7 @@ class Runner:
 
     engine: Engine
     chat: Chat
-    verifier: VerifierPool
+    verifier: Judge
     environment: MakeEnvironment
     sampling: SamplingParams
     seed: int
@@ -49,7 +55,7 @@ class Runner:
         known = {r.index: r for r in journal.rollouts(group)} if journal else {}
         parked = {r.index: r for r in journal.parked(group)} if journal else {}
 
-        sampled, judged = [time.perf_counter()], list[float]()
+        sampled, judged = [now()], list[float]()
 
         async def one(index: int) -> Rollout:
             rollout = known.get(index)
@@ -60,9 +66,9 @@ class Runner:
                 if journal and rollout.response_length:
                     await journal.park(rollout)
                 raise Parked
-            sampled.append(time.perf_counter())
+            sampled.append(now())
             score = await self.verifier.score(rollout.text, prompt.reference, prompt.context)
-            judged.append(time.perf_counter())
+            judged.append(now())
             rollout = replace(rollout, score=score)
             if journal:
                 await (journal.update_score if index in known else journal.add_rollout)(rollout)

@@ -15,6 +15,7 @@ is trained on, never whether.
 """
 
 import asyncio
+from bisect import insort
 from dataclasses import dataclass, field
 
 from kitae.types import Group
@@ -54,8 +55,7 @@ class Buffer:
         while len(self.open) + self._taken >= self.slots:
             await self._change()
         slot = Slot(number, self.version if version is None else version)
-        self.open.append(slot)
-        self.open.sort(key=lambda s: (s.version, s.number))
+        insort(self.open, slot, key=lambda s: (s.version, s.number))
         return slot
 
     def put(self, slot: Slot, outcome: Outcome) -> None:
@@ -67,7 +67,8 @@ class Buffer:
         """Wait for a batch; unblocked by `put`. Its slots are no longer open, and not free before `release`."""
         while (batch := self.pick()) is None:
             await self._change()
-        self.open = [slot for slot in self.open if slot not in batch]
+        taken = set(batch)
+        self.open = [slot for slot in self.open if slot not in taken]
         self._taken += len(batch)
         return batch
 
@@ -86,7 +87,8 @@ class Buffer:
 
     def _late(self, batch: list[Slot]) -> bool:
         """Whether a slot that is left behind could miss its deadline."""
-        left = [slot.version + self.bound - self.version for slot in self.open if slot not in batch]
+        taken = set(batch)
+        left = [slot.version + self.bound - self.version for slot in self.open if slot not in taken]
         return any(sum(deadline <= m for deadline in left) > m * self.size for m in range(self.bound + 1))
 
     async def _change(self) -> None:

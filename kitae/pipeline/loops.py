@@ -11,12 +11,12 @@ journalled rollouts, which a resumed run takes up again; a stopped one also jour
 """
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ import torch
 
 from kitae.algorithms.config import needs_group
 from kitae.algorithms.filters import has_variance
+from kitae.clock import now
 from kitae.config import Config
 from kitae.data.prompts import PromptStream
 from kitae.engines.base import Engine, WeightUpdate
@@ -182,12 +183,12 @@ class Pipeline:
 
     async def _train_loop(self) -> None:
         t = self.config.training
+        after = self.engine.stats()
         for step in range(self.frontier.step + 1, t.steps + 1):
-            began = time.perf_counter()
-            before = self.engine.stats()
+            began, before = now(), after  # what was generated while the last batch was trained on counts too
             slots = await self._or_stop(self.buffer.take())
             outcomes = [slot.outcome for slot in slots]
-            waited = time.perf_counter() - began
+            waited = now() - began
             after = self.engine.stats()
             row = self._describe(step, outcomes) | self._staleness(slots)
             self._finished_rollouts -= row["rollouts"]
@@ -212,7 +213,7 @@ class Pipeline:
             dropped = [(g.id, reason) for o in outcomes for g, reason in o.dropped]
             await self.store.journal.add_fates(step, [g.id for g in groups], dropped)
             row["wait_seconds"] = waited
-            row["step_seconds"] = time.perf_counter() - began
+            row["step_seconds"] = now() - began
             row["engine_idle"] = max(0.0, 1 - _rate(row["generate_seconds"], row["step_seconds"]))
             row["trainer_idle"] = max(0.0, 1 - _rate(row.get("train_seconds", 0.0), row["step_seconds"]))
             self.version = step
@@ -230,9 +231,10 @@ class Pipeline:
         bound, ages = self.config.pipeline.max_staleness, Counter[int]()
         for slot in slots:
             for r in slot.outcome.group.valid if slot.outcome and slot.outcome.group else ():
-                for version in (v for s in r.segments if s.source == "model" for v in s.versions):
+                versions = Counter(chain.from_iterable(s.versions for s in r.segments if s.source == "model"))
+                for version, count in versions.items():
                     assert self.version - version <= bound, f"rollout {r.id}: version {version} at {self.version}"
-                    ages[max(0, self.version - version)] += 1
+                    ages[max(0, self.version - version)] += count
         tokens = ages.total() or 1
         mean = sum(age * count for age, count in ages.items()) / tokens
         row = {"staleness": mean, "staleness_max": max(ages, default=0)}
@@ -308,10 +310,10 @@ class Pipeline:
         for _ in range(t.steps - self.frontier.step):
             row = await self._trained.get()
             step = row["step"]
-            began = time.perf_counter()
+            began = now()
             with self.timeline.span("sync", step):
                 row |= await self.hand_over(step)
-            row["sync_seconds"] = time.perf_counter() - began
+            row["sync_seconds"] = now() - began
             self.store.metrics.append(row)
             self.observer.step(row)
             if step % self.config.checkpoint.every == 0 or step == t.steps:
