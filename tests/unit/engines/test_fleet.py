@@ -1,28 +1,21 @@
-"""Several engines behave as one; those with a process of their own may die."""
+"""Several engines behave as one. `test_process_engine` has a fleet of real ones."""
 
 import asyncio
-import os
-import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kitae.clock import VirtualLoop, now
-from kitae.config import EngineConfig, ModelConfig
-from kitae.engines.base import Completion, EngineStats, Request, SamplingParams, WeightUpdate
+from kitae.engines.base import Request, SamplingParams, WeightUpdate
 from kitae.engines.fake import FakeEngine, Pace
 from kitae.engines.fleet import Fleet
-from kitae.engines.native.engine import NativeEngine
-from kitae.engines.process import ProcessEngine
 from kitae.errors import EngineError, RequestError
-from kitae.models.load import load_policy
 
 
 def request(id: str, share: str = "", tokens: int = 8) -> Request:
-    return Request(id, (1, 2, 3, 4), SamplingParams(max_tokens=tokens), seed=hash(id) % 1000, share=share)
+    return Request(id, (1, 2, 3, 4), SamplingParams(max_tokens=tokens), seed=0, share=share)
 
 
 def virtual(body: Callable[[], Any]) -> Any:
@@ -121,54 +114,3 @@ def test_what_is_no_fleet_is_refused() -> None:
         Fleet([Odd({}), Odd({}, shares_weights=False)])
     with pytest.raises(EngineError, match=r"must serve version 3, got \[3, 5\]"):
         asyncio.run(Fleet([Odd({}), Odd({}, version=5)]).update_weights(WeightUpdate(3)))
-
-
-def test_two_processes_get_new_weights_and_one_is_lost(tiny_folder: Callable[[str], Path]) -> None:
-    """Both serve the update; the requests of the one that is killed continue, and nothing shows but the restart."""
-    model = ModelConfig(path=str(tiny_folder("llama")), dtype="float32", device="cpu")
-    config = EngineConfig(memory_gb=0.02)
-    policy = load_policy(model)
-    for parameter in policy.model.parameters():
-        parameter.data.mul_(1.01)
-    sampling = SamplingParams(temperature=0.8, top_k=4, max_tokens=300)
-    asked = [Request(str(i), tuple(range(5, 20 + i)), sampling, seed=i, share=str(i // 2)) for i in range(6)]
-
-    async def native() -> list[Completion]:
-        engine = NativeEngine(policy, config)
-        try:
-            return await _all(engine.generate(r) for r in asked)
-        finally:
-            await engine.close()
-
-    async def body() -> tuple[list[Completion], list[EngineStats], dict[str, float]]:
-        members = [ProcessEngine(model, config, threads=1) for _ in range(2)]
-        engine = Fleet(members)
-        try:
-            await _all(member.start() for member in members)
-            await engine.update_weights(WeightUpdate(3, {n: p.detach() for n, p in policy.model.named_parameters()}))
-            tasks = [asyncio.create_task(engine.generate(r)) for r in asked]
-            while not all(member.stats().generated_tokens for member in members):
-                await asyncio.sleep(0.01)
-            child = members[1]._current()
-            assert child is not None
-            os.kill(child.pid, signal.SIGKILL)
-            done = await asyncio.gather(*tasks)
-            return done, [m.stats() for m in members] + [engine.stats()], engine.sync_metrics()
-        finally:
-            await engine.close()
-
-    async def limited() -> Any:
-        return await asyncio.wait_for(body(), 100)
-
-    done, (first, second, whole), metrics = asyncio.run(limited())
-    assert [c.tokens for c in done] == [c.tokens for c in asyncio.run(native())]
-    assert {v for c in done for v in c.versions} == {3}
-    assert (first.version, second.version, whole.version) == (3, 3, 3)
-    assert (first.restarts, second.restarts, whole.restarts) == (0, 1, 1)
-    assert first.prompt_tokens > 0 and second.prompt_tokens > 0
-    assert metrics["sync_bytes"] == 2 * sum(p.numel() * 4 for p in policy.model.parameters())
-
-
-async def _all(work: Any) -> list[Any]:
-    results: list[Awaitable[Any]] = list(work)
-    return await asyncio.gather(*results)
