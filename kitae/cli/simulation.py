@@ -1,5 +1,6 @@
 """`kitae simulate`."""
 
+import gc
 import json
 import math
 import tempfile
@@ -44,6 +45,7 @@ def simulate(
     from kitae.config import override_config
     from kitae.pipeline.simulate import Work, study
 
+    gc.freeze()  # what was imported stays: looking at it again and again would take a quarter of the time
     drawn = parse_lengths(lengths, most)
     config = override_config(config, [f"sampling.max_tokens={drawn.cap}"])
     found = study(
@@ -115,10 +117,11 @@ def parse_times(text: str) -> "Times":
     from kitae.pipeline.simulate import Times
 
     given = _pairs("--times", text, [field.name for field in fields(Times)]) if text else {}
-    values = {key: _number(f"--times {key}", value) for key, value in given.items()}
+    rates = ("prefill", "train", "life")  # the others are seconds, and may be 0
+    values = {key: _number(f"--times {key}", value, finite=key not in rates) for key, value in given.items()}
     for key, value in values.items():
-        rate = key in ("prefill", "train", "life")
-        if not (value > 0 if rate else 0 <= value < math.inf):
+        rate = key in rates
+        if not (value > 0 if rate else value >= 0):
             raise ConfigError(f"--times {key} must be {'above' if rate else 'at least'} 0, got {given[key]}")
     times = replace(Times(), **values)
     if times.step + times.sequence == 0:
@@ -139,12 +142,12 @@ def _pairs(option: str, text: str, keys: Iterable[str]) -> Mapping[str, str]:
     return found
 
 
-def _number(what: str, text: str) -> float:
+def _number(what: str, text: str, *, finite: bool = True) -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if math.isnan(value):
+    if math.isnan(value) or (finite and math.isinf(value)):
         raise ConfigError(f"{what} must be a number, got {text!r}")
     return value
 

@@ -37,6 +37,7 @@ from kitae.store.run import RunStore
 from kitae.trainer.learner import Learner
 from kitae.types import Group, Message, Prompt, Score
 
+_STANDARD = NormalDist()
 _CAP_QUANTILE = 0.999  # where the cap of log-normal lengths lies unless their sigma is given
 
 
@@ -74,12 +75,13 @@ class LogNormal:
     def __call__(self, seed: int) -> int:
         """The length of the response with that 63-bit seed: the same in every schedule."""
         quantile = min(max(seed / (1 << 63), 1e-12), 1 - 1e-12)
-        return max(1, min(self.cap, round(math.exp(self._normal.inv_cdf(quantile)))))
+        return max(1, min(self.cap, round(self.median * math.exp(self._spread * _STANDARD.inv_cdf(quantile)))))
 
     @cached_property
-    def _normal(self) -> NormalDist:
-        spread = math.log(self.cap / self.median) / NormalDist().inv_cdf(_CAP_QUANTILE)
-        return NormalDist(math.log(self.median), spread if self.sigma is None else self.sigma)
+    def _spread(self) -> float:
+        if self.sigma is not None:
+            return self.sigma
+        return math.log(self.cap / self.median) / _STANDARD.inv_cdf(_CAP_QUANTILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +118,8 @@ class Outcome:
     """How a schedule went, in its steady state: the first and the last steps do not count.
 
     tokens_per_second, samples_per_second: of what was trained on. engine_idle, trainer_idle: shares of the time.
-    staleness, staleness_max: of tokens, as the loops measured them. dropped, refilled: groups a step. speedup: over
-    max_staleness = 0 on the same number of devices, where that was simulated.
+    staleness, staleness_max: of tokens, as the loops measured them. dropped, refilled: groups a step. restarts: of
+    engines, in the whole run. speedup: over max_staleness = 0 on the same number of devices; None: not compared.
     """
 
     devices: int
