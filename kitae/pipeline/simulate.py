@@ -270,7 +270,8 @@ async def _run(store: RunStore, hardware: Hardware, times: Times, work: Work) ->
 
 
 def _best_split(schedule: Schedule, base: Outcome) -> int:
-    """The number of trainers with the highest throughput: up and down from what the synchronous run suggests."""
+    """The number of trainers with the highest throughput, to a sixteenth of the devices: up and down from what the
+    synchronous run suggests, in short runs."""
     devices = base.devices
     brief = replace(schedule, steps=max(2, schedule.steps // 4))
     found = {0: -math.inf, devices: -math.inf}
@@ -284,7 +285,7 @@ def _best_split(schedule: Schedule, base: Outcome) -> int:
 
     best = min(max(1, round(devices * base.training_share)), devices - 1)
     stride = max(1, devices // 8)
-    while stride:
+    while stride >= max(1, devices // 16):
         better = max((best, best + stride, best - stride), key=throughput)
         if better == best:
             stride //= 2
