@@ -165,6 +165,7 @@ _COLUMNS = (
     "staleness",
     "max",
     "dropped",
+    "overdue",
     "refilled",
     "restarts",
 )
@@ -195,6 +196,7 @@ def _row(o: "Outcome") -> str:
         f"{o.staleness:.2f}",
         str(o.staleness_max),
         f"{o.dropped:.1f}",
+        f"{o.overdue:.1f}",
         f"{o.refilled:.1f}",
         str(o.restarts),
     )

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kitae.clock import now
-from kitae.engines.base import Completion, EngineStats, Request, WeightUpdate
+from kitae.engines.base import Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.errors import EngineError, RequestError
 from kitae.types import FinishReason
 
@@ -155,13 +155,17 @@ class FakeEngine:
     async def park(self) -> None:
         self._end_early(list(self._flights.values()), "parked")
 
+    def progress(self) -> dict[str, Sampled]:
+        self._advance()
+        return {id: self._sampled(flight) for id, flight in self._flights.items()}
+
     def stats(self) -> EngineStats:
         self._advance()
         return EngineStats(
             version=self._marks[-1][1],
             prompt_tokens=self._prompt_tokens,
             prompt_tokens_shared=self._shared_tokens,
-            generated_tokens=self._finished_tokens + sum(f.drawn(self._steps) for f in self._running),
+            generated_tokens=self._finished_tokens + sum(f.drawn(self._steps) for f in tuple(self._running)),
             preemptions=0,
             running=len(self._running),
             waiting=len(self._waiting),
@@ -200,8 +204,11 @@ class FakeEngine:
             self._timer = asyncio.get_running_loop().call_at(when, self._move)
 
     def _advance(self) -> None:
-        """Count the steps made up to now, deaths included."""
-        present = now()
+        """Count the steps made up to now, deaths included. A thread that looks on sees what the last event left."""
+        try:
+            present = asyncio.get_running_loop().time()
+        except RuntimeError:
+            return
         while True:
             until = min(present, self._dies)
             self._work(until - self._since)
@@ -262,12 +269,17 @@ class FakeEngine:
         self._move()
 
     def _settle(self, flight: _Flight, finish: FinishReason) -> None:
-        new = flight.drawn(self._steps)
+        found = self._sampled(flight)
         self._leave(flight)
-        tokens = (*flight.request.prior.tokens, *flight.planned[flight.prior : flight.prior + new])
-        versions = (*flight.request.prior.versions, *self._versions(flight, new))
         if not flight.future.done():
-            flight.future.set_result(Completion(flight.request.id, tokens, (-1.0,) * len(tokens), versions, finish))
+            flight.future.set_result(
+                Completion(flight.request.id, found.tokens, found.logprobs, found.versions, finish)
+            )
+
+    def _sampled(self, flight: _Flight) -> Sampled:
+        new, prior = flight.drawn(self._steps), flight.request.prior
+        tokens = (*prior.tokens, *flight.planned[flight.prior : flight.prior + new])
+        return Sampled(tokens, (-1.0,) * len(tokens), (*prior.versions, *self._versions(flight, new)))
 
     def _leave(self, flight: _Flight) -> None:
         del self._flights[flight.request.id]

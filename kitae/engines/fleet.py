@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import TypeVar
 
-from kitae.engines.base import Completion, Engine, EngineStats, Request, WeightUpdate
+from kitae.engines.base import Completion, Engine, EngineStats, Request, Sampled, WeightUpdate
 from kitae.errors import EngineError, RequestError
 
 T = TypeVar("T")
@@ -72,6 +72,9 @@ class Fleet:
     async def park(self) -> None:
         await _all(engine.park() for engine in self.engines)
 
+    def progress(self) -> dict[str, Sampled]:
+        return {id: sampled for engine in self.engines for id, sampled in engine.progress().items()}
+
     def stats(self) -> EngineStats:
         found = [engine.stats() for engine in self.engines]
         return EngineStats(
@@ -98,6 +101,11 @@ class Fleet:
 
     async def close(self) -> None:
         await _all(engine.close() for engine in self.engines)
+
+
+def members(engine: Engine) -> tuple[Engine, ...]:
+    """The engines of a fleet; an engine alone is its only member."""
+    return engine.engines if isinstance(engine, Fleet) else (engine,)
 
 
 async def _all(work: Iterable[Awaitable[T]]) -> list[T]:

@@ -37,6 +37,7 @@ from kitae.store.run import RunStore
 from kitae.trainer.learner import Learner
 from kitae.types import Group, Message, Prompt, Score
 
+_STALL = 60.0  # real seconds without any movement: then there is a deadlock
 _STANDARD = NormalDist()
 _CAP_QUANTILE = 0.999  # where the cap of log-normal lengths lies unless their sigma is given
 
@@ -118,8 +119,9 @@ class Outcome:
     """How a schedule went, in its steady state: the first and the last steps do not count.
 
     tokens_per_second, samples_per_second: of what was trained on. engine_idle, trainer_idle: shares of the time.
-    staleness, staleness_max: of tokens, as the loops measured them. dropped, refilled: groups a step. restarts: of
-    engines, in the whole run. speedup: over max_staleness = 0 on the same number of devices; None: not compared.
+    staleness, staleness_max: of tokens, as the loops measured them. dropped, overdue, refilled: groups a step that the
+    filter dropped, that no batch waited for, and that took the place of others. restarts: of engines, in the whole
+    run. speedup: over max_staleness = 0 on the same number of devices; None: not compared.
     """
 
     devices: int
@@ -134,6 +136,7 @@ class Outcome:
     staleness: float
     staleness_max: int
     dropped: float
+    overdue: float
     refilled: float
     restarts: int
     speedup: float | None = None
@@ -156,7 +159,8 @@ class Schedule:
     steps: int
 
     def bounded(self, bound: int) -> "Schedule":
-        return replace(self, config=override_config(self.config, [f"pipeline.max_staleness={bound}"]))
+        settings = [f"pipeline.max_staleness={bound}", *(["pipeline.overdue=wait"] if bound == 0 else [])]
+        return replace(self, config=override_config(self.config, settings))
 
 
 def study(
@@ -213,6 +217,8 @@ def simulate(schedule: Schedule, folder: Path | None = None) -> Outcome:
             f"training.steps={steps + 2 * edge}",
             f"checkpoint.every={steps + 2 * edge}",
             f"pipeline.placement={'process' if hardware.trainers else 'shared'}",
+            "pipeline.snapshot_seconds=1e9",
+            f"pipeline.stall_limit={_STALL}",
             "eval.prompts=0",
             "eval.every=0",
         ],
@@ -239,6 +245,7 @@ def simulate(schedule: Schedule, folder: Path | None = None) -> Outcome:
         staleness=_total(rows, "staleness") / steps,
         staleness_max=max(row["staleness_max"] for row in rows),
         dropped=_total(rows, "groups_dropped") / steps,
+        overdue=_total(rows, "overdue") / steps,
         refilled=refills / config.training.steps,
         restarts=restarts,
     )

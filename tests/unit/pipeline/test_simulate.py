@@ -56,15 +56,25 @@ def test_a_trainer_that_is_never_kept_waiting_by_hand() -> None:
 
 def test_running_ahead_pays_where_lengths_have_a_tail(tmp_path: Path) -> None:
     times = replace(EXACT, sequence=0.0, train=5000.0, sync=0.1)
-    found = [o for _, o in study(config(), [8], [0, 1, 4], times, TAIL, steps=8)]
+    found = [o for _, o in study(config(4), [4], [0, 1, 4], times, TAIL, steps=8)]
     assert [o.max_staleness for o in found] == [0, 1, 4]
     assert [o.staleness_max for o in found] == [0, 1, 4]
-    assert found[0].speedup == 1.0 and (found[0].engines, found[0].trainers) == (8, 0)
+    assert found[0].speedup == 1.0 and (found[0].engines, found[0].trainers) == (4, 0)
     assert found[1].speedup is not None and found[2].speedup is not None
     assert 1.3 < found[1].speedup < found[2].speedup
-    assert all(o.engines + o.trainers == 8 and o.trainers > 0 for o in found[1:])
-    worse = [simulate(Schedule(config(bound=4), Hardware(e, 8 - e), times, TAIL, 8)) for e in (1, 7)]
+    assert all(o.engines + o.trainers == 4 and o.trainers > 0 for o in found[1:])
+    worse = [simulate(Schedule(config(4, bound=4), Hardware(e, 4 - e), times, TAIL, 8)) for e in (1, 3)]
     assert found[2].tokens_per_second >= max(o.tokens_per_second for o in worse)
+
+
+def test_overdue_groups_may_be_given_up() -> None:
+    """A batch that does not wait for the longest responses comes sooner."""
+    times = replace(EXACT, sequence=0.0, train=5000.0, sync=0.1)
+    waiting = simulate(Schedule(config(bound=1), Hardware(3, 1), times, TAIL, 8))
+    settings = config(bound=1, pipeline={"overdue": "drop"})
+    ((_, sync), (_, dropping)) = study(settings, [4], [0, 1], times, TAIL, steps=8, trainers=1)
+    assert waiting.overdue == sync.overdue == 0 < dropping.overdue
+    assert dropping.step_seconds < waiting.step_seconds and dropping.staleness_max == 1
 
 
 def test_the_run_leaves_its_timeline_in_simulated_time(tmp_path: Path) -> None:
