@@ -193,15 +193,17 @@ def study(
         if sequences is not None:
             prompts = max(1, round(sequences * number / config.training.group_size))
             sized = override_config(config, [f"training.prompts_per_step={prompts}"])
-        turns = Schedule(sized, Hardware(number, 0), times, work, steps).bounded(0)
+        plan = Schedule(sized, Hardware(number, 0), times, work, steps)
         if generation_share is not None:
-            turns = _with_share(turns, generation_share)
+            plan = _with_share(plan, generation_share)
+        turns = plan.bounded(0)
         base = simulate(turns)
         for bound in staleness:
             schedule, found = turns, base
             if bound > 0:
-                split = _best_split(turns.bounded(bound), base) if trainers is None else trainers
-                schedule = replace(turns.bounded(bound), hardware=Hardware(number - split, split))
+                ahead = plan.bounded(bound)
+                split = _best_split(ahead, base) if trainers is None else trainers
+                schedule = replace(ahead, hardware=Hardware(number - split, split))
                 found = simulate(schedule)
             yield schedule, replace(found, speedup=found.tokens_per_second / base.tokens_per_second)
 
@@ -302,7 +304,7 @@ def _best_split(schedule: Schedule, base: Outcome) -> int:
 
 def _with_share(schedule: Schedule, share: float) -> Schedule:
     """With a rate of training under which all else, generation and the waiting for it, takes that share of a step."""
-    found, times = simulate(schedule), schedule.times
+    found, times = simulate(schedule.bounded(0)), schedule.times
     training = (1 - found.trainer_idle) * found.step_seconds
     wanted = (found.step_seconds - training) * (1 - share) / share
     rate = times.train * (training - times.fixed) / wanted
