@@ -1,12 +1,12 @@
 """Does `kitae simulate` predict what runs do? Real runs of a small model, and the same schedules simulated.
 
-    python benchmarks/simulation.py [--steps 20] [--staleness 0,1,2] [--repeat 2]
+    python benchmarks/simulation.py [--steps 12] [--staleness 1,2] [--rounds 2]
 
 The model is random and made on the spot; a few letters end a response, so lengths have a long tail (the cap is about
 8 × the median). It is not trained in earnest (the learning rate is next to nothing), so every run samples the same
 responses, and the simulation is given their lengths. Engine and trainer are processes with cores of their own. What
-things take is read from the metrics and the timeline of the runs with max_staleness = 0 alone; those with more are
-predictions. Runs are interleaved: a machine that others use makes all of them slower.
+things take is read from the metrics and the timeline of the runs with max_staleness = 0 alone, one before and one after
+the others in each round, so that a machine whose load changes slowly does little harm; the others are predictions.
 
 Last, without any run: the throughput that docs/performance.md gives for one H200 and responses of mixed lengths, from
 the model of time that was fitted to responses of equal length and to a single one.
@@ -69,24 +69,26 @@ def step_seconds(folder: Path, bound: int, steps: int) -> float:
     return float(ends[bound + 1 + steps] - ends[bound + 1]) / steps
 
 
-def measure(folders: list[Path], seed: int) -> tuple[Times, Lengths, int]:
-    """What things took in runs that took turns; the lengths by the seeds of their requests; tokens of a prompt."""
+def sampled(folder: Path, seed: int) -> tuple[Lengths, int]:
+    """Lengths by the seeds of their requests, which a simulated run has too, and tokens of a prompt."""
+    journal = Journal(folder / "journal.sqlite", read_only=True)
+    rollouts = [r for group, *_ in journal.groups() for r in journal.rollouts(group)]
+    journal.close()
+    lengths = {stream_seed(seed, "train", r.group, r.index, 0): r.response_length for r in rollouts}
+    return lengths, round(statistics.mean(len(r.prompt_tokens) for r in rollouts))
+
+
+def measure(folders: list[Path]) -> Times:
+    """What things took in runs that took turns."""
     rows = [row for folder in folders for row in Metrics(folder / "metrics.jsonl").rows("step") if row["step"] > 1]
     spans = [span for folder in folders for span in timeline.read(folder)]
-    lengths, prompts = {}, []
-    journal = Journal(folders[0] / "journal.sqlite", read_only=True)
-    for group, *_ in journal.groups():
-        for rollout in journal.rollouts(group):
-            lengths[stream_seed(seed, "train", group, rollout.index, 0)] = rollout.response_length
-            prompts.append(len(rollout.prompt_tokens))
-    journal.close()
     # A batch begins at once, so it takes as many steps as its longest response.
     step, sequence = fit(
         [(row["length_max"], row["generated_tokens"]) for row in rows], [row["generate_seconds"] for row in rows]
     )
     fixed, token = fit([(1.0, row["train_tokens"]) for row in rows], [row["train_seconds"] for row in rows])
     waits = [b["end"] - a["end"] for a, b in pairs(spans)]
-    times = Times(
+    return Times(
         step=step,
         sequence=sequence,
         prefill=math.inf,  # part of what a token takes
@@ -95,7 +97,6 @@ def measure(folders: list[Path], seed: int) -> tuple[Times, Lengths, int]:
         sync=statistics.mean(row["sync_seconds"] for row in rows),
         verify=max(0.0, statistics.median(waits)),
     )
-    return times, lengths, round(statistics.mean(prompts))
 
 
 def overhead(row: dict[str, Any]) -> float:
@@ -138,39 +139,46 @@ def h200() -> float:
         return sum(lengths) / runner.run(body())
 
 
+def compare(configs: dict[int, Config], steps: int) -> list[tuple[int, float, float]]:
+    """One round: `(max_staleness, seconds of a step measured, simulated)`."""
+    bounds = sorted(configs)
+    folders = [(bound, run(configs[bound])) for bound in (*bounds, 0)]
+    times = measure([folder for bound, folder in folders if bound == 0])
+    lengths, prompt = sampled(dict(folders)[bounds[-1]], configs[0].run.seed)  # the longest run has those of all
+    drawn = sorted(lengths.values())
+    print(f"lengths   median {drawn[len(drawn) // 2]}, mean {statistics.mean(drawn):.0f}, longest {drawn[-1]}")
+    print(f"measured  {times}", flush=True)
+    work = Work(lambda seed: lengths[seed], prompt)
+    found = []
+    for bound in bounds:
+        measured = statistics.mean(step_seconds(folder, b, steps) for b, folder in folders if b == bound)
+        simulated = simulate(Schedule(configs[bound], Hardware(1, 1), times, work, steps)).step_seconds
+        found.append((bound, measured, simulated))
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--staleness", default="0,1,2")
-    parser.add_argument("--repeat", type=int, default=2)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--staleness", default="1,2")
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
     options = parser.parse_args()
     bounds = sorted({0, *(int(part) for part in options.staleness.split(","))})
     with tempfile.TemporaryDirectory() as scratch:
         model = make_tiny(Path(scratch) / "model", hidden=options.hidden, layers=4)
         configs = {bound: config(model, Path(scratch), bound, options.steps) for bound in bounds}
-        folders: dict[int, list[Path]] = {bound: [] for bound in bounds}
-        for _ in range(options.repeat):
-            for bound in bounds:
-                folders[bound].append(run(configs[bound]))
-        measured = {b: [step_seconds(f, b, options.steps) for f in found] for b, found in folders.items()}
-        # Later runs have more steps, so their lengths cover those of all.
-        times, _, prompt = measure(folders[0], configs[0].run.seed)
-        *_, (_, lengths, _) = [measure(found, configs[b].run.seed) for b, found in folders.items()]
-    drawn = sorted(lengths.values())
-    print(f"lengths   median {drawn[len(drawn) // 2]}, mean {statistics.mean(drawn):.0f}, longest {drawn[-1]}")
-    print(f"measured  {times}\n")
-    print("staleness ≤   s/step measured (runs)      simulated   error   speed-up measured   simulated")
-    work = Work(lambda seed: lengths[seed], prompt)
-    found = {b: simulate(Schedule(configs[b], Hardware(1, 1), times, work, options.steps)).step_seconds for b in bounds}
-    middle = {b: statistics.mean(values) for b, values in measured.items()}
-    for b in bounds:
-        runs = " ".join(f"{value:.3f}" for value in measured[b])
-        print(
-            f"{b:11}   {middle[b]:7.3f}  ({runs})".ljust(42)
-            + f"{found[b]:9.3f}  {found[b] / middle[b] - 1:+6.1%}   {middle[0] / middle[b]:17.2f}   "
-            f"{found[0] / found[b]:9.2f}"
-        )
+        rounds = [compare(configs, options.steps) for _ in range(options.rounds)]
+    print("\nround  staleness ≤  s/step: measured  simulated   error  speed-up: measured  simulated")
+    for number, found in enumerate(rounds, 1):
+        (_, real, predicted), *_ = found
+        for bound, measured, simulated in found:
+            print(
+                f"{number:5}  {bound:11}  {measured:16.3f}  {simulated:9.3f}  {simulated / measured - 1:+6.1%}  "
+                f"{real / measured:18.2f}  {predicted / simulated:9.2f}"
+            )
+    errors = [simulated / measured - 1 for found in rounds for bound, measured, simulated in found if bound]
+    print(f"error of the predictions: {min(errors):+.1%} to {max(errors):+.1%}")
     predicted = h200()
     print(
         f"\nH200, mixed lengths: {PUBLISHED:,} tokens/s measured, {predicted:,.0f} simulated "
