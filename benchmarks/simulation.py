@@ -6,7 +6,8 @@ The model is random and made on the spot; a few letters end a response, so lengt
 8 × the median). It is not trained in earnest (the learning rate is next to nothing), so every run samples the same
 responses, and the simulation is given their lengths. Engine and trainer are processes with cores of their own. What
 things take is read from the metrics and the timeline of the runs with max_staleness = 0 alone, one before and one after
-the others in each round, so that a machine whose load changes slowly does little harm; the others are predictions.
+the others in each round; the others are predictions. On a machine that others use too, cores are slower while both
+processes work; so there is a second prediction, from the rates that each run itself had: it tests the schedule alone.
 
 Last, without any run: the throughput that docs/performance.md gives for one H200 and responses of mixed lengths, from
 the model of time that was fitted to responses of equal length and to a single one.
@@ -19,6 +20,7 @@ import math
 import random
 import statistics
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +141,26 @@ def h200() -> float:
         return sum(lengths) / runner.run(body())
 
 
-def compare(configs: dict[int, Config], steps: int) -> list[tuple[int, float, float]]:
-    """One round: `(max_staleness, seconds of a step measured, simulated)`."""
+def own_rates(folder: Path, schedule: Schedule) -> Times:
+    """The rates of this run: training and sync as measured, decoding scaled until the engine is busy as long."""
+    rows = Metrics(folder / "metrics.jsonl").rows("step")
+    edge = schedule.config.pipeline.max_staleness + 1
+    rows = rows[edge : edge + schedule.steps]
+    seconds, tokens = (sum(row[key] for row in rows) for key in ("train_seconds", "train_tokens"))
+    times = replace(
+        schedule.times,
+        train=tokens / seconds,
+        fixed=statistics.mean(overhead(row) for row in rows),
+        sync=statistics.mean(row["sync_seconds"] for row in rows),
+    )
+    found = simulate(replace(schedule, times=times))
+    busy = (1 - found.engine_idle) * found.step_seconds
+    factor = statistics.mean(row["generate_seconds"] for row in rows) / busy
+    return replace(times, step=times.step * factor, sequence=times.sequence * factor)
+
+
+def compare(configs: dict[int, Config], steps: int) -> list[tuple[int, float, float, float]]:
+    """One round: `(max_staleness, seconds of a step measured, predicted, predicted from its own rates)`."""
     bounds = sorted(configs)
     folders = [(bound, run(configs[bound])) for bound in (*bounds, 0)]
     times = measure([folder for bound, folder in folders if bound == 0])
@@ -151,9 +171,11 @@ def compare(configs: dict[int, Config], steps: int) -> list[tuple[int, float, fl
     work = Work(lambda seed: lengths[seed], prompt)
     found = []
     for bound in bounds:
-        measured = statistics.mean(step_seconds(folder, b, steps) for b, folder in folders if b == bound)
-        simulated = simulate(Schedule(configs[bound], Hardware(1, 1), times, work, steps)).step_seconds
-        found.append((bound, measured, simulated))
+        mine = [folder for b, folder in folders if b == bound]
+        measured = statistics.mean(step_seconds(folder, bound, steps) for folder in mine)
+        schedule = Schedule(configs[bound], Hardware(1, 1), times, work, steps)
+        own = [simulate(replace(schedule, times=own_rates(folder, schedule))).step_seconds for folder in mine]
+        found.append((bound, measured, simulate(schedule).step_seconds, statistics.mean(own)))
     return found
 
 
@@ -169,16 +191,17 @@ def main() -> None:
         model = make_tiny(Path(scratch) / "model", hidden=options.hidden, layers=4)
         configs = {bound: config(model, Path(scratch), bound, options.steps) for bound in bounds}
         rounds = [compare(configs, options.steps) for _ in range(options.rounds)]
-    print("\nround  staleness ≤  s/step: measured  simulated   error  speed-up: measured  simulated")
+    print(
+        "\nround  staleness ≤  s/step: measured  predicted   error  with its own rates   error  "
+        "speed-up: real  predicted"
+    )
     for number, found in enumerate(rounds, 1):
-        (_, real, predicted), *_ = found
-        for bound, measured, simulated in found:
+        (_, real, simulated, _), *_ = found
+        for bound, measured, predicted, own in found:
             print(
-                f"{number:5}  {bound:11}  {measured:16.3f}  {simulated:9.3f}  {simulated / measured - 1:+6.1%}  "
-                f"{real / measured:18.2f}  {predicted / simulated:9.2f}"
+                f"{number:5}  {bound:11}  {measured:16.3f}  {predicted:9.3f}  {predicted / measured - 1:+6.1%}  "
+                f"{own:18.3f}  {own / measured - 1:+6.1%}  {real / measured:14.2f}  {simulated / predicted:9.2f}"
             )
-    errors = [simulated / measured - 1 for found in rounds for bound, measured, simulated in found if bound]
-    print(f"error of the predictions: {min(errors):+.1%} to {max(errors):+.1%}")
     predicted = h200()
     print(
         f"\nH200, mixed lengths: {PUBLISHED:,} tokens/s measured, {predicted:,.0f} simulated "

@@ -282,8 +282,7 @@ def _best_split(schedule: Schedule, base: Outcome) -> int:
     """The number of trainers with the highest throughput, to a sixteenth of the devices: up and down from what the
     synchronous run suggests, in short runs."""
     devices = base.devices
-    cycles = 2 * (schedule.config.pipeline.max_staleness + 1)  # shorter runs say little: slots come back in waves
-    brief = replace(schedule, steps=min(schedule.steps, cycles))
+    brief = replace(schedule, steps=max(2, schedule.steps // 4))
     found = {0: -math.inf, devices: -math.inf}
 
     def throughput(trainers: int) -> float:
