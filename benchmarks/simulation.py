@@ -39,7 +39,7 @@ from kitae.pipeline.simulate import Hardware, Schedule, Times, Work, simulate
 from kitae.store.journal import Journal
 from kitae.store.run import Metrics, RunStore
 
-PUBLISHED = 46_000  # tokens/s: docs/performance.md, log-normal lengths of 16 to 2,048
+PUBLISHED = 46_100  # tokens/s: docs/performance.md, log-normal lengths of 16 to 2,048
 
 Lengths = dict[int, int]
 

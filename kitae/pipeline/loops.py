@@ -20,7 +20,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -322,8 +321,8 @@ class Pipeline:
         bound, ages = self.config.pipeline.max_staleness, Counter[int]()
         for slot in slots:
             for r in slot.outcome.group.valid if slot.outcome and slot.outcome.group else ():
-                versions = Counter(chain.from_iterable(s.versions for s in r.segments if s.source == "model"))
-                for version, count in versions.items():
+                sampled = (Counter(s.versions) for s in r.segments if s.source == "model")
+                for version, count in (item for found in sampled for item in found.items()):
                     assert self.version - version <= bound, f"rollout {r.id}: version {version} at {self.version}"
                     ages[max(0, self.version - version)] += count
         tokens = ages.total() or 1

@@ -47,11 +47,11 @@ class Times:
     """What things take on one device, in seconds unless said otherwise. The defaults are a model of 1.5 billion
     parameters on an H200, from docs/performance.md, where it has a figure.
 
-    step, sequence: a decoding step of n sequences takes step + n × sequence (622 tokens/s of one sequence, 104,600 of
-    512). prefill: prompt tokens a second (three times the rate of training: no backward pass). train: tokens a second
-    of one device in training; fixed: what a training step takes beside its tokens. sync: the engines stand still so
-    long for new weights. verify: until a verdict. life, restart: an engine dies after `life` on average and is back
-    after `restart`.
+    step, sequence: a decoding step of n sequences takes step + n × sequence (620 tokens/s of one sequence, 105,000 of
+    512; measured: 623 and 103,500). prefill: prompt tokens a second (three times the rate of training: no backward
+    pass). train: tokens a second of one device in training; fixed: what a training step takes beside its tokens. sync:
+    the engines stand still so long for new weights. verify: until a verdict. life, restart: an engine dies after
+    `life` on average and is back after `restart`.
     """
 
     step: float = 0.0016
