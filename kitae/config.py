@@ -157,8 +157,13 @@ class PipelineConfig(Section):
         description="shared: engine and trainer use the same weights; process: the engine has a process and weights of "
         "its own.",
     )
+    engines: int = Field(
+        1, ge=1, le=256, description="Engines, each in a process of its own; more than 1 needs placement = process."
+    )
     engine_threads: int = Field(
-        0, ge=0, description="Processor cores of an engine in its own process, the trainer has the others; 0: half."
+        0,
+        ge=0,
+        description="Processor cores of each engine in its own process, the trainer has the others; 0: half for all.",
     )
     sync: Literal["full", "delta"] = Field(
         "full", description="What an engine in its own process is sent: all weights, or those that changed."
@@ -179,6 +184,15 @@ class PipelineConfig(Section):
     )
     refill: bool = Field(False, description="Replace dropped groups by new prompts until the batch is full.")
     max_refill: float = Field(3.0, ge=0, description="Most replacements, as a multiple of prompts_per_step.")
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Self:
+        if self.engines > 1 and self.placement != "process":
+            raise ValueError(
+                f"pipeline.engines must be 1 with pipeline.placement = {self.placement!r}, got {self.engines}: several "
+                "engines cannot use the trainer's own weights"
+            )
+        return self
 
 
 class CheckpointConfig(Section):

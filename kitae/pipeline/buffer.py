@@ -16,6 +16,7 @@ a prompt is trained on, never whether.
 """
 
 import asyncio
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -66,8 +67,7 @@ class Buffer:
         while len(self.open) + self._taken >= self.slots:
             await self._change()
         slot = Slot(number, self.version if version is None else version)
-        self.open.append(slot)
-        self.open.sort(key=lambda s: (s.version, s.number))
+        insort(self.open, slot, key=lambda s: (s.version, s.number))
         return slot
 
     def put(self, slot: Slot, outcome: Outcome) -> None:

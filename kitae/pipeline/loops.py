@@ -15,7 +15,6 @@ waits for (`watch`).
 
 import asyncio
 import random
-import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,9 +27,11 @@ import torch
 
 from kitae.algorithms.config import needs_group
 from kitae.algorithms.filters import has_variance
+from kitae.clock import now
 from kitae.config import Config
 from kitae.data.prompts import PromptStream
 from kitae.engines.base import Engine, WeightUpdate
+from kitae.engines.fleet import members
 from kitae.engines.probe import ProbedEngine, check_engine
 from kitae.envs.rollout import Parked, Runner
 from kitae.errors import RequestError, VerifierError, root_cause
@@ -260,13 +261,13 @@ class Pipeline:
 
     async def _train_loop(self) -> None:
         t = self.config.training
+        after = self.engine.stats()
         for step in range(self.frontier.step + 1, t.steps + 1):
-            began = time.perf_counter()
-            before = self.engine.stats()
+            began, before = now(), after  # what was generated while the last batch was trained on counts too
             with self.watch.waits("train", "a batch", self._what_is_missing):
                 slots = await self._or_stop(self.buffer.take())
             outcomes = [slot.outcome for slot in slots]
-            waited = time.perf_counter() - began
+            waited = now() - began
             after = self.engine.stats()
             row = self._describe(step, outcomes) | self._staleness(slots)
             self._finished_rollouts -= row["rollouts"]
@@ -296,7 +297,7 @@ class Pipeline:
             with self.watch.waits("train", "the journal"):
                 await self.store.journal.add_fates(step, [g.id for g in groups], dropped)
             row["wait_seconds"] = waited
-            row["step_seconds"] = time.perf_counter() - began
+            row["step_seconds"] = now() - began
             row["engine_idle"] = max(0.0, 1 - _rate(row["generate_seconds"], row["step_seconds"]))
             row["trainer_idle"] = max(0.0, 1 - _rate(row.get("train_seconds", 0.0), row["step_seconds"]))
             self.version = step
@@ -400,8 +401,10 @@ class Pipeline:
         served = await self.engine.update_weights(WeightUpdate(version, tensors, recompute))
         assert served == version, f"the engine serves version {served}, expected {version}"
         metrics = self.engine.sync_metrics()
-        if isinstance(self.engine, ProbedEngine):
-            metrics["probe_gap"] = await check_engine(self.engine, self.learner.trainer.policy, version=version)
+        for engine in members(self.engine):
+            if isinstance(engine, ProbedEngine):
+                gap = await check_engine(engine, self.learner.trainer.policy, version=version)
+                metrics["probe_gap"] = max(gap, metrics.get("probe_gap", 0.0))
         await self.engine.resume()
         return metrics
 
@@ -411,10 +414,10 @@ class Pipeline:
             with self.watch.waits("sync", "a trained version"):
                 row = await self._trained.get()
             step = row["step"]
-            began = time.perf_counter()
+            began = now()
             with self.timeline.span("sync", step), self.watch.waits("sync", f"the engine to serve version {step}"):
                 row |= await self.hand_over(step)
-            row["sync_seconds"] = time.perf_counter() - began
+            row["sync_seconds"] = now() - began
             self.store.metrics.append(row)
             self.observer.step(row)
             if step % self.config.checkpoint.every == 0 or step == t.steps:
