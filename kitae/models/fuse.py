@@ -14,9 +14,9 @@ from kitae.kernels import ops
 from kitae.models.attention import masked_attention
 
 
-def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
-    """Replace what can be replaced; returns how many modules were."""
-    kernels = ops.training_kernels(device, dtype)
+def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype, kernels: Any = None) -> int:
+    """Replace what can be replaced; returns how many modules were. kernels: those of the device, unless given."""
+    kernels = kernels or ops.training_kernels(device, dtype)
     if kernels is None:
         return 0
     return sum(_fuse_norm(m, kernels) or _fuse_mlp(m, kernels) or _fuse_attention(m, kernels) for m in model.modules())
