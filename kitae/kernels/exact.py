@@ -2,9 +2,10 @@
 
 Libraries choose how to add up a matrix product by its shape, so a token's log-prob depends on how many others are
 computed with it. Here it does not. On a CPU matrix products run in tiles of a fixed number of rows, the last one filled
-up: the library always gets the same shape, and all rows of a shape are added up alike. On a GPU they are one Triton
-kernel with a fixed tile. Attention goes over the keys of a query in the order of their positions, in blocks that are
-counted from position 0, wherever the keys lie: in the pages of the engine's cache or in a packed row of the trainer.
+up: the library always gets the same shape, and all rows of a shape are added up alike. On a GPU they are a Triton
+kernel whose programs each add up whole rows in order. Attention goes over the keys of a query in the order of their
+positions, in blocks that are counted from position 0, wherever the keys lie: in the pages of the engine's cache or in a
+packed row of the trainer.
 
 Gradients may come from any kernel. `kitae.models.exact` puts a model together from these.
 """
@@ -21,6 +22,7 @@ from torch import Tensor
 from kitae.kernels import ops
 
 TILE = 64  # rows of a matrix product on a CPU: fewer cost large batches more, more cost single sequences more
+MANY = {"cpu": TILE + 1, "cuda": 1025}  # rows above which a product is computed as that of any number
 _RUN_ROWS = 64  # rows of queries, heads times tokens, that one program computes on a GPU
 
 

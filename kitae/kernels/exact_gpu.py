@@ -1,4 +1,4 @@
-"""The Triton kernels behind `kitae.kernels.exact`: each has one fixed tile, whatever the number of rows.
+"""The Triton kernels behind `kitae.kernels.exact`.
 
 Numbers that differ between the engine's and the trainer's calls are not specialised, so both run the same binary.
 """
@@ -44,14 +44,23 @@ def _product(
     tl.store(target, total.to(out.dtype.element_ty), mask=(row < M)[:, None] & (column < N)[None, :])
 
 
-_TILES = {torch.bfloat16: (128, 128, 64, 8, 4), torch.float32: (64, 64, 32, 4, 3)}  # M, N, K, warps, stages
+# Most rows, and for them: BLOCK_M, BLOCK_N, BLOCK_K, warps, stages.
+_TILES = {
+    torch.bfloat16: ((256, (64, 64, 64, 4, 4)), (1024, (128, 64, 64, 4, 4)), (None, (128, 128, 64, 8, 4))),
+    torch.float32: ((16, (16, 32, 32, 4, 3)), (512, (64, 64, 32, 4, 3)), (None, (128, 128, 16, 8, 3))),
+}
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """`out = x @ weight.T + bias` for contiguous rows; one program adds up all of K, in order."""
+    """`out = x @ weight.T + bias` for contiguous rows.
+
+    One program adds up all of K for its elements, in order, so the size of its tile changes the speed only. That the
+    hardware has it so too is part of the probe in `kitae.models.exact`.
+    """
     (rows, k), n = x.shape, len(weight)
     assert x.is_contiguous() and weight.is_contiguous() and out.stride(1) == 1
-    block_m, block_n, block_k, warps, stages = _TILES[x.dtype]
+    tile = next(tile for most, tile in _TILES[x.dtype] if most is None or rows <= most)
+    block_m, block_n, block_k, warps, stages = tile
     grid = (triton.cdiv(rows, block_m) * triton.cdiv(n, block_n),)
     _product[grid](
         x, weight, weight if bias is None else bias, out, rows, n, k, out.stride(0),

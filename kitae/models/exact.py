@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kitae.errors import ModelError
 from kitae.kernels import exact, ops
+from kitae.models.attention import AttentionContext
 from kitae.models.fuse import fuse
 from kitae.models.policy import HeadTransform, Policy
 
@@ -113,6 +114,18 @@ def _refuse_unknown(model: Any, source: str) -> None:
             raise ModelError(f"model.exact does not cover {source}: {name} ({type(module).__name__}) has {own[0]!r}")
 
 
+class _Copies:
+    """Many sequences of one length in a packed row."""
+
+    def __init__(self, policy: Policy, count: int, length: int) -> None:
+        group = policy.heads // policy.kv_heads
+        rows = [(i * length, length, 0, range(i * length, (i + 1) * length)) for i in range(count)]
+        self.reach = exact.Reach.of(rows, 1, group, policy.device)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+        return exact.attend(q, exact.as_pages(k), exact.as_pages(v), self.reach, **settings)
+
+
 class _Growing:
     """A sequence that is computed in several passes; keeps its keys and values."""
 
@@ -132,7 +145,7 @@ class _Growing:
 
 
 def check(policy: Policy) -> None:
-    """Raise unless a probe sequence has the same log-probs in one pass and in several."""
+    """Raise unless a probe sequence has the same log-probs alone, in several passes, and among many copies."""
     if policy.transform != HeadTransform():
         raise ModelError(f"model.exact does not cover {policy.source}: its head scales or caps the logits")
     kernels = ops.training_kernels(policy.device, policy.dtype)
@@ -140,18 +153,20 @@ def check(policy: Policy) -> None:
     tokens = torch.arange(sum(_PROBE) + 1, device=policy.device) * 7919 % policy.vocabulary
     positions = torch.arange(len(tokens) - 1, device=policy.device)
 
-    def logprobs(cuts: list[int]) -> Tensor:
-        context, found = _Growing(policy), []
-        for at in torch.split(positions, cuts):
-            logits = policy.logits(policy.hidden(tokens[at], at, context))
-            found.append(kernels.row_statistics(logits, tokens[at + 1], 1.0)[0])
-        return torch.cat(found)
+    def logprobs(at: Tensor, context: AttentionContext) -> Tensor:
+        logits = policy.logits(policy.hidden(tokens[at], at, context))
+        found: Tensor = kernels.row_statistics(logits, tokens[at + 1], 1.0)[0]
+        return found
 
     with torch.inference_mode():
-        whole, parts = logprobs([len(positions)]), logprobs(_PROBE)
-    if not torch.equal(whole, parts):
-        gap = (whole - parts).abs().max().item()
-        raise ModelError(
-            f"model.exact does not cover {policy.source} on {policy.device}: a probe in several passes differs by "
-            f"{gap:.2g} from the same in one"
-        )
+        whole = logprobs(positions, _Growing(policy))
+        growing = _Growing(policy)
+        parts = torch.cat([logprobs(at, growing) for at in torch.split(positions, _PROBE)])
+        count = exact.MANY[policy.device.type] // len(positions) + 1
+        many = logprobs(positions.repeat(count), _Copies(policy, count, len(positions))).view(count, -1)
+    for name, found in (("in several passes", parts), ("among many others", many)):
+        if (gap := (found - whole).abs().max().item()) != 0:
+            raise ModelError(
+                f"model.exact does not cover {policy.source} on {policy.device}: a probe computed {name} differs by "
+                f"{gap:.2g} from the same alone"
+            )
