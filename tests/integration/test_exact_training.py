@@ -7,10 +7,10 @@ from harness import rows, run_toy
 
 
 def assert_no_gap(folder: Path, *overrides: str) -> None:
-    steps = ["training.steps=3", "eval.prompts=0", "model.exact=true"]
+    steps = ["training.steps=2", "eval.prompts=0", "model.exact=true"]
     result = run_toy(folder, *steps, *overrides)
     found = [r for r in rows(result.folder) if r["kind"] == "step"]
-    assert len(found) == 3 and all(r["samples_trained"] > 0 for r in found)
+    assert len(found) == 2 and all(r["samples_trained"] > 0 for r in found)
     assert found[0]["grad_norm"] > 0 and found[-1]["updates"] > 0
     for r in found:
         assert r["logp_gap"] == 0 and r["logp_gap_max"] == 0 and r["logp_missing"] == 0

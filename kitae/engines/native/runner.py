@@ -25,6 +25,8 @@ def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> "Runner
     """Kernels and graphs on a GPU with Triton, else the policy's modules one by one."""
     if policy.exact and not config.fast:
         raise EngineError("an exact policy runs on kernels of its own, got engine.fast = false, which asks for none")
+    if policy.exact and policy.device.type == "cpu":
+        return Runner(policy, cache, config.fast)
     if config.fast and policy.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from kitae.engines.native.cuda import CudaRunner
 
@@ -84,13 +86,11 @@ class Runner:
             return
         positions_T = torch.tensor(positions, device=self.device)
         places = torch.tensor(pages_of_T, device=self.device), positions_T % page_size
-        context: PrefillAttention | ExactAttention
+        context: PrefillAttention | ExactAttention = PrefillAttention(self.cache, spans, *places)
         if self.policy.exact:
             runs = [(s.row, s.length, s.start, s.pages) for s in spans]
             group = self.policy.heads // self.policy.kv_heads
             context = ExactAttention(self.cache, Reach.of(runs, page_size, group, self.device), *places)
-        else:
-            context = PrefillAttention(self.cache, spans, *places)
         hidden = self._prompt_states(torch.tensor(tokens, device=self.device), positions_T, context)
         for prefix, span in zip(admission.prefixes, spans, strict=False):
             prefix.hidden = hidden[span.row + span.length - 1].clone()
@@ -107,18 +107,17 @@ class Runner:
         for row, s in enumerate(running):
             table[row, : len(s.pages)] = s.pages
         lengths_B = torch.from_numpy(lengths).to(self.device)
-        table_B = torch.from_numpy(table).to(self.device)
-        context: DecodeAttention | ExactAttention
-        if self.policy.exact:
-            size = self.cache.page_size
-            last_B = lengths_B.long() - 1
-            places = table_B.gather(1, (last_B // size)[:, None])[:, 0].long(), last_B % size
-            context = ExactAttention(self.cache, Reach.of_last(table_B, lengths_B, size), *places)
-        else:
-            context = DecodeAttention(self.cache, table_B, lengths_B, self.fast)
         last = torch.tensor([s.tokens[-1] for s in running], device=self.device)
-        hidden = self.policy.hidden(last, lengths_B.long() - 1, context)
+        hidden = self._decode_states(last, lengths_B, torch.from_numpy(table).to(self.device))
         return self._sample(self.policy.logits(hidden), running)
+
+    def _decode_states(self, tokens_B: Tensor, lengths_B: Tensor, table: Tensor) -> Tensor:
+        context: DecodeAttention | ExactAttention = DecodeAttention(self.cache, table, lengths_B, self.fast)
+        if self.policy.exact:
+            size, last_B = self.cache.page_size, lengths_B.long() - 1
+            page_B = table.gather(1, (last_B // size)[:, None])[:, 0].long()
+            context = ExactAttention(self.cache, Reach.of_last(table, lengths_B, size), page_B, last_B % size)
+        return self.policy.hidden(tokens_B, lengths_B.long() - 1, context)
 
     def _sample(self, logits: Tensor, sequences: list[Sequence]) -> Result:
         uniform = sampler.uniforms([s.seed for s in sequences], [len(s.tokens) for s in sequences])

@@ -30,7 +30,7 @@ def requests(groups: int = 6, size: int = 4) -> list[Request]:
     asked = []
     for g in range(groups):
         prompt = tuple(rng.randrange(3, 250) for _ in range(rng.choice([1, 9, 16, 50])))
-        sampling = [SamplingParams(TEMPERATURE, rng.randrange(2, 40)) for _ in range(size)]
+        sampling = [SamplingParams(TEMPERATURE, rng.randrange(2, 24)) for _ in range(size)]
         asked += [Request(f"{g}/{i}", prompt, s, 100 * g + i, share=f"{g}") for i, s in enumerate(sampling)]
     return asked
 
@@ -96,7 +96,7 @@ def test_without_exact_mode_there_is_a_gap(tiny_policy: TinyPolicy) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_rollout_does_not_depend_on_the_others(dtype: str, tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy("qwen2", dtype=dtype, exact=True)
-    asked = requests(16, 4)
+    asked = requests(16, 4)[:58]  # with those below, 64
     filtered = SamplingParams(1.0, 20, top_p=0.9, top_k=40, min_p=0.01)
     asked += [Request(f"f{i}", (5, 6, i + 7), filtered, i) for i in range(3)]
     asked += [Request(f"g{i}", (5, 6, i + 7), SamplingParams(0.0, 20), i) for i in range(3)]
@@ -107,10 +107,10 @@ def test_a_rollout_does_not_depend_on_the_others(dtype: str, tiny_policy: TinyPo
     together = results(asked)
     assert results(asked, max_batch=3) == together
     assert results(asked, prefill_tokens=16, page_size=5) == together, "prompts computed one by one"
-    for alone in (asked[0], asked[17], asked[-1], asked[-6]):
+    for alone in (asked[17], asked[-1], asked[-6]):
         assert results([alone]) == {alone.id: together[alone.id]}
     page = 2 * policy.layers * policy.kv_heads * 4 * policy.head_dim * (4 if dtype == "float32" else 2)
-    done, stats = generate(policy, asked, page_size=4, memory_gb=150 * page / 2**30)
+    done, stats = generate(policy, asked, page_size=4, memory_gb=110 * page / 2**30)
     assert stats.preemptions > 0
     assert {c.id: (c.tokens, c.logprobs) for c in done} == together, "computed again after preemption"
 
