@@ -36,20 +36,21 @@ def main() -> None:
     found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in presets}
     for seed in range(arguments.seeds):
         for name in presets:
-            found[name].append(run(name, seed, arguments.steps, arguments.folder))
+            settings = [f"algorithm.preset={name}"]
+            found[name].append(run(name, settings, seed, arguments.steps, arguments.folder))
     print_table(found)
     plot(found, arguments.picture)
 
 
-def run(preset: str, seed: int, steps: int, folder: Path) -> list[dict[str, Any]]:
-    """The metrics of one run."""
-    name = f"{preset.replace('+', 'p')}-{seed}"
+def run(label: str, choices: list[str], seed: int, steps: int, folder: Path) -> list[dict[str, Any]]:
+    """The metrics of one run of the quickstart with these settings."""
+    name = f"{label.replace('+', 'p')}-{seed}"
     if not (finished := _finished(folder, name, steps)):
         settings = [
-            f"algorithm.preset={preset}", f"run.seed={seed}", f"training.steps={steps}", f"run.name={name}",
+            *choices, f"run.seed={seed}", f"training.steps={steps}", f"run.name={name}",
             f"run.dir={folder}", "checkpoint.every=1000",
         ]  # fmt: skip
-        print(f"training {preset}, seed {seed}", file=sys.stderr)
+        print(f"training {label}, seed {seed}", file=sys.stderr)
         program = [sys.executable, "-c", "from kitae.cli.main import run; run()", "train", "quickstart"]
         subprocess.run([*program, *settings], check=True, stdout=subprocess.DEVNULL)
         finished = _finished(folder, name, steps)
@@ -79,7 +80,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _steps(rows: list[dict[str, Any]], key: str) -> list[float]:
+def steps_of(rows: list[dict[str, Any]], key: str) -> list[float]:
     return [row[key] for row in rows if row["kind"] == "step"]
 
 
@@ -90,9 +91,9 @@ def print_table(found: dict[str, list[list[dict[str, Any]]]]) -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for name, runs in found.items():
         evals = np.array([[r["avg"] for r in rows if r["kind"] == "eval"] for rows in runs])
-        reward = np.array([_steps(rows, "reward") for rows in runs])
-        entropy = np.array([_steps(rows, "sampled_entropy") for rows in runs])
-        trained = np.array([_steps(rows, "samples_trained") for rows in runs])
+        reward = np.array([steps_of(rows, "reward") for rows in runs])
+        entropy = np.array([steps_of(rows, "sampled_entropy") for rows in runs])
+        trained = np.array([steps_of(rows, "samples_trained") for rows in runs])
         cells = [
             _range(evals[:, 0]), _range(evals[:, -1]), _range(reward[:, 5:10].mean(1)), _range(reward[:, -5:].mean(1)),
             _range(entropy[:, 4]), _range(entropy[:, 9]), _range(entropy[:, -5:].mean(1)),
@@ -117,7 +118,7 @@ def plot(found: dict[str, list[list[dict[str, Any]]]], picture: Path) -> None:
     figure, axes = plt.subplots(1, len(panels), figsize=(15, 4.6))
     for axis, (key, label) in zip(axes, panels, strict=True):
         for name, runs in found.items():
-            values = np.array([_steps(rows, key) for rows in runs])
+            values = np.array([steps_of(rows, key) for rows in runs])
             steps = np.arange(1, values.shape[1] + 1)
             (line,) = axis.plot(steps, values.mean(0), label=name, linewidth=1.8)
             axis.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.12, linewidth=0)

@@ -167,6 +167,17 @@ class PipelineConfig(Section):
     in_flight: Literal["keep", "recompute"] = Field(
         "keep", description="At a weight update, sequences in flight keep their cache, or compute it anew."
     )
+    overdue: Literal["wait", "drop"] = Field(
+        "wait", description="A batch waits for groups that would become too old, or goes on without them."
+    )
+    mastered: float = Field(1.0, description="Mean score at which a prompt counts as mastered.")
+    mastered_visits: float = Field(
+        1.0, gt=0, le=1, description="How often a prompt that was mastered the last time is asked again, as a share."
+    )
+    stall_limit: float = Field(1800.0, gt=0, description="Seconds without any movement after which a run ends.")
+    snapshot_seconds: float = Field(
+        30.0, gt=0, description="Seconds between copies of unfinished responses in the journal."
+    )
     refill: bool = Field(False, description="Replace dropped groups by new prompts until the batch is full.")
     max_refill: float = Field(3.0, ge=0, description="Most replacements, as a multiple of prompts_per_step.")
 
@@ -248,6 +259,10 @@ class Config(Section):
             raise ValueError(
                 f"algorithm.overlong_buffer must be at most sampling.max_tokens = {self.sampling.max_tokens}, "
                 f"got {a.overlong_buffer}"
+            )
+        if self.pipeline.overdue == "drop" and not self.pipeline.max_staleness:
+            raise ValueError(
+                "pipeline.overdue = 'drop' needs pipeline.max_staleness of at least 1, got 0: nothing can be overdue"
             )
         if self.pipeline.refill and a.filter == "none" and a.truncation not in ("drop", "mask"):
             raise ValueError("pipeline.refill replaces dropped groups, but algorithm.filter = 'none' drops none")

@@ -7,6 +7,7 @@
     ├── EngineError          the rollout engine cannot go on
     │   └── RequestError     one request is impossible; the other requests are unharmed
     ├── VerifierError        a verifier is unknown or breaks its contract
+    ├── StalledError         nothing in the run has moved for too long
     └── StoreError           the run folder cannot be read or written
         ├── DiskFullError    no space; the last good state is untouched
         ├── CorruptError     a checkpoint fails its checksum
@@ -41,6 +42,10 @@ class RequestError(EngineError):
 
 
 class VerifierError(KitaeError):
+    pass
+
+
+class StalledError(KitaeError):
     pass
 
 

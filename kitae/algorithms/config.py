@@ -87,6 +87,7 @@ class AlgorithmConfig(Section):
     geometric_low: float | None = Field(None, ge=0, description="S6: smallest accepted mean weight of a response.")
     geometric_high: float | None = Field(None, gt=0, description="S6: largest accepted mean weight of a response.")
     opsm_limit: float | None = Field(None, ge=0, description="S6: drift at which a wrong response is dropped.")
+    age_limit: int | None = Field(None, ge=0, description="S6: versions; older tokens are dropped.")
 
     aggregation: str | None = Field(None, description="S7: how token losses are averaged.")
     constant_length: int | Literal["max_tokens"] | None = Field(

@@ -54,6 +54,12 @@ def opsm(tokens: TokenBatch, *, opsm_limit: float) -> Tensor:
     return (~((tokens.advantage_N < 0) & (drift_N > opsm_limit))).to(drift_N.dtype)
 
 
+def age(tokens: TokenBatch, *, age_limit: int) -> Tensor:
+    """1 where the token was sampled at most age_limit versions before the policy being trained, else 0."""
+    assert tokens.lag_N is not None, "the trainer knows the versions"
+    return (tokens.lag_N - 1 <= age_limit).to(tokens.advantage_N.dtype)
+
+
 def total(tokens: TokenBatch, *, correction_cap: float) -> Tensor:
     """min(ρ_t, correction_cap) with ρ = π_θ / μ; for gates that carry no ratio of their own."""
     log_N = (tokens.logp_N.detach() - tokens.behaviour_N).clamp(-LIMIT, LIMIT)
@@ -68,6 +74,7 @@ CORRECTIONS: Mapping[str, Callable[..., Tensor]] = {
     "sequence-mask": sequence_mask,
     "geometric": geometric,
     "opsm": opsm,
+    "age": age,
     "total": total,
 }
 

@@ -63,6 +63,7 @@ BASE: Mapping[str, Any] = {
     "geometric_low": 0.99,
     "geometric_high": 1.01,
     "opsm_limit": 1e-4,
+    "age_limit": 4,
     "aggregation": "token-mean",
     "kl": "k2",
     "kl_coef": 0.0,

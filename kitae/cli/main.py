@@ -1,5 +1,6 @@
 """The command line. Only typer is imported here; each command imports what it needs, so --help answers at once."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -174,10 +175,13 @@ _INTERRUPTED = 130  # the exit status that typer turns Ctrl-C into
 
 def run() -> None:
     """Entry point: errors that Kitae raises on purpose are printed without a traceback, and exit with 1."""
-    from kitae.errors import KitaeError
+    from kitae.errors import KitaeError, StalledError
 
     try:
         app()
+    except StalledError as error:  # a thread that is stuck would keep the interpreter from ending
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
     except KitaeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -25,12 +25,19 @@ class Chat:
     def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
         self._tokenizer = tokenizer
         self._plain = not getattr(tokenizer, "chat_template", None)
+        self._last: tuple[tuple[Message, ...] | None, tuple[int, ...]] = (None, ())  # a group asks for one many times
         eos = _ids(tokenizer.eos_token_id) + _ids(getattr(generation_config, "eos_token_id", None))
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys(eos))
         """The tokens that end a turn: the tokenizer's and the generation config's, without repeats."""
 
     def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The tokens up to where the model's answer starts; never empty."""
+        key = tuple(messages)
+        if self._last[0] != key:
+            self._last = (key, self._encode_prompt(key))
+        return self._last[1]
+
+    def _encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
         if not messages:
             raise DataError("a prompt must have at least one message, got none")
         if self._plain:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kitae.kernels.transfer import send
 from kitae.types import Sample
 
 
@@ -57,13 +58,14 @@ class MicroBatch:
 def pack(samples: Sequence[Sample], token_budget: int, share_prompts: bool = True) -> list[list[Sample]]:
     """Distribute samples over micro-batches of at most `token_budget` row tokens; one longer sample goes alone.
 
-    Samples with a common prompt stay together as far as the budget allows. Every sample appears exactly once.
+    Samples with a common prompt stay together as far as the budget allows. Every sample appears exactly once. As few
+    micro-batches as first fit finds, evenly filled if that is possible: a short one would use the hardware badly.
     """
     families: dict[object, list[Sample]] = {}
     for i, s in enumerate(samples):
         key = (s.group, s.tokens_T[: s.prompt_length].tobytes()) if share_prompts else i
         families.setdefault(key, []).append(s)
-    pieces: list[tuple[int, list[Sample]]] = []
+    pieces: list[Piece] = []
     for family in families.values():
         prompt = family[0].prompt_length
         piece: list[Sample] = []
@@ -76,15 +78,36 @@ def pack(samples: Sequence[Sample], token_budget: int, share_prompts: bool = Tru
             piece.append(s)
             size += own
         pieces.append((size, piece))
-    bins: list[tuple[int, list[Sample]]] = []
-    for size, piece in sorted(pieces, key=lambda p: -p[0]):  # first fit, longest first
+    pieces.sort(key=lambda p: -p[0])
+    alone = [p for p in pieces if p[0] > token_budget]
+    rest = pieces[len(alone) :]
+    bins = _first_fit(rest, token_budget)
+    even = _even(rest, len(bins))
+    return [content for _, content in alone + (even if all(size <= token_budget for size, _ in even) else bins)]
+
+
+Piece = tuple[int, list[Sample]]  # row tokens, samples
+
+
+def _first_fit(pieces: Sequence[Piece], token_budget: int) -> list[Piece]:
+    bins: list[Piece] = []
+    for size, piece in pieces:
         for i, (used, content) in enumerate(bins):
             if used + size <= token_budget:
                 bins[i] = (used + size, content + piece)
                 break
         else:
             bins.append((size, list(piece)))
-    return [content for _, content in bins]
+    return bins
+
+
+def _even(pieces: Sequence[Piece], count: int) -> list[Piece]:
+    """Each piece to the emptiest of `count` bins."""
+    bins: list[Piece] = [(0, []) for _ in range(count)]
+    for size, piece in pieces:
+        i = min(range(count), key=lambda i: bins[i][0])
+        bins[i] = (bins[i][0] + size, bins[i][1] + piece)
+    return bins
 
 
 def collate(samples: Sequence[Sample], device: torch.device, share_prompts: bool = True) -> MicroBatch:
@@ -121,19 +144,19 @@ def collate(samples: Sequence[Sample], device: torch.device, share_prompts: bool
         source.append(row_of_T[np.flatnonzero(s.mask_T) - 1])
 
     def flat(name: str) -> Tensor:
-        return torch.from_numpy(np.concatenate([getattr(s, name)[s.mask_T] for s in samples])).to(device)
+        return send(np.concatenate([getattr(s, name)[s.mask_T] for s in samples]), device)
 
     def flat_or_none(name: str) -> Tensor | None:
         return flat(name) if all(getattr(s, name) is not None for s in samples) else None
 
-    counts = torch.tensor([s.loss_tokens for s in samples])
+    counts = [s.loss_tokens for s in samples]
     return MicroBatch(
-        tokens_T=torch.from_numpy(np.concatenate(tokens)).to(device),
-        positions_T=torch.from_numpy(np.concatenate(positions)).to(device),
+        tokens_T=send(np.concatenate(tokens), device),
+        positions_T=send(np.concatenate(positions), device),
         spans=tuple(spans),
-        source_N=torch.from_numpy(np.concatenate(source)).to(device),
+        source_N=send(np.concatenate(source), device),
         target_N=flat("tokens_T"),
-        sample_N=torch.repeat_interleave(torch.arange(len(samples)), counts).to(device),
+        sample_N=send(np.repeat(np.arange(len(samples)), counts), device),
         logp_mu_N=flat("logp_mu_T"),
         version_N=flat("versions_T"),
         advantage_N=flat("advantage_T"),

@@ -9,7 +9,7 @@ are ignored.
 import asyncio
 from collections.abc import Callable, Sequence
 
-from kitae.engines.base import Completion, EngineStats, Request, WeightUpdate
+from kitae.engines.base import Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.errors import EngineError, RequestError
 from kitae.types import FinishReason
 
@@ -30,6 +30,7 @@ class FakeEngine:
         self._delay = seconds_per_token
         self._version = version
         self._running: dict[str, FinishReason | None] = {}  # how it is to end early
+        self._sampled: dict[str, tuple[list[int], list[int]]] = {}  # tokens and versions of what is running
         self._paused = False
         self._closed = False
         self._changed = asyncio.Event()  # one of the three above; a new event after each change
@@ -47,6 +48,7 @@ class FakeEngine:
         planned = list(self._respond(request))[: request.sampling.max_tokens]
         tokens, versions = list(request.prior.tokens), list(request.prior.versions)
         self._running[request.id] = None
+        self._sampled[request.id] = (tokens, versions)
         self._prompt_tokens += len(request.prompt_tokens)
         try:
             for token in planned[len(tokens) :]:
@@ -64,7 +66,7 @@ class FakeEngine:
                 if token in request.sampling.stop_tokens:
                     return _completion(request, tokens, versions, "stop")
         finally:
-            del self._running[request.id]
+            del self._running[request.id], self._sampled[request.id]
         full = len(tokens) == request.sampling.max_tokens
         return _completion(request, tokens, versions, "length" if full else "stop")
 
@@ -87,6 +89,9 @@ class FakeEngine:
     async def park(self) -> None:
         self._running = dict.fromkeys(self._running, "parked")
         self._wake()
+
+    def progress(self) -> dict[str, Sampled]:
+        return {id: Sampled(tuple(t), (-1.0,) * len(t), tuple(v)) for id, (t, v) in self._sampled.items()}
 
     def _wake(self) -> None:
         self._changed.set()

@@ -4,9 +4,10 @@ The checksum of a weight update says that bytes arrived; the probe says that the
 process and on its device, gives the trainer's log-probs under the version that is expected.
 """
 
+import asyncio
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -30,6 +31,7 @@ class Probe:
         return gap if math.isfinite(gap) else math.inf
 
 
+@runtime_checkable
 class ProbedEngine(Engine, Protocol):
     async def probe(self) -> Probe: ...
 
@@ -40,14 +42,16 @@ def score_probe(policy: Policy) -> tuple[float, ...]:
     return tuple(policy.score(tokens_T).tolist())
 
 
-async def check_engine(engine: ProbedEngine, policy: Policy, tolerance: float, *, version: int) -> float:
+async def check_engine(engine: ProbedEngine, policy: Policy, *, version: int, tolerance: float | None = None) -> float:
     """The largest difference between the log-probs of engine and trainer, after making sure that it is no more than
-    `tolerance` and that the engine serves `version`.
+    `tolerance` and that the engine serves `version`. The default is what rounding can explain.
 
     An engine that is behind or wrong is sent the policy's trainable parameters again, once; `EngineError` if that does
     not help. The policy must not be trained meanwhile.
     """
-    ours = score_probe(policy)
+    if tolerance is None:
+        tolerance = 1e-2 if policy.dtype == torch.float32 else 0.5
+    ours = await asyncio.to_thread(score_probe, policy)
     found = await engine.probe()
     if found.version != version or found.gap(ours) > tolerance:
         tensors = {name: p.detach() for name, p in policy.model.named_parameters() if p.requires_grad}

@@ -186,6 +186,9 @@ class ProcessEngine:
         self._check_open()
         await self._end_early(list(self._flights.values()), "park")
 
+    def progress(self) -> dict[str, Sampled]:
+        return {flight.request.id: flight.prior for flight in self._flights.values()}
+
     async def probe(self) -> Probe:
         """The process's log-probs of a fixed short sequence, and its version: for `check_engine`."""
         reply = await self._call("probe")

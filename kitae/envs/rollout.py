@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Engine, Request, Sampled, SamplingParams
@@ -25,7 +26,8 @@ class Parked(Exception):
 class Runner:
     """What an episode needs. `label` keeps the random streams of training and evaluation apart.
 
-    `span` hears of each group when it was sampled ("generate") and judged ("verify").
+    `span` hears of each group when it was sampled ("generate") and judged ("verify"). `waiting` is entered around each
+    wait, with what is waited for and by which rollout. `begun` has, by request in flight, the turns before it.
     """
 
     engine: Engine
@@ -36,6 +38,8 @@ class Runner:
     seed: int
     label: str = "train"
     span: Callable[[str, float, float], None] = lambda part, start, end: None
+    waiting: Callable[[str, str], AbstractContextManager[None]] = lambda what, which: nullcontext()
+    begun: dict[str, Rollout] = field(default_factory=dict)
 
     async def group(
         self, group: int, prompt: Prompt, size: int, journal: Journal | None = None, *, greedy: bool = False
@@ -61,11 +65,13 @@ class Runner:
                     await journal.park(rollout)
                 raise Parked
             sampled.append(time.perf_counter())
-            score = await self.verifier.score(rollout.text, prompt.reference, prompt.context)
+            with self.waiting("the verifier", rollout.id):
+                score = await self.verifier.score(rollout.text, prompt.reference, prompt.context)
             judged.append(time.perf_counter())
             rollout = replace(rollout, score=score)
             if journal:
-                await (journal.update_score if index in known else journal.add_rollout)(rollout)
+                with self.waiting("the journal", rollout.id):
+                    await (journal.update_score if index in known else journal.add_rollout)(rollout)
             return rollout
 
         async def unless_parked(index: int) -> Rollout | None:
@@ -119,7 +125,12 @@ class Runner:
                 if prior and past:  # this turn was complete
                     done = Completion(request.id, prior.tokens, prior.logprobs, prior.versions, "stop")
                 else:
-                    done = await self.engine.generate(request)
+                    self.begun[request.id] = Rollout(group, index, prompt_tokens, tuple(segments), "parked", "")
+                    try:
+                        with self.waiting("the engine", request.id):
+                            done = await self.engine.generate(request)
+                    finally:
+                        del self.begun[request.id]
                 segments.append(Segment("model", done.tokens, done.logprobs, done.versions))
                 finish = done.finish
                 text = self._text(done.tokens)
@@ -137,6 +148,15 @@ class Runner:
         finally:
             await environment.close()
         return Rollout(group, index, prompt_tokens, tuple(segments), finish, text)
+
+    def unfinished(self) -> list[Rollout]:
+        """What has been sampled so far of the rollouts in flight, ready to be parked; those without a token are left
+        out."""
+        return [
+            replace(before, segments=(*before.segments, Segment("model", s.tokens, s.logprobs, s.versions)))
+            for id, s in self.engine.progress().items()
+            if s.tokens and (before := self.begun.get(id)) is not None
+        ]
 
     def _text(self, tokens: tuple[int, ...]) -> str:
         """The response as the verifier sees it: without special tokens, cut before a stop string."""

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from kitae.kernels.transfer import send
 
 
 def available(like: Tensor) -> bool:
@@ -26,7 +29,7 @@ class Bounds:
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "Bounds":
         def starts(lengths: Sequence[int]) -> Tensor:
-            return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+            return send(np.array([0, *accumulate(lengths)], dtype=np.int32), device)
 
         return cls(starts(queries), starts(keys), max(queries), max(keys))
 

@@ -12,15 +12,18 @@ import triton.language as tl
 from torch import Tensor
 
 from kitae.kernels import gpu
+from kitae.kernels.memory import joined
 
-_PROGRAMS = 528  # of kernels that walk over rows: four on each multiprocessor of a large GPU
+_PROGRAMS = 1056  # of kernels that walk over rows: eight on each multiprocessor of a large GPU
 
 
 # RMSNorm
 
 
 @triton.jit
-def _rms_norm_backward(grad, x, weight, dx, dweight, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm_backward(
+    grad, x, weight, plus, dx, dweight, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PLUS: tl.constexpr
+):  # fmt: skip
     kind = x.dtype.element_ty
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -34,9 +37,28 @@ def _rms_norm_backward(grad, x, weight, dx, dweight, rows, eps, WIDTH: tl.conste
         normed = value * scale
         inner = g * gain
         mean = tl.sum(inner * normed, 0) / WIDTH
-        tl.store(dx + here, ((inner - normed * mean) * scale).to(kind), mask=mask)
+        out = (inner - normed * mean) * scale
+        if PLUS:  # what the same input got by another way
+            out = out.to(kind).to(tl.float32) + tl.load(plus + here, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + here, out.to(kind), mask=mask)
         total += g * normed.to(kind).to(tl.float32)
     tl.store(dweight + tl.program_id(0) * WIDTH + column, total, mask=mask)
+
+
+def _norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, eps: float, plus: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Of rows and weight; `plus` is added to that of the rows."""
+    rows, width = x.shape
+    programs = min(_PROGRAMS, rows)
+    dx = torch.empty_like(x)
+    parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(width)
+    _rms_norm_backward[(programs,)](
+        grad.contiguous(), x, weight, x if plus is None else plus.contiguous(), dx, parts, rows, eps,
+        WIDTH=width, BLOCK=block, PLUS=plus is not None, num_warps=min(8, max(1, block // 512)),
+    )  # fmt: skip
+    return dx, parts.sum(0).to(weight.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -50,16 +72,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        rows, width = x.shape
-        programs = min(_PROGRAMS, rows)
-        dx = torch.empty_like(x)
-        parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-        block = triton.next_power_of_2(width)
-        _rms_norm_backward[(programs,)](
-            grad, x, weight, dx, parts, rows, ctx.eps, WIDTH=width, BLOCK=block, num_warps=min(8, max(1, block // 512))
-        )
-        return dx.view(grads[0].shape), parts.sum(0).to(weight.dtype), None
+        dx, dweight = _norm_gradients(grads[0].reshape(x.shape), x, weight, ctx.eps)
+        return dx.view(grads[0].shape), dweight, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -118,6 +132,138 @@ class _Rotary(torch.autograd.Function):
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the heads of `[T, H, D]`; cos and sin `[T, D]`, whose halves are equal. Differentiable."""
     out: Tensor = _Rotary.apply(x, cos.contiguous(), sin.contiguous())  # type: ignore[no-untyped-call]
+    return out
+
+
+# Norms and the linear layers that follow. Queries, keys and values are one product, rotated within its output
+
+
+@triton.jit
+def _rotate_within(
+    out, cos, sin, q, k, v, q_row, k_row, v_row,
+    HQ: tl.constexpr, HKV: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr,
+):  # fmt: skip
+    """Forward: out is rotated in place. BACK: the gradients q, k and v are rotated back and written side by side."""
+    row = tl.program_id(0).to(tl.int64)
+    kind = out.dtype.element_ty
+    head = tl.arange(0, HEADS)[:, None]
+    lane = tl.arange(0, HALF)[None, :]
+    near = lane < D // 2
+    low = row * (HQ + 2 * HKV) * D + head * D + lane
+    c = tl.load(cos + row * D + lane, mask=near, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * D + lane, mask=near, other=0.0).to(tl.float32)
+    if BACK:
+        is_q = near & (head < HQ)
+        is_k = near & (head >= HQ) & (head < HQ + HKV)
+        is_v = near & (head >= HQ + HKV) & (head < HQ + 2 * HKV)
+        from_q = q + row * q_row + head * D + lane
+        from_k = k + row * k_row + (head - HQ) * D + lane
+        from_v = v + row * v_row + (head - HQ - HKV) * D + lane
+        a = (tl.load(from_q, mask=is_q, other=0.0).to(tl.float32) + tl.load(from_k, mask=is_k, other=0.0).to(tl.float32)
+             + tl.load(from_v, mask=is_v, other=0.0).to(tl.float32))  # fmt: skip
+        b = (tl.load(from_q + D // 2, mask=is_q, other=0.0).to(tl.float32)
+             + tl.load(from_k + D // 2, mask=is_k, other=0.0).to(tl.float32)
+             + tl.load(from_v + D // 2, mask=is_v, other=0.0).to(tl.float32))  # fmt: skip
+        s = -s
+        mask = near & (head < HQ + 2 * HKV)
+    else:
+        mask = near & (head < HQ + HKV)
+        a = tl.load(out + low, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(out + low + D // 2, mask=mask, other=0.0).to(tl.float32)
+    turns = head < HQ + HKV
+    new_a = tl.where(turns, (a * c).to(kind).to(tl.float32) - (b * s).to(kind).to(tl.float32), a)
+    new_b = tl.where(turns, (b * c).to(kind).to(tl.float32) + (a * s).to(kind).to(tl.float32), b)
+    tl.store(out + low, new_a.to(kind), mask=mask)
+    tl.store(out + low + D // 2, new_b.to(kind), mask=mask)
+
+
+def _rotate_heads(out: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, int, int], grads: list[Tensor]) -> None:
+    heads, kv_heads, dim = shape
+    q, k, v = grads or [out, out, out]
+    _rotate_within[(out.shape[0],)](
+        out, cos, sin, q, k, v, q.stride(0), k.stride(0), v.stride(0),
+        HQ=heads, HKV=kv_heads, HEADS=triton.next_power_of_2(heads + 2 * kv_heads), D=dim,
+        HALF=triton.next_power_of_2(dim // 2), BACK=bool(grads),
+    )  # fmt: skip
+
+
+class _NormedQKV(torch.autograd.Function):
+    """Keeps the rows, and makes their norm again in the backward pass.
+
+    The rows are also an output, for the way around the attention: what comes back there is added by the same kernel.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tensor, dim: int, *parameters: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        weights, biases = parameters[:3], parameters[3:]
+        weight = joined([w for w in weights if w is not None])
+        bias = joined([b for b in biases if b is not None]) if biases[0] is not None else None
+        qkv = torch.nn.functional.linear(gpu.rms_norm(x, None, gain, eps)[1], weight, bias)
+        heads = [len(w) // dim for w in weights if w is not None]
+        ctx.rest = (eps, (heads[0], heads[1], dim))
+        _rotate_heads(qkv, cos, sin, ctx.rest[1], [])
+        ctx.save_for_backward(x, gain, cos, sin, *weights)
+        return x.view_as(x), *torch.split(qkv.view(len(x), -1, dim), heads, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        around, *of_heads = grads
+        x, gain, cos, sin, *weights = ctx.saved_tensors
+        eps, shape = ctx.rest
+        weight = joined(weights)
+        dqkv = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+        _rotate_heads(dqkv, cos, sin, shape, [g if g.stride(1) == g.shape[2] else g.contiguous() for g in of_heads])
+        sizes = [len(w) for w in weights]
+        dweights: tuple[Tensor | None, ...] = (None,) * 3
+        dbiases = torch.split(dqkv.sum(0), sizes) if ctx.needs_input_grad[9] else dweights
+        if ctx.needs_input_grad[6]:
+            dweights = torch.split(torch.mm(dqkv.t(), gpu.rms_norm(x, None, gain, eps)[1]), sizes)
+        dx, dgain = _norm_gradients(torch.mm(dqkv, weight), x, gain, eps, around)
+        return dx, dgain, None, None, None, None, *dweights, *dbiases
+
+
+def normed_qkv(
+    x: Tensor, norm: tuple[Tensor, float], cos: Tensor, sin: Tensor, dim: int, *modules: torch.nn.Linear
+) -> tuple[Tensor, ...]:
+    """x, and q, k and v `[T, heads, D]` of the norm of x `[T, H]`, q and k rotated; differentiable.
+
+    norm: weight and epsilon. Rows of q, k and v are strided. All three layers have a bias, or none has.
+    """
+    parameters = [*(m.weight for m in modules), *(m.bias for m in modules)]
+    out: tuple[Tensor, ...] = _NormedQKV.apply(  # type: ignore[no-untyped-call]
+        x, *norm, cos.contiguous(), sin.contiguous(), dim, *parameters
+    )
+    return out
+
+
+class _NormedPair(torch.autograd.Function):
+    """Like `_NormedQKV`, of a sum of rows, with two linear layers without bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, gain: Tensor, eps: float, *weights: Tensor) -> tuple[Tensor, ...]:
+        total, normed = gpu.rms_norm(x, y, gain, eps)
+        ctx.save_for_backward(total, gain, *weights)
+        ctx.eps = eps
+        return total, *(torch.mm(normed, w.t()) for w in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        around, *ours = grads
+        total, gain, *weights = ctx.saved_tensors
+        dnormed = torch.mm(ours[0], weights[0]).addmm_(ours[1], weights[1])
+        dweights: list[Tensor | None] = [None, None]
+        if ctx.needs_input_grad[4]:
+            normed = gpu.rms_norm(total, None, gain, ctx.eps)[1]
+            dweights = [torch.mm(g.t(), normed) for g in ours]
+        dx, dgain = _norm_gradients(dnormed, total, gain, ctx.eps, around)
+        return dx, dx, dgain, None, *dweights
+
+
+def normed_pair(x: Tensor, y: Tensor, norm: tuple[Tensor, float], *modules: torch.nn.Linear) -> tuple[Tensor, ...]:
+    """x + y, and what two linear layers without bias make of its norm; differentiable. norm: weight and epsilon."""
+    out: tuple[Tensor, ...] = _NormedPair.apply(x, y, *norm, *(m.weight for m in modules))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -321,7 +467,33 @@ def row_gradients(
     return logits
 
 
-# Gradients of bf16 parameters, added up in fp32
+# Rows that were taken several times
+
+
+@triton.jit
+def _sum_rows(parts, order, first, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < WIDTH
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in range(tl.load(first + row), tl.load(first + row + 1)):
+        source = tl.load(order + place).to(tl.int64)
+        total += tl.load(parts + source * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=mask)
+
+
+def sum_rows(parts: Tensor, order: Tensor, first: Tensor) -> Tensor:
+    """`[S, …]` → `[T, …]`: row t is the fp32 sum of the parts `order[first[t]:first[t + 1]]`, in that order."""
+    parts = parts.contiguous()
+    out = torch.empty(len(first) - 1, *parts.shape[1:], dtype=parts.dtype, device=parts.device)
+    width = out[0].numel()
+    _sum_rows[(len(out),)](
+        parts, order, first, out, WIDTH=width, BLOCK=triton.next_power_of_2(width), num_warps=2 if width <= 512 else 4
+    )
+    return out
+
+
+# Gradients of bf16 parameters, added up in fp32, and what becomes of them
 
 
 @triton.jit
@@ -343,3 +515,43 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
     assert total.is_contiguous()
     _accumulate[(triton.cdiv(part.numel(), 4096),)](total, part, part.numel(), BLOCK=4096, FIRST=first, num_warps=8)
     return total
+
+
+@triton.jit
+def _adamw(
+    master, grad, mean, square, model, scale, count, rate, beta1, beta2, eps, decay, correct1, correct2,
+    BLOCK: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    factor = tl.load(scale)
+    if factor == factor:  # else the gradient is not finite, and nothing may change
+        here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        mask = here < count
+        g = tl.load(grad + here, mask=mask, other=0.0) * factor
+        p = tl.load(master + here, mask=mask, other=0.0) * decay
+        m = tl.load(mean + here, mask=mask, other=0.0)
+        v = tl.load(square + here, mask=mask, other=0.0)
+        m = m + (1.0 - beta1) * (g - m)
+        v = beta2 * v + (1.0 - beta2) * g * g
+        p -= rate / correct1 * m / (tl.sqrt_rn(v) / correct2 + eps)
+        tl.store(mean + here, m, mask=mask)
+        tl.store(square + here, v, mask=mask)
+        tl.store(master + here, p, mask=mask)
+        if ROUND:
+            tl.store(model + here, p.to(model.dtype.element_ty), mask=mask)
+
+
+def adamw(
+    parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scale: Tensor, *, step: int,
+    rate: float, betas: tuple[float, float], eps: float, weight_decay: float,
+) -> None:  # fmt: skip
+    """Step number `step` of AdamW with the gradient times `scale`, in one pass; `parameter` is the rounded master.
+
+    A scale that is no number leaves everything as it is: the host need not know it yet.
+    """
+    assert all(t.is_contiguous() for t in (parameter, master, mean, square))
+    grad = grad.contiguous()
+    _adamw[(triton.cdiv(master.numel(), 2048),)](
+        master, grad, mean, square, parameter, scale, master.numel(), rate, betas[0], betas[1], eps,
+        1.0 - rate * weight_decay, 1.0 - betas[0] ** step, (1.0 - betas[1] ** step) ** 0.5,
+        BLOCK=2048, ROUND=parameter is not master, num_warps=8,
+    )  # fmt: skip

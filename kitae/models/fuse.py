@@ -1,5 +1,6 @@
 """Run the slow small modules of a model through compiled kernels, where that is exact: norms, gated MLPs, rotary.
 
+On a GPU whole decoder layers of the Llama family become one function, whose norms are not kept for the backward pass.
 A module is replaced only after its own forward pass and the fused one agreed on a probe, so an unknown variant (a
 norm that adds 1 to its weight, say) simply stays as it is. Parameters, names and saved models do not change.
 """
@@ -19,7 +20,8 @@ def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype, kernels: An
     kernels = kernels or ops.training_kernels(device, dtype)
     if kernels is None:
         return 0
-    return sum(_fuse_norm(m, kernels) or _fuse_mlp(m, kernels) or _fuse_attention(m, kernels) for m in model.modules())
+    kinds = (_fuse_layer, _fuse_norm, _fuse_mlp, _fuse_attention)
+    return sum(any(fuse_kind(m, kernels) for fuse_kind in kinds) for m in model.modules())
 
 
 def _fuse_norm(module: Any, kernels: Any) -> bool:
@@ -58,18 +60,7 @@ def _fuse_attention(module: Any, kernels: Any) -> bool:
     children = {name for name, _ in module.named_children()} - {"q_norm", "k_norm"}
     if children != {"q_proj", "k_proj", "v_proj", "o_proj"} or not hasattr(kernels, "rotary"):
         return False
-    weight = module.q_proj.weight
-    probe = _probe(weight)
-    angles = torch.linspace(0, 9, 2 * module.head_dim // 2, device=weight.device).view(1, 2, -1).repeat(1, 1, 2)
-    turn = angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)
     seen: dict[str, Any] = {}
-
-    class Recorder:
-        """Both tokens see both; remembers what the layer asked for."""
-
-        def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
-            seen.update(settings, layer=layer)
-            return masked_attention(q, k, v, None, scale=settings["scale"], softcap=None, sinks=None)
 
     def forward(
         self: Any,
@@ -93,16 +84,80 @@ def _fuse_attention(module: Any, kernels: Any) -> bool:
         )  # fmt: skip
         return self.o_proj(out.reshape(len(x), -1))[None], None
 
-    fused = MethodType(forward, module)
-    with torch.inference_mode():
-        try:
-            expected = module(probe, position_embeddings=turn, attention_mask=None, kitae=Recorder())[0]
-            if seen.get("sinks") is not None:
-                return False
-            got = fused(probe, turn, kitae=Recorder())[0]
-        except (RuntimeError, TypeError, AssertionError, KeyError, AttributeError):
+    return _swap_if_equal_attention(module, forward, module.q_proj.weight, module.head_dim, seen)
+
+
+def _fuse_layer(module: Any, kernels: Any) -> bool:
+    """A decoder layer as `is_llama_layer` knows it; with an adapter in it, it runs as the class defines it."""
+    if not hasattr(kernels, "normed_qkv") or not is_llama_layer(module) or hasattr(module.self_attn, "q_norm"):
+        return False
+    seen: dict[str, Any] = {}
+
+    def forward(
+        self: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: None = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        attn, mlp = self.self_attn, self.mlp
+        qkv, gate_up = (attn.q_proj, attn.k_proj, attn.v_proj), (mlp.gate_proj, mlp.up_proj)
+        if not _are_plain(*qkv, attn.o_proj, *gate_up, mlp.down_proj):
+            return type(self).forward(
+                self, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
+                past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
+            )  # fmt: skip
+        assert attention_mask is None and past_key_values is None and hidden_states.shape[0] == 1
+        assert position_embeddings is not None
+        cos, sin = (part[0] for part in position_embeddings)
+        first, second = ((n.weight, n.variance_epsilon) for n in (self.input_layernorm, self.post_attention_layernorm))
+        x, q, k, v = kernels.normed_qkv(hidden_states[0], first, cos, sin, attn.head_dim, *qkv)
+        mixed = kwargs["kitae"].attend(
+            seen["layer"], q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1),
+            scale=seen["scale"], window=seen["window"], softcap=seen["softcap"], sinks=None,
+        )  # fmt: skip
+        x, gate, up = kernels.normed_pair(x, attn.o_proj(mixed.reshape(len(x), -1)), second, *gate_up)
+        return (x + kernels.swiglu_linear(gate, up, mlp.down_proj.weight))[None]
+
+    weight, head_dim = module.self_attn.q_proj.weight, module.self_attn.head_dim
+    return _swap_if_equal_attention(module, forward, weight, head_dim, seen)
+
+
+_PARTS = {
+    "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
+    "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "mlp": {"gate_proj", "up_proj", "down_proj", "act_fn"},
+}
+
+
+def is_llama_layer(layer: Any) -> bool:
+    """RMSNorm before attention and MLP, linear layers, biases of q, k and v or of none, gated SiLU MLP.
+
+    Queries and keys may have norms. What it computes besides, a probe must tell.
+    """
+    for part, names in _PARTS.items():
+        module = getattr(layer, part, None) if part else layer
+        if module is None or {n for n, _ in module.named_children()} - {"q_norm", "k_norm"} != names:
             return False
-    return _swap(module, fused, expected, got)
+    attn, mlp = layer.self_attn, layer.mlp
+    linear = [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attn, n) for n in ("q_norm", "k_norm") if hasattr(attn, n)]
+    return (
+        _are_plain(*linear)
+        and all(m.bias is None for m in linear[3:])
+        and len({m.bias is None for m in linear[:3]}) == 1
+        and all(map(is_rms_norm, norms))
+        and len(norms) in (2, 4)
+        and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+    )
+
+
+def is_rms_norm(module: Any) -> bool:
+    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
 
 
 def _project(x: Tensor, modules: tuple[Any, ...], kernels: Any) -> tuple[Tensor, ...]:
@@ -117,6 +172,7 @@ def _are_plain(*modules: Any) -> bool:
 
 
 def _swap_if_equal(module: Any, function: Any, weight: Tensor) -> bool:
+    """In each element."""
     fused = MethodType(function, module)  # bound, so that a deep copy of the model uses its own weights
     probe = _probe(weight)
     with torch.inference_mode():
@@ -125,6 +181,36 @@ def _swap_if_equal(module: Any, function: Any, weight: Tensor) -> bool:
         except (RuntimeError, TypeError, AssertionError):
             return False
     return _swap(module, fused, expected, got)
+
+
+def _swap_if_equal_attention(module: Any, function: Any, weight: Tensor, head_dim: int, seen: dict[str, Any]) -> bool:
+    """For modules that attend; `seen` gets what they ask for, as the module itself does."""
+    probe = _probe(weight)
+    angles = torch.linspace(0, 9, 2 * head_dim // 2, device=weight.device).view(1, 2, -1).repeat(1, 1, 2)
+    turn = angles.cos().to(weight.dtype), angles.sin().to(weight.dtype)
+    fused = MethodType(function, module)
+
+    class Recorder:
+        """Both tokens see both."""
+
+        def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+            seen.update(settings, layer=layer)
+            return masked_attention(q, k, v, None, scale=settings["scale"], softcap=None, sinks=None)
+
+    with torch.inference_mode():
+        try:
+            results = [
+                run(probe, position_embeddings=turn, attention_mask=None, kitae=Recorder()) for run in (module, fused)
+            ]
+        except (RuntimeError, TypeError, AssertionError, KeyError, AttributeError):
+            return False
+    if seen.get("sinks") is not None:
+        return False
+    expected, got = ((r[0] if isinstance(r, tuple) else r).float() for r in results)
+    if (got - expected).norm() > (1e-4 if weight.dtype == torch.float32 else 2e-2) * expected.norm():
+        return False
+    module.forward = fused
+    return True
 
 
 def _swap(module: Any, fused: Any, expected: Tensor, got: Tensor) -> bool:

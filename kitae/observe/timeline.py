@@ -74,8 +74,22 @@ def draw(folder: Path, output: Path | None = None, steps: int = 12) -> Path:
     pyplot = load_pyplot()
     last = max(row["step"] for row in rows)
     begin = min((r["start"] for r in rows if r["step"] > last - steps and r["part"] != "generate"), default=0.0)
-    rows = [row for row in rows if row["end"] >= begin]
     figure, axis = pyplot.subplots(figsize=(11, 4.5), constrained_layout=True)
+    draw_on(axis, [row for row in rows if row["end"] >= begin])
+    axis.set_xlabel("seconds since the run began; percentages: share of the time at work")
+    axis.set_title(folder.name)
+    target = output or folder / "timeline.png"
+    try:
+        figure.savefig(target, dpi=110)
+    except (OSError, ValueError) as error:
+        raise StoreError(f"cannot write {target}: {error}") from error
+    finally:
+        pyplot.close(figure)
+    return target
+
+
+def draw_on(axis: Any, rows: list[dict[str, Any]]) -> None:
+    """The bars of the chart and the names of their parts."""
     lanes: dict[str, list[float]] = {part: [] for part in PARTS}
     colours = dict(zip(PARTS, ("#4c78a8", "#72b7b2", "#f58518", "#e45756", "#b279a2", "#54a24b"), strict=True))
     placed = [(row, _lane(lanes[row["part"]], row)) for row in sorted(rows, key=lambda r: r["start"])]
@@ -92,16 +106,6 @@ def draw(folder: Path, output: Path | None = None, steps: int = 12) -> Path:
     shares = busy_shares(rows)
     axis.set_yticks(list(ticks.values()), [f"{part}  {shares[part]:.0%}" for part in ticks])
     axis.invert_yaxis()
-    axis.set_xlabel("seconds since the run began; percentages: share of the time at work")
-    axis.set_title(folder.name)
-    target = output or folder / "timeline.png"
-    try:
-        figure.savefig(target, dpi=110)
-    except (OSError, ValueError) as error:
-        raise StoreError(f"cannot write {target}: {error}") from error
-    finally:
-        pyplot.close(figure)
-    return target
 
 
 def _lane(ends: list[float], row: dict[str, Any]) -> int:

@@ -7,14 +7,16 @@ version v must be trained while the policy is at most at version v + k: that is 
 
 Batches are taken oldest slot first from what is ready, but only if what is left behind can still make its deadlines,
 n slots a step: after the batch of version t, at most m × n slots with a deadline up to t + m, for m = 0 … k. Else the
-batch waits for older slots. It never waits forever: once everything issued is ready, the oldest n satisfy the rule,
-because the rule held before. `docs/async.md` has the proof.
+batch waits for older slots, or, if overdue ones are to be dropped, goes without those that are not ready. It never
+waits forever: once everything issued is ready, the oldest n satisfy the rule, because the rule held before.
+`docs/async.md` has the proof.
 
-No finished slot can be passed over for more than k steps, however long it took: finishing early decides when a prompt
-is trained on, never whether.
+Without dropping, no slot can be passed over for more than k steps, however long it took: finishing early decides when
+a prompt is trained on, never whether.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kitae.types import Group
@@ -38,12 +40,22 @@ class Slot:
 
 
 class Buffer:
-    """`version` is the policy that the engine serves; `release` moves it on."""
+    """`version` is the policy that the engine serves; `release` moves it on.
 
-    def __init__(self, prompts_per_step: int, max_staleness: int, version: int = 0) -> None:
+    on_overdue: is told of each slot that is given up because a batch would have to wait for it; None: batches wait.
+    """
+
+    def __init__(
+        self,
+        prompts_per_step: int,
+        max_staleness: int,
+        version: int = 0,
+        on_overdue: Callable[[Slot], None] | None = None,
+    ) -> None:
         self.size = prompts_per_step
         self.bound = max_staleness
         self.version = version
+        self.on_overdue = on_overdue
         self.slots = (max_staleness + 1) * prompts_per_step
         self.open: list[Slot] = []  # issued and not trained yet, oldest first
         self._taken = 0  # of a batch whose version is not served yet
@@ -67,16 +79,28 @@ class Buffer:
         """Wait for a batch; unblocked by `put`. Its slots are no longer open, and not free before `release`."""
         while (batch := self.pick()) is None:
             await self._change()
-        self.open = [slot for slot in self.open if slot not in batch]
+        overdue = self._late(batch)
+        gone = {*batch, *overdue}
+        self.open = [slot for slot in self.open if slot not in gone]
         self._taken += len(batch)
+        if self.on_overdue and overdue:
+            for slot in overdue:
+                self.on_overdue(slot)
+            self._wake()
         return batch
 
     def pick(self) -> list[Slot] | None:
         """The slots of the next batch; None: it has to wait."""
         batch = [slot for slot in self.open if slot.outcome is not None][: self.size]
-        if len(batch) < self.size or self._late(batch):
+        if len(batch) < self.size or (self.on_overdue is None and self._late(batch)):
             return None
         return batch
+
+    @property
+    def awaited(self) -> list[Slot]:
+        """The slots that keep the next batch waiting: for the watchdog's message."""
+        ready = [slot for slot in self.open if slot.outcome is not None][: self.size]
+        return self._late(ready) or [slot for slot in self.open if slot.outcome is None]
 
     def release(self, version: int) -> None:
         """The engine serves `version`: the slots it was trained from are free."""
@@ -84,10 +108,18 @@ class Buffer:
         self._taken = 0
         self._wake()
 
-    def _late(self, batch: list[Slot]) -> bool:
-        """Whether a slot that is left behind could miss its deadline."""
-        left = [slot.version + self.bound - self.version for slot in self.open if slot not in batch]
-        return any(sum(deadline <= m for deadline in left) > m * self.size for m in range(self.bound + 1))
+    def _late(self, batch: list[Slot]) -> list[Slot]:
+        """Slots that would have to be in no later batch than this one, or others could miss their deadlines.
+
+        None of them is ready: a ready one would be in the batch, which is made of the oldest.
+        """
+        taken = set(batch)
+        left = [slot for slot in self.open if slot not in taken]  # oldest first, so by deadline
+        late = 0
+        for m in range(self.bound + 1):
+            due = sum(slot.version + self.bound - self.version <= m for slot in left) - late
+            late += max(0, due - m * self.size)
+        return left[:late]
 
     async def _change(self) -> None:
         await self._changed.wait()

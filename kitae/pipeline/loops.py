@@ -1,6 +1,6 @@
 """The four loops of a run. On-policy training is `max_staleness = 0` of the same loops that run ahead with more.
 
-    feed      takes a free slot, issues the next prompt of the stream             waits for: a slot
+    feed      takes a free slot, issues the next prompt of the stream              waits for: a slot
     rollouts  one task per slot: sample, score, journal, filter, perhaps refill    waits for: engine, verifier, disk
     train     takes a batch of slots, updates the weights                          waits for: a batch (see `buffer`)
     sync      hands the new version to the engine, saves, evaluates, frees slots   waits for: a trained version
@@ -8,9 +8,13 @@
 Where the engine uses the trainer's own weights, it stands still from the first optimizer step of a batch until it is
 told the new version: no token is sampled from weights that have no version. A cancelled loop leaves no trace but
 journalled rollouts, which a resumed run takes up again; a stopped one also journals what was sampled in part.
+
+Beside them, one task copies unfinished responses into the journal now and then, and a watchdog knows what each loop
+waits for (`watch`).
 """
 
 import asyncio
+import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -27,15 +31,17 @@ from kitae.algorithms.filters import has_variance
 from kitae.config import Config
 from kitae.data.prompts import PromptStream
 from kitae.engines.base import Engine, WeightUpdate
+from kitae.engines.probe import ProbedEngine, check_engine
 from kitae.envs.rollout import Parked, Runner
 from kitae.errors import RequestError, VerifierError, root_cause
 from kitae.observe.observer import Observer
 from kitae.observe.timeline import Timeline
 from kitae.pipeline.buffer import Buffer, Outcome, Slot
+from kitae.pipeline.watch import Watch
 from kitae.store.checkpoint import Frontier
 from kitae.store.run import RunStore
 from kitae.trainer.learner import Learner
-from kitae.types import Group, Rollout
+from kitae.types import Group, Prompt, Rollout
 
 T = TypeVar("T")
 
@@ -57,20 +63,31 @@ class Pipeline:
         frontier: Frontier,
         evaluate: Callable[[int], Any],
     ) -> None:
+        t, p = config.training, config.pipeline
         self.config = config
         self.store = store
         self.stream = stream
         self.timeline = Timeline(store.folder)
-        self.runner = replace(runner, span=lambda part, start, end: self.timeline.add(part, self.version, start, end))
+        self.watch = Watch(p.stall_limit, self._pulse, store.folder / "stalled.txt")
+        self.runner = replace(
+            runner,
+            span=lambda part, start, end: self.timeline.add(part, self.version, start, end),
+            waiting=lambda what, which: self.watch.waits("a rollout", what, lambda: which),
+        )
         self.engine = engine
         self.learner = learner
         self.observer = observer
         self.frontier = frontier
         self.evaluate = evaluate
-        self.buffer = Buffer(config.training.prompts_per_step, config.pipeline.max_staleness, frontier.step)
+        given_up = self._give_up if p.overdue == "drop" else None
+        self.buffer = Buffer(t.prompts_per_step, p.max_staleness, frontier.step, given_up)
         self.cursor = frontier.cursor
         self.issued = frontier.issued
         self.version = frontier.step
+        self._wanted = asyncio.Semaphore(t.steps * t.prompts_per_step + store.journal.overdue_slots() - self.issued)
+        self._overdue: set[Slot] = set()  # given up, and not in the journal yet
+        self._given_up = 0  # since the last batch
+        self._pass_rates = store.journal.pass_rates() if p.mastered_visits < 1 else {}
         self._issuing = asyncio.Lock()
         self._holding: Future[None] | None = None
         self._fills: dict[Slot, asyncio.Task[None]] = {}
@@ -87,15 +104,30 @@ class Pipeline:
         """Train up to the configured number of steps, or raise what went wrong."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._feed_loop(tasks))
-                tasks.create_task(self._train_loop())
-                tasks.create_task(self._sync_loop())
+                endless = [
+                    tasks.create_task(loop, name=name)
+                    for name, loop in (
+                        ("feed", self._feed_loop(tasks)),
+                        ("snapshots", self._snapshot_loop()),
+                        ("watch", self.watch.guard()),
+                    )
+                ]
+                training = tasks.create_task(self._train_loop(), name="train")
+                await tasks.create_task(self._sync_loop(), name="sync")
+                await training
+                for task in endless:
+                    task.cancel()
         except BaseExceptionGroup as group:
             raise root_cause(group) from None
         finally:
             if self._holding:
                 self._holding.cancel()  # or the trainer's thread would wait for a loop that is gone
             self._compute.shutdown(wait=False)
+
+    def _pulse(self) -> object:
+        """Changes while the engine works."""
+        stats = self.engine.stats()
+        return stats.generated_tokens, stats.prompt_tokens, stats.restarts
 
     @property
     def _refill_limit(self) -> int:
@@ -112,28 +144,47 @@ class Pipeline:
     # Loop 1
 
     async def _feed_loop(self, tasks: asyncio.TaskGroup) -> None:
-        """First the slots that an interrupted run had issued and not trained, then new ones."""
-        t = self.config.training
+        """First the slots that an interrupted run had issued and not trained, then new ones, as many as are wanted."""
         groups_of: dict[int, list[int]] = {}
         versions: dict[int, int] = {}
         for slot_number, group_id, version in self.store.journal.pending(self.cursor):
             groups_of.setdefault(slot_number, []).append(group_id)
             versions.setdefault(slot_number, min(version, self.version))
         for slot_number, group_ids in groups_of.items():
-            slot = await self.buffer.reserve(slot_number, versions[slot_number])
+            with self.watch.waits("feed", "a free slot"):
+                slot = await self.buffer.reserve(slot_number, versions[slot_number])
             self._fill(tasks, slot, group_ids)
-        while self.issued < t.steps * t.prompts_per_step:
-            slot = await self.buffer.reserve(self.issued)
+        while True:
+            with self.watch.waits("feed", "nothing: all prompts are issued"):
+                await self._wanted.acquire()
+            with self.watch.waits("feed", "a free slot"):
+                slot = await self.buffer.reserve(self.issued)
             self._fill(tasks, slot, [await self._issue(slot)])
 
     async def _issue(self, slot: Slot) -> int:
         """A new group for the slot, in the journal before it counts: a checkpoint finds there all that was issued."""
+        journal = self.store.journal
         async with self._issuing:
-            group_id = self.cursor
-            await self.store.journal.add_prompt(group_id, self.stream.at(group_id), slot.version, slot.number)
-            self.cursor += 1
-            self.issued = max(self.issued, slot.number + 1)
-            return group_id
+            while True:
+                group_id = self.cursor
+                prompt = self.stream.at(group_id)
+                skipped = self._is_mastered(group_id, prompt)
+                with self.watch.waits("feed", "the journal"):
+                    await journal.add_prompt(group_id, prompt, slot.version, slot.number)
+                    if skipped:
+                        await journal.skip(self.version + 1, [(group_id, "mastered")])
+                self.cursor += 1
+                self.issued = max(self.issued, slot.number + 1)
+                if not skipped:
+                    return group_id
+
+    def _is_mastered(self, group_id: int, prompt: Prompt) -> bool:
+        """Whether this visit to a prompt is left out, by a coin that knows only the seed and the visit."""
+        p = self.config.pipeline
+        if self._pass_rates.get(prompt.id, float("-inf")) < p.mastered:
+            return False
+        coin = random.Random(f"{self.config.run.seed}/{group_id}").random()
+        return coin >= p.mastered_visits and not self.store.journal.rollouts(group_id)
 
     # Loop 2
 
@@ -143,6 +194,7 @@ class Pipeline:
 
     async def _fill_slot(self, slot: Slot, group_ids: list[int]) -> None:
         """Groups of prompts until one is worth training on; `group_ids` are those that it has been given already."""
+        tried = list(group_ids)
         dropped: list[tuple[Group, str]] = []
         try:
             while True:
@@ -158,8 +210,21 @@ class Pipeline:
                         return
                     self._refills_left -= 1
                     group_ids.append(await self._issue(slot))
+                    tried.extend(group_ids)
         except Parked:  # the run is stopping; the journal has all of it
             return
+        except asyncio.CancelledError:
+            if slot not in self._overdue:
+                raise
+            await self.store.journal.skip(self.version + 1, [(group, "overdue") for group in tried])
+            self._overdue.remove(slot)
+            self._wanted.release()
+
+    def _give_up(self, slot: Slot) -> None:
+        """A batch goes without this slot; another takes its place, once the journal knows."""
+        self._overdue.add(slot)
+        self._given_up += 1
+        self._fills[slot].cancel()
 
     async def _run_group(self, group_id: int) -> Group:
         prompt = self.stream.at(group_id)
@@ -174,9 +239,22 @@ class Pipeline:
             self.observer.note(f"prompt {prompt.id} was skipped: {problem}")
             group = Group(group_id, prompt, ())
         self._finished_rollouts += len(group.rollouts)
+        if self.config.pipeline.mastered_visits < 1 and group.valid:
+            self._pass_rates[prompt.id] = float(np.mean(group.rewards_G))
         expected = self.buffer.slots * size
         self.observer.status(f"step {self.version + 1}: {self._finished_rollouts}/{expected} rollouts")
         return group
+
+    async def _snapshot_loop(self) -> None:
+        """Copy what grows into the journal: a killed run loses no more of a response than it sampled since."""
+        lengths: dict[str, int] = {}
+        while True:
+            await asyncio.sleep(self.config.pipeline.snapshot_seconds)
+            rollouts = self.runner.unfinished()
+            grown = [r for r in rollouts if r.response_length >= lengths.get(r.id, 0) + _WORTH_A_COPY]
+            lengths = {r.id: lengths.get(r.id, 0) for r in rollouts} | {r.id: r.response_length for r in grown}
+            if grown:
+                await self.store.journal.park(*grown)
 
     # Loop 3
 
@@ -185,7 +263,8 @@ class Pipeline:
         for step in range(self.frontier.step + 1, t.steps + 1):
             began = time.perf_counter()
             before = self.engine.stats()
-            slots = await self._or_stop(self.buffer.take())
+            with self.watch.waits("train", "a batch", self._what_is_missing):
+                slots = await self._or_stop(self.buffer.take())
             outcomes = [slot.outcome for slot in slots]
             waited = time.perf_counter() - began
             after = self.engine.stats()
@@ -194,6 +273,8 @@ class Pipeline:
             self._refills_left = self._refill_limit
             row["generate_seconds"] = after.busy_seconds - before.busy_seconds
             row["generated_tokens"] = after.generated_tokens - before.generated_tokens
+            row["overdue"] = self._given_up
+            self._given_up = 0
             row["engine_restarts"] = after.restarts - before.restarts
             row["generate_tokens_per_second"] = _rate(row["generated_tokens"], row["generate_seconds"])
             self._check_errors(row)
@@ -203,14 +284,15 @@ class Pipeline:
             rest = [g for o in outcomes for g, _ in o.dropped]
             shared = self.engine.shares_weights
             hold = partial(self._hold_engine, asyncio.get_running_loop()) if shared else lambda: None
-            with self.timeline.span("train", step):
+            with self.timeline.span("train", step), self.watch.waits("train", f"the trainer to learn step {step}"):
                 row |= await self._in_trainer(partial(self.learner.learn, step, groups, rest, hold))
             self._watch_updates(row, outcomes)
             if row.get("skipped_updates") or row.get("critic_skipped_updates"):
                 self.observer.note(f"step {step}: a gradient was not finite; those weights were left as they were")
             row["train_tokens_per_second"] = _rate(row.get("train_tokens", 0.0), row.get("train_seconds", 0.0))
             dropped = [(g.id, reason) for o in outcomes for g, reason in o.dropped]
-            await self.store.journal.add_fates(step, [g.id for g in groups], dropped)
+            with self.watch.waits("train", "the journal"):
+                await self.store.journal.add_fates(step, [g.id for g in groups], dropped)
             row["wait_seconds"] = waited
             row["step_seconds"] = time.perf_counter() - began
             row["engine_idle"] = max(0.0, 1 - _rate(row["generate_seconds"], row["step_seconds"]))
@@ -218,7 +300,15 @@ class Pipeline:
             self.version = step
             self.frontier = Frontier(step, self.cursor, self.learner.updates, self.issued)
             await self._trained.put(row)
-            await self._trained.join()  # the next batch is taken by the version that the engine serves
+            with self.watch.waits("train", f"the sync of version {step}"):
+                await self._trained.join()  # the next batch is taken by the version that the engine serves
+
+    def _what_is_missing(self) -> str:
+        """For the watchdog: which groups a batch waits for."""
+        awaited = sorted(slot.number for slot in self.buffer.awaited)
+        shown = ", ".join(map(str, awaited[:8])) + (" …" if len(awaited) > 8 else "")
+        ready = sum(slot.outcome is not None for slot in self.buffer.open)
+        return f"{ready} groups are ready, {self.buffer.size} are needed; slots {shown or 'none'} are awaited"
 
     def _hold_engine(self, loop: asyncio.AbstractEventLoop) -> None:
         """Called by the trainer before it touches the weights; the sync loop lets the engine go on."""
@@ -230,9 +320,10 @@ class Pipeline:
         bound, ages = self.config.pipeline.max_staleness, Counter[int]()
         for slot in slots:
             for r in slot.outcome.group.valid if slot.outcome and slot.outcome.group else ():
-                for version in (v for s in r.segments if s.source == "model" for v in s.versions):
+                sampled = (Counter(s.versions) for s in r.segments if s.source == "model")
+                for version, count in (item for found in sampled for item in found.items()):
                     assert self.version - version <= bound, f"rollout {r.id}: version {version} at {self.version}"
-                    ages[max(0, self.version - version)] += 1
+                    ages[max(0, self.version - version)] += count
         tokens = ages.total() or 1
         mean = sum(age * count for age, count in ages.items()) / tokens
         row = {"staleness": mean, "staleness_max": max(ages, default=0)}
@@ -295,32 +386,42 @@ class Pipeline:
     # Loop 4
 
     async def hand_over(self, version: int) -> dict[str, float]:
-        """Let the engine serve the trainer's weights under this version, and go on."""
-        tensors = None if self.engine.shares_weights else self.learner.trainer.export_weights()
+        """Let the engine serve the trainer's weights under this version, and go on.
+
+        One with weights of its own stands still meanwhile: no token is sampled before the probe has agreed.
+        """
         recompute = self.config.pipeline.in_flight == "recompute"
+        tensors = None
+        if not self.engine.shares_weights:
+            tensors = self.learner.trainer.export_weights()
+            await self.engine.pause()
         served = await self.engine.update_weights(WeightUpdate(version, tensors, recompute))
         assert served == version, f"the engine serves version {served}, expected {version}"
+        metrics = self.engine.sync_metrics()
+        if isinstance(self.engine, ProbedEngine):
+            metrics["probe_gap"] = await check_engine(self.engine, self.learner.trainer.policy, version=version)
         await self.engine.resume()
-        return self.engine.sync_metrics()
+        return metrics
 
     async def _sync_loop(self) -> None:
         t = self.config.training
         for _ in range(t.steps - self.frontier.step):
-            row = await self._trained.get()
+            with self.watch.waits("sync", "a trained version"):
+                row = await self._trained.get()
             step = row["step"]
             began = time.perf_counter()
-            with self.timeline.span("sync", step):
+            with self.timeline.span("sync", step), self.watch.waits("sync", f"the engine to serve version {step}"):
                 row |= await self.hand_over(step)
             row["sync_seconds"] = time.perf_counter() - began
             self.store.metrics.append(row)
             self.observer.step(row)
             if step % self.config.checkpoint.every == 0 or step == t.steps:
                 self.observer.status(f"step {step}: saving a checkpoint")
-                with self.timeline.span("save", step):
+                with self.timeline.span("save", step), self.watch.waits("sync", "the checkpoint"):
                     await self._in_trainer(self.save)
             every = self.config.eval.every
             if every and step % every == 0 and step < t.steps:
-                with self.timeline.span("evaluate", step):
+                with self.timeline.span("evaluate", step), self.watch.waits("sync", "the evaluation"):
                     await self.evaluate(step)
             self.buffer.release(step)
             self._trained.task_done()
@@ -351,6 +452,7 @@ class Pipeline:
 
 _SILENT_LIMIT = 5
 _PARK_LIMIT = 10.0  # seconds
+_WORTH_A_COPY = 32  # tokens that a response must have grown by
 
 
 def _rate(count: float, seconds: float) -> float:

@@ -61,6 +61,12 @@ class Sources:
 def prepare(config: Config, note: Callable[[str], None]) -> Sources:
     """Open the data, try the verifier on reference answers, load stages: all that can fail before a model loads."""
     Objective(config.algorithm, config.sampling.max_tokens)  # finds a user's own stages and checks their signatures
+    a, stale = config.algorithm, config.pipeline.max_staleness
+    if stale and a.correction == "none" and a.anchor != "behaviour":
+        note(
+            f"pipeline.max_staleness is {stale} and algorithm.correction is 'none': stale samples are trained on as if "
+            "the policy had just sampled them"
+        )
     held_out = eval_prompts(config.data, config.run.seed, config.eval.prompts) if config.eval.prompts else []
     sources = Sources(open_stream(config.data, config.run.seed), held_out)
 
@@ -97,7 +103,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         # Nothing of the run was touched so far; from here on its past after the checkpoint is given up.
         await store.journal.set_meta("config", config.to_json())
         await store.journal.add_event("start", f"step {frontier.step}")
-        await store.journal.rewind(frontier.step)
+        await store.journal.rewind(frontier.step, frontier.cursor)
         store.checkpoints.forget_after(frontier.step)
         store.metrics.rewind(frontier.step)
         engine = await _start_engine(config, policy, frontier.step)
@@ -213,7 +219,7 @@ def _runner(config: Config, engine: Engine, chat: Chat, pool: VerifierPool) -> R
 def _evaluation_runner(config: Config, runner: Runner) -> Runner:
     e = config.eval
     sampling = replace(runner.sampling, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k, min_p=e.min_p)
-    return replace(runner, sampling=sampling, label="eval")
+    return replace(runner, sampling=sampling, label="eval", begun={})
 
 
 async def _check_gold(pool: VerifierPool, prompts: list[Prompt], note: Callable[[str], None]) -> None:

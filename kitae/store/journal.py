@@ -6,7 +6,8 @@ the event loop. WAL mode: a killed process loses nothing that a caller was told 
     prompts   what was asked, by group id; the slot of the buffer it was issued into, and the version served then
     rollouts  what was sampled and how it was scored; tokens, log-probs and versions exactly as the engine gave them
     parked    what was sampled of responses that are not complete
-    fates     what became of each group: trained at a step, or dropped with a reason; one row per group, never two
+    fates     what became of each group, one row per group, never two: trained at a step; sampled and dropped with a
+              reason; or skipped with a reason, without having been sampled to the end
     events    what happened to the run: starts, resumes, errors
 """
 
@@ -45,6 +46,8 @@ CREATE TABLE IF NOT EXISTS fates (
     group_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, fate TEXT NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL);
 """
+
+_CLOSE_LIMIT = 60.0  # seconds for what is still to be written
 
 Statement = tuple[str, tuple[Any, ...]]
 Job = tuple[list[Statement], Future[None]]
@@ -91,9 +94,10 @@ class Journal:
             ]
         )
 
-    async def park(self, rollout: Rollout) -> None:
-        """Keep what was sampled so far of a rollout that is not complete."""
-        await self._write([("INSERT OR REPLACE INTO parked VALUES (?,?,?,?,?,?,?)", _rollout_row(rollout)[:7])])
+    async def park(self, *rollouts: Rollout) -> None:
+        """Keep what was sampled so far of rollouts that are not complete."""
+        sql = "INSERT OR REPLACE INTO parked VALUES (?,?,?,?,?,?,?)"
+        await self._write([(sql, _rollout_row(r)[:7]) for r in rollouts])
 
     async def update_score(self, rollout: Rollout) -> None:
         """Replace the score of a rollout that could not be judged before."""
@@ -108,15 +112,25 @@ class Journal:
         rows += [(group, step, "dropped", reason) for group, reason in dropped]
         await self._write([("INSERT INTO fates VALUES (?,?,?,?)", row) for row in rows])
 
+    async def skip(self, step: int, groups: Sequence[tuple[int, str]]) -> None:
+        """Close groups that will not be sampled to the end, each with its reason."""
+        rows = [(group, step, "skipped", reason) for group, reason in groups]
+        parked = [("DELETE FROM parked WHERE group_id = ?", (group,)) for group, _ in groups]
+        await self._write([*(("INSERT INTO fates VALUES (?,?,?,?)", row) for row in rows), *parked])
+
     async def add_event(self, kind: str, detail: str = "") -> None:
         await self._write([("INSERT INTO events VALUES (?,?,?)", (time.time(), kind, detail))])
 
     async def set_meta(self, key: str, value: str) -> None:
         await self._write([("INSERT OR REPLACE INTO meta VALUES (?,?)", (key, value))])
 
-    async def rewind(self, step: int) -> None:
-        """Forget what was trained after a checkpoint: those weights are gone. Rollouts stay usable."""
-        await self._write([("DELETE FROM fates WHERE step > ?", (step,))])
+    async def rewind(self, step: int, cursor: int) -> None:
+        """Forget what was trained after a checkpoint: those weights are gone. Rollouts stay usable.
+
+        What was skipped stays skipped, if it had been issued by then: another group took its place.
+        """
+        sql = "DELETE FROM fates WHERE step > ? AND (fate != 'skipped' OR group_id >= ?)"
+        await self._write([(sql, (step, cursor))])
 
     async def _write(self, statements: list[Statement]) -> None:
         assert self._writer is not None, "this journal is open for reading only"
@@ -154,7 +168,7 @@ class Journal:
     def close(self) -> None:
         if self._writer is not None:
             self._queue.put(None)
-            self._writer.join()
+            self._writer.join(_CLOSE_LIMIT)
             self._writer = None
         self._reader.close()
 
@@ -200,6 +214,20 @@ class Journal:
         yield from self._reader.execute(
             "SELECT r.group_id, r.sample, f.step, r.value FROM rollouts r JOIN fates f USING (group_id) "
             "ORDER BY r.group_id, r.sample"
+        )
+
+    def overdue_slots(self) -> int:
+        """Slots whose groups were skipped because a batch would not wait for them."""
+        sql = "SELECT count(DISTINCT slot) FROM prompts JOIN fates USING (group_id) WHERE fate='skipped' AND reason=?"
+        return int(self._reader.execute(sql, ("overdue",)).fetchone()[0])
+
+    def pass_rates(self) -> dict[str, float]:
+        """By prompt id, the mean score the last time that it was asked and judged."""
+        return dict(
+            self._reader.execute(
+                "SELECT p.prompt_id, avg(r.value) FROM prompts p JOIN rollouts r USING (group_id) "
+                "WHERE r.value IS NOT NULL AND r.sample >= 0 GROUP BY p.group_id ORDER BY p.group_id"
+            )
         )
 
     def counts(self) -> dict[str, int]:

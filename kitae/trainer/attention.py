@@ -12,6 +12,7 @@ from torch import Tensor
 from kitae.data.packing import Span
 from kitae.kernels import exact as exactly
 from kitae.kernels import flash, ops
+from kitae.kernels.transfer import send
 from kitae.models.attention import causal_mask, masked_attention
 
 _MAX_SCORES = 32 * 2**20  # scores held at a time, over all heads of a block
@@ -89,6 +90,7 @@ class _Layout(NamedTuple):
 
     bounds: flash.Bounds
     rows: Tensor | None  # None: every span sees itself only
+    takers: tuple[Tensor, Tensor] | None  # places in `rows`, by row; where those of each row begin, `[T + 1]`
 
     @classmethod
     def of(cls, spans: Sequence[Span], device: torch.device) -> "_Layout":
@@ -97,16 +99,18 @@ class _Layout(NamedTuple):
         lengths = [s.length for s in spans]
         bounds = flash.Bounds.of(lengths, [s.prefix_length + s.length for s in spans], device)
         if not any(s.prefix_length for s in spans):
-            return cls(bounds, None)
+            return cls(bounds, None, None)
         pieces = [p for s in spans for p in ((s.prefix_start, s.prefix_length), (s.start, s.length))]
         rows = np.concatenate([np.arange(start, start + length) for start, length in pieces])
-        return cls(bounds, torch.from_numpy(rows).to(device))
+        order = np.argsort(rows, kind="stable").astype(np.int32)
+        first = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=starts[-1]))]).astype(np.int32)
+        return cls(bounds, send(rows, device), (send(order, device), send(first, device)))
 
     def keys(self, x: Tensor) -> Tensor:
         """`[T, Hkv, D]` → `[S, Hkv, D]`."""
-        if self.rows is None:
+        if self.rows is None or self.takers is None:
             return x
-        picked: Tensor = _Gather.apply(x, self.rows)  # type: ignore[no-untyped-call]
+        picked: Tensor = _Gather.apply(x, self.rows, *self.takers)  # type: ignore[no-untyped-call]
         return picked
 
 
@@ -114,16 +118,19 @@ class _Gather(torch.autograd.Function):
     """Rows of x. The gradients of a row that was taken several times are added in fp32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
+    def forward(ctx: Any, x: Tensor, rows: Tensor, order: Tensor, first: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, order, first)
         ctx.shape = x.shape
         return x[rows]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        rows, order, first = ctx.saved_tensors
+        kernels = ops.training_kernels(rows.device, grads[0].dtype)
+        if hasattr(kernels, "sum_rows"):
+            return kernels.sum_rows(grads[0], order, first), None, None, None  # type: ignore[union-attr]
         total = torch.zeros(ctx.shape, dtype=torch.float32, device=rows.device)
-        return total.index_add_(0, rows, grads[0].float()).to(grads[0].dtype), None
+        return total.index_add_(0, rows, grads[0].float()).to(grads[0].dtype), None, None, None
 
 
 def _rows(s: Span) -> list[int]:

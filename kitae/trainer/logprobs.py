@@ -1,7 +1,8 @@
 """Log-probs and entropies of chosen tokens without ever holding tokens × vocabulary.
 
-Logits are made and used in chunks of rows, and made again in the backward pass. Only the hidden states and three
-numbers per row are kept in between. Everything after the head's matrix product is in fp32.
+Logits are made and used in chunks of rows, and made again in the backward pass, but for those of the last chunk, which
+are still there. Else only the hidden states and three numbers per row are kept in between. Everything after the head's
+matrix product is in fp32.
 """
 
 from typing import Any
@@ -51,6 +52,7 @@ class _TokenLogprobs(torch.autograd.Function):
             )
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
         ctx.rest = (transform, inverse_temperature, chunk, entropy_grad, exact)
+        ctx.last = buffer  # the logits of the last chunk
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
         return logp, entropy
@@ -65,10 +67,14 @@ class _TokenLogprobs(torch.autograd.Function):
         dhidden = torch.empty_like(hidden)
         dweight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         dbias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
-        buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
-        for i in range(0, hidden.shape[0], chunk):
+        buffer, ctx.last = ctx.last, None  # a second backward pass finds nothing there
+        kept = buffer is not None
+        if buffer is None:
+            buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
+        for i in reversed(range(0, hidden.shape[0], chunk)):
             part = slice(i, i + chunk)
-            logits = _logits(hidden[part], weight, bias, buffer, exact)
+            logits = buffer[: len(hidden[part])] if kept else _logits(hidden[part], weight, bias, buffer, exact)
+            kept = False
             dlogits = _row_gradients(
                 logits,
                 targets[part],
@@ -81,7 +87,7 @@ class _TokenLogprobs(torch.autograd.Function):
             )
             torch.mm(dlogits, weight, out=dhidden[part])
             if dweight is not None:
-                dweight += torch.mm(dlogits.mT, hidden[part])
+                _add_product(dweight, dlogits.mT, hidden[part])
             if dbias is not None:
                 dbias += dlogits.sum(0, dtype=torch.float32)
         return (
@@ -90,6 +96,14 @@ class _TokenLogprobs(torch.autograd.Function):
             None if dbias is None or bias is None else dbias.to(bias.dtype),
             None, None, None, None, None, None,
         )  # fmt: skip
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """`total += a @ b`, total in fp32. On a GPU the product adds by itself, and is not rounded before."""
+    if total.device.type == "cuda" and a.dtype != torch.float32:
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)
+    else:
+        total += torch.mm(a, b)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor, exact: bool) -> Tensor:
@@ -109,7 +123,7 @@ def _row_statistics(
     if transform == HeadTransform() and kernels is not None:
         statistics: tuple[Tensor, Tensor, Tensor] = kernels.row_statistics(logits, targets, inverse_temperature)
         return statistics
-    scaled = transform(logits.float()).mul_(inverse_temperature)
+    scaled = transform(logits.float()) * inverse_temperature  # the logits stay as they are
     lse = torch.logsumexp(scaled, -1)
     logp = scaled.gather(1, targets[:, None])[:, 0] - lse
     probs = (scaled - lse[:, None]).exp_()

@@ -42,7 +42,10 @@ class Optimizer:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
             if master is not parameter:
                 parameter.register_post_accumulate_grad_hook(_add_into(master))  # type: ignore[no-untyped-call]
-        fused = all(m.device.type in ("cpu", "cuda") for m in self.masters)
+        devices = {m.device.type for m in self.masters}
+        kernels = {ops.training_kernels(m.device, m.dtype) for m in self.masters} if devices == {"cuda"} else set()
+        self._kernels = kernels.pop() if len(kernels) == 1 else None
+        fused = devices <= {"cpu", "cuda"}
         self.adamw = torch.optim.AdamW(
             self.masters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=fused
         )
@@ -52,23 +55,54 @@ class Optimizer:
 
         skip: the loss was not finite, so the gradient means nothing whatever it is.
         """
-        grads = [m.grad for m in self.masters if m.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads).item()
+        norm = torch.nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
         rate = learning_rate(self.config, self.updates, self.total_updates)
-        finite = math.isfinite(norm) and not skip
-        if finite:
-            if norm > self.config.clip_norm:
-                torch._foreach_mul_(grads, self.config.clip_norm / (norm + 1e-6))
-            for group in self.adamw.param_groups:
-                group["lr"] = rate
-            self.adamw.step()
-            with torch.no_grad():
-                pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
-                if pairs:
-                    torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+        if self._kernels is not None and not skip:
+            finite = self._update_in_one_pass(norm, rate)
+        else:
+            finite = math.isfinite(norm.item()) and not skip
+            if finite:
+                self._update(norm.item(), rate)
         self.adamw.zero_grad(set_to_none=True)
         self.updates += 1
-        return {"grad_norm": norm, "lr": rate, "skipped_updates": float(not finite)}
+        return {"grad_norm": norm.item(), "lr": rate, "skipped_updates": float(not finite)}
+
+    def _update(self, norm: float, rate: float) -> None:
+        if norm > self.config.clip_norm:
+            grads = [m.grad for m in self.masters if m.grad is not None]
+            torch._foreach_mul_(grads, self.config.clip_norm / (norm + 1e-6))
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        self.adamw.step()
+        with torch.no_grad():
+            pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
+            if pairs:
+                torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+
+    @torch.no_grad()
+    def _update_in_one_pass(self, norm: Tensor, rate: float) -> bool:
+        """The same as `_update`, launched before the host knows the norm; returns whether it was finite."""
+        assert self._kernels is not None
+        limit = self.config.clip_norm
+        scale = torch.where(norm > limit, limit / (norm + 1e-6), 1.0).where(norm.isfinite(), torch.nan)
+        settings = self.adamw.param_groups[0]
+        touched = []
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if master.grad is not None:
+                state = self.adamw.state[master]
+                if not state:
+                    zeros = (torch.zeros_like(master, memory_format=torch.contiguous_format) for _ in range(2))
+                    state.update(zip(("step", "exp_avg", "exp_avg_sq"), (torch.tensor(0.0), *zeros), strict=True))
+                self._kernels.adamw(
+                    parameter, master, master.grad, state["exp_avg"], state["exp_avg_sq"], scale,
+                    step=int(state["step"]) + 1, rate=rate, betas=settings["betas"], eps=settings["eps"],
+                    weight_decay=settings["weight_decay"],
+                )  # fmt: skip
+                touched.append(state)
+        finite = math.isfinite(norm.item())
+        for state in touched:
+            state["step"] += int(finite)
+        return finite
 
     def state(self) -> dict[str, Tensor]:
         """Masters and moments by name, flat: `{"master.model.norm.weight": …, "exp_avg.model.norm.weight": …}`."""

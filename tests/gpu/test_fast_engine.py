@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,38 @@ def test_weights_written_in_flight_reach_the_graphs(tiny_policy: TinyPolicy) -> 
     done = with_engine(policy, use)
     assert len({c.tokens for c in done}) >= 2 and [c.versions[0] for c in done] == [0, 1, 2]
     assert done[2].tokens == generate(policy, [request], fast=False)[0].tokens
+
+
+@pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
+def test_updates_in_flight_and_parking_leave_mixed_rows_alone(recompute: bool, tiny_policy: TinyPolicy) -> None:
+    """Groups, greedy and filtered rows: the weights get new numbers, then all is parked and continued elsewhere."""
+    policy = tiny_policy("qwen2")
+    requests = mixed_requests()
+    whole = generate(policy, requests)
+
+    async def interrupted(engine: NativeEngine) -> list[Completion]:
+        tasks = [asyncio.create_task(engine.generate(r)) for r in requests]
+        for version, tokens in enumerate((50, 150, 250), 1):
+            while engine.stats().generated_tokens < tokens:
+                await asyncio.sleep(0.0005)
+            await engine.update_weights(WeightUpdate(version, recompute=recompute))
+        while engine.stats().generated_tokens < 350:
+            await asyncio.sleep(0.0005)
+        await engine.park()
+        return [await task for task in tasks]
+
+    parts = with_engine(policy, interrupted)
+    assert sum(p.finish == "parked" for p in parts) > len(parts) // 2
+    assert all(list(p.versions) == sorted(p.versions) for p in parts) and {v for p in parts for v in p.versions} > {
+        0,
+        3,
+    }
+    rest = [(i, replace(r, prior=parts[i].sampled)) for i, r in enumerate(requests) if parts[i].finish == "parked"]
+    done = list(parts)
+    for (i, _), completion in zip(rest, generate(policy, [r for _, r in rest]), strict=True):
+        done[i] = completion
+    assert sum(a.tokens != b.tokens for a, b in zip(done, whole, strict=True)) <= 1
+    assert [c.finish for c in done] == [c.finish for c in whole]
 
 
 def test_the_joined_weights_train_and_save_as_before(tiny_policy: TinyPolicy, tmp_path: Path) -> None:

@@ -107,3 +107,180 @@ def test_bf16_gradient_is_as_near_to_the_exact_one_as_plain_torch(
     with pytest.MonkeyPatch.context() as patch:
         plain = error(False, False, patch)
     assert fast < 1.2 * plain + 1e-3, (fast, plain)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("side_by_side", [True, False])
+def test_norm_queries_keys_and_values(bias: bool, side_by_side: bool) -> None:
+    from kitae.engines.native.fused import _side_by_side
+    from kitae.kernels import gpu_training
+
+    rows, width, dim = 70, 96, 24
+    modules = [torch.nn.Linear(width, n * dim, bias=bias, device="cuda") for n in (6, 2, 2)]
+    if side_by_side:
+        _side_by_side([m.weight for m in modules])
+    x = torch.randn(rows, width, device="cuda", requires_grad=True)
+    gain = torch.randn(width, device="cuda", requires_grad=True)
+    angles = torch.randn(rows, dim // 2, device="cuda").repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    def rotate(y: torch.Tensor) -> torch.Tensor:
+        a, b = y.chunk(2, -1)
+        return y * cos[:, None] + torch.cat((-b, a), -1) * sin[:, None]
+
+    normed = torch.nn.functional.rms_norm(x, (width,), gain, 1e-6)
+    q, k, v = (m(normed).view(rows, -1, dim) for m in modules)
+    expected = (x, rotate(q), rotate(k), v)
+    got = gpu_training.normed_qkv(x, (gain, 1e-6), cos, sin, dim, *modules)
+    grads = [torch.randn_like(t) for t in expected]
+    grads[2] = torch.randn(rows, 5, dim, device="cuda")[:, 1:3]  # rows with a stride
+    assert_same_gradients(got, expected, [x, gain, *(p for m in modules for p in m.parameters())], grads)
+
+
+def test_norm_of_a_sum_and_two_products() -> None:
+    from kitae.kernels import gpu_training
+
+    x, y = (torch.randn(70, 96, device="cuda", requires_grad=True) for _ in range(2))
+    gain = torch.randn(96, device="cuda", requires_grad=True)
+    modules = [torch.nn.Linear(96, 112, bias=False, device="cuda") for _ in range(2)]
+    normed = torch.nn.functional.rms_norm(x + y, (96,), gain, 1e-6)
+    expected = (x + y, *(m(normed) for m in modules))
+    got = gpu_training.normed_pair(x, y, (gain, 1e-6), *modules)
+    grads = [torch.randn_like(t) for t in expected]
+    assert_same_gradients(got, expected, [x, y, gain, *(m.weight for m in modules)], grads)
+
+
+def assert_same_gradients(
+    got: tuple[torch.Tensor, ...],
+    expected: tuple[torch.Tensor, ...],
+    inputs: list[torch.Tensor],
+    grads: list[torch.Tensor],
+) -> None:
+    pairs = zip(torch.autograd.grad(got, inputs, grads), torch.autograd.grad(expected, inputs, grads), strict=True)
+    for a, b in (*zip(got, expected, strict=True), *pairs):
+        torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "mistral", "qwen3", "gemma3"])
+def test_layers_of_the_llama_family_are_one_function(architecture: str, tiny_policy: TinyPolicy) -> None:
+    """And where an adapter came in later, the layer still computes what its class defines."""
+    policy = tiny_policy(architecture, device="cuda")
+    layers = list(policy.decoder.layers)  # type: ignore[attr-defined]
+    fused = [getattr(layer.forward, "__module__", "") == "kitae.models.fuse" for layer in layers]
+    assert all(fused) if architecture in ("llama", "qwen2", "mistral") else not any(fused)
+    row = torch.arange(5, 45, device="cuda")
+    expected = tiny_policy(architecture, device="cuda", fuse=False).score(row)
+    torch.testing.assert_close(policy.score(row), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        tiny_policy(architecture, device="cuda", lora_rank=4).score(row), expected, atol=1e-4, rtol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_taken_several_times_are_summed(dtype: torch.dtype) -> None:
+    from kitae.kernels import gpu_training
+
+    rows = torch.randint(50, (400,), device="cuda") // 2 * 2  # every other one is taken by nobody
+    order = torch.argsort(rows, stable=True).int()
+    first = torch.cat([rows.new_zeros(1), torch.bincount(rows, minlength=50).cumsum(0)]).int()
+    parts = torch.randn(400, 2, 24, device="cuda", dtype=dtype)
+    expected = torch.zeros(50, 2, 24, device="cuda").index_add_(0, rows, parts.float()).to(dtype)
+    got = gpu_training.sum_rows(parts, order, first)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 1e-2)
+    assert torch.equal(got, gpu_training.sum_rows(parts, order, first))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adamw_in_one_pass_equals_torch(dtype: torch.dtype) -> None:
+    """With clipping, weight decay, a gradient that is not finite, and a restart from saved state."""
+    from kitae.config import TrainingConfig
+    from kitae.trainer.optim import Optimizer
+
+    config = TrainingConfig(lr=1e-2, weight_decay=0.1, clip_norm=30.0)
+    shapes = [(5001,), (64, 48), (3,)]
+    start = [torch.randn(s, device="cuda").to(dtype) for s in shapes]
+
+    def make() -> Optimizer:
+        named = [(str(i), torch.nn.Parameter(t.clone())) for i, t in enumerate(start)]
+        return Optimizer(named, config, 10)
+
+    one, plain = make(), make()
+    assert one._kernels is not None
+    plain._kernels = None
+    for step in range(8):
+        if step == 5:
+            saved = {n: t.clone() for n, t in one.state().items()}
+            one = make()
+            one.load_state(saved, 5)
+        for i, shape in enumerate(shapes):
+            grad = torch.randn(shape, device="cuda") * (1 if step % 2 else 0.1)
+            if step == 3 and i == 1:
+                grad[7] = float("inf")
+            for optimizer in (one, plain):
+                optimizer.masters[i].grad = grad.clone()
+        a, b = one.step(), plain.step()
+        assert a["skipped_updates"] == b["skipped_updates"] == float(step == 3)
+        if step != 3:
+            assert a["grad_norm"] == pytest.approx(b["grad_norm"])
+        for p, q in zip(one.masters, plain.masters, strict=True):
+            torch.testing.assert_close(p, q, atol=1e-5, rtol=1e-5)
+        for p, m in zip(one.parameters, one.masters, strict=True):
+            assert torch.equal(p, m.to(dtype)) and m.grad is None
+
+
+def test_rows_of_a_step_are_launched_without_waiting(tiny_policy: TinyPolicy) -> None:
+    """Forward and backward of all micro-batches; only the metrics at the end wait for the device."""
+    import warnings
+
+    from test_gradient import make_samples
+
+    from kitae.algorithms.objective import Objective
+    from kitae.config import TrainingConfig
+    from kitae.trainer.trainer import Trainer
+
+    policy = tiny_policy("qwen2", device="cuda", dtype="bfloat16")
+    objective = Objective(AlgorithmConfig(preset="grpo"), 64)
+    batch = objective.batch(make_samples([(g, 9, 20 + i) for g in range(6) for i in range(3)]))
+    trainer = Trainer(policy, TrainingConfig(token_budget=100), temperature=1.0)
+    trainer.forward_backward(batch, objective)
+    trainer.optim_step()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            trainer.forward_backward(batch, objective)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [w for w in seen if "called a synchronizing" in str(w.message)]
+    assert len(waits) <= 1, [f"{w.filename}:{w.lineno}" for w in waits]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_recomputed_activations_give_the_same_gradient(architecture: str, tiny_policy: TinyPolicy) -> None:
+    from test_gradient import SHAPES, assert_same, gradient, make_samples
+
+    samples = make_samples(SHAPES)
+    algorithm = AlgorithmConfig(preset="grpo")
+    kept = gradient(tiny_policy(architecture, device="cuda"), samples, algorithm)
+    again = gradient(tiny_policy(architecture, device="cuda"), samples, algorithm, checkpoint_activations=True)
+    assert_same(again, kept)
+
+
+def test_chunks_of_logits_give_one_gradient(tiny_policy: TinyPolicy) -> None:
+    """The last chunk's logits are kept, the others made again; products of all of them are added in fp32."""
+    from test_gradient import SHAPES, gradient, make_samples
+
+    samples = make_samples(SHAPES)
+    algorithm = AlgorithmConfig(preset="grpo", entropy_coef=0.01)
+
+    def head(chunk: int) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kitae.trainer.optim._add_into", lambda master: lambda parameter: None)
+            policy = tiny_policy("qwen2", device="cuda", dtype="bfloat16")
+            found = gradient(policy, samples, algorithm, logit_chunk=chunk)
+        return found["model.embed_tokens.weight"].float()
+
+    whole = head(1000)
+    for chunk in (1, 7, 20):
+        assert (head(chunk) - whole).norm() < 0.01 * whole.norm(), chunk

@@ -1,7 +1,9 @@
 """Generation runs ahead of training: the bound holds, learning goes on, and nothing is lost or trained twice."""
 
+import json
 import re
 import signal
+import sqlite3
 import time
 from collections import Counter
 from pathlib import Path
@@ -44,13 +46,15 @@ def check_ledger(run: Path, config: Config) -> Counter[str]:
         assert journal.counts()["parked"] == 0
         for group, step, fate, _ in fates:
             rollouts = journal.rollouts(group)
+            if fate == "skipped":
+                continue
             assert len(rollouts) == config.training.group_size
             oldest = min(v for r in rollouts for s in r.segments for v in s.versions)
             if fate == "trained":
                 assert step - 1 - oldest <= config.pipeline.max_staleness
         per_step = Counter(step for _, step, fate, _ in fates if fate == "trained")
         if not config.pipeline.refill:
-            closed = Counter(step for _, step, _, _ in fates)
+            closed = Counter(step for _, step, fate, _ in fates if fate != "skipped")
             assert set(closed.values()) == {config.training.prompts_per_step}
         assert sum(per_step.values()) <= config.training.steps * config.training.prompts_per_step
         return Counter(fate for _, _, fate, _ in fates)
@@ -113,6 +117,61 @@ def test_refills_keep_the_batch_full(tmp_path: Path) -> None:
     assert fates["dropped"] > 0 and fates["trained"] == 24
 
 
+def test_overdue_groups_can_be_dropped(tmp_path: Path) -> None:
+    """One prompt in four takes long to judge: the batches go on without it, and others take its place."""
+    (tmp_path / "slow.py").write_text(
+        "import time\n\ndef digits(response, reference, context):\n"
+        "    time.sleep(0.4 if str(reference).startswith('1') else 0.0)\n"
+        "    return 1.0 if response == str(reference) else sum(c.isdigit() for c in response) / max(1, len(response))\n"
+    )
+    settings = (
+        f"verifier.name={tmp_path / 'slow.py'}:digits",
+        "verifier.workers=6",
+        "pipeline.max_staleness=1",
+        "pipeline.overdue=drop",
+        "pipeline.stall_limit=10",
+        "training.steps=8",
+        "training.group_size=4",
+        "eval.prompts=0",
+    )
+    result = run_toy(tmp_path, *settings)
+    fates = check_ledger(result.folder, toy_config(tmp_path, *settings))
+    steps = [r for r in rows(result.folder) if r["kind"] == "step"]
+    assert fates["trained"] == 32 and fates["skipped"] == sum(r["overdue"] for r in steps) > 0
+    assert all(r["groups"] == 4 for r in steps)
+
+
+def test_mastered_prompts_are_asked_less(tmp_path: Path) -> None:
+    """Four prompts, two of which are always right: they are skipped at three of four later visits."""
+    data = tmp_path / "four.jsonl"
+    data.write_text(
+        "".join(json.dumps({"question": f"p{i}", "answer": "easy" if i < 2 else "hard"}) + "\n" for i in range(4))
+    )
+    (tmp_path / "fixed.py").write_text(
+        "def score(response, reference, context):\n    return 1.0 if reference == 'easy' else (len(response) % 2) / 2\n"
+    )
+    settings = (
+        f"data.path={data}",
+        f"verifier.name={tmp_path / 'fixed.py'}:score",
+        "verifier.check_gold=false",
+        "pipeline.mastered_visits=0.25",
+        "training.steps=15",
+        "training.group_size=2",
+        "eval.prompts=0",
+    )
+    result = run_toy(tmp_path, *settings)
+    fates = check_ledger(result.folder, toy_config(tmp_path, *settings))
+    journal = Journal(result.folder / "journal.sqlite", read_only=True)
+    asked, skipped = Counter[str](), Counter[str]()
+    for group, _, fate, reason in journal.groups():
+        prompt = journal.prompt(group)
+        assert prompt is not None and reason in ("", "mastered")
+        (skipped if fate == "skipped" else asked)[prompt.reference] += 1
+    journal.close()
+    assert fates["trained"] == 60 and skipped["hard"] == 0
+    assert 0.1 < asked["easy"] / (asked["easy"] + skipped["easy"]) < 0.5
+
+
 STALE = ("pipeline.max_staleness=2", "training.steps=8", "checkpoint.every=3", "eval.prompts=0")
 
 
@@ -125,6 +184,45 @@ def test_killed_runs_resume_without_loss(moment: int, tmp_path: Path) -> None:
     finish(kitae("resume", str(run)))
     check_ledger(run, toy_config(tmp_path, *settings))
     assert [r["step"] for r in rows(run) if r["kind"] == "step"] == list(range(1, 9))
+
+
+def test_a_killed_run_keeps_what_was_sampled_of_long_responses(tmp_path: Path) -> None:
+    settings = (
+        VERIFIER,
+        "sampling.max_tokens=400",
+        "training.steps=1",
+        "eval.prompts=0",
+        "pipeline.snapshot_seconds=0.1",
+    )
+    process = kitae("train", str(RECIPE), f"run.dir={tmp_path}", *settings)
+    run = tmp_path / "toy-001"
+    kill_when(process, lambda: parked_tokens(run) > 2000)
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    parked = [r for g in range(24) for r in journal.parked(g)]
+    journal.close()
+    assert parked
+    finish(kitae("resume", str(run)))
+    check_ledger(run, toy_config(tmp_path, *settings))
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    for part in parked:
+        (whole,) = [r for r in journal.rollouts(part.group) if r.index == part.index]
+        length = part.response_length
+        assert length >= 32 and whole.segments[0].tokens[:length] == part.segments[0].tokens
+        assert whole.segments[0].logprobs[:length] == part.segments[0].logprobs
+    journal.close()
+
+
+def parked_tokens(run: Path) -> int:
+    if not (run / "journal.sqlite").exists():
+        return 0
+    try:
+        journal = Journal(run / "journal.sqlite", read_only=True)
+        try:
+            return sum(r.response_length for g in range(24) for r in journal.parked(g))
+        finally:
+            journal.close()
+    except (StoreError, sqlite3.Error):  # it is being made
+        return 0
 
 
 def test_what_is_being_sampled_is_parked_on_ctrl_c(tmp_path: Path) -> None:
@@ -201,7 +299,7 @@ def test_the_engine_may_have_a_process_of_its_own(staleness: int, sync: str, tmp
     result = run_toy(tmp_path / "own", *settings)
     check_ledger(result.folder, toy_config(tmp_path / "own", *settings))
     steps = [r for r in rows(result.folder) if r["kind"] == "step"]
-    assert all(r["sync_bytes"] > 0 for r in steps)
+    assert all(r["sync_bytes"] > 0 and r["probe_gap"] < 1e-4 for r in steps)
     if staleness == 0:
         assert max(r["logp_gap_max"] for r in steps) < 1e-3, "it samples from other weights"
         shared = run_toy(tmp_path / "shared", "training.steps=4", "eval.prompts=0")

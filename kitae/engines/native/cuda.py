@@ -30,6 +30,7 @@ from kitae.engines.native.scheduler import Admission
 from kitae.engines.native.sequence import Sequence
 from kitae.kernels import gpu, gpu_training
 from kitae.kernels.exact import Reach
+from kitae.kernels.transfer import send
 from kitae.models.policy import HeadTransform, Policy
 
 log = logging.getLogger("kitae")
@@ -186,8 +187,7 @@ class CudaRunner(Runner):
             self.table.view(-1)[self._send(np.array(cells))] = self._send(np.array(pages, dtype=np.int32))
 
     def _send(self, array: "np.ndarray[Any, Any]") -> Tensor:
-        """To the device, without waiting for it."""
-        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+        return send(array, self.device)
 
     def _step_for(self, batch: int) -> "_Step":
         if batch not in self._steps:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from kitae.config import EngineConfig
-from kitae.engines.base import Completion, EngineStats, Request, WeightUpdate
+from kitae.engines.base import Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.engines.native.cache import KVCache, PagePool
 from kitae.engines.native.runner import Result, make_runner
 from kitae.engines.native.scheduler import Scheduler
@@ -28,6 +28,8 @@ from kitae.models.policy import Policy
 from kitae.types import FinishReason
 
 T = TypeVar("T")
+
+_CLOSE_LIMIT = 60.0  # seconds for the step that is running
 
 
 class NativeEngine:
@@ -92,6 +94,9 @@ class NativeEngine:
     async def park(self) -> None:
         await self._command(self._park)
 
+    def progress(self) -> dict[str, Sampled]:
+        return {sequence.request.id: sequence.progress() for sequence in self.in_flight()}
+
     def stats(self) -> EngineStats:
         return self.scheduler.stats(self.version, self.generated, self.busy)
 
@@ -106,7 +111,7 @@ class NativeEngine:
         if not self._closed:
             self._closed = True
             self._commands.put(lambda: None)
-            await asyncio.to_thread(self._thread.join)
+            await asyncio.to_thread(self._thread.join, _CLOSE_LIMIT)
 
     async def _command(self, action: Callable[[], T]) -> T:
         loop = asyncio.get_running_loop()

@@ -18,16 +18,13 @@ from torch import Tensor, nn
 
 from kitae.engines.native.cache import KVCache
 from kitae.kernels import gpu
+from kitae.kernels.memory import joined
 from kitae.models.attention import AttentionContext, causal_mask, masked_attention
+from kitae.models.fuse import is_llama_layer, is_rms_norm
 from kitae.models.policy import Policy
 
 log = logging.getLogger("kitae")
 
-_PARTS = {
-    "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
-    "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
-    "mlp": {"gate_proj", "up_proj", "down_proj", "act_fn"},
-}
 _PROBE = 24  # tokens
 
 
@@ -161,44 +158,13 @@ def _known(policy: Policy) -> bool:
         return False
     if getattr(decoder.rotary_emb, "rope_type", None) in ("dynamic", "longrope"):  # these depend on the length
         return False
-    return _is_norm(getattr(decoder, "norm", None)) and all(_known_layer(layer) for layer in decoder.layers)
-
-
-def _known_layer(layer: Any) -> bool:
-    for part, names in _PARTS.items():
-        module = getattr(layer, part, None) if part else layer
-        if module is None or {n for n, _ in module.named_children()} - {"q_norm", "k_norm"} != names:
-            return False
-    attn, mlp = layer.self_attn, layer.mlp
-    linear = [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [getattr(attn, n) for n in ("q_norm", "k_norm") if hasattr(attn, n)]
-    return (
-        all(type(m) is nn.Linear for m in linear)
-        and all(m.bias is None for m in linear[3:])
-        and len({m.bias is None for m in linear[:3]}) == 1
-        and all(map(_is_norm, norms))
-        and len(norms) in (2, 4)
-        and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
-    )
-
-
-def _is_norm(module: Any) -> bool:
-    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+    return is_rms_norm(getattr(decoder, "norm", None)) and all(is_llama_layer(layer) for layer in decoder.layers)
 
 
 def _side_by_side(parameters: list[nn.Parameter]) -> Tensor:
     """Move parameters into one tensor and make them views of it, unless they are already."""
-    first = parameters[0]
-    ends = [p.data_ptr() + p.numel() * p.element_size() for p in parameters]
-    if all(p.data_ptr() == end for p, end in zip(parameters[1:], ends, strict=False)):
-        rows = sum(len(p) for p in parameters)
-        end = (first.storage_offset() + rows * first[0].numel()) * first.element_size()
-        if end <= first.untyped_storage().nbytes():
-            return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
-    joined = torch.cat([p.detach() for p in parameters])
-    start = 0
-    for p in parameters:
-        p.data = joined[start : start + len(p)]
-        start += len(p)
-    return joined
+    together = joined(parameters)
+    if together.data_ptr() != parameters[0].data_ptr():
+        for p, place in zip(parameters, torch.split(together, [len(p) for p in parameters]), strict=True):
+            p.data = place
+    return together

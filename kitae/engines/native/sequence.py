@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kitae.engines.base import Completion, Request
+from kitae.engines.base import Completion, Request, Sampled
 from kitae.types import FinishReason
 
 PrefixKey = tuple[str, tuple[int, ...]]
@@ -58,6 +58,11 @@ class Sequence:
     def capacity(self) -> int:
         """Tokens that are ever in the pages: the last one generated never is."""
         return self.prompt_length + self.limit - 1
+
+    def progress(self) -> Sampled:
+        """What it could be continued from. The last token may be the one that ends it, so it is left out."""
+        keep = max(len(self.request.prior.tokens), len(self.versions) - 1)
+        return Sampled(tuple(self.tokens[:keep]), tuple(self.logprobs[:keep]), tuple(self.versions[:keep]))
 
     def completion(self, finish: FinishReason) -> Completion:
         return Completion(self.request.id, tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), finish)

@@ -282,13 +282,13 @@ def _damage(engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch, times: int) 
 
 
 def test_the_probe_catches_an_old_and_a_wrong_version(engine: ProcessEngine, policy: Policy, run: Run[Any]) -> None:
-    assert run(check_engine(engine, policy, 1e-5, version=0)) == 0
+    assert run(check_engine(engine, policy, tolerance=1e-5, version=0)) == 0
     shift(policy, 0.5, seed=1)  # trained, and not sent
     assert run(engine.probe()).gap(score_probe(policy)) > 0.01
-    assert run(check_engine(engine, policy, 1e-5, version=1)) == 0
+    assert run(check_engine(engine, policy, tolerance=1e-5, version=1)) == 0
     assert engine.stats().version == 1
     shift(policy, 0.5, seed=2)  # the number is right, the weights are not
-    assert run(check_engine(engine, policy, 1e-5, version=1)) == 0
+    assert run(check_engine(engine, policy, tolerance=1e-5, version=1)) == 0
     assert run(engine.probe()) == Probe(1, score_probe(policy))
 
 
@@ -301,7 +301,7 @@ def test_a_probe_that_no_sync_helps_raises(policy: Policy, run: Run[Any]) -> Non
             return update.version
 
     with pytest.raises(EngineError, match=r"must serve version 3 .* serves version 2 with a difference of 1, also"):
-        run(check_engine(Stubborn(), policy, 1e-3, version=3))  # type: ignore[arg-type]
+        run(check_engine(Stubborn(), policy, tolerance=1e-3, version=3))  # type: ignore[arg-type]
 
 
 def test_a_killed_process_is_replaced_and_nothing_shows(engine: ProcessEngine, policy: Policy, run: Run[Any]) -> None:

@@ -27,17 +27,24 @@ async def now(work: Coroutine[Any, Any, T]) -> T | None:
 
 
 class Schedule(RuleBasedStateMachine):
-    """Feed, finish in any order, train, serve: as the loops may interleave them."""
+    """Feed, finish in any order, train, serve: as the loops may interleave them, and overdue slots are waited for."""
 
-    @initialize(size=st.integers(1, 4), bound=st.integers(0, 4), steps=st.integers(1, 12))
-    def start(self, size: int, bound: int, steps: int) -> None:
+    @initialize(size=st.integers(1, 4), bound=st.integers(0, 4), steps=st.integers(1, 12), drop=st.booleans())
+    def start(self, size: int, bound: int, steps: int, drop: bool) -> None:
         self.loop = asyncio.new_event_loop()
-        self.buffer = Buffer(size, bound)
+        self.buffer = Buffer(size, bound, on_overdue=self.give_up if drop else None)
+        self.given_up: list[int] = []
         self.total = steps * size
         self.issued = 0
         self.in_flight: list[Slot] = []
         self.trained: list[int] = []
         self.batch: list[Slot] = []
+
+    def give_up(self, slot: Slot) -> None:
+        assert slot.outcome is None and slot.version < self.buffer.version, "only old ones that are not ready"
+        self.in_flight.remove(slot)
+        self.given_up.append(slot.number)
+        self.total += 1  # another takes its place
 
     @precondition(lambda self: self.issued < self.total)
     @rule()
@@ -91,7 +98,7 @@ class Schedule(RuleBasedStateMachine):
     def the_ledger_balances(self) -> None:
         if hasattr(self, "buffer"):
             open_now = [slot.number for slot in self.buffer.open]
-            assert sorted([*open_now, *self.trained]) == list(range(self.issued))
+            assert sorted([*open_now, *self.trained, *self.given_up]) == list(range(self.issued))
             assert len(self.buffer.open) + len(self.batch) <= self.buffer.slots
 
     @invariant()
@@ -102,6 +109,9 @@ class Schedule(RuleBasedStateMachine):
         full = len(self.buffer.open) == self.buffer.slots or self.issued == self.total
         if full and not self.in_flight and self.buffer.open:
             assert self.buffer.pick() is not None
+        ready = sum(slot.outcome is not None for slot in self.buffer.open)
+        if self.buffer.on_overdue and ready >= self.buffer.size:
+            assert self.buffer.pick() is not None, "it waits for nobody"
 
     def teardown(self) -> None:
         """And from anywhere the run can be finished."""
@@ -118,7 +128,7 @@ class Schedule(RuleBasedStateMachine):
                 self.buffer.put(self.in_flight.pop(0), NOTHING)
             self.train()
         self.loop.close()
-        assert sorted(self.trained) == list(range(self.total))
+        assert sorted([*self.trained, *self.given_up]) == list(range(self.total))
 
 
 Schedule.TestCase.settings = settings(

@@ -28,6 +28,10 @@ def rollout(group: int, index: int = 0, text: str = "2, 1") -> Rollout:
     return Rollout(group, index, (1, 2, 3), (segment,), "stop", text, Score(1.0))
 
 
+def prompt(group: int) -> Prompt:
+    return Prompt(f"p{group}", (Message("user", "2 + 2"),), "4")
+
+
 @pytest.fixture
 def journal(tmp_path: Path) -> Iterator[Journal]:
     opened = Journal(tmp_path / "journal.sqlite")
@@ -202,12 +206,40 @@ def test_rewind_forgets_fates_and_keeps_rollouts(journal: Journal) -> None:
             await journal.add_rollout(rollout(group))
         await journal.add_fates(1, trained=[0, 1], dropped=[])
         await journal.add_fates(2, trained=[2], dropped=[(3, "errors")])
-        await journal.rewind(1)
+        await journal.rewind(1, 10)
         await journal.add_fates(2, trained=[2, 3], dropped=[])
 
     asyncio.run(write())
     assert journal.groups(step=2) == [(2, 2, "trained", ""), (3, 2, "trained", "")]
     assert [len(journal.rollouts(g)) for g in range(4)] == [1, 1, 1, 1]
+
+
+def test_what_was_skipped_before_a_checkpoint_stays_skipped(journal: Journal) -> None:
+    async def write() -> None:
+        for group in range(6):
+            await journal.add_prompt(group, prompt(group), 0, slot=group // 2)
+        await journal.park(rollout(1), rollout(2))
+        await journal.skip(3, [(0, "overdue"), (1, "overdue"), (4, "mastered"), (5, "overdue")])
+        await journal.add_fates(3, trained=[3], dropped=[])
+        await journal.rewind(2, cursor=5)
+
+    asyncio.run(write())
+    assert [g for g, *_ in journal.groups()] == [0, 1, 4], "group 5 is issued anew"
+    assert journal.overdue_slots() == 1
+    assert [group for _, group, _ in journal.pending(5)] == [2, 3]
+    assert journal.parked(1) == [] and len(journal.parked(2)) == 1
+
+
+def test_pass_rates_are_those_of_the_last_visit(journal: Journal) -> None:
+    async def write() -> None:
+        for group, name in enumerate(["a", "b", "a", "c"]):
+            await journal.add_prompt(group, replace(prompt(group), id=name), 0, group)
+        for group, index, value in ((0, 0, 0.0), (1, 0, 0.5), (1, 1, 1.0), (2, 0, 1.0), (2, -1, 0.0)):
+            await journal.add_rollout(replace(rollout(group, index), score=Score(value)))
+        await journal.add_rollout(replace(rollout(2, 1), score=Score.error("died")))
+
+    asyncio.run(write())
+    assert journal.pass_rates() == {"a": 1.0, "b": 0.75}, "neither greedy answers nor errors count"
 
 
 def test_samples_are_those_of_closed_groups(journal: Journal) -> None:

@@ -1,0 +1,86 @@
+"""How far the engine's log-probs are from the trainer's on a GPU, for each path and dtype.
+
+    python benchmarks/gpu_gap.py [--sequences 256] [--tokens 64] [--sharpness 6]
+
+plain    no kernels and no graphs, in the engine and in the trainer (engine.fast=false, model.fuse=false)
+modules  CUDA graphs of the model's own modules, whose norms, MLPs and rotary are fused: what LoRA and others get
+fused    the engine's own decoder, and the fused modules in the trainer: the default
+
+The engine samples groups of 8 with a model of the shape of Qwen2.5-1.5B; the trainer computes the log-probs of the same
+tokens in packed rows. Weights are random; the last norm is multiplied by `sharpness`, for tokens that are not nearly
+uniform: -log p of the sampled tokens is in the table. The gap grows with the size of the logits.
+"""
+
+import argparse
+import asyncio
+import random
+
+import numpy as np
+import torch
+from gpu_rollouts import qwen_policy
+
+from kitae.config import EngineConfig, TrainingConfig
+from kitae.engines.base import Completion, Request, SamplingParams
+from kitae.engines.native.engine import NativeEngine
+from kitae.models.fuse import fuse
+from kitae.models.policy import Policy
+from kitae.trainer.trainer import Trainer
+from kitae.types import Sample
+
+
+async def sample(policy: Policy, path: str, requests: list[Request]) -> list[Completion]:
+    engine = NativeEngine(policy, EngineConfig(memory_gb=8, max_batch=len(requests), fast=path != "plain"))
+    if path == "modules":
+        engine.runner.decoder = None  # type: ignore[attr-defined]
+    try:
+        return await asyncio.gather(*(engine.generate(r) for r in requests))
+    finally:
+        await engine.close()
+
+
+def to_sample(request: Request, done: Completion, group: int) -> Sample:
+    prompt = len(request.prompt_tokens)
+    tokens = np.array([*request.prompt_tokens, *done.tokens])
+    mask = np.arange(len(tokens)) >= prompt
+    mu = np.concatenate([np.zeros(prompt), done.logprobs]).astype(np.float32)
+    blank = np.zeros(len(tokens), dtype=np.float32)
+    index = int(request.id)
+    return Sample(group, index, tokens, prompt, mask, mu, blank.astype(np.int64), 0.0, 0.0, blank, blank)
+
+
+def measure(dtype: torch.dtype, path: str, args: argparse.Namespace) -> None:
+    policy = qwen_policy("cuda", dtype)
+    with torch.no_grad():
+        policy.decoder.norm.weight.mul_(args.sharpness)  # type: ignore[attr-defined]
+    if path != "plain":
+        fuse(policy.model, policy.device, policy.dtype)
+    rng = random.Random(0)
+    prompts = [tuple(rng.randrange(1000, 150000) for _ in range(128)) for _ in range(args.sequences // 8)]
+    sampling = SamplingParams(max_tokens=args.tokens)
+    requests = [Request(str(i), prompts[i // 8], sampling, i, share=str(i // 8)) for i in range(len(prompts) * 8)]
+    done = asyncio.run(sample(policy, path, requests))
+    samples = [to_sample(r, c, int(r.share)) for r, c in zip(requests, done, strict=True)]
+    trainer = Trainer(policy, TrainingConfig(token_budget=8192), temperature=1.0)
+    found = trainer.logprobs(samples)
+    gaps = np.concatenate([np.abs(f - s.logp_mu_T)[s.mask_T] for f, s in zip(found, samples, strict=True)])
+    sure = -np.concatenate([s.logp_mu_T[s.mask_T] for s in samples]).mean()
+    print(f"{str(dtype)[6:]:9} {path:8} {gaps.mean():10.2e} {np.quantile(gaps, 0.99):10.2e} {gaps.max():10.2e} "
+          f"{sure:7.2f} {len(gaps):7}", flush=True)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--sharpness", type=float, default=6.0)
+    args = parser.parse_args()
+    print(torch.cuda.get_device_name(), "torch", torch.__version__)
+    print(f"{'dtype':9} {'path':8} {'mean |gap|':>10} {'99 %':>10} {'largest':>10} {'-log p':>7} {'tokens':>7}")
+    for dtype in (torch.bfloat16, torch.float32):
+        for path in ("plain", "modules", "fused"):
+            measure(dtype, path, args)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Where the time of whole GRPO steps goes on one GPU that both samples and trains.
+
+    python benchmarks/gpu_grpo_step.py [--prompts 64] [--group 8] [--tokens 512] [--steps 4] [--plot split.png]
+
+The pipeline of a real run (engine, verifier processes, journal, learner) with a model of the shape of Qwen2.5-1.5B in
+bfloat16 and random weights: prompts of 128 tokens, responses of exactly `tokens`, a verifier that finds about half of
+them right, on-policy. Only loading and saving are left out. The first step builds kernels and captures graphs.
+
+generate  from the weights' arrival in the engine to the last token
+score     texts, verdicts and the journal, until the last group is in the batch
+prepare   rewards, advantages and samples
+passes    forward and backward of all micro-batches, with packing and metrics
+update    clipping and AdamW
+sync      the groups' fates in the journal, and the new version for the engine
+"""
+
+import argparse
+import asyncio
+import contextlib
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_rollouts import FLOPS, qwen_policy
+from gpu_training import operations
+
+from kitae.config import Config, parse_config
+from kitae.data.chat import Chat
+from kitae.engines.base import SamplingParams
+from kitae.engines.native.engine import NativeEngine
+from kitae.envs.rollout import Runner
+from kitae.envs.single_turn import SingleTurn
+from kitae.models.fuse import fuse
+from kitae.models.policy import Policy
+from kitae.observe import timeline
+from kitae.observe.observer import Silent
+from kitae.pipeline.loops import Pipeline, Stopped
+from kitae.pipeline.session import make_learner
+from kitae.store.checkpoint import Frontier
+from kitae.store.run import RunStore
+from kitae.types import Batch, Message, Prompt
+from kitae.verifiers.pool import VerifierPool
+
+PARTS = ("generate", "score", "prepare", "passes", "update", "sync")
+VERIFIER = '''
+def even(response, reference, context):
+    """Whether the numbers of the words have an even sum."""
+    return float(sum(int(word[1:]) for word in response.split()) % 2 == 0)
+'''
+
+
+def word_tokenizer(vocabulary: int) -> Any:
+    """One word for every token: w0, w1, …"""
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w0"))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="w0")
+
+
+class Words:
+    """Prompts of 128 words, without end."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    def at(self, index: int) -> Prompt:
+        words = (f"w{1 + (index * 7919 + i * 104729) % (self.vocabulary - 1)}" for i in range(128))
+        return Prompt(f"words/{index}", (Message("user", " ".join(words)),), "")
+
+
+class Watch(Silent):
+    """Notes when steps end, and ends the run after the last that is wanted."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.rows: list[dict[str, Any]] = []
+        self.pipeline: Pipeline | None = None
+
+    def step(self, row: dict[str, Any]) -> None:
+        gpu = torch.cuda.is_available()
+        self.rows.append({**row, "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0})
+        if gpu:
+            torch.cuda.reset_peak_memory_stats()
+        if len(self.rows) == self.steps and self.pipeline is not None:
+            self.pipeline.stop()
+
+
+def make_config(folder: Path, args: argparse.Namespace) -> Config:
+    (folder / "even.py").write_text(VERIFIER)
+    return parse_config({
+        "run": {"dir": str(folder)},
+        "data": {"task": "arithmetic"},  # not read: the prompts are `Words`
+        "verifier": {"name": f"{folder / 'even.py'}:even", "workers": args.workers},
+        "sampling": {"max_tokens": args.tokens},
+        "engine": {"memory_gb": args.cache, "max_batch": 512, "prefill_tokens": 8192},
+        "training": {
+            "steps": args.steps + 1, "prompts_per_step": args.prompts, "group_size": args.group,
+            "token_budget": args.budget, "logit_chunk": 8192, "lr": 1e-6,
+        },
+        "checkpoint": {"every": 1000},
+        "algorithm": {"preset": "grpo"},
+    })  # fmt: skip
+
+
+async def run(config: Config, policy: Policy, watch: Watch) -> tuple[list[dict[str, Any]], list[float], Batch]:
+    """The rows of timeline.jsonl, the seconds of each optimizer step, and the last batch."""
+    store = RunStore.create(config)
+    learner = make_learner(config, policy)
+    updates: list[float] = []
+    batches: list[Batch] = []
+    optim_step, make_batch = learner.trainer.optim_step, learner.objective.batch
+
+    def timed() -> dict[str, float]:
+        began = time.perf_counter()
+        result = optim_step()  # reads the norm: the device is done
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        updates.append(time.perf_counter() - began)
+        return result
+
+    def kept(samples: Any) -> Batch:
+        batches[:] = [make_batch(samples)]
+        return batches[0]
+
+    learner.trainer.optim_step, learner.objective.batch = timed, kept  # type: ignore[method-assign]
+    engine = NativeEngine(policy, config.engine)
+    v = config.verifier
+    try:
+        async with VerifierPool(v.name, v.params, v.workers, v.timeout) as pool:
+            sampling = SamplingParams(max_tokens=config.sampling.max_tokens)
+            runner = Runner(engine, Chat(policy.tokenizer), pool, SingleTurn, sampling, config.run.seed)
+            stream: Any = Words(policy.vocabulary)
+            frontier = Frontier(0, 0, 0, 0)
+            pipeline = Pipeline(config, store, stream, runner, engine, learner, watch, frontier, lambda step: None)
+            watch.pipeline = pipeline
+            with contextlib.suppress(Stopped):
+                await pipeline.run()
+    finally:
+        await engine.close()
+        store.close()
+    return timeline.read(store.folder), updates, batches[0]
+
+
+def split(rows: list[dict[str, Any]], metrics: list[dict[str, Any]], updates: list[float]) -> list[dict[str, float]]:
+    """Seconds of each part, for each step."""
+
+    def times(part: str, step: int, which: str) -> list[float]:
+        return [r[which] for r in rows if r["part"] == part and r["step"] == step]
+
+    found = []
+    began = min(times("generate", 0, "start"))
+    for row, update in zip(metrics, updates, strict=False):
+        step = row["step"]
+        sampled = max(times("generate", step - 1, "end"))
+        (train,), (trained,), (synced,) = (
+            times("train", step, "start"), times("train", step, "end"), times("sync", step, "end"),
+        )  # fmt: skip
+        prepare = trained - train - row["train_seconds"] - update
+        parts = (sampled - began, train - sampled, prepare, row["train_seconds"], update, synced - trained)
+        found.append(dict(zip(PARTS, parts, strict=True)))
+        began = synced
+    return found
+
+
+def draw(splits: list[dict[str, float]], title: str, target: Path) -> None:
+    from kitae.observe.plots import load_pyplot
+
+    pyplot = load_pyplot()
+    figure, axis = pyplot.subplots(figsize=(9, 0.5 * len(splits) + 1.6), constrained_layout=True)
+    colours = ("#4c78a8", "#72b7b2", "#b279a2", "#f58518", "#e45756", "#54a24b")
+    left = [0.0] * len(splits)
+    for part, colour in zip(PARTS, colours, strict=True):
+        widths = [s[part] for s in splits]
+        axis.barh(range(1, len(splits) + 1), widths, left=left, color=colour, label=part)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axis.set_yticks(range(1, len(splits) + 1), [f"step {i}" for i in range(1, len(splits) + 1)])
+    axis.invert_yaxis()
+    axis.set_xlabel("seconds; the first step builds kernels and captures graphs")
+    axis.set_title(title)
+    axis.legend(ncols=len(PARTS), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.3), frameon=False)
+    figure.savefig(target, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--budget", type=int, default=16384, help="Tokens of a micro-batch.")
+    parser.add_argument("--cache", type=float, default=12.0, help="GB of keys and values.")
+    parser.add_argument("--workers", type=int, default=8, help="Processes that verify.")
+    parser.add_argument("--layers", type=int, default=28, help="Fewer: a quick trial, on a CPU too.")
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy = qwen_policy(device, layers=args.layers)
+    policy.tokenizer = word_tokenizer(policy.vocabulary)
+    fuse(policy.model, policy.device, policy.dtype)
+    watch = Watch(args.steps)
+    with tempfile.TemporaryDirectory() as scratch:
+        config = make_config(Path(scratch), args)
+        rows, updates, batch = asyncio.run(run(config, policy, watch))
+    splits = split(rows, watch.rows, updates)
+    title = f"{args.prompts} prompts × {args.group} samples × {args.tokens} tokens"
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    print(f"{name} torch {torch.__version__}; {title}")
+    print(f"{'step':>4} {'total':>7} " + " ".join(f"{part:>8}" for part in PARTS) + f" {'tok/s':>8} {'peak GiB':>9}")
+    for i, (s, row) in enumerate(zip(splits, watch.rows, strict=True), 1):
+        total = sum(s.values())
+        print(f"{i:4} {total:7.2f} " + " ".join(f"{s[part]:8.3f}" for part in PARTS)
+              + f" {row['generated_tokens'] / total:8,.0f} {row['peak_gib']:9.1f}")  # fmt: skip
+    best = min(splits[1:] or splits, key=lambda s: sum(s.values()))
+    tokens, work = operations(batch, policy, config.training)
+    train = best["passes"] + best["update"]
+    last = watch.rows[-1]
+    print(f"best: sampling {last['generated_tokens'] / best['generate']:,.0f} tok/s; training {tokens / train:,.0f}"
+          f" tok/s, {work / train / FLOPS:.1%} of {FLOPS / 1e12:.0f} TFLOP/s; "
+          f"gap of log-probs {last['logp_gap']:.4f}")  # fmt: skip
+    if args.plot:
+        draw(splits, f"GRPO step, {title}, {name}", args.plot)
+
+
+if __name__ == "__main__":
+    main()
