@@ -3,7 +3,7 @@
 A draw needs a single uniform number, made from (seed, position) by an integer mix: no generator state, so what
 is drawn for a rollout does not depend on its neighbours in the batch, on preemption or on a restart. Matrix products
 round differently in batches of different size: in fp32 the same tokens come out, in bf16 a close call may fall
-otherwise.
+otherwise, unless the policy is exact.
 """
 
 import hashlib
