@@ -41,6 +41,10 @@ class ModelConfig(Section):
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1 …")
     fuse: bool = Field(True, description="Run norms and gated MLPs through compiled kernels where they can be built.")
+    exact: bool = Field(
+        False,
+        description="Make every log-prob the same to the last bit in the engine and the trainer, in any batch; slower.",
+    )
     lora_rank: int = Field(0, ge=0, description="0 trains all weights; more trains LoRA adapters of this rank.")
     lora_alpha: float = Field(32.0, gt=0, description="LoRA scale numerator.")
     lora_targets: str = Field("all-linear", description="all-linear, or names of modules separated by commas.")
@@ -248,6 +252,7 @@ class Config(Section):
                 f"training.group_size must be at least 2 for filter {a.filter!r}, got {t.group_size}: it would drop "
                 "every group"
             )
+        self._check_exact()
         if a.reference == "ema" and self.model.lora_rank:
             raise ValueError(
                 "algorithm.reference must be 'frozen' or 'reset' with model.lora_rank, got 'ema': the mean of two "
@@ -284,6 +289,18 @@ class Config(Section):
         if self.pipeline.refill and a.filter == "none" and a.truncation not in ("drop", "mask"):
             raise ValueError("pipeline.refill replaces dropped groups, but algorithm.filter = 'none' drops none")
         return self
+
+    def _check_exact(self) -> None:
+        if not self.model.exact:
+            return
+        if not self.engine.fast or not self.model.fuse:
+            key = "engine.fast" if not self.engine.fast else "model.fuse"
+            raise ValueError(f"model.exact runs on kernels of its own, got {key} = false, which asks for none")
+        if self.pipeline.placement == "process" and not self.model.device.startswith("cuda"):
+            raise ValueError(
+                "model.exact needs pipeline.placement = 'shared' on a CPU, got 'process': with another number of "
+                "threads a product is added up in another order (on a GPU, name it: model.device = 'cuda')"
+            )
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=2)

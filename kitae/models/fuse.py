@@ -15,9 +15,9 @@ from kitae.kernels import ops
 from kitae.models.attention import masked_attention
 
 
-def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
-    """Replace what can be replaced; returns how many modules were."""
-    kernels = ops.training_kernels(device, dtype)
+def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype, kernels: Any = None) -> int:
+    """Replace what can be replaced; returns how many modules were. kernels: those of the device, unless given."""
+    kernels = kernels or ops.training_kernels(device, dtype)
     if kernels is None:
         return 0
     kinds = (_fuse_layer, _fuse_norm, _fuse_mlp, _fuse_attention)

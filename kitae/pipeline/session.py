@@ -200,7 +200,7 @@ def make_learner(config: Config, policy: Policy) -> Learner:
     critic = None
     if objective.wants_values:
         assert a.critic_lr is not None and a.critic_clip is not None and a.critic_warmup is not None
-        model = load_policy(config.model.model_copy(update={"lora_rank": 0}), config.run.seed)
+        model = load_policy(config.model.model_copy(update={"lora_rank": 0, "exact": False}), config.run.seed)
         critic = Critic(model, t, lr=a.critic_lr, clip=a.critic_clip, warmup=a.critic_warmup)
     trainer = Trainer(
         policy,
