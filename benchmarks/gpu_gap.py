@@ -7,8 +7,8 @@ modules  CUDA graphs of the model's own modules, whose norms, MLPs and rotary ar
 fused    the engine's own decoder, and the fused modules in the trainer: the default
 
 The engine samples groups of 8 with a model of the shape of Qwen2.5-1.5B; the trainer computes the log-probs of the same
-tokens in packed rows. Weights are random; the last norm is multiplied by `sharpness`, so that tokens are about as
-certain as those of a trained model: -log p of the sampled tokens is in the table.
+tokens in packed rows. Weights are random; the last norm is multiplied by `sharpness`, for tokens that are not nearly
+uniform: -log p of the sampled tokens is in the table. The gap grows with the size of the logits.
 """
 
 import argparse

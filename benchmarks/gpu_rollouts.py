@@ -1,6 +1,6 @@
 """Rollout speed of the native engine on one GPU, against what the hardware allows.
 
-    python benchmarks/gpu_rollouts.py [--plain] [--profile] [--repeats 2]
+    python benchmarks/gpu_rollouts.py [--path fused] [--profile] [--repeats 2]
 
 A model of the shape of Qwen2.5-1.5B in bfloat16 with random weights: speed does not depend on their values. Sampling at
 temperature 1, with the log-prob of every token. Workloads: `group`, 64 prompts of 128 tokens × 8 samples × 512 tokens;
@@ -23,6 +23,7 @@ from kitae.config import EngineConfig
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.native.engine import NativeEngine
 from kitae.models import attention
+from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
 
 FLOPS, BYTES = 774e12, 4.2e12  # per second
@@ -82,10 +83,12 @@ async def run(engine: NativeEngine, work: Workload, name: str, tokens: int | Non
     return seconds
 
 
-async def measure(policy: Policy, fast: bool, repeats: int, names: list[str], profile: bool) -> None:
+async def measure(policy: Policy, path: str, repeats: int, names: list[str], profile: bool) -> None:
     chosen = {name: work for name, work in workloads().items() if name in names}
     began = time.perf_counter()
-    engine = NativeEngine(policy, EngineConfig(memory_gb=24, max_batch=512, prefill_tokens=8192, fast=fast))
+    engine = NativeEngine(policy, EngineConfig(memory_gb=24, max_batch=512, prefill_tokens=8192, fast=path != "plain"))
+    if path == "modules":
+        engine.runner.decoder = None  # type: ignore[attr-defined]
     await run(engine, workloads()["one"], "first", tokens=2)
     print(f"first answer {time.perf_counter() - began:.1f} s after the engine was asked for")
     print(f"{'workload':8} {'tokens':>8} {'cold tok/s':>11} {'tok/s':>8} {'floor':>8} {'share':>6}")
@@ -117,12 +120,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--workloads", default="group,ragged,one")
-    parser.add_argument("--plain", action="store_true", help="Measure the engine without kernels and graphs instead.")
+    parser.add_argument(
+        "--path",
+        choices=("fused", "modules", "plain"),
+        default="fused",
+        help="fused: the default; modules: graphs of the model's own modules; plain: neither kernels nor graphs.",
+    )
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     policy = qwen_policy()
+    if args.path != "plain":
+        fuse(policy.model, policy.device, policy.dtype)
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    asyncio.run(measure(policy, not args.plain, args.repeats, args.workloads.split(","), args.profile))
+    asyncio.run(measure(policy, args.path, args.repeats, args.workloads.split(","), args.profile))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,10 @@ class ModelConfig(Section):
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1 …")
     fuse: bool = Field(True, description="Run norms and gated MLPs through compiled kernels where they can be built.")
+    exact: bool = Field(
+        False,
+        description="Make every log-prob the same to the last bit in the engine and the trainer, in any batch; slower.",
+    )
     lora_rank: int = Field(0, ge=0, description="0 trains all weights; more trains LoRA adapters of this rank.")
     lora_alpha: float = Field(32.0, gt=0, description="LoRA scale numerator.")
     lora_targets: str = Field("all-linear", description="all-linear, or names of modules separated by commas.")
@@ -120,6 +124,9 @@ class EngineConfig(Section):
     max_batch: int = Field(256, ge=1, description="Most sequences decoded together.")
     prefill_tokens: int = Field(2048, ge=16, description="Most prompt tokens computed in one step.")
     page_size: int = Field(16, ge=1, le=256, description="Tokens in one page of the cache.")
+    keep_cache: bool = Field(
+        True, description="false: free the cache while the trainer works; what is in flight is computed again."
+    )
     fast: bool = Field(True, description="Use compiled kernels where they can be built; false: plain torch.")
 
 
@@ -156,8 +163,13 @@ class PipelineConfig(Section):
         description="shared: engine and trainer use the same weights; process: the engine has a process and weights of "
         "its own.",
     )
+    engines: int = Field(
+        1, ge=1, le=256, description="Engines, each in a process of its own; more than 1 needs placement = process."
+    )
     engine_threads: int = Field(
-        0, ge=0, description="Processor cores of an engine in its own process, the trainer has the others; 0: half."
+        0,
+        ge=0,
+        description="Processor cores of each engine in its own process, the trainer has the others; 0: half for all.",
     )
     sync: Literal["full", "delta"] = Field(
         "full", description="What an engine in its own process is sent: all weights, or those that changed."
@@ -178,6 +190,15 @@ class PipelineConfig(Section):
     )
     refill: bool = Field(False, description="Replace dropped groups by new prompts until the batch is full.")
     max_refill: float = Field(3.0, ge=0, description="Most replacements, as a multiple of prompts_per_step.")
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Self:
+        if self.engines > 1 and self.placement != "process":
+            raise ValueError(
+                f"pipeline.engines must be 1 with pipeline.placement = {self.placement!r}, got {self.engines}: several "
+                "engines cannot use the trainer's own weights"
+            )
+        return self
 
 
 class CheckpointConfig(Section):
@@ -233,6 +254,7 @@ class Config(Section):
                 f"training.group_size must be at least 2 for filter {a.filter!r}, got {t.group_size}: it would drop "
                 "every group"
             )
+        self._check_exact()
         if a.reference == "ema" and self.model.lora_rank:
             raise ValueError(
                 "algorithm.reference must be 'frozen' or 'reset' with model.lora_rank, got 'ema': the mean of two "
@@ -257,6 +279,11 @@ class Config(Section):
                 f"algorithm.overlong_buffer must be at most sampling.max_tokens = {self.sampling.max_tokens}, "
                 f"got {a.overlong_buffer}"
             )
+        if not self.engine.keep_cache and self.pipeline.placement != "shared":
+            raise ValueError(
+                "engine.keep_cache = false needs pipeline.placement = 'shared', got "
+                f"{self.pipeline.placement!r}: the trainer does not use the memory of another process"
+            )
         if self.pipeline.overdue == "drop" and not self.pipeline.max_staleness:
             raise ValueError(
                 "pipeline.overdue = 'drop' needs pipeline.max_staleness of at least 1, got 0: nothing can be overdue"
@@ -264,6 +291,18 @@ class Config(Section):
         if self.pipeline.refill and a.filter == "none" and a.truncation not in ("drop", "mask"):
             raise ValueError("pipeline.refill replaces dropped groups, but algorithm.filter = 'none' drops none")
         return self
+
+    def _check_exact(self) -> None:
+        if not self.model.exact:
+            return
+        if not self.engine.fast or not self.model.fuse:
+            key = "engine.fast" if not self.engine.fast else "model.fuse"
+            raise ValueError(f"model.exact runs on kernels of its own, got {key} = false, which asks for none")
+        if self.pipeline.placement == "process" and not self.model.device.startswith("cuda"):
+            raise ValueError(
+                "model.exact needs pipeline.placement = 'shared' on a CPU, got 'process': with another number of "
+                "threads a product is added up in another order (on a GPU, name it: model.device = 'cuda')"
+            )
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=2)

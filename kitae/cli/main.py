@@ -104,6 +104,60 @@ def plot(
 
 
 @app.command()
+def simulate(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    devices: Annotated[str, typer.Option("--devices", "--engines", help="Numbers of devices: 8,16,32,64.")] = "8",
+    staleness: Annotated[str, typer.Option(help="Values of pipeline.max_staleness: 0,1,2,4.")] = "0,1,2,4",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Of responses: lognormal:median=512,max=8x[,sigma=1] or constant:512; default: log-normal, median an "
+            "eighth of sampling.max_tokens."
+        ),
+    ] = None,
+    times: Annotated[
+        str,
+        typer.Option(help="What things take on a device: step=0.0016,sequence=6.4e-6,train=50000,… (docs/async.md)."),
+    ] = "",
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
+    signal: Annotated[float, typer.Option(min=0.01, max=1, help="Share of groups whose rewards differ.")] = 1.0,
+    sequences: Annotated[
+        int | None, typer.Option(min=1, help="Responses of a step for each device; default: the recipe's batch.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps that count; some before and after them do not.")] = 20,
+    trainers: Annotated[
+        int | None, typer.Option(min=1, help="Devices that train where staleness > 0; default: the best number.")
+    ] = None,
+    generation_share: Annotated[
+        float | None,
+        typer.Option(min=0.01, max=0.99, help="Set the rate of training so that a synchronous step generates so long."),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="The table as JSON.")] = False,
+    timeline: Annotated[Path | None, typer.Option(help="Draw who worked when in the last schedule, as a PNG.")] = None,
+) -> None:
+    """Predict throughput, idle time and staleness of schedules on many devices, in seconds and without a model."""
+    from kitae.cli import simulation
+
+    simulation.simulate(
+        recipe,
+        overrides or [],
+        devices=devices,
+        staleness=staleness,
+        lengths=lengths,
+        times=times,
+        prompt=prompt,
+        signal=signal,
+        sequences=sequences,
+        steps=steps,
+        trainers=trainers,
+        generation_share=generation_share,
+        as_json=json,
+        timeline=timeline,
+    )
+
+
+@app.command()
 def recipes() -> None:
     """List the recipes that come with Kitae."""
     from kitae.cli import inspection

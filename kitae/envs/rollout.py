@@ -1,21 +1,27 @@
 """Run one episode, and all episodes of one prompt."""
 
 import asyncio
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
+from kitae.clock import now
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Engine, Request, Sampled, SamplingParams
 from kitae.engines.native.sampler import stream_seed
 from kitae.envs.base import Environment
 from kitae.errors import root_cause
 from kitae.store.journal import Journal
-from kitae.types import GREEDY, FinishReason, Group, Prompt, Rollout, Segment
-from kitae.verifiers.pool import VerifierPool
+from kitae.types import GREEDY, FinishReason, Group, Prompt, Rollout, Score, Segment
 
 MakeEnvironment = Callable[[Prompt], Environment]
+
+
+class Judge(Protocol):
+    """Scores a response: a `VerifierPool`, or whatever stands in for one."""
+
+    async def score(self, response: str, reference: Any, context: Mapping[str, Any]) -> Score: ...
 
 
 class Parked(Exception):
@@ -32,7 +38,7 @@ class Runner:
 
     engine: Engine
     chat: Chat
-    verifier: VerifierPool
+    verifier: Judge
     environment: MakeEnvironment
     sampling: SamplingParams
     seed: int
@@ -53,7 +59,7 @@ class Runner:
         known = {r.index: r for r in journal.rollouts(group)} if journal else {}
         parked = {r.index: r for r in journal.parked(group)} if journal else {}
 
-        sampled, judged = [time.perf_counter()], list[float]()
+        sampled, judged = [now()], list[float]()
 
         async def one(index: int) -> Rollout:
             rollout = known.get(index)
@@ -64,10 +70,10 @@ class Runner:
                 if journal and rollout.response_length:
                     await journal.park(rollout)
                 raise Parked
-            sampled.append(time.perf_counter())
+            sampled.append(now())
             with self.waiting("the verifier", rollout.id):
                 score = await self.verifier.score(rollout.text, prompt.reference, prompt.context)
-            judged.append(time.perf_counter())
+            judged.append(now())
             rollout = replace(rollout, score=score)
             if journal:
                 with self.waiting("the journal", rollout.id):

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include <omp.h>
@@ -516,4 +517,76 @@ void softmax_backward(const T* probs, T* dprobs, const float* delta, float scale
 extern "C" {
 EXPORT(f32, float)
 EXPORT(bf16, bf16)
+}
+
+// Exact mode: attention whose value at a query depends on nothing but the query and the keys before it.
+
+namespace {
+
+// Run i, four numbers (row, count, position, begin): query rows [row, row + count) stand at positions [position, ...) of
+// a sequence whose key t is slot t % page_size of page table[begin + t / page_size]. Strides in elements: q over head and
+// row; keys and values over page, head and slot. out [rows, heads, DIM].
+template <typename T, int DIM>
+void exact_attention(const T* q, const T* k, const T* v, const int64_t* runs, const int32_t* table, T* out,
+                     const int64_t* strides, int64_t run_count, int64_t heads, int64_t kv_heads, int64_t page_size,
+                     float scale, int64_t window, float softcap, const float* sinks) {
+    std::vector<std::pair<int64_t, int64_t>> queries;  // (run, place in it)
+    int64_t longest = 0;
+    for (int64_t i = 0; i < run_count; i++) {
+        for (int64_t j = 0; j < runs[4 * i + 1]; j++) queries.emplace_back(i, j);
+        longest = std::max(longest, runs[4 * i + 2] + runs[4 * i + 1]);
+    }
+    const int64_t repeat = heads / kv_heads;
+#pragma omp parallel
+    {
+        // Aligned, so that no peeled loop can begin elsewhere for the same query.
+        std::vector<float> memory(4 * longest + 16);
+        float* scores = (float*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+#pragma omp for collapse(2) schedule(dynamic, 8)
+        for (int64_t i = 0; i < (int64_t)queries.size(); i++)
+            for (int64_t g = 0; g < kv_heads; g++) {
+                const int64_t* run = runs + 4 * queries[i].first;
+                const int64_t row = run[0] + queries[i].second, n = run[2] + queries[i].second + 1;
+                const int64_t first = window > 0 && n > window ? n - window : 0;
+                const Pages<T> keys{k, table + run[3], page_size, strides[2], g * strides[3], strides[4]};
+                const Pages<T> values{v, table + run[3], page_size, strides[5], g * strides[6], strides[7]};
+                for (int64_t h = g * repeat; h < (g + 1) * repeat;) {
+                    const int64_t left = std::min<int64_t>((g + 1) * repeat - h, 4);
+                    const T* rows[4];
+                    T* targets[4];
+                    for (int64_t r = 0; r < left; r++) {
+                        rows[r] = q + (h + r) * strides[0] + row * strides[1];
+                        targets[r] = out + (row * heads + h + r) * DIM;
+                    }
+                    const auto attend_heads = left == 4   ? attend<T, DIM, 4>
+                                              : left == 3 ? attend<T, DIM, 3>
+                                              : left == 2 ? attend<T, DIM, 2>
+                                                          : attend<T, DIM, 1>;
+                    attend_heads(rows, targets, keys, values, first, n, scores, scale, softcap, sinks ? sinks + h : nullptr);
+                    h += left;
+                }
+            }
+    }
+}
+
+}  // namespace
+
+#define EXPORT_EXACT(SUFFIX, T)                                                                                         \
+    void exact_attention_##SUFFIX(const T* q, const T* k, const T* v, const int64_t* runs, const int32_t* table, T* out, \
+                                  const int64_t* strides, int64_t run_count, int64_t heads, int64_t kv_heads,          \
+                                  int64_t dim, int64_t page_size, float scale, int64_t window, float softcap,          \
+                                  const float* sinks) {                                                                \
+        const auto run = dim == 16    ? exact_attention<T, 16>                                                         \
+                         : dim == 32  ? exact_attention<T, 32>                                                         \
+                         : dim == 64  ? exact_attention<T, 64>                                                         \
+                         : dim == 80  ? exact_attention<T, 80>                                                         \
+                         : dim == 96  ? exact_attention<T, 96>                                                         \
+                         : dim == 128 ? exact_attention<T, 128>                                                        \
+                                      : exact_attention<T, 256>;                                                       \
+        run(q, k, v, runs, table, out, strides, run_count, heads, kv_heads, page_size, scale, window, softcap, sinks); \
+    }
+
+extern "C" {
+EXPORT_EXACT(f32, float)
+EXPORT_EXACT(bf16, bf16)
 }

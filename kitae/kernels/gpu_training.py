@@ -396,8 +396,9 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
 
 
 @triton.jit
-def _row_statistics(logits, targets, logp, lse, entropy, inverse, V, BLOCK: tl.constexpr):
+def _row_statistics(logits, targets, logp, lse, entropy, inverses, V, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    inverse = tl.load(inverses + row)
     line = logits + row * V
     top = -1.0e30
     norm = 0.0
@@ -419,10 +420,14 @@ def _row_statistics(logits, targets, logp, lse, entropy, inverse, V, BLOCK: tl.c
     tl.store(entropy + row, total - mean / norm)
 
 
-def row_statistics(logits: Tensor, targets: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-prob of the target, log-normaliser and entropy of each row of `[N, V]`."""
+def row_statistics(
+    logits: Tensor, targets: Tensor, inverse_temperature: float | Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-prob of the target, log-normaliser and entropy of each row of `[N, V]`; one temperature, or one for each."""
     rows, vocabulary = logits.shape
     assert logits.is_contiguous()
+    if not isinstance(inverse_temperature, Tensor):
+        inverse_temperature = torch.full((rows,), inverse_temperature, dtype=torch.float32, device=logits.device)
     logp, lse, entropy = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
     _row_statistics[(rows,)](
         logits, targets, logp, lse, entropy, inverse_temperature, vocabulary, BLOCK=4096, num_warps=8

@@ -229,6 +229,38 @@ def softmax_backward(probs: Tensor, dprobs: Tensor, delta: Tensor, scale: float)
     return dprobs
 
 
+def exact_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    runs: Tensor,
+    table: Tensor,
+    page_size: int,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """See `kitae.kernels.exact.attend`."""
+    heads, rows, dim = q.shape
+    out = torch.empty(rows, heads, dim, dtype=q.dtype)
+    assert runs.dtype == torch.int64 and table.dtype == torch.int32
+    runs, table = runs.contiguous(), table.contiguous()
+    strides = (c_int64 * 8)(*q.stride()[:2], *keys.stride()[:3], *values.stride()[:3])
+    _call(
+        f"exact_attention_{_SUFFIX[q.dtype]}",
+        *(c_void_p(t.data_ptr()) for t in (q, keys, values, runs, table, out)),
+        ctypes.byref(strides),
+        *(c_int64(n) for n in (len(runs), heads, keys.shape[1], dim, page_size)),
+        c_float(scale),
+        c_int64(window or 0),
+        c_float(softcap or 0.0),
+        c_void_p(None if sinks is None else sinks.data_ptr()),
+    )
+    return out
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:

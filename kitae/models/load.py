@@ -183,14 +183,19 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
         raise ModelError(f"{config.path!r}: its tokenizer has no end-of-sequence token, so no response could end")
     model = model.to(device).eval()
     _disable_dropout(model)
-    if config.fuse:
+    if config.fuse and not config.exact:
         fuse(model, device, model.dtype)
     if config.lora_rank:
         from kitae.models.lora import add_lora
 
         torch.manual_seed(seed)
         model = add_lora(model, config)
-    policy = Policy(model, tokenizer, config.path)
+    policy = Policy(model, tokenizer, config.path, exact=config.exact)
+    if config.exact:
+        from kitae.models.exact import check, make_exact
+
+        make_exact(policy)
+        check(policy)
     policy.check_head()
     return policy
 

@@ -29,7 +29,9 @@ class HeadTransform:
 class Policy:
     """The modules that are trained and served. Engine and trainer hold the same object: nothing is copied."""
 
-    def __init__(self, model: Any, tokenizer: Any, source: str) -> None:
+    def __init__(self, model: Any, tokenizer: Any, source: str, *, exact: bool = False) -> None:
+        """exact: the modules are those of `kitae.models.exact`; attention and log-probs must be too."""
+        self.exact = exact
         self.model = model
         self.tokenizer = tokenizer
         self.source = source

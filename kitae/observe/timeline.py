@@ -5,16 +5,17 @@ Spans of generation and verification belong to groups, and overlap; the others d
 """
 
 import json
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from kitae.clock import now
 from kitae.errors import StoreError
 
 PARTS = ("generate", "verify", "train", "sync", "save", "evaluate")
 FILE = "timeline.jsonl"
+_MOST_LINES = 16  # the height of a part in the picture, in lines
 
 Span = tuple[float, float]
 
@@ -25,21 +26,21 @@ class Timeline:
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
         past = read(folder)
-        self._offset = max((row["end"] for row in past), default=0.0) - time.perf_counter()
+        self._offset = max((row["end"] for row in past), default=0.0) - now()
 
     def add(self, part: str, step: int, start: float, end: float) -> None:
-        """Times are those of `time.perf_counter`."""
+        """Times are those of `kitae.clock.now`."""
         times = {"start": round(start + self._offset, 4), "end": round(end + self._offset, 4)}
         with self._path.open("a") as file:
             file.write(json.dumps({"part": part, "step": step, **times}) + "\n")
 
     @contextmanager
     def span(self, part: str, step: int) -> Iterator[None]:
-        start = time.perf_counter()
+        start = now()
         try:
             yield
         finally:
-            self.add(part, step, start, time.perf_counter())
+            self.add(part, step, start, now())
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
@@ -74,24 +75,8 @@ def draw(folder: Path, output: Path | None = None, steps: int = 12) -> Path:
     pyplot = load_pyplot()
     last = max(row["step"] for row in rows)
     begin = min((r["start"] for r in rows if r["step"] > last - steps and r["part"] != "generate"), default=0.0)
-    rows = [row for row in rows if row["end"] >= begin]
     figure, axis = pyplot.subplots(figsize=(11, 4.5), constrained_layout=True)
-    lanes: dict[str, list[float]] = {part: [] for part in PARTS}
-    colours = dict(zip(PARTS, ("#4c78a8", "#72b7b2", "#f58518", "#e45756", "#b279a2", "#54a24b"), strict=True))
-    placed = [(row, _lane(lanes[row["part"]], row)) for row in sorted(rows, key=lambda r: r["start"])]
-    base, ticks = 0, {}
-    for part in PARTS:
-        if lanes[part]:
-            ticks[part] = base + (len(lanes[part]) - 1) / 2
-            for row, lane in placed:
-                if row["part"] == part:
-                    axis.barh(
-                        base + lane, row["end"] - row["start"], left=row["start"], height=0.8, color=colours[part]
-                    )
-            base += len(lanes[part]) + 1
-    shares = busy_shares(rows)
-    axis.set_yticks(list(ticks.values()), [f"{part}  {shares[part]:.0%}" for part in ticks])
-    axis.invert_yaxis()
+    draw_on(axis, [row for row in rows if row["end"] >= begin])
     axis.set_xlabel("seconds since the run began; percentages: share of the time at work")
     axis.set_title(folder.name)
     target = output or folder / "timeline.png"
@@ -102,6 +87,30 @@ def draw(folder: Path, output: Path | None = None, steps: int = 12) -> Path:
     finally:
         pyplot.close(figure)
     return target
+
+
+def draw_on(axis: Any, rows: list[dict[str, Any]]) -> None:
+    """The bars of the chart and the names of their parts."""
+    lanes: dict[str, list[float]] = {part: [] for part in PARTS}
+    colours = dict(zip(PARTS, ("#4c78a8", "#72b7b2", "#f58518", "#e45756", "#b279a2", "#54a24b"), strict=True))
+    placed = [(row, _lane(lanes[row["part"]], row)) for row in sorted(rows, key=lambda r: r["start"])]
+    base, ticks = 0.0, {}
+    for part in PARTS:
+        if lanes[part]:
+            height = min(1.0, _MOST_LINES / len(lanes[part]))  # many groups must not hide the other parts
+            ticks[part] = base + (len(lanes[part]) - 1) / 2 * height
+            bars = [(row, lane) for row, lane in placed if row["part"] == part]
+            axis.barh(
+                [base + lane * height for _, lane in bars],
+                [row["end"] - row["start"] for row, _ in bars],
+                left=[row["start"] for row, _ in bars],
+                height=0.8 * height,
+                color=colours[part],
+            )
+            base += len(lanes[part]) * height + 1
+    shares = busy_shares(rows)
+    axis.set_yticks(list(ticks.values()), [f"{part}  {shares[part]:.0%}" for part in ticks])
+    axis.invert_yaxis()
 
 
 def _lane(ends: list[float], row: dict[str, Any]) -> int:

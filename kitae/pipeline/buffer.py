@@ -16,7 +16,7 @@ a prompt is trained on, never whether.
 """
 
 import asyncio
-import bisect
+from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -68,7 +68,7 @@ class Buffer:
         while len(self.open) + self._taken >= self.slots:
             await self._change()
         slot = Slot(number, self.version if version is None else version)
-        bisect.insort(self.open, slot, key=lambda s: (s.version, s.number))
+        insort(self.open, slot, key=lambda s: (s.version, s.number))
         return slot
 
     def put(self, slot: Slot, outcome: Outcome) -> None:

@@ -15,8 +15,6 @@ waits for (`watch`).
 
 import asyncio
 import random
-import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -26,22 +24,23 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from kitae.algorithms.config import needs_group
-from kitae.algorithms.filters import has_variance
+from kitae.clock import now
 from kitae.config import Config
 from kitae.data.prompts import PromptStream
 from kitae.engines.base import Engine, WeightUpdate
+from kitae.engines.fleet import members
 from kitae.engines.probe import ProbedEngine, check_engine
 from kitae.envs.rollout import Parked, Runner
-from kitae.errors import RequestError, VerifierError, root_cause
+from kitae.errors import RequestError, root_cause
 from kitae.observe.observer import Observer
 from kitae.observe.timeline import Timeline
+from kitae.pipeline import report
 from kitae.pipeline.buffer import Buffer, Outcome, Slot
 from kitae.pipeline.watch import Watch
 from kitae.store.checkpoint import Frontier
 from kitae.store.run import RunStore
 from kitae.trainer.learner import Learner
-from kitae.types import Group, Prompt, Rollout
+from kitae.types import Group, Prompt
 
 T = TypeVar("T")
 
@@ -93,8 +92,7 @@ class Pipeline:
         self._fills: dict[Slot, asyncio.Task[None]] = {}
         self._refills_left = self._refill_limit
         self._finished_rollouts = 0
-        self._silent_steps = 0
-        self._idle_steps = 0
+        self._complaints = report.Complaints(config, observer, store.folder)
         self._trained: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._stop = asyncio.Event()
         threads = torch.get_num_threads()
@@ -260,43 +258,35 @@ class Pipeline:
 
     async def _train_loop(self) -> None:
         t = self.config.training
+        after = self.engine.stats()
         for step in range(self.frontier.step + 1, t.steps + 1):
-            began = time.perf_counter()
-            before = self.engine.stats()
+            began, before = now(), after  # what was generated while the last batch was trained on counts too
             with self.watch.waits("train", "a batch", self._what_is_missing):
                 slots = await self._or_stop(self.buffer.take())
             outcomes = [slot.outcome for slot in slots]
-            waited = time.perf_counter() - began
+            waited = now() - began
             after = self.engine.stats()
-            row = self._describe(step, outcomes) | self._staleness(slots)
+            row = report.describe(step, outcomes) | report.staleness(outcomes, self.version, self.buffer.bound)
             self._finished_rollouts -= row["rollouts"]
             self._refills_left = self._refill_limit
-            row["generate_seconds"] = after.busy_seconds - before.busy_seconds
-            row["generated_tokens"] = after.generated_tokens - before.generated_tokens
-            row["overdue"] = self._given_up
+            row |= report.generation(before, after) | {"overdue": self._given_up}
             self._given_up = 0
-            row["engine_restarts"] = after.restarts - before.restarts
-            row["generate_tokens_per_second"] = _rate(row["generated_tokens"], row["generate_seconds"])
-            self._check_errors(row)
-            self._watch_signal(row)
+            report.check_errors(row, self.config.verifier.max_error_share)
+            self._complaints.about_rewards(row)
             groups = sorted((o.group for o in outcomes if o.group), key=lambda g: g.id)
             self.observer.status(f"step {step}: training on {len(groups)} groups")
             rest = [g for o in outcomes for g, _ in o.dropped]
             shared = self.engine.shares_weights
             hold = partial(self._hold_engine, asyncio.get_running_loop()) if shared else lambda: None
+            if not self.config.engine.keep_cache:
+                await self.engine.pause()  # its memory is free for all of the step, not only for the update
             with self.timeline.span("train", step), self.watch.waits("train", f"the trainer to learn step {step}"):
                 row |= await self._in_trainer(partial(self.learner.learn, step, groups, rest, hold))
-            self._watch_updates(row, outcomes)
-            if row.get("skipped_updates") or row.get("critic_skipped_updates"):
-                self.observer.note(f"step {step}: a gradient was not finite; those weights were left as they were")
-            row["train_tokens_per_second"] = _rate(row.get("train_tokens", 0.0), row.get("train_seconds", 0.0))
+            self._complaints.about_updates(row, outcomes)
             dropped = [(g.id, reason) for o in outcomes for g, reason in o.dropped]
             with self.watch.waits("train", "the journal"):
                 await self.store.journal.add_fates(step, [g.id for g in groups], dropped)
-            row["wait_seconds"] = waited
-            row["step_seconds"] = time.perf_counter() - began
-            row["engine_idle"] = max(0.0, 1 - _rate(row["generate_seconds"], row["step_seconds"]))
-            row["trainer_idle"] = max(0.0, 1 - _rate(row.get("train_seconds", 0.0), row["step_seconds"]))
+            row |= report.times(row, waited, now() - began)
             self.version = step
             self.frontier = Frontier(step, self.cursor, self.learner.updates, self.issued)
             await self._trained.put(row)
@@ -315,74 +305,6 @@ class Pipeline:
         self._holding = asyncio.run_coroutine_threadsafe(self.engine.pause(), loop)
         self._holding.result()
 
-    def _staleness(self, slots: list[Slot]) -> dict[str, Any]:
-        """How old the tokens of a batch are, in versions. The bound that the buffer guarantees is asserted on each."""
-        bound, ages = self.config.pipeline.max_staleness, Counter[int]()
-        for slot in slots:
-            for r in slot.outcome.group.valid if slot.outcome and slot.outcome.group else ():
-                sampled = (Counter(s.versions) for s in r.segments if s.source == "model")
-                for version, count in (item for found in sampled for item in found.items()):
-                    assert self.version - version <= bound, f"rollout {r.id}: version {version} at {self.version}"
-                    ages[max(0, self.version - version)] += count
-        tokens = ages.total() or 1
-        mean = sum(age * count for age, count in ages.items()) / tokens
-        row = {"staleness": mean, "staleness_max": max(ages, default=0)}
-        return row | {f"staleness/{age}": ages[age] / tokens for age in range(1, bound + 1)}
-
-    def _check_errors(self, row: dict[str, Any]) -> None:
-        limit = self.config.verifier.max_error_share
-        if row["error_share"] > limit:
-            raise VerifierError(
-                f"{row['error_share']:.0%} of the answers of step {row['step']} could not be judged "
-                f"(verifier.max_error_share is {limit:.0%}). First reason: {row['first_error']}"
-            )
-
-    def _watch_signal(self, row: dict[str, Any]) -> None:
-        """Say it once when steps go by without anything to learn from."""
-        if not needs_group(self.config.algorithm):
-            return
-        self._silent_steps = 0 if row["groups_with_signal"] else self._silent_steps + 1
-        if self._silent_steps == _SILENT_LIMIT:
-            self.observer.note(
-                f"no group had differing rewards for {_SILENT_LIMIT} steps: nothing is being learnt. The mean "
-                f"reward is {row['reward']}; make the task easier or harder, or look at: kitae show {self.store.folder}"
-            )
-
-    def _watch_updates(self, row: dict[str, Any], outcomes: list[Outcome]) -> None:
-        """Say it once when steps go by that train on nothing."""
-        self._idle_steps = 0 if row["updates"] else self._idle_steps + 1
-        if self._idle_steps == _SILENT_LIMIT:
-            reasons = Counter(reason for o in outcomes for _, reason in o.dropped)
-            why = ", ".join(f"{count} dropped by {reason!r}" for reason, count in reasons.most_common())
-            self.observer.note(f"nothing was trained on for {_SILENT_LIMIT} steps; of the last one's groups: {why}")
-
-    def _describe(self, step: int, outcomes: list[Outcome]) -> dict[str, Any]:
-        """What was sampled, dropped groups included: the reward curve must not depend on the filter."""
-        groups = [o.group for o in outcomes if o.group] + [g for o in outcomes for g, _ in o.dropped]
-        rollouts = [r for g in groups for r in g.rollouts]
-        valid = [r for g in groups for r in g.valid]
-        judged = [*rollouts, *(g.greedy for g in groups if g.greedy)]
-        failed = [r for r in judged if r.score is None or not r.score.valid]
-        rewards = [r.score.value for r in valid if r.score]
-        lengths = [r.response_length for r in rollouts]
-        return {
-            "kind": "step",
-            "step": step,
-            "reward": float(np.mean(rewards)) if rewards else None,
-            "reward_std": float(np.std(rewards)) if rewards else None,
-            "length": float(np.mean(lengths)) if lengths else 0.0,
-            "length_max": max(lengths, default=0),
-            "truncated": float(np.mean([r.finish == "length" for r in rollouts])) if rollouts else 0.0,
-            "rollouts": len(rollouts),
-            "groups": sum(o.group is not None for o in outcomes),
-            "groups_dropped": sum(len(o.dropped) for o in outcomes),
-            "groups_with_signal": sum(has_variance(g.rewards_G) for g in groups),
-            "errors": len(failed),
-            "error_share": len(failed) / len(judged) if judged else 1.0,
-            "first_error": _first_error(judged),
-            **_component_means([r.score.components for r in valid if r.score]),
-        }
-
     # Loop 4
 
     async def hand_over(self, version: int) -> dict[str, float]:
@@ -398,8 +320,10 @@ class Pipeline:
         served = await self.engine.update_weights(WeightUpdate(version, tensors, recompute))
         assert served == version, f"the engine serves version {served}, expected {version}"
         metrics = self.engine.sync_metrics()
-        if isinstance(self.engine, ProbedEngine):
-            metrics["probe_gap"] = await check_engine(self.engine, self.learner.trainer.policy, version=version)
+        for engine in members(self.engine):
+            if isinstance(engine, ProbedEngine):
+                gap = await check_engine(engine, self.learner.trainer.policy, version=version)
+                metrics["probe_gap"] = max(gap, metrics.get("probe_gap", 0.0))
         await self.engine.resume()
         return metrics
 
@@ -409,10 +333,10 @@ class Pipeline:
             with self.watch.waits("sync", "a trained version"):
                 row = await self._trained.get()
             step = row["step"]
-            began = time.perf_counter()
+            began = now()
             with self.timeline.span("sync", step), self.watch.waits("sync", f"the engine to serve version {step}"):
                 row |= await self.hand_over(step)
-            row["sync_seconds"] = time.perf_counter() - began
+            row["sync_seconds"] = now() - began
             self.store.metrics.append(row)
             self.observer.step(row)
             if step % self.config.checkpoint.every == 0 or step == t.steps:
@@ -450,21 +374,5 @@ class Pipeline:
             stop.cancel()
 
 
-_SILENT_LIMIT = 5
 _PARK_LIMIT = 10.0  # seconds
 _WORTH_A_COPY = 32  # tokens that a response must have grown by
-
-
-def _rate(count: float, seconds: float) -> float:
-    return count / seconds if seconds > 0 else 0.0
-
-
-def _first_error(rollouts: list[Rollout]) -> str:
-    if not rollouts:
-        return "no prompt could be sampled"
-    return next((r.score.detail for r in rollouts if r.score and not r.score.valid), "")
-
-
-def _component_means(components: list[Any]) -> dict[str, float]:
-    names = sorted({name for c in components for name in c})
-    return {f"reward/{n}": float(np.mean([c[n] for c in components if n in c])) for n in names}

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +17,12 @@ from kitae.config import Config
 from kitae.data.chat import Chat
 from kitae.data.prompts import PromptStream, eval_prompts, open_stream
 from kitae.engines.base import Engine, SamplingParams
+from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.process import ProcessEngine
 from kitae.envs.rollout import Runner
 from kitae.envs.single_turn import SingleTurn
-from kitae.errors import VerifierError
+from kitae.errors import VerifierError, root_cause
 from kitae.models.load import export_policy, load_policy
 from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
@@ -146,21 +147,49 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
 
 
 async def _start_engine(config: Config, policy: Policy, version: int) -> Engine:
-    """In this process, on the policy's own weights; or in one of its own, with cores that the trainer does not use."""
-    if config.pipeline.placement == "shared":
+    """In this process, on the policy's own weights; or in processes of their own, on cores that the trainer leaves."""
+    p = config.pipeline
+    if p.placement == "shared":
         return NativeEngine(policy, config.engine, version)
-    cores = sorted(os.sched_getaffinity(0))
-    count = min(config.pipeline.engine_threads or len(cores) // 2, len(cores) - 1)
-    if policy.device.type != "cpu" or count < 1:
-        engine = ProcessEngine(config.model, config.engine, version=version, sync=config.pipeline.sync)
-    else:
-        own, rest = cores[-count:], cores[:-count]
+    available = sorted(os.sched_getaffinity(0)) if policy.device.type == "cpu" else []
+    rest, shares = share_cores(available, p.engines, p.engine_threads)
+    if rest:
         torch.set_num_threads(len(rest))
-        engine = ProcessEngine(
-            config.model, config.engine, threads=count, cores=own, version=version, sync=config.pipeline.sync
+    engines = [
+        ProcessEngine(
+            config.model,
+            config.engine,
+            threads=len(cores) or None,
+            cores=cores or None,
+            version=version,
+            sync=p.sync,
         )
-    await engine.start()
-    return engine
+        for cores in shares
+    ]
+    fleet = engines[0] if p.engines == 1 else Fleet(engines)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for engine in engines:
+                tasks.create_task(engine.start())
+    except BaseExceptionGroup as group:
+        await fleet.close()
+        raise root_cause(group) from None
+    return fleet
+
+
+def share_cores(cores: Sequence[int], engines: int, threads: int) -> tuple[list[int], list[list[int]]]:
+    """The cores of the trainer and of each engine: `threads` for an engine (0: half of all for all of them), from the
+    end; at least one is left for the trainer, and where there are too few, engines share theirs.
+
+    Nothing is assigned (empty lists) where there are not two cores.
+    """
+    if len(cores) < 2:
+        return [], [[]] * engines
+    each = threads or max(1, len(cores) // 2 // engines)
+    used = min(each * engines, len(cores) - 1)
+    rest, own = list(cores[: len(cores) - used]), cores[len(cores) - used :]
+    each = min(each, used)
+    return rest, [sorted(own[(i * each + j) % used] for j in range(each)) for i in range(engines)]
 
 
 def make_learner(config: Config, policy: Policy) -> Learner:
@@ -171,7 +200,7 @@ def make_learner(config: Config, policy: Policy) -> Learner:
     critic = None
     if objective.wants_values:
         assert a.critic_lr is not None and a.critic_clip is not None and a.critic_warmup is not None
-        model = load_policy(config.model.model_copy(update={"lora_rank": 0}), config.run.seed)
+        model = load_policy(config.model.model_copy(update={"lora_rank": 0, "exact": False}), config.run.seed)
         critic = Critic(model, t, lr=a.critic_lr, clip=a.critic_clip, warmup=a.critic_warmup)
     trainer = Trainer(
         policy,

@@ -25,12 +25,12 @@ from kitae.store.journal import Journal
 class RunStore:
     """A run open for writing. One process at a time: the folder is locked."""
 
-    def __init__(self, folder: Path, config: Config) -> None:
+    def __init__(self, folder: Path, config: Config, journal: Journal | None = None) -> None:
         self.folder = folder
         self.config = config
         self._lock = _lock(folder)
         try:
-            self.journal = Journal(folder / "journal.sqlite")
+            self.journal = journal or Journal(folder / "journal.sqlite")
         except StoreError:
             self._lock.close()
             raise

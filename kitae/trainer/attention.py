@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kitae.data.packing import Span
+from kitae.kernels import exact as exactly
 from kitae.kernels import flash, ops
 from kitae.kernels.transfer import send
 from kitae.models.attention import causal_mask, masked_attention
@@ -28,9 +29,24 @@ class Block(NamedTuple):
 class PackedAttention:
     """The trainer's `AttentionContext`. Free of side effects, so activation checkpointing may call it again."""
 
-    def __init__(self, spans: Sequence[Span], device: torch.device, heads: int, *, fused: bool = True) -> None:
+    def __init__(
+        self, spans: Sequence[Span], device: torch.device, heads: int, *, fused: bool = True, exact: bool = False
+    ) -> None:
         self.fused = fused
+        self.exact = exact
+        self._known_reach: exactly.Reach | None = None
         self._spans, self._device, self._heads = spans, device, heads
+
+    @functools.cached_property
+    def plain(self) -> "PackedAttention":
+        """Where exact attention has its gradient from."""
+        return PackedAttention(self._spans, self._device, self._heads, fused=self.fused)
+
+    def _reach(self, group: int) -> exactly.Reach:
+        if self._known_reach is None:
+            spans = [(s.start, s.length, s.prefix_length, _rows(s)) for s in self._spans]
+            self._known_reach = exactly.Reach.of(spans, 1, group, self._device)
+        return self._known_reach
 
     @functools.cached_property
     def blocks(self) -> list[Block]:
@@ -44,6 +60,14 @@ class PackedAttention:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        settings: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        if self.exact:
+            reach = self._reach(self._heads // k.shape[0])
+            return exactly.with_gradient_of(
+                lambda q, k, v: exactly.attend(q, exactly.as_pages(k), exactly.as_pages(v), reach, **settings),
+                lambda q, k, v: self.plain.attend(layer, q, k, v, **settings),
+                q, k, v,
+            )  # fmt: skip
         if self.fused and softcap is None and sinks is None and flash.available(q):
             k, v = self.layout.keys(k.transpose(0, 1)), self.layout.keys(v.transpose(0, 1))
             return flash.attend(q.transpose(0, 1), k, v, self.layout.bounds, scale=scale, window=window)
@@ -107,6 +131,11 @@ class _Gather(torch.autograd.Function):
             return kernels.sum_rows(grads[0], order, first), None, None, None  # type: ignore[union-attr]
         total = torch.zeros(ctx.shape, dtype=torch.float32, device=rows.device)
         return total.index_add_(0, rows, grads[0].float()).to(grads[0].dtype), None, None, None
+
+
+def _rows(s: Span) -> list[int]:
+    """Where the prefix and the span itself lie."""
+    return [*range(s.prefix_start, s.prefix_start + s.prefix_length), *range(s.start, s.start + s.length)]
 
 
 def _group_by_shape(spans: Sequence[Span], device: torch.device, heads: int) -> list[Block]:

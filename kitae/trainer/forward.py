@@ -27,7 +27,7 @@ def micro_batches(samples: Sequence[Sample], config: TrainingConfig, device: tor
 
 def predicting_states(policy: Policy, micro: MicroBatch) -> Tensor:
     """The hidden states `[N, H]` that predict the loss tokens."""
-    context = PackedAttention(micro.spans, policy.device, policy.heads)
+    context = PackedAttention(micro.spans, policy.device, policy.heads, exact=policy.exact)
     return policy.hidden(micro.tokens_T, micro.positions_T, context)[micro.source_N]
 
 

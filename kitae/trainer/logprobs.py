@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kitae.kernels import ops
+from kitae.kernels.exact import product
 from kitae.kernels.memory import gradient_of
 from kitae.models.policy import HeadTransform, Policy
 
@@ -22,7 +23,7 @@ def token_logprobs(
     head = policy.head
     bias = getattr(head, "bias", None)
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, head.weight, bias, targets_N, policy.transform, 1.0 / temperature, chunk, entropy_grad
+        hidden_NH, head.weight, bias, targets_N, policy.transform, 1.0 / temperature, chunk, entropy_grad, policy.exact
     )
     return result
 
@@ -39,18 +40,19 @@ class _TokenLogprobs(torch.autograd.Function):
         inverse_temperature: float,
         chunk: int,
         entropy_grad: bool,
+        exact: bool,
     ) -> tuple[Tensor, Tensor]:
         rows = hidden.shape[0]
         logp, lse, entropy = (torch.empty(rows, dtype=torch.float32, device=hidden.device) for _ in range(3))
         buffer = hidden.new_empty(min(chunk, rows), weight.shape[0])
         for i in range(0, rows, chunk):
             part = slice(i, i + chunk)
-            logits = _logits(hidden[part], weight, bias, buffer)
+            logits = _logits(hidden[part], weight, bias, buffer, exact)
             logp[part], lse[part], entropy[part] = _row_statistics(
                 logits, targets[part], transform, inverse_temperature
             )
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.rest = (transform, inverse_temperature, chunk, entropy_grad)
+        ctx.rest = (transform, inverse_temperature, chunk, entropy_grad, exact)
         ctx.last = buffer  # the logits of the last chunk
         if not entropy_grad:
             ctx.mark_non_differentiable(entropy)
@@ -59,7 +61,7 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
-        transform, inverse_temperature, chunk, entropy_grad = ctx.rest
+        transform, inverse_temperature, chunk, entropy_grad, exact = ctx.rest
         grad_logp = grads[0].contiguous()
         grad_entropy = grads[1].contiguous() if entropy_grad else None
         needs_weight, needs_bias = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
@@ -73,7 +75,7 @@ class _TokenLogprobs(torch.autograd.Function):
             buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
         for i in reversed(range(0, hidden.shape[0], chunk)):
             part = slice(i, i + chunk)
-            logits = buffer[: len(hidden[part])] if kept else _logits(hidden[part], weight, bias, buffer)
+            logits = buffer[: len(hidden[part])] if kept else _logits(hidden[part], weight, bias, buffer, exact)
             kept = False
             dlogits = _row_gradients(
                 logits,
@@ -94,7 +96,7 @@ class _TokenLogprobs(torch.autograd.Function):
             dhidden,
             None if dweight is into or dweight is None else dweight.to(weight.dtype),
             None if dbias is None or bias is None else dbias.to(bias.dtype),
-            None, None, None, None, None,
+            None, None, None, None, None, None,
         )  # fmt: skip
 
 
@@ -109,9 +111,11 @@ def _add_product(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
         total += torch.mm(dlogits.mT, hidden)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor, exact: bool) -> Tensor:
     """The head's output, written into the one buffer that all chunks share."""
     logits = buffer[: len(hidden)]
+    if exact:
+        return product(hidden, weight, bias, logits)
     torch.mm(hidden, weight.t(), out=logits)
     return logits if bias is None else logits.add_(bias)
 

@@ -89,4 +89,4 @@ class Reference:
 
 def _frozen_copy(policy: Policy) -> Policy:
     model = copy.deepcopy(policy.model).requires_grad_(False).eval()
-    return Policy(model, policy.tokenizer, policy.source)
+    return Policy(model, policy.tokenizer, policy.source, exact=policy.exact)

@@ -254,3 +254,33 @@ def test_rows_of_a_step_are_launched_without_waiting(tiny_policy: TinyPolicy) ->
             torch.cuda.set_sync_debug_mode("default")
     waits = [w for w in seen if "called a synchronizing" in str(w.message)]
     assert len(waits) <= 1, [f"{w.filename}:{w.lineno}" for w in waits]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_recomputed_activations_give_the_same_gradient(architecture: str, tiny_policy: TinyPolicy) -> None:
+    from test_gradient import SHAPES, assert_same, gradient, make_samples
+
+    samples = make_samples(SHAPES)
+    algorithm = AlgorithmConfig(preset="grpo")
+    kept = gradient(tiny_policy(architecture, device="cuda"), samples, algorithm)
+    again = gradient(tiny_policy(architecture, device="cuda"), samples, algorithm, checkpoint_activations=True)
+    assert_same(again, kept)
+
+
+def test_chunks_of_logits_give_one_gradient(tiny_policy: TinyPolicy) -> None:
+    """The last chunk's logits are kept, the others made again; products of all of them are added in fp32."""
+    from test_gradient import SHAPES, gradient, make_samples
+
+    samples = make_samples(SHAPES)
+    algorithm = AlgorithmConfig(preset="grpo", entropy_coef=0.01)
+
+    def head(chunk: int) -> torch.Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kitae.trainer.optim._add_into", lambda master: lambda parameter: None)
+            policy = tiny_policy("qwen2", device="cuda", dtype="bfloat16")
+            found = gradient(policy, samples, algorithm, logit_chunk=chunk)
+        return found["model.embed_tokens.weight"].float()
+
+    whole = head(1000)
+    for chunk in (1, 7, 20):
+        assert (head(chunk) - whole).norm() < 0.01 * whole.norm(), chunk

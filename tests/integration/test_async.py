@@ -287,10 +287,11 @@ def test_the_timeline_shows_who_worked_when(tmp_path: Path) -> None:
     assert timeline.draw(result.folder).read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("staleness", "sync"), [(0, "full"), (2, "delta")])
-def test_the_engine_may_have_a_process_of_its_own(staleness: int, sync: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("staleness", "sync", "engines"), [(0, "full", 1), (2, "delta", 2)])
+def test_the_engine_may_have_a_process_of_its_own(staleness: int, sync: str, engines: int, tmp_path: Path) -> None:
     settings = (
         "pipeline.placement=process",
+        f"pipeline.engines={engines}",
         f"pipeline.sync={sync}",
         f"pipeline.max_staleness={staleness}",
         "training.steps=4",

@@ -70,6 +70,31 @@ def test_engine_trainer_and_generate_agree_in_fp32() -> None:
     assert gap < 1e-4, gap
 
 
+def test_exact_mode_leaves_no_gap() -> None:
+    torch.set_num_threads(1)  # many small products: on a busy machine threads would wait for each other
+    policy = load_policy(ModelConfig(path=SMOLLM2, dtype="bfloat16", exact=True))
+    chat = Chat(policy.tokenizer, policy.base.generation_config)
+    stream = open_stream(load_config(find_recipe("quickstart")).data, 0)
+    asked = [
+        Request(f"{i}/{j}", chat.encode_prompt(stream.at(i).messages), SamplingParams(1.0, 5), 10 * i + j, share=f"{i}")
+        for i in range(2)
+        for j in range(3)
+    ]
+
+    async def run(requests: list[Request]) -> list[Completion]:
+        engine = NativeEngine(policy, EngineConfig(memory_gb=0.3))
+        try:
+            return await asyncio.gather(*(engine.generate(r) for r in requests))
+        finally:
+            await engine.close()
+
+    done = asyncio.run(run(asked))
+    assert asyncio.run(run(asked[4:5])) == done[4:5]
+    samples = [_sample(i, r.prompt_tokens, c) for i, (r, c) in enumerate(zip(asked, done, strict=True))]
+    found = Trainer(policy, TrainingConfig(), temperature=1.0).logprobs(samples)
+    assert all((a == s.logp_mu_T)[s.mask_T].all() for a, s in zip(found, samples, strict=True))
+
+
 def _sample(index: int, prompt: tuple[int, ...], done: Completion) -> Sample:
     tokens = np.array(prompt + done.tokens)
     mask = np.arange(len(tokens)) >= len(prompt)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kitae.engines.native.cache import KVCache
-from kitae.kernels import flash, ops
+from kitae.kernels import exact, flash, ops
 from kitae.models.attention import causal_mask, masked_attention
 
 
@@ -61,6 +61,28 @@ class PrefillAttention:
                 mixed = masked_attention(q[:, rows], seen_k, seen_v, allowed, scale=scale, softcap=softcap, sinks=sinks)
             out[rows] = mixed
         return out
+
+
+class ExactAttention:
+    """Exact mode, for prompts and decoding alike: writes every key and value, then attends as the trainer does.
+
+    Rows without a sequence have a length of 0 in `reach`, and the slot after the last page.
+    """
+
+    def __init__(self, cache: KVCache, reach: exact.Reach, page_of_T: Tensor, slot_of_T: Tensor) -> None:
+        self.cache = cache
+        self.reach = reach
+        self.page_of_T = page_of_T
+        self.slot_of_T = slot_of_T
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys[self.page_of_T, :, self.slot_of_T] = k.transpose(0, 1)
+        values[self.page_of_T, :, self.slot_of_T] = v.transpose(0, 1)
+        return exact.attend(q, keys, values, self.reach, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
 
 @dataclass(frozen=True, slots=True)

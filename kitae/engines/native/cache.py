@@ -55,9 +55,18 @@ class KVCache:
                 f"engine.memory_gb must hold at least two pages of {page_bytes / 2**20:.1f} MiB, got {memory_gb:g} GB"
             )
         self.page_size = page_size
-        shape = (2, policy.layers, self.pages + 1, policy.kv_heads, page_size, policy.head_dim)
-        self._all = torch.empty(shape, dtype=policy.dtype, device=policy.device)
+        self._shape = (2, policy.layers, self.pages + 1, policy.kv_heads, page_size, policy.head_dim)
+        self._all = torch.empty((2, 0), dtype=policy.dtype, device=policy.device)
+        self.allocate()
+
+    def allocate(self) -> None:
+        self._all = self._all.new_empty(self._shape)
         self.keys, self.values = list(self._all[0]), list(self._all[1])
+
+    def free(self) -> None:
+        """Give the memory back. What was in it is lost; runners that have used it must go too."""
+        self._all = self._all.new_empty((2, 0))
+        self.keys, self.values = [], []
 
     def copy_pages(self, source: list[int], target: list[int]) -> None:
         """Copy whole pages in every layer: how a sample gets its own half-filled last page of a shared prompt."""

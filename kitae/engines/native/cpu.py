@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitae.engines.native.attention import PrefillAttention
+from kitae.engines.native.attention import ExactAttention, PrefillAttention
 from kitae.engines.native.cache import KVCache
 from kitae.engines.native.fused import AttentionSettings, FusedDecoder
 from kitae.engines.native.runner import Result, Runner
@@ -53,8 +53,10 @@ class CpuRunner(Runner):
         else:
             self.decoder.pack()
 
-    def _prompt_states(self, tokens_T: Tensor, positions_T: Tensor, context: PrefillAttention) -> Tensor:
-        if self.decoder is None:
+    def _prompt_states(
+        self, tokens_T: Tensor, positions_T: Tensor, context: PrefillAttention | ExactAttention
+    ) -> Tensor:
+        if self.decoder is None or isinstance(context, ExactAttention):
             return super()._prompt_states(tokens_T, positions_T, context)
         slots_T = context.page_of_T * self.cache.page_size + context.slot_of_T
         if max(span.start + span.length for span in context.spans) > _SHORT:

@@ -22,13 +22,14 @@ from torch import Tensor
 
 from kitae.engines.base import SamplingParams
 from kitae.engines.native import sampler
-from kitae.engines.native.attention import PrefillAttention
+from kitae.engines.native.attention import ExactAttention, PrefillAttention
 from kitae.engines.native.cache import KVCache
 from kitae.engines.native.fused import FusedDecoder
 from kitae.engines.native.runner import Result, Runner, require_finite
 from kitae.engines.native.scheduler import Admission
 from kitae.engines.native.sequence import Sequence
-from kitae.kernels import gpu
+from kitae.kernels import gpu, gpu_training
+from kitae.kernels.exact import Reach
 from kitae.kernels.transfer import send
 from kitae.models.policy import HeadTransform, Policy
 
@@ -48,7 +49,7 @@ class CudaRunner(Runner):
 
     def __init__(self, policy: Policy, cache: KVCache, max_batch: int) -> None:
         super().__init__(policy, cache, fast=False)
-        self.decoder = FusedDecoder.of(policy, cache)
+        self.decoder = self._fused()
         rows = bucket(max_batch)
         columns = min(-(-policy.max_context // cache.page_size), cache.pages) + 1
         self.state = torch.zeros(rows, gpu.COLUMNS, dtype=torch.int64, device=self.device)
@@ -68,8 +69,11 @@ class CudaRunner(Runner):
         if self._addresses != self._find_addresses():
             self._steps.clear()
             with torch.inference_mode(False):
-                self.decoder = FusedDecoder.of(self.policy, self.cache)
+                self.decoder = self._fused()
             self._addresses = self._find_addresses()
+
+    def _fused(self) -> FusedDecoder | None:
+        return None if self.policy.exact else FusedDecoder.of(self.policy, self.cache)
 
     def _find_addresses(self) -> list[int]:
         return [p.data_ptr() for p in self.policy.model.parameters()]
@@ -81,8 +85,10 @@ class CudaRunner(Runner):
             self._forget(s)
         return super().prefill(admission)
 
-    def _prompt_states(self, tokens_T: Tensor, positions_T: Tensor, context: PrefillAttention) -> Tensor:
-        if self.decoder is None:
+    def _prompt_states(
+        self, tokens_T: Tensor, positions_T: Tensor, context: PrefillAttention | ExactAttention
+    ) -> Tensor:
+        if self.decoder is None or isinstance(context, ExactAttention):
             return super()._prompt_states(tokens_T, positions_T, context)
         context.stored = True
         slots_T = context.page_of_T * self.cache.page_size + context.slot_of_T
@@ -90,7 +96,17 @@ class CudaRunner(Runner):
 
     def _sample(self, logits: Tensor, sequences: list[Sequence]) -> Result:
         """First tokens: the same kernels as in a step, on rows that are uploaded later."""
-        return self._read(gpu.sample(logits, self._send(_rows(sequences))), logits, sequences)
+        return self._read(self.draw(logits, self._send(_rows(sequences))), logits, sequences)
+
+    def draw(self, logits: Tensor, state: Tensor) -> Tensor:
+        """Sample every row and advance the state; in exact mode the log-probs are made as the trainer makes them."""
+        out = gpu.sample(logits, state)
+        if self.policy.exact:
+            inverse = state[:, gpu.INVERSE].to(torch.int32).view(torch.float32)
+            inverse = torch.where(inverse == 0, 1.0, inverse)
+            logp = gpu_training.row_statistics(logits, out[0].long().clamp(min=0), inverse)[0]
+            out[1] = logp.view(torch.int32)
+        return out
 
     # Decoding
 
@@ -124,13 +140,14 @@ class CudaRunner(Runner):
         self, sequences: list[Sequence], logits: Tensor, tokens: list[int], logprobs: list[float]
     ) -> None:
         """Draw again for rows with top-k, top-p or min-p. Their rows of the state are uploaded anew."""
-        rows = [i for i, s in enumerate(sequences) if _is_filtered(s.request.sampling) and tokens[i] >= 0]
+        rows = [i for i, s in enumerate(sequences) if sampler.is_filtered(s.request.sampling) and tokens[i] >= 0]
         if not rows:
             return
         picked = [sequences[i] for i in rows]
         uniform = sampler.uniforms([s.seed for s in picked], [len(s.tokens) for s in picked])
         params = [s.request.sampling for s in picked]
-        drawn, logps = sampler.sample(logits[torch.tensor(rows, device=self.device)], params, uniform, fast=False)
+        draw = sampler.sample_exact if self.policy.exact else sampler.sample
+        drawn, logps = draw(logits[torch.tensor(rows, device=self.device)], params, uniform, fast=False)
         for i, s, token, logp in zip(rows, picked, drawn.tolist(), logps.tolist(), strict=True):
             tokens[i], logprobs[i] = token, logp
             self._forget(s)
@@ -229,17 +246,22 @@ class _Step:
         tokens_B, positions_B, slots_B, lengths_B = gpu.begin(
             state, table, cache.page_size, cache.pages * cache.page_size
         )
-        context = _PagedAttention(cache, table, lengths_B, slots_B, stored=runner.decoder is not None)
+        context: _PagedAttention | ExactAttention
+        if policy.exact:
+            places = slots_B // cache.page_size, slots_B % cache.page_size
+            context = ExactAttention(cache, Reach.of_last(table, lengths_B, cache.page_size), *places)
+        else:
+            context = _PagedAttention(cache, table, lengths_B, slots_B, stored=runner.decoder is not None)
         if runner.decoder is not None:
             hidden = runner.decoder.hidden(tokens_B, positions_B, slots_B, context)
         else:
             hidden = policy.hidden(tokens_B, positions_B, context)
         logits = runner.logits[:batch]
-        if policy.transform == HeadTransform() and getattr(policy.head, "bias", None) is None:
+        if policy.transform == HeadTransform() and not policy.exact and getattr(policy.head, "bias", None) is None:
             torch.mm(hidden, policy.head.weight.t(), out=logits)
         else:
             logits.copy_(policy.logits(hidden))
-        return gpu.sample(logits, state)
+        return runner.draw(logits, state)
 
 
 class _PagedAttention:
@@ -291,10 +313,6 @@ def _rows(sequences: list[Sequence]) -> "np.ndarray[Any, Any]":
     return state
 
 
-def _is_filtered(params: SamplingParams) -> bool:
-    return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
-
-
 def _needs_host(params: SamplingParams) -> bool:
     """Whether the device alone cannot tell the next token, or the end."""
-    return _is_filtered(params) or bool(params.stop_strings) or len(params.stop_tokens) > gpu.STOPS
+    return sampler.is_filtered(params) or bool(params.stop_strings) or len(params.stop_tokens) > gpu.STOPS

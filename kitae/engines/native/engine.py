@@ -20,7 +20,7 @@ import torch
 from kitae.config import EngineConfig
 from kitae.engines.base import Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.engines.native.cache import KVCache, PagePool
-from kitae.engines.native.runner import Result, make_runner
+from kitae.engines.native.runner import Result, Runner, make_runner
 from kitae.engines.native.scheduler import Scheduler
 from kitae.engines.native.sequence import Sequence
 from kitae.errors import EngineError, RequestError
@@ -40,11 +40,12 @@ class NativeEngine:
     def __init__(self, policy: Policy, config: EngineConfig, version: int = 0) -> None:
         self.policy = policy
         self.version = version
+        self._config = config
         self.cache = KVCache(policy, config.memory_gb, config.page_size)
         self.scheduler = Scheduler(
             PagePool(self.cache.pages), config.page_size, config.max_batch, config.prefill_tokens
         )
-        self.runner = make_runner(policy, self.cache, config)
+        self.runner: Runner = make_runner(policy, self.cache, config)
         self._launched: deque[tuple[list[Sequence], int, Result]] = deque()  # with the version that samples
         self.generated = 0
         self.busy = 0.0
@@ -278,7 +279,21 @@ class NativeEngine:
         return self.version
 
     def _set_paused(self, paused: bool) -> None:
+        if paused != self._paused and not self._config.keep_cache:
+            self._free_cache() if paused else self._restore_cache()
         self._paused = paused
+
+    def _free_cache(self) -> None:
+        """What is in flight waits without pages, and is computed again."""
+        self.scheduler.preempt_all()
+        self.scheduler.forget_prefixes()
+        self.runner = Runner(self.policy, self.cache, fast=False)  # holds none of its memory
+        self.cache.free()
+
+    def _restore_cache(self) -> None:
+        self.cache.allocate()
+        with torch.inference_mode(False):
+            self.runner = make_runner(self.policy, self.cache, self._config)
 
     def _fail_all(self, error: EngineError, cause: Exception | None = None) -> None:
         error.__cause__ = cause

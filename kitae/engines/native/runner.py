@@ -9,12 +9,13 @@ from torch import Tensor
 
 from kitae.config import EngineConfig
 from kitae.engines.native import sampler
-from kitae.engines.native.attention import DecodeAttention, PrefillAttention, Span
+from kitae.engines.native.attention import DecodeAttention, ExactAttention, PrefillAttention, Span
 from kitae.engines.native.cache import KVCache
 from kitae.engines.native.scheduler import Admission
 from kitae.engines.native.sequence import Sequence
 from kitae.errors import EngineError
 from kitae.kernels import amx, ops
+from kitae.kernels.exact import Reach
 from kitae.models.policy import Policy
 
 Result = Callable[[], tuple[list[int], list[float]]]  # waits; the token is -1 for a sequence that had ended
@@ -22,6 +23,10 @@ Result = Callable[[], tuple[list[int], list[float]]]  # waits; the token is -1 f
 
 def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> "Runner":
     """Kernels and graphs on a GPU with Triton, a compiled decoder on a CPU with AMX, else the policy's own modules."""
+    if policy.exact and not config.fast:
+        raise EngineError("an exact policy runs on kernels of its own, got engine.fast = false, which asks for none")
+    if policy.exact and policy.device.type == "cpu":
+        return Runner(policy, cache, config.fast)
     if config.fast and policy.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from kitae.engines.native.cuda import CudaRunner
 
@@ -84,14 +89,19 @@ class Runner:
         if not spans:
             return
         positions_T = torch.tensor(positions, device=self.device)
-        context = PrefillAttention(
-            self.cache, spans, torch.tensor(pages_of_T, device=self.device), positions_T % page_size
-        )
+        places = torch.tensor(pages_of_T, device=self.device), positions_T % page_size
+        context: PrefillAttention | ExactAttention = PrefillAttention(self.cache, spans, *places)
+        if self.policy.exact:
+            runs = [(s.row, s.length, s.start, s.pages) for s in spans]
+            group = self.policy.heads // self.policy.kv_heads
+            context = ExactAttention(self.cache, Reach.of(runs, page_size, group, self.device), *places)
         hidden = self._prompt_states(torch.tensor(tokens, device=self.device), positions_T, context)
         for prefix, span in zip(admission.prefixes, spans, strict=False):
             prefix.hidden = hidden[span.row + span.length - 1].clone()
 
-    def _prompt_states(self, tokens_T: Tensor, positions_T: Tensor, context: PrefillAttention) -> Tensor:
+    def _prompt_states(
+        self, tokens_T: Tensor, positions_T: Tensor, context: PrefillAttention | ExactAttention
+    ) -> Tensor:
         return self.policy.hidden(tokens_T, positions_T, context)
 
     def decode(self, running: list[Sequence]) -> Result:
@@ -106,7 +116,11 @@ class Runner:
         return self._sample(self._logits(hidden), running)
 
     def _decode_states(self, tokens_B: Tensor, lengths_B: Tensor, table: Tensor) -> Tensor:
-        context = DecodeAttention(self.cache, table, lengths_B, self.fast)
+        context: DecodeAttention | ExactAttention = DecodeAttention(self.cache, table, lengths_B, self.fast)
+        if self.policy.exact:
+            size, last_B = self.cache.page_size, lengths_B.long() - 1
+            page_B = table.gather(1, (last_B // size)[:, None])[:, 0].long()
+            context = ExactAttention(self.cache, Reach.of_last(table, lengths_B, size), page_B, last_B % size)
         return self.policy.hidden(tokens_B, lengths_B.long() - 1, context)
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
@@ -114,7 +128,9 @@ class Runner:
 
     def _sample(self, logits: Tensor, sequences: list[Sequence]) -> Result:
         uniform = sampler.uniforms([s.seed for s in sequences], [len(s.tokens) for s in sequences])
-        tokens, logprobs = sampler.sample(logits, [s.request.sampling for s in sequences], uniform, fast=self.fast)
+        params = [s.request.sampling for s in sequences]
+        draw = sampler.sample_exact if self.policy.exact else sampler.sample
+        tokens, logprobs = draw(logits, params, uniform, fast=self.fast)
         require_finite(bool(torch.isfinite(logprobs).all()))
         done = tokens.tolist(), logprobs.tolist()
         return lambda: done

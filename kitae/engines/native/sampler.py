@@ -3,7 +3,7 @@
 A draw needs a single uniform number, made from (seed, position) by an integer mix: no generator state, so what
 is drawn for a rollout does not depend on its neighbours in the batch, on preemption or on a restart. Matrix products
 round differently in batches of different size: in fp32 the same tokens come out, in bf16 a close call may fall
-otherwise.
+otherwise, unless the policy is exact.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
 
 def sample(logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor, *, fast: bool) -> tuple[Tensor, Tensor]:
     """Tokens and log-probs `[B]`. Rows with top-k, top-p or min-p take the path that sorts; the others never do."""
-    filtered = [i for i, p in enumerate(params) if p.temperature > 0 and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0)]
+    filtered = [i for i, p in enumerate(params) if is_filtered(p)]
     if not filtered:
         return _sample_full(logits_BV, params, uniform_B, fast)
     tokens = torch.empty(len(params), dtype=torch.int64)
@@ -48,6 +48,31 @@ def sample(logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor, *
             picked = [params[i] for i in rows]
             tokens[index], logprobs[index] = draw(logits_BV[index.to(logits_BV.device)], picked, uniform_B[index], fast)
     return tokens, logprobs
+
+
+def sample_exact(
+    logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor, *, fast: bool
+) -> tuple[Tensor, Tensor]:
+    """As `sample`, but no row depends on another, and log-probs are made as the trainer makes them."""
+    parts = [i for i, p in enumerate(params) if is_filtered(p)]
+    full = sorted(set(range(len(params))) - set(parts))
+    tokens = torch.empty(len(params), dtype=torch.int64)
+    logprobs = torch.empty(len(params), dtype=torch.float32)
+    for rows in [full] * bool(full) + [[i] for i in parts]:  # sorting in one batch would add up by its size
+        index, picked = torch.tensor(rows), [params[i] for i in rows]
+        tokens[index], logprobs[index] = sample(logits_BV[index], picked, uniform_B[index], fast=fast)
+    kernels = ops.training_kernels(logits_BV.device, logits_BV.dtype)
+    assert kernels is not None
+    for temperature in {params[i].temperature for i in full}:
+        index = torch.tensor([i for i in full if params[i].temperature == temperature])
+        inverse = 1.0 / temperature if temperature > 0 else 1.0
+        logprobs[index] = kernels.row_statistics(logits_BV[index], tokens[index], inverse)[0]
+    return tokens, logprobs
+
+
+def is_filtered(params: SamplingParams) -> bool:
+    """Whether tokens are taken out by top-k, top-p or min-p."""
+    return params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
 
 
 def _sample_full(

@@ -341,6 +341,12 @@ def test_drift_of_a_response_may_be_negative_and_then_nothing_is_masked() -> Non
         assert CORRECTIONS["opsm"](on_old, opsm_limit=limit).tolist() == [1, 1, *[kept] * 4], limit
 
 
+def test_old_tokens_are_dropped_by_age() -> None:
+    tokens = bare_tokens(torch.zeros(4), [1.0] * 4, lag_N=torch.tensor([1, 2, 3, 4]))
+    assert CORRECTIONS["age"](tokens, age_limit=1).tolist() == [1, 1, 0, 0]
+    assert CORRECTIONS["age"](tokens, age_limit=0).tolist() == [1, 0, 0, 0]
+
+
 @covers("a3po_alpha_vtheta10")
 def test_share_of_the_way_that_the_proximal_policy_has_come() -> None:
     shares = {10 - int(sampled): share for sampled, share in EXAMPLES["a3po_alpha_vtheta10"].items()}

@@ -417,7 +417,8 @@ def test_07_weights_and_anchors_carry_no_gradient(data: st.DataObject) -> None:
     tokens = draw_tokens(data, make_objective(**PLAIN))
     assert tokens.logp_N.requires_grad
     settings_ = {"correction_cap": 2.0, "correction_low": 0.5, "correction_high": 2.0, "geometric_low": 0.9,
-                 "geometric_high": 1.1, "opsm_limit": 0.0}  # fmt: skip
+                 "geometric_high": 1.1, "opsm_limit": 0.0, "age_limit": 1}  # fmt: skip
+    tokens = replace(tokens, lag_N=torch.arange(len(tokens.logp_N)) % 3 + 1)
     for name in CORRECTIONS:
         choices = make_objective(**{**PLAIN, "gate": "likelihood", "correction": name}).config
         read = {k: v for k, v in settings_.items() if getattr(choices, k) is not None}
@@ -425,7 +426,7 @@ def test_07_weights_and_anchors_carry_no_gradient(data: st.DataObject) -> None:
     for name, anchor in ANCHORS.items():
         assert not anchor(tokens).requires_grad, name
     # If w carried gradient, that of a token would not be w times the plain one.
-    for name in ("tis", "icepop", "sequence-tis", "geometric", "opsm", "total"):
+    for name in ("tis", "icepop", "sequence-tis", "geometric", "opsm", "age", "total"):
         corrected = make_objective(**{**PLAIN, "gate": "likelihood", "correction": name})
         plain = make_objective(**{**PLAIN, "gate": "likelihood"})
         read = {key: getattr(corrected.config, key) for key in settings_ if getattr(corrected.config, key) is not None}

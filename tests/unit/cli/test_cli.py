@@ -21,7 +21,7 @@ from kitae.store.run import RunStore
 from kitae.types import Message, Prompt, Rollout, Score, Segment
 
 COMMANDS = (
-    *("train", "resume", "eval", "show", "replay", "plot", "recipes", "algorithms"),
+    *("train", "resume", "eval", "show", "replay", "plot", "simulate", "recipes", "algorithms"),
     *("validate", "verifiers", "verify", "doctor"),
 )
 

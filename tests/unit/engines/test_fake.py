@@ -3,14 +3,16 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
-from kitae.engines.base import Completion, Engine, Request, SamplingParams, WeightUpdate
-from kitae.engines.fake import FakeEngine
+from kitae.clock import VirtualLoop, now
+from kitae.engines.base import Completion, Engine, EngineStats, Request, SamplingParams, WeightUpdate
+from kitae.engines.fake import FakeEngine, Pace
 from kitae.errors import EngineError, RequestError
 
+T = TypeVar("T")
 STOP = 2
 LONG = list(range(100, 140))
 
@@ -28,7 +30,7 @@ def run(body: Callable[[], Awaitable[Any]]) -> Any:
 
 
 def slow(**options: Any) -> FakeEngine:
-    return FakeEngine(lambda _: LONG, seconds_per_token=0.002, **options)
+    return FakeEngine(lambda _: LONG, Pace(step=0.002), **options)
 
 
 async def generated(engine: Engine, tokens: int) -> None:
@@ -129,7 +131,7 @@ def test_abort_returns_what_was_sampled(paused: bool) -> None:
 
 def test_park_and_continue() -> None:
     async def run() -> None:
-        engine = FakeEngine(lambda r: [1, 2, 3, 4, 5, 6], seconds_per_token=0.01)
+        engine = FakeEngine(lambda r: [1, 2, 3, 4, 5, 6], Pace(step=0.01))
         request = Request("a", (1,), SamplingParams(max_tokens=10), 0)
         task = asyncio.create_task(engine.generate(request))
         while engine.stats().generated_tokens < 2:
@@ -236,13 +238,90 @@ def test_close_fails_what_is_pending_and_refuses_what_comes(paused: bool) -> Non
     run(body)
 
 
+def virtual(body: Callable[[], Awaitable[T]]) -> T:
+    """On a clock that jumps, so that times are exact."""
+
+    async def run() -> T:
+        return await body()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(run())
+
+
 def test_counters() -> None:
-    engine = FakeEngine(lambda _: [7, 8, STOP], seconds_per_token=0.001, version=2)
-
-    async def body() -> None:
+    async def body() -> EngineStats:
+        engine = FakeEngine(lambda _: [7, 8, STOP], Pace(step=0.001), version=2)
         await asyncio.gather(*(engine.generate(request(str(i))) for i in range(4)))
+        return engine.stats()
 
-    run(body)
-    stats = engine.stats()
+    stats = virtual(body)
     assert (stats.version, stats.prompt_tokens, stats.generated_tokens, stats.running) == (2, 12, 12, 0)
-    assert stats.busy_seconds == pytest.approx(0.012)
+    assert stats.busy_seconds == pytest.approx(0.003)
+
+
+def timed(pace: Pace, lengths: list[int], *, share: str = "", prompt: int = 100) -> tuple[list[float], EngineStats]:
+    """When each of some requests that come at once ends."""
+
+    async def body() -> tuple[list[float], EngineStats]:
+        engine = FakeEngine(lambda r: LONG[: r.seed], pace)
+
+        async def one(index: int, length: int) -> float:
+            asked = replace(request(str(index), prompt=(1,) * prompt), seed=length, share=share)
+            assert len((await engine.generate(asked)).tokens) == length
+            return now()
+
+        return await asyncio.gather(*(one(i, n) for i, n in enumerate(lengths))), engine.stats()
+
+    return virtual(body)
+
+
+def test_a_step_takes_longer_the_more_sequences_it_has() -> None:
+    ends, stats = timed(Pace(step=1.0, sequence=0.5), [10, 4, 10])
+    first = 4 * (1 + 3 * 0.5)
+    assert ends == pytest.approx([first + 6 * 2, first, first + 6 * 2])
+    assert stats.busy_seconds == pytest.approx(ends[0]) and stats.generated_tokens == 24
+
+
+def test_prompts_take_time_and_shared_ones_only_once() -> None:
+    ends, stats = timed(Pace(step=1.0, prefill=50), [5, 5])
+    assert ends == pytest.approx([9.0, 9.0]) and stats.prompt_tokens == 200
+    ends, stats = timed(Pace(step=1.0, prefill=50), [5, 5], share="group")
+    assert ends == pytest.approx([7.0, 7.0])
+    assert (stats.prompt_tokens, stats.prompt_tokens_shared) == (100, 100)
+
+
+def test_what_exceeds_the_batch_waits() -> None:
+    ends, _ = timed(Pace(step=1.0, batch=2), [5, 3, 4])
+    assert ends == pytest.approx([5.0, 3.0, 7.0])
+
+
+def test_it_stands_still_for_new_weights() -> None:
+    async def body(recompute: bool) -> tuple[float, Completion, float]:
+        engine = FakeEngine(lambda _: LONG, Pace(step=1.0, prefill=10, update=3.0))
+        running = asyncio.create_task(engine.generate(request(prompt=(1,) * 10)))
+        await asyncio.sleep(11.5)  # a second of prefill, 10 steps and a half
+        await engine.update_weights(WeightUpdate(1, recompute=recompute))
+        updated = now()
+        return updated, await running, now()
+
+    updated, found, end = virtual(lambda: body(False))
+    assert (updated, end) == pytest.approx((14.5, 44.0))
+    assert found.versions == (0,) * 10 + (1,) * 30
+    *_, end = virtual(lambda: body(True))
+    assert end == pytest.approx(44.0 + (10 + 10) / 10), "the prompt and what was sampled are computed once more"
+
+
+def test_it_dies_and_goes_on() -> None:
+    async def body(pace: Pace) -> tuple[list[Completion], float, EngineStats]:
+        engine = FakeEngine(lambda _: LONG, pace, seed=3)
+        found = await asyncio.gather(*(engine.generate(request(str(i))) for i in range(3)))
+        await asyncio.sleep(0)
+        return found, now(), engine.stats()
+
+    found, end, stats = virtual(lambda: body(Pace(step=1.0, life=15.0, restart=5.0)))
+    assert [c.tokens for c in found] == [tuple(LONG)] * 3
+    assert stats.restarts > 0
+    assert end == pytest.approx(len(LONG) + 5 * stats.restarts)
+    assert stats.busy_seconds == pytest.approx(len(LONG))
+    *_, whole, unharmed = virtual(lambda: body(Pace(step=1.0)))
+    assert whole == len(LONG) and unharmed.restarts == 0

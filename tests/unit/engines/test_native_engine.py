@@ -254,11 +254,37 @@ def test_abort_and_cancel_free_their_place(tiny_policy: TinyPolicy) -> None:
     assert done.finish == "abort" and 0 < len(done.tokens) < 400
 
 
+def test_a_freed_cache_changes_nothing_but_memory(tiny_policy: TinyPolicy) -> None:
+    """Paused in the middle of sequences, the cache goes; they go on as if it had not."""
+    policy = tiny_policy()
+    sampling = SamplingParams(max_tokens=120)
+    requests = [Request(f"{i}", (5, 6, 7), sampling, 10 + i, share="x") for i in range(4)]
+
+    async def use(engine: NativeEngine) -> list[Completion]:
+        running = [asyncio.create_task(engine.generate(r)) for r in requests]
+        while engine.stats().generated_tokens < 20:
+            await asyncio.sleep(0.001)
+        await engine.pause()
+        assert engine.stats().running == 0 and engine.cache.keys == []
+        await engine.update_weights(WeightUpdate(1))
+        await engine.resume()
+        assert len(engine.cache.keys) == policy.layers
+        return [await task for task in running]
+
+    freed = with_engine(policy, use, keep_cache=False)
+    for a, b in zip(generate(policy, requests), freed, strict=True):
+        assert a.tokens == b.tokens and a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
+        assert set(b.versions) == {0, 1}
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_parked_and_recomputed_sequences_go_on_as_if_nothing_had_happened(
     architecture: str, tiny_policy: TinyPolicy
 ) -> None:
-    """Parked in the middle and continued, by the same engine or another, or recomputed in flight: the same tokens."""
+    """Parked in the middle and continued, by the same engine or another, or recomputed in flight: the same tokens.
+
+    But for a draw that falls on the border of two tokens: the same sums are rounded in another order.
+    """
     sampling = SamplingParams(max_tokens=60)
     # With seed 5 a draw falls within 4e-8 of the border between two tokens: which one it is, rounding decides.
     requests = [Request(str(i), p, sampling, seed=10 + i) for i, p in enumerate(prompts(6))]
@@ -283,10 +309,17 @@ def test_parked_and_recomputed_sequences_go_on_as_if_nothing_had_happened(
         [replace(r, prior=p.sampled) for r, p in zip(requests, parked, strict=True)],
         page_size=4,
     )
+    different = 0
     for one, other, part in zip(whole, continued, parked, strict=True):
-        assert one.tokens == other.tokens and other.finish == "length"
+        assert other.finish == "length" and len(other.tokens) == 60
         assert other.logprobs[: len(part.tokens)] == part.logprobs, "what was sampled is not computed again"
-        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=0)
+        pairs = enumerate(zip(one.tokens, other.tokens, strict=True))
+        same = next((i for i, (a, b) in pairs if a != b), 60)
+        different += same < 60
+        torch.testing.assert_close(
+            torch.tensor(one.logprobs[:same]), torch.tensor(other.logprobs[:same]), atol=1e-4, rtol=0
+        )
+    assert different <= 1
 
 
 def test_recompute_forgets_the_old_weights(tiny_policy: TinyPolicy, tiny_folder: Callable[[str], Path]) -> None:

@@ -22,6 +22,7 @@ from kitae.config import EngineConfig, ModelConfig
 from kitae.engines import child as child_module
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.child import Limits
+from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.probe import Probe, check_engine, score_probe
 from kitae.engines.process import ProcessEngine
@@ -360,6 +361,28 @@ def test_two_engines_at_once(engines: tuple[ProcessEngine, ProcessEngine], polic
     got = run(_all(engine.generate(r) for engine in engines for r in requests(4)))
     assert tokens(got) == tokens(run(native(policy, requests(4))) + run(native(changed, requests(4))))
     assert {c.versions[0] for c in got[:4]} == {0} and {c.versions[0] for c in got[4:]} == {3}
+
+
+def test_a_fleet_of_two_and_one_is_lost(
+    engines: tuple[ProcessEngine, ProcessEngine], policy: Policy, run: Run[Any]
+) -> None:
+    """Both serve the new weights; the requests of the one that is killed continue, and nothing shows."""
+    fleet, asked = Fleet(engines), requests(6, tokens=300)
+
+    async def body() -> list[Completion]:
+        before = [engine.stats().restarts for engine in engines]
+        assert await fleet.update_weights(update(policy, 7)) == 7
+        tasks = [asyncio.create_task(fleet.generate(r)) for r in asked]
+        await _all(until_generated(engine, 1) for engine in engines)
+        os.kill(process_of(engines[1]), signal.SIGKILL)
+        done = await asyncio.gather(*tasks)
+        assert [engine.stats().restarts for engine in engines] == [before[0], before[1] + 1]
+        return done
+
+    got = run(body())
+    assert tokens(got) == tokens(run(native(policy, asked)))
+    assert {v for c in got for v in c.versions} == {7} and fleet.stats().version == 7
+    assert fleet.sync_metrics()["sync_bytes"] == sum(e.sync_metrics()["sync_bytes"] for e in engines) > 0
 
 
 def test_too_many_losses_end_it_with_the_last_words(

@@ -1,0 +1,147 @@
+"""How much faster is running ahead, on this machine, when response lengths have a long tail?
+
+    python benchmarks/async_speedup.py [--model smollm2-135m] [--median 64] [--steps 10] [--staleness 4]
+
+Real runs of the same work, one after the other: on-policy; running ahead with engine and trainer on the same cores; and
+with the engine in a process of its own. Response lengths are drawn from a log-normal distribution with the given
+median, cut at eight times the median, the same for every run; the model computes every token of them. Rewards are a
+hash of the text: the point is the time, not what is learnt. The time of a step is taken in the steady state: not while
+the buffer fills, and not after the last prompt was issued. Prints a table and writes the timelines into one PNG.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kitae.engines.base import Completion, Request
+
+ROOT = Path(__file__).parent.parent
+SPREAD = 0.9  # of the logarithm of lengths
+SCORE = "import zlib\n\ndef score(response, reference, context):\n    return float(zlib.crc32(response.encode()) % 2)\n"
+WARM = 2  # steps
+
+
+class Lengths:
+    """An engine whose responses have the lengths they are told."""
+
+    def __init__(self, engine: Any, median: int) -> None:
+        self._engine = engine
+        self._median = median
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, request: Request) -> Completion:
+        drawn = random.Random(request.id).lognormvariate(0, SPREAD) * self._median
+        length = max(4, min(8 * self._median, int(drawn)))
+        sampling = replace(request.sampling, max_tokens=length, stop_tokens=(), stop_strings=())
+        done: Completion = await self._engine.generate(replace(request, sampling=sampling))
+        return done
+
+
+def train(settings: list[str], median: int) -> None:
+    """One run, in this process."""
+    from kitae.config import load_config
+    from kitae.observe.observer import Silent
+    from kitae.pipeline import session
+    from kitae.store.run import RunStore
+
+    start = session._start_engine
+
+    async def start_with_lengths(*arguments: Any) -> Any:
+        return Lengths(await start(*arguments), median)
+
+    session._start_engine = start_with_lengths  # type: ignore[assignment]
+    config = load_config(ROOT / "kitae" / "recipes" / "quickstart.toml", settings)
+    sources = session.prepare(config, print)
+    session.train(RunStore.create(config), sources, Silent())
+
+
+def measure(name: str, settings: list[str], arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    (folder / "score.py").write_text(SCORE)
+    stale = next((int(s.partition("=")[2]) for s in settings if "max_staleness" in s), 0)
+    settings = [
+        f"run.dir={folder}", f"run.name={name}", f"model.path={arguments.model}", "eval.prompts=0",
+        f"verifier.name={folder / 'score.py'}:score", "verifier.check_gold=false", "checkpoint.every=1000",
+        f"training.steps={WARM + arguments.steps + 2 * stale}", f"training.prompts_per_step={arguments.prompts}",
+        f"sampling.max_tokens={8 * arguments.median}", "training.lr=1e-6", "algorithm.filter=none", *settings,
+    ]  # fmt: skip
+    command = [sys.executable, __file__, "--run", str(arguments.median), *settings]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    run = folder / f"{name}-001"
+    spans = [json.loads(line) for line in (run / "timeline.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    ends = {s["step"]: s["end"] for s in spans if s["part"] == "sync"}
+    first, last = WARM + stale, WARM + stale + arguments.steps
+    steady = [r for r in rows if r["kind"] == "step" and first < r["step"] <= last]
+    seconds = (ends[last] - ends[first]) / arguments.steps
+    return {
+        "run": run,
+        "seconds": seconds,
+        "tokens": sum(r["generated_tokens"] for r in steady) / (ends[last] - ends[first]),
+        "engine idle": sum(r["engine_idle"] for r in steady) / len(steady),
+        "trainer idle": sum(r["trainer_idle"] for r in steady) / len(steady),
+        "staleness": sum(r["staleness"] for r in steady) / len(steady),
+        "largest": max(r["staleness_max"] for r in steady),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--median", type=int, default=64, help="tokens in a response; the longest has 8 times as many")
+    parser.add_argument("--prompts", type=int, default=4, help="in a step, with 8 samples each")
+    parser.add_argument("--steps", type=int, default=10, help="measured, of each run")
+    parser.add_argument("--staleness", type=int, default=4)
+    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "async_timeline.png")
+    arguments = parser.parse_args()
+    ahead = [f"pipeline.max_staleness={arguments.staleness}"]
+    variants = {
+        "on-policy": [],
+        "ahead-same-cores": ahead,
+        "ahead-own-process": [*ahead, "pipeline.placement=process"],
+    }
+    found = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, settings in variants.items():
+            print(f"running {name}", file=sys.stderr)
+            found[name] = measure(name, settings, arguments, Path(scratch))
+        base = found["on-policy"]["seconds"]
+        print("| run | a step | speed-up | tokens/s | engine idle | trainer idle | staleness, mean; largest |")
+        print("|---|---|---|---|---|---|---|")
+        for name, row in found.items():
+            print(
+                f"| {name} | {row['seconds']:.1f} s | {base / row['seconds']:.2f} × | {row['tokens']:.0f} | "
+                f"{row['engine idle']:.0%} | {row['trainer idle']:.0%} | {row['staleness']:.2f}; {row['largest']} |"
+            )
+        draw({name: row["run"] for name, row in found.items()}, arguments.picture)
+
+
+def draw(runs: dict[str, Path], picture: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from kitae.observe import timeline
+
+    figure, axes = plt.subplots(len(runs), 1, figsize=(11, 2.3 * len(runs)), sharex=True)
+    for axis, (name, run) in zip(axes, runs.items(), strict=True):
+        timeline.draw_on(axis, timeline.read(run))
+        axis.set_title(name.replace("-", " "), fontsize=10, loc="left")
+    axes[-1].set_xlabel("seconds")
+    figure.tight_layout()
+    figure.savefig(picture, dpi=120)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--run"]:
+        train(sys.argv[3:], int(sys.argv[2]))
+    else:
+        main()

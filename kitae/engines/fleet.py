@@ -1,0 +1,117 @@
+"""Several engines as one: requests are shared out among them, everything else is for all of them."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import TypeVar
+
+from kitae.engines.base import Completion, Engine, EngineStats, Request, Sampled, WeightUpdate
+from kitae.errors import EngineError, RequestError
+
+T = TypeVar("T")
+
+_SUMS = ("sync_bytes", "sync_resent")
+_LONGEST = ("sync_seconds",)
+
+
+class Fleet:
+    """Implements `kitae.engines.base.Engine` over `engines`, which all share the trainer's weights or none does.
+
+    A request goes to the engine that has the fewest; but requests with the same share key go where the first of them
+    went while any of them is in flight, so that their prompt is computed once. `busy_seconds` of its stats is the mean
+    of the engines, so that it is a share of the time that passed; other counters are sums. Of the sync metrics, bytes
+    and repetitions are sums, seconds those of the slowest, the others means.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        if not engines:
+            raise EngineError("a fleet needs at least 1 engine, got 0")
+        kinds = {engine.shares_weights for engine in engines}
+        if len(kinds) > 1:
+            raise EngineError("all engines of a fleet must share the trainer's weights, or none, got both kinds")
+        self.engines = tuple(engines)
+        self.shares_weights = kinds.pop()
+        self._load = [0] * len(self.engines)
+        self._homes: dict[str, int] = {}  # where requests with a share key go
+        self._sharing: Counter[str] = Counter()
+        self._where: dict[str, int] = {}
+
+    async def generate(self, request: Request) -> Completion:
+        if request.id in self._where:
+            raise RequestError(f"request id {request.id!r} is in flight already")
+        key = request.share or f"request {request.id}"
+        place = self._homes.setdefault(key, min(range(len(self._load)), key=self._load.__getitem__))
+        self._where[request.id] = place
+        self._load[place] += 1
+        self._sharing[key] += 1
+        try:
+            return await self.engines[place].generate(request)
+        finally:
+            del self._where[request.id]
+            self._load[place] -= 1
+            self._sharing[key] -= 1
+            if not self._sharing[key]:
+                del self._homes[key], self._sharing[key]
+
+    async def update_weights(self, update: WeightUpdate) -> int:
+        versions = set(await _all(engine.update_weights(update) for engine in self.engines))
+        if len(versions) > 1:
+            raise EngineError(f"all engines of a fleet must serve version {update.version}, got {sorted(versions)}")
+        return versions.pop()
+
+    async def pause(self) -> None:
+        await _all(engine.pause() for engine in self.engines)
+
+    async def resume(self) -> None:
+        await _all(engine.resume() for engine in self.engines)
+
+    async def abort(self, request_id: str) -> None:
+        if request_id in self._where:
+            await self.engines[self._where[request_id]].abort(request_id)
+
+    async def park(self) -> None:
+        await _all(engine.park() for engine in self.engines)
+
+    def progress(self) -> dict[str, Sampled]:
+        return {id: sampled for engine in self.engines for id, sampled in engine.progress().items()}
+
+    def stats(self) -> EngineStats:
+        found = [engine.stats() for engine in self.engines]
+        return EngineStats(
+            version=min(s.version for s in found),
+            prompt_tokens=sum(s.prompt_tokens for s in found),
+            prompt_tokens_shared=sum(s.prompt_tokens_shared for s in found),
+            generated_tokens=sum(s.generated_tokens for s in found),
+            preemptions=sum(s.preemptions for s in found),
+            running=sum(s.running for s in found),
+            waiting=sum(s.waiting for s in found),
+            busy_seconds=sum(s.busy_seconds for s in found) / len(found),
+            restarts=sum(s.restarts for s in found),
+            resent=sum(s.resent for s in found),
+        )
+
+    def sync_metrics(self) -> dict[str, float]:
+        found = [metrics for engine in self.engines if (metrics := engine.sync_metrics())]
+        merged = {}
+        for name in {name: None for metrics in found for name in metrics}:
+            values = [metrics[name] for metrics in found if name in metrics]
+            mean = sum(values) / len(values)
+            merged[name] = sum(values) if name in _SUMS else max(values) if name in _LONGEST else mean
+        return merged
+
+    async def close(self) -> None:
+        await _all(engine.close() for engine in self.engines)
+
+
+def members(engine: Engine) -> tuple[Engine, ...]:
+    """The engines of a fleet; an engine alone is its only member."""
+    return engine.engines if isinstance(engine, Fleet) else (engine,)
+
+
+async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
+    """Every result; if some fail, the first error, after all have ended: none is left half done."""
+    found = await asyncio.gather(*work, return_exceptions=True)
+    for result in found:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in found if not isinstance(result, BaseException)]
