@@ -127,7 +127,7 @@ def test_gradients_are_those_of_the_plain_model(architecture: str, tiny_policy: 
         grads.append({n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys() and len(grads[0]) > 10
     for name, grad in grads[0].items():
-        torch.testing.assert_close(grad, grads[1][name], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(grad, grads[1][name], rtol=1e-3, atol=3e-5)
 
 
 def _batch(samples: list[Sample]) -> Any:
