@@ -49,7 +49,7 @@ docs: install
 test: install lint types
 	@echo "tests"
 	@$(BIN)/python docs/generate.py --check
-	@$(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-slow: install
 	@$(BIN)/python -m pytest -m slow

@@ -28,10 +28,22 @@ async def _never(*_: Any, **__: Any) -> Any:
     [
         (Journal, "add_prompt", 6, "feed waits [0-9]+ s for the journal"),
         (NativeEngine, "generate", LATER, r"a rollout \(\d+ of them\) waits \d+ s for the engine: train/"),
-        (VerifierPool, "score", LATER, r"a rollout \(\d+ of them\) waits \d+ s for the verifier: \d+/\d"),
-        (Journal, "add_rollout", LATER, r"a rollout \(\d+ of them\) waits \d+ s for the journal: \d+/\d"),
+        pytest.param(
+            VerifierPool,
+            "score",
+            LATER,
+            r"a rollout \(\d+ of them\) waits \d+ s for the verifier: \d+/\d",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Journal,
+            "add_rollout",
+            LATER,
+            r"a rollout \(\d+ of them\) waits \d+ s for the journal: \d+/\d",
+            marks=pytest.mark.slow,
+        ),
         (Learner, "learn", 1, "train waits [0-9]+ s for the trainer to learn step 2"),
-        (Journal, "add_fates", 1, "train waits [0-9]+ s for the journal"),
+        pytest.param(Journal, "add_fates", 1, "train waits [0-9]+ s for the journal", marks=pytest.mark.slow),
         (NativeEngine, "update_weights", 1, "sync waits [0-9]+ s for the engine to serve version 2"),
     ],
 )
