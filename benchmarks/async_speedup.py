@@ -131,7 +131,7 @@ def draw(runs: dict[str, Path], picture: Path) -> None:
 
     from kitae.observe import timeline
 
-    figure, axes = plt.subplots(len(runs), 1, figsize=(11, 2.3 * len(runs)), sharex=True)
+    figure, axes = plt.subplots(len(runs), 1, figsize=(11, 3.2 * len(runs)), sharex=True)
     for axis, (name, run) in zip(axes, runs.items(), strict=True):
         timeline.draw_on(axis, timeline.read(run))
         axis.set_title(name.replace("-", " "), fontsize=10, loc="left")

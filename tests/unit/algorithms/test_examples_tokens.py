@@ -527,7 +527,7 @@ def test_entropy_of_the_head(temperature: float) -> None:
     head = torch.nn.Linear(1, 3, bias=False)
     with torch.no_grad():
         head.weight[:, 0] = p.log() * temperature
-    policy = cast(Policy, SimpleNamespace(head=head, transform=HeadTransform(), exact=None))
+    policy = cast(Policy, SimpleNamespace(head=head, transform=HeadTransform(), exact=False))
     logp, entropy = token_logprobs(
         policy, torch.ones(2, 1), torch.tensor([0, 2]), temperature=temperature, chunk=1, entropy_grad=True
     )
