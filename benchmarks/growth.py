@@ -207,12 +207,15 @@ def draw(rates: dict[str, Curve], costs: dict[str, Curve], title: str, target: P
     figure, axes = pyplot.subplots(1, len(rates) + bool(costs), figsize=(14, 3.5), constrained_layout=True)
     for axis, (name, curve) in zip(axes, rates.items(), strict=False):
         axis.plot(list(curve), list(curve.values()), "o-")
-        axis.set(xscale="log", xlabel=name, ylim=(0, None), title=f"tokens per second, {name}")
+        axis.set(xscale="log", xlabel=name, title=f"tokens per second, {name}")
+        axis.set_xticks(list(curve)[::2], [f"{x:,}" for x in list(curve)[::2]])
     for name, curve in costs.items():
         axes[-1].plot(list(curve), list(curve.values()), "o-", label=name)
-        axes[-1].set(xscale="log", xlabel="rollouts", ylim=(0, None), title="bookkeeping, µs for a rollout")
+        axes[-1].set(xscale="log", xlabel="rollouts", title="bookkeeping, µs for a rollout")
         axes[-1].legend()
     for axis in axes:
+        axis.set_ylim(bottom=0)
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     figure.suptitle(title)
     figure.savefig(target, dpi=110)
