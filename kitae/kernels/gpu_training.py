@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kitae.kernels import gpu
+from kitae.kernels.linears import shared_input
 from kitae.kernels.memory import joined
 
 _PROGRAMS = 1056  # of kernels that walk over rows: eight on each multiprocessor of a large GPU
@@ -270,35 +271,9 @@ def normed_pair(x: Tensor, y: Tensor, norm: tuple[Tensor, float], *modules: torc
 # Several linear layers of one input
 
 
-class _Linears(torch.autograd.Function):
-    """The gradient of the input is added up by the matrix products themselves."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *parameters: Tensor | None) -> tuple[Tensor, ...]:
-        weights = [w for w in parameters[::2] if w is not None]
-        ctx.save_for_backward(x, *weights)
-        return tuple(torch.nn.functional.linear(x, w, b) for w, b in zip(weights, parameters[1::2], strict=True))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        rows = x.reshape(-1, x.shape[-1])
-        flat = [g.reshape(-1, g.shape[-1]) for g in grads]
-        dx = torch.mm(flat[0], weights[0])
-        for g, w in zip(flat[1:], weights[1:], strict=True):
-            dx.addmm_(g, w)
-        out: list[Tensor | None] = [dx.view(x.shape)]
-        for i, g in enumerate(flat):
-            out.append(torch.mm(g.t(), rows) if ctx.needs_input_grad[2 * i + 1] else None)
-            out.append(g.sum(0) if ctx.needs_input_grad[2 * i + 2] else None)
-        return tuple(out)
-
-
 def linears(x: Tensor, *modules: torch.nn.Linear) -> tuple[Tensor, ...]:
     """What each of the linear layers makes of x, differentiable."""
-    parameters = [p for m in modules for p in (m.weight, m.bias)]
-    out: tuple[Tensor, ...] = _Linears.apply(x, *parameters)  # type: ignore[no-untyped-call]
-    return out
+    return shared_input(x, modules, lambda weight, grad, rows: torch.mm(grad.t(), rows))
 
 
 # Gated MLP

@@ -1,7 +1,6 @@
 """Exact mode on a GPU: the tests of the CPU there, a training run, and a model with heads of 128."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 
 from kitae.config import ModelConfig
 from kitae.models.load import load_policy
-from kitae.models.policy import Policy
 
 sys.path += [str(Path(__file__).parents[1] / part) for part in ("unit/models", "unit/kernels", "integration")]
 from test_exact import (  # noqa: F401
@@ -29,21 +27,11 @@ from test_exact import (  # noqa: F401
 from test_exact_kernels import *  # noqa: F403
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-TinyPolicy = Callable[..., Policy]
 
 
 @pytest.fixture
 def device() -> str:
     return "cuda"
-
-
-@pytest.fixture
-def tiny_policy(tiny_folder: Callable[[str], Path]) -> TinyPolicy:
-    def get(architecture: str = "llama", **settings: object) -> Policy:
-        values = {"dtype": "float32", "device": "cuda", "path": str(tiny_folder(architecture)), **settings}
-        return load_policy(ModelConfig.model_validate(values))
-
-    return get
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -25,17 +25,6 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 TinyPolicy = Callable[..., Policy]
 
 
-@pytest.fixture
-def tiny_policy(tiny_folder: Callable[[str], Path]) -> TinyPolicy:
-    """As everywhere, but on the GPU: the tests imported above run there."""
-
-    def get(architecture: str = "llama", **settings: object) -> Policy:
-        values = {"dtype": "float32", "device": "cuda", "path": str(tiny_folder(architecture)), **settings}
-        return load_policy(ModelConfig.model_validate(values))
-
-    return get
-
-
 def mixed_requests(count: int = 30, tokens: int = 40) -> list[Request]:
     """Groups, singles, greedy and filtered rows, of different lengths."""
     requests = []

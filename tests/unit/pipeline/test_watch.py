@@ -81,6 +81,4 @@ def test_a_stuck_event_loop_ends_the_process(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 1 and time.monotonic() - began < 40
     assert "nobody waits: the event loop is stuck" in done.stderr
-    assert (
-        "time.sleep(60)" in (tmp_path / "stalled.txt").read_text() or "body" in (tmp_path / "stalled.txt").read_text()
-    )
+    assert "in body" in (tmp_path / "stalled.txt").read_text()
