@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -149,7 +150,7 @@ class Plan:
 
 METHODS = (
     [],
-    ["algorithm.preset=grpo", "algorithm.kl_coef=0.05"],
+    ["algorithm.preset=grpo", "algorithm.kl_coef=0.05", "algorithm.reference=frozen"],
     ["algorithm.preset=dapo"],
     ["training.minibatches=2", "training.epochs=2"],
     ["algorithm.preset=remax"],
@@ -508,9 +509,9 @@ def main() -> None:
         try:
             ended = Trial(seed, folder)()
             shutil.rmtree(folder)
-        except Exception as problem:
+        except Exception:  # whatever it is, the other trials go on
             ended = "FAILED"
-            print(f"{folder}: {type(problem).__name__}: {problem}", file=sys.stderr, flush=True)
+            print(f"{folder}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
         found[kind][ended] += 1
 
     with ThreadPoolExecutor(arguments.jobs) as pool:
