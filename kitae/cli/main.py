@@ -43,11 +43,14 @@ def resume(
         str | None,
         typer.Option("--from", help="A checkpoint, e.g. step-000010, or start; default: the last checkpoint."),
     ] = None,
+    forget: Annotated[
+        bool, typer.Option("--forget", help="Give up the steps after that checkpoint, instead of training them again.")
+    ] = False,
 ) -> None:
     """Go on with a run that was stopped or killed, or beyond its end with training.steps=N."""
     from kitae.cli import training
 
-    training.resume(run, overrides or [], checkpoint)
+    training.resume(run, overrides or [], checkpoint, forget)
 
 
 @app.command(name="eval")

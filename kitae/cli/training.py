@@ -25,10 +25,10 @@ def train(recipe: str, overrides: list[str], dry_run: bool) -> None:
     from kitae.store.run import RunStore
 
     sources = prepare(config, print)
-    _run(RunStore.create(config), sources, None)
+    _run(RunStore.create(config), sources)
 
 
-def resume(run: Path, overrides: list[str], checkpoint: str | None) -> None:
+def resume(run: Path, overrides: list[str], checkpoint: str | None, forget: bool) -> None:
     from kitae.pipeline.session import prepare
     from kitae.store.run import RunStore
 
@@ -38,7 +38,7 @@ def resume(run: Path, overrides: list[str], checkpoint: str | None) -> None:
     except BaseException:
         store.close()
         raise
-    _run(store, sources, checkpoint)
+    _run(store, sources, checkpoint, forget)
 
 
 def check(config: Config) -> None:
@@ -63,14 +63,14 @@ def check(config: Config) -> None:
     find_model(config.model.path, download=False)
 
 
-def _run(store: "RunStore", sources: "Sources", checkpoint: str | None) -> None:
+def _run(store: "RunStore", sources: "Sources", checkpoint: str | None = None, forget: bool = False) -> None:
     from kitae.observe.progress import make_progress
     from kitae.pipeline.session import train as run_session
 
     folder, config = store.folder, store.config
     try:
         with make_progress(config, folder) as progress:
-            result = run_session(store, sources, progress, checkpoint)
+            result = run_session(store, sources, progress, checkpoint, forget=forget)
     except KitaeError as error:
         raise type(error)(f"{error}\nthe run folder is {folder}; go on with: kitae resume {folder}") from error
     except KeyboardInterrupt:

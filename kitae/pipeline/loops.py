@@ -15,7 +15,7 @@ waits for (`watch`).
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -98,6 +98,30 @@ class Pipeline:
         self._stop = asyncio.Event()
         threads = torch.get_num_threads()
         self._compute = ThreadPoolExecutor(1, _TRAINER, initializer=torch.set_num_threads, initargs=(threads,))
+
+    async def catch_up(self) -> None:
+        """Train the steps again that the journal has and the checkpoint has not: same groups, same weights.
+
+        So what was sampled by those weights is as old as it says, and verdicts are not asked for again.
+        """
+        last = self.store.journal.last_step()
+        if last > self.frontier.step:
+            self.observer.note(
+                f"training steps {self.frontier.step + 1} to {last} again, on what the journal has of them"
+            )
+        logged = {row["step"] for row in self.store.metrics.rows("step")}
+        for step in range(self.frontier.step + 1, last + 1):
+            if self._stop.is_set():
+                raise Stopped
+            began, stats = now(), self.engine.stats()
+            groups, dropped = self.store.journal.batch(step)
+            outcomes = [Outcome(g, ()) for g in groups] + [Outcome(None, (each,)) for each in dropped]
+            row = report.describe(step, outcomes) | report.staleness(outcomes, self.version, self.buffer.bound)
+            row |= report.generation(stats, stats) | {"overdue": 0} | await self._learn(step, outcomes)
+            row |= report.times(row, 0.0, now() - began)
+            self._advance(step)
+            await self._finish_step(row, step in logged)
+            self.buffer.release(step)
 
     async def run(self) -> None:
         """Train up to the configured number of steps, or raise what went wrong."""
@@ -281,25 +305,33 @@ class Pipeline:
             self._given_up = 0
             report.check_errors(row, self.config.verifier.max_error_share)
             self._complaints.about_rewards(row)
-            groups = sorted((o.group for o in outcomes if o.group), key=lambda g: g.id)
-            self.observer.status(f"step {step}: training on {len(groups)} groups")
-            rest = [g for o in outcomes for g, _ in o.dropped]
-            shared = self.engine.shares_weights
-            hold = partial(self._hold_engine, asyncio.get_running_loop()) if shared else lambda: None
-            if not self.config.engine.keep_cache:
-                await self.engine.pause()  # its memory is free for all of the step, not only for the update
-            with self.timeline.span("train", step), self.watch.waits("train", f"the trainer to learn step {step}"):
-                row |= await self._in_trainer(partial(self.learner.learn, step, groups, rest, hold))
+            row |= await self._learn(step, outcomes)
             self._complaints.about_updates(row, outcomes)
+            trained = [o.group.id for o in outcomes if o.group]
             dropped = [(g.id, reason) for o in outcomes for g, reason in o.dropped]
             with self.watch.waits("train", "the journal"):
-                await self.store.journal.add_fates(step, [g.id for g in groups], dropped)
+                await self.store.journal.add_fates(step, trained, dropped)
             row |= report.times(row, waited, now() - began)
-            self.version = step
-            self.frontier = Frontier(step, self.learner.updates)
+            self._advance(step)
             await self._trained.put(row)
             with self.watch.waits("train", f"the sync of version {step}"):
                 await self._trained.join()  # the next batch is taken by the version that the engine serves
+
+    async def _learn(self, step: int, outcomes: Sequence[Outcome]) -> dict[str, float]:
+        """The updates of a step. By id, so that the order of arrival does not matter."""
+        groups = sorted((o.group for o in outcomes if o.group), key=lambda g: g.id)
+        rest = sorted((g for o in outcomes for g, _ in o.dropped), key=lambda g: g.id)
+        self.observer.status(f"step {step}: training on {len(groups)} groups")
+        shared = self.engine.shares_weights
+        hold = partial(self._hold_engine, asyncio.get_running_loop()) if shared else lambda: None
+        if not self.config.engine.keep_cache:
+            await self.engine.pause()  # its memory is free for all of the step, not only for the update
+        with self.timeline.span("train", step), self.watch.waits("train", f"the trainer to learn step {step}"):
+            return await self._in_trainer(partial(self.learner.learn, step, groups, rest, hold))
+
+    def _advance(self, step: int) -> None:
+        self.version = step
+        self.frontier = Frontier(step, self.learner.updates)
 
     def _what_is_missing(self) -> str:
         """For the watchdog: which groups a batch waits for."""
@@ -340,22 +372,26 @@ class Pipeline:
         for _ in range(t.steps - self.frontier.step):
             with self.watch.waits("sync", "a trained version"):
                 row = await self._trained.get()
-            step = row["step"]
-            began = now()
-            with self.timeline.span("sync", step), self.watch.waits("sync", f"the engine to serve version {step}"):
-                row |= await self.hand_over(step)
-            row["sync_seconds"] = now() - began
+            await self._finish_step(row)
+            self.buffer.release(row["step"])
+            self._trained.task_done()
+
+    async def _finish_step(self, row: dict[str, Any], logged: bool = False) -> None:
+        """What follows the updates of a step. logged: the metrics have it already."""
+        step, began = row["step"], now()
+        with self.timeline.span("sync", step), self.watch.waits("sync", f"the engine to serve version {step}"):
+            row |= await self.hand_over(step)
+        row["sync_seconds"] = now() - began
+        if not logged:
             self.store.metrics.append(row)
             self.observer.step(row)
-            if step % self.config.checkpoint.every == 0 or step == t.steps:
-                self.observer.status(f"step {step}: saving a checkpoint")
-                with self.timeline.span("save", step), self.watch.waits("sync", "the checkpoint"):
-                    await self.save()
-            if evaluation_due(self.config, step) and step < t.steps:
-                with self.timeline.span("evaluate", step), self.watch.waits("sync", "the evaluation"):
-                    await self.evaluate(step)
-            self.buffer.release(step)
-            self._trained.task_done()
+        if step % self.config.checkpoint.every == 0 or step == self.config.training.steps:
+            self.observer.status(f"step {step}: saving a checkpoint")
+            with self.timeline.span("save", step), self.watch.waits("sync", "the checkpoint"):
+                await self.save()
+        if evaluation_due(self.config, step) and step < self.config.training.steps:
+            with self.timeline.span("evaluate", step), self.watch.waits("sync", "the evaluation"):
+                await self.evaluate(step)
 
     async def _park(self) -> None:
         """Journal what is being sampled. What is complete is there already; verdicts that are still out after a while

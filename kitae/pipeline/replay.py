@@ -15,7 +15,6 @@ from kitae.pipeline.session import make_learner
 from kitae.store.checkpoint import Checkpoints, Frontier, step_of
 from kitae.store.journal import Journal
 from kitae.store.run import Metrics, read_config
-from kitae.types import GREEDY, Group
 
 COMPARED = ("samples_trained", "loss", "grad_norm", "entropy", "ratio", "logp_gap")
 
@@ -51,19 +50,9 @@ def replay(folder: Path, step: int, note: Callable[[str], None]) -> Replay:
         now: dict[str, Any] = {}
         for each in range(frontier.step + 1, step + 1):
             note(f"training step {each} again")
-            fates = journal.groups(each)
-            groups = [_group(journal, group) for group, _, fate, _ in fates if fate == "trained"]
-            dropped = [_group(journal, group) for group, _, fate, _ in fates if fate == "dropped"]
-            now = learner.learn(each, groups, dropped)
+            groups, dropped = journal.batch(each)
+            now = learner.learn(each, groups, [group for group, _ in dropped])
     finally:
         journal.close()
     then = logged[step]
     return Replay(step, frontier.step, {key: (then[key], now[key]) for key in COMPARED if key in then and key in now})
-
-
-def _group(journal: Journal, group: int) -> Group:
-    prompt = journal.prompt(group)
-    assert prompt is not None, f"group {group} has a fate and no prompt"
-    rollouts = journal.rollouts(group)
-    greedy = next((r for r in rollouts if r.index == GREEDY), None)
-    return Group(group, prompt, tuple(r for r in rollouts if r.index != GREEDY), greedy)

@@ -30,7 +30,7 @@ from kitae.observe.observer import Observer
 from kitae.pipeline.evaluate import Evaluation, evaluate, evaluation_due
 from kitae.pipeline.loops import Pipeline, Stopped
 from kitae.store.checkpoint import START, Frontier
-from kitae.store.run import RunStore
+from kitae.store.run import LEARNING, RunStore
 from kitae.trainer.critic import Critic
 from kitae.trainer.learner import Learner
 from kitae.trainer.reference import Reference
@@ -82,17 +82,20 @@ def prepare(config: Config, note: Callable[[str], None]) -> Sources:
     return sources
 
 
-def train(store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None = None) -> Result:
-    """Train a new run, or go on with one that has checkpoints. Returns when it is finished or stopped by Ctrl-C."""
+def train(
+    store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None = None, *, forget: bool = False
+) -> Result:
+    """Train a new run, or go on with one from its last checkpoint, or the one named. Steps that the journal has after
+    it are trained again as they were, or given up with `forget`. Returns when it is finished or stopped by Ctrl-C."""
     try:
-        return asyncio.run(_train(store, sources, observer, checkpoint))
+        return asyncio.run(_train(store, sources, observer, checkpoint, forget))
     finally:
         store.close()
 
 
-async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None) -> Result:
+async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None, forget: bool) -> Result:
     config, held_out = store.config, sources.held_out
-    frontier, state = _where_it_stands(store, checkpoint)
+    frontier, state = _where_it_stands(store, checkpoint, forget)
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(_pool(config))
         observer.note(f"loading {config.model.path}")
@@ -102,7 +105,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
             learner.load_state(state, frontier.updates)
         for change in store.changes.values():
             observer.note(f"changed for this run from here on: {change}")
-        await store.begin(frontier.step)  # nothing of the run was touched so far
+        await store.begin(frontier.step, forget)  # nothing of the run was touched so far
         engine = await _start_engine(config, policy, frontier.step)
         stack.push_async_callback(engine.close)
         chat = Chat(policy.tokenizer, policy.base.generation_config)
@@ -129,6 +132,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         before = _eval_row(store, 0)
         with _interrupts(pipeline):
             try:
+                await pipeline.catch_up()
                 await pipeline.run()
             except Stopped:
                 if pipeline.frontier.step:
@@ -147,15 +151,23 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         return Result(store.folder, True, config.training.steps, before, after)
 
 
-def _where_it_stands(store: RunStore, checkpoint: str | None) -> tuple[Frontier, Path | None]:
+def _where_it_stands(store: RunStore, checkpoint: str | None, forget: bool) -> tuple[Frontier, Path | None]:
     """The named checkpoint, or the newest; without any, the model as it is before the first step."""
-    if checkpoint == START or (checkpoint is None and not store.checkpoints.names()):
-        return Frontier(0, 0), None
-    frontier, state = store.checkpoints.load(checkpoint)
-    if store.config.training.steps < frontier.step:
+    frontier, state = Frontier(0, 0), None
+    if checkpoint != START and (checkpoint or store.checkpoints.names()):
+        frontier, state = store.checkpoints.load(checkpoint)
+    t, trained = store.config.training, frontier.step if forget else max(frontier.step, store.journal.last_step())
+    way_out = "--from CHECKPOINT --forget goes back to an older one"
+    if t.steps < trained:
         raise ConfigError(
-            f"training.steps must be at least {frontier.step}, the steps that the run has trained, got "
-            f"{store.config.training.steps}; --from goes back to an older checkpoint"
+            f"training.steps must be at least {trained}, the steps that the run has trained, got {t.steps}; {way_out}"
+        )
+    needed = LEARNING if t.schedule == "constant" else (*LEARNING, "training.steps")
+    if trained > frontier.step and (refused := [text for key, text in store.changes.items() if key in needed]):
+        raise ConfigError(
+            f"steps {frontier.step + 1} to {trained} come after the checkpoint and are trained again as they were, so "
+            f"this cannot change now:\n  {'; '.join(refused)}\nGo on without the change and stop with Ctrl-C, which "
+            f"saves a checkpoint; or give those steps up: {way_out}"
         )
     return frontier, state
 

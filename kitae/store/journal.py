@@ -29,7 +29,7 @@ import numpy as np
 
 from kitae.errors import DiskFullError, StoreError
 from kitae.store.disk import flush
-from kitae.types import Message, Prompt, Rollout, Score, Segment
+from kitae.types import GREEDY, Group, Message, Prompt, Rollout, Score, Segment
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -164,10 +164,17 @@ class Journal:
     async def set_meta(self, key: str, value: str) -> None:
         await self._write([("INSERT OR REPLACE INTO meta VALUES (?,?)", (key, value))])
 
-    async def rewind(self, step: int) -> None:
-        """Forget what was trained after a checkpoint: those weights are gone. All else stays as it is: what was issued
-        is pending again in its slot, with its rollouts, and what was skipped stays skipped."""
+    async def forget(self, step: int) -> None:
+        """Give up what was trained after this step, and what was sampled by those weights. What was issued stays issued
+        into the same slot, and what was skipped stays skipped."""
         await self._write([("DELETE FROM fates WHERE step > ? AND fate != 'skipped'", (step,))])
+        later = []
+        for table in ("rollouts", "parked"):
+            sql = f"SELECT group_id, sample, versions FROM {table} WHERE group_id NOT IN (SELECT group_id FROM fates)"
+            for group, sample, versions in self._reader.execute(sql):
+                if np.frombuffer(versions, dtype=np.int32).max(initial=-1) > step:
+                    later.append((f"DELETE FROM {table} WHERE group_id = ? AND sample = ?", (group, sample)))
+        await self._write(later)
 
     async def sync(self) -> None:
         """Return when all that was written before is on the disk, and would survive a loss of power."""
@@ -284,6 +291,28 @@ class Journal:
         """`(group, step, fate, reason)` of closed groups, by id; of one step, if given."""
         where, values = ("WHERE step = ?", (step,)) if step is not None else ("", ())
         return list(self._reader.execute(f"SELECT * FROM fates {where} ORDER BY group_id", values))
+
+    def last_step(self) -> int:
+        """The last step whose groups were trained; 0: none."""
+        return int(
+            self._reader.execute("SELECT coalesce(max(step), 0) FROM fates WHERE fate != 'skipped'").fetchone()[0]
+        )
+
+    def batch(self, step: int) -> tuple[list[Group], list[tuple[Group, str]]]:
+        """What a step was trained on, and what was dropped from it with the reasons; by id."""
+        trained, dropped = list[Group](), list[tuple[Group, str]]()
+        for id, _, fate, reason in self.groups(step):
+            if fate == "trained":
+                trained.append(self._group(id))
+            elif fate == "dropped":
+                dropped.append((self._group(id), reason))
+        return trained, dropped
+
+    def _group(self, id: int) -> Group:
+        prompt, rollouts = self.prompt(id), self.rollouts(id)
+        assert prompt is not None, f"group {id} has a fate and no prompt"
+        greedy = next((r for r in rollouts if r.index == GREEDY), None)
+        return Group(id, prompt, tuple(r for r in rollouts if r.index != GREEDY), greedy)
 
     def samples(self) -> Iterator[tuple[int, int, int, float | None]]:
         """`(group, sample, step, value)` of the rollouts of closed groups; value None: it could not be judged."""

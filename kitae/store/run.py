@@ -23,14 +23,19 @@ from kitae.store.checkpoint import Checkpoints
 from kitae.store.disk import flush, is_full
 from kitae.store.journal import Journal
 
-CHANGEABLE = (
-    "model.device",
-    "training.steps",
+LEARNING = (
     "training.lr",
     "training.schedule",
     "training.warmup_steps",
     "training.weight_decay",
     "training.clip_norm",
+)
+"""Settings without which a past step cannot be trained again as it was."""
+
+CHANGEABLE = (
+    *LEARNING,
+    "model.device",
+    "training.steps",
     "training.token_budget",
     "training.logit_chunk",
     "training.checkpoint_activations",
@@ -113,8 +118,8 @@ class RunStore:
             raise
         return store
 
-    async def begin(self, step: int) -> None:
-        """The run goes on from this step: its past after that is given up, and changed settings are recorded."""
+    async def begin(self, step: int, forget: bool = False) -> None:
+        """The run goes on from this step; changed settings are recorded. forget: what came after it is given up."""
         scratch = self.folder / ".config.partial"
         scratch.write_text(self.config.to_json())
         flush(scratch)
@@ -123,9 +128,10 @@ class RunStore:
         for text in self.changes.values():
             await self.journal.add_event("changed", text)
         await self.journal.add_event("start", f"step {step}")
-        await self.journal.rewind(step)
+        if forget:
+            await self.journal.forget(step)
         self.checkpoints.forget_after(step)
-        self.metrics.rewind(step)
+        self.metrics.rewind(max(step, self.journal.last_step()))
 
     async def sync(self) -> None:
         """Return when journal and metrics would survive a loss of power."""

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import HERE, RECIPE, assert_same_metrics, kitae, rows, run_toy, toy_config
+from safetensors.torch import load_file
 from test_async import check_ledger
 from test_resume import rollouts_written
 
-from kitae.errors import VerifierError
+from kitae.errors import ConfigError, VerifierError
 from kitae.models.load import find_model
 from kitae.observe.observer import Silent
 from kitae.pipeline.session import Result, prepare, train
@@ -272,15 +274,52 @@ def test_a_run_can_be_made_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert fates["trained"] == 12 and fates["skipped"] > 0
 
 
-def test_all_steps_again_from_the_start(tmp_path: Path) -> None:
-    settings = ("training.steps=4", "checkpoint.every=2", "eval.prompts=4")
-    run = run_toy(tmp_path, *settings).folder
-    then = rows(run)
-    written = rollouts_written(run)
+@pytest.mark.parametrize("method", ["algorithm.preset=ppo", "pipeline.max_staleness=3", "pipeline.overdue=drop"])
+def test_all_steps_again_from_the_start(method: str, tmp_path: Path) -> None:
+    """Past steps are trained on what they were trained on, to the same weights, and nothing is sampled again."""
+    stale = ["pipeline.max_staleness=2"] if "overdue" in method else []
+    settings = (*stale, method, "algorithm.filter=zero-variance", "training.steps=5", "checkpoint.every=2")
+    run = run_toy(tmp_path, *settings, "eval.prompts=4").folder
+    then, written = rows(run), rollouts_written(run)
+    weights = load_file(run / "model" / "model.safetensors")
     go_on(tmp_path, checkpoint="start")
-    assert rollouts_written(run) == written, "nothing is sampled again"
-    for before, after in zip(then, rows(run), strict=True):
-        assert before.get("loss") == after.get("loss") and before.get("avg") == after.get("avg")
+    assert rollouts_written(run) == written and rows(run) == then
+    for name, tensor in load_file(run / "model" / "model.safetensors").items():
+        assert torch.equal(tensor, weights[name]), name
+
+
+def test_on_policy_stays_on_policy_after_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With refills, another step 1 than before would make the samples of version 1 those of other weights."""
+    settings = (score_file(tmp_path, PARITY), *REFILL, "pipeline.max_refill=0.5", "checkpoint.every=9")
+    with crash_at(monkeypatch, 3):
+        run_toy(tmp_path, *settings)
+    before = rows(tmp_path / "toy-001")
+    run = go_on(tmp_path).folder
+    assert rows(run)[:2] == before
+    assert max(r["logp_gap_max"] for r in rows(run) if "logp_gap_max" in r) < 1e-3
+    check_ledger(run, toy_config(tmp_path, *settings))
+
+
+def test_steps_can_be_forgotten(tmp_path: Path) -> None:
+    """What later weights had sampled is sampled again, by those that take their place; what was before stays."""
+    settings = ("training.steps=6", "checkpoint.every=2", "checkpoint.keep=9", "eval.prompts=0")
+    run = run_toy(tmp_path, *settings, "training.lr=1e-2").folder
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    before = [journal.rollouts(group) for group in range(24)]
+    journal.close()
+    (run / "checkpoints" / "step-000006").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="steps 5 to 6 come after the checkpoint and are trained again as they were"):
+        go_on(tmp_path, "training.lr=1e-3")
+    train_again = RunStore.open(run, ["training.lr=1e-3"])
+    train(train_again, prepare(train_again.config, print), Silent(), "step-000002", forget=True)
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    after = [journal.rollouts(group) for group in range(24)]
+    journal.close()
+    assert after[:12] == before[:12], "of versions 0 to 2"
+    assert all(a != b for a, b in zip(after[16:], before[16:], strict=True))
+    assert [r["lr"] for r in rows(run)] == [1e-2] * 2 + [1e-3] * 4
+    assert max(r["logp_gap_max"] for r in rows(run)) < 1e-3
+    check_ledger(run, toy_config(tmp_path, *settings))
 
 
 def test_a_prompt_that_the_template_refuses_is_skipped_and_counted(tmp_path: Path) -> None:

@@ -276,18 +276,25 @@ def test_a_sample_is_written_once(journal: Journal) -> None:
     assert [r.text for r in journal.rollouts(4)] == ["2, 1"]
 
 
-def test_rewind_forgets_fates_and_keeps_rollouts(journal: Journal) -> None:
+def test_forgotten_steps_take_what_their_weights_sampled_with_them(journal: Journal) -> None:
+    def sampled_by(version: int, group: int) -> Rollout:
+        return replace(rollout(group), segments=(Segment("model", (5,), (-0.5,), (version,)),))
+
     async def write() -> None:
-        for group in range(4):
-            await journal.add_rollout(rollout(group))
-        await journal.add_fates(1, trained=[0, 1], dropped=[])
-        await journal.add_fates(2, trained=[2], dropped=[(3, "errors")])
-        await journal.rewind(1)
-        await journal.add_fates(2, trained=[2, 3], dropped=[])
+        for group, version in enumerate((0, 1, 1, 2, 2)):
+            await journal.add_rollout(sampled_by(version, group))
+        await journal.park(sampled_by(1, 5), sampled_by(2, 6))
+        await journal.add_fates(1, trained=[0], dropped=[])
+        await journal.add_fates(2, trained=[1], dropped=[(2, "errors")])
+        assert journal.last_step() == 2
+        await journal.forget(1)
+        assert journal.last_step() == 1
+        await journal.add_fates(2, trained=[1, 2], dropped=[])
 
     asyncio.run(write())
-    assert journal.groups(step=2) == [(2, 2, "trained", ""), (3, 2, "trained", "")]
-    assert [len(journal.rollouts(g)) for g in range(4)] == [1, 1, 1, 1]
+    assert journal.groups(step=2) == [(1, 2, "trained", ""), (2, 2, "trained", "")]
+    assert [len(journal.rollouts(g)) for g in range(5)] == [1, 1, 1, 0, 0]
+    assert [len(journal.parked(g)) for g in (5, 6)] == [1, 0]
 
 
 def test_what_was_skipped_stays_skipped(journal: Journal) -> None:
@@ -297,8 +304,8 @@ def test_what_was_skipped_stays_skipped(journal: Journal) -> None:
         await journal.park(rollout(1), rollout(2))
         await journal.skip_slot(3, 0, "overdue")
         await journal.skip(3, [4], "spare")
-        await journal.add_fates(3, trained=[3, 5], dropped=[])
-        await journal.rewind(2)
+        await journal.add_fates(5, trained=[3, 5], dropped=[])
+        await journal.forget(4)
 
     asyncio.run(write())
     assert journal.groups() == [(0, 3, "skipped", "overdue"), (1, 3, "skipped", "overdue"), (4, 3, "skipped", "spare")]
