@@ -197,10 +197,7 @@ class AlgorithmConfig(Section):
             names = STAGES[key].names(str(getattr(self, key)))
             if "none" in names and len(names) > 1:
                 yield f"algorithm.{key} 'none' cannot be combined, got {getattr(self, key)!r}"
-        for low, high in (("correction_low", "correction_high"), ("geometric_low", "geometric_high")):
-            a, b = getattr(self, low), getattr(self, high)
-            if a is not None and b is not None and a >= b:
-                yield f"algorithm.{low} must be below {high} = {b:g}, got {a:g}"
+        yield from self._empty_bands()
         if self.aggregation == "constant-length" and self.constant_length is None:
             yield (
                 "algorithm.aggregation 'constant-length' needs algorithm.constant_length: a number of tokens, or "
@@ -216,6 +213,24 @@ class AlgorithmConfig(Section):
         if self.advantage == "mean-scaled" and self.reward_norm != "none":
             yield f"algorithm.reward_norm must be 'none' with advantage 'mean-scaled', got {self.reward_norm!r}"
         yield from self._kl_contradictions()
+
+    def _empty_bands(self) -> Iterable[str]:
+        """Where engine and trainer agree every weight is 1: a band without it would drop the tokens that are right."""
+        for low, high in (("correction_low", "correction_high"), ("geometric_low", "geometric_high")):
+            a, b = getattr(self, low), getattr(self, high)
+            if a is not None and b is not None and a >= b:
+                yield f"algorithm.{low} must be below {high} = {b:g}, got {a:g}"
+            for key, value, wrong, rule in ((low, a, 1, "at most"), (high, b, -1, "at least")):
+                if value is not None and (value - 1) * wrong > 0:
+                    yield (
+                        f"algorithm.{key} must be {rule} 1, got {value:g}: where engine and trainer agree, the weight "
+                        "is 1"
+                    )
+        if self.reject_below and self.weight_floor and self.reject_below >= self.weight_floor:
+            yield (
+                f"algorithm.reject_below must be below weight_floor = {self.weight_floor:g}, got "
+                f"{self.reject_below:g}: the floor would never act"
+            )
 
     def _kl_contradictions(self) -> Iterable[str]:
         if not self.kl_coef:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from kitae.algorithms.tokens import LIMIT, TokenBatch
+from kitae.algorithms.tokens import TokenBatch, bounded_exp, log_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,12 +22,12 @@ def none(tokens: TokenBatch) -> Tensor:
 
 def tis(tokens: TokenBatch, *, correction_cap: float) -> Tensor:
     """min(w_t, correction_cap): truncated importance sampling."""
-    return tokens.log_mismatch_N.exp().clamp(max=correction_cap)
+    return tokens.mismatch_N.clamp(max=correction_cap)
 
 
 def icepop(tokens: TokenBatch, *, correction_low: float, correction_high: float) -> Tensor:
     """w_t where correction_low ≤ w_t ≤ correction_high, else 0."""
-    w_N = tokens.log_mismatch_N.exp()
+    w_N = tokens.mismatch_N
     return w_N.where((w_N >= correction_low) & (w_N <= correction_high), w_N.new_zeros(()))
 
 
@@ -44,7 +44,7 @@ def sequence_mask(tokens: TokenBatch, *, correction_cap: float) -> Tensor:
 
 def geometric(tokens: TokenBatch, *, geometric_low: float, geometric_high: float) -> Tensor:
     """1 where the geometric mean of w over the sequence lies in [geometric_low, geometric_high], else 0."""
-    mean_N = tokens.means(tokens.log_mismatch_N).exp()
+    mean_N = bounded_exp(tokens.means(tokens.log_mismatch_N))
     return ((mean_N >= geometric_low) & (mean_N <= geometric_high)).to(mean_N.dtype)
 
 
@@ -62,8 +62,7 @@ def age(tokens: TokenBatch, *, age_limit: int) -> Tensor:
 
 def total(tokens: TokenBatch, *, correction_cap: float) -> Tensor:
     """min(ρ_t, correction_cap) with ρ = π_θ / μ; for gates that carry no ratio of their own."""
-    log_N = (tokens.logp_N.detach() - tokens.behaviour_N).clamp(-LIMIT, LIMIT)
-    return log_N.exp().clamp(max=correction_cap)
+    return bounded_exp(log_ratio(tokens.logp_N.detach(), tokens.behaviour_N)).clamp(max=correction_cap)
 
 
 CORRECTIONS: Mapping[str, Callable[..., Tensor]] = {
@@ -81,8 +80,8 @@ CORRECTIONS: Mapping[str, Callable[..., Tensor]] = {
 
 def sequence_drift(tokens: TokenBatch, anchor_N: Tensor) -> Tensor:
     """Mean over each sequence of log π_anchor − log π_θ: an estimate of KL(anchor ‖ θ) that may be negative."""
-    return tokens.means(anchor_N - tokens.logp_N.detach())
+    return tokens.means(log_ratio(anchor_N, tokens.logp_N.detach()))
 
 
 def _product(tokens: TokenBatch) -> Tensor:
-    return tokens.sums(tokens.log_mismatch_N).clamp(-LIMIT, LIMIT).exp()
+    return bounded_exp(tokens.sums(tokens.log_mismatch_N))

@@ -21,10 +21,10 @@ from torch import Tensor
 from kitae.algorithms.advantages import TOKEN_ADVANTAGES, GroupRewards, SequenceRewards, whiten
 from kitae.algorithms.config import AlgorithmConfig, needs_group, refuse_unread
 from kitae.algorithms.ratios import ANCHORS, interpolated
-from kitae.algorithms.regularisers import adapt_entropy, adapt_kl
+from kitae.algorithms.regularisers import adapt_entropy, adapt_kl, k3
 from kitae.algorithms.rewards import Moments, StepRewards
 from kitae.algorithms.stages import Function, resolve_stages
-from kitae.algorithms.tokens import LIMIT, TokenBatch
+from kitae.algorithms.tokens import TokenBatch, bounded_exp, log_ratio
 from kitae.errors import ConfigError
 from kitae.observe.meter import Meter
 from kitae.types import Batch, BoolArray, FloatArray, Group, Rollout, Sample
@@ -187,7 +187,8 @@ class Objective:
 
     def _penalty(self, s: Sample) -> FloatArray:
         """β k1 of each loss token, with π_old: it is part of the reward, not differentiated."""
-        d_N = (_loss(s, s.logp_old_T) - _loss(s, s.logp_ref_T)).clip(-LIMIT, LIMIT)
+        old_N, ref_N = (torch.from_numpy(_loss(s, logp_T)) for logp_T in (s.logp_old_T, s.logp_ref_T))
+        d_N: FloatArray = log_ratio(old_N, ref_N).numpy()
         return np.float32(self.kl_coef) * d_N
 
     # S7, on what one optimizer step trains on.
@@ -225,9 +226,9 @@ class Objective:
 
     def _ratio(self, tokens: TokenBatch) -> Tensor:
         if self.config.ratio is None:  # the gate reads none; this one is for the metrics
-            return (tokens.logp_N - tokens.logp_old_N).detach().clamp(-LIMIT, LIMIT).exp()
+            return bounded_exp(log_ratio(tokens.logp_N, tokens.logp_old_N).detach())
         anchor_N = tokens.logp_old_N if self.estimates_old else ANCHORS[_set(self.config.anchor)](tokens)
-        return _expect_tokens("ratio", self._one("ratio")(tokens.logp_N - anchor_N, tokens), tokens)
+        return _expect_tokens("ratio", self._one("ratio")(log_ratio(tokens.logp_N, anchor_N), tokens), tokens)
 
     def _gated(self, ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
         """The weight that the gate leaves to each token: its gradient over −A, 0 where it was clipped.
@@ -260,8 +261,8 @@ class Objective:
             meter.mean("clip_high", (stopped_N & (advantage_N > 0) & (ratio_N >= 1)).float().mean(), count)
             meter.mean("clip_low", (stopped_N & (ratio_N < 1)).float().mean(), count)
             meter.mean("clip_dual", (stopped_N & (advantage_N < 0) & (ratio_N >= 1)).float().mean(), count)
-            gap_N = (tokens.logp_old_N - tokens.behaviour_N).abs()  # 0 where the engine gave no log-prob
-            mismatch_N = tokens.log_mismatch_N.exp()
+            gap_N = tokens.log_mismatch_N.abs()  # 0 where the engine gave no log-prob
+            mismatch_N = tokens.mismatch_N
             meter.mean("logp_missing", (~tokens.logp_mu_N.isfinite()).float().mean(), count)
             meter.mean("logp_gap", gap_N.mean(), count)
             meter.max("logp_gap_max", gap_N.max())
@@ -274,9 +275,9 @@ class Objective:
             meter.sample_size("ess_corrected", weights_N.sum(), (weights_N**2).sum(), count)
             meter.mean("correction_changed", (weights_N != mismatch_N).float().mean(), count)
             if tokens.logp_ref_N is not None:
-                d_N = tokens.logp_old_N - tokens.logp_ref_N  # of the policy that the samples are from
+                d_N = log_ratio(tokens.logp_old_N, tokens.logp_ref_N)  # of the policy that the samples are from
                 meter.mean("kl_k1", d_N.mean(), count)
-                meter.mean("kl_k3", ((-d_N.clamp(-LIMIT, LIMIT)).exp() - 1 + d_N).mean(), count)
+                meter.mean("kl_k3", k3(d_N).mean(), count)
                 meter.mean("kl_per_response", d_N.sum() / tokens.sequences, tokens.sequences)
 
     # From step to step.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from kitae.algorithms.tokens import LIMIT, TokenBatch
+from kitae.algorithms.tokens import LIMIT, TokenBatch, bounded_exp, log_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,11 +19,20 @@ if TYPE_CHECKING:
 
 def _difference(tokens: TokenBatch) -> Tensor:
     assert tokens.logp_ref_N is not None
-    return (tokens.logp_N - tokens.logp_ref_N).clamp(-LIMIT, LIMIT)
+    return log_ratio(tokens.logp_N, tokens.logp_ref_N)
 
 
 def _ratio(tokens: TokenBatch) -> Tensor:
-    return (tokens.logp_N - tokens.logp_old_N).clamp(-LIMIT, LIMIT).exp()
+    return bounded_exp(log_ratio(tokens.logp_N, tokens.logp_old_N))
+
+
+def k3(d_N: Tensor) -> Tensor:
+    """e^−d − 1 + d. For d < −20 the exponential goes on as its tangent.
+
+    A clamped one would be constant there, and what is left, d, pushes a token that drifted far further away.
+    """
+    beyond_N = (-d_N - LIMIT).clamp(min=0)
+    return (-d_N).clamp(max=LIMIT).exp() * (1 + beyond_N) - 1 + d_N
 
 
 def k1_loss(tokens: TokenBatch) -> Tensor:
@@ -38,8 +47,7 @@ def k2_loss(tokens: TokenBatch) -> Tensor:
 
 def k3_loss(tokens: TokenBatch) -> Tensor:
     """e^−d − 1 + d: gradient of the forward KL."""
-    d_N = _difference(tokens)
-    return (-d_N).exp() - 1 + d_N
+    return k3(_difference(tokens))
 
 
 def k1_ratio(tokens: TokenBatch) -> Tensor:

@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LIMIT = 20.0
-"""Log-ratios are clamped to ± this before the exponential."""
+"""Log-ratios are clamped to ± this before the exponential, and nowhere else."""
+
+
+def log_ratio(logp_N: Tensor, anchor_N: Tensor) -> Tensor:
+    """log π − log π_anchor; 0 where both probabilities are exactly 0, so that no NaN is made of two infinities."""
+    return (logp_N - anchor_N).masked_fill((logp_N == anchor_N) & logp_N.isinf(), 0.0)
+
+
+def bounded_exp(log_N: Tensor) -> Tensor:
+    """e^x with x clamped to ± LIMIT."""
+    return log_N.clamp(-LIMIT, LIMIT).exp()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,4 +61,9 @@ class TokenBatch:
     @property
     def log_mismatch_N(self) -> Tensor:
         """log w = log π_old − log μ."""
-        return (self.logp_old_N - self.behaviour_N).clamp(-LIMIT, LIMIT)
+        return log_ratio(self.logp_old_N, self.behaviour_N)
+
+    @property
+    def mismatch_N(self) -> Tensor:
+        """w = π_old / μ."""
+        return bounded_exp(self.log_mismatch_N)

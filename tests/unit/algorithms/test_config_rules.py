@@ -80,6 +80,27 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         {"correction": "geometric", "geometric_low": 1.5},
         "algorithm.geometric_low must be below geometric_high = 1.01, got 1.5",
     ),
+    # Bands and ranges that have no place for a ratio of 1, which says that nothing is wrong.
+    (
+        {"preset": "icepop", "correction_low": 1.5},
+        "algorithm.correction_low must be at most 1, got 1.5: where engine and trainer agree, the weight is 1",
+    ),
+    (
+        {"preset": "icepop", "correction_high": 0.9},
+        "algorithm.correction_high must be at least 1, got 0.9: where engine and trainer agree, the weight is 1",
+    ),
+    (
+        {"correction": "geometric", "geometric_low": 1.001},
+        "algorithm.geometric_low must be at most 1, got 1.001",
+    ),
+    (
+        {"correction": "geometric", "geometric_high": 0.999, "geometric_low": 0.5},
+        "algorithm.geometric_high must be at least 1, got 0.999",
+    ),
+    (
+        {"preset": "stale-asymmetric", "reject_below": 0.5},
+        "algorithm.reject_below must be below weight_floor = 0.5, got 0.5: the floor would never act",
+    ),
     # Constant length without a length.
     ({"aggregation": "constant-length"}, "'constant-length' needs algorithm.constant_length: a number of tokens, or"),
     (
