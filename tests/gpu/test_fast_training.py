@@ -127,13 +127,13 @@ def test_bf16_gradient_is_as_near_to_the_exact_one_as_plain_torch(
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("side_by_side", [True, False])
 def test_norm_queries_keys_and_values(bias: bool, side_by_side: bool) -> None:
-    from kitae.engines.native.fused import _side_by_side
     from kitae.kernels import gpu_training
+    from kitae.kernels.memory import lay_together
 
     rows, width, dim = 70, 96, 24
     modules = [torch.nn.Linear(width, n * dim, bias=bias, device="cuda") for n in (6, 2, 2)]
     if side_by_side:
-        _side_by_side([m.weight for m in modules])
+        lay_together([m.weight for m in modules])
     x = torch.randn(rows, width, device="cuda", requires_grad=True)
     gain = torch.randn(width, device="cuda", requires_grad=True)
     angles = torch.randn(rows, dim // 2, device="cuda").repeat(1, 2)
