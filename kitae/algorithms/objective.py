@@ -20,6 +20,8 @@ from torch import Tensor
 
 from kitae.algorithms.advantages import TOKEN_ADVANTAGES, GroupRewards, SequenceRewards, whiten
 from kitae.algorithms.config import AlgorithmConfig, needs_group, refuse_unread
+from kitae.algorithms.covariance import covariance_ranks
+from kitae.algorithms.gates import COVARIANCE_GATES
 from kitae.algorithms.ratios import ANCHORS, interpolated
 from kitae.algorithms.regularisers import adapt_entropy, adapt_kl, k3
 from kitae.algorithms.rewards import Moments, StepRewards
@@ -27,6 +29,7 @@ from kitae.algorithms.stages import Function, resolve_stages
 from kitae.algorithms.tokens import TokenBatch, bounded_exp, log_ratio
 from kitae.errors import ConfigError
 from kitae.observe.meter import Meter
+from kitae.plugins import is_plugin
 from kitae.types import Batch, BoolArray, FloatArray, Group, Rollout, Sample
 
 T = TypeVar("T")
@@ -70,6 +73,10 @@ class Objective:
     @property
     def wants_entropy_gradient(self) -> bool:
         return bool(self.config.entropy_coef or self.config.entropy_target)
+
+    @property
+    def wants_covariance(self) -> bool:
+        return self.config.gate in COVARIANCE_GATES or is_plugin(_set(self.config.gate))
 
     # S1 to S3, on groups.
 
@@ -197,6 +204,11 @@ class Objective:
         lengths_B = np.array([s.loss_tokens for s in samples], dtype=np.int64)
         groups_B = np.array([s.group for s in samples], dtype=np.int64)
         weights_B = _expect("aggregation", self._one("aggregation")(lengths_B, groups_B), len(samples))
+        if self.wants_covariance:
+            ranks = covariance_ranks(
+                [_loss(s, s.logp_mu_T) for s in samples], [_loss(s, s.advantage_T) for s in samples]
+            )
+            samples = [replace(s, cov_rank_T=_spread(s, r_N)) for s, r_N in zip(samples, ranks, strict=True)]
         return Batch(
             tuple(replace(s, weight_T=_spread(s, np.float32(w))) for s, w in zip(samples, weights_B, strict=True))
         )
@@ -220,9 +232,19 @@ class Objective:
             loss = loss + self.kl_coef * (penalty_N * tokens.weight_N).sum()
         if self.entropy_coef:
             loss = loss - self.entropy_coef * (tokens.entropy_N * tokens.weight_N).sum()
+        if self.config.sft_coef:
+            loss = loss + self.config.sft_coef * (self._likelihood(tokens, meter) * tokens.weight_N).sum()
         self._measure(measured, ratio_N, weights_N, meter)
         meter.total("loss", loss.detach())
         return loss
+
+    def _likelihood(self, tokens: TokenBatch, meter: Meter) -> Tensor:
+        """−log π_θ of the tokens of correct responses, 0 elsewhere."""
+        assert tokens.score_N is not None
+        correct_N = tokens.score_N > _set(self.config.correct_above)
+        found_N = -tokens.logp_N.masked_fill(~correct_N, 0.0)
+        meter.part("sft_loss", found_N.detach().sum(), correct_N.sum())
+        return found_N
 
     def _ratio(self, tokens: TokenBatch) -> Tensor:
         if self.config.ratio is None:  # the gate reads none; this one is for the metrics

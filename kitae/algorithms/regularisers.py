@@ -1,6 +1,6 @@
 """S8, regularisers: a KL term against a reference policy, and the controllers of its and the entropy's coefficient.
 
-With d = log π − log π_ref: k1 = d, k2 = d²/2, k3 = e^−d − 1 + d. As a loss, k1 has an expected gradient of zero, k2
+With d = log π − log π_ref: k1 = d, k2 = d²/2, k3 = e^−d − 1 + d, abs = |d|. As a loss, k1 has an expected gradient of zero, k2
 that of the reverse KL(π ‖ ref), k3 that of the forward KL(ref ‖ π); the forms weighted by the live ratio π_θ / π_old
 have that of the reverse KL again. In the reward, where it acts through the policy gradient, k1 gives the gradient of
 the reverse KL, and k2 and k3 do not.
@@ -50,6 +50,11 @@ def k3_loss(tokens: TokenBatch) -> Tensor:
     return k3(_difference(tokens))
 
 
+def absolute(tokens: TokenBatch) -> Tensor:
+    """|d|: gradient of Σ |π − π_ref|, twice the total variation; the same pull however far a token drifted."""
+    return _difference(tokens).abs()
+
+
 def k1_ratio(tokens: TokenBatch) -> Tensor:
     """r d, r differentiable: gradient of the reverse KL, on older samples too."""
     return _ratio(tokens) * k1_loss(tokens)
@@ -69,6 +74,7 @@ REGULARISERS: Mapping[str, Callable[..., Tensor]] = {
     "k1": k1_loss,
     "k2": k2_loss,
     "k3": k3_loss,
+    "abs": absolute,
     "k1-ratio": k1_ratio,
     "k2-ratio": k2_ratio,
     "k3-ratio": k3_ratio,

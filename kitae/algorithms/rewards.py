@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from kitae.types import BoolArray, FloatArray, IntArray
 
@@ -27,11 +28,18 @@ class StepRewards:
 
 
 def standard(
-    step: StepRewards, *, overlong_buffer: int, reward_bias: float, reward_scale: float, reward_clip: float
+    step: StepRewards,
+    *,
+    overlong_buffer: int,
+    length_penalty: float,
+    reward_bias: float,
+    reward_scale: float,
+    reward_clip: float,
 ) -> FloatArray:
-    """(score − length penalty + reward_bias) × reward_scale, clipped to ± reward_clip where that is not 0."""
-    penalties_B = [overlong_penalty(int(n), step.max_tokens, overlong_buffer) for n in step.lengths_B]
-    rewards_B = (step.scores_B + np.array(penalties_B, dtype=np.float32) + reward_bias) * reward_scale
+    """(score − length penalties + reward_bias) × reward_scale, clipped to ± reward_clip where that is not 0."""
+    penalties_B = np.array([overlong_penalty(int(n), step.max_tokens, overlong_buffer) for n in step.lengths_B])
+    penalties_B -= length_penalty * relative_lengths(step.lengths_B, step.groups_B)
+    rewards_B = (step.scores_B + penalties_B.astype(np.float32) + reward_bias) * reward_scale
     if reward_clip:
         rewards_B = rewards_B.clip(-reward_clip, reward_clip)
     return rewards_B.astype(np.float32)
@@ -48,6 +56,15 @@ def overlong_penalty(length: int, max_tokens: int, buffer: int) -> float:
     if buffer == 0:
         return 0.0
     return -min(1.0, max(0.0, (length - (max_tokens - buffer)) / buffer))
+
+
+def relative_lengths(lengths_B: IntArray, groups_B: IntArray) -> npt.NDArray[np.float64]:
+    """The length of each response over that of the longest of its group, a greedy one included."""
+    _, group_B = np.unique(groups_B, return_inverse=True)
+    longest = np.ones(len(lengths_B), dtype=np.int64)  # as many as there could be groups; empty responses divide by 1
+    np.maximum.at(longest, group_B, lengths_B)
+    relative: npt.NDArray[np.float64] = lengths_B / longest[group_B]
+    return relative
 
 
 @dataclass(frozen=True, slots=True)

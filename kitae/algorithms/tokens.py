@@ -43,6 +43,8 @@ class TokenBatch:
     sequences: int
     logp_ref_N: Tensor | None = None  # π_ref, where there is a KL term
     lag_N: Tensor | None = None  # versions from the one that sampled the token to the one being trained, at least 1
+    score_N: Tensor | None = None  # the raw score of the token's response
+    cov_rank_N: Tensor | None = None  # share of the step's tokens with a higher covariance, where the gate asks for it
 
     def sums(self, values_N: Tensor) -> Tensor:
         """The sum over each sequence, at every token of it."""
@@ -52,6 +54,17 @@ class TokenBatch:
     def means(self, values_N: Tensor) -> Tensor:
         """The mean over each sequence, at every token of it."""
         return self.sums(values_N) / self.sums(values_N.new_ones(len(values_N)))
+
+    def ranks(self, values_N: Tensor) -> Tensor:
+        """The place of each token in its sequence by falling value, from 0; equal ones in the order of the tokens."""
+        by_value_N = values_N.argsort(descending=True, stable=True)
+        order_N = by_value_N[self.sample_N[by_value_N].argsort(stable=True)]  # sequence after sequence
+        places_N = order_N.new_ones(len(order_N)).cumsum(0) - 1
+        lengths_S = order_N.new_zeros(self.sequences).index_add(0, self.sample_N, order_N.new_ones(len(order_N)))
+        starts_S = lengths_S.cumsum(0) - lengths_S
+        ranks_N = order_N.new_empty(len(order_N))
+        ranks_N[order_N] = places_N - starts_S[self.sample_N[order_N]]
+        return ranks_N
 
     @property
     def behaviour_N(self) -> Tensor:

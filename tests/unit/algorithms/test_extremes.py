@@ -50,7 +50,7 @@ def test_a_penalty_on_an_impossible_token_is_zero(name: str) -> None:
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_a_correction_of_an_impossible_token_is_one(name: str) -> None:
-    settings = make_objective(preset="grpo", correction=name, gate="mask").config.model_dump()
+    settings = {**make_objective(correction=name, gate="mask").config.model_dump(), "entropy_share": 1.0}
     (function,) = STAGES["correction"].resolve(name, settings).values()
     assert function(impossible_tokens()).tolist() == [1.0, 1.0, 1.0]
 
@@ -115,7 +115,9 @@ def test_the_mismatch_is_clamped_where_it_is_an_exponent_and_not_before() -> Non
     tokens = bare_tokens(torch.tensor([-40.0, -1.0]), [1.0] * 2)
     tokens = replace(tokens, logp_mu_N=torch.tensor([-1.0, -38.0]))
     assert tokens.log_mismatch_N.tolist() == [-39.0, 37.0]
-    assert CORRECTIONS["sequence-tis"](tokens, correction_cap=2.0).tolist() == pytest.approx([math.exp(-2)] * 2)
+    assert CORRECTIONS["geometric-tis"](tokens, correction_floor=0.0, correction_cap=2.0).tolist() == pytest.approx(
+        [math.exp(-1)] * 2
+    )
     assert CORRECTIONS["geometric"](tokens, geometric_low=0.36, geometric_high=2.0).tolist() == [1.0, 1.0]
 
 
