@@ -17,22 +17,9 @@ from kitae.plugins import is_plugin, nearest
 from kitae.section import Section
 
 _SEQUENCE_CLIP = 0.05  # the largest clip that can still act on the geometric mean of a sequence's ratios
-_RATIO_GRADIENT = {
-    "clip",
-    "none",
-    "sigmoid",
-    "clip-cov",
-    "kl-cov",
-}  # gates through which the gradient reaches the ratio
+_RATIO_GRADIENT = {"clip", "none", "sigmoid", "clip-cov", "kl-cov"}  # gates whose gradient goes through the ratio
 _TOKEN_GATES = {"divergence-mask", "geometric-clip", "clip-cov", "kl-cov"}  # gates that judge single tokens
-_WEIGHTS = {
-    "tis",
-    "icepop",
-    "sequence-tis",
-    "geometric-tis",
-    "sequence-mask",
-    "total",
-}  # they contain π/μ: no mere masks
+_WEIGHTS = {"tis", "icepop", "sequence-tis", "geometric-tis", "sequence-mask", "total"}  # they contain π/μ
 
 
 class AlgorithmConfig(Section):
@@ -103,9 +90,7 @@ class AlgorithmConfig(Section):
     cov_coef: float | None = Field(None, ge=0, description="S5: weight of |log r| where kl-cov holds a token.")
 
     correction: str | None = Field(None, description="S6: weight for the engine–trainer gap; several joined by +.")
-    correction_floor: float | None = Field(
-        None, ge=0, le=1, description="S6: smallest weight; smaller ones are raised."
-    )
+    correction_floor: float | None = Field(None, ge=0, le=1, description="S6: smallest weight.")
     correction_cap: float | None = Field(None, gt=0, description="S6: largest weight.")
     correction_low: float | None = Field(None, ge=0, description="S6: smaller weights become 0.")
     correction_high: float | None = Field(None, gt=0, description="S6: larger weights become 0.")

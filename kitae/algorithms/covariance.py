@@ -1,8 +1,8 @@
 """The covariance of log-prob and advantage, token by token: what drives the entropy down, by the theory of Clip-Cov.
 
-cov_t = (log μ_t − mean) (A_t − mean), both means over all loss tokens of the optimizer step. It is computed once for the
-step, of the log-probs that the engine recorded, and travels with the samples: a mean over a micro-batch would make the
-gradient depend on how the step is cut.
+cov_t = (log μ_t − mean) (A_t − mean), both means over all loss tokens of the optimizer step. It is computed once for
+the step, of the log-probs that the engine recorded, and travels with the samples: a mean over a micro-batch would make
+the gradient depend on how the step is cut.
 """
 
 from collections.abc import Sequence

@@ -392,17 +392,17 @@ PRESETS: Mapping[str, Preset] = {
     "clip-cov": Preset(
         "GRPO that stops the few tokens which take most of the entropy",
         "after The entropy mechanism of RL for reasoning language models, arXiv 2505.22617",
-        f"A as in GRPO; {_CLIP}; ℓ = 0 for the 0.02 % of tokens with the highest (log μ − mean) (A − mean); mean of all "
-        "tokens",
-        "The paper draws the tokens at random from a band of covariances and centres within a micro-batch; here they are "
-        "the highest of the whole step, so that no cut changes the gradient.",
+        f"A as in GRPO; {_CLIP}; ℓ = 0 for the 0.02 % of tokens with the highest (log μ − mean) (A − mean); mean of "
+        "all tokens",
+        "Elsewhere the tokens are drawn at random from a band of covariances, with the means of a micro-batch; here they "
+        "are the highest of the whole step, so that no cut changes the gradient.",
         {"gate": "clip-cov"},
     ),
     "kl-cov": Preset(
         "Policy gradient that holds the few tokens which take most of the entropy",
         "after The entropy mechanism of RL for reasoning language models, arXiv 2505.22617",
-        "A as in GRPO; ℓ = −A r, plus |log r| for the 0.2 % of tokens with the highest (log μ − mean) (A − mean); mean of "
-        "all tokens",
+        "A as in GRPO; ℓ = −A r, plus |log r| for the 0.2 % of tokens with the highest (log μ − mean) (A − mean); mean "
+        "of all tokens",
         "With one update per batch r is 1 and nothing is held: it needs several.",
         {"gate": "kl-cov", "cov_share": 2e-3},
     ),
