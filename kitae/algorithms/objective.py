@@ -27,12 +27,13 @@ from kitae.algorithms.regularisers import adapt_entropy, adapt_kl, k3
 from kitae.algorithms.rewards import Moments, StepRewards
 from kitae.algorithms.stages import Function, resolve_stages
 from kitae.algorithms.tokens import TokenBatch, bounded_exp, log_ratio
-from kitae.errors import ConfigError
+from kitae.errors import ConfigError, VerifierError
 from kitae.observe.meter import Meter
 from kitae.plugins import is_plugin
 from kitae.types import Batch, BoolArray, FloatArray, Group, Rollout, Sample
 
 T = TypeVar("T")
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class Objective:
@@ -339,7 +340,8 @@ class Objective:
 def _expect(stage: str, values: Any, count: int) -> FloatArray:
     """What a group stage returned, as an array of the right length: a user's own function may return anything."""
     try:
-        found: FloatArray = np.asarray(values, dtype=np.float32)
+        with np.errstate(over="ignore"):  # what is not finite then is refused below
+            found: FloatArray = np.asarray(values, dtype=np.float32)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with a gradient
         found = np.empty(0, dtype=np.float32)
     if found.shape != (count,) or not np.isfinite(found).all():
@@ -384,7 +386,10 @@ def _value(rollout: Rollout) -> float:
 
 
 def _scores(rollouts: Sequence[Rollout]) -> FloatArray:
-    return np.array([_value(r) for r in rollouts], dtype=np.float32)
+    scores = [_value(r) for r in rollouts]
+    if too_large := [x for x in scores if abs(x) > _LARGEST]:
+        raise VerifierError(f"a score must be a number within ± {_LARGEST:.2g}, got {too_large[0]:g}")
+    return np.array(scores, dtype=np.float32)
 
 
 def _key(s: Sample) -> tuple[int, int]:

@@ -394,8 +394,8 @@ PRESETS: Mapping[str, Preset] = {
         "after The entropy mechanism of RL for reasoning language models, arXiv 2505.22617",
         f"A as in GRPO; {_CLIP}; ℓ = 0 for the 0.02 % of tokens with the highest (log μ − mean) (A − mean); mean of "
         "all tokens",
-        "Elsewhere the tokens are drawn at random from a band of covariances, with the means of a micro-batch; here they "
-        "are the highest of the whole step, so that no cut changes the gradient.",
+        "Elsewhere the tokens are drawn at random from a band of covariances, with the means of a micro-batch; here "
+        "they are the highest of the whole step, so that no cut changes the gradient.",
         {"gate": "clip-cov"},
     ),
     "kl-cov": Preset(

@@ -2,8 +2,8 @@
 
 With d = log π − log π_ref: k1 = d, k2 = d²/2, k3 = e^−d − 1 + d, abs = |d|. As a loss, k1 has an expected gradient of
 zero, k2 that of the reverse KL(π ‖ ref), k3 that of the forward KL(ref ‖ π), abs that of Σ |π − ref|; the forms
-weighted by the live ratio π_θ / π_old have that of the reverse KL again. In the reward, where it acts through the policy gradient, k1 gives the gradient of
-the reverse KL, and k2 and k3 do not.
+weighted by the live ratio π_θ / π_old have that of the reverse KL again. In the reward, where it acts through the
+policy gradient, k1 gives the gradient of the reverse KL, and the others do not.
 """
 
 from __future__ import annotations

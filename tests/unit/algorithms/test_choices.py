@@ -1,6 +1,6 @@
 """Choices beyond the worked examples, on fixture P, against numbers computed by hand.
 
-w = [[2.5, 1], [0.4, 1, 3, 0.9]], r = [[1.5, 0.7], [0.5, 1.1, 1.5, 4]]; A is +1 for the first response, −1 for the other.
+w = [[2.5, 1], [0.4, 1, 3, 0.9]], r = [[1.5, 0.7], [0.5, 1.1, 1.5, 4]]; A is +1 for the first response, else −1.
 """
 
 import math
