@@ -10,7 +10,6 @@ one group. `MicroBatch`, the only record that holds tensors, lives in `kitae.dat
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -133,11 +132,6 @@ class Group:
     def valid(self) -> tuple[Rollout, ...]:
         """The rollouts whose verifier worked; the others are counted, not trained on."""
         return tuple(r for r in self.rollouts if r.score is not None and r.score.valid)
-
-    @property
-    def mean_score(self) -> float:
-        """Of the judged rollouts, of which there must be one; in float64, as the journal's."""
-        return fmean(r.score.value for r in self.valid if r.score is not None)
 
     @property
     def rewards_G(self) -> FloatArray:

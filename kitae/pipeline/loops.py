@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from kitae.clock import now
@@ -237,7 +238,7 @@ class Pipeline:
             group = Group(group_id, prompt, ())
         self._finished_rollouts += len(group.rollouts)
         if self.config.pipeline.mastered_visits < 1 and group.valid:
-            self._pass_rates[prompt.id] = group.mean_score
+            self._pass_rates[prompt.id] = float(np.mean(group.rewards_G))
         expected = self.buffer.slots * size
         self.observer.status(f"step {self.version + 1}: {self._finished_rollouts}/{expected} rollouts")
         return group

@@ -20,9 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -224,13 +222,13 @@ class Journal:
         return int(self._reader.execute(sql, ("overdue",)).fetchone()[0])
 
     def pass_rates(self) -> dict[str, float]:
-        """By prompt id, the mean score the last time that it was asked and judged: the group's `mean_score`."""
-        rows = self._reader.execute(
-            "SELECT p.prompt_id, p.group_id, r.value FROM prompts p JOIN rollouts r USING (group_id) "
-            "WHERE r.value IS NOT NULL AND r.sample >= 0 ORDER BY p.group_id"
+        """By prompt id, the mean score the last time that it was asked and judged."""
+        return dict(
+            self._reader.execute(
+                "SELECT p.prompt_id, avg(r.value) FROM prompts p JOIN rollouts r USING (group_id) "
+                "WHERE r.value IS NOT NULL AND r.sample >= 0 GROUP BY p.group_id ORDER BY p.group_id"
+            )
         )
-        visits = groupby(rows, key=lambda row: row[:2])  # SQL's own average rounds otherwise
-        return {prompt: fmean(value for *_, value in visit) for (prompt, _), visit in visits}
 
     def counts(self) -> dict[str, int]:
         names = ("prompts", "rollouts", "parked", "fates")

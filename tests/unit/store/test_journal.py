@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kitae.errors import DiskFullError, StoreError
 from kitae.store.journal import Journal
-from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
+from kitae.types import Message, Prompt, Rollout, Score, Segment
 
 PROMPT = Prompt("reverse/train/17", (Message("system", "Be brief."), Message("user", "Reverse 1, 2")), "2, 1", {"n": 2})
 
@@ -240,23 +240,6 @@ def test_pass_rates_are_those_of_the_last_visit(journal: Journal) -> None:
 
     asyncio.run(write())
     assert journal.pass_rates() == {"a": 1.0, "b": 0.75}, "neither greedy answers nor errors count"
-
-
-@pytest.mark.parametrize("scores", [[0.7, 0.7, 0.7], [0.1, 0.2, 0.9], [0.3]])
-def test_a_group_has_the_pass_rate_that_the_journal_gives_it_after_a_restart(
-    scores: list[float], journal: Journal
-) -> None:
-    judged = [replace(rollout(0, i), score=Score(value)) for i, value in enumerate(scores)]
-    group = Group(0, prompt(0), (*judged, replace(rollout(0, 9), score=Score.error("died"))))
-
-    async def write() -> None:
-        await journal.add_prompt(0, prompt(0), 0, 0)
-        for each in group.rollouts:
-            await journal.add_rollout(each)
-
-    asyncio.run(write())
-    assert journal.pass_rates() == {prompt(0).id: group.mean_score}
-    assert group.mean_score == pytest.approx(sum(scores) / len(scores), abs=1e-15)
 
 
 def test_samples_are_those_of_closed_groups(journal: Journal) -> None:
