@@ -28,11 +28,11 @@ def train(recipe: str, overrides: list[str], dry_run: bool) -> None:
     _run(RunStore.create(config), sources, None)
 
 
-def resume(run: Path, checkpoint: str | None) -> None:
+def resume(run: Path, overrides: list[str], checkpoint: str | None) -> None:
     from kitae.pipeline.session import prepare
     from kitae.store.run import RunStore
 
-    store = RunStore.open(run)
+    store = RunStore.open(run, overrides)
     try:
         sources = prepare(store.config, print)
     except BaseException:
