@@ -18,6 +18,7 @@ import torch
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.objective import Objective
+from kitae.algorithms.presets import BASE
 from kitae.algorithms.stages import STAGES
 from kitae.algorithms.tokens import TokenBatch
 from kitae.config import ModelConfig, TrainingConfig
@@ -65,8 +66,10 @@ def stage_seconds(groups: list[Group], max_tokens: int) -> dict[str, float]:
         found[f"S3: {label}"] = _median(lambda o=objective, s=raw: o.advantages(s))
         samples = objective.advantages(raw)
     found["S7: aggregation"] = _median(lambda: objective.batch(samples))
-    tokens = as_tokens(objective.batch(samples).samples)
-    settings = {**AlgorithmConfig().model_dump(), **_BASE, "constant_length": max_tokens}
+    ranked = Objective(AlgorithmConfig(preset="clip-cov"), max_tokens)
+    found["S7: aggregation, with the covariances of clip-cov"] = _median(lambda: ranked.batch(samples))
+    tokens = as_tokens(ranked.batch(samples).samples)
+    settings = {**BASE, "constant_length": max_tokens}
     for key in ("ratio", "gate", "correction", "kl"):
         stage = STAGES[key]
         costs = {}
@@ -82,14 +85,6 @@ def stage_seconds(groups: list[Group], max_tokens: int) -> dict[str, float]:
         lambda: torch.autograd.grad(whole.loss(tokens, Meter()), tokens.logp_N)
     )
     return found
-
-
-_BASE: dict[str, Any] = {
-    key: value
-    for preset in ("grpo", "cispo", "sapo", "dppo", "stale-asymmetric", "icepop", "opsm")
-    for key, value in AlgorithmConfig(preset=preset).model_dump().items()
-    if value is not None
-} | {"geometric_low": 0.99, "geometric_high": 1.01}
 
 
 def make_groups(prompts: int, size: int, tokens: int) -> list[Group]:
@@ -128,6 +123,8 @@ def as_tokens(samples: Any) -> TokenBatch:
         sequences=len(micro.samples),
         logp_ref_N=micro.logp_ref_N,
         lag_N=1 - micro.version_N,
+        score_N=micro.score_N,
+        cov_rank_N=micro.cov_rank_N,
     )
 
 

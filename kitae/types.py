@@ -145,7 +145,7 @@ class Sample:
     A prompt of 3 and a response of 2 tokens: `tokens_T=[1, 5, 9, 42, 2]`, `prompt_length=3`,
     `mask_T=[0, 0, 0, 1, 1]`; log-probs, advantages, values and weights are 0 where the mask is 0.
     score: raw; reward: shaped; baseline: the shaped reward of the greedy response, where one was made; kept: whether
-    it is trained on, or only counts in the statistics of its group.
+    it is trained on, or only counts in the statistics of its group; cov_rank: see `kitae.algorithms.covariance`.
     """
 
     group: int
@@ -165,6 +165,7 @@ class Sample:
     logp_ref_T: FloatArray | None = None
     value_T: FloatArray | None = None
     return_T: FloatArray | None = None
+    cov_rank_T: FloatArray | None = None
 
     @property
     def length(self) -> int:

@@ -5,6 +5,8 @@ tokens are there: what an environment said is skipped, so values and returns pas
 
 Equal rewards, or fewer than two of them, give advantages of exactly 0 under a group baseline: the float mean of equal
 numbers need not be that number, and what is left of it would grow to an advantage when divided by ε.
+
+Statistics are computed in float64, in which sums and squares of what float32 holds neither overflow nor vanish.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +16,7 @@ from math import comb
 import numpy as np
 
 from kitae.algorithms.filters import has_variance
+from kitae.algorithms.rewards import Wide, narrow
 from kitae.types import FloatArray, IntArray
 
 
@@ -59,48 +62,43 @@ def one(group: GroupRewards) -> FloatArray:
 
 def group_centred(group: GroupRewards) -> FloatArray:
     """R − mean of the group."""
-    rewards_G = group.rewards_G
-    if not has_variance(rewards_G):
-        return np.zeros_like(rewards_G)
-    centred: FloatArray = rewards_G - rewards_G.mean()
-    return centred
+    return narrow(_centred(group))
 
 
 def group_zscore(group: GroupRewards, *, advantage_ddof: int, advantage_epsilon: float) -> FloatArray:
     """(R − mean) / (std + ε) of the group."""
     if not has_variance(group.rewards_G):
         return np.zeros_like(group.rewards_G)
-    return group_centred(group) / _spread(group.rewards_G, advantage_ddof, advantage_epsilon)
+    return narrow(_centred(group) / _spread(group, advantage_ddof, advantage_epsilon))
 
 
 def group_scaled(group: GroupRewards, *, advantage_ddof: int, advantage_epsilon: float) -> FloatArray:
     """R / (std + ε): not centred."""
     if not has_variance(group.rewards_G):
         return np.zeros_like(group.rewards_G)
-    return group.rewards_G / _spread(group.rewards_G, advantage_ddof, advantage_epsilon)
+    return narrow(_wide(group) / _spread(group, advantage_ddof, advantage_epsilon))
 
 
 def leave_one_out(group: GroupRewards) -> FloatArray:
     """R − mean of the other samples = G / (G − 1) × (R − mean)."""
     size = len(group.rewards_G)
-    return group_centred(group) * np.float32(size / max(1, size - 1))
+    return narrow(_centred(group) * (size / max(1, size - 1)))
 
 
 def length_weighted(group: GroupRewards) -> FloatArray:
     """R − Σ l R / Σ l: the baseline of least variance if the gradient's norm grows with the length l."""
-    rewards_G = group.rewards_G
-    if not has_variance(rewards_G):
-        return np.zeros_like(rewards_G)
-    lengths_G = np.maximum(group.lengths_G, 1).astype(np.float32)
-    return rewards_G - (rewards_G * lengths_G).sum() / lengths_G.sum()  # type: ignore[no-any-return]
+    if not has_variance(group.rewards_G):
+        return np.zeros_like(group.rewards_G)
+    rewards_G, lengths_G = _wide(group), np.maximum(group.lengths_G, 1)
+    return narrow(rewards_G - (rewards_G * lengths_G).sum() / lengths_G.sum())
 
 
 def mean_scaled(group: GroupRewards, *, advantage_epsilon: float) -> FloatArray:
     """(R − mean) / (mean + ε) for rewards that are not negative: hard prompts count more."""
-    mean = float(group.rewards_G.mean()) if len(group.rewards_G) else 0.0
+    mean = float(_wide(group).mean()) if len(group.rewards_G) else 0.0
     if mean <= 0:
         return np.zeros_like(group.rewards_G)
-    return group_centred(group) / np.float32(mean + advantage_epsilon)
+    return narrow(_centred(group) / (mean + advantage_epsilon))
 
 
 def pass_at_k(group: GroupRewards, *, pass_k: int, correct_above: float) -> FloatArray:
@@ -169,14 +167,26 @@ def whiten(advantages: Sequence[FloatArray], kind: str, ddof: int) -> list[Float
     """
     if kind == "none" or not advantages:
         return list(advantages)
-    each = np.concatenate(advantages) if kind == "tokens" else np.array([a.mean() if len(a) else 0 for a in advantages])
+    if kind == "tokens":
+        each = np.concatenate(advantages).astype(np.float64)
+    else:
+        each = np.array([a.mean(dtype=np.float64) if len(a) else 0.0 for a in advantages])
     if not has_variance(each):
         return [np.zeros_like(a) if kind != "scale" else a for a in advantages]
-    shift = 0.0 if kind == "scale" else float(each.mean(dtype=np.float64))
-    deviation = float(np.sqrt(each.var(ddof=ddof, dtype=np.float64) + 1e-8))
-    return [((a - shift) / deviation).astype(np.float32) for a in advantages]
+    shift = 0.0 if kind == "scale" else float(each.mean())
+    deviation = float(np.sqrt(each.var(ddof=ddof) + 1e-8))
+    return [narrow((a.astype(np.float64) - shift) / deviation) for a in advantages]
 
 
-def _spread(rewards_G: FloatArray, ddof: int, epsilon: float) -> np.float32:
+def _wide(group: GroupRewards) -> Wide:
+    return group.rewards_G.astype(np.float64)
+
+
+def _centred(group: GroupRewards) -> Wide:
+    rewards_G = _wide(group)
+    return rewards_G - rewards_G.mean() if has_variance(group.rewards_G) else np.zeros_like(rewards_G)
+
+
+def _spread(group: GroupRewards, ddof: int, epsilon: float) -> float:
     """std + ε; ε is added to the deviation, not to the variance."""
-    return np.float32(rewards_G.std(ddof=ddof) + np.float32(epsilon))
+    return float(_wide(group).std(ddof=ddof)) + epsilon

@@ -18,6 +18,11 @@ from kitae.types import IntArray
 Weights = npt.NDArray[np.float64]
 
 
+def token_sum(lengths_B: IntArray, groups_B: IntArray) -> Weights:
+    """1: the learning rate must follow the size of the step."""
+    return np.ones(len(lengths_B))
+
+
 def token_mean(lengths_B: IntArray, groups_B: IntArray) -> Weights:
     """1 / N."""
     return np.full(len(lengths_B), 1 / max(1, lengths_B.sum()))
@@ -51,6 +56,7 @@ AGGREGATIONS: Mapping[str, Callable[..., Weights]] = {
     "seq-mean-token-sum": seq_mean_token_sum,
     "constant-length": constant_length,
     "prompt-mean": prompt_mean,
+    "token-sum": token_sum,
 }
 
 

@@ -24,6 +24,7 @@ def _master_row(name: str, c: AlgorithmConfig) -> tuple[str, ...]:
     ratio = "–" if c.ratio is None else c.ratio + (" / μ" if c.anchor == "behaviour" else "")
     regulariser = [kl] if kl and c.kl_in == "loss" else []
     regulariser += [f"entropy → {c.entropy_target:g}"] if c.entropy_target else []
+    regulariser += [f"likelihood {c.sft_coef:g}"] if c.sft_coef else []
     return (
         name,
         ", ".join(shaped) or "–",

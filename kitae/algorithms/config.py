@@ -17,8 +17,9 @@ from kitae.plugins import is_plugin, nearest
 from kitae.section import Section
 
 _SEQUENCE_CLIP = 0.05  # the largest clip that can still act on the geometric mean of a sequence's ratios
-_RATIO_GRADIENT = {"clip", "none", "sigmoid"}  # gates through which the gradient reaches the ratio
-_WEIGHTS = {"tis", "icepop", "sequence-tis", "sequence-mask", "total"}  # corrections that contain π/μ, not only a mask
+_RATIO_GRADIENT = {"clip", "none", "sigmoid", "clip-cov", "kl-cov"}  # gates whose gradient goes through the ratio
+_TOKEN_GATES = {"divergence-mask", "geometric-clip", "clip-cov", "kl-cov"}  # gates that judge single tokens
+_WEIGHTS = {"tis", "icepop", "sequence-tis", "geometric-tis", "sequence-mask", "total"}  # they contain π/μ
 
 
 class AlgorithmConfig(Section):
@@ -38,6 +39,9 @@ class AlgorithmConfig(Section):
     truncation_reward: float | None = Field(None, description="S1: score of responses that were cut off.")
     overlong_buffer: int | None = Field(
         None, ge=0, description="S1: soft length penalty over the last so many tokens; 0: off."
+    )
+    length_penalty: float | None = Field(
+        None, ge=0, description="S1: taken off the score, times the length over that of the group's longest; 0: off."
     )
     reward_bias: float | None = Field(None, description="S1: added to the score.")
     reward_scale: float | None = Field(None, gt=0, description="S1: factor after the bias.")
@@ -80,12 +84,24 @@ class AlgorithmConfig(Section):
     tv_limit: float | None = Field(None, gt=0, lt=1, description="S5: largest change of a token's probability.")
     reject_below: float | None = Field(None, ge=0, lt=1, description="S5: ratios below this get weight 0.")
 
+    cov_share: float | None = Field(
+        None, gt=0, le=1, description="S5: share of the step's tokens, those of highest covariance, that is held."
+    )
+    cov_coef: float | None = Field(None, ge=0, description="S5: weight of |log r| where kl-cov holds a token.")
+
     correction: str | None = Field(None, description="S6: weight for the engine–trainer gap; several joined by +.")
+    correction_floor: float | None = Field(None, ge=0, le=1, description="S6: smallest weight.")
     correction_cap: float | None = Field(None, gt=0, description="S6: largest weight.")
     correction_low: float | None = Field(None, ge=0, description="S6: smaller weights become 0.")
     correction_high: float | None = Field(None, gt=0, description="S6: larger weights become 0.")
     geometric_low: float | None = Field(None, ge=0, description="S6: smallest accepted mean weight of a response.")
     geometric_high: float | None = Field(None, gt=0, description="S6: largest accepted mean weight of a response.")
+    veto_low: float | None = Field(None, ge=0, description="S6: a smaller weight of one token drops its response.")
+    veto_high: float | None = Field(None, gt=0, description="S6: a larger weight of one token drops its response.")
+    drift_limit: float | None = Field(None, gt=0, description="S6: largest accepted mean k2 or k3 of a response.")
+    entropy_share: float | None = Field(
+        None, gt=0, le=1, description="S6: share of each response's tokens that is trained on, by entropy."
+    )
     opsm_limit: float | None = Field(None, ge=0, description="S6: drift at which a wrong response is dropped.")
     age_limit: int | None = Field(None, ge=0, description="S6: versions; older tokens are dropped.")
 
@@ -111,6 +127,9 @@ class AlgorithmConfig(Section):
         None, ge=0, description="S8: entropy per token that entropy_coef is steered to; 0: fixed coefficient."
     )
     entropy_rate: float | None = Field(None, gt=0, description="S8: change of entropy_coef in a step.")
+    sft_coef: float | None = Field(
+        None, ge=0, description="S8: weight of −log π of responses whose score is above correct_above; 0: off."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -170,7 +189,7 @@ class AlgorithmConfig(Section):
                 f"algorithm.weight_cap must be at least 1 with gate {self.gate!r}, got {self.weight_cap:g}: it is a "
                 "ratio, and a smaller cap would shrink every update"
             )
-        if self.gate in ("divergence-mask", "geometric-clip") and str(self.ratio).startswith("sequence"):
+        if self.gate in _TOKEN_GATES and str(self.ratio).startswith("sequence"):
             yield f"algorithm.ratio must be 'token' with gate {self.gate!r}, got {self.ratio!r}"
         if self.ratio == "sequence-product" and self.gate in _RATIO_GRADIENT and self.aggregation in _TIMES_LENGTH:
             yield (
@@ -197,10 +216,7 @@ class AlgorithmConfig(Section):
             names = STAGES[key].names(str(getattr(self, key)))
             if "none" in names and len(names) > 1:
                 yield f"algorithm.{key} 'none' cannot be combined, got {getattr(self, key)!r}"
-        for low, high in (("correction_low", "correction_high"), ("geometric_low", "geometric_high")):
-            a, b = getattr(self, low), getattr(self, high)
-            if a is not None and b is not None and a >= b:
-                yield f"algorithm.{low} must be below {high} = {b:g}, got {a:g}"
+        yield from self._empty_bands()
         if self.aggregation == "constant-length" and self.constant_length is None:
             yield (
                 "algorithm.aggregation 'constant-length' needs algorithm.constant_length: a number of tokens, or "
@@ -216,6 +232,28 @@ class AlgorithmConfig(Section):
         if self.advantage == "mean-scaled" and self.reward_norm != "none":
             yield f"algorithm.reward_norm must be 'none' with advantage 'mean-scaled', got {self.reward_norm!r}"
         yield from self._kl_contradictions()
+
+    def _empty_bands(self) -> Iterable[str]:
+        """Where engine and trainer agree every weight is 1: a band without it would drop the tokens that are right."""
+        for low, high in (
+            ("correction_low", "correction_high"),
+            ("geometric_low", "geometric_high"),
+            ("veto_low", "veto_high"),
+        ):
+            a, b = getattr(self, low), getattr(self, high)
+            if a is not None and b is not None and a >= b:
+                yield f"algorithm.{low} must be below {high} = {b:g}, got {a:g}"
+            for key, value, wrong, rule in ((low, a, 1, "at most"), (high, b, -1, "at least")):
+                if value is not None and (value - 1) * wrong > 0:
+                    yield (
+                        f"algorithm.{key} must be {rule} 1, got {value:g}: where engine and trainer agree, the weight "
+                        "is 1"
+                    )
+        if self.reject_below and self.weight_floor and self.reject_below >= self.weight_floor:
+            yield (
+                f"algorithm.reject_below must be below weight_floor = {self.weight_floor:g}, got "
+                f"{self.reject_below:g}: the floor would never act"
+            )
 
     def _kl_contradictions(self) -> Iterable[str]:
         if not self.kl_coef:
@@ -243,10 +281,10 @@ class AlgorithmConfig(Section):
 
 _ALWAYS = {
     "preset", "params", "truncation", "filter", "advantage", "whiten", "gate", "correction", "aggregation", "kl_coef",
-    "entropy_coef", "entropy_target",
+    "entropy_coef", "entropy_target", "sft_coef",
 }  # fmt: skip
 _BLIND = ("one", "pass-at-k")  # advantages that read no shaped reward
-_TIMES_LENGTH = ("seq-mean-token-sum", "constant-length", "token-mean", "prompt-mean")
+_TIMES_LENGTH = ("token-sum", "seq-mean-token-sum", "constant-length", "token-mean", "prompt-mean")
 _NOTHING = ("reference", "none")  # may be said anywhere
 _CRITIC = {"critic_lr", "critic_clip", "critic_warmup"}
 
@@ -297,6 +335,8 @@ def _keys_read(values: Mapping[str, Any], own: Mapping[str, set[str]] | None = N
             read.add("reference_mix")
     if values["entropy_target"]:
         read.add("entropy_rate")
+    if values["sft_coef"]:
+        read.add("correct_above")
     return read
 
 
@@ -314,6 +354,7 @@ _CONDITIONS = {
     "reference_every": "reference = 'ema' or 'reset'",
     "reference_mix": "reference = 'ema'",
     "entropy_rate": "entropy_target above 0",
+    "correct_above": "sft_coef above 0",
     **dict.fromkeys(_CRITIC, "advantage = 'gae'"),
 }
 

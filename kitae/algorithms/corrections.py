@@ -2,6 +2,7 @@
 
 Never differentiated. They multiply the policy loss, not the KL term and not the entropy. A weight of 0 removes a token
 from the gradient and leaves the denominators of S7 as they are. w_t = π_old / μ; several weights multiply ("tis+opsm").
+Masks of tokens for other reasons than the gap, age and entropy, are here too: they act in the same place.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from kitae.algorithms.tokens import LIMIT, TokenBatch
+from kitae.algorithms.tokens import TokenBatch, bounded_exp, log_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,20 +21,25 @@ def none(tokens: TokenBatch) -> Tensor:
     return tokens.advantage_N.new_ones(len(tokens.advantage_N))
 
 
-def tis(tokens: TokenBatch, *, correction_cap: float) -> Tensor:
-    """min(w_t, correction_cap): truncated importance sampling."""
-    return tokens.log_mismatch_N.exp().clamp(max=correction_cap)
+def tis(tokens: TokenBatch, *, correction_floor: float, correction_cap: float) -> Tensor:
+    """clip(w_t, correction_floor, correction_cap): truncated importance sampling."""
+    return tokens.mismatch_N.clamp(correction_floor, correction_cap)
 
 
 def icepop(tokens: TokenBatch, *, correction_low: float, correction_high: float) -> Tensor:
     """w_t where correction_low ≤ w_t ≤ correction_high, else 0."""
-    w_N = tokens.log_mismatch_N.exp()
+    w_N = tokens.mismatch_N
     return w_N.where((w_N >= correction_low) & (w_N <= correction_high), w_N.new_zeros(()))
 
 
-def sequence_tis(tokens: TokenBatch, *, correction_cap: float) -> Tensor:
-    """min(Π w, correction_cap) of the whole sequence. The product grows with the length."""
-    return _product(tokens).clamp(max=correction_cap)
+def sequence_tis(tokens: TokenBatch, *, correction_floor: float, correction_cap: float) -> Tensor:
+    """clip(Π w, correction_floor, correction_cap) of the whole sequence. The product grows with the length."""
+    return _product(tokens).clamp(correction_floor, correction_cap)
+
+
+def geometric_tis(tokens: TokenBatch, *, correction_floor: float, correction_cap: float) -> Tensor:
+    """clip(geometric mean of w over the sequence, correction_floor, correction_cap)."""
+    return _geometric_mean(tokens).clamp(correction_floor, correction_cap)
 
 
 def sequence_mask(tokens: TokenBatch, *, correction_cap: float) -> Tensor:
@@ -44,8 +50,34 @@ def sequence_mask(tokens: TokenBatch, *, correction_cap: float) -> Tensor:
 
 def geometric(tokens: TokenBatch, *, geometric_low: float, geometric_high: float) -> Tensor:
     """1 where the geometric mean of w over the sequence lies in [geometric_low, geometric_high], else 0."""
-    mean_N = tokens.means(tokens.log_mismatch_N).exp()
+    mean_N = _geometric_mean(tokens)
     return ((mean_N >= geometric_low) & (mean_N <= geometric_high)).to(mean_N.dtype)
+
+
+def veto(tokens: TokenBatch, *, veto_low: float, veto_high: float) -> Tensor:
+    """0 for the whole sequence where any of its w_t lies outside of [veto_low, veto_high], else 1."""
+    w_N = tokens.mismatch_N
+    outliers_N = tokens.sums(((w_N < veto_low) | (w_N > veto_high)).to(w_N.dtype))
+    return (outliers_N == 0).to(w_N.dtype)
+
+
+def k2_mask(tokens: TokenBatch, *, drift_limit: float) -> Tensor:
+    """1 where the mean of (log w)² / 2 over the sequence is at most drift_limit, else 0."""
+    mean_N = tokens.means(tokens.log_mismatch_N**2 / 2)
+    return (mean_N <= drift_limit).to(mean_N.dtype)
+
+
+def k3_mask(tokens: TokenBatch, *, drift_limit: float) -> Tensor:
+    """1 where the mean of w − 1 − log w over the sequence, an estimate of KL(μ ‖ π_old), is at most drift_limit."""
+    mean_N = tokens.means(tokens.mismatch_N - 1 - tokens.log_mismatch_N)
+    return (mean_N <= drift_limit).to(mean_N.dtype)
+
+
+def high_entropy(tokens: TokenBatch, *, entropy_share: float) -> Tensor:
+    """1 for the entropy_share of each sequence's tokens at which π_θ has the highest entropy, else 0."""
+    entropy_N = tokens.entropy_N.detach()
+    lengths_N = tokens.sums(entropy_N.new_ones(len(entropy_N)))
+    return (tokens.ranks(entropy_N) < entropy_share * lengths_N).to(entropy_N.dtype)
 
 
 def opsm(tokens: TokenBatch, *, opsm_limit: float) -> Tensor:
@@ -62,8 +94,7 @@ def age(tokens: TokenBatch, *, age_limit: int) -> Tensor:
 
 def total(tokens: TokenBatch, *, correction_cap: float) -> Tensor:
     """min(ρ_t, correction_cap) with ρ = π_θ / μ; for gates that carry no ratio of their own."""
-    log_N = (tokens.logp_N.detach() - tokens.behaviour_N).clamp(-LIMIT, LIMIT)
-    return log_N.exp().clamp(max=correction_cap)
+    return bounded_exp(log_ratio(tokens.logp_N.detach(), tokens.behaviour_N)).clamp(max=correction_cap)
 
 
 CORRECTIONS: Mapping[str, Callable[..., Tensor]] = {
@@ -72,17 +103,26 @@ CORRECTIONS: Mapping[str, Callable[..., Tensor]] = {
     "icepop": icepop,
     "sequence-tis": sequence_tis,
     "sequence-mask": sequence_mask,
+    "geometric-tis": geometric_tis,
     "geometric": geometric,
+    "veto": veto,
+    "k2-mask": k2_mask,
+    "k3-mask": k3_mask,
     "opsm": opsm,
     "age": age,
+    "high-entropy": high_entropy,
     "total": total,
 }
 
 
 def sequence_drift(tokens: TokenBatch, anchor_N: Tensor) -> Tensor:
     """Mean over each sequence of log π_anchor − log π_θ: an estimate of KL(anchor ‖ θ) that may be negative."""
-    return tokens.means(anchor_N - tokens.logp_N.detach())
+    return tokens.means(log_ratio(anchor_N, tokens.logp_N.detach()))
+
+
+def _geometric_mean(tokens: TokenBatch) -> Tensor:
+    return bounded_exp(tokens.means(tokens.log_mismatch_N))
 
 
 def _product(tokens: TokenBatch) -> Tensor:
-    return tokens.sums(tokens.log_mismatch_N).clamp(-LIMIT, LIMIT).exp()
+    return bounded_exp(tokens.sums(tokens.log_mismatch_N))

@@ -5,8 +5,10 @@ of the filter is the reason. Several filters combine ("all-correct+all-wrong"): 
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kitae.types import BoolArray, FloatArray
 
@@ -48,6 +50,6 @@ FILTERS: Mapping[str, Callable[..., BoolArray]] = {
 }
 
 
-def has_variance(scores_G: FloatArray) -> bool:
+def has_variance(scores_G: npt.NDArray[np.floating[Any]]) -> bool:
     """False when all scores are equal. By max − min: the float std of equal numbers need not be 0."""
-    return len(scores_G) > 1 and float(scores_G.max() - scores_G.min()) > _TOLERANCE
+    return len(scores_G) > 1 and float(scores_G.max()) - float(scores_G.min()) > _TOLERANCE

@@ -86,6 +86,25 @@ def geometric_clip(ratio_N: Tensor, tokens: TokenBatch, *, clip_low: float, clip
     return -advantage_N * tokens.means(pessimistic_N).exp()
 
 
+def clip_cov(
+    ratio_N: Tensor, tokens: TokenBatch, *, clip_low: float, clip_high: float, dual_clip: float, cov_share: float
+) -> Tensor:
+    """`clip`, but 0 for the cov_share of the step's tokens whose covariance of log μ and A is highest."""
+    clipped_N = clip(ratio_N, tokens, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    return clipped_N.masked_fill(_highest_covariance(tokens, cov_share), 0.0)
+
+
+def kl_cov(ratio_N: Tensor, tokens: TokenBatch, *, cov_share: float, cov_coef: float) -> Tensor:
+    """−A r, plus cov_coef |log r| for the cov_share of the step's tokens whose covariance of log μ and A is highest."""
+    held_N = _highest_covariance(tokens, cov_share)
+    return -tokens.advantage_N * ratio_N + cov_coef * ratio_N.log().abs().masked_fill(~held_N, 0.0)
+
+
+def _highest_covariance(tokens: TokenBatch, share: float) -> Tensor:
+    assert tokens.cov_rank_N is not None, "the objective ranks the tokens of a step for these gates"
+    return tokens.cov_rank_N < share
+
+
 GATES: Mapping[str, Callable[..., Tensor]] = {
     "clip": clip,
     "none": ungated,
@@ -96,4 +115,8 @@ GATES: Mapping[str, Callable[..., Tensor]] = {
     "sigmoid": sigmoid,
     "asymmetric": asymmetric,
     "geometric-clip": geometric_clip,
+    "clip-cov": clip_cov,
+    "kl-cov": kl_cov,
 }
+COVARIANCE_GATES = frozenset({"clip-cov", "kl-cov"})
+"""Gates that read `cov_rank_N`."""

@@ -20,16 +20,20 @@ from torch import Tensor
 
 from kitae.algorithms.advantages import TOKEN_ADVANTAGES, GroupRewards, SequenceRewards, whiten
 from kitae.algorithms.config import AlgorithmConfig, needs_group, refuse_unread
+from kitae.algorithms.covariance import covariance_ranks
+from kitae.algorithms.gates import COVARIANCE_GATES
 from kitae.algorithms.ratios import ANCHORS, interpolated
-from kitae.algorithms.regularisers import adapt_entropy, adapt_kl
+from kitae.algorithms.regularisers import adapt_entropy, adapt_kl, k3
 from kitae.algorithms.rewards import Moments, StepRewards
 from kitae.algorithms.stages import Function, resolve_stages
-from kitae.algorithms.tokens import LIMIT, TokenBatch
-from kitae.errors import ConfigError
+from kitae.algorithms.tokens import TokenBatch, bounded_exp, log_ratio
+from kitae.errors import ConfigError, VerifierError
 from kitae.observe.meter import Meter
+from kitae.plugins import is_plugin
 from kitae.types import Batch, BoolArray, FloatArray, Group, Rollout, Sample
 
 T = TypeVar("T")
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 class Objective:
@@ -70,6 +74,10 @@ class Objective:
     @property
     def wants_entropy_gradient(self) -> bool:
         return bool(self.config.entropy_coef or self.config.entropy_target)
+
+    @property
+    def wants_covariance(self) -> bool:
+        return self.config.gate in COVARIANCE_GATES or is_plugin(_set(self.config.gate))
 
     # S1 to S3, on groups.
 
@@ -187,7 +195,8 @@ class Objective:
 
     def _penalty(self, s: Sample) -> FloatArray:
         """β k1 of each loss token, with π_old: it is part of the reward, not differentiated."""
-        d_N = (_loss(s, s.logp_old_T) - _loss(s, s.logp_ref_T)).clip(-LIMIT, LIMIT)
+        old_N, ref_N = (torch.from_numpy(_loss(s, logp_T)) for logp_T in (s.logp_old_T, s.logp_ref_T))
+        d_N: FloatArray = log_ratio(old_N, ref_N).numpy()
         return np.float32(self.kl_coef) * d_N
 
     # S7, on what one optimizer step trains on.
@@ -196,6 +205,11 @@ class Objective:
         lengths_B = np.array([s.loss_tokens for s in samples], dtype=np.int64)
         groups_B = np.array([s.group for s in samples], dtype=np.int64)
         weights_B = _expect("aggregation", self._one("aggregation")(lengths_B, groups_B), len(samples))
+        if self.wants_covariance:
+            ranks = covariance_ranks(
+                [_loss(s, s.logp_mu_T) for s in samples], [_loss(s, s.advantage_T) for s in samples]
+            )
+            samples = [replace(s, cov_rank_T=_spread(s, r_N)) for s, r_N in zip(samples, ranks, strict=True)]
         return Batch(
             tuple(replace(s, weight_T=_spread(s, np.float32(w))) for s, w in zip(samples, weights_B, strict=True))
         )
@@ -219,15 +233,25 @@ class Objective:
             loss = loss + self.kl_coef * (penalty_N * tokens.weight_N).sum()
         if self.entropy_coef:
             loss = loss - self.entropy_coef * (tokens.entropy_N * tokens.weight_N).sum()
+        if self.config.sft_coef:
+            loss = loss + self.config.sft_coef * (self._likelihood(tokens, meter) * tokens.weight_N).sum()
         self._measure(measured, ratio_N, weights_N, meter)
         meter.total("loss", loss.detach())
         return loss
 
+    def _likelihood(self, tokens: TokenBatch, meter: Meter) -> Tensor:
+        """−log π_θ of the tokens of correct responses, 0 elsewhere."""
+        assert tokens.score_N is not None
+        correct_N = tokens.score_N > _set(self.config.correct_above)
+        found_N = -tokens.logp_N.masked_fill(~correct_N, 0.0)
+        meter.part("sft_loss", found_N.detach().sum(), correct_N.sum())
+        return found_N
+
     def _ratio(self, tokens: TokenBatch) -> Tensor:
         if self.config.ratio is None:  # the gate reads none; this one is for the metrics
-            return (tokens.logp_N - tokens.logp_old_N).detach().clamp(-LIMIT, LIMIT).exp()
+            return bounded_exp(log_ratio(tokens.logp_N, tokens.logp_old_N).detach())
         anchor_N = tokens.logp_old_N if self.estimates_old else ANCHORS[_set(self.config.anchor)](tokens)
-        return _expect_tokens("ratio", self._one("ratio")(tokens.logp_N - anchor_N, tokens), tokens)
+        return _expect_tokens("ratio", self._one("ratio")(log_ratio(tokens.logp_N, anchor_N), tokens), tokens)
 
     def _gated(self, ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
         """The weight that the gate leaves to each token: its gradient over −A, 0 where it was clipped.
@@ -260,8 +284,8 @@ class Objective:
             meter.mean("clip_high", (stopped_N & (advantage_N > 0) & (ratio_N >= 1)).float().mean(), count)
             meter.mean("clip_low", (stopped_N & (ratio_N < 1)).float().mean(), count)
             meter.mean("clip_dual", (stopped_N & (advantage_N < 0) & (ratio_N >= 1)).float().mean(), count)
-            gap_N = (tokens.logp_old_N - tokens.behaviour_N).abs()  # 0 where the engine gave no log-prob
-            mismatch_N = tokens.log_mismatch_N.exp()
+            gap_N = tokens.log_mismatch_N.abs()  # 0 where the engine gave no log-prob
+            mismatch_N = tokens.mismatch_N
             meter.mean("logp_missing", (~tokens.logp_mu_N.isfinite()).float().mean(), count)
             meter.mean("logp_gap", gap_N.mean(), count)
             meter.max("logp_gap_max", gap_N.max())
@@ -274,9 +298,9 @@ class Objective:
             meter.sample_size("ess_corrected", weights_N.sum(), (weights_N**2).sum(), count)
             meter.mean("correction_changed", (weights_N != mismatch_N).float().mean(), count)
             if tokens.logp_ref_N is not None:
-                d_N = tokens.logp_old_N - tokens.logp_ref_N  # of the policy that the samples are from
+                d_N = log_ratio(tokens.logp_old_N, tokens.logp_ref_N)  # of the policy that the samples are from
                 meter.mean("kl_k1", d_N.mean(), count)
-                meter.mean("kl_k3", ((-d_N.clamp(-LIMIT, LIMIT)).exp() - 1 + d_N).mean(), count)
+                meter.mean("kl_k3", k3(d_N).mean(), count)
                 meter.mean("kl_per_response", d_N.sum() / tokens.sequences, tokens.sequences)
 
     # From step to step.
@@ -316,7 +340,8 @@ class Objective:
 def _expect(stage: str, values: Any, count: int) -> FloatArray:
     """What a group stage returned, as an array of the right length: a user's own function may return anything."""
     try:
-        found: FloatArray = np.asarray(values, dtype=np.float32)
+        with np.errstate(over="ignore"):  # what is not finite then is refused below
+            found: FloatArray = np.asarray(values, dtype=np.float32)
     except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor with a gradient
         found = np.empty(0, dtype=np.float32)
     if found.shape != (count,) or not np.isfinite(found).all():
@@ -361,7 +386,10 @@ def _value(rollout: Rollout) -> float:
 
 
 def _scores(rollouts: Sequence[Rollout]) -> FloatArray:
-    return np.array([_value(r) for r in rollouts], dtype=np.float32)
+    scores = [_value(r) for r in rollouts]
+    if too_large := [x for x in scores if abs(x) > _LARGEST]:
+        raise VerifierError(f"a score must be a number within ± {_LARGEST:.2g}, got {too_large[0]:g}")
+    return np.array(scores, dtype=np.float32)
 
 
 def _key(s: Sample) -> tuple[int, int]:

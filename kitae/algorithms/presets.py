@@ -28,6 +28,7 @@ BASE: Mapping[str, Any] = {
     "truncation": "keep",
     "truncation_reward": 0.0,
     "overlong_buffer": 0,
+    "length_penalty": 0.0,
     "reward_bias": 0.0,
     "reward_scale": 1.0,
     "reward_clip": 0.0,
@@ -56,12 +57,19 @@ BASE: Mapping[str, Any] = {
     "tau_negative": 1.05,
     "tv_limit": 0.15,
     "reject_below": 0.0,
+    "cov_share": 2e-4,
+    "cov_coef": 1.0,
     "correction": "tis",
+    "correction_floor": 0.0,
     "correction_cap": 2.0,
     "correction_low": 0.5,
     "correction_high": 5.0,
     "geometric_low": 0.99,
     "geometric_high": 1.01,
+    "veto_low": 1e-4,
+    "veto_high": 1e4,
+    "drift_limit": 0.01,
+    "entropy_share": 0.2,
     "opsm_limit": 1e-4,
     "age_limit": 4,
     "aggregation": "token-mean",
@@ -76,6 +84,7 @@ BASE: Mapping[str, Any] = {
     "entropy_coef": 0.0,
     "entropy_target": 0.0,
     "entropy_rate": 0.005,
+    "sft_coef": 0.0,
 }
 """What every preset starts from. `constant_length` has no default: whoever averages by it must say it."""
 
@@ -379,5 +388,22 @@ PRESETS: Mapping[str, Preset] = {
         f"A as in GRPO; {_CLIP}; − α H, α raised while H is below its target and lowered while above",
         "The bonus acts on the entropy of the whole distribution, with its gradient, not on −log π of the sample.",
         {"filter": "zero-variance", "entropy_coef": 0.005, "entropy_target": 0.2},
+    ),
+    "clip-cov": Preset(
+        "GRPO that stops the few tokens which take most of the entropy",
+        "after The entropy mechanism of RL for reasoning language models, arXiv 2505.22617",
+        f"A as in GRPO; {_CLIP}; ℓ = 0 for the 0.02 % of tokens with the highest (log μ − mean) (A − mean); mean of "
+        "all tokens",
+        "Elsewhere the tokens are drawn at random from a band of covariances, with the means of a micro-batch; here "
+        "they are the highest of the whole step, so that no cut changes the gradient.",
+        {"gate": "clip-cov"},
+    ),
+    "kl-cov": Preset(
+        "Policy gradient that holds the few tokens which take most of the entropy",
+        "after The entropy mechanism of RL for reasoning language models, arXiv 2505.22617",
+        "A as in GRPO; ℓ = −A r, plus |log r| for the 0.2 % of tokens with the highest (log μ − mean) (A − mean); mean "
+        "of all tokens",
+        "With one update per batch r is 1 and nothing is held: it needs several.",
+        {"gate": "kl-cov", "cov_share": 2e-3},
     ),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from kitae.algorithms.tokens import LIMIT, TokenBatch
+from kitae.algorithms.tokens import TokenBatch, bounded_exp, log_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 def token(log_ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
     """r_t = π_θ / π_anchor of each token."""
-    return log_ratio_N.clamp(-LIMIT, LIMIT).exp()
+    return bounded_exp(log_ratio_N)
 
 
 def sequence_mean(log_ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
     """s_i = exp of the mean log-ratio of the sequence; the gradient goes through the mean."""
-    return tokens.means(log_ratio_N).clamp(-LIMIT, LIMIT).exp()
+    return bounded_exp(tokens.means(log_ratio_N))
 
 
 def sequence_mean_token(log_ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
@@ -28,7 +28,7 @@ def sequence_mean_token(log_ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
 
 def sequence_product(log_ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
     """Π_t r_t of the whole sequence. Grows with the length: 1.001 to the power of 8,192 is 3,600."""
-    return tokens.sums(log_ratio_N).clamp(-LIMIT, LIMIT).exp()
+    return bounded_exp(tokens.sums(log_ratio_N))
 
 
 RATIOS: Mapping[str, Callable[..., Tensor]] = {
@@ -56,7 +56,7 @@ def interpolated(tokens: TokenBatch) -> Tensor:
     """An estimate of log π_old without a forward pass: log μ + α (log π_θ − log μ), α from the age of the token."""
     assert tokens.lag_N is not None
     mu_N = tokens.behaviour_N
-    return mu_N + proximal_share(tokens.lag_N) * (tokens.logp_N.detach() - mu_N)
+    return mu_N + proximal_share(tokens.lag_N) * log_ratio(tokens.logp_N.detach(), mu_N)
 
 
 def proximal_share(lag_N: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """S8, regularisers: a KL term against a reference policy, and the controllers of its and the entropy's coefficient.
 
-With d = log π − log π_ref: k1 = d, k2 = d²/2, k3 = e^−d − 1 + d. As a loss, k1 has an expected gradient of zero, k2
-that of the reverse KL(π ‖ ref), k3 that of the forward KL(ref ‖ π); the forms weighted by the live ratio π_θ / π_old
-have that of the reverse KL again. In the reward, where it acts through the policy gradient, k1 gives the gradient of
-the reverse KL, and k2 and k3 do not.
+With d = log π − log π_ref: k1 = d, k2 = d²/2, k3 = e^−d − 1 + d, abs = |d|. As a loss, k1 has an expected gradient of
+zero, k2 that of the reverse KL(π ‖ ref), k3 that of the forward KL(ref ‖ π), abs that of Σ |π − ref|; the forms
+weighted by the live ratio π_θ / π_old have that of the reverse KL again. In the reward, where it acts through the
+policy gradient, k1 gives the gradient of the reverse KL, and the others do not.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from kitae.algorithms.tokens import LIMIT, TokenBatch
+from kitae.algorithms.tokens import LIMIT, TokenBatch, bounded_exp, log_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,11 +19,20 @@ if TYPE_CHECKING:
 
 def _difference(tokens: TokenBatch) -> Tensor:
     assert tokens.logp_ref_N is not None
-    return (tokens.logp_N - tokens.logp_ref_N).clamp(-LIMIT, LIMIT)
+    return log_ratio(tokens.logp_N, tokens.logp_ref_N)
 
 
 def _ratio(tokens: TokenBatch) -> Tensor:
-    return (tokens.logp_N - tokens.logp_old_N).clamp(-LIMIT, LIMIT).exp()
+    return bounded_exp(log_ratio(tokens.logp_N, tokens.logp_old_N))
+
+
+def k3(d_N: Tensor) -> Tensor:
+    """e^−d − 1 + d. For d < −20 the exponential goes on as its tangent.
+
+    A clamped one would be constant there, and what is left, d, pushes a token that drifted far further away.
+    """
+    beyond_N = (-d_N - LIMIT).clamp(min=0)
+    return (-d_N).clamp(max=LIMIT).exp() * (1 + beyond_N) - 1 + d_N
 
 
 def k1_loss(tokens: TokenBatch) -> Tensor:
@@ -38,8 +47,12 @@ def k2_loss(tokens: TokenBatch) -> Tensor:
 
 def k3_loss(tokens: TokenBatch) -> Tensor:
     """e^−d − 1 + d: gradient of the forward KL."""
-    d_N = _difference(tokens)
-    return (-d_N).exp() - 1 + d_N
+    return k3(_difference(tokens))
+
+
+def absolute(tokens: TokenBatch) -> Tensor:
+    """|d|: gradient of Σ |π − π_ref|, twice the total variation; the same pull however far a token drifted."""
+    return _difference(tokens).abs()
 
 
 def k1_ratio(tokens: TokenBatch) -> Tensor:
@@ -61,6 +74,7 @@ REGULARISERS: Mapping[str, Callable[..., Tensor]] = {
     "k1": k1_loss,
     "k2": k2_loss,
     "k3": k3_loss,
+    "abs": absolute,
     "k1-ratio": k1_ratio,
     "k2-ratio": k2_ratio,
     "k3-ratio": k3_ratio,

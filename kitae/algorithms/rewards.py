@@ -8,8 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from kitae.types import BoolArray, FloatArray, IntArray
+
+Wide = npt.NDArray[np.float64]
+
+
+def narrow(values: Wide) -> FloatArray:
+    """As float32; what it does not hold becomes infinite, which whoever called the stage refuses."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +36,19 @@ class StepRewards:
 
 
 def standard(
-    step: StepRewards, *, overlong_buffer: int, reward_bias: float, reward_scale: float, reward_clip: float
+    step: StepRewards,
+    *,
+    overlong_buffer: int,
+    length_penalty: float,
+    reward_bias: float,
+    reward_scale: float,
+    reward_clip: float,
 ) -> FloatArray:
-    """(score − length penalty + reward_bias) × reward_scale, clipped to ± reward_clip where that is not 0."""
-    penalties_B = [overlong_penalty(int(n), step.max_tokens, overlong_buffer) for n in step.lengths_B]
-    rewards_B = (step.scores_B + np.array(penalties_B, dtype=np.float32) + reward_bias) * reward_scale
-    if reward_clip:
-        rewards_B = rewards_B.clip(-reward_clip, reward_clip)
-    return rewards_B.astype(np.float32)
+    """(score − length penalties + reward_bias) × reward_scale, clipped to ± reward_clip where that is not 0."""
+    penalties_B = np.array([overlong_penalty(int(n), step.max_tokens, overlong_buffer) for n in step.lengths_B])
+    penalties_B -= length_penalty * relative_lengths(step.lengths_B, step.groups_B)
+    rewards_B = (step.scores_B + penalties_B + reward_bias) * reward_scale
+    return narrow(rewards_B.clip(-reward_clip, reward_clip) if reward_clip else rewards_B)
 
 
 SHAPINGS: Mapping[str, Callable[..., FloatArray]] = {"standard": standard}
@@ -48,6 +62,15 @@ def overlong_penalty(length: int, max_tokens: int, buffer: int) -> float:
     if buffer == 0:
         return 0.0
     return -min(1.0, max(0.0, (length - (max_tokens - buffer)) / buffer))
+
+
+def relative_lengths(lengths_B: IntArray, groups_B: IntArray) -> Wide:
+    """The length of each response over that of the longest of its group, a greedy one included."""
+    _, group_B = np.unique(groups_B, return_inverse=True)
+    longest = np.ones(len(lengths_B), dtype=np.int64)  # as many as there could be groups; empty responses divide by 1
+    np.maximum.at(longest, group_B, lengths_B)
+    relative: Wide = lengths_B / longest[group_B]
+    return relative
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +91,7 @@ class Moments:
             count=total,
             mean=self.mean + shift * count / total,
             squares=self.squares
-            + float(((values - mean) ** 2).sum(dtype=np.float64))
+            + float(((values.astype(np.float64) - mean) ** 2).sum())
             + shift**2 * self.count * count / total,
         )
 
@@ -80,4 +103,4 @@ class Moments:
         """(x − mean) / std; zeros where nothing varies."""
         if self.std <= 1e-6:
             return np.zeros_like(values)
-        return ((values - np.float32(self.mean)) / np.float32(self.std)).astype(np.float32)
+        return narrow((values.astype(np.float64) - self.mean) / self.std)

@@ -84,6 +84,8 @@ class Stage:
         for key, parameter in keyword_settings(function).items():
             if settings.get(key) is not None:
                 filled[key] = settings[key]
+                if isinstance(filled[key], bool) and parameter.annotation in (int, float, "int", "float"):
+                    raise ConfigError(f"{self.key} {name!r}: {key} must be a number, got {filled[key]}")
             elif parameter.default is parameter.empty:
                 raise ConfigError(
                     f"{self.key} {name!r} needs the setting {key!r}: give algorithm.{key} if that is a key, else "

@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LIMIT = 20.0
-"""Log-ratios are clamped to ± this before the exponential."""
+"""Log-ratios are clamped to ± this before the exponential, and nowhere else."""
+
+
+def log_ratio(logp_N: Tensor, anchor_N: Tensor) -> Tensor:
+    """log π − log π_anchor; 0 where both probabilities are exactly 0, so that no NaN is made of two infinities."""
+    return (logp_N - anchor_N).masked_fill((logp_N == anchor_N) & logp_N.isinf(), 0.0)
+
+
+def bounded_exp(log_N: Tensor) -> Tensor:
+    """e^x with x clamped to ± LIMIT."""
+    return log_N.clamp(-LIMIT, LIMIT).exp()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +43,8 @@ class TokenBatch:
     sequences: int
     logp_ref_N: Tensor | None = None  # π_ref, where there is a KL term
     lag_N: Tensor | None = None  # versions from the one that sampled the token to the one being trained, at least 1
+    score_N: Tensor | None = None  # the raw score of the token's response
+    cov_rank_N: Tensor | None = None  # share of the step's tokens with a higher covariance, where the gate asks for it
 
     def sums(self, values_N: Tensor) -> Tensor:
         """The sum over each sequence, at every token of it."""
@@ -43,6 +55,17 @@ class TokenBatch:
         """The mean over each sequence, at every token of it."""
         return self.sums(values_N) / self.sums(values_N.new_ones(len(values_N)))
 
+    def ranks(self, values_N: Tensor) -> Tensor:
+        """The place of each token in its sequence by falling value, from 0; equal ones in the order of the tokens."""
+        by_value_N = values_N.argsort(descending=True, stable=True)
+        order_N = by_value_N[self.sample_N[by_value_N].argsort(stable=True)]  # sequence after sequence
+        places_N = order_N.new_ones(len(order_N)).cumsum(0) - 1
+        lengths_S = order_N.new_zeros(self.sequences).index_add(0, self.sample_N, order_N.new_ones(len(order_N)))
+        starts_S = lengths_S.cumsum(0) - lengths_S
+        ranks_N = order_N.new_empty(len(order_N))
+        ranks_N[order_N] = places_N - starts_S[self.sample_N[order_N]]
+        return ranks_N
+
     @property
     def behaviour_N(self) -> Tensor:
         """log μ; where the engine gave none, log π_old, so that the mismatch there is 1."""
@@ -51,4 +74,9 @@ class TokenBatch:
     @property
     def log_mismatch_N(self) -> Tensor:
         """log w = log π_old − log μ."""
-        return (self.logp_old_N - self.behaviour_N).clamp(-LIMIT, LIMIT)
+        return log_ratio(self.logp_old_N, self.behaviour_N)
+
+    @property
+    def mismatch_N(self) -> Tensor:
+        """w = π_old / μ."""
+        return bounded_exp(self.log_mismatch_N)

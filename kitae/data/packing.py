@@ -48,6 +48,8 @@ class MicroBatch:
     logp_ref_N: Tensor | None
     value_N: Tensor | None
     return_N: Tensor | None
+    cov_rank_N: Tensor | None
+    score_N: Tensor
     samples: tuple[Sample, ...]
 
     def split(self, values_N: np.ndarray) -> list[np.ndarray]:
@@ -165,5 +167,7 @@ def collate(samples: Sequence[Sample], device: torch.device, share_prompts: bool
         logp_ref_N=flat_or_none("logp_ref_T"),
         value_N=flat_or_none("value_T"),
         return_N=flat_or_none("return_T"),
+        cov_rank_N=flat_or_none("cov_rank_T"),
+        score_N=send(np.repeat(np.array([s.score for s in samples], dtype=np.float32), counts), device),
         samples=tuple(samples),
     )

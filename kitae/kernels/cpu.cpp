@@ -232,7 +232,8 @@ void row_statistics(const T* logits, const int64_t* targets, float* logp, float*
             float sum = 0, mix = 0;
 #pragma omp simd reduction(+ : sum, mix)
             for (int64_t i = begin; i < end; i++) {
-                const float x = (load(row + i) - top) * scale, e = exp_negative(x);
+                // 0 times infinity is no number: what is impossible must add nothing to the entropy.
+                const float x = std::max((load(row + i) - top) * scale, -87.0f), e = exp_negative(x);
                 sum += e;
                 mix += e * x;
             }
@@ -256,10 +257,10 @@ void row_gradients(T* logits, const int64_t* targets, const float* lse, const fl
         const float g = grad_logp[n] * scale, h = grad_entropy ? grad_entropy[n] * scale : 0.0f;
         const float shift = lse[n], mean = entropy[n];
         const float target = exp_negative(std::min(0.0f, load(row + targets[n]) * scale - shift));
-        const float log_target = load(row + targets[n]) * scale - shift;
+        const float log_target = std::max(load(row + targets[n]) * scale - shift, -87.0f);
 #pragma omp simd
         for (int64_t i = 0; i < V; i++) {
-            const float x = std::min(0.0f, load(row + i) * scale - shift);
+            const float x = std::max(std::min(0.0f, load(row + i) * scale - shift), -87.0f);
             store(row + i, -exp_negative(x) * (g + h * (x + mean)));
         }
         store(row + targets[n], g - target * (g + h * (log_target + mean)));

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kitae.kernels import amx
 from kitae.kernels.linears import shared_input
-from kitae.kernels.memory import gradient_of, joined, together
+from kitae.kernels.memory import gradient_of, joined
 from kitae.kernels.ops import (
     accumulate,
     norm_rows,
@@ -55,12 +55,9 @@ def _bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
 
 
 def _project(x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """All layers' outputs side by side: one product if the weights lie so, else copies of the outputs, not of them."""
-    weight = together(weights)
-    if weight is None:
-        return torch.cat([torch.nn.functional.linear(x, w, b) for w, b in zip(weights, biases, strict=True)], 1)
+    """All layers' outputs side by side, by one product wherever the weights lie: several would round otherwise."""
     found = [b for b in biases if b is not None]
-    return torch.nn.functional.linear(x, weight, torch.cat(found) if found else None)
+    return torch.nn.functional.linear(x, joined(weights), torch.cat(found) if found else None)
 
 
 class _NormedQKV(torch.autograd.Function):

@@ -386,7 +386,7 @@ def _row_statistics(logits, targets, logp, lse, entropy, inverses, V, BLOCK: tl.
         weight = tl.where(mask, tl.exp(z - higher), 0.0)
         fade = tl.exp(top - higher)
         norm = norm * fade + tl.sum(weight, 0)
-        mean = mean * fade + tl.sum(weight * z, 0)
+        mean = mean * fade + tl.sum(weight * tl.maximum(z, -1.0e30), 0)  # 0 times infinity is no number
         top = higher
     total = top + tl.log(norm)
     chosen = tl.load(line + tl.load(targets + row)).to(tl.float32) * inverse
@@ -419,7 +419,7 @@ def _row_gradients(
     mask = column < V
     place = logits + row * V + column
     z = tl.load(place, mask=mask, other=0.0).to(tl.float32) * inverse
-    log = z - tl.load(lse + row)
+    log = tl.maximum(z - tl.load(lse + row), -1.0e30)  # 0 times infinity is no number
     p = tl.exp(log)
     hit = tl.where(column == tl.load(targets + row), 1.0, 0.0)
     out = (hit - p) * tl.load(grad_logp + row)

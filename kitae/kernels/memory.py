@@ -52,6 +52,17 @@ def joined(parameters: "Sequence[Tensor]") -> "Tensor":
     return torch.cat([p.detach() for p in parameters]) if view is None else view
 
 
+def lay_together(parameters: "Sequence[Tensor]") -> "Tensor":
+    """Move parameters into one tensor and make them views of it, unless they are already."""
+    import torch
+
+    whole = joined(parameters)
+    if whole.data_ptr() != parameters[0].data_ptr():
+        for p, place in zip(parameters, torch.split(whole, [len(p) for p in parameters]), strict=True):
+            p.data = place
+    return whole
+
+
 def set_master(parameter: "Tensor", master: "Tensor") -> None:
     """From now on kernels may add gradients of the parameter to that of its fp32 master directly."""
     parameter.kitae_master = master  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """Run the slow small modules of a model through compiled kernels, where that is exact: norms, gated MLPs, rotary.
 
-Whole decoder layers of the Llama family become one function, whose norms are not kept for the backward pass.
+Whole decoder layers of the Llama family become one function, whose norms are not kept for the backward pass, and whose
+weights are laid together where one product uses them.
 A module is replaced only after its own forward pass and the fused one agreed on a probe, so an unknown variant (a
 norm that adds 1 to its weight, say) simply stays as it is. Parameters, names and saved models do not change.
 """
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kitae.kernels import ops
+from kitae.kernels.memory import lay_together
 from kitae.models.attention import masked_attention
 
 
@@ -124,7 +126,14 @@ def _fuse_layer(module: Any, kernels: Any) -> bool:
         return (x + kernels.swiglu_linear(gate, up, mlp.down_proj.weight))[None]
 
     weight, head_dim = module.self_attn.q_proj.weight, module.self_attn.head_dim
-    return _swap_if_equal_attention(module, forward, weight, head_dim, seen)
+    if not _swap_if_equal_attention(module, forward, weight, head_dim, seen):
+        return False
+    attn, mlp = module.self_attn, module.mlp
+    for linear in ((attn.q_proj, attn.k_proj, attn.v_proj), (mlp.gate_proj, mlp.up_proj)):
+        lay_together([m.weight for m in linear])
+        if linear[0].bias is not None:
+            lay_together([m.bias for m in linear])
+    return True
 
 
 _PARTS = {

@@ -1,13 +1,16 @@
 """Compute a past step again, from the journal and the nearest checkpoint or model before it, and compare.
 
 The steps between that checkpoint and the one asked for are trained again, on what the journal says they were trained
-on. On-policy on the same machine the difference is 0: nothing of a step depends on anything else.
+on, with the number of threads that each of them had. On the same machine the difference is 0: nothing of a step depends
+on anything else, not on the engine either, of which there is none here.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from kitae.errors import StoreError
 from kitae.models.load import load_policy
@@ -42,6 +45,7 @@ def replay(folder: Path, step: int, note: Callable[[str], None]) -> Replay:
     before = [name for name in checkpoints.names() if step_of(name) < step]
     frontier, state = checkpoints.load(before[-1]) if before else (Frontier(0, 0), None)
     journal = Journal(folder / "journal.sqlite", read_only=True)
+    threads = torch.get_num_threads()
     try:
         note(f"loading {config.model.path} at step {frontier.step}")
         learner = make_learner(config, load_policy(config.model, config.run.seed))
@@ -51,8 +55,10 @@ def replay(folder: Path, step: int, note: Callable[[str], None]) -> Replay:
         for each in range(frontier.step + 1, step + 1):
             note(f"training step {each} again")
             groups, dropped = journal.batch(each)
+            torch.set_num_threads(int(logged[each].get("threads", threads)))
             now = learner.learn(each, groups, [group for group, _ in dropped])
     finally:
+        torch.set_num_threads(threads)
         journal.close()
     then = logged[step]
     return Replay(step, frontier.step, {key: (then[key], now[key]) for key in COMPARED if key in then and key in now})

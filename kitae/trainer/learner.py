@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from kitae.algorithms.objective import Objective
 from kitae.trainer.critic import Critic
@@ -61,6 +62,7 @@ class Learner:
         samples = self.objective.advantages(samples)
         metrics = self.objective.group_metrics([*groups, *dropped])
         metrics |= {"samples_trained": float(len(samples)), "updates": 0.0}
+        metrics["threads"] = float(torch.get_num_threads())  # libraries add up in an order that depends on it
         metrics["annotate_seconds"] = time.perf_counter() - began
         if samples:
             metrics |= self._update(step, samples, before_update)

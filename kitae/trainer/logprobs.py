@@ -15,6 +15,8 @@ from kitae.kernels.exact import product
 from kitae.kernels.memory import gradient_of
 from kitae.models.policy import HeadTransform, Policy
 
+_LOWEST = -1e30  # of a factor of a probability: 0 times infinity is no number
+
 
 def token_logprobs(
     policy: Policy, hidden_NH: Tensor, targets_N: Tensor, *, temperature: float, chunk: int, entropy_grad: bool = False
@@ -132,7 +134,7 @@ def _row_statistics(
     lse = torch.logsumexp(scaled, -1)
     logp = scaled.gather(1, targets[:, None])[:, 0] - lse
     probs = (scaled - lse[:, None]).exp_()
-    return logp, lse, lse - (probs * scaled).sum(-1)
+    return logp, lse, lse - (probs * scaled.clamp(min=_LOWEST)).sum(-1)
 
 
 def _row_gradients(
@@ -156,7 +158,7 @@ def _row_gradients(
         )
         return dlogits
     transformed = transform(logits.float())
-    logp = transformed * inverse_temperature - lse[:, None]
+    logp = (transformed * inverse_temperature - lse[:, None]).clamp(min=_LOWEST)
     probs = logp.exp()
     grad = -probs * grad_logp[:, None]
     grad.scatter_add_(1, targets[:, None], grad_logp[:, None])

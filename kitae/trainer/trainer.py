@@ -81,6 +81,8 @@ class Trainer:
                     sequences=len(micro.samples),
                     logp_ref_N=micro.logp_ref_N,
                     lag_N=version - micro.version_N,
+                    score_N=micro.score_N,
+                    cov_rank_N=micro.cov_rank_N,
                 )
                 loss = objective.loss(tokens, meter)
                 self._finite.append(loss.detach().isfinite())

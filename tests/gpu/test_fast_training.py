@@ -68,6 +68,21 @@ def test_row_statistics_and_gradients(with_entropy: bool) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
 
 
+def test_an_impossible_token_adds_nothing_to_entropy_and_gradient() -> None:
+    from kitae.kernels import gpu_training
+
+    kept, targets = torch.randn(5, 600, device="cuda") * 4, torch.randint(600, (5,), device="cuda")
+    wide = torch.cat((kept, torch.full((5, 1), -torch.inf, device="cuda")), 1)
+    expected = gpu_training.row_statistics(kept, targets, 1.25)
+    got = gpu_training.row_statistics(wide, targets, 1.25)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    grads = torch.randn(5, device="cuda"), torch.randn(5, device="cuda")
+    plain = gpu_training.row_gradients(kept.clone(), targets, *expected[1:], *grads, 1.25)
+    found = gpu_training.row_gradients(wide.clone(), targets, *got[1:], *grads, 1.25)
+    torch.testing.assert_close(found[:, :600], plain, atol=1e-6, rtol=1e-4)
+    assert (found[:, 600] == 0).all()
+
+
 @pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize("architecture", ["qwen2", "mistral", "gemma3"])
 def test_bf16_gradient_is_as_near_to_the_exact_one_as_plain_torch(
@@ -112,13 +127,13 @@ def test_bf16_gradient_is_as_near_to_the_exact_one_as_plain_torch(
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("side_by_side", [True, False])
 def test_norm_queries_keys_and_values(bias: bool, side_by_side: bool) -> None:
-    from kitae.engines.native.fused import _side_by_side
     from kitae.kernels import gpu_training
+    from kitae.kernels.memory import lay_together
 
     rows, width, dim = 70, 96, 24
     modules = [torch.nn.Linear(width, n * dim, bias=bias, device="cuda") for n in (6, 2, 2)]
     if side_by_side:
-        _side_by_side([m.weight for m in modules])
+        lay_together([m.weight for m in modules])
     x = torch.randn(rows, width, device="cuda", requires_grad=True)
     gain = torch.randn(width, device="cuda", requires_grad=True)
     angles = torch.randn(rows, dim // 2, device="cuda").repeat(1, 2)

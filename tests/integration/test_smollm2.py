@@ -17,6 +17,7 @@ from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.native.engine import NativeEngine
 from kitae.errors import ModelError
 from kitae.models.load import SMOLLM2, find_model, load_policy
+from kitae.pipeline.replay import replay
 from kitae.trainer.trainer import Trainer
 from kitae.types import Sample
 
@@ -116,3 +117,17 @@ def test_quickstart_learns(tmp_path: Path) -> None:
     result = run_config(load_config(find_recipe("quickstart"), [f"run.dir={tmp_path}"]))
     assert result.before and result.after
     assert result.after["avg"] - result.before["avg"] >= 0.4, (result.before["avg"], result.after["avg"])
+
+
+def test_a_step_can_be_computed_again_to_the_last_bit(tmp_path: Path) -> None:
+    """In the dtype of the machine, by a process with no engine and another number of threads."""
+    small = [
+        "training.steps=2", "training.prompts_per_step=2", "training.group_size=4", "eval.prompts=0",
+        "sampling.max_tokens=24", "checkpoint.every=1", "checkpoint.keep=2", "training.lr=1e-5",
+    ]  # fmt: skip
+    torch.set_num_threads(2)
+    result = run_config(load_config(find_recipe("quickstart"), [f"run.dir={tmp_path}", *small]))
+    torch.set_num_threads(1)
+    found = replay(result.folder, 2, lambda text: None)
+    assert found.numbers.keys() >= {"loss", "grad_norm"} and found.difference == 0, found
+    assert torch.get_num_threads() == 1

@@ -3,6 +3,7 @@
 import ast
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -70,6 +71,32 @@ def test_all_problems_are_named_at_once() -> None:
 
 
 # Values and contradictions.
+
+NUMBERS = [
+    (section, key)
+    for section, cls in SECTIONS.items()
+    for key, field in cls.model_fields.items()
+    if re.search(r"\bint\b|\bfloat\b|\[0, 1\]", str(field.annotation)) and "bool" not in str(field.annotation)
+]
+
+
+def test_there_are_numbers_in_every_section_but_data() -> None:
+    assert {section for section, _ in NUMBERS} == set(SECTIONS) - {"data"}
+
+
+@pytest.mark.parametrize(("section", "key"), NUMBERS)
+@pytest.mark.parametrize("value", [True, False])
+def test_true_is_no_number(section: str, key: str, value: bool) -> None:
+    field = SECTIONS[section].model_fields[key]
+    with pytest.raises(ValidationError, match="must be a number"):
+        create_model("Only", __base__=Section, **{key: (field.annotation, field)})(**{key: value})  # type: ignore[call-overload]
+
+
+def test_true_is_no_number_in_so_many_words() -> None:
+    assert refused(with_(training={"lr": True})) == "training.lr: must be a number, got true"
+    assert refused(with_(run={"seed": False})) == "run.seed: must be a number, got false"
+    assert refused(with_(algorithm={"kl_coef": True})) == "algorithm.kl_coef: must be a number, got true"
+    assert parse_config(with_(model={"fuse": False})).model.fuse is False
 
 
 @pytest.mark.parametrize(

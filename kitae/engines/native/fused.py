@@ -4,8 +4,9 @@ Covered: RMSNorm before attention and MLP, rotary, grouped queries, optional bia
 gated SiLU MLP (Llama, Mistral, Qwen2, Qwen3, SmolLM2, …). `FusedDecoder.of` returns None for anything else, and for a
 model whose own forward pass does not agree with this one on a probe.
 
-The weights of q, k and v, and those of gate and up, are moved next to each other, so that one matrix product computes
-all of them. The parameters stay what they are for everybody else: views of the common memory.
+The weights of q, k and v, and those of gate and up, lie next to each other, so that one matrix product computes all of
+them: they are moved if that was not done when the model was loaded. The parameters stay what they are for everybody
+else, views of the common memory, and the trainer computes the same bits wherever they lie.
 """
 
 import logging
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kitae.engines.native.cache import KVCache
-from kitae.kernels.memory import joined
+from kitae.kernels.memory import lay_together
 from kitae.models.attention import AttentionContext, causal_mask, masked_attention
 from kitae.models.fuse import is_llama_layer, is_rms_norm
 from kitae.models.policy import Policy
@@ -129,12 +130,12 @@ def _layer(layer: Any, how: AttentionSettings) -> _Layer:
     return _Layer(
         attention=how,
         before_attention=layer.input_layernorm.weight,
-        qkv=_side_by_side([m.weight for m in qkv]),
-        qkv_bias=None if attn.q_proj.bias is None else _side_by_side([m.bias for m in qkv]),
+        qkv=lay_together([m.weight for m in qkv]),
+        qkv_bias=None if attn.q_proj.bias is None else lay_together([m.bias for m in qkv]),
         norms=norms,
         out=attn.o_proj.weight,
         before_mlp=layer.post_attention_layernorm.weight,
-        gate_up=_side_by_side([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        gate_up=lay_together([mlp.gate_proj.weight, mlp.up_proj.weight]),
         down=mlp.down_proj.weight,
         eps=(layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon),
     )
@@ -165,12 +166,3 @@ def _known(policy: Policy) -> bool:
     if getattr(decoder.rotary_emb, "rope_type", None) in ("dynamic", "longrope"):  # these depend on the length
         return False
     return is_rms_norm(getattr(decoder, "norm", None)) and all(is_llama_layer(layer) for layer in decoder.layers)
-
-
-def _side_by_side(parameters: list[nn.Parameter]) -> Tensor:
-    """Move parameters into one tensor and make them views of it, unless they are already."""
-    together = joined(parameters)
-    if together.data_ptr() != parameters[0].data_ptr():
-        for p, place in zip(parameters, torch.split(together, [len(p) for p in parameters]), strict=True):
-            p.data = place
-    return together

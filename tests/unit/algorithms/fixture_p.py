@@ -220,6 +220,8 @@ def as_tokens(
         sequences=len(samples),
         logp_ref_N=None if d_ref is None else logp_N.detach() - torch.tensor(d_ref),
         lag_N=torch.ones(len(logp_N), dtype=torch.int64),
+        score_N=micro.score_N,
+        cov_rank_N=micro.cov_rank_N,
     )
 
 
@@ -236,6 +238,8 @@ def bare_tokens(logp: Tensor, advantage: Sequence[float], **more: Any) -> TokenB
         "sample_N": torch.zeros(len(still), dtype=torch.int64),
         "sequences": 1,
         "lag_N": torch.ones(len(still), dtype=torch.int64),
+        "score_N": torch.zeros_like(still),
+        "cov_rank_N": torch.ones_like(still),
     }
     return TokenBatch(**{**values, **more})
 
@@ -252,6 +256,7 @@ def some_sequences(tokens: TokenBatch, chosen: Sequence[int]) -> TokenBatch:
         name: None if (values := getattr(tokens, name)) is None else values[rows]
         for name in (
             "logp_N", "entropy_N", "logp_old_N", "logp_mu_N", "advantage_N", "weight_N", "logp_ref_N", "lag_N",
+            "score_N", "cov_rank_N",
         )
     }  # fmt: skip
     return TokenBatch(**picked, sample_N=ids, sequences=len(chosen))  # type: ignore[arg-type]

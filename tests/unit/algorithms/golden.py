@@ -93,6 +93,8 @@ def golden_row(preset: str, device: str = "cpu") -> dict[str, Any]:
         sequences=len(micro.samples),
         logp_ref_N=micro.logp_ref_N,
         lag_N=5 - micro.version_N,
+        score_N=micro.score_N,
+        cov_rank_N=micro.cov_rank_N,
     )
     loss = objective.loss(tokens, Meter())
     (gradient_N,) = torch.autograd.grad(loss, logp_N)

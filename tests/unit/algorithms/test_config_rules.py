@@ -80,6 +80,38 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         {"correction": "geometric", "geometric_low": 1.5},
         "algorithm.geometric_low must be below geometric_high = 1.01, got 1.5",
     ),
+    # Bands and ranges that have no place for a ratio of 1, which says that nothing is wrong.
+    (
+        {"preset": "icepop", "correction_low": 1.5},
+        "algorithm.correction_low must be at most 1, got 1.5: where engine and trainer agree, the weight is 1",
+    ),
+    (
+        {"preset": "icepop", "correction_high": 0.9},
+        "algorithm.correction_high must be at least 1, got 0.9: where engine and trainer agree, the weight is 1",
+    ),
+    (
+        {"correction": "geometric", "geometric_low": 1.001},
+        "algorithm.geometric_low must be at most 1, got 1.001",
+    ),
+    (
+        {"correction": "geometric", "geometric_high": 0.999, "geometric_low": 0.5},
+        "algorithm.geometric_high must be at least 1, got 0.999",
+    ),
+    (
+        {"preset": "stale-asymmetric", "reject_below": 0.5},
+        "algorithm.reject_below must be below weight_floor = 0.5, got 0.5: the floor would never act",
+    ),
+    (
+        {"correction": "veto", "veto_low": 2.0, "veto_high": 3.0},
+        "algorithm.veto_low must be at most 1, got 2",
+    ),
+    ({"correction": "tis+geometric-tis"}, "algorithm.correction may contain one importance weight"),
+    ({"anchor": "behaviour", "correction": "geometric-tis"}, "must be 'none' with anchor 'behaviour'"),
+    *(
+        ({"preset": gate, "ratio": "sequence-mean"}, f"algorithm.ratio must be 'token' with gate '{gate}'")
+        for gate in ("clip-cov", "kl-cov")
+    ),
+    ({"correction": "total", "gate": "kl-cov"}, "'total' contains π_θ / π_old, and so does gate 'kl-cov'"),
     # Constant length without a length.
     ({"aggregation": "constant-length"}, "'constant-length' needs algorithm.constant_length: a number of tokens, or"),
     (
@@ -112,6 +144,7 @@ CONTRADICTIONS: list[tuple[dict[str, Any], str]] = [
         )
         for gate, aggregation, length in (
             ("clip", "seq-mean-token-sum", {}),
+            ("none", "token-sum", {}),
             ("none", "token-mean", {}),
             ("sigmoid", "prompt-mean", {}),
             ("clip", "constant-length", {"constant_length": 8}),
@@ -202,6 +235,10 @@ def test_a_reference_that_is_taken_away_from_a_kl_term_is_refused() -> None:
         ),
         ({"whiten": "batch"}, "algorithm.whiten: input should be 'none', 'tokens', 'samples' or 'scale'"),
         ({"anchor": "new"}, "algorithm.anchor: input should be 'old', 'behaviour' or 'interpolated'"),
+        ({"correction_floor": 1.1}, "algorithm.correction_floor: input should be less than or equal to 1, got 1.1"),
+        ({"preset": "kl-cov", "cov_share": 0}, "algorithm.cov_share: input should be greater than 0, got 0"),
+        ({"preset": "kl-cov", "cov_share": 1.5}, "algorithm.cov_share: input should be less than or equal to 1"),
+        ({"sft_coef": -1}, "algorithm.sft_coef: input should be greater than or equal to 0, got -1"),
         ({"clip": 0.2}, "unknown key algorithm.clip; did you mean algorithm.clip_low?"),
     ],
 )

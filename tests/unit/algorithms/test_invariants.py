@@ -62,6 +62,7 @@ from kitae.algorithms.objective import Objective
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.ratios import ANCHORS
 from kitae.algorithms.regularisers import REGULARISERS
+from kitae.algorithms.stages import keyword_settings
 from kitae.algorithms.tokens import TokenBatch
 from kitae.config import TrainingConfig
 from kitae.models.policy import Policy
@@ -78,6 +79,7 @@ aggregations = st.sampled_from(
         {"aggregation": "seq-mean-token-sum"},
         {"aggregation": "constant-length", "constant_length": 7},
         {"aggregation": "prompt-mean"},
+        {"aggregation": "token-sum"},
     ]
 )
 # Scores on a grid of 1/8: equal or clearly different, never so near that a tolerance decides.
@@ -130,6 +132,11 @@ EVERYTHING: list[dict[str, Any]] = [
     {"preset": "opsm", "kl_coef": 0.1, "kl": "k3-ratio", "reference": "frozen"},
     {"preset": "sequence-mask", "kl_coef": 0.1, "kl": "k2", "reference": "frozen"},
     {"preset": "grpo", "anchor": "interpolated"},
+    {"preset": "clip-cov", "cov_share": 0.3},
+    {"preset": "kl-cov", "cov_share": 0.3},
+    {"preset": "grpo", "correction": "geometric-tis+veto+k3-mask", "veto_low": 0.4, "veto_high": 2.5},
+    {"preset": "grpo", "correction": "tis+high-entropy", "entropy_share": 0.3, "correction_floor": 0.8},
+    {"preset": "grpo", "aggregation": "token-sum", "sft_coef": 0.1, "correct_above": -1.0},
 ]
 """Between them: every level of ratio, gates, corrections of tokens and of sequences, KL, entropy, all aggregations."""
 
@@ -416,20 +423,20 @@ def test_06_clipped_tokens_have_exactly_no_gradient_and_cispo_tokens_always_one(
 def test_07_weights_and_anchors_carry_no_gradient(data: st.DataObject) -> None:
     tokens = draw_tokens(data, make_objective(**PLAIN))
     assert tokens.logp_N.requires_grad
-    settings_ = {"correction_cap": 2.0, "correction_low": 0.5, "correction_high": 2.0, "geometric_low": 0.9,
-                 "geometric_high": 1.1, "opsm_limit": 0.0, "age_limit": 1}  # fmt: skip
+    settings_ = {"correction_floor": 0.7, "correction_cap": 2.0, "correction_low": 0.5, "correction_high": 2.0,
+                 "geometric_low": 0.9, "geometric_high": 1.1, "veto_low": 0.5, "veto_high": 2.0, "drift_limit": 0.1,
+                 "entropy_share": 0.5, "opsm_limit": 0.0, "age_limit": 1}  # fmt: skip
     tokens = replace(tokens, lag_N=torch.arange(len(tokens.logp_N)) % 3 + 1)
-    for name in CORRECTIONS:
-        choices = make_objective(**{**PLAIN, "gate": "likelihood", "correction": name}).config
-        read = {k: v for k, v in settings_.items() if getattr(choices, k) is not None}
-        assert not CORRECTIONS[name](tokens, **read).requires_grad, name
+    for name, correction in CORRECTIONS.items():
+        read = {key: settings_[key] for key in keyword_settings(correction)}
+        assert not correction(tokens, **read).requires_grad, name
     for name, anchor in ANCHORS.items():
         assert not anchor(tokens).requires_grad, name
     # If w carried gradient, that of a token would not be w times the plain one.
-    for name in ("tis", "icepop", "sequence-tis", "geometric", "opsm", "age", "total"):
+    for name in CORRECTIONS:
         corrected = make_objective(**{**PLAIN, "gate": "likelihood", "correction": name})
         plain = make_objective(**{**PLAIN, "gate": "likelihood"})
-        read = {key: getattr(corrected.config, key) for key in settings_ if getattr(corrected.config, key) is not None}
+        read = {key: getattr(corrected.config, key) for key in keyword_settings(CORRECTIONS[name])}
         expected = loss_of(plain, tokens)[1] * CORRECTIONS[name](tokens, **read)
         torch.testing.assert_close(loss_of(corrected, tokens)[1], expected)
 

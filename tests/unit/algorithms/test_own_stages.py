@@ -74,6 +74,16 @@ def kl(tokens):
 """
 
 
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"])
+@pytest.mark.parametrize("kind", ["int", "float"])
+def test_true_is_no_number_where_the_function_says_number(file: Write, kind: str, future: str) -> None:
+    source = f"def gate(ratio_N, tokens, *, power: {kind}, loud: bool = False):\n    return -ratio_N ** power\n"
+    path = file(future + source)
+    with pytest.raises(ConfigError, match="power must be a number, got True"):
+        make_objective(gate=f"{path}:gate", params={"power": True})
+    make_objective(gate=f"{path}:gate", params={"power": 1, "loud": True})
+
+
 def test_shaping_of_ones_own(file: Write) -> None:
     objective = make_objective(shaping=file(EVERY_STAGE) + ":shaping", reward_norm="none")
     samples = objective.samples([make_group([1, 0], lengths=[2, 5])])

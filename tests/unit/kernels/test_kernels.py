@@ -5,6 +5,8 @@ import torch
 
 from kitae.kernels import ops
 from kitae.kernels.build import cpu_library
+from kitae.models.policy import HeadTransform
+from kitae.trainer.logprobs import _row_gradients, _row_statistics
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
 DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
@@ -57,6 +59,31 @@ def test_row_statistics_and_gradients(dtype: torch.dtype, tolerance: float) -> N
     (expected,) = torch.autograd.grad((logp * grad_logp + entropy * grad_entropy).sum(), reference)
     got = ops.row_gradients(logits.clone(), targets, lse, got_entropy, grad_logp, grad_entropy, 1 / 0.7)
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@DTYPES
+@pytest.mark.parametrize("compiled", [True, False])
+def test_an_impossible_token_adds_nothing_to_entropy_and_gradient(
+    compiled: bool, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with a logit of -inf have the statistics of rows without that column; its gradient is 0."""
+    if not compiled:
+        monkeypatch.setattr(ops, "training_kernels", lambda device, dtype: None)
+    torch.manual_seed(0)
+    kept = torch.randn(4, 50).mul(3).to(dtype)
+    targets = torch.randint(0, 50, (4,))
+    wide = torch.cat((kept, torch.full((4, 1), float("-inf"), dtype=dtype)), 1)
+    grads = torch.randn(4), torch.randn(4)
+
+    def everything(logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = _row_statistics(logits, targets, HeadTransform(), 1.0)
+        return *found, _row_gradients(logits.clone(), targets, *found[1:], *grads, HeadTransform(), 1.0)
+
+    *expected, plain = everything(kept)
+    *got, gradient = everything(wide)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradient[:, :50], plain, atol=tolerance, rtol=tolerance)
+    assert gradient[:, 50].abs().max() < 1e-30
 
 
 @DTYPES

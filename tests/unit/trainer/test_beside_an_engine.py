@@ -1,0 +1,96 @@
+"""The trainer's arithmetic is its own: loss and gradient are the same to the last bit with an engine and without."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_gradient import make_samples
+
+from kitae.algorithms.objective import Objective
+from kitae.config import AlgorithmConfig, EngineConfig, ModelConfig, TrainingConfig
+from kitae.engines.base import Request, SamplingParams, WeightUpdate
+from kitae.engines.native.engine import NativeEngine
+from kitae.models.load import load_policy
+from kitae.models.policy import Policy
+from kitae.models.tiny import make_tiny
+from kitae.trainer.reference import Reference
+from kitae.trainer.trainer import Trainer
+
+SHAPES = [(g, 5 + 9 * g, 10 + (13 * g + 29 * i) % 40) for g in range(4) for i in range(4)]  # 480 tokens
+WHEN = ("before the trainer", "after the trainer", "having generated")
+
+
+def numbers(policy: Policy, when: str | None) -> list[dict[str, float]]:
+    """What two updates report, with an engine beside them from some moment on, or with none."""
+
+    async def run() -> list[dict[str, float]]:
+        engine = NativeEngine(policy, EngineConfig(memory_gb=0.01)) if when and when != WHEN[1] else None
+        trainer = Trainer(policy, TrainingConfig(lr=1e-3), temperature=1.0)
+        if when == WHEN[1]:
+            engine = NativeEngine(policy, EngineConfig(memory_gb=0.01))
+        objective = Objective(AlgorithmConfig(preset="grpo"), 64)
+        samples = make_samples(SHAPES, gaps=True)
+        found = []
+        for version in (1, 2):
+            if engine is not None and when == WHEN[2]:
+                asked = [Request(f"{i}", (5, 6, 7, 8 + i), SamplingParams(1.0, 8), i) for i in range(3)]
+                await asyncio.gather(*(engine.generate(r) for r in asked))
+            metrics = trainer.forward_backward(objective.batch(samples), objective, version=version)
+            metrics |= trainer.optim_step()
+            found.append({key: metrics[key] for key in ("loss", "grad_norm", "entropy", "ratio", "logp_gap")})
+            if engine is not None:
+                await engine.update_weights(WeightUpdate(version))
+        if engine is not None:
+            await engine.close()
+        return found
+
+    return asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Policy]:
+    """`loaded("qwen2", lora_rank=4)`: in bf16, wide enough for products of libraries to be cut in different ways."""
+
+    def load(architecture: str, **settings: Any) -> Policy:
+        folder: Path = tmp_path_factory.getbasetemp() / f"wide-{architecture}"
+        if not folder.exists():
+            make_tiny(folder, architecture, hidden=512)
+        values = {"path": str(folder), "dtype": "bfloat16", "device": "cpu", **settings}
+        return load_policy(ModelConfig.model_validate(values))
+
+    return load
+
+
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {}),
+    ("qwen2", {}),
+    ("qwen3", {}),
+    ("llama", {"fuse": False}),
+    ("llama", {"lora_rank": 4}),
+    ("llama", {"exact": True}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "settings"), CASES, ids=str)
+def test_an_engine_changes_no_bit(architecture: str, settings: dict[str, Any], loaded: Callable[..., Policy]) -> None:
+    alone = numbers(loaded(architecture, **settings), None)
+    assert alone[0]["grad_norm"] > 0 and alone[0] != alone[1]
+    for when in WHEN:
+        assert numbers(loaded(architecture, **settings), when) == alone, when
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_a_copy_computes_what_the_policy_does(architecture: str, loaded: Callable[..., Policy]) -> None:
+    """The reference starts as the policy: no KL, to the last bit."""
+    policy = loaded(architecture)
+    training = TrainingConfig()
+    reference = Reference(policy, AlgorithmConfig(kl_coef=0.1, reference="frozen"), training, 1.0)
+    samples = make_samples(SHAPES)
+    engine = NativeEngine(policy, EngineConfig(memory_gb=0.01))
+    asyncio.run(engine.close())
+    mine = Trainer(policy, training, temperature=1.0).logprobs(samples)
+    theirs = reference.logprobs(samples)
+    assert all((torch.from_numpy(a) == torch.from_numpy(b)).all() for a, b in zip(mine, theirs, strict=True))
