@@ -50,6 +50,8 @@ _PHRASES = (
     r"(?:cevap|yanıt)(?:\s*:|ı?\s*[:=])|jawaban(?:nya)?(?:\s+(?:akhir(?:nya)?\s+)?adalah|\W{0,3}?\s*[:：])",
     r"(?:đáp\s+án|đáp\s+số|câu\s+trả\s+lời)(?:\s+(?:cuối\s+cùng\s+)?là|\W{0,3}?\s*[:：])",
     r"jibu(?:\s+(?:la\s+mwisho\s+)?ni|\W{0,3}?\s*[:：])",
+    # "A: 12" after a question; not where options follow
+    r"(?:^|\n)[\s*_#]*+(?-i:A)[*_]{0,4}[:：](?![^\n]*\n[\s*_#]*+(?-i:B)[*_]{0,4}[:：.)])",
     # Chinese, Japanese, Korean
     r"(?:答案|答)\s*(?:应该|應該)?(?:是|为|為|[:：])[:：]?",
     r"(?:答え|答|解答|正解)\s*(?:は|[:：])[、::]?",
@@ -119,14 +121,14 @@ def find_answers(text: str, order: tuple[str, ...]) -> Iterator[str]:
 
     What a reasoning model thinks before its last `</think>` does not count, where something comes after it.
     """
-    text = _spoken(text)
+    text = spoken(text)
     for way in order:
         answer = WAYS[way](text)
         if answer is not None and answer.strip():
             yield without_lead(answer).strip()
 
 
-def _spoken(text: str) -> str:
+def spoken(text: str) -> str:
     """What comes after the thoughts, with the digits of all scripts as 0 to 9."""
     _, _, after = text.rpartition(_THOUGHT_END)
     text = after if after.strip() else text
@@ -147,7 +149,7 @@ def without_lead(answer: str) -> str:
 
 def chosen_letter(text: str) -> str | None:
     """The letter of the option that prose decides for, where it is clear: "for sure D, it can't be A or B" → "D"."""
-    text = _spoken(text)[-_TAIL:]
+    text = spoken(text)[-_TAIL:]
     sentences = [part for part in _SENTENCE_END_RE.split(text) if part.strip()]
     marks = deque(_PHRASE_RE.finditer(text), maxlen=1)
     places = [_SENTENCE_END_RE.split(text[mark.end() : mark.end() + _REACH].lstrip(), maxsplit=1)[0] for mark in marks]
@@ -278,16 +280,33 @@ def last_expression(text: str) -> str | None:
 def _last_formula(text: str) -> str | None:
     """The last formula of a text, in dollars or bare: "Since $n$ is odd, the pair is (2, 3)." → "(2, 3)"."""
     text = _LAYOUT_RE.sub(" ", text)
-    formulas = [match for match in _MATH_RE.finditer(text) if not _is_prose(_inside(match))]
-    blanked = _MATH_RE.sub(lambda match: match[0] if _is_prose(_inside(match)) else " " * len(match[0]), text)
+    formulas = list(_formulas(text))
     start = formulas[-1].end() if formulas else 0
-    spans = (span for span in _SPAN_RE.finditer(blanked, start) if _VALUE_RE.search(span[0]))
+    spans = (span for span in _SPAN_RE.finditer(text, start) if _VALUE_RE.search(span[0]))
     for span in reversed(deque(spans, maxlen=_MARKS)):
         bare = _bare_formula(span[0])
         labelled = span[0].lstrip()[:1].isdigit() and _LABEL_RE.search(text[max(span.start() - 20, 0) : span.start()])
         if _VALUE_RE.search(bare) and not labelled:
             return bare
     return _inside(formulas[-1]) if formulas else None
+
+
+def _formulas(text: str) -> Iterator[re.Match[str]]:
+    """What stands in dollars or brackets of LaTeX. Words in dollars are none: the first dollar is then one of money."""
+    position = 0
+    while match := _MATH_RE.search(text, position):
+        prose = _is_prose(_inside(match))
+        if not prose:
+            yield match
+        position = match.start() + 1 if prose else match.end()
+
+
+def _without_formulas(text: str) -> str:
+    rest, position = "", 0
+    for formula in _formulas(text):
+        rest += text[position : formula.start()] + " "
+        position = formula.end()
+    return rest + text[position:]
 
 
 def _bare_formula(span: str) -> str:
@@ -319,7 +338,7 @@ def _is_bare(text: str) -> bool:
         return False
     if "\n" in text and "\\begin" not in text and "$" not in text:
         return False
-    outside = _MATH_RE.sub(" ", text)
+    outside = _without_formulas(text)
     if not _is_prose(text if outside.isspace() else outside):
         return True
     words = len(outside.split())

@@ -18,6 +18,7 @@ from kitae.verifiers.math.tree import (
     Unreadable,
     is_collection,
     is_name,
+    is_quantity,
     items_of,
     mentions,
     mentions_collection,
@@ -186,9 +187,10 @@ def _distinct(items: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def _same_collections(gold: Node, got: Node, tolerance: float) -> bool | None:
+    gold, got = _rounds(gold), _rounds(got)
     if gold.kind == got.kind == "sequence":
         return _same_sequences(gold, got, tolerance)
-    for node, other in ((gold, got), (got, gold)):
+    for node, other in sorted(((gold, got), (got, gold)), key=lambda pair: pair[0].kind != "union"):
         if node.kind == "sequence" and other.kind == "matrix":
             return _same_matrices(gold, got, tolerance)
         if node.kind == "union" and other.kind not in ("union", "sequence", "set", "list", "constant"):
@@ -226,6 +228,19 @@ def _joined_otherwise(gold: Node, got: Node) -> bool:
     if values and len({spelled(item.args[0]) for item in items}) == 1:
         return False
     return any(names_in(item) for item in items)
+
+
+def _rounds(node: Node) -> Node:
+    """x = 1, y = 2, x = 3, y = 4 → (x = 1, y = 2), (x = 3, y = 4)."""
+    if node.kind != "list" or not all(item.kind == "relation" and is_name(item.args[0]) for item in node.args):
+        return node
+    names = [spelled(item.args[0]) for item in node.args]
+    size = len(set(names))
+    rounds = [node.args[start : start + size] for start in range(0, len(names), size)]
+    whole = all(len(set(names[start : start + size])) == size for start in range(0, len(names), size))
+    if not whole or size == 1 or len(rounds) == 1:
+        return node
+    return Node("list", tuple(Node("list", items, "and") for items in rounds), ",")
 
 
 def _named_apart(items: tuple[Node, ...]) -> bool:
@@ -329,9 +344,9 @@ def _same_relations(gold: Node, got: Node, tolerance: float) -> bool | None:
 
 
 def _same_equation_and_value(gold: Node, got: Node, tolerance: float) -> bool | None:
-    """x = 5 and 5. An answer may say more than the reference asks: "a + b = 5"; a reference must be "name = value"."""
+    """x = 5 and 5. An answer may say more than the reference asks: "2a + b = 5"; a reference must name a quantity."""
     relation = gold if gold.kind == "relation" else got
-    if relation is gold and not is_name(gold.args[0]) and names_in(gold.args[0]):
+    if relation is gold and not is_quantity(gold.args[0]) and names_in(gold.args[0]):
         return False
     values = _values(relation)
     if relation is gold:

@@ -14,13 +14,14 @@ from kitae.verifiers.math.tree import Node, Unreadable, negated, number_node
 from kitae.verifiers.math.units import is_known_unit
 from kitae.verifiers.math.words import digits_for_words
 
-_GROUPED_RE = re.compile(r"(?<![0-9.,])([0-9]{1,3})((?:(?:\{,\}|,)[0-9]{3})+)(?![0-9]|,[0-9])")
+_GROUPED_RE = re.compile(r"(?<![0-9.,])([1-9][0-9]{0,2})((?:(?:\{,\}|,)[0-9]{3})+)(?![0-9]|,[0-9])")
 _SPACED_RE = re.compile(r"(?<![0-9.,/])([0-9]{1,3})((?: [0-9]{3})+)(?![0-9/])")
-_LAKH_RE = re.compile(r"(?<![0-9.,])[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?![0-9]|,[0-9])")  # 10,00,000
+_LAKH_RE = re.compile(r"(?<![0-9.,])[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3}(?![0-9]|,[0-9])")  # 10,00,000
 _POINTED_RE = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:(?:\.[0-9]{3}){2,}(?:,[0-9]+)?|\.[0-9]{3},[0-9]{1,2})(?![0-9.,])")
 _CHAIN_RE = re.compile(
     r"(?!.*(?:\b(?:not|wrong|or)\b|\\forall|\\to|rrow|[<>]|\\[lg]e|,))[^=]*[0-9\\][^=]*=.*", re.DOTALL
 )
+LIMIT_RE = re.compile(r"\\lim\s*_\s*\{[^{}]*\}")
 _IMPLIED_RE = re.compile(r"(?:.*=.*)?\\(?:Rightarrow|Longrightarrow|implies)(?![A-Za-z])([^=]*=.*)", re.DOTALL)
 _DATE_RE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _PERIOD_RE = re.compile(
@@ -37,7 +38,7 @@ _TRAILING_UNIT_RE = re.compile(
 _PLAIN_AMOUNT_RE = re.compile(r"[-+]?\s*[0-9.,]+(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{[-+0-9]+\}|[0-9]))?")
 _WHOLE_COMMA_RE = re.compile(r"-?(?:0,[0-9]+|[1-9][0-9]*,(?![0-9]{3}$)[0-9]+)")  # 3,5 may be 3.5
 _DECIMAL_COMMA_RE = re.compile(r"(?<=[0-9])\{,\}(?=[0-9])")
-_PLAIN_RE = re.compile(r"([-+]?)(?:\\?\$)?\s*([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(\.[0-9]*)?")
+_PLAIN_RE = re.compile(r"([-+]?)(?:\\?\$)?\s*([1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)?(\.[0-9]*)?")
 
 
 def plain_number(text: str) -> Node | None:
@@ -74,7 +75,7 @@ def read(text: str) -> tuple[Node, ...]:
                 readings.append(Parser(tokens).parse())
     if not readings and (implied := _IMPLIED_RE.fullmatch(plain)):  # 2x = 6 ⇒ x = 3
         return read(implied[1])
-    if not readings and _CHAIN_RE.fullmatch(plain):  # of a calculation that we cannot read, its result
+    if not readings and _CHAIN_RE.fullmatch(LIMIT_RE.sub(r"\\lim", plain)):  # of a calculation that we cannot read, its result
         return read(plain.rpartition("=")[2])
     return tuple(readings)
 
