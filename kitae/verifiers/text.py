@@ -75,16 +75,17 @@ _WRAP = rf"(?:[\s*_`\"'$({{\[<\u201c\u300c\uff08]|{_LATEX_OPENER})*+"  # what ma
 _UNWRAP = r"[\s)*_\]}\"'$`]*+"
 _UNWRAP_LINE = r"[ \t)*_\]}\"'$`]*+"
 _NOUN = r"(?:the|correct|right|best|final|option|choice|answer|letter)\b"
+_FEW = "{0,6}+"  # and not *+: a text of nothing but nouns would be read from each of them to its end
 _TO_BE = r"(?:(?:would|should|must|will|has\s+to)\s+be|is|are|was|ist|lautet|es|est|è|é)\b"
 _ADVERB = r"(?:thus|hence|therefore|then|indeed|[a-z]+ly)\b,?"  # "the answer is clearly B"
 _BOXED_CHOICE = rf"\\boxed\s*+\{{\s*+(?:{_LATEX_OPENER}\s*+)?+\(?{_LETTER}"
-_TAGGED_CHOICE = rf"<answer>{_WRAP}(?i:{_NOUN}\s*+)*+{_WRAP}{_LETTER}"
+_TAGGED_CHOICE = rf"<answer>{_WRAP}(?i:{_NOUN}\s*+){_FEW}{_WRAP}{_LETTER}"
 _MARKED_CHOICE = (
     r"(?:\b(?:answer|choice|option|antwort|respuesta|réponse|reponse|risposta|resposta|ответ)\b"
     r"|答案|选项|選項|答え|正解|정답)"
     r"(?:\s+(?:correct[ao]?|correcte|corretta|correta|finale?|to\s[^.:\n]{1,80}?(?=\sis\b)))?+"
     rf"[\s*_\"']*+(?:{_TO_BE}|[:=：]|[-–—](?=\s)|是|为|為|は|은|는)"
-    rf"(?:[\s*_:：]*+(?:{_NOUN}|{_ADVERB}|选项|選項))*+(?:\s*+[:=：])?+"
+    rf"(?:[\s*_:：]*+(?:{_NOUN}|{_ADVERB}|选项|選項)){_FEW}(?:\s*+[:=：])?+"
     rf"(?:\s+not\s+\(?[A-Za-z]\)?,?\s+but\b)?+{_WRAP}{_LETTER}"
 )
 _HEADED_CHOICE = (
@@ -93,9 +94,9 @@ _HEADED_CHOICE = (
 )
 _CHOSEN = (
     r"\b(?:choose|chose|pick|select|go with|opt for|it is|it's|must be|should be)\s+"
-    rf"(?:{_NOUN}\s+)*+{_WRAP}{_LETTER}"
+    rf"(?:{_NOUN}\s+){_FEW}{_WRAP}{_LETTER}"
 )
-_SO = rf"\b(?:hence|thus|therefore|so),?\s+(?:{_NOUN}\s+)*+{_WRAP}{_LETTER}(?={_UNWRAP_LINE}\.?[ \t]*+(?:\n|\Z))"
+_SO = rf"\b(?:hence|thus|therefore|so),?\s+(?:{_NOUN}\s+){_FEW}{_WRAP}{_LETTER}(?={_UNWRAP_LINE}\.?[ \t]*+(?:\n|\Z))"
 _IS_RIGHT = rf"(?<![{_WORDLIKE}]){_LETTER}{_UNWRAP}\bis\s+(?:the\s+)?(?:correct|right|best|true|answer)\b"
 _LEADING = rf"\A(?!\s*+[{{\[]\s*+[\"'])(?:{_WRAP})(?:(?:option|choice)\s+)?{_LETTER}(?={_UNWRAP_LINE}(?:[.:)\],]|\Z|\n|(?<=\s)[-–—]\s))"
 _LONE = rf"^[ \t>*_#$`(\[]*+{_LETTER}{_UNWRAP_LINE}[.:]?{_UNWRAP_LINE}$"  # all there is on a line
