@@ -113,7 +113,10 @@ _FORMULA_WORDS = {
     "deg", "degrees", "percent",
 }  # fmt: skip
 _SMALL_WORDS = {"so", "So", "is", "Is", "it", "It", "we", "We", "to", "of", "the", "The", "are", "has", "get"}
-_REASON_RE = re.compile(r",?\s(?:because|since|which|as|where|when|so|if|denn|weil|da|car|porque|perché)\s")
+_REASON_RE = re.compile(
+    r",?\s(?:because|since|which|as|where|when|so|if|denn|weil|da|car|porque|perché)\s"
+    r"|,?(?:\s(?:and|but))?\s(?:not|rather\s+than|instead\s+of)\s+(?=[-$\\(0-9]|[A-H]\b)"
+)
 
 
 def find_answers(text: str, order: tuple[str, ...]) -> Iterator[str]:
@@ -209,7 +212,7 @@ def boxed_answer(text: str) -> str | None:
     answer = found[-1][2]
     for (_, end, inside), (start, _, _) in zip(reversed(found[:-1]), reversed(found), strict=False):
         joint = text[end:start]
-        if len(joint) > 40 or not _JOINT_RE.fullmatch(joint) or not _JOINT_WORD_RE.search(joint):
+        if not _is_joint(joint, 40):
             break
         answer = f"{inside} or {answer}" if _OR_RE.search(joint) else f"{inside}, {answer}"
     return answer if len(answer) <= _MAX_BOX else None
@@ -288,7 +291,21 @@ def _last_formula(text: str) -> str | None:
         labelled = span[0].lstrip()[:1].isdigit() and _LABEL_RE.search(text[max(span.start() - 20, 0) : span.start()])
         if _VALUE_RE.search(bare) and not labelled:
             return bare
-    return _inside(formulas[-1]) if formulas else None
+    return _listed(text, formulas) if formulas else None
+
+
+def _listed(text: str, formulas: list[re.Match[str]]) -> str:
+    """The last formula, and those before it that only "and", "or" or a comma parts from it: "$1$ and $2$" → "1, 2"."""
+    answer = _inside(formulas[-1])
+    for before, after in zip(reversed(formulas[:-1]), reversed(formulas), strict=False):
+        if not _is_joint(text[before.end() : after.start()], 12) or not _VALUE_RE.search(_inside(before)):
+            break
+        answer = f"{_inside(before)}, {answer}"
+    return answer
+
+
+def _is_joint(text: str, longest: int) -> bool:
+    return len(text) <= longest and bool(_JOINT_RE.fullmatch(text)) and bool(_JOINT_WORD_RE.search(text))
 
 
 def _formulas(text: str) -> Iterator[re.Match[str]]:
@@ -381,8 +398,7 @@ def _leading_formula(text: str) -> str | None:
     text = text.lstrip()
     parts, end = [_inside(match)], match.end()
     while following := _MATH_RE.search(text, end):
-        joint = text[end : following.start()]
-        if len(joint) > 12 or not _JOINT_RE.fullmatch(joint) or not _JOINT_WORD_RE.search(joint):
+        if not _is_joint(text[end : following.start()], 12):
             break
         parts.append(_inside(following))
         end = following.end()

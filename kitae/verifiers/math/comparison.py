@@ -130,12 +130,12 @@ def _same_based(gold: Node, got: Node) -> bool:
 
 
 def _same_ratio(gold: Node, got: Node, tolerance: float) -> bool | None:
-    """5:6 is 5:6, or 10:12, or the fraction 5/6; but 12:30 looks like a time, and is neither 2:5 nor 2/5."""
+    """5:6 is 5:6, or 10:12, or the fraction 5/6; but the reference 12:30 looks like a time, and is neither 2:5 nor 2/5."""
     if gold.kind == got.kind:
         if len(gold.args) != len(got.args):
             return False
         verdict = _all_same(gold.args, got.args, tolerance)
-        if verdict or _is_clock(gold) or _is_clock(got):
+        if verdict or _is_clock(gold):
             return verdict
         left, right = (tuple(Node("div", (part, node.args[0])) for part in node.args[1:]) for node in (gold, got))
         return _all_same(left, right, tolerance)

@@ -29,6 +29,7 @@ _BOUNDED = ("ln", "log", "lg", "logb", "arccosh", "arcosh", "arctanh", "artanh",
 _NEVER_NEGATIVE = frozenset("ijklmnNC")  # counts, and the constant of an integral: they say nothing of a domain
 _MAX_REACH = 10**30
 
+
 def same_number(gold: Node, got: Node, tolerance: float = 0.0) -> bool | None:
     """Are two expressions the same at every point that we try? None: there is no point at which both have a value."""
     if not names_in(gold) and not names_in(got):

@@ -75,7 +75,9 @@ def read(text: str) -> tuple[Node, ...]:
                 readings.append(Parser(tokens).parse())
     if not readings and (implied := _IMPLIED_RE.fullmatch(plain)):  # 2x = 6 ⇒ x = 3
         return read(implied[1])
-    if not readings and _CHAIN_RE.fullmatch(LIMIT_RE.sub(r"\\lim", plain)):  # of a calculation that we cannot read, its result
+    if not readings and _CHAIN_RE.fullmatch(
+        LIMIT_RE.sub(r"\\lim", plain)
+    ):  # of a calculation that we cannot read, its result
         return read(plain.rpartition("=")[2])
     return tuple(readings)
 

@@ -264,7 +264,7 @@ EQUAL = {
     ],
     "names and order": [
         ("(2,3)", "y=3, x=2"), ("(2,3)", "r=2, h=3"), ("(x,y)=(2,3)", "y=3, x=2"), ("x>2 and x<5", "(2,5)"),
-        (r"x=1 \text{ and } x=2", "x=1 or x=2"), ("1:2:3", "2:4:6"), (r"2:\sqrt{2}", r"\sqrt{2}:1"), ("5:12", "5/12"),
+        (r"x=1 \text{ and } x=2", "x=1 or x=2"), ("1:2:3", "2:4:6"), ("2:5", "12:30"), ("3:7", "6:14"), (r"2:\sqrt{2}", r"\sqrt{2}:1"), ("5:12", "5/12"),
         (r"3 \pmod 7", r"10 \pmod 7"), ("f(x+1)", "f(1+x)"), ("2f(x)", "f(x)+f(x)"),
     ],
     "sums and integrals": [
@@ -585,6 +585,13 @@ def test_long_responses_are_read_quickly(unit: str) -> None:
         (r"$10,200 and \$255. Therefore $x = 10,455$.", "10455"),
         ("He pays $255. So the total is $x = 10,455$.", "10455"),
         ("He pays $255 of $10,710; what is left is $y$, and $y = 10,455$.", "10455"),
+        # several formulas at the end of a sentence, and what the answer is not
+        ("The solutions are $-4$ and $9$.", "-4, 9"),
+        (r"Hence the roots are \(1\), \(2\) and \(\sqrt 3\).", r"1, 2, \sqrt{3}"),
+        ("The answer is 17, not 71.", "17"),
+        ("The answer is $x = 3$ and not $x = 5$.", "3"),
+        ("The answer is 17 rather than 71.", "17"),
+        ("The answer is: does not exist", "does not exist"),
         # question and answer
         ("A: 18", "18"),
         ("Q: How many?\nA: There are 18 of them.", "18"),
@@ -659,6 +666,9 @@ def test_right(response: str, reference: object) -> None:
         (r"We find $x = \boxed{3}$. Then $y = \boxed{5}$.", "3, 4"),
         (r"\boxed{3} or rather \boxed{4} or rather \boxed{5}", "3, 4"),
         ("A: 18\nB: 20", "18"),
+        ("The solutions are $-4$ and $9$.", "9"),
+        ("The answer is 17, not 71.", "71"),
+        ("The answer is not 17.", "17"),
         ("It costs $10,200 and $255 more. The final answer is $10,455$", "255"),
         (r"5\sqrt{2}", "5"),
         (r"The answer is 5\sqrt{2}.", "5"),
