@@ -34,10 +34,11 @@ _GOES_ON_RE = re.compile(  # after a number that is part of a formula: 3/4, 3^4,
     r"\s*+(?:/\s*+(?:[0-9(\\{]|[a-z](?![a-z]))|\^(?!\s*+\{?\s*+(?:\\circ|\\degree|\\text|th|st|nd|rd))|!(?=\s*+[}$])"
     r"|\\(?:[dt]?frac|sqrt|pi|times|cdot|div|pm|d?binom|[lc]?dots)(?![A-Za-z])|[*×·÷±+]\s*+[\\(0-9]|[-\u2212]\s*+[0-9(]"
     r"|[a-ceikn-rt-z](?![A-Za-z])(?<=[0-9].)|x\s*+[0-9]|[0-9]+\s*+/\s*+[0-9]"
-    r"|,?\s*+(?:\\text\s*+\{\s*+)?(?:or|oder|ou)\b[\s}$\\]*+[0-9])"
+    r"|:[0-9]|,?\s*+(?:\\text\s*+\{\s*+)?(?:or|oder|ou)\b[^\n.0-9]{0,8}+[0-9])"
 )
 _WENT_BEFORE_RE = re.compile(  # and before one: x^3, \frac{2}{3}, \sqrt 3, 2 * 3, x > 3
-    r"(?:(?:[0-9)}]|(?<![A-Za-z])[A-Za-z])\s*[\^_/*×·÷+]|[√<>≤≥]|[\}\]]\s*\{|\\(?:[dt]?frac|sqrt|d?binom|log|ln|times|cdot|div|pm|[lg]eq?)(?:\[[^\[\]]*\])?)\s*[{(]?\s*\Z"
+    r"(?:(?:[0-9)}]|(?<![A-Za-z])[A-Za-z])\s*[\^_/*×·÷+]|[√<>≤≥]|[0-9]:|[0-9],?\s+(?:or|oder|ou)\b"
+    r"|[\}\]]\s*\{|\\(?:[dt]?frac|sqrt|d?binom|log|ln|times|cdot|div|pm|[lg]eq?)(?:\[[^\[\]]*\])?)\s*[{(]?\s*\Z"
 )
 _EXPONENT_RE = re.compile(r"[A-Za-z}][\^_]\{?-?\Z")  # before the 2 of m^2
 _DENIED_RE = re.compile(
@@ -98,7 +99,11 @@ _CHOSEN = (
 )
 _SO = rf"\b(?:hence|thus|therefore|so),?\s+(?:{_NOUN}\s+){_FEW}{_WRAP}{_LETTER}(?={_UNWRAP_LINE}\.?[ \t]*+(?:\n|\Z))"
 _IS_RIGHT = rf"(?<![{_WORDLIKE}]){_LETTER}{_UNWRAP}\bis\s+(?:the\s+)?(?:correct|right|best|true|answer)\b"
-_LEADING = rf"\A(?!\s*+[{{\[]\s*+[\"'])(?:{_WRAP})(?:(?:option|choice)\s+)?{_LETTER}(?={_UNWRAP_LINE}(?:[.:)\],]|\Z|\n|(?<=\s)[-–—]\s))"
+_JSON_KEY = r"\s*+[{\[]\s*+[\"']"  # {"a": 5} chooses nothing
+_LEADING = (
+    rf"\A(?!{_JSON_KEY}){_WRAP}(?:(?:option|choice)\s+)?{_LETTER}"
+    rf"(?={_UNWRAP_LINE}(?:[.:)\],]|\Z|\n|(?<=\s)[-–—]\s))"
+)
 _LONE = rf"^[ \t>*_#$`(\[]*+{_LETTER}{_UNWRAP_LINE}[.:]?{_UNWRAP_LINE}$"  # all there is on a line
 _ON_A_LINE = rf"^[ \t>*-]*+{_LETTER}[).:]"
 _IN_BRACKETS = rf"\({_LETTER}\)"
@@ -131,9 +136,10 @@ def normalised(
 ) -> Score:
     """1 where response and reference are the same after Unicode NFKC and the chosen simplifications.
 
-    What is thought before `</think>` does not count. A reference that is a list holds several right answers. White space is always collapsed; `ignore_spaces` removes
-    it, for scripts that do not use it. `articles` are words to drop ("der die das"); "" drops none. Punctuation goes,
-    but not where it carries meaning: the point of 3.5, a sign before a digit, the marks % # & @ and all symbols stay.
+    What is thought before `</think>` does not count. A reference that is a list holds several right answers. White
+    space is always collapsed; `ignore_spaces` removes it, for scripts that do not use it. `articles` are words to drop
+    ("der die das"); "" drops none. Punctuation goes, but not where it carries meaning: the point of 3.5, a sign before
+    a digit, the marks % # & @ and all symbols stay.
     Where nothing of a reference would be left ("The", "?"), it is compared with only case and outer space aside.
     Not covered: synonyms, number words, spelling variants.
     """
@@ -156,8 +162,9 @@ def normalised(
 def f1(response: str, reference: Any, context: Mapping[str, Any], *, articles: str = "a an the") -> Score:
     """The harmonic mean of precision and recall of the response's tokens, against the best of the references.
 
-    What is thought before `</think>` does not count. Tokens are words after the simplifications of `normalised`; in scripts without spaces (Chinese, Japanese, Thai …)
-    every character is one. Repeated tokens count as often as they occur in both. Word order plays no part.
+    What is thought before `</think>` does not count. Tokens are words after the simplifications of `normalised`; in
+    scripts without spaces (Chinese, Japanese, Thai …) every character is one. Repeated tokens count as often as they
+    occur in both. Word order plays no part.
     """
     answers = _answers(reference)
     if not answers:
@@ -181,9 +188,9 @@ def number(
     The margin is `tolerance`, or the share `relative` of the reference (0.01 is one per cent) where that is more.
     The response is what comes after `</think>`, or inside its last <answer></answer>. Its number is the one after its
     last mark ("#### 12", "the answer is 12", "\boxed{12}"), or else the last one in the text; with `strict` it must be
-    all there is, thoughts and tags included. A number that is part of a formula (3/4, 3^4, 3x, "3 or 4") is none, nor is
-    one that is denied ("not 3"). Thousands separators, those of LaTeX too, a currency sign and a percent sign are read
-    over: "50%" is 50. "3 million" is 3000000, and 0,5 is 0.5. Not read: fractions, number words, "2 x 10^5".
+    all there is, thoughts and tags included. A number that is part of a formula (3/4, 3^4, 3x, "3 or 4") is none, nor
+    is one that is denied ("not 3"). Thousands separators, those of LaTeX too, a currency sign and a percent sign are
+    read over: "50%" is 50. "3 million" is 3000000, and 0,5 is 0.5. Not read: fractions, number words, "2 x 10^5".
     """
     want = _reference_number(str(reference))
     if want is None:

@@ -130,7 +130,7 @@ def _same_based(gold: Node, got: Node) -> bool:
 
 
 def _same_ratio(gold: Node, got: Node, tolerance: float) -> bool | None:
-    """5:6 is 5:6, or 10:12, or the fraction 5/6; but the reference 12:30 looks like a time, and is neither 2:5 nor 2/5."""
+    """5:6 is 5:6, or 10:12, or the fraction 5/6; but the reference 12:30 may be a time, and is neither 2:5 nor 2/5."""
     if gold.kind == got.kind:
         if len(gold.args) != len(got.args):
             return False
@@ -346,12 +346,18 @@ def _same_relations(gold: Node, got: Node, tolerance: float) -> bool | None:
 def _same_equation_and_value(gold: Node, got: Node, tolerance: float) -> bool | None:
     """x = 5 and 5. An answer may say more than the reference asks: "2a + b = 5"; a reference must name a quantity."""
     relation = gold if gold.kind == "relation" else got
-    if relation is gold and not is_quantity(gold.args[0]) and names_in(gold.args[0]):
+    if relation is gold and not _names_a_value(gold):
         return False
     values = _values(relation)
     if relation is gold:
         return any_true(same(value, got, tolerance) for value in values) if values else False
     return any_true(same(gold, value, tolerance) for value in values) if values else False
+
+
+def _names_a_value(equation: Node) -> bool:
+    """x = 5, y = 2x, AB/CD = 2, 6 · 7 = 42; not 2x + 1 = 7 or x + y = 5, which are answers as they stand."""
+    left, right = equation.args[0], equation.args[-1]
+    return is_name(left) or not names_in(left) or (is_quantity(left) and not names_in(right))
 
 
 def _values(relation: Node) -> list[Node]:

@@ -102,6 +102,9 @@ def is_name(node: Node) -> bool:
     return node.kind in ("mul", "sequence") and all(is_name(part) or part.kind == "constant" for part in node.args)
 
 
+_TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
+
+
 def is_quantity(node: Node) -> bool:
     r"""AB/CD, a:b, a + b, \sin A, \log_2 N: a name for a number, and no equation to be solved, as 2x + 1 or x² are.
 
@@ -110,7 +113,7 @@ def is_quantity(node: Node) -> bool:
     if is_name(node):
         return True
     if node.kind == "call":
-        return any(map(is_quantity, node.args)) and all(is_quantity(part) or not names_in(part) for part in node.args)
+        return node.value in _TRIGONOMETRIC or all(is_quantity(part) or not names_in(part) for part in node.args)
     if node.kind == "add" and names_in(node) >= {"x", "y"}:
         return False
     return node.kind in ("add", "neg", "mul", "div", "ratio") and all(map(is_quantity, node.args))

@@ -15,7 +15,8 @@ NAMES = (
 UNITS = (
     " ", "\n", "\t", "1", "A", "{", "}", "\\", "$", "(", "[", "<think>", "</think>", "<answer>", "answer is ",
     "answer: \n", "option: the ", "so the ", "it is ", "not ", "or ", "A or ", "A: \n", "```\n", "    ```\n", "####",
-    r"\boxed{", r"\boxed ", r"\frac{1}{", r"\(", r"\[", "$1 ", "1,", "1/", "1^", "**", '{"a":', "答案", ". ", " \n", "mod ",
+    r"\boxed{", r"\boxed ", r"\frac{1}{", r"\(", r"\[", "$1 ", "1,", "1/", "1^", "**", '{"a":', "答案", ". ", " \n",
+    "mod ",
 )  # fmt: skip
 
 
