@@ -360,7 +360,7 @@ def _is_bare(text: str) -> bool:
         return True
     words = len(outside.split())
     if not re.search(r"[0-9]|\\[A-Za-z]", text):
-        return words <= 6
+        return words <= 6 and outside == text
     if _PARTS_RE.fullmatch(text):
         return True
     return words <= 4 and _PLAIN_EXPRESSION_RE.match(text) is not None and len(_PLAIN_EXPRESSION_RE.findall(text)) == 1

@@ -600,6 +600,8 @@ def test_long_responses_are_read_quickly(unit: str) -> None:
         ("He pays $255. So the total is $x = 10,455$.", "10455"),
         ("He pays $255 of $10,710; what is left is $y$, and $y = 10,455$.", "10455"),
         # several formulas at the end of a sentence, and what the answer is not
+        ("So we get $a + bc$.", "bc+a"),
+        ("It is $-i$.", "-i"),
         ("The solutions are $-4$ and $9$.", "-4, 9"),
         (r"Hence the roots are \(1\), \(2\) and \(\sqrt 3\).", r"1, 2, \sqrt{3}"),
         ("The answer is 17, not 71.", "17"),
