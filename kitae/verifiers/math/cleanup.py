@@ -30,6 +30,10 @@ _SUPERSCRIPT_RE = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _SUBSCRIPT_RE = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_SYSTEM_RE = re.compile(  # rows behind one brace
+    r"\\left\s*\\(?:\{|lbrace)\s*\\begin\{(array|aligned|matrix)\}(?:\{[lcr| ]*\})?(.*?)\\end\{\1\}\s*\\right\s*\.",
+    re.DOTALL,
+)
 _NOISE_RE = re.compile(
     r"(\\\\)(?:\s*\[[0-9.]+\s*[a-z]+\])?"  # the end of a row, with the space after it: kept
     r"|\\(?:left|right|[bB]igg?[lrm]?|middle)(?![A-Za-z])\.?"
@@ -99,6 +103,8 @@ def tidy(text: str) -> str:
     if "\\\\" in text and r"\begin" not in text:  # a command whose backslash was escaped
         text = re.sub(r"\\\\(?=[A-Za-z{}])", r"\\", text)
     text = _DEGREE_RE.sub(r"\\degree ", text.replace("\x08oxed", r"\boxed"))
+    if r"\right" in text and r"\begin" in text:
+        text = _SYSTEM_RE.sub(_system, text)
     text = _NOISE_RE.sub(lambda m: m[1] or "", text.replace("**", "^"))
     text = _FRAC_RE.sub(r"\\frac", re.sub(r"\\boxed\s*\{", "{", text))
     if r"\over" in text or r"\choose" in text:
@@ -122,6 +128,11 @@ def tidy(text: str) -> str:
     if text.endswith("\\") and not text.endswith("\\\\"):
         text = text[:-1]
     return text[:-1].rstrip() if text.endswith((".", ",", ";")) and not text.endswith((r"\,", "..")) else text
+
+
+def _system(match: re.Match[str]) -> str:
+    rows = match[2].replace("&", "") if match[1] == "aligned" else match[2]
+    return rf"\begin{{cases}}{rows}\end{{cases}}"
 
 
 def _modulus(match: re.Match[str]) -> str:

@@ -123,7 +123,10 @@ class Parser(Cursor):
 
     def product(self) -> Node:
         if self.accept("-"):
-            return negated(self.product())
+            node = self.product()
+            if node.kind == "call" and node.value == "mod":  # -1 mod 5 is 4
+                return Node("call", (negated(node.args[0]), node.args[1]), "mod")
+            return negated(node)
         if self.accept("+"):
             return self.product()
         if self.is_op("±", "∓"):

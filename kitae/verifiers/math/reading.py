@@ -37,6 +37,7 @@ _TRAILING_UNIT_RE = re.compile(
 )
 _PLAIN_AMOUNT_RE = re.compile(r"[-+]?\s*[0-9.,]+(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{[-+0-9]+\}|[0-9]))?")
 _WHOLE_COMMA_RE = re.compile(r"-?(?:0,[0-9]+|[1-9][0-9]*,(?![0-9]{3}$)[0-9]+)")  # 3,5 may be 3.5
+_ZERO_COMMA_RE = re.compile(r"(?<![^-])0,(?=[0-9]+(?![0-9,]))")  # at the start; 0,25 is no pair
 _DECIMAL_COMMA_RE = re.compile(r"(?<=[0-9])\{,\}(?=[0-9])")
 _PLAIN_RE = re.compile(r"([-+]?)(?:\\?\$)?\s*([1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)?(\.[0-9]*)?")
 
@@ -52,7 +53,7 @@ def plain_number(text: str) -> Node | None:
 
 
 def comma_number(text: str) -> Node | None:
-    """3,5 as 3.5, where it cannot be thousands."""
+    """3,5 as 3.5, where it cannot be thousands and the other side has no comma."""
     plain = text.strip()
     return number_node(plain.replace(",", ".")) if _WHOLE_COMMA_RE.fullmatch(plain) and len(plain) < 60 else None
 
@@ -67,8 +68,10 @@ def read(text: str) -> tuple[Node, ...]:
     joined = _LAKH_RE.sub(lambda m: m[0].replace(",", ""), joined)
     joined = _GROUPED_RE.sub(_join_thousands, joined)
     joined = _SPACED_RE.sub(lambda m: m[0].replace(" ", ""), joined)
-    readings = []
-    for version in dict.fromkeys((joined, plain, _with_unit(joined))):
+    versions, readings = [joined, plain, _with_unit(joined)], []
+    if "0," in joined:
+        versions.append(_with_unit(_ZERO_COMMA_RE.sub("0.", joined)))
+    for version in dict.fromkeys(versions):
         with suppress(Unreadable):
             tokens = split_tokens(_DECIMAL_COMMA_RE.sub(".", version))
             if tokens:

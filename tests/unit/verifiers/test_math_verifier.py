@@ -252,9 +252,13 @@ EQUAL = {
         ("x=2, x=3", "x=3 또는 x=2"), ("x=2 或 x=3", "x=3, x=2"), (r"[0,\infty]", r"[0,\infty)"),
         (r"A \cup B", r"B \cup A"),
         (r"k\pi, k\in\mathbb{Z}", r"n\pi, n\in\mathbb{Z}"), (r"3\operatorname{cis}60^\circ", r"3e^{i\pi/3}"),
+        (r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right.", "(1,2)"),
+        ("x=1, y=2", r"\left\{\begin{aligned}x&=1\\y&=2\end{aligned}\right."),
         (r"\begin{cases} x=1 \\ y=2 \end{cases}", "x=1, y=2"), (r"\begin{cases} x=1 \\ y=2 \end{cases}", "(1,2)"),
         (r"\begin{cases} x & x>0 \\ -x & x \le 0 \end{cases}",
          r"\begin{cases} -x & \text{if } x \le 0 \\ x & \text{if } x>0 \end{cases}"),
+        (r"\begin{cases} x & x>0 \\ -x & x \le 0 \end{cases}",
+         r"\left\{\begin{array}{ll} x & x>0 \\ -x & x \le 0 \end{array}\right."),
         (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", "-2"),
         (r"\begin{pmatrix}6&8\\10&12\end{pmatrix}",
          r"\begin{pmatrix}1&2\\3&4\end{pmatrix}+\begin{pmatrix}5&6\\7&8\end{pmatrix}"),
@@ -276,7 +280,7 @@ EQUAL = {
     ],
     "decimal commas": [
         ("0.125", "0,125"), ("0.05", "0,05"), ("1125", "1,125"), ("0.125 kg", r"0{,}125 \text{ kg}"),
-        ("-0.125", "-0,125"),
+        ("-0.125", "-0,125"), ("0.25 kg", "0,25 kg"), ("10^{-3}", "0,001"), ("1/8", "0,125"),
     ],
     "a quantity and its value": [
         (r"\frac{AB}{CD}=2", "2"), ("A:B=1", "1"), ("a:b=2:3", "2:3"), ("a:b=2:3", r"\frac23"), ("a:b=2:3", "4:6"),
@@ -292,7 +296,7 @@ EQUAL = {
         (r"\lim_{x\to 0}\frac{\sin x}{x}=1", "1"), ("1", r"\lim_{x\to 0}\frac{\sin x}{x}=1"),
         (r"\lim_{n\rightarrow\infty} a_n = 4", "4"), (r"17 \bmod 5 = 2", "2"), ("2", r"17 \bmod 5 = 2"),
         ("2", r"17 \bmod 5"), ("2", r"17 \mod 5"), ("2", "17 mod 5 = 2"), ("3", r"2^{10} \bmod 7 + 1"),
-        ("3", r"3 \mod 7"),
+        ("3", r"3 \mod 7"), ("4", r"-1 \bmod 5"),
         (r"x \equiv 3 \mod 7", r"x \equiv 3 \pmod 7"), (r"{16 \choose 2}", "120"), ("120", r"{16 \choose 2}"),
         (r"{n \choose 2}", r"\frac{n(n-1)}{2}"), (r"\frac{1}{2}{4 \choose 2}", "3"), ("10", r"5 \choose 2"),
     ],
@@ -322,7 +326,8 @@ EQUAL = {
 
 UNEQUAL = {
     "decimal commas": [
-        ("125", "0,125"), ("-125", "-0,125"), ("125 kg", r"0,125 \text{ kg}"), ("5", "0,5"), ("0.125", "1,125"),
+        ("1", "0,001"), ("0,2", "0,3"), ("125", "0,125"), ("-125", "-0,125"), ("125 kg", r"0,125 \text{ kg}"),
+        ("5", "0,5"), ("0.125", "1,125"),
     ],
     "a quantity and its value": [
         (r"\frac{AB}{CD}=2", r"\frac12"), ("a:b=2:3", "3:2"), (r"\sin A=\frac12", "0.6"), ("2x+1=7", "7"),
