@@ -115,7 +115,7 @@ _FORMULA_WORDS = {
 _SMALL_WORDS = {"so", "So", "is", "Is", "it", "It", "we", "We", "to", "of", "the", "The", "are", "has", "get"}
 _REASON_RE = re.compile(
     r",?\s(?:because|since|which|as|where|when|so|if|denn|weil|da|car|porque|perché)\s"
-    r"|,?(?:\s(?:and|but))?\s(?:not|rather\s+than|instead\s+of)\s+(?=[-$\\(0-9]|[A-H]\b)"
+    r"|,?(?:\s(?:and|but))?\s(?:not|rather\s+than|instead\s+of)\s+(?=[-$\\(0-9]|[A-H]\b)(?=[^,;]*$)"
 )
 
 

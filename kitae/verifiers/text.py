@@ -29,20 +29,22 @@ _ONLY_NUMBER_RE = re.compile(rf"({_NUMBER})\s*+(?:\\?%)?\.?")
 _THOUSANDS_RE = re.compile(r"-?[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:[.eE].*)?")
 _DECIMAL_COMMA_RE = re.compile(r"-?[0-9]+,[0-9]+")
 _GAP = r"(?:\s|~|\\[,;:! ]|\\(?:text|mathrm)\s*+\{)*+"
-_MAGNITUDE_RE = re.compile(rf"{_GAP}({'|'.join(MAGNITUDES)})s?\b", re.IGNORECASE)
+_MAGNITUDE_RE = re.compile(rf"{_GAP}({'|'.join(MAGNITUDES)})(?<!dozen)s?\b", re.IGNORECASE)  # a dozen is a unit here
 _GOES_ON_RE = re.compile(  # after a number that is part of a formula: 3/4, 3^4, 3x, 3 + 4, 3 or 4, 3 1/4
     r"\s*+(?:/\s*+(?:[0-9(\\{]|[a-z](?![a-z]))|\^(?!\s*+\{?\s*+(?:\\circ|\\degree|\\text|th|st|nd|rd))|!(?=\s*+[}$])"
     r"|\\(?:[dt]?frac|sqrt|pi|times|cdot|div|pm|d?binom|[lc]?dots)(?![A-Za-z])|[*×·÷±+]\s*+[\\(0-9]|[-\u2212]\s*+[0-9(]"
     r"|[a-ceikn-rt-z](?![A-Za-z])(?<=[0-9].)|x\s*+[0-9]|[0-9]+\s*+/\s*+[0-9]"
-    r"|:[0-9]|,?\s*+(?:\\text\s*+\{\s*+)?(?:or|oder|ou)\b[^\n.0-9]{0,8}+[0-9])"
+    r"|,?\s*+(?:\\text\s*+\{\s*+)?(?:or|oder|ou)\b[^\n.0-9]{0,8}+[0-9])"
 )
 _WENT_BEFORE_RE = re.compile(  # and before one: x^3, \frac{2}{3}, \sqrt 3, 2 * 3, x > 3
-    r"(?:(?:[0-9)}]|(?<![A-Za-z])[A-Za-z])\s*[\^_/*×·÷+]|[√<>≤≥]|[0-9]:|[0-9],?\s+(?:or|oder|ou)\b"
+    r"(?:(?:[0-9)}]|(?<![A-Za-z])[A-Za-z])\s*[\^_/*×·÷+]|[√<>≤≥]"
     r"|[\}\]]\s*\{|\\(?:[dt]?frac|sqrt|d?binom|log|ln|times|cdot|div|pm|[lg]eq?)(?:\[[^\[\]]*\])?)\s*[{(]?\s*\Z"
 )
+_OTHER_RE = re.compile(r"(?<![^\s$(=])[0-9][0-9.,]*\s+(?:or|oder|ou)\b(?:\s*[A-Za-z]\s*=)?\s*\Z")  # x = 3 or x =
+_REASON_RE = re.compile(r"[0-9%](?:\s[A-Za-z]+){0,3}?,?\s\(?(?:because|since|that is|i\.e\.)(?!\w)")
 _EXPONENT_RE = re.compile(r"[A-Za-z}][\^_]\{?-?\Z")  # before the 2 of m^2
-_DENIED_RE = re.compile(
-    r"(?:\b(?:not|never|nicht|pas|rather\s+than|instead\s+of)|n['\u2019]t)\b"
+_NO_NUMBER_RE = re.compile(  # 12:30, not 12
+    r"(?<![0-9])[0-9]{1,2}:[0-9]{2}(?![0-9])|(?:\b(?:not|never|nicht|pas|rather\s+than|instead\s+of)|n['\u2019]t)\b"
     rf"(?:\s++(?:be|is|equal|to|just|only|the|a)\b)*+\s++{_NUMBER}",
     re.IGNORECASE,
 )
@@ -464,24 +466,28 @@ def _only_number(text: str) -> Decimal | None:
 
 
 def _first_number(answer: str) -> Decimal | None:
-    """The number that a marked answer begins with, or that of its last side: 5 in "2 + 3 = 5 apples"."""
-    answer = _DENIED_RE.sub(" ", answer)
-    for start in (0, answer.rfind("=") + 1):
+    """The number of the last side of a marked answer, or else its first: 5 in "2 + 3 = 5 apples, since x = 2"."""
+    answer = _NO_NUMBER_RE.sub(" ", answer)
+    reason = _REASON_RE.search(answer)
+    end = reason.start() + 1 if reason else len(answer)
+    for start in (answer.rfind("=", 0, end) + 1, 0):
         match = _NUMBER_RE.search(answer, start)
-        if match and (value := _whole_number(answer, match)) is not None:
-            return value
+        if match and not _OTHER_RE.search(_before(answer, match)):
+            value = _whole_number(answer, match)
+            if value is not None:
+                return value
     return None
 
 
 def _last_number(text: str) -> Decimal | None:
-    text = _DENIED_RE.sub(" ", text)
+    text = _NO_NUMBER_RE.sub(" ", text)
     numbers = (match for match in _NUMBER_RE.finditer(text) if not _EXPONENT_RE.search(_before(text, match)))
     last = deque(numbers, maxlen=1)
     return _whole_number(text, last[0]) if last else None
 
 
 def _before(text: str, match: re.Match[str]) -> str:
-    return text[max(0, match.start() - 12) : match.start()]
+    return text[max(0, match.start() - 30) : match.start()]
 
 
 def _whole_number(text: str, match: re.Match[str]) -> Decimal | None:

@@ -197,6 +197,8 @@ def _same_collections(gold: Node, got: Node, tolerance: float) -> bool | None:
             return _same_matrices(gold, got, tolerance)
         if node.kind == "union" and other.kind not in ("union", "sequence", "set", "list", "constant"):
             return False
+        if node.kind == "union" and other.kind == "sequence" and len(other.args) != 2:
+            return False
         if node.kind == "union" or (node.kind == "sequence" and other.kind == "constant"):
             verdict = same_real_sets(gold, got)
             if verdict is None and gold.kind == got.kind and gold.value == got.value in ("∪", "∩"):
