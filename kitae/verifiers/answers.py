@@ -17,6 +17,7 @@ from kitae.errors import VerifierError
 _TAIL = 4_000  # characters at the end of a response that are searched for phrases and expressions
 _REACH = 400  # characters after a phrase that can belong to its answer
 _MARKS = 8  # so many of the last phrases are looked at
+_FEW_WORDS = 6
 _MAX_BOX = 4_000  # characters; what is longer is no answer
 
 _BOX = r"(?:\\(?:boxed|fbox|framebox)|\x08oxed)(?![A-Za-z])"  # \x08: "\boxed" of a JSON writer that did not escape it
@@ -258,8 +259,7 @@ def _from_sentence(text: str) -> str:
     """The answer in a sentence: all of it, or its last formula or number where there are words before."""
     end = _SENTENCE_END_RE.search(text)
     sentence = text[: end.start()] if end else text
-    if reason := _REASON_RE.search(sentence, 1):
-        sentence = sentence[: reason.start()]
+    sentence = _without_reason(sentence)
     if not _is_prose(sentence):
         return sentence
     leading = _PLAIN_EXPRESSION_RE.match(sentence)
@@ -267,6 +267,15 @@ def _from_sentence(text: str) -> str:
         alone = len(_PLAIN_EXPRESSION_RE.findall(sentence)) == 1
         return sentence if alone or _JOINT_WORD_RE.match(sentence[leading.end() :].lstrip()) else leading[0]
     return _last_formula(sentence) or sentence
+
+
+def _without_reason(sentence: str) -> str:
+    """ "12, since …" → "12". After more than a few words, "so" and "which" lead to the answer and not away from it."""
+    for reason in _REASON_RE.finditer(sentence, 1):
+        head = sentence[: reason.start()]
+        if not (reason[0].strip(", ") in ("so", "which") and len(head.split()) > _FEW_WORDS):
+            return head
+    return sentence
 
 
 def last_expression(text: str) -> str | None:

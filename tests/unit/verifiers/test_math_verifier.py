@@ -613,6 +613,9 @@ def test_long_responses_are_read_quickly(unit: str) -> None:
         ("The answer is 17, not 71.", "17"),
         ("The answer is $x = 3$ and not $x = 5$.", "3"),
         ("The answer is 17 rather than 71.", "17"),
+        ("The answer is that all but one of the 12 dollars were lost, so it is 12 - 1 = $11", "11"),
+        ("The answer is 12, which is 3 * 5 - 3", "12"),
+        ("The answer is 12 pens, so he needs 2 boxes of 6", "12"),
         ("The answer is that with 2 years instead of 5, he pays 250 - 100 = $150", "150"),
         ("The answer is: does not exist", "does not exist"),
         # question and answer
