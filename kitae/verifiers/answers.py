@@ -17,6 +17,7 @@ from kitae.errors import VerifierError
 _TAIL = 4_000  # characters at the end of a response that are searched for phrases and expressions
 _REACH = 400  # characters after a phrase that can belong to its answer
 _MARKS = 8  # so many of the last phrases are looked at
+_FEW_WORDS = 6
 _MAX_BOX = 4_000  # characters; what is longer is no answer
 
 _BOX = r"(?:\\(?:boxed|fbox|framebox)|\x08oxed)(?![A-Za-z])"  # \x08: "\boxed" of a JSON writer that did not escape it
@@ -50,6 +51,8 @@ _PHRASES = (
     r"(?:cevap|yanıt)(?:\s*:|ı?\s*[:=])|jawaban(?:nya)?(?:\s+(?:akhir(?:nya)?\s+)?adalah|\W{0,3}?\s*[:：])",
     r"(?:đáp\s+án|đáp\s+số|câu\s+trả\s+lời)(?:\s+(?:cuối\s+cùng\s+)?là|\W{0,3}?\s*[:：])",
     r"jibu(?:\s+(?:la\s+mwisho\s+)?ni|\W{0,3}?\s*[:：])",
+    # "A: 12" after a question; not where options follow
+    r"(?:^|\n)[\s*_#]*+(?-i:A)[*_]{0,4}[:：](?![^\n]*\n[\s*_#]*+(?-i:B)[*_]{0,4}[:：.)])",
     # Chinese, Japanese, Korean
     r"(?:答案|答)\s*(?:应该|應該)?(?:是|为|為|[:：])[:：]?",
     r"(?:答え|答|解答|正解)\s*(?:は|[:：])[、::]?",
@@ -111,7 +114,10 @@ _FORMULA_WORDS = {
     "deg", "degrees", "percent",
 }  # fmt: skip
 _SMALL_WORDS = {"so", "So", "is", "Is", "it", "It", "we", "We", "to", "of", "the", "The", "are", "has", "get"}
-_REASON_RE = re.compile(r",?\s(?:because|since|which|as|where|when|so|if|denn|weil|da|car|porque|perché)\s")
+_REASON_RE = re.compile(
+    r",?\s(?:because|since|which|as|where|when|so|if|denn|weil|da|car|porque|perché)\s"
+    r"|,?(?:\s(?:and|but))?\s(?:not|rather\s+than|instead\s+of)\s+(?=[-$\\(0-9]|[A-H]\b)(?=[^,;]*$)"
+)
 
 
 def find_answers(text: str, order: tuple[str, ...]) -> Iterator[str]:
@@ -119,14 +125,14 @@ def find_answers(text: str, order: tuple[str, ...]) -> Iterator[str]:
 
     What a reasoning model thinks before its last `</think>` does not count, where something comes after it.
     """
-    text = _spoken(text)
+    text = spoken(text)
     for way in order:
         answer = WAYS[way](text)
         if answer is not None and answer.strip():
             yield without_lead(answer).strip()
 
 
-def _spoken(text: str) -> str:
+def spoken(text: str) -> str:
     """What comes after the thoughts, with the digits of all scripts as 0 to 9."""
     _, _, after = text.rpartition(_THOUGHT_END)
     text = after if after.strip() else text
@@ -147,7 +153,7 @@ def without_lead(answer: str) -> str:
 
 def chosen_letter(text: str) -> str | None:
     """The letter of the option that prose decides for, where it is clear: "for sure D, it can't be A or B" → "D"."""
-    text = _spoken(text)[-_TAIL:]
+    text = spoken(text)[-_TAIL:]
     sentences = [part for part in _SENTENCE_END_RE.split(text) if part.strip()]
     marks = deque(_PHRASE_RE.finditer(text), maxlen=1)
     places = [_SENTENCE_END_RE.split(text[mark.end() : mark.end() + _REACH].lstrip(), maxsplit=1)[0] for mark in marks]
@@ -207,7 +213,7 @@ def boxed_answer(text: str) -> str | None:
     answer = found[-1][2]
     for (_, end, inside), (start, _, _) in zip(reversed(found[:-1]), reversed(found), strict=False):
         joint = text[end:start]
-        if len(joint) > 40 or not _JOINT_RE.fullmatch(joint) or not _JOINT_WORD_RE.search(joint):
+        if not _is_joint(joint, 40):
             break
         answer = f"{inside} or {answer}" if _OR_RE.search(joint) else f"{inside}, {answer}"
     return answer if len(answer) <= _MAX_BOX else None
@@ -253,8 +259,7 @@ def _from_sentence(text: str) -> str:
     """The answer in a sentence: all of it, or its last formula or number where there are words before."""
     end = _SENTENCE_END_RE.search(text)
     sentence = text[: end.start()] if end else text
-    if reason := _REASON_RE.search(sentence, 1):
-        sentence = sentence[: reason.start()]
+    sentence = _without_reason(sentence)
     if not _is_prose(sentence):
         return sentence
     leading = _PLAIN_EXPRESSION_RE.match(sentence)
@@ -262,6 +267,15 @@ def _from_sentence(text: str) -> str:
         alone = len(_PLAIN_EXPRESSION_RE.findall(sentence)) == 1
         return sentence if alone or _JOINT_WORD_RE.match(sentence[leading.end() :].lstrip()) else leading[0]
     return _last_formula(sentence) or sentence
+
+
+def _without_reason(sentence: str) -> str:
+    """ "12, since …" → "12". After more than a few words, "so" and "which" lead to the answer and not away from it."""
+    for reason in _REASON_RE.finditer(sentence, 1):
+        head = sentence[: reason.start()]
+        if not (reason[0].strip(", ") in ("so", "which") and len(head.split()) > _FEW_WORDS):
+            return head
+    return sentence
 
 
 def last_expression(text: str) -> str | None:
@@ -278,16 +292,47 @@ def last_expression(text: str) -> str | None:
 def _last_formula(text: str) -> str | None:
     """The last formula of a text, in dollars or bare: "Since $n$ is odd, the pair is (2, 3)." → "(2, 3)"."""
     text = _LAYOUT_RE.sub(" ", text)
-    formulas = [match for match in _MATH_RE.finditer(text) if not _is_prose(_inside(match))]
-    blanked = _MATH_RE.sub(lambda match: match[0] if _is_prose(_inside(match)) else " " * len(match[0]), text)
+    formulas = list(_formulas(text))
     start = formulas[-1].end() if formulas else 0
-    spans = (span for span in _SPAN_RE.finditer(blanked, start) if _VALUE_RE.search(span[0]))
+    spans = (span for span in _SPAN_RE.finditer(text, start) if _VALUE_RE.search(span[0]))
     for span in reversed(deque(spans, maxlen=_MARKS)):
         bare = _bare_formula(span[0])
         labelled = span[0].lstrip()[:1].isdigit() and _LABEL_RE.search(text[max(span.start() - 20, 0) : span.start()])
         if _VALUE_RE.search(bare) and not labelled:
             return bare
-    return _inside(formulas[-1]) if formulas else None
+    return _listed(text, formulas) if formulas else None
+
+
+def _listed(text: str, formulas: list[re.Match[str]]) -> str:
+    """The last formula, and those before it that only "and", "or" or a comma parts from it: "$1$ and $2$" → "1, 2"."""
+    answer = _inside(formulas[-1])
+    for before, after in zip(reversed(formulas[:-1]), reversed(formulas), strict=False):
+        if not _is_joint(text[before.end() : after.start()], 12) or not _VALUE_RE.search(_inside(before)):
+            break
+        answer = f"{_inside(before)}, {answer}"
+    return answer
+
+
+def _is_joint(text: str, longest: int) -> bool:
+    return len(text) <= longest and bool(_JOINT_RE.fullmatch(text)) and bool(_JOINT_WORD_RE.search(text))
+
+
+def _formulas(text: str) -> Iterator[re.Match[str]]:
+    """What stands in dollars or brackets of LaTeX. Words in dollars are none: the first dollar is then one of money."""
+    position = 0
+    while match := _MATH_RE.search(text, position):
+        prose = _is_prose(_inside(match))
+        if not prose:
+            yield match
+        position = match.start() + 1 if prose else match.end()
+
+
+def _without_formulas(text: str) -> str:
+    rest, position = "", 0
+    for formula in _formulas(text):
+        rest += text[position : formula.start()] + " "
+        position = formula.end()
+    return rest + text[position:]
 
 
 def _bare_formula(span: str) -> str:
@@ -319,12 +364,12 @@ def _is_bare(text: str) -> bool:
         return False
     if "\n" in text and "\\begin" not in text and "$" not in text:
         return False
-    outside = _MATH_RE.sub(" ", text)
+    outside = _without_formulas(text)
     if not _is_prose(text if outside.isspace() else outside):
         return True
     words = len(outside.split())
     if not re.search(r"[0-9]|\\[A-Za-z]", text):
-        return words <= 6
+        return words <= 6 and outside == text
     if _PARTS_RE.fullmatch(text):
         return True
     return words <= 4 and _PLAIN_EXPRESSION_RE.match(text) is not None and len(_PLAIN_EXPRESSION_RE.findall(text)) == 1
@@ -362,8 +407,7 @@ def _leading_formula(text: str) -> str | None:
     text = text.lstrip()
     parts, end = [_inside(match)], match.end()
     while following := _MATH_RE.search(text, end):
-        joint = text[end : following.start()]
-        if len(joint) > 12 or not _JOINT_RE.fullmatch(joint) or not _JOINT_WORD_RE.search(joint):
+        if not _is_joint(text[end : following.start()], 12):
             break
         parts.append(_inside(following))
         end = following.end()

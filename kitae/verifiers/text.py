@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from kitae.types import Score
+from kitae.verifiers.math.units import MAGNITUDES
 
 _NUMBER = (
     r"(?:(?<![A-Za-z0-9)\]}])[-+\u2212])?+"  # a sign, but not the minus of 5-3
@@ -25,7 +26,28 @@ _NUMBER = (
 )
 _NUMBER_RE = re.compile(_NUMBER)
 _ONLY_NUMBER_RE = re.compile(rf"({_NUMBER})\s*+(?:\\?%)?\.?")
-_THOUSANDS_RE = re.compile(r"-?[0-9]{1,3}(?:,[0-9]{3})+(?:[.eE].*)?")
+_THOUSANDS_RE = re.compile(r"-?[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:[.eE].*)?")
+_DECIMAL_COMMA_RE = re.compile(r"-?[0-9]+,[0-9]+")
+_GAP = r"(?:\s|~|\\[,;:! ]|\\(?:text|mathrm)\s*+\{)*+"
+_MAGNITUDE_RE = re.compile(rf"{_GAP}({'|'.join(MAGNITUDES)})(?<!dozen)s?\b", re.IGNORECASE)  # a dozen is a unit here
+_GOES_ON_RE = re.compile(  # after a number that is part of a formula: 3/4, 3^4, 3x, 3 + 4, 3 or 4, 3 1/4
+    r"\s*+(?:/\s*+(?:[0-9(\\{]|[a-z](?![a-z]))|\^(?!\s*+\{?\s*+(?:\\circ|\\degree|\\text|th|st|nd|rd))|!(?=\s*+[}$])"
+    r"|\\(?:[dt]?frac|sqrt|pi|times|cdot|div|pm|d?binom|[lc]?dots)(?![A-Za-z])|[*×·÷±+]\s*+[\\(0-9]|[-\u2212]\s*+[0-9(]"
+    r"|[a-ceikn-rt-z](?![A-Za-z])(?<=[0-9].)|x\s*+[0-9]|[0-9]+\s*+/\s*+[0-9]"
+    r"|,?\s*+(?:\\text\s*+\{\s*+)?(?:or|oder|ou)\b[^\n.0-9]{0,8}+[0-9])"
+)
+_WENT_BEFORE_RE = re.compile(  # and before one: x^3, \frac{2}{3}, \sqrt 3, 2 * 3, x > 3
+    r"(?:(?:[0-9)}]|(?<![A-Za-z])[A-Za-z])\s*[\^_/*×·÷+]|[√<>≤≥]"
+    r"|[\}\]]\s*\{|\\(?:[dt]?frac|sqrt|d?binom|log|ln|times|cdot|div|pm|[lg]eq?)(?:\[[^\[\]]*\])?)\s*[{(]?\s*\Z"
+)
+_OTHER_RE = re.compile(r"(?<![^\s$(=])[0-9][0-9.,]*\s+(?:or|oder|ou)\b(?:\s*[A-Za-z]\s*=)?\s*\Z")  # x = 3 or x =
+_REASON_RE = re.compile(r"[0-9%](?:\s[A-Za-z]+){0,3}?,?\s\(?(?:because|since|that is|i\.e\.)(?!\w)")
+_EXPONENT_RE = re.compile(r"[A-Za-z}][\^_]\{?-?\Z")  # before the 2 of m^2
+_NO_NUMBER_RE = re.compile(  # 12:30, not 12
+    r"(?<![0-9])[0-9]{1,2}:[0-9]{2}(?![0-9])|(?:\b(?:not|never|nicht|pas|rather\s+than|instead\s+of)|n['\u2019]t)\b"
+    rf"(?:\s++(?:be|is|equal|to|just|only|the|a)\b)*+\s++{_NUMBER}",
+    re.IGNORECASE,
+)
 _MARK_RE = re.compile(
     r"\banswer\b\**\s*(?:is\b|[:=])[\s*:=]*"
     r"|\\boxed\s*\{"
@@ -56,16 +78,17 @@ _WRAP = rf"(?:[\s*_`\"'$({{\[<\u201c\u300c\uff08]|{_LATEX_OPENER})*+"  # what ma
 _UNWRAP = r"[\s)*_\]}\"'$`]*+"
 _UNWRAP_LINE = r"[ \t)*_\]}\"'$`]*+"
 _NOUN = r"(?:the|correct|right|best|final|option|choice|answer|letter)\b"
+_FEW = "{0,6}+"  # and not *+: a text of nothing but nouns would be read from each of them to its end
 _TO_BE = r"(?:(?:would|should|must|will|has\s+to)\s+be|is|are|was|ist|lautet|es|est|è|é)\b"
 _ADVERB = r"(?:thus|hence|therefore|then|indeed|[a-z]+ly)\b,?"  # "the answer is clearly B"
-_BOXED_CHOICE = rf"\\boxed\s*\{{\s*(?:{_LATEX_OPENER})?\s*\(?{_LETTER}"
-_TAGGED_CHOICE = rf"<answer>{_WRAP}(?i:{_NOUN}\s*+)*+{_WRAP}{_LETTER}"
+_BOXED_CHOICE = rf"\\boxed\s*+\{{\s*+(?:{_LATEX_OPENER}\s*+)?+\(?{_LETTER}"
+_TAGGED_CHOICE = rf"<answer>{_WRAP}(?i:{_NOUN}\s*+){_FEW}{_WRAP}{_LETTER}"
 _MARKED_CHOICE = (
     r"(?:\b(?:answer|choice|option|antwort|respuesta|réponse|reponse|risposta|resposta|ответ)\b"
     r"|答案|选项|選項|答え|正解|정답)"
     r"(?:\s+(?:correct[ao]?|correcte|corretta|correta|finale?|to\s[^.:\n]{1,80}?(?=\sis\b)))?+"
     rf"[\s*_\"']*+(?:{_TO_BE}|[:=：]|[-–—](?=\s)|是|为|為|は|은|는)"
-    rf"(?:[\s*_:：]*+(?:{_NOUN}|{_ADVERB}|选项|選項))*+(?:\s*+[:=：])?+"
+    rf"(?:[\s*_:：]*+(?:{_NOUN}|{_ADVERB}|选项|選項)){_FEW}(?:\s*+[:=：])?+"
     rf"(?:\s+not\s+\(?[A-Za-z]\)?,?\s+but\b)?+{_WRAP}{_LETTER}"
 )
 _HEADED_CHOICE = (
@@ -74,11 +97,15 @@ _HEADED_CHOICE = (
 )
 _CHOSEN = (
     r"\b(?:choose|chose|pick|select|go with|opt for|it is|it's|must be|should be)\s+"
-    rf"(?:{_NOUN}\s+)*+{_WRAP}{_LETTER}"
+    rf"(?:{_NOUN}\s+){_FEW}{_WRAP}{_LETTER}"
 )
-_SO = rf"\b(?:hence|thus|therefore|so),?\s+(?:{_NOUN}\s+)*+{_WRAP}{_LETTER}(?={_UNWRAP_LINE}\.?[ \t]*+(?:\n|\Z))"
+_SO = rf"\b(?:hence|thus|therefore|so),?\s+(?:{_NOUN}\s+){_FEW}{_WRAP}{_LETTER}(?={_UNWRAP_LINE}\.?[ \t]*+(?:\n|\Z))"
 _IS_RIGHT = rf"(?<![{_WORDLIKE}]){_LETTER}{_UNWRAP}\bis\s+(?:the\s+)?(?:correct|right|best|true|answer)\b"
-_LEADING = rf"\A{_WRAP}(?:(?:option|choice)\s+)?{_LETTER}(?={_UNWRAP_LINE}(?:[.:)\],]|\Z|\n|(?<=\s)[-–—]\s))"
+_JSON_KEY = r"\s*+[{\[]\s*+[\"']"  # {"a": 5} chooses nothing
+_LEADING = (
+    rf"\A(?!{_JSON_KEY}){_WRAP}(?:(?:option|choice)\s+)?{_LETTER}"
+    rf"(?={_UNWRAP_LINE}(?:[.:)\],]|\Z|\n|(?<=\s)[-–—]\s))"
+)
 _LONE = rf"^[ \t>*_#$`(\[]*+{_LETTER}{_UNWRAP_LINE}[.:]?{_UNWRAP_LINE}$"  # all there is on a line
 _ON_A_LINE = rf"^[ \t>*-]*+{_LETTER}[).:]"
 _IN_BRACKETS = rf"\({_LETTER}\)"
@@ -91,8 +118,8 @@ _ALSO_RE = re.compile(
 
 
 def exact(response: str, reference: Any, context: Mapping[str, Any], *, ignore_case: bool = False) -> Score:
-    """1 where response and reference are the same text, white space around them aside."""
-    got, want = response.strip(), str(reference).strip()
+    """1 where response and reference are the same text, thoughts before `</think>` and outer white space aside."""
+    got, want = after_thought(response).strip(), str(reference).strip()
     if ignore_case:
         got, want = got.casefold(), want.casefold()
     return Score(float(got == want))
@@ -111,9 +138,10 @@ def normalised(
 ) -> Score:
     """1 where response and reference are the same after Unicode NFKC and the chosen simplifications.
 
-    A reference that is a list holds several right answers. White space is always collapsed; `ignore_spaces` removes
-    it, for scripts that do not use it. `articles` are words to drop ("der die das"); "" drops none. Punctuation goes,
-    but not where it carries meaning: the point of 3.5, a sign before a digit, the marks % # & @ and all symbols stay.
+    What is thought before `</think>` does not count. A reference that is a list holds several right answers. White
+    space is always collapsed; `ignore_spaces` removes it, for scripts that do not use it. `articles` are words to drop
+    ("der die das"); "" drops none. Punctuation goes, but not where it carries meaning: the point of 3.5, a sign before
+    a digit, the marks % # & @ and all symbols stay.
     Where nothing of a reference would be left ("The", "?"), it is compared with only case and outer space aside.
     Not covered: synonyms, number words, spelling variants.
     """
@@ -124,6 +152,7 @@ def normalised(
     def simplify(text: str) -> str:
         return _simplify(text, ignore_case, ignore_punctuation, ignore_accents, ignore_spaces, articles)
 
+    response = after_thought(response)
     got, plain = simplify(response), _casefold(response.strip(), ignore_case)
     for answer in answers:
         want = simplify(answer)
@@ -135,12 +164,14 @@ def normalised(
 def f1(response: str, reference: Any, context: Mapping[str, Any], *, articles: str = "a an the") -> Score:
     """The harmonic mean of precision and recall of the response's tokens, against the best of the references.
 
-    Tokens are words after the simplifications of `normalised`; in scripts without spaces (Chinese, Japanese, Thai …)
-    every character is one. Repeated tokens count as often as they occur in both. Word order plays no part.
+    What is thought before `</think>` does not count. Tokens are words after the simplifications of `normalised`; in
+    scripts without spaces (Chinese, Japanese, Thai …) every character is one. Repeated tokens count as often as they
+    occur in both. Word order plays no part.
     """
     answers = _answers(reference)
     if not answers:
         return Score.error("the reference of 'f1' must be text or a list of texts, got an empty list")
+    response = after_thought(response)
     got = Counter(tokens(_simplify(response, True, True, False, False, articles)))
     return max((_overlap(got, response, answer, articles) for answer in answers), key=lambda score: score.value)
 
@@ -159,8 +190,9 @@ def number(
     The margin is `tolerance`, or the share `relative` of the reference (0.01 is one per cent) where that is more.
     The response is what comes after `</think>`, or inside its last <answer></answer>. Its number is the one after its
     last mark ("#### 12", "the answer is 12", "\boxed{12}"), or else the last one in the text; with `strict` it must be
-    all there is, thoughts and tags included. Thousands separators, those of LaTeX too, a currency sign and a percent
-    sign are read over: "50%" is 50. Not read: fractions, number words, "2 x 10^5", decimal commas.
+    all there is, thoughts and tags included. A number that is part of a formula (3/4, 3^4, 3x, "3 or 4") is none, nor
+    is one that is denied ("not 3"). Thousands separators, those of LaTeX too, a currency sign and a percent sign are
+    read over: "50%" is 50. "3 million" is 3000000, and 0,5 is 0.5. Not read: fractions, number words, "2 x 10^5".
     """
     want = _reference_number(str(reference))
     if want is None:
@@ -398,19 +430,34 @@ def marked_answers(text: str) -> Iterator[str]:
     for mark in reversed(deque(_MARK_RE.finditer(text), maxlen=_MARKS)):
         answer = text[mark.end() : mark.end() + _MARK_REACH]
         end = _SENTENCE_END_RE.search(answer)
-        yield answer[: end.start()] if end else answer
+        answer = answer[: end.start()] if end else answer
+        yield _braced(answer) if mark[0].endswith("{") else answer
+
+
+def _braced(text: str) -> str:
+    """Up to and with the brace that closes one opened before: `"5}, or"` → `"5}"`."""
+    depth = 0
+    for place, sign in enumerate(text):
+        depth += (sign == "{") - (sign == "}")
+        if depth < 0:
+            return text[: place + 1]
+    return text
 
 
 def _reference_number(text: str) -> Decimal | None:
     only = _only_number(text)
-    return _marked_number(text) if only is None else only
+    if only is not None:
+        return only
+    return next((number for answer in marked_answers(text) if (number := _first_number(answer)) is not None), None)
 
 
 def _final_number(text: str) -> Decimal | None:
     text = after_thought(text)
     text = _LATEX_COMMA_RE.sub(",", inside_tag(text, "answer") or text)
-    marked = _marked_number(text)
-    return _last_number(text) if marked is None else marked
+    for answer in marked_answers(text):
+        if any(map(str.isdigit, answer)):
+            return _first_number(answer)
+    return _last_number(text)
 
 
 def _only_number(text: str) -> Decimal | None:
@@ -418,17 +465,38 @@ def _only_number(text: str) -> Decimal | None:
     return None if match is None or _is_list(match[1]) else _decimal(match[1])
 
 
-def _marked_number(text: str) -> Decimal | None:
-    """The first number of the last marked answer that has one: 5 in "the answer is 2 + 3 = 5 apples"."""
-    for answer in marked_answers(text):
-        if match := _NUMBER_RE.search(answer, answer.rfind("=") + 1):
-            return _decimal(match[0])
+def _first_number(answer: str) -> Decimal | None:
+    """The number of the last side of a marked answer, or else its first: 5 in "2 + 3 = 5 apples, since x = 2"."""
+    answer = _NO_NUMBER_RE.sub(" ", answer)
+    reason = _REASON_RE.search(answer)
+    end = reason.start() + 1 if reason else len(answer)
+    for start in (answer.rfind("=", 0, end) + 1, 0):
+        match = _NUMBER_RE.search(answer, start)
+        if match and not _OTHER_RE.search(_before(answer, match)):
+            value = _whole_number(answer, match)
+            if value is not None:
+                return value
     return None
 
 
 def _last_number(text: str) -> Decimal | None:
-    last = deque(_NUMBER_RE.finditer(text), maxlen=1)
-    return _decimal(last[0][0]) if last else None
+    text = _NO_NUMBER_RE.sub(" ", text)
+    numbers = (match for match in _NUMBER_RE.finditer(text) if not _EXPONENT_RE.search(_before(text, match)))
+    last = deque(numbers, maxlen=1)
+    return _whole_number(text, last[0]) if last else None
+
+
+def _before(text: str, match: re.Match[str]) -> str:
+    return text[max(0, match.start() - 30) : match.start()]
+
+
+def _whole_number(text: str, match: re.Match[str]) -> Decimal | None:
+    """The number with the million after it; None where it is part of a formula."""
+    if _GOES_ON_RE.match(text, match.end()) or _WENT_BEFORE_RE.search(_before(text, match)):
+        return None
+    magnitude = _MAGNITUDE_RE.match(text, match.end())
+    value = _decimal(match[0])
+    return _EXACT.multiply(value, Decimal(MAGNITUDES[magnitude[1].lower()])) if magnitude else value
 
 
 def _is_list(token: str) -> bool:
@@ -436,6 +504,8 @@ def _is_list(token: str) -> bool:
 
 
 def _decimal(token: str) -> Decimal:
-    """`"-$1,234.50"` → `-1234.50`; of a list such as "1,2,3", the last."""
-    last = token.rpartition(",")[2] if _is_list(token) else token.replace(",", "")
-    return Decimal(last.translate(_PLAIN))
+    """`"-$1,234.50"` → `-1234.50`; `"0,5"` → `0.5`; of a list such as "1,2,3", the last."""
+    plain = token.translate(_PLAIN)
+    if not _is_list(token):
+        return Decimal(plain.replace(",", ""))
+    return Decimal(plain.replace(",", ".") if _DECIMAL_COMMA_RE.fullmatch(plain) else plain.rpartition(",")[2])

@@ -26,10 +26,15 @@ Decisions, where usage differs:
   the reference. Of "a = b ≈ c", b counts, and c if it is b rounded; an "=" that is not true makes it no answer.
 - (1, 2) is ordered and its brackets count; {1, 2} and a bare "1, 2" are not ordered; a bare list also matches a tuple
   in its order, and y = 2, x = 1 the tuple (1, 2). A column vector matches a tuple.
-- x = 5 matches 5, and x > 3 matches (3, ∞), but x = 5 does not match y = 5.
-- functions are compared on real points where both are real, so that √(x²) is |x| and not x; f(2x) is not 2f(x).
-- "1,234" is a number, "1, 2" a list, and 3,5 may be 3.5. log without a base is natural or decimal, whichever makes both
-  sides equal. 12:30 may be a time and is no ratio. Letters in a row are a product, but "tea" is not "eat".
+- x = 5 matches 5, and x > 3 matches (3, ∞), but x = 5 does not match y = 5. The references AB/CD = 2, a:b = 2:3,
+  sin A = 1/2 and a + b = 5 match their values; 2x + 1 = 7 and x + y = 5 are answers as they stand.
+- functions are compared at real points: around zero, next to it, and far away where they have corners. They must have
+  the same domain, so that √(x²) is |x| and not x, and neither ln x is ln|x| nor e^(ln x) is x. Of a function of several
+  variables, only their signs are tried for that, one at a time; i to n, N and C are taken to be positive. f(2x) is not
+  2f(x).
+- "1,234" is a number, "1, 2" a list, 0,125 is 0.125, and 3,5 may be 3.5. log without a base is natural or decimal,
+  whichever makes both sides equal. The reference 12:30 may be a time and is no ratio. 17 mod 5 is 2, and 17 (mod 5) a
+  class. Letters in a row are a product, but "tea" is not "eat".
 
 Size is checked before anything is evaluated: towers of powers, factorials of large numbers, deep nesting and long texts
 are wrong answers at once. math-verify reads integrals, limits and infinite sums for us; it has two seconds of processor

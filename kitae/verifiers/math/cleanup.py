@@ -30,6 +30,10 @@ _SUPERSCRIPT_RE = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
 _SUBSCRIPT_RE = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_SYSTEM_RE = re.compile(  # rows behind one brace
+    r"\\left\s*\\(?:\{|lbrace)\s*\\begin\{(array|aligned|matrix)\}(?:\{[lcr| ]*\})?(.*?)\\end\{\1\}\s*\\right\s*\.",
+    re.DOTALL,
+)
 _NOISE_RE = re.compile(
     r"(\\\\)(?:\s*\[[0-9.]+\s*[a-z]+\])?"  # the end of a row, with the space after it: kept
     r"|\\(?:left|right|[bB]igg?[lrm]?|middle)(?![A-Za-z])\.?"
@@ -37,9 +41,13 @@ _NOISE_RE = re.compile(
     r"|checkmark)(?![A-Za-z])|\\(?:text)?color\s*(?:\[[a-z]+\])?\s*\{[^{}]*\}"
     r"|\\(?:hspace|vspace)\s*\{[^{}]*\}|(?<=,)\\!\s*(?=[0-9]{3})|\\!|\\[()\[\]]|\$\$|</?[a-z]+>"
 )
-_SPACE_RE = re.compile(r"(\\\\)|\\[,;:> ]|\\q?quad(?![A-Za-z])|\\(?:thinspace|enspace|medspace)(?![A-Za-z])|~")
+_WIDE_SPACE_RE = re.compile(  # parts two items, but not an item from its words, its brackets or its relation
+    r"(?<=[0-9A-Za-z})\]])\s*\\q?quad\s*(?=[-+]?\s*(?:[0-9]|\\[dt]?frac|\\sqrt|\\pi|[A-Za-z](?![A-Za-z])))"
+)
+_SPACE_RE = re.compile(r"(\\\\)|\\[,;:> ]|\\q?quad|\\(?:thinspace|enspace|medspace)(?![A-Za-z])|~")
 _MODULUS_RE = re.compile(
-    r"\(?\s*(?:\\(?:p|b)?mod|\\(?:text|mathrm|operatorname)\s*\{\s*\(?\s*mod\s*\})\s*\{?\s*([0-9a-z]+)\s*\}?\s*\)?"
+    r"(?P<open>\(?)\s*(?P<word>\\[pb]?mod|\\(?:text|mathrm|operatorname)\s*\{\s*(?P<inside>\(?)\s*mod\s*\}|(?<![A-Za-z\\])mod)"
+    r"(?![A-Za-z])\s*\{?\s*(?P<number>[0-9]+|[a-z](?![A-Za-z]))\s*\}?\s*\)?"
 )
 _TH = r"\s*(?:st|nd|rd|th)\s*"
 _ORDINAL_RE = re.compile(  # 5th, 5^{th}, 5^{\text{th}}
@@ -53,7 +61,7 @@ _DOMAIN_RE = re.compile(  # "for all n", "where a, b ∈ ℝ": what the letters 
 _REMARK_RE = re.compile(
     r"(?<=\S)\s*\((?:i\.e\.|(?:since|because|rounded|approximately|about)\b)[^()]*\)$", re.IGNORECASE
 )
-_OVER_RE = re.compile(r"(?:\{|^)([^{}]*)\\over(?![A-Za-z])([^{}]*)(?:\}|$)")
+_OVER_RE = re.compile(r"(?:\{|^)([^{}]*)\\(over|choose)(?![A-Za-z])([^{}]*)(?:\}|$)")
 _CLOCK_RE = re.compile(r"(?<=[0-9])\s*([AaPp])\.?\s?[Mm](?![A-Za-z])\.?")
 _FRAC_RE = re.compile(r"\\[dtc]frac")
 _DEGREE_RE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|\\(?:degree|deg)(?![A-Za-z])|\^\s*\{\s*o\s*\}")
@@ -95,11 +103,16 @@ def tidy(text: str) -> str:
     if "\\\\" in text and r"\begin" not in text:  # a command whose backslash was escaped
         text = re.sub(r"\\\\(?=[A-Za-z{}])", r"\\", text)
     text = _DEGREE_RE.sub(r"\\degree ", text.replace("\x08oxed", r"\boxed"))
+    if r"\right" in text and r"\begin" in text:
+        text = _SYSTEM_RE.sub(_system, text)
     text = _NOISE_RE.sub(lambda m: m[1] or "", text.replace("**", "^"))
     text = _FRAC_RE.sub(r"\\frac", re.sub(r"\\boxed\s*\{", "{", text))
-    if r"\over" in text:
-        text = _OVER_RE.sub(r"\\frac{\1}{\2}", text)
-    text = _MODULUS_RE.sub(r" \\text{mod \1}", text)
+    if r"\over" in text or r"\choose" in text:
+        text = _OVER_RE.sub(lambda m: rf"\{'frac' if m[2] == 'over' else 'binom'}{{{m[1]}}}{{{m[3]}}}", text)
+    if "mod" in text:
+        text = _MODULUS_RE.sub(_modulus, text)
+    if r"quad" in text:
+        text = _WIDE_SPACE_RE.sub(", ", text)
     text = _SPACE_RE.sub(lambda m: m[1] or " ", text)
     text = _currency(text).strip()
     if "all" in text or "where" in text or "every" in text or "any" in text:
@@ -115,6 +128,19 @@ def tidy(text: str) -> str:
     if text.endswith("\\") and not text.endswith("\\\\"):
         text = text[:-1]
     return text[:-1].rstrip() if text.endswith((".", ",", ";")) and not text.endswith((r"\,", "..")) else text
+
+
+def _system(match: re.Match[str]) -> str:
+    rows = match[2].replace("&", "") if match[1] == "aligned" else match[2]
+    return rf"\begin{{cases}}{rows}\end{{cases}}"
+
+
+def _modulus(match: re.Match[str]) -> str:
+    r"""Of a congruence, `3 (mod 7)`, the modulus is like a unit; else `17 \bmod 5` is a remainder."""
+    bracketed = match["open"] or match["inside"] or match["word"] == r"\pmod"
+    if bracketed or r"\equiv" in match.string or "≡" in match.string:
+        return rf" \text{{mod {match['number']}}}"
+    return rf" \bmod {{{match['number']}}}"
 
 
 def ascii_digits(text: str) -> str:

@@ -18,6 +18,7 @@ from kitae.verifiers.math.tree import (
     Unreadable,
     is_collection,
     is_name,
+    is_quantity,
     items_of,
     mentions,
     mentions_collection,
@@ -75,6 +76,8 @@ def _same_quantity(gold: Node, got: Node, tolerance: float) -> bool | None:
         return _same_measured(gold, got, tolerance)
     if gold.kind == got.kind:
         return same(gold.args[0], got.args[0], tolerance)
+    if {gold.kind, got.kind} == {"percent", "degree"}:
+        return False
     for node, other in ((gold, got), (got, gold)):
         if node.kind == "unit":
             measure = measure_of(node.value)
@@ -129,12 +132,12 @@ def _same_based(gold: Node, got: Node) -> bool:
 
 
 def _same_ratio(gold: Node, got: Node, tolerance: float) -> bool | None:
-    """5:6 is 5:6, or 10:12, or the fraction 5/6; but 12:30 looks like a time, and is neither 2:5 nor 2/5."""
+    """5:6 is 5:6, or 10:12, or the fraction 5/6; but the reference 12:30 may be a time, and is neither 2:5 nor 2/5."""
     if gold.kind == got.kind:
         if len(gold.args) != len(got.args):
             return False
         verdict = _all_same(gold.args, got.args, tolerance)
-        if verdict or _is_clock(gold) or _is_clock(got):
+        if verdict or _is_clock(gold):
             return verdict
         left, right = (tuple(Node("div", (part, node.args[0])) for part in node.args[1:]) for node in (gold, got))
         return _all_same(left, right, tolerance)
@@ -186,12 +189,15 @@ def _distinct(items: tuple[Node, ...]) -> tuple[Node, ...]:
 
 
 def _same_collections(gold: Node, got: Node, tolerance: float) -> bool | None:
+    gold, got = _rounds(gold), _rounds(got)
     if gold.kind == got.kind == "sequence":
         return _same_sequences(gold, got, tolerance)
-    for node, other in ((gold, got), (got, gold)):
+    for node, other in sorted(((gold, got), (got, gold)), key=lambda pair: pair[0].kind != "union"):
         if node.kind == "sequence" and other.kind == "matrix":
             return _same_matrices(gold, got, tolerance)
         if node.kind == "union" and other.kind not in ("union", "sequence", "set", "list", "constant"):
+            return False
+        if node.kind == "union" and other.kind == "sequence" and len(other.args) != 2:
             return False
         if node.kind == "union" or (node.kind == "sequence" and other.kind == "constant"):
             verdict = same_real_sets(gold, got)
@@ -226,6 +232,19 @@ def _joined_otherwise(gold: Node, got: Node) -> bool:
     if values and len({spelled(item.args[0]) for item in items}) == 1:
         return False
     return any(names_in(item) for item in items)
+
+
+def _rounds(node: Node) -> Node:
+    """x = 1, y = 2, x = 3, y = 4 → (x = 1, y = 2), (x = 3, y = 4)."""
+    if node.kind != "list" or not all(item.kind == "relation" and is_name(item.args[0]) for item in node.args):
+        return node
+    names = [spelled(item.args[0]) for item in node.args]
+    size = len(set(names))
+    rounds = [node.args[start : start + size] for start in range(0, len(names), size)]
+    whole = all(len(set(names[start : start + size])) == size for start in range(0, len(names), size))
+    if not whole or size == 1 or len(rounds) == 1:
+        return node
+    return Node("list", tuple(Node("list", items, "and") for items in rounds), ",")
 
 
 def _named_apart(items: tuple[Node, ...]) -> bool:
@@ -329,14 +348,20 @@ def _same_relations(gold: Node, got: Node, tolerance: float) -> bool | None:
 
 
 def _same_equation_and_value(gold: Node, got: Node, tolerance: float) -> bool | None:
-    """x = 5 and 5. An answer may say more than the reference asks: "a + b = 5"; a reference must be "name = value"."""
+    """x = 5 and 5. An answer may say more than the reference asks: "2a + b = 5"; a reference must name a quantity."""
     relation = gold if gold.kind == "relation" else got
-    if relation is gold and not is_name(gold.args[0]) and names_in(gold.args[0]):
+    if relation is gold and not _names_a_value(gold):
         return False
     values = _values(relation)
     if relation is gold:
         return any_true(same(value, got, tolerance) for value in values) if values else False
     return any_true(same(gold, value, tolerance) for value in values) if values else False
+
+
+def _names_a_value(equation: Node) -> bool:
+    """x = 5, y = 2x, AB/CD = 2, 6 · 7 = 42; not 2x + 1 = 7 or x + y = 5, which are answers as they stand."""
+    left, right = equation.args[0], equation.args[-1]
+    return is_name(left) or not names_in(left) or (is_quantity(left) and not names_in(right))
 
 
 def _values(relation: Node) -> list[Node]:

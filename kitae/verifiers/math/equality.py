@@ -5,10 +5,12 @@ knows.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 from kitae.verifiers.math.numbers import (
+    DIGITS,
     POINTS,
     WIDE_POINTS,
     Point,
@@ -19,7 +21,13 @@ from kitae.verifiers.math.numbers import (
     to_mp,
     value_at,
 )
-from kitae.verifiers.math.tree import Node, TooBig, Undefined, Unreadable, mentions, names_in
+from kitae.verifiers.math.tree import Node, OutsideDomain, TooBig, Undefined, Unreadable, mentions, names_in
+
+_INVERSE = ("arcsin", "arccos", "arctan", "asin", "acos", "atan", "arccot", "arcsec", "arccsc")
+_BENT = ("min", "max", "abs", "floor", "ceil", "sgn", "mod", *_INVERSE)
+_BOUNDED = ("ln", "log", "lg", "logb", "arccosh", "arcosh", "arctanh", "artanh", *_INVERSE)
+_NEVER_NEGATIVE = frozenset("ijklmnNC")  # counts, and the constant of an integral: they say nothing of a domain
+_MAX_REACH = 10**30
 
 
 def same_number(gold: Node, got: Node, tolerance: float = 0.0) -> bool | None:
@@ -45,28 +53,92 @@ def any_true(verdicts: Iterator[bool | None]) -> bool | None:
 def _same_at_points(gold: Node, got: Node, *, decimal_log: bool) -> bool | None:
     real = not mentions(gold, "constant", "i") and not mentions(got, "constant", "i")
     whole = mentions(gold, "series") or mentions(got, "series")
-    bent = not whole and (_is_bent(gold) or _is_bent(got))
-    agreed = 0
-    for index in range(POINTS + bent * WIDE_POINTS):
+    bounded = real and not whole and (_is_bounded(gold) or _is_bounded(got))
+    variables = sorted((names_in(gold) | names_in(got)) - _NEVER_NEGATIVE) if bounded else []
+    agreed: list[Point] = []
+    for index in range(POINTS):
         point = Point(index, real, decimal_log, whole)
-        try:
-            left, right = value_at(gold, point), value_at(got, point)
-        except Undefined:
-            continue
-        except TooBig:
-            if index < POINTS:
-                raise
-            continue
-        if not _equal(gold, got, point, left, right):
+        left, right = _value_or_none(gold, point), _value_or_none(got, point)
+        if left is not None and right is not None:
+            if not _equal(gold, got, point, left, right):
+                return False
+            agreed.append(point)
+        elif len(variables) == 1 and _domains_differ(gold, got, point):
             return False
-        agreed += 1
-    return True if agreed >= 2 else None
+    if agreed and any(_domains_differ(gold, got, replace(agreed[0], turned=name)) for name in variables):
+        return False
+    if not whole and (_is_bent(gold) or _is_bent(got)):
+        wide = _same_at_wide_points(gold, got, Point(0, real, decimal_log), strict=len(variables) == 1)
+        if wide is None:
+            return False
+        return True if len(agreed) + wide >= 2 else None
+    return True if len(agreed) >= 2 else None
+
+
+def _same_at_wide_points(gold: Node, got: Node, near: Point, *, strict: bool) -> int | None:
+    """At how many of the points far from zero and next to it they are the same; None where they are not at one.
+
+    `strict`: nor where one of them is outside its domain there and the other is not. What is large loses digits, so
+    there are three times as many.
+    """
+    same, reach = 0, 2 + int(max(_largest(gold), _largest(got)))
+    with load_mpmath().workdps(3 * DIGITS):
+        for index in range(POINTS, POINTS + WIDE_POINTS):
+            point = replace(near, index=index, reach=reach)
+            try:
+                left, right = _value_or_none(gold, point), _value_or_none(got, point)
+                differ = strict and None in (left, right) and _domains_differ(gold, got, point)
+            except TooBig:
+                continue
+            if left is not None and right is not None:
+                differ = not close(left, right)
+                same += not differ
+            if differ:
+                return None
+    return same
+
+
+def _value_or_none(node: Node, point: Point) -> Any:
+    try:
+        return value_at(node, point)
+    except Undefined:
+        return None
+
+
+def _domains_differ(gold: Node, got: Node, point: Point) -> bool:
+    """Is one of them outside its domain here, and has the other a value? ln(-x) and ln|x| where x is positive."""
+    outside = []
+    for node in (gold, got):
+        try:
+            value_at(node, point)
+            outside.append(False)
+        except OutsideDomain:
+            outside.append(True)
+        except Undefined:
+            return False
+    return outside[0] != outside[1]
 
 
 def _is_bent(node: Node) -> bool:
     """Functions with corners can agree on a few numbers around zero and nowhere else: max(x, 3) and 3."""
-    bent = node.kind == "root" or (node.kind == "call" and node.value in ("min", "max", "abs", "floor", "ceil", "sgn"))
+    bent = node.kind == "root" or (node.kind == "call" and node.value in _BENT)
     return bent or any(map(_is_bent, node.args))
+
+
+def _is_bounded(node: Node) -> bool:
+    """Is there something in it that not all real numbers have?"""
+    broken = node.kind == "pow" and not (node.args[1].kind == "number" and node.args[1].value.denominator == 1)
+    bounded = node.kind == "root" or broken or (node.kind == "call" and node.value in _BOUNDED)
+    return bounded or any(map(_is_bounded, node.args))
+
+
+def _largest(node: Node) -> Any:
+    """The largest size, or inverse of a size, of the numbers in it: where its corners may be."""
+    if names_in(node):
+        return max(map(_largest, node.args), default=1)
+    value = _value_or_none(node, Point(0, False, False))
+    size = abs(to_mp(value)) if value else 1
+    return min(size if size >= 1 else 1 / size, _MAX_REACH)
 
 
 def _equal(gold: Node, got: Node, point: Point, left: Any, right: Any) -> bool:

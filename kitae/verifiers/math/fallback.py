@@ -15,6 +15,7 @@ from typing import Any
 
 from kitae.verifiers.math.cleanup import tidy
 from kitae.verifiers.math.numbers import DIGITS, Point
+from kitae.verifiers.math.reading import LIMIT_RE
 from kitae.verifiers.math.tokens import COMMANDS
 
 _MAX_FALLBACK = 500  # characters that math-verify may read
@@ -23,7 +24,6 @@ _BOMB_RE = re.compile(
     r"\^\s*\{?[^{}]*[0-9)]\s*\^|\^\s*[{(]?\s*[0-9]{4,}|[0-9]{4,}\s*\)?\s*!|!\s*!|[0-9]{60}|factorial"
     r"|\^\s*\{[^{}]*\{[^{}]*\{"
 )
-_LIMIT_RE = re.compile(r"\\lim\s*_\s*\{[^{}]*\}")
 _UNKNOWN_RE = re.compile(r"\.\.|[A-Za-z]{4}|[^\x00-\x7f]")
 _READABLE = frozenset(COMMANDS) | {"frac", "binom", "sum", "prod", "int", "iint", "iiint", "infty", "lim", "partial"}
 
@@ -73,7 +73,7 @@ def _limited(seconds: float) -> Iterator[None]:
 
 
 def _is_readable(text: str) -> bool:
-    plain = _LIMIT_RE.sub(r"\\lim ", text)
+    plain = LIMIT_RE.sub(r"\\lim ", text)
     commands = re.findall(r"\\([A-Za-z]+)", plain)
     return set(commands) <= _READABLE and not _UNKNOWN_RE.search(re.sub(r"\\[A-Za-z]+", " ", plain))
 

@@ -12,11 +12,19 @@ from importlib import import_module
 from math import comb, factorial, gcd, isqrt, lcm, log2, prod
 from typing import Any
 
-from kitae.verifiers.math.tree import UNKNOWN_FUNCTIONS, Node, TooBig, Undefined, Unreadable, mentions
+from kitae.verifiers.math.tree import (
+    UNKNOWN_FUNCTIONS,
+    Node,
+    OutsideDomain,
+    TooBig,
+    Undefined,
+    Unreadable,
+    mentions,
+)
 
 DIGITS = 30
 POINTS = 5  # values tried for each variable; the last two are negative
-WIDE_POINTS = 2  # and so many more, far from zero on both sides, where a function may have corners
+WIDE_POINTS = 6  # and so many more, far from zero and next to it on both sides, where a function may have corners
 _MAX_BITS = 130_000  # of an exact number
 _MAX_TERMS = 1_000  # of a sum or product
 _MAX_NESTED_TERMS = 30  # of each of two, one in the other
@@ -49,7 +57,8 @@ def to_mp(value: Any) -> Any:
 class Point:
     """Values for the variables. `real`: leave the reals and it is undefined; `decimal_log`: log is to base 10.
 
-    `whole`: the variables are small positive integers. `bound`: the values of the indices of sums.
+    `whole`: the variables are small positive integers. `bound`: the values of the indices of sums. `turned`: the name
+    whose value has the other sign. `reach`: how far from zero the wide points are.
     """
 
     index: int
@@ -57,18 +66,32 @@ class Point:
     decimal_log: bool
     whole: bool = False
     bound: tuple[tuple[str, Fraction], ...] = ()
+    turned: str = ""
+    reach: int = 1
 
     def value(self, name: str) -> Fraction:
         for index_name, value in self.bound:
             if index_name == name:
                 return value
-        source = random.Random(f"{name}/{self.index}")
         if self.whole:
-            return Fraction(source.randint(2, 9))
+            return Fraction(2 + _drawn(name, self.index) % 8)
         if self.index >= POINTS:
-            return Fraction(source.randint(100_000, 900_000) * (1 if self.index % 2 else -1), 997)
-        size = Fraction(source.randint(301, 2_500), 997)
-        return -size if self.index >= POINTS - 2 else size
+            return self._wide_value(name)
+        size = Fraction(_drawn(name, self.index), 997)
+        return -size if (self.index >= POINTS - 2) != (name == self.turned) else size
+
+    def _wide_value(self, name: str) -> Fraction:
+        """Whole numbers of the size of `reach` and of its square, and fractions as small as that is large."""
+        order, negative = divmod(self.index - POINTS, 2)
+        factor = 2 + _drawn(name, self.index) % 97
+        size = Fraction(factor * self.reach ** min(order + 1, 2))
+        return (-1 if negative else 1) * (1 / size if order == 2 else size)
+
+
+@lru_cache(maxsize=4096)
+def _drawn(name: str, index: int) -> int:
+    """The same random number in every process."""
+    return random.Random(f"{name}/{index}").randint(301, 2_500)
 
 
 def value_at(node: Node, point: Point) -> Any:
@@ -190,7 +213,7 @@ def _power(base: Any, exponent: Any, point: Point) -> Any:
             raise Undefined("a negative power of zero")
         return Fraction(0)
     if point.real and _is_negative(base):
-        raise Undefined("a broken power of a negative number")
+        raise OutsideDomain("a broken power of a negative number")
     return mpmath.power(to_mp(base), to_mp(exponent))
 
 
@@ -220,7 +243,7 @@ def _root(value: Any, degree: Any, point: Point) -> Any:
             return Fraction(top, bottom)
     if degree == 2:
         if point.real and _is_negative(value):
-            raise Undefined("the root of a negative number")
+            raise OutsideDomain("the root of a negative number")
         return load_mpmath().sqrt(to_mp(value))
     return _power(value, 1 / degree, point)
 
@@ -287,7 +310,7 @@ def _call(name: str, values: list[Any], point: Point) -> Any:
     if name in _BOUNDED_CALLS:
         value = getattr(mpmath, _BOUNDED_CALLS[name])(to_mp(first))
         if point.real and isinstance(value, mpmath.mpc):
-            raise Undefined(f"{name} outside its domain")
+            raise OutsideDomain(f"{name} outside its domain")
         return _checked(value)
     raise Unreadable(name)
 
@@ -353,8 +376,10 @@ def _binomial(top: Any, bottom: Any) -> Any:
 
 def _logarithm(name: str, values: list[Any], point: Point) -> Any:
     mpmath = load_mpmath()
-    if any(value == 0 for value in values) or (point.real and any(_is_negative(value) for value in values)):
-        raise Undefined("the logarithm of zero or of a negative number")
+    if any(value == 0 for value in values):
+        raise Undefined("the logarithm of zero")
+    if point.real and any(_is_negative(value) for value in values):
+        raise OutsideDomain("the logarithm of a negative number")
     value = mpmath.log(to_mp(values[0]))
     if name == "logb":
         base = mpmath.log(to_mp(values[1]))

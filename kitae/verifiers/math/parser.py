@@ -25,6 +25,7 @@ _RELATIONS = ("=", "<", ">", "<=", ">=", "!=", "≈", "∈", "≡")
 _ZERO = Node("number", value=Fraction(0))
 _TEMPERATURES = {"C": "celsius", "Celsius": "celsius", "F": "fahrenheit", "Fahrenheit": "fahrenheit"}
 _DIFFERENTIALS = ("d", "∂")
+_REMAINDER = Token("command", "bmod")
 
 
 def _is_differential(node: Node) -> bool:
@@ -122,7 +123,10 @@ class Parser(Cursor):
 
     def product(self) -> Node:
         if self.accept("-"):
-            return negated(self.product())
+            node = self.product()
+            if node.kind == "call" and node.value == "mod":  # -1 mod 5 is 4
+                return Node("call", (negated(node.args[0]), node.args[1]), "mod")
+            return negated(node)
         if self.accept("+"):
             return self.product()
         if self.is_op("±", "∓"):
@@ -148,6 +152,9 @@ class Parser(Cursor):
                 node = Node("unit", (node,), "per " + self.unit_words())
             elif self.accept("/"):
                 node = Node("div", (node, self.signed_power()))
+            elif self.peek() == _REMAINDER:
+                self.at += 1
+                node = Node("call", (node, self.tex_argument()), "mod")
             elif not self.no_colon and self.accept(":"):
                 node = Node("ratio", (*(node.args if node.kind == "ratio" else (node,)), self.signed_power()))
             elif self.is_op("€", "£", "¥", "₹", "$", "¢"):
@@ -218,7 +225,7 @@ class Parser(Cursor):
             opens = ("(", "{", "{{", "⌊", "⌈", "⟨") if self.in_interval else ("(", "{", "{{", "[", "⌊", "⌈", "⟨")
             return token.value in opens or (token.value == "|" and not self.no_bar)
         return token.kind in ("number", "name", "function", "constant") or (
-            token.kind == "command" and token.value != "end"
+            token.kind == "command" and token.value != "end" and token != _REMAINDER
         )
 
     def signed_power(self) -> Node:
@@ -232,7 +239,10 @@ class Parser(Cursor):
             if self.is_op("'"):
                 self.at += 1
                 return node
-            return self.postfix(Node("pow", (node, self.exponent())))
+            exponent = self.exponent()
+            if self.accept("_"):  # a^2_n: both belong to the a
+                node = self.subscript(node)
+            return self.postfix(Node("pow", (node, exponent)))
         return node
 
     def exponent(self) -> Node:
@@ -240,10 +250,10 @@ class Parser(Cursor):
         if self.accept("-"):
             return negated(self.exponent())
         self.accept("+")
-        node = self.group() if self.is_op("{") else self.postfix(self.primary())
+        node = self.group() if self.is_op("{") else self.postfix(self.primary(), subscripts=False)
         return Node("pow", (node, self.exponent())) if self.accept("^") else node
 
-    def postfix(self, node: Node) -> Node:
+    def postfix(self, node: Node, *, subscripts: bool = True) -> Node:
         while True:
             if self.accept("!"):
                 node = Node("call", (node,), "fac2") if self.accept("!") else Node("factorial", (node,))
@@ -255,7 +265,7 @@ class Parser(Cursor):
                 node = Node("unit", (node,), scale) if scale else Node("degree", (node,))
             elif self.accept("'"):
                 node = Node("name", value=f"{spelled(node)}'")
-            elif self.accept("_"):
+            elif subscripts and self.accept("_"):
                 node = self.subscript(node)
             else:
                 return node
@@ -410,7 +420,7 @@ class Parser(Cursor):
                 argument = Node("mul", (argument, self.power()))
         arguments = argument.args if argument.kind in ("list", "sequence") else (argument,)
         if name == "log" and base is not None:
-            return Node("call", (*arguments, base), "logb")
+            name, arguments = "logb", (*arguments, base)
         node = Node("call", arguments, name)
         if exponent is None:
             return node

@@ -14,13 +14,14 @@ from kitae.verifiers.math.tree import Node, Unreadable, negated, number_node
 from kitae.verifiers.math.units import is_known_unit
 from kitae.verifiers.math.words import digits_for_words
 
-_GROUPED_RE = re.compile(r"(?<![0-9.,])([0-9]{1,3})((?:(?:\{,\}|,)[0-9]{3})+)(?![0-9]|,[0-9])")
+_GROUPED_RE = re.compile(r"(?<![0-9.,])([1-9][0-9]{0,2})((?:(?:\{,\}|,)[0-9]{3})+)(?![0-9]|,[0-9])")
 _SPACED_RE = re.compile(r"(?<![0-9.,/])([0-9]{1,3})((?: [0-9]{3})+)(?![0-9/])")
-_LAKH_RE = re.compile(r"(?<![0-9.,])[0-9]{1,2}(?:,[0-9]{2})+,[0-9]{3}(?![0-9]|,[0-9])")  # 10,00,000
+_LAKH_RE = re.compile(r"(?<![0-9.,])[1-9][0-9]?(?:,[0-9]{2})+,[0-9]{3}(?![0-9]|,[0-9])")  # 10,00,000
 _POINTED_RE = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:(?:\.[0-9]{3}){2,}(?:,[0-9]+)?|\.[0-9]{3},[0-9]{1,2})(?![0-9.,])")
 _CHAIN_RE = re.compile(
     r"(?!.*(?:\b(?:not|wrong|or)\b|\\forall|\\to|rrow|[<>]|\\[lg]e|,))[^=]*[0-9\\][^=]*=.*", re.DOTALL
 )
+LIMIT_RE = re.compile(r"\\lim\s*_\s*\{[^{}]*\}")
 _IMPLIED_RE = re.compile(r"(?:.*=.*)?\\(?:Rightarrow|Longrightarrow|implies)(?![A-Za-z])([^=]*=.*)", re.DOTALL)
 _DATE_RE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 _PERIOD_RE = re.compile(
@@ -36,8 +37,9 @@ _TRAILING_UNIT_RE = re.compile(
 )
 _PLAIN_AMOUNT_RE = re.compile(r"[-+]?\s*[0-9.,]+(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{[-+0-9]+\}|[0-9]))?")
 _WHOLE_COMMA_RE = re.compile(r"-?(?:0,[0-9]+|[1-9][0-9]*,(?![0-9]{3}$)[0-9]+)")  # 3,5 may be 3.5
+_ZERO_COMMA_RE = re.compile(r"(?<![^-])0,(?=[0-9]+(?![0-9,]))")  # at the start; 0,25 is no pair
 _DECIMAL_COMMA_RE = re.compile(r"(?<=[0-9])\{,\}(?=[0-9])")
-_PLAIN_RE = re.compile(r"([-+]?)(?:\\?\$)?\s*([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(\.[0-9]*)?")
+_PLAIN_RE = re.compile(r"([-+]?)(?:\\?\$)?\s*([1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)?(\.[0-9]*)?")
 
 
 def plain_number(text: str) -> Node | None:
@@ -51,7 +53,7 @@ def plain_number(text: str) -> Node | None:
 
 
 def comma_number(text: str) -> Node | None:
-    """3,5 as 3.5, where it cannot be thousands."""
+    """3,5 as 3.5, where it cannot be thousands and the other side has no comma."""
     plain = text.strip()
     return number_node(plain.replace(",", ".")) if _WHOLE_COMMA_RE.fullmatch(plain) and len(plain) < 60 else None
 
@@ -66,15 +68,19 @@ def read(text: str) -> tuple[Node, ...]:
     joined = _LAKH_RE.sub(lambda m: m[0].replace(",", ""), joined)
     joined = _GROUPED_RE.sub(_join_thousands, joined)
     joined = _SPACED_RE.sub(lambda m: m[0].replace(" ", ""), joined)
-    readings = []
-    for version in dict.fromkeys((joined, plain, _with_unit(joined))):
+    versions, readings = [joined, plain, _with_unit(joined)], []
+    if "0," in joined:
+        versions.append(_with_unit(_ZERO_COMMA_RE.sub("0.", joined)))
+    for version in dict.fromkeys(versions):
         with suppress(Unreadable):
             tokens = split_tokens(_DECIMAL_COMMA_RE.sub(".", version))
             if tokens:
                 readings.append(Parser(tokens).parse())
     if not readings and (implied := _IMPLIED_RE.fullmatch(plain)):  # 2x = 6 ⇒ x = 3
         return read(implied[1])
-    if not readings and _CHAIN_RE.fullmatch(plain):  # of a calculation that we cannot read, its result
+    if not readings and _CHAIN_RE.fullmatch(
+        LIMIT_RE.sub(r"\\lim", plain)
+    ):  # of a calculation that we cannot read, its result
         return read(plain.rpartition("=")[2])
     return tuple(readings)
 

@@ -46,7 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "\\": ("op", "\\\\"), "lparen": ("op", "("), "rparen": ("op", ")"),
 }  # fmt: skip
 _STRUCTURES = ("frac", "binom", "dbinom", "tbinom", "begin", "end", "overline", "mathbb", "hat", "vec", "bar",
-               "overrightarrow", "widehat", "angle", "triangle", "dot", "sum", "prod", "partial")  # fmt: skip
+               "overrightarrow", "widehat", "angle", "triangle", "dot", "sum", "prod", "partial", "bmod")  # fmt: skip
 _WORDS = {
     "infinity": ("constant", "inf"), "inf": ("constant", "inf"), "oo": ("constant", "inf"), "pi": ("constant", "pi"),
     "Pi": ("constant", "pi"), "and": ("op", "and"), "or": ("op", "or"), "union": ("op", "∪"),

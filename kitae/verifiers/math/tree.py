@@ -26,6 +26,10 @@ class Undefined(Exception):
     """There is no (real) value at this point."""
 
 
+class OutsideDomain(Undefined):
+    """And there is none around it either: the root or logarithm of a negative number, the arcsine of 2."""
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """A part of an answer: `Node("add", (x, y))`, `Node("number", value=Fraction(1, 2))`."""
@@ -96,6 +100,23 @@ def is_name(node: Node) -> bool:
     if node.kind == "pow":  # f^{-1}(x)
         return is_name(node.args[0]) and node.args[1].kind == "number" and node.args[1].value == -1
     return node.kind in ("mul", "sequence") and all(is_name(part) or part.kind == "constant" for part in node.args)
+
+
+_TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
+
+
+def is_quantity(node: Node) -> bool:
+    r"""AB/CD, a:b, a + b, \sin A, \log_2 N: a name for a number, and no equation to be solved, as 2x + 1 or x² are.
+
+    A sum of x and y is a line.
+    """
+    if is_name(node):
+        return True
+    if node.kind == "call":
+        return node.value in _TRIGONOMETRIC or all(is_quantity(part) or not names_in(part) for part in node.args)
+    if node.kind == "add" and names_in(node) >= {"x", "y"}:
+        return False
+    return node.kind in ("add", "neg", "mul", "div", "ratio") and all(map(is_quantity, node.args))
 
 
 def is_integer_condition(node: Node) -> bool:

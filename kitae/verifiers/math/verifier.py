@@ -9,11 +9,14 @@ from kitae.verifiers.answers import (
     DEFAULT_ORDER,
     MARKED_WAYS,
     boxed_answer,
+    boxes,
     chosen_letter,
     find_answers,
     hash_answer,
     parse_order,
     phrase_answer,
+    spoken,
+    without_lead,
 )
 from kitae.verifiers.math.cleanup import are_texts, choice_letter, plain_words, text_key, tidy
 from kitae.verifiers.math.comparison import same
@@ -26,6 +29,8 @@ from kitae.verifiers.math.tree import TooBig
 _MAX_ANSWER = 2_000  # characters; what is longer is no answer
 _INDEX_RE = re.compile(r"(?<![A-Za-z\\])([A-Za-z])\s*(?:\\in\s*\\(?:mathbb|mathbf)\s*\{?\s*Z|∈\s*ℤ)")
 _MAX_WRAPPING = 8  # characters around an answer that is the whole response
+_MAX_BOXES = 8
+_PARTS_RE = re.compile(r"[,;]|\\pm|\b(?:and|or)\b|\\quad")  # a reference of several parts
 
 
 def math(
@@ -39,22 +44,35 @@ def math(
 ) -> Score:
     """1 where the final answer equals the reference, which may be bare ("3/4"), in $…$, in a \\boxed{} or after ####.
 
+    A reference that is a list holds several right answers. Where it is one answer of several parts ("3, 4"), these may
+    stand in a box each.
     `extract` lists the ways to find the answer, in order: boxed, tag (<answer>), hash (####), phrase ("the answer is",
     in some thirty languages), last (the last formula or number). The first that finds something decides. With
     `strict`, only boxed and hash count. `tolerance` is relative to a reference that is a number.
     """
     order = parse_order(extract, strict=strict)
-    gold = _reference_answer(str(reference))
-    if not gold or len(gold) > _MAX_ANSWER:
+    golds = [_reference_answer(str(one)) for one in (reference if isinstance(reference, list | tuple) else [reference])]
+    if not golds or any(not gold or len(gold) > _MAX_ANSWER for gold in golds):
         return Score.error(f"the reference of 'math' must be an expression, got {str(reference)[:100]!r}")
     answer = next(find_answers(response, order), None)
     if answer is None:
         return Score(0.0, detail="no answer in the response")
     if len(answer) > _MAX_ANSWER:
         return Score(0.0, detail=f"the answer must have at most {_MAX_ANSWER} characters, got {len(answer)}")
-    if same_answer(gold, answer, tolerance) or _is_whole(response, gold, order) or _chooses(response, gold, order):
-        return Score(1.0)
-    return Score(0.0, detail=f"got {answer[:100]!r}, want {gold[:100]!r}")
+    for gold in golds:
+        if same_answer(gold, answer, tolerance) or _is_whole(response, gold, order) or _chooses(response, gold, order):
+            return Score(1.0)
+        if "boxed" in order and _is_in_boxes(response, gold, tolerance):
+            return Score(1.0)
+    return Score(0.0, detail=f"got {answer[:100]!r}, want {' or '.join(golds)[:100]!r}")
+
+
+def _is_in_boxes(response: str, gold: str, tolerance: float) -> bool:
+    """Are the boxes of the response, all of them together, the parts of the reference?"""
+    if not _PARTS_RE.search(gold):
+        return False
+    parts = [inside for _, _, inside in boxes(spoken(response)) if inside.strip()]
+    return 1 < len(parts) <= _MAX_BOXES and same_answer(gold, ", ".join(parts), tolerance)
 
 
 def _is_whole(response: str, gold: str, order: tuple[str, ...]) -> bool:
@@ -124,7 +142,7 @@ def _with_index_of(gold: str, answer: str) -> str:
 
 
 def _reference_answer(text: str) -> str:
-    text = text.strip()
+    text = without_lead(text.strip()).strip()
     boxed = boxed_answer(text)
     if boxed is not None:
         return boxed.strip()

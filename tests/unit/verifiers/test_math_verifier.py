@@ -252,9 +252,13 @@ EQUAL = {
         ("x=2, x=3", "x=3 또는 x=2"), ("x=2 或 x=3", "x=3, x=2"), (r"[0,\infty]", r"[0,\infty)"),
         (r"A \cup B", r"B \cup A"),
         (r"k\pi, k\in\mathbb{Z}", r"n\pi, n\in\mathbb{Z}"), (r"3\operatorname{cis}60^\circ", r"3e^{i\pi/3}"),
+        (r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right.", "(1,2)"),
+        ("x=1, y=2", r"\left\{\begin{aligned}x&=1\\y&=2\end{aligned}\right."),
         (r"\begin{cases} x=1 \\ y=2 \end{cases}", "x=1, y=2"), (r"\begin{cases} x=1 \\ y=2 \end{cases}", "(1,2)"),
         (r"\begin{cases} x & x>0 \\ -x & x \le 0 \end{cases}",
          r"\begin{cases} -x & \text{if } x \le 0 \\ x & \text{if } x>0 \end{cases}"),
+        (r"\begin{cases} x & x>0 \\ -x & x \le 0 \end{cases}",
+         r"\left\{\begin{array}{ll} x & x>0 \\ -x & x \le 0 \end{array}\right."),
         (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", "-2"),
         (r"\begin{pmatrix}6&8\\10&12\end{pmatrix}",
          r"\begin{pmatrix}1&2\\3&4\end{pmatrix}+\begin{pmatrix}5&6\\7&8\end{pmatrix}"),
@@ -264,7 +268,8 @@ EQUAL = {
     ],
     "names and order": [
         ("(2,3)", "y=3, x=2"), ("(2,3)", "r=2, h=3"), ("(x,y)=(2,3)", "y=3, x=2"), ("x>2 and x<5", "(2,5)"),
-        (r"x=1 \text{ and } x=2", "x=1 or x=2"), ("1:2:3", "2:4:6"), (r"2:\sqrt{2}", r"\sqrt{2}:1"), ("5:12", "5/12"),
+        (r"x=1 \text{ and } x=2", "x=1 or x=2"), ("1:2:3", "2:4:6"), ("2:5", "12:30"), ("3:7", "6:14"),
+        (r"2:\sqrt{2}", r"\sqrt{2}:1"), ("5:12", "5/12"),
         (r"3 \pmod 7", r"10 \pmod 7"), ("f(x+1)", "f(1+x)"), ("2f(x)", "f(x)+f(x)"),
     ],
     "sums and integrals": [
@@ -273,9 +278,87 @@ EQUAL = {
         (r"\int_0^\infty e^{-x^2} dx", r"\frac{\sqrt\pi}{2}"), (r"\lim_{x\to\infty} \frac1x", "0"),
         (r"\frac{d}{dx} x^2", "2x"),
     ],
+    "decimal commas": [
+        ("0.125", "0,125"), ("0.05", "0,05"), ("1125", "1,125"), ("0.125 kg", r"0{,}125 \text{ kg}"),
+        ("-0.125", "-0,125"), ("0.25 kg", "0,25 kg"), ("10^{-3}", "0,001"), ("1/8", "0,125"),
+    ],
+    "a quantity and its value": [
+        (r"\frac{AB}{CD}=2", "2"), ("A:B=1", "1"), ("a:b=2:3", "2:3"), ("a:b=2:3", r"\frac23"), ("a:b=2:3", "4:6"),
+        (r"\sin A=\frac12", r"\frac12"), (r"\cos\theta = 0.6", "3/5"), ("a+b=7", "7"), (r"\log_2 N = 10", "10"),
+        (r"\frac{S_1}{S_2} = \frac{4}{9}", "4:9"), (r"\tan(A+B)=1", "1"), (r"\sin 2A = \frac12", "0.5"),
+        (r"\frac{AB}{CD}=2", r"\frac{AB}{CD}=2"),
+    ],
+    "values of names, time and again": [
+        ("(5,2),(7,2)", "p=5,q=2;p=7,q=2"), ("p=5,q=2;p=7,q=2", "(7,2),(5,2)"), ("p=5,q=2;p=7,q=3", "p=7,q=3;p=5,q=2"),
+        ("(1,2),(2,1)", r"x=1, y=2 \text{ or } x=2, y=1"), (r"\{(1,2),(2,1)\}", r"y=2, x=1 \text{ or } x=2, y=1"),
+    ],
+    "limits, remainders, coefficients": [
+        (r"\lim_{x\to 0}\frac{\sin x}{x}=1", "1"), ("1", r"\lim_{x\to 0}\frac{\sin x}{x}=1"),
+        (r"\lim_{n\rightarrow\infty} a_n = 4", "4"), (r"17 \bmod 5 = 2", "2"), ("2", r"17 \bmod 5 = 2"),
+        ("2", r"17 \bmod 5"), ("2", r"17 \mod 5"), ("2", "17 mod 5 = 2"), ("3", r"2^{10} \bmod 7 + 1"),
+        ("3", r"3 \mod 7"), ("4", r"-1 \bmod 5"),
+        (r"x \equiv 3 \mod 7", r"x \equiv 3 \pmod 7"), (r"{16 \choose 2}", "120"), ("120", r"{16 \choose 2}"),
+        (r"{n \choose 2}", r"\frac{n(n-1)}{2}"), (r"\frac{1}{2}{4 \choose 2}", "3"), ("10", r"5 \choose 2"),
+    ],
+    "indices and powers": [
+        ("a^2_n", "a_n^2"), ("a^{2}_{n}", "a_n^2"), ("x^2_1 + x^2_2", "x_1^2+x_2^2"), (r"\log^2_3 9", "4"),
+    ],
+    "unions that overlap": [
+        (r"(0,2)\cup(1,3)", "(0,3)"), ("(0,3)", r"(0,2)\cup(1,3)"), ("[0,3]", r"[0,2]\cup[1,3]"),
+        ("(0,3)", r"(0,5)\cap(-1,3)"),
+        ("x>1", r"(1,4)\cup(3,\infty)"),
+    ],
+    "wide spaces": [
+        (r"x=1\quad y=2", "x=1, y=2"), (r"x=1,\quad y=2", "(1,2)"), (r"1\quad 2", "1, 2"), (r"5\quad", "5"),
+        (r"x=1,\quady=2", "x=1, y=2"), (r"5\quad\text{cm}", "5 cm"), (r"x=1\qquadx=-2", "1, -2"), (r"\quad 7", "7"),
+    ],
+    "the same function": [
+        (r"\ln|x|+C", r"C+\ln|x|"), (r"\ln|x|", r"\frac12\ln x^2"), ("|x|", r"\max(x,-x)"), ("x", r"\ln e^x"),
+        ("x", r"\tan(\arctan x)"), (r"\ln\frac ab", r"\ln a-\ln b"), (r"\sqrt{\frac ab}", r"\frac{\sqrt a}{\sqrt b}"),
+        ("x^{3/2}", r"x\sqrt x"), (r"\lfloor x\rfloor", r"-\lceil -x\rceil"),
+        (r"\lfloor x+1\rfloor", r"1+\lfloor x\rfloor"),
+        (r"\sqrt{x^2+10^8}-x", r"\frac{10^8}{\sqrt{x^2+10^8}+x}"), (r"\min(x,\infty)", "x"),
+        (r"\min(x,y)", r"\frac{x+y-|x-y|}{2}"), (r"\arcsin x", r"\frac{\pi}{2}-\arccos x"),
+        (r"\sqrt{n}\sqrt{n+1}", r"\sqrt{n^2+n}"),
+        (r"\ln\frac{T_1-T_0}{T_2-T_0}", r"\ln(T_1-T_0)-\ln(T_2-T_0)"), (r"\min(x^2,10^6)", r"\min(10^6,|x|^2)"),
+    ],
 }
 
 UNEQUAL = {
+    "decimal commas": [
+        ("1", "0,001"), ("0,2", "0,3"), ("125", "0,125"), ("-125", "-0,125"), ("125 kg", r"0,125 \text{ kg}"),
+        ("5", "0,5"), ("0.125", "1,125"),
+    ],
+    "a quantity and its value": [
+        (r"\frac{AB}{CD}=2", r"\frac12"), ("a:b=2:3", "3:2"), (r"\sin A=\frac12", "0.6"), ("2x+1=7", "7"),
+        ("x^2=9", "9"),
+        ("x^2+y^2=25", "25"), ("x+y=5", "5"), ("2x=6", "6"), ("a+b=7", "8"), ("a+b=c", "c"), ("|x-2|=3", "3"),
+        (r"\log_2(x+1)=3", "3"),
+        (r"\frac{x}{2}=3", "3"), (r"\sqrt{x}=3", "3"),
+    ],
+    "values of names, time and again": [
+        ("(5,2),(7,2)", "p=2,q=5;p=7,q=2"), ("p=5,q=2;p=7,q=3", "p=5,q=3;p=7,q=2"), ("(5,2),(7,2)", "p=5,q=2"),
+        ("(5,2),(7,2)", "p=5,q=2,p=7"),
+    ],
+    "limits, remainders, coefficients": [
+        (r"\lim_{x\to 0}\frac{\sin x}{x}=1", "0"), ("2", r"17 \bmod 6 = 2"), ("17", r"17 \bmod 5"), ("17", "17 mod 5"),
+        ("120", r"{16 \choose 3}"), ("9", r"8 \to 9"), (r"x \equiv 3 \mod 7", r"x \equiv 3 \mod 5"),
+    ],
+    "indices and powers": [("a^2_n", "a_2^n"), ("a^2_n", "a^2"), ("a^2_n", "a_n")],
+    "unions that overlap": [("(0,3)", r"(0,2)\cup(2,3)"), ("(0,3)", r"(0,2)\cup(1,4)"), ("(0,3)", r"(0,2)\cap(1,3)")],
+    "wide spaces": [(r"1\quad 2", "12"), ("12", r"1\quad 2"), (r"x=1\quad y=2", "x=2, y=1"), ("5", r"5\quad 6")],
+    "another function": [
+        (r"\ln|x|+C", r"\ln(-x)+C"), (r"\ln|x|+C", r"\ln x+C"), (r"\ln x", r"\ln|x|"), ("|x|", r"\sqrt{x}^2"),
+        ("x", r"\sqrt{x}^2"),
+        ("x^2", r"\min(x^2,10^6)"), (r"\min(x^2,10^6)", "x^2"), ("x^3", r"\min(x^3,10^{12})"),
+        (r"\sqrt{x}", r"\min(\sqrt x,10^6)"),
+        ("x^2", r"\max(x^2,0.000001)"), ("x", r"e^{\ln x}"), (r"e^{\ln x}", "x"), ("x", r"\arcsin(\sin x)"),
+        ("x", r"\sin(\arcsin x)"),
+        ("|x|", r"\arccos(\cos x)"), ("x", r"\arctan(\tan x)"), ("x", r"\lfloor x\rfloor"),
+        (r"\lceil x\rceil", r"\lfloor x\rfloor+1"),
+        (r"2\ln x", r"\ln x^2"), ("x", r"10^{\lg x}"), ("x+y", r"\sqrt{x}^2+y"), (r"\ln|x|+\ln|y|", r"\ln x+\ln y"),
+        ("x", r"\max(x,-10^7)"), ("1", r"\frac{\sqrt x}{\sqrt x}"), ("x", r"\operatorname{sgn}(x)x"),
+    ],
     "as models write": [
         (r"2\sqrt{3}", "3.46"), ("a/b", "b/a"), (r"\text{June 20}", "20 June"), ("2^{1000}", "2^{1000}+1"),
         (r"\begin{bmatrix}1&0\\0&1\end{bmatrix}", "I"), ("x^3+3x-6", "x^3 + 3x - 6 = 0"),
@@ -303,7 +386,8 @@ UNEQUAL = {
         (r"1\frac{1}{2}", "1/2"), ("1 1/2", "11/2"), (r"-1\frac12", "-1/2"),
     ],
     "percent": [
-        ("0.5", "50"), ("50", "0.5"), ("50%", "5%"), ("50%", "500"), ("5%", "0.5"),
+        (r"10^\circ", r"10\%"), (r"10\%", "10°"), ("0.5", "50"), ("50", "0.5"), ("50%", "5%"), ("50%", "500"),
+        ("5%", "0.5"),
     ],
     "units and currency": [
         ("5 cm", "5 m"), ("5 cm", "6 cm"), (r"\$5", "€5"), ("1 hour", "1 minute"), ("60°", "61°"), ("18", "19 eggs"),
@@ -508,6 +592,39 @@ def test_long_responses_are_read_quickly(unit: str) -> None:
         (r"\fbox{7}", "7"),
         (r"\boxed 7", "7"),
         (r"\boxed{1} and \boxed{2}", "1, 2"),
+        # several boxes for several answers
+        (r"We find $x = \boxed{3}$. Then $y = \boxed{4}$.", "3, 4"),
+        (r"We find $x = \boxed{3}$. Then $y = \boxed{4}$.", "(3, 4)"),
+        ("(a) The sum is $\\boxed{7}$.\n\n(b) The product is $\\boxed{12}$.", "7, 12"),
+        # several references, each of them right
+        (box("18"), ["17", "18"]),
+        (box("0.5"), ("2", r"\frac12")),
+        # dollars of money and of formulas
+        ("It costs $10,200 and $255 more. The final answer is $10,455$", "10455"),
+        (r"It costs $10,200 and \$255. Therefore $x = 10,455$.", "10455"),
+        (r"$10,200 and \$255. Therefore $x = 10,455$.", "10455"),
+        ("He pays $255. So the total is $x = 10,455$.", "10455"),
+        ("He pays $255 of $10,710; what is left is $y$, and $y = 10,455$.", "10455"),
+        # several formulas at the end of a sentence, and what the answer is not
+        ("So we get $a + bc$.", "bc+a"),
+        ("It is $-i$.", "-i"),
+        ("The solutions are $-4$ and $9$.", "-4, 9"),
+        (r"Hence the roots are \(1\), \(2\) and \(\sqrt 3\).", r"1, 2, \sqrt{3}"),
+        ("The answer is 17, not 71.", "17"),
+        ("The answer is $x = 3$ and not $x = 5$.", "3"),
+        ("The answer is 17 rather than 71.", "17"),
+        ("The answer is that all but one of the 12 dollars were lost, so it is 12 - 1 = $11", "11"),
+        ("The answer is 12, which is 3 * 5 - 3", "12"),
+        ("The answer is 12 pens, so he needs 2 boxes of 6", "12"),
+        ("The answer is that with 2 years instead of 5, he pays 250 - 100 = $150", "150"),
+        ("The answer is: does not exist", "does not exist"),
+        # question and answer
+        ("A: 18", "18"),
+        ("Q: How many?\nA: There are 18 of them.", "18"),
+        ("**A:** 18", "18"),
+        ("A: 18 cm", "A"),
+        (box("10000"), "answer is 10000"),
+        (box("10000"), "Answer: 10000"),
         # no box
         ("12", "12"),
         ("1+x^2", "x^2+1"),
@@ -571,6 +688,14 @@ def test_right(response: str, reference: object) -> None:
         (box(""), "1"),
         (box("3") + " No: " + box("4"), "3"),
         (r"\boxed{1} and \boxed{2}", "2"),
+        (r"We find $x = \boxed{3}$. Then $y = \boxed{4}$.", "3"),
+        (r"We find $x = \boxed{3}$. Then $y = \boxed{5}$.", "3, 4"),
+        (r"\boxed{3} or rather \boxed{4} or rather \boxed{5}", "3, 4"),
+        ("A: 18\nB: 20", "18"),
+        ("The solutions are $-4$ and $9$.", "9"),
+        ("The answer is 17, not 71.", "71"),
+        ("The answer is not 17.", "17"),
+        ("It costs $10,200 and $255 more. The final answer is $10,455$", "255"),
         (r"5\sqrt{2}", "5"),
         (r"The answer is 5\sqrt{2}.", "5"),
         ("the answer is 5 or 6", "5"),
@@ -606,7 +731,7 @@ def test_wrong(response: str, reference: str) -> None:
     assert score.value == 0 and score.valid
 
 
-@pytest.mark.parametrize("reference", ["", "  ", r"\boxed{}", "x" * 5_000])
+@pytest.mark.parametrize("reference", ["", "  ", r"\boxed{}", "x" * 5_000, [], ["1", ""]])
 def test_a_reference_without_an_answer_is_an_error(reference: str) -> None:
     assert not math("1", reference, {}).valid
 

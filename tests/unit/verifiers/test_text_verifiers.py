@@ -25,6 +25,9 @@ from kitae.verifiers.text import after_thought, choice, exact, f1, normalised, n
         ("", "", 1),
         ("", "a", 0),
         ("é", "e\u0301", 0),
+        ("<think>Yes or no?</think>\nYes", "Yes", 1),
+        ("<think>Yes</think>No", "Yes", 0),
+        ("<think>Yes", "Yes", 0),
     ],
 )
 def test_exact(response: str, reference: Any, value: float) -> None:
@@ -114,6 +117,41 @@ def test_exact_ignore_case(response: str, reference: str, value: float) -> None:
         (r"\boxed{1{,}234}", 1234),
         (r"\boxed{1,\!234}", 1234),
         (r"\boxed{1\,234}", 1234),
+        (r"\boxed{3 \text{ cm}}", 3),
+        (r"\boxed{30^\circ}", 30),
+        (r"\boxed{5\%}", 5),
+        ("The answer is 7 since 3 + 4 = 7", 7),
+        ("The answer is 5, since x = 2y", 5),
+        ("The answer is x = 12", 12),
+        ("The answer is 12, not 13", 12),
+        ("The answer is 20 - 5 = 15.", 15),
+        ("The answer is 3 apples + 4 apples = 7 apples.", 7),
+        ("The answer is 5% of 200 = 10", 10),
+        ("It is 0.6 or 60%", 60),
+        ("The answer is that since he owed $7, he has $26 - $7 = $19", 19),
+        ("The answer is 80% of the girls because 12/15 = 0.8", 80),
+        ("The answer is that she saves $20, so she has 20 + 70 = $90", 90),
+        ("The answer is (75/100)*100=75% of them", 75),
+        ("The answer is 24 eggs, which is 24/12 = 2 dozen", 2),
+        ("Week 3:210 pages", 210),
+        ("We get 3Y/3 = 120/3 or Y = 40", 40),
+        ("The answer is 6 (that is, 2 * 3 = 6, or half of 12)", 6),
+        ("The answer is 7 hours or 420 minutes", 7),
+        ("The answer is 12 = 3 * 4", 12),
+        ("The answer is 5 (3 + 2).", 5),
+        ("Answer: 7-day week", 7),
+        ("It is 12 and not 13", 12),
+        ("The answer is not 3 but 4", 4),
+        ("The answer is 3 million", 3_000_000),
+        (r"\boxed{\$2.5 \text{ billion}}", 2_500_000_000),
+        ("It weighs 2 thousand tons", 2_000),
+        ("The area is 16 m^2", 16),
+        ("The area is 16 cm^{2}", 16),
+        ("9 km/h", 9),
+        ("$8/hour", 8),
+        ("0,5", 0.5),
+        ("It costs 2,74 in all", 2.74),
+        ("A: 18", 18),
         # thoughts do not count, and a tag holds the answer
         ("<think>The answer is 3</think> It is 7", 7),
         ("<answer>7</answer> in 3 steps", 7),
@@ -141,6 +179,39 @@ def test_number_right(response: str, reference: Any) -> None:
         ("12", -12),
         ("12 is not it, 13 is", 12),
         ("x2", 2),
+        (r"\boxed{3/4}", 3),
+        (r"\boxed{3/4}", 4),
+        ("3/4", 4),
+        ("3^4", 3),
+        ("3^4", 4),
+        (r"\boxed{3^4}", 3),
+        (r"\boxed{3^{4}}", 4),
+        (r"\boxed{3x}", 3),
+        (r"\boxed{3\pi}", 3),
+        (r"\boxed{\sqrt{3}}", 3),
+        (r"\boxed{\frac{3}{4}}", 3),
+        (r"\frac{3}{4}", 4),
+        (r"\boxed{3\frac{1}{4}}", 3),
+        ("The answer is 3 1/4", 3),
+        (r"\boxed{3 \times 10^4}", 3),
+        (r"3 \times 10^4", 10),
+        ("The answer is 3 + 4", 3),
+        ("The answer is 3 or 4", 3),
+        (r"\boxed{3!}", 3),
+        ("3 million", 3),
+        ("The answer is 3 million", 3),
+        ("The answer is not 3", 3),
+        ("It isn't 3.", 3),
+        ("The answer is x > 3", 3),
+        ("The answer is x = 3 or x = 4", 3),
+        ("The answer is x = 3 or x = 4", 4),
+        ("The answer is 3 apples + 4 apples = 7 apples.", 3),
+        ("The answer is 12:30", 12),
+        ("It was 12:30", 30),
+        ("It was 2024-05-06", 2024),
+        ("0,125", 125),
+        ("0,5", 5),
+        ("It costs 2,74 in all", 74),
         ("1e9999999999", 1),
         ("1e999999999", 1),
         ("50%", 0.5),
@@ -564,3 +635,20 @@ def test_time_is_linear_in_the_response(unit: str) -> None:
     for verifier in (normalised, f1, choice):
         verifier(unit * (100_000 // len(unit)), "B", {})
     assert time.perf_counter() - start < 2
+
+
+@pytest.mark.parametrize("score", [normalised, f1])
+def test_thoughts_are_no_part_of_the_text(score: Any) -> None:
+    assert score("<think>London? Rome?</think> Paris", "Paris", {}).value == 1
+    assert score("<think>Paris</think> London", "Paris", {}).value == 0
+    assert score("<think>Paris", "Paris", {}).value == 0
+
+
+@pytest.mark.parametrize("response", ['{"a": 5}', "{'a': 5}", '{"a": 5, "b": 6}', '{ "A" : "x" }', '["a", 5]'])
+def test_the_keys_of_json_are_no_choice(response: str) -> None:
+    assert choice(response, "A", {}).value == 0
+
+
+@pytest.mark.parametrize("response", ['{"answer": "A"}', '"A"', "{A}", "'a'"])
+def test_a_letter_in_quotes_or_braces_is_a_choice(response: str) -> None:
+    assert choice(response, "A", {}).value == 1
