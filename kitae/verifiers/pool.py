@@ -39,8 +39,8 @@ from kitae.verifiers.worker import as_score
 
 _PATIENCE = 3  # times the usual duration, after which a check is set aside
 _SHORTEST, _LONGEST, _FIRST = 0.015, 0.5, 5.0  # seconds between which that lies; the first check may have to import
-_ALLOWANCE = 6  # times the usual processor time, after which a repeatable check is put off
-_LEAST, _MOST, _YOUNG = 0.001, 0.5, 0.005  # seconds between which that lies; the least of a worker that is not yet warm
+_ALLOWANCE = 4  # times the usual processor time, after which a repeatable check is put off
+_LEAST, _MOST, _YOUNG = 0.0008, 0.5, 0.005  # seconds between which that lies; the least of a worker that is not yet warm
 _WARM = 50  # checks after which a worker has its own copy of what it writes to
 _ASIDE = 256  # checks set aside at most, for each worker
 _LINES, _MINUTE, _LINE = 20, 60.0, 500  # printed lines that are shown in so many seconds; characters of one
@@ -197,20 +197,19 @@ class VerifierPool:
         allowance = None
         if brief and not worker.fresh:
             allowance = max(self._processor.patience(), _YOUNG if worker.answered < _WARM else 0.0)
-        loop = asyncio.get_running_loop()
-        aside = loop.call_later(usual.patience(), self._set_aside, worker)
-        began = loop.time()
+        began = monotonic()
+        self._watch(worker, usual.patience())
         healthy = False
         try:
             reply = await worker.ask(next(self._job_ids), job, allowance, self.timeout)
             healthy = True
             if reply["score"] is None:
                 return None
-            usual.add(loop.time() - began)
+            usual.add(monotonic() - began)
             self._processor.add(reply["seconds"])
             return Score(**reply["score"])
         finally:
-            aside.cancel()
+            worker.watch.cancel()
             self.stats.restarts += self._running and not healthy
             if worker in self._aside:
                 self._in_background(self._retire(worker))
@@ -247,6 +246,17 @@ class VerifierPool:
             self._paused = paused
             for worker in self._aside:
                 worker.pause(paused)
+
+    def _watch(self, worker: "_Worker", patience: float, again: float = 0.0) -> None:
+        """Set its check aside when our patience is over; time in which others had the processor says nothing of it."""
+
+        def look() -> None:
+            if left := worker.owes(patience):
+                self._watch(worker, patience, max(left, _SHORTEST))
+            else:
+                self._set_aside(worker)
+
+        worker.watch = asyncio.get_running_loop().call_later(again or patience, look)
 
     def _set_aside(self, worker: "_Worker") -> None:
         """A check takes long: it goes on, and another worker takes its place in the pool."""
@@ -388,6 +398,7 @@ class _Worker:
     def __init__(self, template: Template) -> None:
         self.answered = 0
         self.spoilt = False
+        self.watch: asyncio.TimerHandle  # of its check
         self._template = template
         self._process: Process | None = None
         self._absence = "it was never started"
@@ -420,6 +431,9 @@ class _Worker:
             return reply
         except EOFError:
             raise WorkerDied(await self._process.post_mortem() if self._process else self._absence) from None
+
+    def owes(self, seconds: float) -> float:
+        return self._process.owes(seconds) if self._process is not None else 0.0
 
     def pause(self, paused: bool) -> None:
         if self._process is not None and self._process.paused != paused:

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -228,6 +229,7 @@ class Process:
         self._replies, self._requests, self._words = replies, requests, words
         self._reaping: asyncio.Task[int | None] | None = None
         self.paused = False
+        self._began = 0.0
 
     @property
     def ended(self) -> bool:
@@ -242,25 +244,26 @@ class Process:
         which the pool had it paused does not count at all.
         """
         task = asyncio.create_task(self._exchange(message, message_id))
-        (_, before), glance = _look(self.pid), seconds / _SLICES
-        computed = waited = passed = 0.0
+        began = before = self._began = _used(self.pid)
+        glance = seconds / _SLICES
+        waited = passed = 0.0
         try:
             while True:
                 await asyncio.wait({task}, timeout=glance)
                 if task.done():
                     return task.result()
-                state, used = _look(self.pid)
-                computed, before, ran = computed + used - before, used, used - before
+                used = _used(self.pid)
+                before, ran = used, used - before
                 if self.paused:
                     continue
                 passed += glance
-                waited += max(0.0, glance - ran) if state == "S" else 0.0
-                for reason, time, limit in (
-                    ("computed", computed, seconds),
+                waited += max(0.0, glance - ran) if _state(self.pid) == "S" else 0.0
+                for reason, spent, limit in (
+                    ("computed", used - began, seconds),
                     ("waited", waited, seconds),
                     ("starved", passed, seconds * _INDULGENCE),
                 ):
-                    if time >= 0.99 * limit:
+                    if spent >= 0.99 * limit:
                         raise OutOfTimeError(reason)
         finally:
             task.cancel()
@@ -282,10 +285,14 @@ class Process:
             raise WorkerDied(f"it broke the protocol{self._words.last()}")
         return reply
 
+    def owes(self, seconds: float) -> float:
+        """What is left of so much processor time, where it is ready to use it and others have the processor; else 0."""
+        return max(0.0, seconds - (_used(self.pid) - self._began)) if _state(self.pid) == "R" else 0.0
+
     def pause(self, paused: bool) -> None:
         """Leave the processor to others, with all that it has started, or go on. One that only waits need not."""
         family = _family(self.pid)
-        if paused and not any(_look(pid)[0] == "R" for pid in family):
+        if paused and not any(_state(pid) == "R" for pid in family):
             return
         self.paused = paused
         for pid in family:
@@ -296,7 +303,7 @@ class Process:
         """Why a worker that has ended, or closed its pipe, did so."""
         await self._words.rest()
         for _ in range(_LOOKS):
-            if _look(self.pid)[0] in ("Z", ""):
+            if _state(self.pid) in ("Z", ""):
                 return f"{describe(await self._reap())}{self._words.last()}"
             await asyncio.sleep(1 / _LOOKS)
         return f"it closed its pipe{self._words.last()}"
@@ -393,11 +400,18 @@ def _family(pid: int) -> list[int]:
     return found
 
 
-def _look(pid: int) -> tuple[str, float]:
-    """The letter that Linux gives to the state of a process, and the seconds it ran; ("", 0): there is none."""
+def _state(pid: int) -> str:
+    """The letter that Linux gives to the state of a process; "": there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+            return file.read().rpartition(b")")[2].split()[0].decode()
     except OSError:
-        return "", 0.0
-    return fields[0].decode(), (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return ""
+
+
+def _used(pid: int) -> float:
+    """The processor time of a process in seconds, by the clock that Linux has for each: files in /proc count ticks."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError:
+        return 0.0
