@@ -39,8 +39,9 @@ from kitae.verifiers.worker import as_score
 
 _PATIENCE = 3  # times the usual duration, after which a check is set aside
 _SHORTEST, _LONGEST, _FIRST = 0.015, 0.5, 5.0  # seconds between which that lies; the first check may have to import
-_ALLOWANCE = 4  # times the usual processor time, after which a repeatable check is put off
-_LEAST, _MOST, _YOUNG = 0.0008, 0.5, 0.005  # seconds between which that lies; the least of a worker that is not yet warm
+_ALLOWANCE = 5  # times the usual processor time, after which a repeatable check is put off
+_TRIES = (1, 4)  # times that, for its first tries; then it has all its time
+_LEAST, _MOST, _YOUNG = 0.001, 0.5, 0.005  # seconds between which that lies; the least of a worker that is not yet warm
 _WARM = 50  # checks after which a worker has its own copy of what it writes to
 _ASIDE = 256  # checks set aside at most, for each worker
 _LINES, _MINUTE, _LINE = 20, 60.0, 500  # printed lines that are shown in so many seconds; characters of one
@@ -166,11 +167,11 @@ class VerifierPool:
         except (TypeError, ValueError, RecursionError) as error:
             return Score.error(f"reference and context must be JSON values: {error}")
         score, starved = None, False
-        brief = self._template.repeatable
+        lane = 0 if self._template.repeatable else len(_TRIES)
         while score is None:
             try:
-                score = await self._attempt(job, brief)
-                brief = False
+                score = await self._attempt(job, lane)
+                lane += 1
             except OutOfTimeError as late:
                 if late.reason == "computed" or (late.reason == "waited" and self._template.on_timeout == "error"):
                     score = self._timed_out(late.reason)
@@ -190,13 +191,14 @@ class VerifierPool:
         wrong = self._template.on_timeout == "wrong" and reason == "computed"
         return Score(0.0, detail=detail) if wrong else Score.error(detail)
 
-    async def _attempt(self, job: str, brief: bool) -> Score | None:
-        """The score of a check; None if it is to be brief and was not. Raises where its worker is lost."""
-        worker = await self._take(brief)
+    async def _attempt(self, job: str, lane: int) -> Score | None:
+        """The score of a check; None if it was interrupted at this try. Raises where its worker is lost."""
+        worker = await self._take(lane)
         usual = self._first if worker.fresh else self._later
         allowance = None
-        if brief and not worker.fresh:
-            allowance = max(self._processor.patience(), _YOUNG if worker.answered < _WARM else 0.0)
+        if lane < len(_TRIES) and not worker.fresh:
+            least = _YOUNG if worker.answered < _WARM else 0.0
+            allowance = max(least, _TRIES[lane] * self._processor.patience())
         began = monotonic()
         self._watch(worker, usual.patience())
         healthy = False
@@ -218,16 +220,16 @@ class VerifierPool:
             else:
                 self._in_background(self._restart(worker))
 
-    async def _take(self, brief: bool) -> "_Worker":
+    async def _take(self, lane: int) -> "_Worker":
         """An idle worker that is fit for the check."""
         self._queued += 1
         self._balance()
         try:
-            worker = await self._idle.take(brief)
+            worker = await self._idle.take(lane)
         finally:
             self._queued -= 1
             self._balance()
-        if self._running and (worker.ended or (worker.spoilt and not brief)):
+        if self._running and (worker.ended or (worker.spoilt and lane == len(_TRIES))):
             try:
                 await self._renew(worker)
             except asyncio.CancelledError:
@@ -308,18 +310,17 @@ async def validate(pool: VerifierPool, prompts: Iterable[Prompt]) -> list[tuple[
 
 
 class _Desk:
-    """Idle workers, and who waits for one: checks that are to be brief come before those that take long."""
+    """Idle workers, and who waits for one: checks at their first try come before those that took longer than that."""
 
     def __init__(self) -> None:
         self._idle: list[_Worker] = []  # those that were busy last know the most
-        self._brief: deque[asyncio.Future[_Worker]] = deque()
-        self._long: deque[asyncio.Future[_Worker]] = deque()
+        self._lanes: list[deque[asyncio.Future[_Worker]]] = [deque() for _ in (*_TRIES, None)]
 
-    async def take(self, brief: bool) -> "_Worker":
+    async def take(self, lane: int) -> "_Worker":
         if self._idle:
             return self._idle.pop()
         turn: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
-        (self._brief if brief else self._long).append(turn)
+        self._lanes[lane].append(turn)
         try:
             return await turn
         except asyncio.CancelledError:
@@ -328,7 +329,7 @@ class _Desk:
             raise
 
     def put(self, worker: "_Worker") -> None:
-        for waiting in (self._brief, self._long):
+        for waiting in self._lanes:
             while waiting:
                 if not (turn := waiting.popleft()).done():
                     turn.set_result(worker)
