@@ -39,6 +39,7 @@ from kitae.verifiers.worker import as_score
 
 _PATIENCE = 3  # times the usual duration, after which a check is set aside
 _SHORTEST, _LONGEST, _FIRST = 0.015, 0.5, 5.0  # seconds between which that lies; the first check may have to import
+_TURNS = 8  # of the event loop, in which what is in a pipe reaches who waits for it
 _ALLOWANCE = 5  # times the usual processor time, after which a repeatable check is put off
 _TRIES = (1, 4)  # times that, for its first tries; then it has all its time
 _LEAST, _MOST, _YOUNG = 0.001, 0.5, 0.005  # seconds between which that lies; the least of a worker that is not yet warm
@@ -250,15 +251,21 @@ class VerifierPool:
                 worker.pause(paused)
 
     def _watch(self, worker: "_Worker", patience: float, again: float = 0.0) -> None:
-        """Set its check aside when our patience is over; time in which others had the processor says nothing of it."""
+        """Set its check aside when our patience is over; time in which others had the processor says nothing of it.
 
-        def look() -> None:
-            if left := worker.owes(patience):
+        Nor does time in which this loop was busy: before it looks, it hears the answers that are there already.
+        """
+        loop = asyncio.get_running_loop()
+
+        def look(turns: int = _TURNS) -> None:
+            if turns:
+                worker.watch = loop.call_soon(look, turns - 1)
+            elif left := worker.owes(patience):
                 self._watch(worker, patience, max(left, _SHORTEST))
             else:
                 self._set_aside(worker)
 
-        worker.watch = asyncio.get_running_loop().call_later(again or patience, look)
+        worker.watch = loop.call_later(again or patience, look)
 
     def _set_aside(self, worker: "_Worker") -> None:
         """A check takes long: it goes on, and another worker takes its place in the pool."""
@@ -355,17 +362,18 @@ class _Prints:
         if monotonic() - self._since > _MINUTE:
             self.close()
             self._left, self._since = _LINES, monotonic()
-        lines = text.split(b"\n", self._left)
+        lines = text.split(b"\n")
         for line in lines[: self._left]:
-            self._note(f"{self._name}: {line.decode(errors='replace')[:_LINE]}")
-        more = b"\n".join(lines[self._left :])
-        self._silent += more.count(b"\n") + 1 if len(lines) > self._left else 0
+            with suppress(OSError, UnicodeError):  # a terminal that is gone, or knows few letters, ends no check
+                self._note(f"{self._name}: {line.decode(errors='replace')[:_LINE]}")
+        self._silent += max(0, len(lines) - self._left)
         self._left -= min(self._left, len(lines))
 
     def close(self) -> None:
         """Say what was not said so far."""
         if self._note is not None and self._silent:
-            self._note(f"{self._name}: {self._silent:,} more lines were printed")
+            with suppress(OSError, UnicodeError):
+                self._note(f"{self._name}: {self._silent:,} more lines were printed")
         self._silent = 0
 
 
@@ -399,7 +407,7 @@ class _Worker:
     def __init__(self, template: Template) -> None:
         self.answered = 0
         self.spoilt = False
-        self.watch: asyncio.TimerHandle  # of its check
+        self.watch: asyncio.Handle  # of its check
         self._template = template
         self._process: Process | None = None
         self._absence = "it was never started"

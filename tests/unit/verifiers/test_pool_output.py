@@ -90,3 +90,29 @@ def test_libraries_of_a_built_in_verifier_are_not_heard(capfd: Any) -> None:
 
     asyncio.run(body())
     assert capfd.readouterr().err == ""
+
+
+def test_a_terminal_that_is_gone_ends_no_check(tmp_path: Path) -> None:
+    (tmp_path / "prints.py").write_text(PRINTS)
+
+    def broken(_: str) -> None:
+        raise BrokenPipeError
+
+    async def body() -> list[float]:
+        async with VerifierPool(f"{tmp_path / 'prints.py'}:score", workers=1, note=broken) as pool:
+            return [(await pool.score("many", 20_000)).value for _ in range(3)]
+
+    assert asyncio.run(body()) == [1.0] * 3
+
+
+def test_parts_of_a_composition_are_heard(tmp_path: Path) -> None:
+    (tmp_path / "prints.py").write_text(PRINTS)
+    notes: list[str] = []
+    params = {"parts": [{"name": f"{tmp_path / 'prints.py'}:score"}, {"name": "exact"}]}
+
+    async def body() -> None:
+        async with VerifierPool("compose", params, workers=1, note=notes.append) as pool:
+            await pool.score("out", "x")
+
+    asyncio.run(body())
+    assert "compose: to stdout x" in notes
