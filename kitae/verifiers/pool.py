@@ -231,10 +231,11 @@ class VerifierPool:
             self._queued -= 1
             self._balance()
         if self._running and (worker.ended or (worker.spoilt and lane == len(_TRIES))):
+            renewal = self._in_background(self._renew(worker))
             try:
-                await self._renew(worker)
+                await asyncio.wait({renewal})
             except asyncio.CancelledError:
-                self._in_background(self._restart(worker))
+                renewal.add_done_callback(lambda _: self._idle.put(worker))
                 raise
         return worker
 
@@ -297,10 +298,11 @@ class VerifierPool:
         self._aside.discard(worker)
         self._balance()
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 async def validate(pool: VerifierPool, prompts: Iterable[Prompt]) -> list[tuple[Prompt, Score]]:

@@ -42,6 +42,7 @@ from kitae.verifiers.registry import check_params, resolve
 MAX_CONTROL = 2**17  # bytes of a message between pool and template
 _MAX_WORDS = 10_000  # characters of an error or of all warnings of a template
 _MAX_DETAIL = 1_000  # characters of an explanation that travel back
+_MAX_COMPONENTS, _MAX_NAME = 1_000, 200  # of a score; characters
 _MAX_NUMBER = 1e15  # of a score: the squares of a group's rewards still have a finite sum in 32 bits
 
 
@@ -98,6 +99,7 @@ def _work(verifier: Verifier, params: dict[str, Any], jobs: int, stderr: int) ->
         _open_streams(stderr)
         stream = socket.socket(fileno=jobs)
         requests, replies = stream.makefile("rb"), stream.makefile("wb")
+        me = os.getpid()
         for line in requests:
             job = json.loads(line)
             began = process_time()
@@ -106,6 +108,8 @@ def _work(verifier: Verifier, params: dict[str, Any], jobs: int, stderr: int) ->
                 score = asdict(briefly(job["allowance"], check) if job["allowance"] else check())
             except Interrupted:
                 score = None
+            if os.getpid() != me:  # a function that forks returns twice
+                break
             _flush_streams(stderr)
             reply = {"id": job["id"], "score": score, "seconds": process_time() - began, "spoilt": is_spoilt()}
             replies.write(json.dumps(reply).encode() + b"\n")  # ASCII: surrogates stay whole
@@ -126,7 +130,7 @@ def judge(function: ScoreFunction, response: str, reference: Any, context: Any, 
     except BaseException as error:  # SystemExit too: a score function must not end the worker
         frame = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{Path(frame.filename).name}:{frame.lineno}"
-        return Score.error(f"{type(error).__name__}: {_words_of(error)}"[:_MAX_DETAIL] + f" ({where})")
+        return _refused(f"{type(error).__name__}: {_words_of(error)}"[:_MAX_DETAIL] + f" ({where})")
 
 
 def as_score(result: Any) -> Score:
@@ -143,18 +147,28 @@ def as_score(result: Any) -> Score:
     if not isinstance(result, Score):
         kind = type(result).__name__
         return _refused(f"a score function must return a Score, a float, a bool or a dict with 'score', got {kind}")
-    if not result.valid:
-        return _refused(str(result.detail))
+    if result.outcome == "error":
+        return _refused(str(result.detail) or "an error without a reason")
+    if result.outcome != "scored":
+        return _refused(f"the outcome of a score must be 'scored' or 'error', got {result.outcome!r}")
+    if len(result.components) > _MAX_COMPONENTS or any(len(str(name)) > _MAX_NAME for name in result.components):
+        rule = f"at most {_MAX_COMPONENTS} components with names of at most {_MAX_NAME} characters"
+        return _refused(f"a score must have {rule}, got {len(result.components)}")
     for name, number in (("value", result.value), *result.components.items()):
         if not _is_number(number) or not abs(_plain(number)) <= _MAX_NUMBER:
             rule = f"must be a finite number, at most {_MAX_NUMBER:g} in size"
-            return _refused(f"the {name} of a score {rule}, got {_plain(number)!r}")
-    components = {str(name): float(_plain(number)) for name, number in result.components.items()}
-    return Score(float(_plain(result.value)), components, detail=str(result.detail)[:_MAX_DETAIL])
+            return _refused(f"the {name} of a score {rule}, got {repr(_plain(number))[:100]}")
+    components = {_text(name): float(_plain(number)) for name, number in result.components.items()}
+    return Score(float(_plain(result.value)), components, detail=_text(result.detail))
 
 
 def _refused(reason: str) -> Score:
-    return Score.error(reason[:_MAX_DETAIL])
+    return Score.error(_text(reason, 2 * _MAX_DETAIL))
+
+
+def _text(value: Any, longest: int = _MAX_DETAIL) -> str:
+    """As text that every file and database takes: lone surrogates have no UTF-8."""
+    return str(value)[:longest].encode("utf-8", "backslashreplace").decode()
 
 
 def _is_number(value: Any) -> bool:
