@@ -105,19 +105,20 @@ def test_frozen_twice_is_an_error_and_never_a_0(monkeypatch: pytest.MonkeyPatch)
     assert pool.stats.timeouts == 0 and pool.stats.errors == 1
 
 
-def test_a_check_that_uses_up_its_time_is_wrong_even_on_a_busy_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`countdown` searches nothing; a regular expression that backtracks for ever is a response's own fault."""
+def test_a_check_that_uses_up_its_time_is_wrong_even_on_a_busy_machine(tmp_path: Path) -> None:
+    """Where the verifier says so; and not before it has used it."""
+    source = "import time\ndef score(response, reference, context):\n"
+    name = own_file(tmp_path, source + "    while time.process_time() < reference: pass\n    return 1")
 
-    async def body() -> tuple[Score, VerifierPool]:
-        async with VerifierPool("regex", {"pattern": "(a+)+b"}, workers=1, timeout=0.5) as pool:
-            return await pool.score("a" * 64, None), pool
+    async def body() -> tuple[list[Score], VerifierPool]:
+        async with VerifierPool(name, workers=1, timeout=0.5) as pool:
+            pool._template.on_timeout = "wrong"
+            return [await pool.score("", 60), await pool.score("", 0.4)], pool
 
     with busy_machine(os.cpu_count() or 1):
-        score, pool = asyncio.run(body())
-    if pool.stats.timeouts:  # an engine that sees through the pattern needs no time at all
-        assert score.valid and score.value == 0
+        (late, good), pool = asyncio.run(body())
+    assert late == Score(0.0, detail="timed out after 0.5 s") and good == Score(1.0)
+    assert (pool.stats.timeouts, pool.stats.retries, pool.stats.errors) == (1, 0, 0)
 
 
 def test_waiting_counts_but_is_never_a_0(tmp_path: Path) -> None:
