@@ -147,10 +147,11 @@ def as_score(result: Any) -> Score:
     if not isinstance(result, Score):
         kind = type(result).__name__
         return _refused(f"a score function must return a Score, a float, a bool or a dict with 'score', got {kind}")
-    if result.outcome == "error":
+    outcome: str = result.outcome
+    if outcome == "error":
         return _refused(str(result.detail) or "an error without a reason")
-    if result.outcome != "scored":
-        return _refused(f"the outcome of a score must be 'scored' or 'error', got {result.outcome!r}")
+    if outcome != "scored":
+        return _refused(f"the outcome of a score must be 'scored' or 'error', got {outcome!r}")
     if len(result.components) > _MAX_COMPONENTS or any(len(str(name)) > _MAX_NAME for name in result.components):
         rule = f"at most {_MAX_COMPONENTS} components with names of at most {_MAX_NAME} characters"
         return _refused(f"a score must have {rule}, got {len(result.components)}")
