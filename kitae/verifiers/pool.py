@@ -37,13 +37,13 @@ from kitae.verifiers.registry import VERIFIERS, check_params
 from kitae.verifiers.remote import close_clients
 from kitae.verifiers.worker import as_score
 
-_PATIENCE = 3  # times the usual duration, after which a check is set aside
+_PATIENCE = 2.5  # times the usual duration, after which a check is set aside
 _SHORTEST, _LONGEST, _FIRST = 0.015, 0.5, 5.0  # seconds between which that lies; the first check may have to import
 _TURNS = 8  # of the event loop, in which what is in a pipe reaches who waits for it
 _ALLOWANCE = 4  # times the usual processor time, after which a repeatable check is put off
 _TRIES = (1, 2)  # times that, for its first tries: noise rarely strikes twice; then it has all its time
-_LEAST, _MOST, _YOUNG = 0.0008, 0.5, 0.005  # seconds between which that lies; the least of a worker that is not yet warm
-_WARM = 50  # checks after which a worker has its own copy of what it writes to
+_LEAST, _MOST, _YOUNG = 0.0008, 0.5, 0.005  # seconds between which that lies; the least of a young worker
+_WARM = 50  # checks after which a worker is not young: it has its own copy of the memory that it writes to
 _ASIDE = 256  # checks set aside at most, for each worker
 _LINES, _MINUTE, _LINE = 20, 60.0, 500  # printed lines that are shown in so many seconds; characters of one
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
