@@ -1,18 +1,21 @@
 """Checks per second of the verifiers, and what a share of inputs that hang does to them.
 
-    python benchmarks/verifiers.py [--workers 2] [--checks 4000] [--hanging 0.05] [--timeout 10]
+    python benchmarks/verifiers.py [--workers 2] [--checks 4000] [--hanging 0.05] [--timeout 10] [--rounds 5]
 
 Inputs are made here: answers in the notations of MATH and GSM8K, small Python programs with three asserts each (a
 third of them wrong), and texts of up to 200 words with one to five instructions. `hanging` replaces that share of the
-inputs by ones that never end (an endless loop in the checker, or in the program); the time is that until the last of
-the other checks has its score, beside the same checks without hanging ones in the same run.
+inputs by ones that never end: an endless loop in the checker of mathematics, in code that keeps no state or in a
+library that does, or in the program. The time is that until the last of the other checks has its score. Rounds with and
+without hanging ones alternate; figures are medians, and the loss is that of each round beside the one before it.
 """
 
 import argparse
 import asyncio
 import random
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -37,15 +40,28 @@ PROGRAMS = (
     ("def squares(n):\n    return [i * i for i in range(n)]", "len(squares({0})) == {0}"),
 )
 HANGING_MATH = """
+from contextlib import nullcontext
+
+from kitae.verifiers.base import repeatable
+from kitae.verifiers.interrupts import foreign
 from kitae.verifiers.math import math
 from kitae.verifiers.registry import VERIFIERS
 
 math(*VERIFIERS["math"].example, {})  # loads what it needs, as the pool does for the verifier itself
 
-def score(response, reference, context):
-    while response == "hang":
-        pass
+def check(response, reference, context, around):
+    with around():
+        while response == "hang":
+            pass
     return math(response, reference, context)
+
+@repeatable
+def score(response, reference, context):
+    return check(response, reference, context, nullcontext)
+
+@repeatable
+def score_in_library(response, reference, context):
+    return check(response, reference, context, foreign if response == "hang" else nullcontext)
 """
 
 
@@ -88,34 +104,47 @@ async def seconds(verifier: str, cases: list[Case], hanging: set[int], workers: 
     return taken
 
 
+def measure(name: str, verifier: str, make: Callable[[random.Random], Case], count: int, given: Any) -> None:
+    rng = random.Random(0)
+    plain = [make(rng) for _ in range(count)]
+    stuck = set(rng.sample(range(count), round(given.hanging * count)))
+    mixed = [hang(name, case) if i in stuck else case for i, case in enumerate(plain)]
+    rates: list[float] = []
+    slowed: list[float] = []
+    for _ in range(given.rounds):
+        rates.append(count / asyncio.run(seconds(verifier, plain, set(), given.workers, given.timeout)))
+        if name != "instructions":  # they cannot hang
+            taken = asyncio.run(seconds(verifier, mixed, stuck, given.workers, given.timeout))
+            slowed.append((count - len(stuck)) / taken)
+    text = f"{name:18} {count:8,} {median(rates):10,.0f}"
+    if slowed:
+        losses = [1 - slow / rate for slow, rate in zip(slowed, rates, strict=True)]
+        text += f" {median(slowed):19,.0f} {median(losses):7.0%}   {min(losses):.0%} to {max(losses):.0%}"
+    print(text, flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--checks", type=int, default=4_000, help="of math; instructions get twice, code a tenth of it")
     parser.add_argument("--hanging", type=float, default=0.05)
     parser.add_argument("--timeout", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="the name of one of the lines")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / "hanging.py"
         own.write_text(HANGING_MATH)
-        kinds = (
+        kinds: tuple[tuple[str, str, Callable[[random.Random], Case], int], ...] = (
             ("math", f"{own}:score", math_case, given.checks),
+            ("math, in a library", f"{own}:score_in_library", math_case, given.checks),
             ("code", "code", code_case, given.checks // 10),
             ("instructions", "instructions", instructions_case, given.checks * 2),
         )
-        print("verifier       checks   a second   with hanging ones    loss")
-        for name, verifier, make, count in kinds:
-            rng = random.Random(0)
-            cases = [make(rng) for _ in range(count)]
-            plain = count / asyncio.run(seconds(verifier, cases, set(), given.workers, given.timeout))
-            if name == "instructions":  # they cannot hang
-                print(f"{name:12} {count:8,} {plain:10,.0f}")
-                continue
-            stuck = set(rng.sample(range(count), round(given.hanging * count)))
-            cases = [hang(name, case) if i in stuck else case for i, case in enumerate(cases)]
-            taken = asyncio.run(seconds(verifier, cases, stuck, given.workers, given.timeout))
-            slowed = (count - len(stuck)) / taken
-            print(f"{name:12} {count:8,} {plain:10,.0f} {slowed:19,.0f} {1 - slowed / plain:7.0%}")
+        print("verifier             checks   a second   with hanging ones    loss")
+        for kind in kinds:
+            if given.only in ("", kind[0]):
+                measure(*kind, given)
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ def verifiers() -> None:
     for name, verifier in VERIFIERS.items():
         summary = (verifier.score.__doc__ or "").strip().splitlines()[0]
         print(f"{name:16} {summary}")
-        if verifier.example is not None:
-            response, reference = verifier.example
+        if example := verifier.example_for({}):
+            response, reference = example
             print(f"{'':16} example: {_short(response)} against {_short(reference)} scores 1")
     print("\nfile.py:function  your own: (response, reference, context) → a number or a Score")
     print("\nscore a file with: kitae verify NAME --input in.jsonl --output out.jsonl [--option key=value …]")

@@ -74,7 +74,7 @@ def prepare(config: Config, note: Callable[[str], None]) -> Sources:
     sources = Sources(open_stream(config.data, config.run.seed), held_out)
 
     async def try_verifier() -> None:
-        async with _pool(config, workers=1) as pool:
+        async with _pool(config, note, workers=1) as pool:
             if config.verifier.check_gold:
                 await _check_gold(pool, [sources.stream.at(i) for i in range(_GOLD_CHECKS)], note)
 
@@ -97,7 +97,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
     config, held_out = store.config, sources.held_out
     frontier, state = _where_it_stands(store, checkpoint, forget)
     async with AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(_pool(config))
+        pool = await stack.enter_async_context(_pool(config, observer.note))
         observer.note(f"loading {config.model.path}")
         policy = load_policy(config.model, config.run.seed)
         learner = make_learner(config, policy)
@@ -256,9 +256,9 @@ def evaluate_model(config: Config, policy: Policy | None = None) -> Evaluation:
     return asyncio.run(run())
 
 
-def _pool(config: Config, workers: int | None = None) -> VerifierPool:
+def _pool(config: Config, note: Callable[[str], None] | None = None, workers: int | None = None) -> VerifierPool:
     v = config.verifier
-    return VerifierPool(v.name, v.params, workers or v.workers, v.timeout)
+    return VerifierPool(v.name, v.params, workers or v.workers, v.timeout, note)
 
 
 def _runner(config: Config, engine: Engine, chat: Chat, pool: VerifierPool) -> Runner:

@@ -18,8 +18,6 @@ components as "label/component". An error of a part that ran is an error of the 
 one worker; one that only waits for a server (`async def`) is waited for there.
 """
 
-import asyncio
-import inspect
 import json
 import math
 from collections.abc import Mapping
@@ -30,7 +28,7 @@ from typing import Any
 from kitae.errors import VerifierError
 from kitae.plugins import is_plugin, nearest
 from kitae.types import Score
-from kitae.verifiers.base import ScoreFunction, TimeoutMeaning, Verifier
+from kitae.verifiers.base import TimeoutMeaning, Verifier
 from kitae.verifiers.text import inside_tag
 
 _KEYS = ("name", "label", "weight", "gate", "clip", "inside", "params")
@@ -68,22 +66,19 @@ def prepare(params: Mapping[str, Any]) -> Verifier:
     part is an error under its params: a library that is missing, an option without meaning. A check that is out of
     time counts as wrong only where that holds for every part.
     """
-    from kitae.verifiers.worker import judge  # which imports the registry, and that this module
+    from kitae.verifiers.worker import try_example  # which imports the registry, and that this module
 
     planned, bounds = plan(params.get("parts"), params.get("clip"))
     for part in planned:
-        if part.verifier.example is None:
-            continue
-        score = judge(_settled(part.verifier.score), *part.verifier.example, {}, part.params)
-        if not score.valid:
-            raise VerifierError(f"part {part.label!r} of 'compose' must score its example, got {score.detail}")
+        if problem := try_example(part.verifier, part.params):
+            raise VerifierError(f"part {part.label!r} of 'compose' {problem}")
 
     def score_all(response: str, reference: Any, context: Mapping[str, Any], **_: Any) -> Score:
         return _run(planned, bounds, response, reference, context)
 
     meanings = {part.verifier.on_timeout for part in planned}
     on_timeout: TimeoutMeaning = "wrong" if meanings == {"wrong"} else "error"
-    return Verifier("compose", score_all, on_timeout)
+    return Verifier("compose", score_all, on_timeout, repeatable=all(part.verifier.repeatable for part in planned))
 
 
 def plan(parts: Any, clip: Any = None) -> tuple[tuple[Part, ...], tuple[float, float] | None]:
@@ -177,7 +172,7 @@ def _run(
             components[part.label] = 0.0
             continue
         text = response if part.inside is None else inside_tag(response, part.inside) or ""
-        score = judge(_settled(part.verifier.score), text, reference, context, part.params)
+        score = judge(part.verifier.score, text, reference, context, part.params)
         if not score.valid:
             return Score.error(f"part {part.label!r}: {score.detail}")
         value = _clipped(score.value, part.clip)
@@ -190,17 +185,6 @@ def _run(
             closed = part.label
             details.append(f"gate {closed!r} is closed")
     return Score(_clipped(total, bounds), components, detail="; ".join(details))
-
-
-def _settled(function: ScoreFunction) -> ScoreFunction:
-    """The function, or one that waits for its result."""
-    if not inspect.iscoroutinefunction(function):
-        return function
-
-    def wait(*args: Any, **params: Any) -> Any:
-        return asyncio.run(function(*args, **params))
-
-    return wait
 
 
 def _clipped(value: float, bounds: tuple[float, float] | None) -> float:

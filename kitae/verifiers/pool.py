@@ -1,13 +1,16 @@
 """A pool of worker processes that score responses, each of which can be killed without harm to the others.
 
     score() ─► take an idle worker ─► send the job, wait for the reply ─► give the worker back
+                 ▲                      │ a repeatable check takes longer than most: the worker interrupts it
+                 └──── last in line ◄───┤
                                         │ it takes long: a fresh worker takes its place, and this check goes on aside;
                                         │ it pauses while others wait for a worker
                                         │ deadline passed, or worker dead
                                         └─► kill its process group; a fresh one is forked in the background
 
-A worker has one job at a time, so a lost worker costs one check, and its score says so: what a timeout means is the
-verifier's `on_timeout`; everything else that goes wrong is an error, never a 0.
+A worker has one job at a time, so a lost worker costs one check, and its score says so: what it means to have used all
+of one's processor time is the verifier's `on_timeout`; everything else that goes wrong is an error, never a 0. A check
+that the machine kept from its processor time is made once more.
 
 Built-in verifiers that only wait for a server (`async def`) need no worker: they run in the event loop, many at a time.
 """
@@ -17,32 +20,45 @@ import inspect
 import itertools
 import json
 import sys
-from collections.abc import Coroutine, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
 from types import MappingProxyType
 from typing import Any, Self
 
 from kitae.errors import VerifierError
+from kitae.plugins import is_plugin
 from kitae.types import Prompt, Score
-from kitae.verifiers.processes import Process, Template, WorkerDied, within
+from kitae.verifiers.processes import OutOfTimeError, Process, Template, WorkerDied
 from kitae.verifiers.registry import VERIFIERS, check_params
 from kitae.verifiers.remote import close_clients
 from kitae.verifiers.worker import as_score
 
-_PATIENCE = 3  # times the usual duration, after which a check is set aside
+_PATIENCE = 2.5  # times the usual duration, after which a check is set aside
 _SHORTEST, _LONGEST, _FIRST = 0.015, 0.5, 5.0  # seconds between which that lies; the first check may have to import
+_TURNS = 8  # of the event loop, in which what is in a pipe reaches who waits for it
+_ALLOWANCE = 4  # times the usual processor time, after which a repeatable check is put off
+_TRIES = (1, 2)  # times that, for its first tries: noise rarely strikes twice; then it has all its time
+_LEAST, _MOST, _YOUNG = 0.0008, 0.5, 0.005  # seconds between which that lies; the least of a young worker
+_WARM = 50  # checks after which a worker is not young: it has its own copy of the memory that it writes to
 _ASIDE = 256  # checks set aside at most, for each worker
+_LINES, _MINUTE, _LINE = 20, 60.0, 500  # printed lines that are shown in so many seconds; characters of one
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(slots=True)
 class PoolStats:
-    """Counters since the start: checks that ended, and how many of them had no score or ran out of time."""
+    """Counters since the start: checks that ended, how many of them had no score, ran out of time, or were made again
+    because the machine kept them from their time; and workers that had to be replaced.
+    """
 
     checked: int = 0
     errors: int = 0
     timeouts: int = 0
+    retries: int = 0
     restarts: int = 0
 
 
@@ -51,11 +67,17 @@ class VerifierPool:
 
     `score` may be called from any number of tasks; they wait for an idle worker in turn, and the deadline of a check
     begins when it has one. Cancelling a call kills its worker. `close` kills all of them: checks that were running or
-    waiting end as errors. References and contexts travel as JSON.
+    waiting end as errors. References and contexts travel as JSON. `note` gets what the user should see, line by line:
+    warnings, and what functions of theirs print.
     """
 
     def __init__(
-        self, name: str, params: Mapping[str, Any] = _NOTHING, workers: int = 2, timeout: float = 10.0
+        self,
+        name: str,
+        params: Mapping[str, Any] = _NOTHING,
+        workers: int = 2,
+        timeout: float = 10.0,
+        note: Callable[[str], None] | None = None,
     ) -> None:
         self.timeout = timeout
         self.stats = PoolStats()
@@ -63,15 +85,18 @@ class VerifierPool:
         found = VERIFIERS.get(name)
         self._references_are_answers = found is None or found.gold
         self._waiting = found if found is not None and inspect.iscoroutinefunction(found.score) else None
-        self._template = Template({"name": name, "params": self._params})
+        self._note = note or _to_stderr
+        self._prints = _Prints(name, self._note)
+        self._template = Template({"name": name, "params": self._params}, self._prints.hear)
         self._workers = {_Worker(self._template) for _ in range(0 if self._waiting else workers)}
         self._size = len(self._workers)
         self._aside: set[_Worker] = set()
         self._queued = 0
         self._draining = self._paused = False
-        self._first, self._later = _Usual(min(_FIRST, timeout / 2)), _Usual(_LONGEST)
+        self._first, self._later = (_Usual(_PATIENCE, _SHORTEST, most) for most in (min(_FIRST, timeout / 2), _LONGEST))
+        self._processor = _Usual(_ALLOWANCE, _LEAST, _MOST)
         self._job_ids = itertools.count(1)
-        self._idle: asyncio.Queue[_Worker] = asyncio.LifoQueue()  # those that were busy last know the most
+        self._idle = _Desk()
         self._tasks: set[asyncio.Task[None]] = set()
         self._running = False
 
@@ -90,16 +115,16 @@ class VerifierPool:
             else:
                 await self._template.start()
                 for warning in self._template.warnings:
-                    print(f"warning: {warning}", file=sys.stderr)
+                    self._note(f"warning: {warning}")
             for worker in self._workers:
                 await worker.start()
         except BaseException:
             await self.close()
             raise
         self._running = True
-        self._idle = asyncio.LifoQueue()
+        self._idle = _Desk()
         for worker in self._workers:
-            self._idle.put_nowait(worker)
+            self._idle.put(worker)
 
     async def score(self, response: str, reference: Any, context: Mapping[str, Any] = _NOTHING) -> Score:
         if not self._running:
@@ -117,6 +142,7 @@ class VerifierPool:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(worker.stop() for worker in (*self._workers, *self._aside)))
         await self._template.close()
+        self._prints.close()
         if self._waiting:
             await close_clients()
 
@@ -137,43 +163,81 @@ class VerifierPool:
             return Score.error(f"{type(error).__name__}: {error}")
 
     async def _check(self, response: str, reference: Any, context: Mapping[str, Any]) -> Score:
-        job_id = next(self._job_ids)
         try:
-            job = _encode(job_id, {"response": response, "reference": reference, "context": dict(context)})
+            job = json.dumps({"response": response, "reference": reference, "context": dict(context)})
         except (TypeError, ValueError, RecursionError) as error:
             return Score.error(f"reference and context must be JSON values: {error}")
-        self._queued += 1
-        self._balance()
-        try:
-            worker = await self._idle.get()
-        finally:
-            self._queued -= 1
-            self._balance()
+        score, starved = None, False
+        lane = 0 if self._template.repeatable else len(_TRIES)
+        while score is None:
+            try:
+                score = await self._attempt(job, lane)
+                lane += 1
+            except OutOfTimeError as late:
+                if late.reason == "computed" or (late.reason == "waited" and self._template.on_timeout == "error"):
+                    score = self._timed_out(late.reason)
+                elif starved:
+                    why = "kept from the processor" if late.reason == "starved" else "waiting"
+                    score = Score.error(f"not checked within {self.timeout:g} s of its own time, twice: it was {why}")
+                else:
+                    starved = True
+                    self.stats.retries += 1
+            except WorkerDied as death:
+                score = Score.error(f"verifier worker died: {death}")
+        return score
+
+    def _timed_out(self, reason: str) -> Score:
+        self.stats.timeouts += 1
+        detail = f"timed out after {self.timeout:g} s"
+        wrong = self._template.on_timeout == "wrong" and reason == "computed"
+        return Score(0.0, detail=detail) if wrong else Score.error(detail)
+
+    async def _attempt(self, job: str, lane: int) -> Score | None:
+        """The score of a check; None if it was interrupted at this try. Raises where its worker is lost."""
+        worker = await self._take(lane)
         usual = self._first if worker.fresh else self._later
-        loop = asyncio.get_running_loop()
-        aside = loop.call_later(usual.patience(), self._set_aside, worker)
-        began = loop.time()
+        allowance = None
+        if lane < len(_TRIES) and not worker.fresh:
+            least = _YOUNG if worker.answered < _WARM else 0.0
+            allowance = max(least, _TRIES[lane] * self._processor.patience())
+        began = monotonic()
+        self._watch(worker, usual.patience())
         healthy = False
         try:
-            reply = await worker.ask(job_id, job, self.timeout)
+            reply = await worker.ask(next(self._job_ids), job, allowance, self.timeout)
             healthy = True
-            usual.add(loop.time() - began)
-            return Score(**reply)
-        except TimeoutError:
-            self.stats.timeouts += 1
-            reason = f"timed out after {self.timeout:g} s"
-            return Score(0.0, detail=reason) if self._template.on_timeout == "wrong" else Score.error(reason)
-        except WorkerDied as death:
-            return Score.error(f"verifier worker died: {death}")
+            if reply["score"] is None:
+                return None
+            usual.add(monotonic() - began)
+            self._processor.add(reply["seconds"])
+            return Score(**reply["score"])
         finally:
-            aside.cancel()
+            worker.watch.cancel()
             self.stats.restarts += self._running and not healthy
             if worker in self._aside:
                 self._in_background(self._retire(worker))
             elif healthy or not self._running:  # of a closed pool, so that those who still wait get their error
-                self._idle.put_nowait(worker)
+                self._idle.put(worker)
             else:
                 self._in_background(self._restart(worker))
+
+    async def _take(self, lane: int) -> "_Worker":
+        """An idle worker that is fit for the check."""
+        self._queued += 1
+        self._balance()
+        try:
+            worker = await self._idle.take(lane)
+        finally:
+            self._queued -= 1
+            self._balance()
+        if self._running and (worker.ended or (worker.spoilt and lane == len(_TRIES))):
+            renewal = self._in_background(self._renew(worker))
+            try:
+                await asyncio.wait({renewal})
+            except asyncio.CancelledError:
+                renewal.add_done_callback(lambda _: self._idle.put(worker))
+                raise
+        return worker
 
     def _balance(self) -> None:
         """Long checks pause while others wait; but when there are too many of them, they have to be got rid of."""
@@ -186,6 +250,23 @@ class VerifierPool:
             self._paused = paused
             for worker in self._aside:
                 worker.pause(paused)
+
+    def _watch(self, worker: "_Worker", patience: float, again: float = 0.0) -> None:
+        """Set its check aside when our patience is over; time in which others had the processor says nothing of it.
+
+        Nor does time in which this loop was busy: before it looks, it hears the answers that are there already.
+        """
+        loop = asyncio.get_running_loop()
+
+        def look(turns: int = _TURNS) -> None:
+            if turns:
+                worker.watch = loop.call_soon(look, turns - 1)
+            elif left := worker.owes(patience):
+                self._watch(worker, patience, max(left, _SHORTEST))
+            else:
+                self._set_aside(worker)
+
+        worker.watch = loop.call_later(again or patience, look)
 
     def _set_aside(self, worker: "_Worker") -> None:
         """A check takes long: it goes on, and another worker takes its place in the pool."""
@@ -200,13 +281,16 @@ class VerifierPool:
         self._in_background(self._restart(substitute))
 
     async def _restart(self, worker: "_Worker") -> None:
-        """A worker that does not come back answers its next job with the reason, and is then tried again."""
         try:
-            await worker.stop()
-            with suppress(VerifierError):
-                await worker.start()
+            await self._renew(worker)
         finally:
-            self._idle.put_nowait(worker)
+            self._idle.put(worker)
+
+    async def _renew(self, worker: "_Worker") -> None:
+        """A worker that does not come back answers its next job with the reason, and is then tried again."""
+        await worker.stop()
+        with suppress(VerifierError):
+            await worker.start()
 
     async def _retire(self, worker: "_Worker") -> None:
         """Its place is taken already."""
@@ -214,10 +298,11 @@ class VerifierPool:
         self._aside.discard(worker)
         self._balance()
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
 
 async def validate(pool: VerifierPool, prompts: Iterable[Prompt]) -> list[tuple[Prompt, Score]]:
@@ -233,11 +318,76 @@ async def validate(pool: VerifierPool, prompts: Iterable[Prompt]) -> list[tuple[
     return [(p, score) for p, score in results if not score.valid or (pool.gold(p) is not None and score.value != 1)]
 
 
-class _Usual:
-    """How long checks take, as a running mean; the first of a worker's checks and the later ones have one each."""
+class _Desk:
+    """Idle workers, and who waits for one: checks at their first try come before those that took longer than that."""
 
-    def __init__(self, longest: float) -> None:
-        self._longest = longest
+    def __init__(self) -> None:
+        self._idle: list[_Worker] = []  # those that were busy last know the most
+        self._lanes: list[deque[asyncio.Future[_Worker]]] = [deque() for _ in (*_TRIES, None)]
+
+    async def take(self, lane: int) -> "_Worker":
+        if self._idle:
+            return self._idle.pop()
+        turn: asyncio.Future[_Worker] = asyncio.get_running_loop().create_future()
+        self._lanes[lane].append(turn)
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.put(turn.result())
+            raise
+
+    def put(self, worker: "_Worker") -> None:
+        for waiting in self._lanes:
+            while waiting:
+                if not (turn := waiting.popleft()).done():
+                    turn.set_result(worker)
+                    return
+        self._idle.append(worker)
+
+
+class _Prints:
+    """Tells the user what a score function prints: the first lines of each minute, and how many more there were.
+
+    Those of built-in verifiers are their libraries' and concern nobody.
+    """
+
+    def __init__(self, name: str, note: Callable[[str], None]) -> None:
+        file, colon, function = name.rpartition(":")
+        self._name = f"{Path(file).name}{colon}{function}"
+        self._note = note if is_plugin(name) or name == "compose" else None
+        self._left, self._since, self._silent = _LINES, monotonic(), 0
+
+    def hear(self, text: bytes) -> None:
+        if self._note is None:
+            return
+        if monotonic() - self._since > _MINUTE:
+            self.close()
+            self._left, self._since = _LINES, monotonic()
+        lines = text.split(b"\n")
+        for line in lines[: self._left]:
+            with suppress(OSError, UnicodeError):  # a terminal that is gone, or knows few letters, ends no check
+                self._note(f"{self._name}: {line.decode(errors='replace')[:_LINE]}")
+        self._silent += max(0, len(lines) - self._left)
+        self._left -= min(self._left, len(lines))
+
+    def close(self) -> None:
+        """Say what was not said so far."""
+        if self._note is not None and self._silent:
+            with suppress(OSError, UnicodeError):
+                self._note(f"{self._name}: {self._silent:,} more lines were printed")
+        self._silent = 0
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+class _Usual:
+    """How much time checks take, as a running mean, and how many `times` that, from `least` to `most`, is too long."""
+
+    def __init__(self, times: float, least: float, most: float) -> None:
+        self._times, self._least, self._most = times, least, most
         self._mean: float | None = None
 
     def add(self, seconds: float) -> None:
@@ -247,41 +397,54 @@ class _Usual:
 
     def patience(self) -> float:
         if self._mean is None:
-            return self._longest
-        return min(self._longest, max(_SHORTEST, _PATIENCE * self._mean))
+            return self._most
+        return min(self._most, max(self._least, self._times * self._mean))
 
 
 class _Worker:
-    """One place in the pool, and the process that fills it at the moment.
-
-    `fresh` until its process has answered once.
+    """One place in the pool, and the process that fills it at the moment: `answered` so many checks, and is `spoilt` by
+    an interrupt, or `ended` by itself.
     """
 
     def __init__(self, template: Template) -> None:
-        self.fresh = True
+        self.answered = 0
+        self.spoilt = False
+        self.watch: asyncio.Handle  # of its check
         self._template = template
         self._process: Process | None = None
         self._absence = "it was never started"
 
+    @property
+    def fresh(self) -> bool:
+        return self.answered == 0
+
+    @property
+    def ended(self) -> bool:
+        return self._process is not None and self._process.ended
+
     async def start(self) -> None:
-        self.fresh = True
+        self.answered, self.spoilt = 0, False
         try:
             self._process = await self._template.spawn()
         except VerifierError as error:
             self._absence = str(error)
             raise
 
-    async def ask(self, job_id: int, job: bytes, timeout: float) -> dict[str, Any]:
-        """The reply to a job; `TimeoutError` or `WorkerDied` mean that the worker must be replaced."""
+    async def ask(self, job_id: int, job: str, allowance: float | None, timeout: float) -> dict[str, Any]:
+        """The reply to a job; `OutOfTimeError` or `WorkerDied` mean that the worker must be replaced."""
         if self._process is None:
             raise WorkerDied(self._absence)
-        exchange = asyncio.create_task(self._process.exchange(job, job_id))
+        head = json.dumps({"id": job_id, "allowance": allowance})
         try:
-            reply: dict[str, Any] = await within(timeout, exchange, self._process)
-            self.fresh = False
+            reply = await self._process.ask(f"{head[:-1]}, {job[1:]}\n".encode(), job_id, timeout)
+            self.answered += 1
+            self.spoilt = reply["spoilt"]
             return reply
         except EOFError:
             raise WorkerDied(await self._process.post_mortem() if self._process else self._absence) from None
+
+    def owes(self, seconds: float) -> float:
+        return self._process.owes(seconds) if self._process is not None else 0.0
 
     def pause(self, paused: bool) -> None:
         if self._process is not None and self._process.paused != paused:
@@ -295,7 +458,3 @@ class _Worker:
             except asyncio.CancelledError:
                 self._process = process  # it is not gone yet: the next stop waits for it
                 raise
-
-
-def _encode(message_id: int, message: Mapping[str, Any]) -> bytes:
-    return json.dumps({"id": message_id, **message}).encode() + b"\n"

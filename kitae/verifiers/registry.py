@@ -9,7 +9,7 @@ from typing import Any
 
 from kitae.errors import VerifierError
 from kitae.plugins import is_plugin, load_function, nearest
-from kitae.verifiers.base import Verifier
+from kitae.verifiers.base import Example, Verifier
 from kitae.verifiers.code import code
 from kitae.verifiers.compose import compose
 from kitae.verifiers.executor import remote_code
@@ -21,53 +21,79 @@ from kitae.verifiers.puzzles import countdown, knights_knaves
 from kitae.verifiers.shape import json_schema, language, length, repetition, tags
 from kitae.verifiers.text import choice, exact, f1, normalised, number, regex
 
-_PROGRAM = (
+_PYTHON = (
     "```python\ndef double(x):\n    return 2 * x\n```",
     {"tests": {"kind": "asserts", "asserts": ["assert double(4) == 8"], "setup": ""}},
 )
+_PRINTS_1 = {
+    "bash": "echo 1",
+    "javascript": "console.log(1)",
+    "ruby": "puts 1",
+    "perl": "print 1",
+    "php": "<?php echo 1;",
+    "lua": "print(1)",
+    "c": '#include <stdio.h>\nint main(void) { puts("1"); return 0; }',
+    "cpp": "#include <iostream>\nint main() { std::cout << 1; }",
+    "java": "public class Main { public static void main(String[] args) { System.out.println(1); } }",
+    "go": 'package main\nimport "fmt"\nfunc main() { fmt.Println(1) }',
+    "rust": 'fn main() { println!("1"); }',
+}
 _PUZZLE = {"numbers": [3, 7, 25], "target": 46}
+_FOLLOWED = (  # the first two need a language detector, the third a table of verbs: large, and so loaded only once
+    "use the plain words of the english language",
+    {
+        "instructions": [
+            {"id": "language:response_language", "kwargs": {"language": "en"}},
+            {"id": "change_case:english_lowercase", "kwargs": {}},
+            {"id": "words:start_verb", "kwargs": {}},
+            {"id": "punctuation:no_comma", "kwargs": {}},
+        ]
+    },
+)
+
+
+def _program(language: str = "python", **_: Any) -> Example:
+    if language not in _PRINTS_1:
+        return _PYTHON
+    tests = {"kind": "stdio", "cases": [{"stdin": "", "stdout": "1"}]}
+    return f"```{language}\n{_PRINTS_1[language]}\n```", {"tests": tests}
+
+
+def _choice(letters: str = "ABCD", **_: Any) -> Example:
+    letter = str(letters)[-1:].upper()
+    return f"The answer is ({letter}).", letter
+
 
 VERIFIERS: dict[str, Verifier] = {
     verifier.name: verifier
     for verifier in (
-        Verifier("exact", exact, on_timeout="wrong", example=("56, 34, 12\n", "56, 34, 12")),
-        Verifier("normalised", normalised, on_timeout="wrong", example=("The Eiffel Tower.", "eiffel tower")),
-        Verifier("number", number, on_timeout="wrong", example=("$1,234.00", "1234")),
-        Verifier("math", math, on_timeout="wrong", example=(r"So it is $\boxed{\int_0^1 x\,dx}$.", "1/2")),
-        Verifier("code", code, on_timeout="error", example=_PROGRAM, gold=False),
-        Verifier("remote_code", remote_code, on_timeout="error", gold=False),
-        Verifier("f1", f1, on_timeout="wrong", example=("the cat sat", "A cat sat.")),
-        Verifier("regex", regex, on_timeout="wrong", example=("Order 66", "[0-9]+"), gold=False),
-        Verifier("choice", choice, on_timeout="wrong", example=("The answer is (B).", "B")),
-        Verifier(
-            "json_schema",
-            json_schema,
-            on_timeout="wrong",
-            example=('So: {"age": 36}', '{"required": ["age"]}'),
-            gold=False,
-        ),
-        Verifier(
-            "instructions",
-            instructions,
-            on_timeout="wrong",
-            example=("no commas here", {"instructions": [{"id": "punctuation:no_comma", "kwargs": {}}]}),
-            gold=False,
-        ),
-        Verifier("tags", tags, on_timeout="wrong", example=("<think>2 + 2</think><answer>4</answer>", ""), gold=False),
-        Verifier("length", length, on_timeout="wrong", example=("short", ""), gold=False),
-        Verifier("repetition", repetition, on_timeout="wrong", example=("no word comes twice here", ""), gold=False),
-        Verifier("language", language, on_timeout="wrong", example=("plain English", ""), gold=False),
+        Verifier("exact", exact, "wrong", ("56, 34, 12\n", "56, 34, 12"), repeatable=True),
+        Verifier("normalised", normalised, "wrong", ("The Eiffel Tower.", "eiffel tower"), repeatable=True),
+        Verifier("number", number, "wrong", ("$1,234.00", "1234"), repeatable=True),
+        Verifier("math", math, "wrong", (r"So it is $\boxed{\int_0^1 x\,dx}$.", "1/2"), repeatable=True),
+        Verifier("code", code, "error", _program, gold=False),
+        Verifier("remote_code", remote_code, "error", gold=False),
+        Verifier("f1", f1, "wrong", ("the cat sat", "A cat sat."), repeatable=True),
+        Verifier("regex", regex, "wrong", ("Order 66", "[0-9]+"), gold=False, repeatable=True),
+        Verifier("choice", choice, "wrong", _choice, repeatable=True),
+        Verifier("json_schema", json_schema, "wrong", ('So: {"age": 36}', '{"required": ["age"]}'), gold=False),
+        Verifier("instructions", instructions, "wrong", _FOLLOWED, gold=False, repeatable=True),
+        Verifier("tags", tags, "wrong", ("<think>2 + 2</think><answer>4</answer>", ""), gold=False, repeatable=True),
+        Verifier("length", length, "wrong", ("short", ""), gold=False, repeatable=True),
+        Verifier("repetition", repetition, "wrong", ("no word comes twice here", ""), gold=False, repeatable=True),
+        Verifier("language", language, "wrong", ("plain words in the English language", ""), gold=False),
         Verifier(
             "knights_knaves",
             knights_knaves,
-            on_timeout="wrong",
-            example=("Alice is a knight, Bob is a knave.", {"Alice": "knight", "Bob": "knave"}),
+            "wrong",
+            ("Alice is a knight, Bob is a knave.", {"Alice": "knight", "Bob": "knave"}),
+            repeatable=True,
         ),
-        Verifier("countdown", countdown, on_timeout="wrong", example=("25 + 3 × 7 = 46", _PUZZLE)),
-        Verifier("gym", gym, on_timeout="wrong"),
-        Verifier("judge", judge, on_timeout="error", gold=False),
-        Verifier("reward_model", reward_model, on_timeout="error", gold=False),
-        Verifier("compose", compose, on_timeout="error", gold=False),
+        Verifier("countdown", countdown, "wrong", ("25 + 3 × 7 = 46", _PUZZLE), repeatable=True),
+        Verifier("gym", gym, "wrong"),
+        Verifier("judge", judge, "error", gold=False),
+        Verifier("reward_model", reward_model, "error", gold=False),
+        Verifier("compose", compose, "error", gold=False),
     )
 }
 
@@ -83,7 +109,7 @@ def resolve(name: str) -> Verifier:
         hint = nearest(name, VERIFIERS)
         raise VerifierError(f"a verifier is one of {', '.join(VERIFIERS)} or file.py:function, got {name!r}{hint}")
     score = load_function(name, "verifier", ("response", "reference", "context"), VerifierError)
-    return Verifier(name, score, on_timeout="error")
+    return Verifier(name, score, on_timeout="error", repeatable=getattr(score, "repeatable", False))
 
 
 def check_params(verifier: Verifier, params: Mapping[str, Any]) -> None:

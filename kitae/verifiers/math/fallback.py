@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from kitae.verifiers.interrupts import foreign
 from kitae.verifiers.math.cleanup import tidy
 from kitae.verifiers.math.numbers import DIGITS, Point
 from kitae.verifiers.math.reading import LIMIT_RE
@@ -42,11 +43,12 @@ def math_verify_agrees(gold: str, answer: str) -> bool:
         return False
     if not _is_readable(gold) or not _is_readable(answer):
         return False
-    import_module("math_verify")  # slow to import (sympy), few answers need it, and its time does not count
+    with foreign():
+        import_module("math_verify")  # slow to import (sympy), few answers need it, and its time does not count
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
     try:
-        with _limited(_MAX_SECONDS):
+        with foreign(), _limited(_MAX_SECONDS):
             want, have = _math_verify_parse(gold), _math_verify_parse(answer)
             return bool(want and have) and _numerically_equal(want[0], have[0])
     except _OutOfTime:

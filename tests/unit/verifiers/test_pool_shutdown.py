@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import os
+import signal
 import warnings
 from pathlib import Path
 
@@ -40,3 +41,28 @@ def test_close_waits_for_a_worker_that_is_being_killed(tmp_path: Path, turns: in
     assert [str(w.message) for w in caught] == []
     with pytest.raises(ProcessLookupError):
         os.kill(int(note.read_text()), 0)
+
+
+@pytest.mark.parametrize("turns", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_close_while_a_worker_that_died_is_being_replaced_for_a_check(turns: int, cancelled: bool) -> None:
+    async def body() -> None:
+        async with VerifierPool("exact", workers=1) as pool:
+            (template,) = children(os.getpid())
+            for worker in children(template):
+                os.kill(worker, signal.SIGKILL)
+            await asyncio.sleep(0.1)
+            check = asyncio.create_task(pool.score("x", "x"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if cancelled:
+                check.cancel()
+        score = (await asyncio.wait_for(asyncio.gather(check, return_exceptions=True), 10))[0]
+        assert isinstance(score, asyncio.CancelledError) if cancelled else not score.valid or score.value == 1
+
+    asyncio.run(body())
+    assert children(os.getpid()) == []
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

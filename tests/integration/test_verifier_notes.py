@@ -1,0 +1,33 @@
+"""What a score function prints during a run reaches whoever watches the run."""
+
+from pathlib import Path
+
+from harness import toy_config
+
+from kitae.observe.observer import Silent
+from kitae.pipeline.session import prepare, train
+from kitae.store.run import RunStore
+
+LOUD = """
+def score(response, reference, context):
+    print("looked at", len(response) > -1)
+    return {"score": float(len(response) % 2), "length": len(response)}
+"""
+
+
+class Listener(Silent):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+def test_printed_lines_are_notes_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text(LOUD)
+    settings = ["training.steps=1", "eval.prompts=0", "verifier.check_gold=false"]
+    config = toy_config(tmp_path, *settings, f"verifier.name={tmp_path / 'loud.py'}:score")
+    listener = Listener()
+    train(RunStore.create(config), prepare(config, listener.note), listener)
+    assert listener.notes.count("loud.py:score: looked at True") == 20
+    assert listener.notes[-1].endswith("more lines were printed")
