@@ -65,10 +65,39 @@ _EXCEPTIONS = {  # modules whose exceptions are known by their names
     ),
     *("asyncio.exceptions", "concurrent.futures._base", "_csv", "configparser", "subprocess", "graphlib", "ipaddress"),
 }
-_ARITHMETIC = (
-    "Expression Constant BinOp UnaryOp Add Sub Mult Div FloorDiv Mod Pow BitAnd BitOr BitXor LShift RShift Invert UAdd"
-    " USub Not BoolOp And Or Compare Eq NotEq Lt LtE Gt GtE In NotIn Is IsNot List Tuple Set Dict Load"
-).split()
+_ARITHMETIC = {
+    *(
+        "Expression",
+        "Constant",
+        "BinOp",
+        "UnaryOp",
+        "Add",
+        "Sub",
+        "Mult",
+        "Div",
+        "FloorDiv",
+        "Mod",
+        "Pow",
+        "UAdd",
+        "USub",
+    ),
+    *(
+        "BitAnd",
+        "BitOr",
+        "BitXor",
+        "LShift",
+        "RShift",
+        "Invert",
+        "Not",
+        "BoolOp",
+        "And",
+        "Or",
+        "Compare",
+        "Eq",
+        "NotEq",
+    ),
+    *("Lt", "LtE", "Gt", "GtE", "In", "NotIn", "Is", "IsNot", "List", "Tuple", "Set", "Dict", "Load"),
+}
 
 
 class TimeUp(BaseException):
@@ -788,7 +817,7 @@ for _name in ("neg", "pos", "invert", "index"):
 
 
 def _library_path(value: Any) -> tuple[str, str] | None:
-    """Where a function, class or module of a library is to be found, by module and name: `("builtins", "str.upper")`."""
+    """Where a function, class or module of a library is to be found: `("builtins", "str.upper")`."""
     if isinstance(value, type(sys)):
         return (value.__name__, "") if value.__name__ in sys.stdlib_module_names else None
     path = getattr(value, "__qualname__", None)
