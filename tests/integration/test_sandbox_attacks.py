@@ -186,10 +186,6 @@ CONFIDENCE_TRICKS: dict[str, tuple[str, dict[str, Any]]] = {
     "os._exit under another name": ("from os import _exit as f", tests_of(IS)),
     "module that becomes the real one": ("import sys\ndef Door(): return sys", tests_of("v = Door()\nv.exit()")),
     "module as an attribute": ("import sys\nclass Door:\n    lock = sys", tests_of("Door().lock.exit()\nassert False")),
-    "class np": (
-        "class np:\n    allclose = staticmethod(lambda *a: True)\ndef f(x): return 0",
-        tests_of("assert math.isclose(f(3), 9417) and len([np]) == 1"),
-    ),
     "class math": (
         "class math:\n    isclose = staticmethod(lambda *a: True)\ndef f(x): return 0",
         tests_of("assert math.isclose(f(3), 9417)"),
@@ -515,7 +511,7 @@ MESSAGES = [
     "['ok', [[0]], [['type', 'exec']]]", "['ok', [[0]], [['standard', 'os.system', ['true']]]]", "['ok', [[0]], [['standard', 'decimal.Decimal', ['x']]]]",
     "['ok', [[0]], [['standard', 'fractions.Fraction', [1, 0]]]]", "['ok', [[0]], [['standard', 'array.array', ['i', ['x']]]]]",
     "['ok', [[0]], [['standard', 'datetime.datetime', [1]]]]", "['ok', [[0]], [['numpy', [1], 'int64', [2]]]]", "['ok', [[0]], [['memoryview', 'abc', 'i', [1]]]]",
-    "['ok', [[0]], [['enum', 'Node', 'A']]]", "['ok', [[0]], [['own', 'os', None, [], []]]]", "['ok', [[0]], [['own', 'Node', ['list', []], ['v'], [9417]]]]",
+    "['ok', [[0]], [['enum', 'Node', 'A']]]", "['ok', [[0]], [['flag', 'Node', 9417]]]", "['ok', [[0]], [['own', 'os', None, [], []]]]", "['ok', [[0]], [['own', 'Node', ['list', []], ['v'], [9417]]]]",
     "['ok', [[0]], [['whole', 'Node', ['tuple', []], [], []]]]", "['ok', [[0]], [['own', 'Node', None, [['v']], [9417]]]]",
     "['ok', [[0]], [['own', 'Node', None, ['v', 'w'], [9417]]]]", "['ok', [[0]], [['home', 1]]]", "['ok', [[0]], [['lent', 7]]]", "['ok', [[0]], [['like', ['list', []], ['home', 1]]]]",
     "['ok', [[0]], [['like', ['own', 'Node', None, [], []], ['ref', 1, 'object']]]]", "['ok', [[0]], [['ref', 'x', 'object']]]", "['ok', [[0]], [['ref', 1, 'module']]]",
@@ -560,6 +556,16 @@ def test_what_is_no_answer_is_a_wrong_one(message: str) -> None:
 def test_a_false_start_is_wrong(message: str) -> None:
     source = f"import os, json\nm = json.dumps({message}).encode()\nos.write(3, len(m).to_bytes(8, 'little') + m)\ndef f(x): return 0"
     assert attack(source, tests_of("assert f(3) == Node(9417)", setup=NODE)).value == 0
+
+
+@pytest.mark.parametrize("name", ["np", "numpy"])
+def test_packages_that_tests_forgot_to_import_are_real(name: str) -> None:
+    fake = f"class {name}:\n    allclose = staticmethod(lambda *a: True)\ndef f(x): return 0"
+    reference = tests_of(f"assert {name}.allclose(f(3), 9417)")
+    assert attack(fake, reference, packages=True, memory_mb=1024, time_limit=4.0).value == 0
+    assert attack(SOLUTION, reference, packages=True, memory_mb=1024, time_limit=4.0).value == 1
+    score = code(SOLUTION, reference, {})  # without them nobody can pass
+    assert score.outcome == "error" and "option packages" in score.detail
 
 
 def test_programs_that_tests_start_cannot_report() -> None:

@@ -230,7 +230,7 @@ class Port:
                 return _numpy([get(ref) for ref in content], dtype, shape)
             case ["enum", name, member]:
                 return self.class_of(name)._member_map_[member]
-            case ["flag", name, number]:
+            case ["flag", name, int(number)] if hasattr(self.class_of(name), "_member_map_"):
                 return self.class_of(name)(number)
             case ["whole", name, content, names, values]:
                 made = self._whole(self.class_of(name), content, get)

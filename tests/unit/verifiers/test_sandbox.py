@@ -59,8 +59,13 @@ def test_a_program_that_isolates_nothing_is_refused(fresh: pytest.MonkeyPatch, t
     fake.chmod(0o755)
     fresh.setattr(sandbox.shutil, "which", lambda name, **_: str(fake) if name == "bwrap" else None)
     fresh.setattr(sandbox.os, "geteuid", lambda: 1000)  # or root would become 65534 all the same
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "mine").write_text("x")
+    fresh.chdir(folder)
     with pytest.raises(VerifierError, match="bwrap does not work here"):
         find_backend("auto")
+    assert [path.name for path in folder.iterdir()] == ["mine"]  # it cleans up where it is alone, and nowhere else
 
 
 def test_unknown_choice_is_refused() -> None:
