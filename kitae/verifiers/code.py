@@ -222,9 +222,9 @@ class Verdict:
 
 def plan(source: Source, tests: Asserts | Check) -> tuple[dict[str, Any], dict[str, Any]]:
     """The order that loads the candidate, and the job of the checker, which the candidate must not see."""
-    order = {"mode": "check", "loose": not source.fenced}
+    order: dict[str, Any] = {"mode": "check", "loose": not source.fenced}
     if isinstance(tests, Asserts):
-        job = {"prompt": "", "setup": settled(tests.setup), "entry_point": ""}
+        job: dict[str, Any] = {"prompt": "", "setup": settled(tests.setup), "entry_point": ""}
         job |= {"tests": [settled(_as_assert(test)) for test in tests.asserts], **_names(tests.setup, tests.asserts)}
         order |= {"setup": visible_setup(tests.setup), "typing": _typing_names(source.text, tests.setup)}
         return order | {"variants": variants(source)}, job
@@ -267,12 +267,13 @@ class _Settle(ast.NodeTransformer):
                 yield _settle()
 
 
+_SETTLE = "__settle__()"
 _SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _CALLING = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Assert, ast.Delete, ast.For, ast.While, ast.With)
 
 
 def _settle() -> ast.stmt:
-    return ast.fix_missing_locations(ast.Expr(ast.Call(ast.Name("__settle__", ast.Load()), [], [])))
+    return ast.parse(_SETTLE).body[0]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -341,7 +342,8 @@ def take_verdicts(reports: Iterator[Report], tests: Sequence[str]) -> tuple[list
             raise VerifierError(report.detail)
         if report.status == "broken":
             return verdicts + all_failed(tests[number:], report.detail), []
-        verdicts.append(Verdict(report.status == "passed", f"{_brief(test)}: {_complaint(report)}"))
+        told = _brief(test.replace(_SETTLE, ""))
+        verdicts.append(Verdict(report.status == "passed", f"{told}: {_complaint(report)}"))
         if report.status not in ("passed", "failed"):
             return verdicts, tests[number + 1 :]
     return verdicts, []

@@ -218,7 +218,7 @@ def _keep_failures() -> None:
         return unittest.TestProgram(*arguments, **(keywords | {"exit": False}))
 
     unittest.TextTestRunner.run = checked  # type: ignore[method-assign]
-    unittest.main = main  # type: ignore[assignment,misc]
+    unittest.main = main  # type: ignore[assignment]
 
 
 def _unpickle_data_alone() -> None:
@@ -299,7 +299,7 @@ def _import(path: str, wanted: list[str], needed: bool) -> Any:
     """`"math:isclose"` or `"math"` from a library; None where it has not what the tests want of it."""
     module, _, name = path.partition(":")
     try:
-        found = __import__(module, fromlist=["*"])
+        found: Any = __import__(module, fromlist=["*"])
     except ImportError as error:
         if needed:
             problem = f"the tests must be able to import what they need (see the option packages), got {error}"
@@ -541,7 +541,7 @@ class CheckerPort(Port):
         (target, *rest), _ = self.trust(self.decode, refs, nodes)
         self._note(refs, nodes)
         try:
-            if self.exports.get(id(target)) is not target:
+            if id(target) not in self.exports:
                 raise TypeError("not an object of the tests")
             match op:
                 case "call":

@@ -163,7 +163,7 @@ class Port:
             return [_VIEWS[kind], *([ref(item) for item in column] for column in columns)]
         if value is Ellipsis or value is NotImplemented:
             return ["constant", repr(value)]
-        if isinstance(value, type) and _TYPES.get(value.__name__) is value:
+        if kind is type and _TYPES.get(value.__name__) is value:
             return ["type", value.__name__]
         if kind is memoryview:
             return ["memoryview", value.tobytes().decode("latin-1"), value.format, list(value.shape or ())]
@@ -313,8 +313,9 @@ def _base_of(kind: type) -> type:
 
 def shareable(kind: type) -> bool:
     """Whether instances can be made from their content and state alone; not those of a Thread or an exception."""
+    base: Any = _base_of(kind)
     try:
-        _base_of(kind).__new__(kind)
+        base.__new__(kind)
     except TypeError:
         return hasattr(kind, "_member_map_")
     return True

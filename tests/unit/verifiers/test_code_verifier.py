@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitae.types import Score
-from kitae.verifiers.code import Asserts, Check, Stdio, code, extract_code, read_tests, same_output
+from kitae.verifiers.code import Asserts, Check, Stdio, code, extract_code, read_tests, same_output, visible_setup
 from kitae.verifiers.sandbox import find_program
 
 needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -744,6 +744,37 @@ def test_wrong_code_fails(name: str) -> None:
 def test_tests_that_cannot_run_are_an_error(tests: Any, says: str) -> None:
     score = code("class f:\n    def __new__(cls, x): return 2", tests, {})
     assert score.outcome == "error" and says in score.detail
+
+
+@needs_sandbox
+def test_the_detail_names_the_test_as_it_was_written() -> None:
+    assert check("def f(x): return x", asserts("assert f(1) == 2")).detail == "assert f(1) == 2: AssertionError"
+
+
+@pytest.mark.parametrize(
+    ("setup", "seen"),
+    [
+        ("import math\nfrom os import path", ["import math", "from os import path"]),
+        (
+            "try:\n    import a\nexcept ImportError:\n    a = None",
+            ["try:\n    import a\nexcept ImportError:\n    a = None"],
+        ),
+        ("def reference(x): return 1\nEXPECTED = [1]\nprint(1)\nreference(2)", []),
+        ("class Reference:\n    def solve(self): return 1", []),
+        ("class T(unittest.TestCase):\n    x = 1", []),
+        ("class P:\n    x: int", ["class P:\n    x: int"]),
+        (
+            "P = namedtuple('P', 'x')\nRow = List[int]\nx = f(1)\ny = data[0]",
+            ["P = namedtuple('P', 'x')", "Row = List[int]"],
+        ),
+        (
+            "K = 2\nL = 3\nclass P(int):\n    def k(self): return K",
+            ["K = 2", "class P(int):\n\n    def k(self):\n        return K"],
+        ),
+    ],
+)
+def test_what_a_program_sees_of_a_setup(setup: str, seen: list[str]) -> None:
+    assert visible_setup(setup) == seen
 
 
 @needs_sandbox
