@@ -3,6 +3,8 @@
 # ruff: noqa: E501 - programs of one line each
 import json
 import shutil
+import socket
+import types
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from hypothesis import strategies as st
 
 from kitae.types import Score
 from kitae.verifiers.code import Asserts, Check, Stdio, code, extract_code, read_tests, same_output, visible_setup
+from kitae.verifiers.runners.checker import CheckerPort, Gone
+from kitae.verifiers.runners.meter import Meter
 from kitae.verifiers.sandbox import find_program
 
 needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -944,3 +948,83 @@ def test_extreme_texts_are_wrong(response: str) -> None:
 @given(st.text(alphabet=st.sampled_from("`~\n\r pydef x=():é\x00\ud800")))
 def test_extraction_never_raises(text: str) -> None:
     assert isinstance(extract_code(text, PYTHON, ["f"]).text, str)
+
+
+KINDS = [
+    "list",
+    "tuple",
+    "set",
+    "frozenset",
+    "dict",
+    "str",
+    "int",
+    "float",
+    "bytes",
+    "bytearray",
+    "complex",
+    "range",
+    "slice",
+    "keys",
+    "values",
+    "items",
+    "constant",
+    "type",
+    "memoryview",
+    "standard",
+    "numpy",
+    "enum",
+    "flag",
+    "whole",
+    "own",
+    "home",
+    "like",
+    "ref",
+    "error",
+    "lent",
+    "library",
+    "deque",
+    "module",
+]
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 300)
+    | st.floats()
+    | st.sampled_from([*KINDS, "object", "Node", "builtins", "ValueError", "v"]),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=8,
+)
+NODES = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.lists(JSON, max_size=4)).map(lambda node: [node[0], *node[1]]), max_size=4
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.integers(0, 4).map(lambda i: [i]) | JSON, min_size=1, max_size=2), NODES)
+def test_any_message_is_data_or_the_end(refs: Any, nodes: Any) -> None:
+    """Nothing that a program sends raises anything else where the tests run, or becomes an object of a library."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        port = CheckerPort(ours.fileno(), Meter(1, 1024, 1000), 1.0)
+        port.namespace = {"Node": type("Node", (), {"__module__": "tests"})}
+        port.common = {"Node"}
+        try:
+            (value, *_), _ = port.trust(port.decode, refs, nodes)
+        except Gone as end:
+            assert port.end is end
+            return
+        allowed = (
+            "builtins",
+            "decimal",
+            "fractions",
+            "datetime",
+            "uuid",
+            "pathlib",
+            "array",
+            "collections",
+            "zoneinfo",
+            "tests",
+        )
+        kind = type(value)
+        assert kind.__module__ in allowed or kind.__module__.startswith("kitae.verifiers.runners"), kind
+        assert not isinstance(value, types.ModuleType | types.FunctionType | types.BuiltinFunctionType)
