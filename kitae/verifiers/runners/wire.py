@@ -161,10 +161,14 @@ class Port:
             items = [*value]
             columns = [[k for k, _ in items], [v for _, v in items]] if _VIEWS[kind] == "items" else [items]
             return [_VIEWS[kind], *([ref(item) for item in column] for column in columns)]
+        if isinstance(value, type):
+            name = str(getattr(value, "__name__", ""))
+            if _TYPES.get(name) is value:
+                return ["type", name]
+            common = self.name_of(value)
+            return ["class", common] if common is not None else self.offer(value)
         if value is Ellipsis or value is NotImplemented:
             return ["constant", repr(value)]
-        if kind is type and _TYPES.get(value.__name__) is value:
-            return ["type", value.__name__]
         if kind is memoryview:
             return ["memoryview", value.tobytes().decode("latin-1"), value.format, list(value.shape or ())]
         name = _known_as(kind)
@@ -228,6 +232,8 @@ class Port:
                 return _standard(name, arguments)
             case ["numpy", content, dtype, shape]:
                 return _numpy([get(ref) for ref in content], dtype, shape)
+            case ["class", name]:
+                return self.class_of(name)
             case ["enum", name, member]:
                 return self.class_of(name)._member_map_[member]
             case ["flag", name, int(number)] if hasattr(self.class_of(name), "_member_map_"):

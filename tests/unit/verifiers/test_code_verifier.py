@@ -546,6 +546,14 @@ PASSING = {
             setup="class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)",
         ),
     ),
+    "class of the setup as an argument": (
+        "def f(C): return [c.name for c in C]\ndef make(N, v): return N(v) if isinstance(v, int) else N",
+        asserts(
+            "assert f(Color) == ['RED']",
+            "assert make(Node, 3).v == 3 and make(Node, None) is Node",
+            setup="from enum import Enum\nclass Color(Enum):\n    RED = 1\nclass Node:\n    def __init__(self, v): self.v = v",
+        ),
+    ),
     "class attribute that is a list": (
         "def f():\n    b = Box(); b.items = [1]; return b",
         asserts("assert f().items == [1]", setup="class Box:\n    items = []\n    def __init__(self): pass"),
