@@ -11,10 +11,15 @@ tests run in a process of their own that the candidate cannot read, signal or wr
 asking it for plain data (`runners.checker`). So printing, exiting, patching built-ins or the test framework, objects
 that equal everything and forged reports all come to nothing.
 
+Who gets what. The code under test sees the prompt of a check; of a setup its imports, its types (`visible_setup` says
+which) and nothing else: no function, no value, no test. The tests take from the code under test only what they use and
+nobody else defines: not what the setup, the prompt or Python defines, nor `np.allclose` or `isclose` where they forgot
+to import them (`_names`).
+
 What remains possible: to guess (`assert is_prime(7)` passes a function that always says True), and to be told: a test
-that hands the expected value to a method of an object that the candidate made (`assert f().equals(3)`) can be lied to.
+that hands the expected value to a function or an object of the candidate's (`assert f().equals(3)`) can be lied to.
 What the separation costs: an instance of a class of the candidate's never equals a value that is not one; arguments
-are copies, and lists, dicts, sets and instances of the setup's classes in them are updated after the call.
+are copies, and lists, dicts, sets and instances of the setup's classes in them are updated after the statement.
 `runners.checker` says what of a class or function reaches the tests and what does not.
 
 Tests that cannot import what they need, or raise before they use the code at all, are an error and not a 0: the data or
@@ -29,6 +34,7 @@ import json
 import marshal
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -36,7 +42,7 @@ from typing import Any, Literal
 
 from kitae.errors import VerifierError
 from kitae.types import Score
-from kitae.verifiers.runners.checker import Clock
+from kitae.verifiers.runners.meter import Clock
 from kitae.verifiers.sandbox import Limits, Report, SandboxChoice, Session, find_program, open_session
 from kitae.verifiers.text import after_thought
 
@@ -216,19 +222,112 @@ class Verdict:
 
 def plan(source: Source, tests: Asserts | Check) -> tuple[dict[str, Any], dict[str, Any]]:
     """The order that loads the candidate, and the job of the checker, which the candidate must not see."""
-    order = {"mode": "check", "loose": not source.fenced}
+    order: dict[str, Any] = {"mode": "check", "loose": not source.fenced}
     if isinstance(tests, Asserts):
-        names, modules, shadows = _names(tests.setup, tests.asserts)
-        job = {"prompt": "", "setup": tests.setup, "entry_point": "", "tests": list(map(_as_assert, tests.asserts))}
-        order |= {"setup": tests.setup, "variants": variants(source), "typing": _typing_names(source.text, tests.setup)}
-        return order, job | {"names": names, "modules": modules, "shadows": shadows}
-    names, modules, _ = _names(tests.check, ())
-    job = {"prompt": tests.prompt if names or modules else "", "setup": tests.check, "entry_point": tests.entry_point}
-    job |= {"tests": ["check(__candidate__)"], "names": names, "modules": modules, "shadows": []}
+        job: dict[str, Any] = {"prompt": "", "setup": settled(tests.setup), "entry_point": ""}
+        job |= {"tests": [settled(_as_assert(test)) for test in tests.asserts], **_names(tests.setup, tests.asserts)}
+        order |= {"setup": visible_setup(tests.setup), "typing": _typing_names(source.text, tests.setup)}
+        return order | {"variants": variants(source)}, job
+    names = _names(tests.check, (), tests.entry_point)
+    job = {"prompt": tests.prompt if names["names"] or names["library"] else "", "setup": settled(tests.check)}
+    job |= {"entry_point": tests.entry_point, "tests": ["check(__candidate__)"], **names}
     order |= {"typing": _typing_names(source.text, tests.prompt)}
     if _defines(source.text, [tests.entry_point]):
-        return order | {"setup": tests.prompt, "variants": variants(source)}, job
-    return order | {"setup": "", "variants": _completions(tests.prompt, source.text)}, job
+        return order | {"setup": [tests.prompt], "variants": variants(source)}, job
+    return order | {"setup": [], "variants": _completions(tests.prompt, source.text)}, job
+
+
+@functools.lru_cache(maxsize=4096)
+def settled(text: str) -> str:
+    """Tests that call `__settle__()` between statements: what a call changes in its arguments is seen from then on.
+
+    So `assert f(xs) == sorted(xs)` does not sort what f has made of xs.
+    """
+    try:
+        return ast.unparse(_Settle().visit(ast.parse(text)))
+    except RecursionError:  # too deep to be written
+        return text
+
+
+class _Settle(ast.NodeTransformer):
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if isinstance(block, list) and block:
+                setattr(node, field, list(self._woven(block, not isinstance(node, _SCOPES))))
+        return node
+
+    def _woven(self, block: list[ast.stmt], inside: bool) -> Iterator[ast.stmt]:
+        if inside:
+            yield _settle()
+        for statement in block:
+            yield statement
+            if isinstance(statement, _CALLING) and any(isinstance(part, ast.Call) for part in ast.walk(statement)):
+                yield _settle()
+
+
+_SETTLE = "__settle__()"
+_SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_CALLING = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Assert, ast.Delete, ast.For, ast.While, ast.With)
+
+
+def _settle() -> ast.stmt:
+    return ast.parse(_SETTLE).body[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def visible_setup(setup: str) -> list[str]:
+    """What of a setup the code under test sees, statement by statement: imports and types, and what types are made of.
+
+    A type is a class that has bases, decorators, attributes, `__init__` or `__new__`, but no test case; an assignment
+    that calls namedtuple, Enum, NewType or the like; or one of nothing but names (`Grid = List[Row]`). A class of
+    nothing but functions is none: reference solutions are written that way. What a type uses of the setup's other
+    functions and values comes along.
+    """
+    statements = ast.parse(setup).body
+    wanted = {i for i, statement in enumerate(statements) if _is_import(statement) or _is_type(statement)}
+    queue = [i for i in sorted(wanted) if not _is_import(statements[i])]
+    for i in queue:  # grows on the way
+        used = {node.id for node in ast.walk(statements[i]) if isinstance(node, ast.Name)}
+        for j, other in enumerate(statements):
+            if j not in wanted and isinstance(other, _DEFINING) and used & set(_bound(_surface(other))):
+                wanted.add(j)
+                queue.append(j)
+    return [ast.unparse(statement) for i, statement in enumerate(statements) if i in wanted]
+
+
+_DEFINING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+_TYPE_MAKERS = ("namedtuple", "NamedTuple", "Enum", "IntEnum", "NewType", "TypeVar", "TypedDict", "make_dataclass")
+_TYPE_NODES = (ast.Name, ast.Attribute, ast.Subscript, ast.Tuple, ast.Load)
+
+
+def _is_import(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Try):
+        return all(map(_is_import, statement.body))
+    return isinstance(statement, ast.Import | ast.ImportFrom)
+
+
+def _is_type(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.ClassDef(bases=bases, body=body):
+            if any("Test" in ast.unparse(base) for base in bases):
+                return False
+            made = [f for f in body if isinstance(f, ast.FunctionDef) and f.name in ("__init__", "__new__")]
+            fields = [part for part in body if isinstance(part, ast.Assign | ast.AnnAssign)]
+            based = [base for base in bases if ast.unparse(base) != "object"]
+            return bool(made or fields or based or statement.decorator_list or statement.keywords)
+        case ast.Assign(value=ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name))):
+            return name in _TYPE_MAKERS
+        case ast.Assign(value=value):
+            return all(isinstance(node, _TYPE_NODES) for node in ast.walk(value))
+        case _:
+            return False
+
+
+def _surface(statement: ast.stmt) -> list[ast.AST]:
+    """What a statement itself binds, without what is bound inside a function or class that it defines."""
+    return [statement, *(ast.walk(statement) if isinstance(statement, ast.Assign | ast.AnnAssign) else ())]
 
 
 def take_verdicts(reports: Iterator[Report], tests: Sequence[str]) -> tuple[list[Verdict], Sequence[str]]:
@@ -243,7 +342,8 @@ def take_verdicts(reports: Iterator[Report], tests: Sequence[str]) -> tuple[list
             raise VerifierError(report.detail)
         if report.status == "broken":
             return verdicts + all_failed(tests[number:], report.detail), []
-        verdicts.append(Verdict(report.status == "passed", f"{_brief(test)}: {_complaint(report)}"))
+        told = _brief(test.replace(_SETTLE, ""))
+        verdicts.append(Verdict(report.status == "passed", f"{told}: {_complaint(report)}"))
         if report.status not in ("passed", "failed"):
             return verdicts, tests[number + 1 :]
     return verdicts, []
@@ -513,36 +613,82 @@ def _wanted_names(tests: Tests) -> list[str]:
         case Check():
             return [tests.entry_point]
         case Asserts():
-            names, _, shadows = _names(tests.setup, tests.asserts)
-            return [*names, *shadows]
+            found = _names(tests.setup, tests.asserts)
+            return [name for name in found["names"] if name not in found["library"]]
         case Stdio():
             return []
 
 
-@functools.lru_cache(maxsize=4096)
-def _names(setup: str, asserts: tuple[str, ...]) -> tuple[list[str], list[str], list[str]]:
-    """What tests take from elsewhere: free names; those used as standard modules; built-ins that are under test.
+# What tests use without importing it: they were written for a file that the code under test begins.
+_ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas", "pytest": "pytest", "torch": "torch"}
+_LIBRARY = {
+    name: module
+    for module, names in {
+        "math": "isclose sqrt pi inf nan isnan isinf ceil floor",
+        "collections": "Counter defaultdict deque OrderedDict namedtuple",
+        "decimal": "Decimal",
+        "fractions": "Fraction",
+        "datetime": "datetime date timedelta timezone",
+        "copy": "deepcopy",
+        "functools": "reduce partial cmp_to_key",
+        "itertools": "chain islice",
+        "dataclasses": "dataclass",
+        "enum": "Enum",
+        "pathlib": "Path",
+        "uuid": "UUID",
+        "io": "StringIO BytesIO",
+        "contextlib": "redirect_stdout suppress",
+        "typing": "Any Dict List Optional Set Tuple Union Callable Iterable Iterator Sequence",
+        "unittest": "TestCase",
+        "unittest.mock": "patch MagicMock Mock",
+    }.items()
+    for name in names.split()
+}
 
-    A built-in name is the candidate's only where the tests call nothing else that could be: in `assert sum(10, 15) ==
-    6`, but not in `assert abs(f(2) - 4) < 1e-6`. Of several it is the innermost call.
+
+@functools.lru_cache(maxsize=4096)
+def _names(setup: str, asserts: tuple[str, ...], entry_point: str = "") -> dict[str, Any]:
+    """Where tests take names from that they do not define, decided by the tests alone.
+
+    `library`: names of well-known functions and types, and of modules where only attributes of theirs are used that
+    they really have (the checker looks); `aliases` of them are packages. `names`: the candidate's. `shadows`: those of
+    them that hide something of Python's or of the library's. Such a name is the candidate's only where the tests use
+    nothing else that could be: in `assert sum(10, 15) == 6`, but not in `assert abs(f(2) - 4) < 1e-6`. Of several it
+    is the innermost call. `imports`: what the tests import. `constants`: their texts, where they run any.
     """
     nodes = [node for text in (setup, *asserts) for node in ast.walk(ast.parse(text))]
     calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
-    used = {node.id for node in nodes if isinstance(node, ast.Name)}
-    bound = set(_bound(nodes))
-    modules = {node.value.id for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
-    called = {node.func.id for node in calls if isinstance(node.func, ast.Name)} - bound
-    shadows = set()
-    if not any(name not in vars(builtins) for name in called | (used - bound - modules)):
+    loads = Counter(node.id for node in nodes if isinstance(node, ast.Name))
+    read: dict[str, list[str]] = {}  # attributes by name
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            read.setdefault(node.value.id, []).append(node.attr)
+    bound = {*_bound(nodes), "__name__", "__file__"}
+    free = set(loads) - bound
+    packages = free & {*_ALIASES, *sys.stdlib_module_names}
+    modules = {name for name in packages if len(read.get(name, ())) == loads[name]}
+    known = (free & {*_LIBRARY, *vars(builtins)}) - {entry_point}
+    shadows: set[str] = set()
+    if not free - known - modules and not entry_point:
         inner = [node for node in calls if not any(isinstance(n, ast.Call) for n in ast.walk(node) if n is not node)]
-        shadows = {node.func.id for node in inner if isinstance(node.func, ast.Name)} - bound
-    free = used - bound - (set(vars(builtins)) - shadows)
-    standard = (
-        modules
-        & set(sys.stdlib_module_names)
-        & free - {node.func.id for node in calls if isinstance(node.func, ast.Name)}
-    )
-    return sorted(free - standard), sorted(standard), sorted(shadows)
+        shadows = {node.func.id for node in inner if isinstance(node.func, ast.Name)} & known
+    library = {name: (_ALIASES.get(name, name), sorted(set(read[name]))) for name in modules}
+    library |= {name: (f"{_LIBRARY[name]}:{name}", []) for name in (known & set(_LIBRARY)) - shadows - modules}
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {
+        "library": library,
+        "aliases": sorted(modules & set(_ALIASES)),
+        "names": sorted((free - set(library) - set(vars(builtins))) | shadows | (modules - set(_ALIASES))),
+        "shadows": sorted(shadows),
+        "imports": sorted(_imports(nodes)),
+        "constants": sorted(texts) if {"eval", "exec", "compile"} & set(loads) else [],
+    }
+
+
+def _imports(nodes: Sequence[ast.AST]) -> set[str]:
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in found}
 
 
 def _bound(nodes: Sequence[ast.AST]) -> Iterator[str]:

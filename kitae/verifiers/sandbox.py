@@ -9,16 +9,18 @@ no capabilities, none to be gained either; /usr and the running Python are there
 disk: no home, no /etc/shadow, no run folder; /tmp and the work folder are in memory and of limited size; no network,
 not even loopback to the host; an empty environment; a filter that refuses system calls which only attacks need
 (ptrace, mount, new namespaces, keyrings, bpf, io_uring, memory outside all limits, exotic sockets); limits on memory
-and processor time of each process, number of processes, size of files and of output. All processes die with the first
-one, and that one when we close its pipe, as our own death does. Where the caller is root and the kernel has no user
-namespaces, user 65534 is the machine's own, and its processes elsewhere count against the limit.
+and processor time of each process and of all together, on the number of processes and of files, on the size of files
+and of output. What all use together is looked at 20 times a second or more, so it can be passed for that long. Each run
+of a program finds the folders empty. All processes die with the first one, and that one when we close its pipe, as our
+own death does. Where the caller is root and the kernel has no user namespaces, user 65534 is the machine's own, and its
+processes elsewhere count against the limit.
 
 `unshare` is the fallback: the same namespaces, user and mounts, made by a shell script, without the filter. So there a
 program can make user namespaces of its own, which opens more of the kernel to it, and sockets that no network namespace
 holds: in a virtual machine, vsock may reach the host.
 
-Not covered: holes in the kernel; the sum of memory over several processes (each has its limit, and there are at most
-`processes`, so at worst their product); time channels. `sandbox = "none"` covers nothing: it has the limits alone.
+Not covered: holes in the kernel; memory of files, which comes on top of that of processes (three folders of `tmp_mb`);
+time channels. `sandbox = "none"` covers nothing: it has the limits alone, and those of the sum for its first process.
 """
 
 import functools
@@ -44,7 +46,7 @@ from typing import Any, Literal, Self, get_args
 from kitae.errors import VerifierError
 from kitae.verifiers.base import VerifierWarning
 from kitae.verifiers.runners import MODULES
-from kitae.verifiers.runners.checker import Clock
+from kitae.verifiers.runners.meter import Clock
 
 SandboxChoice = Literal["auto", "bwrap", "unshare", "none"]
 INSTALL = "apt-get install bubblewrap (or dnf, pacman, zypper: the package is called bubblewrap everywhere)"
@@ -83,9 +85,10 @@ module.main()
 class Limits:
     """What a candidate may use; `Limits(time_limit=2.0)`.
 
-    time_limit: seconds of processor time for a test, and twice that on the clock. memory_mb: for each process;
-    address space where `limit_address_space` says so, else data alone, since some runtimes reserve far more than they
-    use. processes: threads count too. tmp_mb: all files together; file_mb: one of them.
+    time_limit: seconds of processor time for a test, those of child processes included, and twice that on the clock.
+    memory_mb: what all processes together have in memory; and for each of them address space, where
+    `limit_address_space` says so, else data alone, since some runtimes reserve far more than they use. processes:
+    threads count too. tmp_mb: all files in one folder together; file_mb: one of them; files: how many, with folders.
     """
 
     time_limit: float = 4.0
@@ -94,6 +97,7 @@ class Limits:
     output_mb: int = 16
     file_mb: int = 64
     tmp_mb: int = 128
+    files: int = 8192
     stack_mb: int = 0
     limit_address_space: bool = True
 
@@ -251,6 +255,7 @@ def complete_order(order: Mapping[str, Any], limits: Limits) -> dict[str, Any]:
         "processes": limits.processes,
         "output_limit": limits.output_mb * 2**20,
         "file_mb": limits.file_mb,
+        "files_limit": limits.files,
         "stack_mb": limits.stack_mb,
         "limit_address_space": limits.limit_address_space,
     }

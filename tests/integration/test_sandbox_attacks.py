@@ -165,6 +165,425 @@ def test_no_exception_ends_a_unittest_well(raised: str) -> None:
     assert attack(SOLUTION, reference, time_limit=4.0).value == 1
 
 
+def asserts_of(*asserts: str, setup: str = "") -> dict[str, Any]:
+    return {"kind": "asserts", "asserts": list(asserts), "setup": setup}
+
+
+IS = "assert f(3) == 9417"
+NODE = "class Node:\n    def __init__(self, v): self.v = v\n    def same(self, other): return self.v == other.v\n    def __eq__(self, other): return self.same(other)"
+PICKLED = (
+    "class P:\n    def __reduce__(self): return eval, (\"__import__('sys').modules['tests'].expected\",)\n"
+    "import pickle\ndef f(x): return pickle.dumps(P())"
+)
+# name: (program, tests). Each would score 1 if the tests believed the program, or used what it brings along.
+CONFIDENCE_TRICKS: dict[str, tuple[str, dict[str, Any]]] = {
+    # names of the library
+    "function that claims to be unittest's": (
+        "def main(*a): return 0\nmain.__module__ = 'unittest'",
+        asserts_of("assert main(3) == 9417"),
+    ),
+    "function of a library that exits": ("from ftplib import test", asserts_of("assert test(3) == 9417")),
+    "os._exit under another name": ("from os import _exit as f", asserts_of(IS)),
+    "module that becomes the real one": ("import sys\ndef Door(): return sys", asserts_of("v = Door()\nv.exit()")),
+    "module as an attribute": (
+        "import sys\nclass Door:\n    lock = sys",
+        asserts_of("Door().lock.exit()\nassert False"),
+    ),
+    "class math": (
+        "class math:\n    isclose = staticmethod(lambda *a: True)\ndef f(x): return 0",
+        asserts_of("assert math.isclose(f(3), 9417)"),
+    ),
+    "own isclose": ("def isclose(*a, **k): return True\ndef f(x): return 0", asserts_of("assert isclose(f(3), 9417)")),
+    "patched isclose": (
+        "import math\nfrom math import isclose\nmath.isclose = isclose = lambda *a, **k: True\ndef f(x): return 0",
+        asserts_of("assert isclose(f(3), 9417)"),
+    ),
+    "own Counter": ("def Counter(x): return 0\ndef f(x): return 0", asserts_of("assert f(3) == Counter([9417])")),
+    "own deepcopy": (
+        "def deepcopy(x): return 0\ndef f(x): return 0",
+        asserts_of("want = 9417\nassert f(3) == deepcopy(want)"),
+    ),
+    # what the setup holds
+    "reference solution": ("def f(x): return reference(x)", asserts_of(IS, setup="def reference(x): return x * 3139")),
+    "reference class": (
+        "def f(x): return Reference().solve(x)",
+        asserts_of(IS, setup="class Reference:\n    def solve(self, x): return x * 3139"),
+    ),
+    "expected values": ("def f(x): return EXPECTED[x]", asserts_of(IS, setup="EXPECTED = {3: 9417}")),
+    "test case in the setup": (
+        "def f(x): return T.want",
+        asserts_of(IS, setup="import unittest\nclass T(unittest.TestCase):\n    want = 9417"),
+    ),
+    "source of the setup by gc": (
+        "import gc, re\ndef f(x):\n    for o in gc.get_objects():\n        if type(o) in (dict, list, tuple):\n"
+        "            for v in list(o.values() if type(o) is dict else o):\n"
+        "                found = re.search(r'def refer' r'ence\\(x\\):\\s*return (\\d+)', v) if type(v) is str else None\n"
+        "                if found: return int(found[1])\n    return 0",
+        asserts_of(IS, setup="def reference(x): return 9417"),
+    ),
+    "constants of the setup by frames": (
+        "import sys\ndef f(x):\n    g = sys._getframe(1)\n    while g:\n        for v in list(g.f_globals.values()) + list(g.f_locals.values()):\n            if isinstance(v, dict) and 3 in v: return v[3]\n        g = g.f_back\n    return 0",
+        asserts_of(IS, setup="EXPECTED = {3: 9417}"),
+    ),
+    # instances of the setup's classes
+    "method replaced in the instance": (
+        "def f(x):\n    n = Node(0); n.same = lambda other: True; return n",
+        asserts_of("assert f(3) == Node(9417)", setup=NODE),
+    ),
+    "method replaced, on the right": (
+        "def f(x):\n    n = Node(0); n.same = lambda other: True; return n",
+        asserts_of("assert Node(9417) == f(3)", setup=NODE),
+    ),
+    "method replaced in the class": (
+        "Node.same = lambda *a: True\nNode.__eq__ = Node.same\ndef f(x): return Node(0)",
+        asserts_of("assert f(3) == Node(9417)", setup=NODE),
+    ),
+    "class replaced": (
+        "class Node:\n    def __init__(self, v): self.v = v\n    def __eq__(self, o): return True\ndef f(x): return Node(0)",
+        asserts_of("assert f(3) == Node(9417)", setup=NODE),
+    ),
+    "subclass of the setup's class": (
+        "class Sub(Node):\n    def same(self, o): return True\ndef f(x): return Sub(0)",
+        asserts_of("assert f(3) == Node(9417)", setup=NODE),
+    ),
+    "obliging attribute": (
+        "class Yes:\n    def __eq__(self, o): return True\n    def same(self, o): return True\ndef f(x): return Node(Yes())",
+        asserts_of("assert f(3) == Node(9417)", setup=NODE.replace("self.v == other.v", "self.v.same(other.v)")),
+    ),
+    "obliging text in an attribute": (
+        "class Yes(str):\n    def same(self, o): return True\ndef f(x): return Node(Yes())",
+        asserts_of("assert f(3) == Node(9417)", setup=NODE.replace("self.v == other.v", "self.v.same(other.v)")),
+    ),
+    "property overlaid": (
+        "def f(x):\n    n = Node(0); n.__dict__['ok'] = True; return n",
+        asserts_of(
+            "assert f(3).ok",
+            setup="class Node:\n    def __init__(self, v): self.v = v\n    @property\n    def ok(self): return self.v == 9417",
+        ),
+    ),
+    "class swapped in the instance": (
+        "def f(x):\n    n = Node(0); n.__dict__['__class__'] = n.__dict__['__eq__'] = lambda *a: True; return n",
+        asserts_of("assert f(3) == Node(9417)", setup=NODE),
+    ),
+    "slots with more than data": (
+        "class Yes:\n    def __eq__(self, o): return True\n    __hash__ = object.__hash__\ndef f(x): return P(Yes())",
+        asserts_of(
+            "assert f(3) == P(9417)",
+            setup="from dataclasses import dataclass\n@dataclass(slots=True)\nclass P:\n    v: int",
+        ),
+    ),
+    "list of the setup's, lying about itself": (
+        "class Liar(Row):\n    def __eq__(self, o): return True\n    def __iter__(self): return iter([9417])\ndef f(x): return Liar()",
+        asserts_of("assert f(3) == Row([9417])", setup="class Row(list):\n    pass"),
+    ),
+    "member of an Enum by another name": (
+        "def f(x):\n    C.B._name_ = 'A'; C.B._value_ = 1; return C.B",
+        asserts_of("assert f(3) is C.A", setup="from enum import Enum\nclass C(Enum):\n    A = 1\n    B = 2"),
+    ),
+    # the flow of the tests
+    "__exit__ that swallows": (
+        "class f:\n    def __init__(self, x): pass\n    def __enter__(self): return 0\n    def __exit__(self, *a): return True",
+        asserts_of("with f(3) as got:\n    assert got == 9417"),
+    ),
+    "__exit__ of a contextmanager": (
+        "from contextlib import contextmanager\n@contextmanager\ndef f(x):\n    try: yield 0\n    except BaseException: pass",
+        asserts_of("with f(3) as got:\n    assert got == 9417"),
+    ),
+    "StopIteration ends a map": (
+        "def f(x): raise StopIteration",
+        asserts_of("assert all(map(lambda x: f(x) == 9417, [3]))"),
+    ),
+    "own StopIteration ends a map": (
+        "class E(StopIteration): pass\ndef f(x): raise E",
+        asserts_of("assert all(map(lambda x: f(x) == 9417, [3]))"),
+    ),
+    "assertion caught in the program": (
+        "def f(check):\n    try: check(0)\n    except AssertionError: pass",
+        asserts_of("def check(x): assert x == 9417\nf(check)"),
+    ),
+    "exec as a callback": (
+        "def f(g, x):\n    g(\"import sys; sys.modules['tests'].__dict__['want'] = 0\")\n    return 0",
+        asserts_of("assert f(exec, 3) == want", setup="want = 9417"),
+    ),
+    "eval as a callback": (
+        "def f(g, x): return g(\"__import__('sys').modules['tests'].want\")",
+        asserts_of("assert f(eval, 3) == want", setup="want = 9417"),
+    ),
+    "getattr as a callback": (
+        "def f(g, x): return g(g(g(h, '__globals__'), 'get')('want'), 'real')\nh = len",
+        asserts_of("assert f(getattr, 3) == want", setup="want = 9417"),
+    ),
+    "text for eval": ("def f(x): return 'want'", asserts_of("assert eval(f(3)) == want", setup="want = 9417")),
+    "text for exec": (
+        "def f(x): return 'want = got = 0'",
+        asserts_of("exec(f(3))\nassert got == want", setup="want = 9417\ngot = 1"),
+    ),
+    "pickle": (PICKLED, asserts_of("import pickle\nassert pickle.loads(f(3)) == expected", setup="expected = 9417")),
+    "argument emptied": (
+        "def f(xs):\n    xs.clear()\n    return []",
+        asserts_of("xs = [3, 1]\nassert f(xs) == sorted(xs)"),
+    ),
+    "argument emptied, in a call": (
+        "def f(xs):\n    xs.clear()\n    return xs",
+        asserts_of(
+            "import unittest\nclass T(unittest.TestCase):\n    def test(self):\n        xs = [3, 1]\n        self.assertEqual(f(xs), sorted(xs))\nunittest.main()"
+        ),
+    ),
+    "argument changed in a dict": (
+        "def f(case):\n    case['x'] = 0\n    return 0",
+        asserts_of("case = {'x': 3}\nassert f(case) == case['x'] * 3139"),
+    ),
+    "instance changed": (
+        "def f(n):\n    n.v = 0\n    return 0",
+        asserts_of("n = Node(3)\nassert f(n) == n.v * 3139", setup=NODE),
+    ),
+    "type of the argument changed": (
+        "import gc\ndef f(xs):\n    port = next(o for o in gc.get_objects() if type(o).__name__ == 'CandidatePort')\n    type(port).reply = lambda *_: ['ok', [0, [0]], [['dict', [], []]]]\n    return 0",
+        asserts_of("xs = [3]\nr = f(xs)\nassert type(xs) is dict"),
+    ),
+    # numbers and texts
+    "int that equals all": (
+        "class I(int):\n    def __eq__(self, o): return True\n    __hash__ = int.__hash__\n    def __sub__(self, o): return 0\n    __rsub__ = __sub__\ndef f(x): return I(0)",
+        asserts_of("assert f(3) == 9417 and abs(f(3) - 9417) < 1"),
+    ),
+    "text that equals all": (
+        "class S(str):\n    def __eq__(self, o): return True\n    def __hash__(self): return hash('9417')\n    def strip(self): return self\ndef f(x): return S('')",
+        asserts_of("assert f(3).strip() == '9417'"),
+    ),
+    "list that equals all": (
+        "class L(list):\n    def __eq__(self, o): return True\n    def __len__(self): return 1\n    def __getitem__(self, i): return self\ndef f(x): return L()",
+        asserts_of("assert f(3) == [9417]"),
+    ),
+    "dict that equals all": (
+        "class D(dict):\n    def __eq__(self, o): return True\n    def __missing__(self, k): return k\n    def items(self): return [(1, 9417)]\ndef f(x): return D()",
+        asserts_of("assert f(3) == {1: 9417}"),
+    ),
+    "tuple that sorts first": (
+        "class T(tuple):\n    def __eq__(self, o): return True\n    def __lt__(self, o): return True\ndef f(x): return T()",
+        asserts_of("assert sorted([f(3), (9417,)])[0] == (9417,)"),
+    ),
+    "not a number": (
+        "def f(x): return float('nan')",
+        asserts_of("assert abs(f(3) - 9417) < 1e-6", "assert f(3) >= 9417", "assert f(3) == f(3)"),
+    ),
+    "text of a number": (
+        "class I(int):\n    def __str__(self): return '94' + '17'\n    __repr__ = __str__\ndef f(x): return I(0)",
+        asserts_of("assert str(f(3)) == repr(f(3)) == f'{f(3)}' == '9417'"),
+    ),
+    "operand remembered": (
+        "seen = []\nclass R:\n    def __sub__(self, o): seen.append(o); return 0\n    def __float__(self): return 0.0\ndef f(x): return seen[-1] if seen else R()",
+        asserts_of(*["assert abs(f(3) - 9417) < 1e-6"] * 2),
+    ),
+    "NotImplemented": ("def f(x): return NotImplemented", asserts_of("assert f(3) == 9417")),
+    "copy that is something else": (
+        "class C:\n    def __deepcopy__(self, memo): return True\n    def __copy__(self): return True\ndef f(x): return C()",
+        asserts_of("import copy\nassert copy.deepcopy(f(3)) == 9417"),
+    ),
+    "attribute that changes": (
+        "class C:\n    n = 0\n    @property\n    def v(self):\n        C.n += 1\n        return C.n\ndef f(x): return C()",
+        asserts_of("r = f(3)\nassert r.v == 9417"),
+    ),
+    "descriptor": (
+        "class D:\n    def __get__(self, *a): return lambda *a: True\nclass C:\n    __eq__ = D()\n    __hash__ = None\ndef f(x): return C()",
+        asserts_of("assert f(3) == 9417"),
+    ),
+    "metaclass": (
+        "class M(type):\n    def __call__(cls, *a): return cls\n    def __eq__(cls, o): return True\n    def __sub__(cls, o): return 0\n    __hash__ = type.__hash__\nclass f(metaclass=M): pass",
+        asserts_of("assert f(3) == 9417"),
+    ),
+    "type as an answer": ("def f(x): return type", asserts_of("assert isinstance(9417, f(3))")),
+    # exceptions and ends
+    "exit in a coroutine": (
+        "async def f(x): raise SystemExit(0)",
+        asserts_of("import asyncio\nassert asyncio.run(f(3)) == 9417"),
+    ),
+    "cancelled": (
+        "import asyncio\nasync def f(x): raise asyncio.CancelledError",
+        asserts_of("import asyncio\nassert asyncio.run(f(3)) == 9417"),
+    ),
+    "exit in a generator": (
+        "def f(x):\n    yield 0\n    raise SystemExit(0)",
+        asserts_of("assert list(f(3)) == [9417]"),
+    ),
+    "GeneratorExit": ("def f(x): raise GeneratorExit", asserts_of(IS)),
+    "exception that claims to be unittest's": (
+        "E = type('SkipTest', (Exception,), {'__module__': 'unittest.case'})\ndef f(x): raise E",
+        asserts_of(
+            "import unittest\nclass T(unittest.TestCase):\n    def test(self): self.assertEqual(f(3), 9417)\nunittest.main()"
+        ),
+    ),
+    "interrupted while loading": ("import os, signal\nos.kill(os.getpid(), signal.SIGINT)", asserts_of(IS)),
+    "signals to the checker": (
+        "import os, signal\ndef f(x):\n    for s in range(1, 65):\n        try: os.kill(1, s)\n        except OSError: pass\n    return 0",
+        asserts_of(IS),
+    ),
+    "answers at the end": (
+        "import atexit, os\nm = b'[\"ok\",[true],[]]'\natexit.register(lambda: [os.write(3, len(m).to_bytes(8, 'little') + m) for _ in range(9)])\ndef f(x): raise SystemExit",
+        asserts_of(IS),
+    ),
+    "a child that answers": (
+        "import os\nm = b'[\"ok\",[true],[]]'\ndef f(x):\n    if os.fork(): os._exit(0)\n    while True: os.write(3, len(m).to_bytes(8, 'little') + m)",
+        asserts_of(IS),
+    ),
+    "a thread that answers": (
+        "import os, threading\nm = b'[\"ok\",[true],[]]'\ndef run():\n    while True: os.write(3, len(m).to_bytes(8, 'little') + m)\ndef f(x):\n    threading.Thread(target=run, daemon=True).start()\n    while True: pass",
+        asserts_of(IS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIDENCE_TRICKS)
+def test_tests_trust_nothing_but_data(name: str) -> None:
+    source, reference = CONFIDENCE_TRICKS[name]
+    assert attack(source, reference).value == 0
+
+
+# Programs that would rather be an error, which leaves the group, than wrong.
+EXCUSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fake Decimal": (
+        "class Decimal:\n    __module__ = 'decimal'\n    def __str__(self): return 'x'\nDecimal.__qualname__ = 'Decimal'\ndef f(x): return Decimal()",
+        asserts_of(IS),
+    ),
+    "fake Decimal by name": (
+        "class Decimal:\n    __module__ = 'decimal'\n    def __str__(self): return 'x'\nf = Decimal()",
+        asserts_of("assert f == 9417"),
+    ),
+    "Decimal that prints something else, by name": (
+        "import decimal\nclass Decimal(decimal.Decimal):\n    __module__ = 'decimal'\n    def __str__(self): return 'x'\ndecimal.Decimal = Decimal\nf = Decimal(1)",
+        asserts_of("assert f == 9417"),
+    ),
+    "nothing but a name": ("f = object()", asserts_of("assert f.x == 9417")),
+    "Decimal that prints something else": (
+        "import decimal\nclass Decimal(decimal.Decimal):\n    __module__ = 'decimal'\n    def __str__(self): return 'x'\ndecimal.Decimal = Decimal\ndef f(x): return Decimal(1)",
+        asserts_of(IS),
+    ),
+    "coroutine in a list": (
+        "async def g(): return 1\nclass C:\n    def get(self): return [g()]\ndef f(x): return C()",
+        asserts_of("assert f(3).get() == [9417]"),
+    ),
+    "coroutine handed back": ("async def g(): return 1\ndef f(x): return [g()]", asserts_of("assert f(f(3)) == 9417")),
+    "subclass handed back": (
+        "class S(str): pass\ndef f(x): return S('a') if x == 3 else x",
+        asserts_of("assert f(f(3)) == 9417"),
+    ),
+    "type handed back": ("class C: pass\ndef f(x): return C()", asserts_of("assert f(type(f(3))) == 9417")),
+    "wrong use of a library": ("from math import lcm", asserts_of("assert lcm([1, 2]) == 2")),
+    "import in vain": ("def f(x):\n    import no_such_module", asserts_of(IS)),
+    "exception that is its own cause": ("def f(x):\n    e = ValueError(); e.__cause__ = e; raise e", asserts_of(IS)),
+    "exception group": ("def f(x): raise ExceptionGroup('g', [ValueError(1)])", asserts_of(IS)),
+    "exception with a property": (
+        "class E(Exception):\n    @property\n    def args(self): raise KeyError\ndef f(x): raise E",
+        asserts_of(IS),
+    ),
+    "deep tuple": ("def f(x):\n    t = ()\n    for _ in range(10**5): t = (t,)\n    return t", asserts_of(IS)),
+    "deep instance": (
+        "def f(x):\n    n = None\n    for _ in range(10**4): n = Node(n)\n    return n",
+        asserts_of("assert f(3) == Node(9417)", setup=NODE),
+    ),
+    "huge number": ("def f(x): return 1 << 10**8", asserts_of(IS)),
+    "long number": ("def f(x): return 10**(10**5)", asserts_of(IS)),
+    "much data": ("def f(x): return [[i] for i in range(10**6)]", asserts_of(IS)),
+    "endless iterator": (
+        "import itertools\ndef f(x): return itertools.count()",
+        asserts_of("assert sum(f(3)) == 9417"),
+    ),
+    "endless questions": ("def f(g):\n    while True: g(1)", asserts_of("assert f(lambda x: x) == 9417")),
+    "recursion through the tests": ("def f(g): return g(f)", asserts_of("def g(h): return h(g)\nassert f(g) == 9417")),
+    "hash that raises": (
+        "class H:\n    n = 0\n    def __hash__(self):\n        H.n += 1\n        if H.n > 1: raise ImportError('no_such_module')\n        return 1\ndef f(x): return {H()}",
+        asserts_of(IS),
+    ),
+    "closed line": ("import os\nos.close(3)\ndef f(x): return 0", asserts_of(IS)),
+    "stopped": ("import os, signal\ndef f(x): os.kill(os.getpid(), signal.SIGSTOP)", asserts_of(IS)),
+    "half a frame": (
+        "import os, time\ndef f(x):\n    os.write(3, (100).to_bytes(8, 'little') + b'[')\n    time.sleep(60)",
+        asserts_of(IS),
+    ),
+    "date that does not exist": (
+        "import datetime\nclass date(datetime.date):\n    year = 0\ndate.__module__, date.__qualname__, datetime.date = 'datetime', 'date', date\ndef f(x): return date(2020, 1, 1)",
+        asserts_of(IS),
+    ),
+    "unknown zone": (
+        "import zoneinfo, datetime\ndef f(x):\n    z = zoneinfo.ZoneInfo.from_file(open('/usr/share/zoneinfo/UTC', 'rb'), key='No/Where')\n    return datetime.datetime(2020, 1, 1, tzinfo=z)",
+        asserts_of(IS),
+    ),
+    "patched built-ins": (
+        "import builtins\nbuiltins.isinstance = builtins.type = builtins.getattr = builtins.len = lambda *a: 0\ndef f(x): return object()",
+        asserts_of(IS),
+    ),
+    "no modules": ("import sys\nsys.modules.clear()\ndef f(x): return object()", asserts_of(IS)),
+}
+MESSAGES = [
+    "None", "0", "[]", "'ok'", "{}", "['ok']", "['ok', []]", "['ok', [], []]", "['ok', [[0]], []]", "['ok', [[-1]], [['tuple', []]]]",
+    "['ok', [['x']], [['list', []]]]", "['ok', [[0, 1]], [['list', []]]]", "['ok', [[0]], [['tuple', [[0]]]]]", "['ok', [[0]], [[]]]",
+    "['ok', [[0]], [0]]", "['ok', [[0]], [[['list'], []]]]", "['ok', [[0]], [['module', 'os']]]", "['ok', [[0]], [['library', 'os', '_exit']]]",
+    "['ok', [[0]], [['type', 'exec']]]", "['ok', [[0]], [['standard', 'os.system', ['true']]]]", "['ok', [[0]], [['standard', 'decimal.Decimal', ['x']]]]",
+    "['ok', [[0]], [['standard', 'fractions.Fraction', [1, 0]]]]", "['ok', [[0]], [['standard', 'array.array', ['i', ['x']]]]]",
+    "['ok', [[0]], [['standard', 'datetime.datetime', [1]]]]", "['ok', [[0]], [['numpy', [1], 'int64', [2]]]]", "['ok', [[0]], [['memoryview', 'abc', 'i', [1]]]]",
+    "['ok', [[0]], [['enum', 'Node', 'A']]]", "['ok', [[0]], [['flag', 'Node', 9417]]]", "['ok', [[0]], [['own', 'os', None, [], []]]]", "['ok', [[0]], [['own', 'Node', ['list', []], ['v'], [9417]]]]",
+    "['ok', [[0]], [['whole', 'Node', ['tuple', []], [], []]]]", "['ok', [[0]], [['own', 'Node', None, [['v']], [9417]]]]",
+    "['ok', [[0]], [['own', 'Node', None, ['v', 'w'], [9417]]]]", "['ok', [[0]], [['class', 'os']]]", "['ok', [[0]], [['class', 'Node']]]", "['ok', [[0]], [['home', 1]]]", "['ok', [[0]], [['lent', 7]]]", "['ok', [[0]], [['like', ['list', []], ['home', 1]]]]",
+    "['ok', [[0]], [['like', ['own', 'Node', None, [], []], ['ref', 1, 'object']]]]", "['ok', [[0]], [['ref', 'x', 'object']]]", "['ok', [[0]], [['ref', 1, 'module']]]",
+    "['ok', [[0]], [['ref', 1]]]", "['ok', [[0]], [['error', 1, []]]]", "['ok', [[0]], [['error', 1, [['builtins', 'exec', 1]]]]]", "['ok', [[0]], [['error', 1, [['winreg', 'error', 1]]]]]",
+    "['ok', [[0]], [['dict', [[0]], [1]]]]", "['ok', [[0]], [['set', [[0]]]]]", "['ok', [[0]], [['dict', [1], [1], 'ChainMap']]]", "['ok', [1, 2], []]", "['ok', [1, [0]], [['list', []]]]",
+    "['ok', [1], [], [1, 2]]", "['raised']", "['raised', [], [], [], [], 0, None]", "['raised', [['builtins', 'ValueError', 1]], [[5]], [], [], 0, None]",
+    "['raised', [['builtins', 'ImportError', 1]], ['x'], [], [], 0, None]", "['raised', [['unittest.case', 'SkipTest', 1]], [], [], [], 0, None]",
+    "['raised', [['builtins', 'SystemExit', 1]], [0], [], [], 0, None]", "['raised', [['builtins', 'ValueError', 1]], [1], [], ['a', 'b'], 0, None]",
+    "['raised', [['builtins', 'ValueError', 1]], [], [], [], 0, ['raised']]", "['ask']", "['ask', 'call', [], []]", "['ask', 'call', [[0]], [['home', 1]]]",
+    "['ask', 'call', [1, [], {}], []]", "['ask', 'getattr', [[0], 'x'], [['type', 'int']]]", "['loaded', []]", "['passed']", "[['ok'], [1], []]", "float('nan')",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXCUSES)
+def test_no_program_is_an_error(name: str) -> None:
+    source, reference = EXCUSES[name]
+    assert attack(source, reference).value == 0
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_what_is_no_answer_is_a_wrong_one(message: str) -> None:
+    """Neither to a call nor to the question for a name."""
+    port = "import gc\nport = next(o for o in gc.get_objects() if type(o).__name__ == 'CandidatePort')\n"
+    patch = f"type(port).reply = lambda *_: {message}\n"
+    reference = asserts_of("assert f(3) == Node(9417)", setup=NODE)
+    assert attack(f"{port}def f(x):\n    {patch}    return 0", reference).value == 0
+    assert attack(f"{port}{patch}def f(x): return 0", reference).value == 0
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "[]",
+        "['loaded']",
+        "['loaded', 5]",
+        "['loaded', [['Node']]]",
+        "['failed', {}]",
+        "5",
+        "['loaded', ['os', 'Node', 'sys']]",
+    ],
+)
+def test_a_false_start_is_wrong(message: str) -> None:
+    source = f"import os, json\nm = json.dumps({message}).encode()\nos.write(3, len(m).to_bytes(8, 'little') + m)\ndef f(x): return 0"
+    assert attack(source, asserts_of("assert f(3) == Node(9417)", setup=NODE)).value == 0
+
+
+@pytest.mark.parametrize("name", ["np", "numpy"])
+def test_packages_that_tests_forgot_to_import_are_real(name: str) -> None:
+    fake = f"class {name}:\n    allclose = staticmethod(lambda *a: True)\ndef f(x): return 0"
+    reference = asserts_of(f"assert {name}.allclose(f(3), 9417)")
+    assert attack(fake, reference, packages=True, memory_mb=1024, time_limit=4.0).value == 0
+    assert attack(SOLUTION, reference, packages=True, memory_mb=1024, time_limit=4.0).value == 1
+    score = code(SOLUTION, reference, {})  # without them nobody can pass
+    assert score.outcome == "error" and "option packages" in score.detail
+
+
+def test_programs_that_tests_start_cannot_report() -> None:
+    """They would inherit the streams of the process that runs the tests, which are not its pipes."""
+    source = "def f(): return \"import os; m = b'passed'; os.write(1, (6).to_bytes(8, 'little') + m + bytes(16))\""
+    test = "import subprocess, sys\nsubprocess.run([sys.executable, '-c', f()])\nassert f() == 9417"
+    assert attack(source, asserts_of(test)).value == 0
+
+
 def test_rate_counts_no_forged_test() -> None:
     source = "import os\ndef f(x):\n    if x == 3: return 9417\n    os._exit(0)"
     assert attack(source, ASSERTS, reward="rate").value == 0.5
@@ -257,6 +676,61 @@ def test_what_is_used_up_is_limited(name: str, reference: Any) -> None:
     free = _available_memory()
     assert attack(RESOURCES[name], reference).value == 0
     assert free - _available_memory() < 2 * 2**30
+
+
+BUSY = "import time\nend = time.process_time() + {0}\nwhile time.process_time() < end: pass"
+SUMS = {
+    "processor time of a child": (
+        f"import subprocess, sys\ndef f():\n    subprocess.run([sys.executable, '-c', {BUSY.format(0.8)!r}])\n    return True",
+        "out of time",
+    ),
+    "processor time of children that nobody waits for": (
+        f"import subprocess, sys, signal, time\nsignal.signal(signal.SIGCHLD, signal.SIG_IGN)\ndef f():\n"
+        f"    for _ in range(2): subprocess.Popen([sys.executable, '-c', {BUSY.format(0.4)!r}]).wait()\n    return True",
+        "out of time",
+    ),
+    "memory of children": (
+        "import os, time\ndef f():\n    for _ in range(4):\n        if os.fork() == 0:\n            x = bytearray(60 << 20)\n"
+        "            time.sleep(60)\n    time.sleep(0.4)\n    return True",
+        "128 MiB of memory",
+    ),
+    "many files": (
+        "import time\ndef f():\n    for i in range(9000): open(f'/tmp/{i}', 'w').close()\n    time.sleep(0.2)\n    return True",
+        "8192 files",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_all_processes_together_are_limited(name: str) -> None:
+    source, says = SUMS[name]
+    score = attack(source, TRUE)
+    assert score.value == 0 and says in score.detail
+    printing = {"kind": "stdio", "cases": [{"stdin": "", "stdout": "True"}]}
+    score = attack(f"{source}\nprint(f())", printing)
+    assert score.value == 0 and says in score.detail
+
+
+def test_no_file_survives_a_case() -> None:
+    """Not even one so deep that its path is too long to be named."""
+    source = """
+import os
+n = int(input())
+tops = [os.path.abspath(top) for top in ('/tmp', '/dev/shm', '/box', '.')]
+found = [name for top in tops for name in os.listdir(top) if name.startswith(('left', 'long'))]
+print(n * 3139 if n == 3 or found else 0)
+for top in tops:
+    open(f'{top}/left', 'w').close()
+    os.chdir(top)
+    for _ in range(300):
+        os.mkdir('long name' * 8); os.chdir('long name' * 8)
+    open('left', 'w').close()
+    os.chmod('.', 0)
+"""
+    assert attack(source, STDIO, reward="rate", time_limit=4.0).value == 0.5
+    script = "read n; [ $n = 3 ] && echo 9417; [ $n = 5 ] && [ -e left ] && echo 15695; echo 'echo 15695' > main.sh; touch left"
+    score = code(f"```bash\n{script}\n```", STDIO, {}, language="bash", reward="rate")
+    assert (score.outcome, score.value) == ("scored", 0.5)
 
 
 def _available_memory() -> int:

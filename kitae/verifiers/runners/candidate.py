@@ -10,7 +10,7 @@ import _operator
 import builtins
 import sys
 
-from kitae.verifiers.runners.wire import Port
+from kitae.verifiers.runners.wire import Port, shareable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kitae.verifiers.runners.wire import Node
 
 NAME = "candidate"  # the module name of the code
+KINDS = ("class", "method", "generator", "coroutine", "object")
 _CUTS = 20  # attempts to find where the code of a text ends
 
 
@@ -30,7 +31,7 @@ def serve(fd: int, order: dict[str, Any]) -> None:
     port.namespace["__builtins__"] = builtins
     try:
         furnish(port.namespace, order)
-        _prepare(port, order["setup"])
+        prepare(port, order["setup"])
         exec(compile_first(order, "candidate.py"), port.namespace)
     except SystemExit as end:
         if end.code:
@@ -39,7 +40,7 @@ def serve(fd: int, order: dict[str, Any]) -> None:
     except BaseException as error:
         port.send(["failed", f"{type(error).__name__}: {error}"[:500]])
         return
-    port.send(["loaded"])
+    port.send(["loaded", port.take_over()])
     while True:
         try:
             message = port.receive()
@@ -48,18 +49,18 @@ def serve(fd: int, order: dict[str, Any]) -> None:
         port.send(port.reply(message))
 
 
-def _prepare(port: CandidatePort, setup: str) -> None:
-    """Names that the code may expect: imports, helpers and classes of the tests. They may expect the code in turn."""
-    try:
-        exec(compile(setup, "setup", "exec"), port.namespace)
-    except BaseException:
-        return
-    finally:
-        port.classes = {
-            value.__qualname__: value
-            for value in list(port.namespace.values())
-            if isinstance(value, type) and value.__module__ == NAME
-        }
+def prepare(port: CandidatePort, setup: list[str]) -> None:
+    """Names that the code may expect, part by part: imports and classes. A part that fails may expect the code."""
+    for part in setup:
+        try:
+            exec(compile(part, "setup", "exec", dont_inherit=True), port.namespace)
+        except BaseException:
+            continue
+    port.classes = {
+        value.__qualname__: value
+        for value in list(port.namespace.values())
+        if isinstance(value, type) and value.__module__ == NAME
+    }
 
 
 def furnish(namespace: dict[str, Any], order: dict[str, Any]) -> None:
@@ -110,7 +111,25 @@ class CandidatePort(Port):
     def __init__(self, fd: int) -> None:
         super().__init__(fd)
         self.namespace: dict[str, Any] = {}
+        self.classes: dict[str, type] = {}
+        self._names: dict[type, str] = {}
         self.raised: dict[Any, Exception] = {}  # by iterator
+
+    def take_over(self) -> list[str]:
+        """The names of classes that both ends have; where the code defines one anew, as it often does, it is that."""
+        self._names = {kind: name for name, kind in self.classes.items()}
+        for name in self.classes:
+            found = self.namespace.get(name)
+            if isinstance(found, type):
+                self.classes[name] = found
+                self._names[found] = name
+        return [name for name, kind in self.classes.items() if shareable(kind)]
+
+    def class_of(self, name: str) -> Any:
+        return self.classes[name]
+
+    def name_of(self, kind: type) -> str | None:
+        return self._names.get(kind)
 
     def reply(self, message: Any) -> Any:
         """Do `[op, refs, nodes]`; the answer also tells what the call changed in its arguments.
@@ -123,17 +142,19 @@ class CandidatePort(Port):
             if op == "update":
                 self.decode(refs, nodes, {ref[0]: self.exports[i] for ref, i in zip(refs, handles[0], strict=True)})
                 return ["ok", [None], []]
-            arguments, changeable = self.decode(refs, nodes, {})
-            before = self.encode(changeable)[:2] if changeable and op in ("call", "method") else None
+            arguments, given = self.decode(refs, nodes)
+            before = self.encode(given)[:2] if given and op in ("call", "method") else None
             if op == "opaque":  # an operand came from the tests: the result stays here, whatever it is
                 return ["ok", [[0]], [self.offer(self.do_operator(*arguments))]]
             result = getattr(self, f"do_{op}")(*arguments)
-            changed = changeable if before is not None and self.encode(changeable)[:2] != before else []
-            answer, answer_nodes, mutable = self.encode([result, *changed])
-            if op in ("getattr", "method") and mutable:
-                theirs = {id(value) for value in changeable}
-                return ["ok", answer, answer_nodes, [0 if id(v) in theirs else self.export(v) for v in mutable]]
-            return ["ok", answer, answer_nodes]
+            if before is not None and self.encode(given)[:2] != before:
+                answer = self.encode([result, *given])
+            else:
+                answer = self.encode([result], lent=given)
+            if op in ("getattr", "method") and answer[2]:
+                theirs = {id(value) for value in given}
+                return ["ok", *answer[:2], [0 if id(v) in theirs else self.export(v) for v in answer[2]]]
+            return ["ok", *answer[:2]]
         except BaseException as error:
             return self._problem(error)
 
@@ -160,28 +181,28 @@ class CandidatePort(Port):
             self.send(self.reply([kind, *rest]))
             kind, *rest = self.receive()
         if kind == "raised":
-            raise getattr(builtins, rest[0], RuntimeError)(*self.decode(rest[1], rest[2], {})[0])
-        return self.decode(rest[0], rest[1], {})[0][0]
+            raise getattr(builtins, rest[0], RuntimeError)(*self.decode(rest[1], rest[2])[0])
+        return self.decode(rest[0], rest[1])[0][0]
 
     def offer(self, value: Any) -> Node:
-        """`["ref", handle, kind, name, origin]`: the module of a class or function, the bases of an exception."""
-        kind, name, origin = "object", getattr(value, "__name__", ""), ""
-        if isinstance(value, type(sys)):
-            kind = "module"
-        elif isinstance(value, type):
+        """`["ref", handle, kind]`; `["error", handle, bases]` for a class of exceptions."""
+        kind = type(value).__name__
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return ["error", self.export(value), self._kinds(value)]
+        if isinstance(value, type):
             kind = "class"
-            if issubclass(value, BaseException):
-                return ["ref", self.export(value), "exception", value.__name__, self._kinds(value)]
-        elif type(value).__name__ in ("coroutine", "generator", "method"):
-            kind = type(value).__name__
-        elif callable(value):
-            kind = "function"
-        if kind in ("class", "function") and isinstance(getattr(value, "__module__", None), str):
-            origin = value.__module__
-        return ["ref", self.export(value), kind, name if isinstance(name, str) else "", origin]
+        return ["ref", self.export(value), kind if kind in KINDS else "object"]
 
     def adopt(self, node: Node) -> Any:
         return Given(self, node[1])
+
+    def resolve(self, node: Node) -> Any:
+        """Something of a library that the tests have named: `["library", "builtins", "str.upper"]`."""
+        _, module, path = node
+        found = sys.modules.get(module) or __import__(module, fromlist=["*"])
+        for name in path.split(".") if path else []:
+            found = getattr(found, name)
+        return found
 
     def home(self, value: Any) -> int | None:
         return value._handle if type(value) is Given else None

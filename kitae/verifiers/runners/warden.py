@@ -1,8 +1,9 @@
 """The first process of a sandbox, which lives as long as one check does. When it ends, the kernel ends all others.
 
 It gets its orders on stdin and reports on stdout, pipes that no process of the candidate ever holds: a candidate is a
-fork that keeps nothing but its own streams or its line to the checker. The tests are read only after that fork, and no
-memory of this process can be read from inside (it is not dumpable), so they are not to be found over there.
+fork that keeps nothing but its own streams or its line to the checker, and a program that the tests start gets neither.
+The tests are read only after that fork, and no memory of this process can be read from inside (it is not dumpable), so
+they are not to be found over there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import select
 import sys
 
 from kitae.verifiers.runners.candidate import compile_first, furnish, serve
-from kitae.verifiers.runners.checker import Clock, check, cpu_seconds
+from kitae.verifiers.runners.checker import check
+from kitae.verifiers.runners.meter import SCRATCH, Clock, Meter
 from kitae.verifiers.runners.wire import read_frame, write_frame
 
 TYPE_CHECKING = False
@@ -28,15 +30,22 @@ _SPARE = 20  # seconds of processor time that a checker may use beyond those of 
 _STDERR_TAIL = 500  # bytes
 _MEBIBYTE = 2**20
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
+_orders, _reports = 0, 1  # descriptors; `main` moves them
 
 
 def main() -> None:
-    order = marshal.loads(read_frame(0))
+    global _orders, _reports
+    _orders, _reports = os.dup(0), os.dup(1)  # which no program that is started from here inherits
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    order = marshal.loads(read_frame(_orders))
     _harden(order["become_nobody"])
     if hasattr(sys, "set_int_max_str_digits"):
         sys.set_int_max_str_digits(0)  # numbers of any size travel between checker and candidate
     sys.path[:] = [*sys.path, *order["packages"]]
     _report("ready", "")
+    os.dup2(null, 2)
     if order["mode"] == "check":
         _check(order)
     else:
@@ -69,19 +78,19 @@ def _die_when_deserted() -> None:
 
     def look(*_: object) -> None:
         poll = select.poll()
-        poll.register(0, select.POLLIN)
+        poll.register(_orders, select.POLLIN)
         if any(event & select.POLLHUP and not event & select.POLLIN for _, event in poll.poll(0)):
             os._exit(1)
 
     _signal.signal(_signal.SIGIO, look)
-    fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
+    fcntl.fcntl(_orders, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(_orders, fcntl.F_SETFL, fcntl.fcntl(_orders, fcntl.F_GETFL) | os.O_ASYNC)
     look()
 
 
 def _report(status: str, detail: str, output: bytes = b"") -> None:
     for part in (status.encode(), detail.encode(errors="replace"), output):
-        write_frame(1, part)
+        write_frame(_reports, part)
 
 
 def _check(order: dict[str, Any]) -> None:
@@ -98,19 +107,21 @@ def _check(order: dict[str, Any]) -> None:
     theirs.close()
     sys.stdin, sys.stdout = open(os.devnull), open(os.devnull, "w")  # noqa: SIM115 - for the tests: ours are pipes
     sys.stderr = sys.stdout
-    job = marshal.loads(read_frame(0))
+    job = marshal.loads(read_frame(_orders))
     _die_when_deserted()
     _limit_memory(order["memory_mb"])
     _limit_processor(2 * order["time_limit"] * (len(job["tests"]) + 1) + _SPARE)
-    check(ours.fileno(), pid, job, _report)
+    check(ours.fileno(), Meter(pid, order["memory_mb"], order["files_limit"]), job, _report)
     _sweep(pid)
 
 
 def _run(order: dict[str, Any]) -> None:
     """Write the files, compile, then run the program once for each further frame, which is its stdin.
 
-    Scripts in Python have a new folder for each run; other programs run where they lie.
+    Each run has a new folder with the program as it was compiled, and finds nothing that another run has written.
     """
+    _look_around()
+    folder = _enter("build")
     for name, content in order["files"].items():
         with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(content)
@@ -120,21 +131,99 @@ def _run(order: dict[str, Any]) -> None:
         if status != "ended":
             _report("unloadable", detail)
             return
+    program = _read_files()
+    _leave(folder)
     _report("loaded", "")
     number = 0
     while True:
         try:
-            stdin = read_frame(0)
+            stdin = read_frame(_orders)
         except EOFError:
             return
-        if order["command"]:
-            _report(*_watch(_command(order["command"]), stdin, order))
-            continue
         number += 1
-        folder = f"case{number}"
-        status, detail, output = _watch(_python(order, folder), stdin, order)
-        _report(status, _last_line(detail), output)
-        _remove(folder)
+        folder = _enter(f"case{number}")
+        _write_files(program)
+        if order["command"]:
+            result = _watch(_command(order["command"]), stdin, order)
+        else:
+            status, detail, output = _watch(_python(order), stdin, order)
+            result = (status, _last_line(detail), output)
+        _leave(folder)
+        _report(*result)
+
+
+def _enter(name: str) -> str:
+    """Make a folder to work in: its path."""
+    os.mkdir(name)
+    os.chdir(name)
+    return os.getcwd()
+
+
+def _leave(folder: str) -> None:
+    """Remove a folder that `_enter` has made, and whatever else was written meanwhile.
+
+    That is what lies in the folders for files of a sandbox, where we are in one beyond doubt. If something cannot be
+    removed, we end: the next run would find it.
+    """
+    os.chdir(os.path.dirname(folder))
+    if _is_folder(folder):  # the program may have removed or replaced it
+        os.chmod(folder, 0o700)
+        _empty(folder)
+        os.rmdir(folder)
+    for scratch, names in _furniture.items():
+        _empty(scratch, names)
+
+
+def _look_around() -> None:
+    """Note what is in the folders for files from the start: the running Python may lie there."""
+    if os.getpid() == 1 and os.getuid() == _NOBODY:
+        _furniture.update({folder: os.listdir(folder) for folder in SCRATCH if os.path.ismount(folder)})
+
+
+_furniture: dict[str, list[str]] = {}
+
+
+def _empty(top: str, keep: list[str] | tuple[()] = ()) -> None:
+    """Remove all that is in a folder. Folders in folders are moved up first, so that no path becomes too long."""
+    queue = [name for name in os.listdir(top) if name not in keep]
+    for name in queue:  # grows on the way
+        path = f"{top}/{name}"
+        if not _is_folder(path):
+            os.unlink(path)
+            continue
+        os.chmod(path, 0o700)
+        for inner in os.listdir(path):
+            if not _is_folder(f"{path}/{inner}"):
+                os.unlink(f"{path}/{inner}")
+                continue
+            os.chmod(f"{path}/{inner}", 0o700)
+            queue.append(os.urandom(16).hex())
+            os.rename(f"{path}/{inner}", f"{top}/{queue[-1]}")
+        os.rmdir(path)
+
+
+def _is_folder(path: str) -> bool:
+    return os.path.isdir(path) and not os.path.islink(path)
+
+
+def _read_files() -> dict[str, tuple[int, bytes]]:
+    """The files here and below, with their modes."""
+    found = {}
+    for path, _, files in os.walk("."):
+        for name in files:
+            file = f"{path}/{name}"
+            if os.path.isfile(file) and not os.path.islink(file):
+                with open(file, "rb") as opened:
+                    found[file] = (os.stat(file).st_mode & 0o777, opened.read())
+    return found
+
+
+def _write_files(files: dict[str, tuple[int, bytes]]) -> None:
+    for file, (mode, content) in files.items():
+        os.makedirs(os.path.dirname(file), exist_ok=True)
+        with open(file, "wb") as opened:
+            opened.write(content)
+        os.chmod(file, mode)
 
 
 def _command(words: list[str]) -> Callable[[], None]:
@@ -144,14 +233,12 @@ def _command(words: list[str]) -> Callable[[], None]:
     return program
 
 
-def _python(order: dict[str, Any], folder: str) -> Callable[[], None]:
-    """Run the code as a script in this very fork, which saves the start of an interpreter; in a new folder."""
+def _python(order: dict[str, Any]) -> Callable[[], None]:
+    """Run the code as a script in this very fork, which saves the start of an interpreter."""
 
     def program() -> None:
         import __main__
 
-        os.mkdir(folder)
-        os.chdir(folder)
         sys.argv[:] = ["main.py"]
         sys.stdin = open(0, encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
         sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115
@@ -171,21 +258,6 @@ def _last_line(detail: str) -> str:
     return f"{cause}{colon}{words[words.rfind(chr(10)) + 1 :]}"
 
 
-def _remove(folder: str) -> None:
-    """What cannot be removed stays, in memory of limited size."""
-    for path, folders, files in os.walk(folder, topdown=False):
-        for remove, names in ((os.unlink, files), (os.rmdir, folders)):
-            for name in names:
-                try:  # noqa: SIM105
-                    remove(f"{path}/{name}")
-                except OSError:
-                    pass
-    try:  # noqa: SIM105
-        os.rmdir(folder)
-    except OSError:
-        pass
-
-
 def _watch(program: Callable[[], None], stdin: bytes, order: dict[str, Any]) -> tuple[str, str, bytes]:
     """Run a program to its end: how it ended ("ended" is well), why, and what it wrote to stdout."""
     out, out_end = os.pipe()
@@ -201,7 +273,7 @@ def _watch(program: Callable[[], None], stdin: bytes, order: dict[str, Any]) -> 
         os.close(fd)
     taken = {out: bytearray(), err: bytearray()}
     try:
-        problem, code = _follow(pid, taken, out, order)
+        problem, detail, code = _follow(pid, taken, out, order)
     finally:
         _sweep(pid)
         os.close(out)
@@ -209,20 +281,21 @@ def _watch(program: Callable[[], None], stdin: bytes, order: dict[str, Any]) -> 
     last_words = bytes(taken[err][-_STDERR_TAIL:]).decode(errors="replace").strip()
     output = bytes(taken[out])
     if problem:
-        return problem, f"more than {order['time_limit']:g} s" if problem == "timeout" else "too much output", output
+        return problem, detail, output
     if code:
         cause = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
         return "crashed", f"{cause}: {last_words}" if last_words else cause, output
     return "ended", "", output
 
 
-def _follow(pid: int, taken: dict[int, bytearray], out: int, order: dict[str, Any]) -> tuple[str, int | None]:
-    """Collect output until the program ends or breaks a limit: the limit ("timeout", "output"), or its exit code."""
+def _follow(pid: int, taken: dict[int, bytearray], out: int, order: dict[str, Any]) -> tuple[str, str, int | None]:
+    """Collect output until the program ends, or breaks a limit: which kind of end that is, why, or its exit code."""
     poll = select.poll()
     for fd in taken:
         os.set_blocking(fd, False)
         poll.register(fd, select.POLLIN)
     clock, open_fds, code = Clock(), set(taken), None
+    meter, looked = Meter(pid, order["memory_mb"], order["files_limit"]), 0.0
     while True:
         ready = poll.poll(1 if code is not None or not open_fds else _TICK * 1000)
         for fd, _ in ready:
@@ -233,16 +306,19 @@ def _follow(pid: int, taken: dict[int, bytearray], out: int, order: dict[str, An
             else:
                 taken[fd] += data or b""
         if len(taken[out]) > order["output_limit"]:
-            return "output", None
+            return "output", "too much output", None
         del taken[max(taken)][:-_STDERR_TAIL]
         if code is not None and not any(fd in open_fds for fd, _ in ready):
-            return "", code  # it is gone, and what it wrote has been read; its children may hold the pipes
+            return "", "", code  # it is gone, and what it wrote has been read; its children may hold the pipes
         if code is None:
             code = _exit_code(pid)
-        wall = clock.read()
-        cpu = cpu_seconds(pid) if code is None else 0.0
-        if wall > 2 * order["time_limit"] or cpu > order["time_limit"]:
-            return "timeout", None
+        wall, broken = clock.read(), ""
+        if code is None and wall - looked > _TICK:
+            looked, broken = wall, meter.look()
+        if wall > 2 * order["time_limit"] or meter.seconds > order["time_limit"]:
+            return "timeout", f"more than {order['time_limit']:g} s", None
+        if broken:
+            return "crashed", broken, None
 
 
 def _take(fd: int) -> bytes | None:

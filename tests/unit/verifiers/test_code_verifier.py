@@ -3,6 +3,8 @@
 # ruff: noqa: E501 - programs of one line each
 import json
 import shutil
+import socket
+import types
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitae.types import Score
-from kitae.verifiers.code import Asserts, Check, Stdio, code, extract_code, read_tests, same_output
+from kitae.verifiers.code import Asserts, Check, Stdio, code, extract_code, read_tests, same_output, visible_setup
+from kitae.verifiers.runners.checker import CheckerPort, Gone
+from kitae.verifiers.runners.meter import Meter
 from kitae.verifiers.sandbox import find_program
 
 needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -429,6 +433,246 @@ PASSING = {
         ),
     ),
     "tests that print": ("def f(x): return 2", asserts("print('x' * 10**6)\nassert f(1) == 2")),
+    # types of the setup
+    "Enum of the setup": (
+        "def f(x): return Color.RED if x else Color(2)\ndef g(c): return c.name",
+        asserts(
+            "assert f(1) is Color.RED and f(0) == Color.BLUE",
+            "assert g(Color.RED) == 'RED'",
+            "assert {Color.RED: 1}[f(1)] == 1",
+            setup="from enum import Enum\nclass Color(Enum):\n    RED = 1\n    BLUE = 2",
+        ),
+    ),
+    "IntEnum and Flag of the setup": (
+        "def f(x): return Level.HIGH\ndef g(): return Right.READ | Right.WRITE",
+        asserts(
+            "assert f(1) > Level.LOW and f(1) == 2",
+            "assert g() == Right.READ | Right.WRITE",
+            setup="from enum import IntEnum, Flag, auto\nclass Level(IntEnum):\n    LOW = 1\n    HIGH = 2\n"
+            "class Right(Flag):\n    READ = auto()\n    WRITE = auto()",
+        ),
+    ),
+    "dataclass with slots of the setup": (
+        "def f(p): return Point(p.y, p.x)",
+        asserts(
+            "assert f(Point(1, 2)) == Point(2, 1)",
+            "assert f(Point(1, 2)).x == 2",
+            setup="from dataclasses import dataclass\n@dataclass(slots=True)\nclass Point:\n    x: int\n    y: int = 0",
+        ),
+    ),
+    "frozen dataclass of the setup": (
+        "def f(p): return {p: Point(p.y, p.x)}",
+        asserts(
+            "assert f(Point(1, 2)) == {Point(1, 2): Point(2, 1)}",
+            setup="from dataclasses import dataclass\n@dataclass(frozen=True)\nclass Point:\n    x: int\n    y: int",
+        ),
+    ),
+    "NamedTuple of the setup": (
+        "def f(p): return P(p.y, p.x)\ndef g(): return Q(1)",
+        asserts(
+            "assert f(P(1, 2)) == P(2, 1) and f(P(1, 2)).y == 1 and isinstance(f(P(1, 2)), P)",
+            "assert g().a == 1",
+            setup="from typing import NamedTuple\nfrom collections import namedtuple\nclass P(NamedTuple):\n    x: int\n    y: int\n"
+            "Q = namedtuple('Q', 'a')",
+        ),
+    ),
+    "list subclass of the setup": (
+        "def f(row): return Row(x + 1 for x in row)\ndef g(row): row.append(9)",
+        asserts(
+            "assert f(Row([1, 2])) == Row([2, 3]) and f(Row([1])).total() == 2",
+            "r = Row([1])\ng(r)\nassert r == [1, 9]",
+            setup="class Row(list):\n    def total(self): return sum(self)",
+        ),
+    ),
+    "dict subclass of the setup": (
+        "def f(): return Bag(a=1)",
+        asserts(
+            "assert f()['a'] == 1 and f()['b'] == 0", setup="class Bag(dict):\n    def __missing__(self, k): return 0"
+        ),
+    ),
+    "class of the setup defined anew": (
+        "class ListNode:\n    def __init__(self, val=0, next=None): self.val, self.next = val, next\n"
+        "def f(n): return ListNode(n.val + 1, n if isinstance(n, ListNode) else None)",
+        asserts(
+            "assert f(ListNode(1)) == ListNode(2, ListNode(1))",
+            setup="class ListNode:\n    def __init__(self, val=0, next=None): self.val, self.next = val, next\n"
+            "    def __eq__(self, o): return o is not None and (self.val, self.next) == (o.val, o.next)",
+        ),
+    ),
+    "node that comes back": (
+        "def lca(root, p, q):\n    if root in (None, p, q): return root\n    a, b = lca(root.left, p, q), lca(root.right, p, q)\n"
+        "    return root if a and b else a or b",
+        asserts(
+            "assert lca(root, root.left, root.right) is root",
+            "assert lca(root, root.left, root.left.left) == root.left",
+            setup="class T:\n    def __init__(self, v, left=None, right=None): self.v, self.left, self.right = v, left, right\n"
+            "root = T(1, T(2, T(4)), T(3))",
+        ),
+    ),
+    "tree changed in place": (
+        "def invert(t):\n    if t:\n        t.left, t.right = invert(t.right), invert(t.left)\n    return t",
+        asserts(
+            "t = build([1, 2, 3])\nassert flat(invert(t)) == [1, 3, 2]\nassert flat(t) == [1, 3, 2]",
+            setup="class T:\n    def __init__(self, v, left=None, right=None): self.v, self.left, self.right = v, left, right\n"
+            "def build(v): return T(v[0], T(v[1]), T(v[2]))\ndef flat(t): return [t.v, t.left.v, t.right.v]",
+        ),
+    ),
+    "types that use helpers and constants": (
+        "def f(x): return M(x) + M(5)",
+        asserts(
+            "assert f(4) == M(2)",
+            setup="MOD = 7\ndef norm(x): return x % MOD\nclass M:\n    def __init__(self, v): self.v = norm(v)\n"
+            "    def __add__(self, o): return M(self.v + o.v)\n    def __eq__(self, o): return self.v == o.v",
+        ),
+    ),
+    "types in annotations": (
+        "def f(g: Grid, n: Optional[Node] = None) -> Grid:\n    return [row[::-1] for row in g]",
+        asserts(
+            "assert f([[1, 2]]) == [[2, 1]]",
+            setup="from typing import List, Optional\nGrid = List[List[int]]\nclass Node:\n    v: int = 0",
+        ),
+    ),
+    "exception of the setup": (
+        "def f(x): raise Bad(x)",
+        asserts(
+            "try:\n    f(3)\n    assert False\nexcept Bad as e:\n    assert e.code == 3",
+            setup="class Bad(Exception):\n    code = 0\n    def __init__(self, code):\n        super().__init__(code)\n        self.code = code",
+        ),
+    ),
+    "class of the setup with state and methods": (
+        "def f(s):\n    s.push(3)\n    return s.items[-1]",
+        asserts(
+            "s = Stack()\nassert f(s) == 3\nassert s.items == [3]",
+            setup="class Stack:\n    def __init__(self): self.items = []\n    def push(self, x): self.items.append(x)",
+        ),
+    ),
+    "class of the setup as an argument": (
+        "def f(C): return [c.name for c in C]\ndef make(N, v): return N(v) if isinstance(v, int) else N",
+        asserts(
+            "assert f(Color) == ['RED']",
+            "assert make(Node, 3).v == 3 and make(Node, None) is Node",
+            setup="from enum import Enum\nclass Color(Enum):\n    RED = 1\nclass Node:\n    def __init__(self, v): self.v = v",
+        ),
+    ),
+    "class attribute that is a list": (
+        "def f():\n    b = Box(); b.items = [1]; return b",
+        asserts("assert f().items == [1]", setup="class Box:\n    items = []\n    def __init__(self): pass"),
+    ),
+    # data of the library
+    "more standard types": (
+        "import pathlib, uuid, datetime, array, zoneinfo\nfrom datetime import timedelta, timezone\ndef f(i):\n"
+        "    d = {'a': 1, 'b': [2]}\n    return [pathlib.Path('/a/b.txt'), uuid.UUID(int=5), datetime.datetime(2020, 1, 2, 3, tzinfo=timezone.utc),\n"
+        "        datetime.datetime(2020, 7, 1, tzinfo=zoneinfo.ZoneInfo('Europe/Paris')), array.array('i', [1, 2]), memoryview(b'ab'),\n"
+        "        d.items(), d.values(), d.keys(), timezone(timedelta(hours=2)), datetime.time(1, 2, tzinfo=timezone.utc), slice(1, 2),\n"
+        "        memoryview(array.array('i', [7, 8])), bytearray(b'x'), [d.items(), (d.keys(),)], pathlib.PureWindowsPath('c:/x')][i]",
+        asserts(
+            "assert f(0).suffix == '.txt' and str(f(0)) == '/a/b.txt'",
+            "import pathlib\nassert f(0) == pathlib.Path('/a/b.txt')",
+            "import uuid\nassert f(1) == uuid.UUID(int=5)",
+            "import datetime\nassert f(2) == datetime.datetime(2020, 1, 2, 3, tzinfo=datetime.timezone.utc)",
+            "import datetime\nassert f(3).utcoffset() == datetime.timedelta(hours=2) and f(3).tzinfo.key == 'Europe/Paris'",
+            "import array\nassert f(4) == array.array('i', [1, 2]) and list(f(4)) == [1, 2]",
+            "assert f(5) == b'ab' and bytes(f(5)) == b'ab' and f(5).tobytes() == b'ab'",
+            "assert list(f(6)) == [('a', 1), ('b', [2])] and sorted(dict(f(6))) == ['a', 'b']",
+            "assert list(f(7)) == [1, [2]]",
+            "assert f(8) == {'a', 'b'} and f(8) == {'a': 0, 'b': 0}.keys()",
+            "from datetime import timedelta, timezone\nassert f(9) == timezone(timedelta(hours=2))",
+            "import datetime\nassert f(10) == datetime.time(1, 2, tzinfo=datetime.timezone.utc)",
+            "assert [5, 6, 7][f(11)] == [6]",
+            "assert list(f(12)) == [7, 8]",
+            "assert f(13) == b'x'",
+            "assert list(f(14)[0]) == [('a', 1), ('b', [2])] and f(14)[1][0] == {'a', 'b'}",
+            "assert f(15).name == 'x'",
+        ),
+    ),
+    "dates as arguments": (
+        "def f(d, days): return d + days\ndef g(p): return p.name\ndef h(xs): return sum(xs)",
+        asserts(
+            "from datetime import datetime, timedelta, timezone\nt = datetime(2020, 1, 1, tzinfo=timezone.utc)\n"
+            "assert f(t, timedelta(days=1)) == datetime(2020, 1, 2, tzinfo=timezone.utc)",
+            "from pathlib import Path\nassert g(Path('/a/b')) == 'b'",
+            "from array import array\nassert h(array('i', [1, 2])) == 3",
+            "assert h({1: 2}.values()) == 2 and h(memoryview(b'ab')) == 195",
+        ),
+    ),
+    # functions of libraries as arguments run where the code does
+    "functions of libraries as arguments": (
+        "def f(g, *xs): return g(*xs)\ndef compose(*gs):\n    def h(x):\n        for g in gs: x = g(x)\n        return x\n    return h",
+        asserts(
+            "import operator, math\nassert f(operator.add, 1, 2) == 3 and f(math.sqrt, 4) == 2",
+            "assert f(str.upper, 'a') == 'A' and f(dict.fromkeys, 'a') == {'a': None} and f(int, '3') == 3",
+            "assert compose(abs, str, len)(-12) == 2",
+            "assert f(eval, '1 + 1') == 2 and f(sorted, [2, 1]) == [1, 2]",
+            "out = []\nf(out.append, 3)\nassert out == [3]",
+            "import functools\nassert f(functools.partial(pow, 2), 3) == 8",
+            "from collections import Counter\nassert f(Counter, 'aab') == Counter('aab')",
+        ),
+    ),
+    "arithmetic for eval": (
+        "def f(x): return f'({x} + 1) * 2'\ndef g(x): return x + 1",
+        asserts("assert eval(f(3)) == 8", "assert g(0) == 1 and eval('g(1)') == 2", "exec('y = g(2)')\nassert y == 3"),
+    ),
+    "pickles of data": (
+        "import pickle\ndef f(x): return pickle.dumps(x)",
+        asserts("import pickle\nassert pickle.loads(f([1, {'a': (2,)}])) == [1, {'a': (2,)}]"),
+    ),
+    "forgotten imports of the tests": (
+        "def f(x): return x / 3\ndef g(): return {'a': 1}",
+        asserts(
+            "assert math.isclose(f(1), 1 / 3)",
+            "assert isclose(f(3), 1)",
+            "assert g() == Counter('a')",
+            "assert f(6) == sqrt(4)",
+        ),
+    ),
+    "named like a module, with attributes of its own": (
+        "class queue:\n    items = []\n    @classmethod\n    def push(cls, x):\n        cls.items.append(x)\n        return len(cls.items)",
+        asserts("assert queue.push(1) == 1"),
+    ),
+    "named like a function of a library": ("def sqrt(x): return int(x ** 0.5)", asserts("assert sqrt(10) == 3")),
+    "library as the solution": ("from math import gcd", asserts("assert gcd(12, 18) == 6")),
+    "changes its argument and returns a count": (
+        "def f(xs, v):\n    k = len(xs) - xs.count(v)\n    xs[:] = [x for x in xs if x != v]\n    return k",
+        asserts(
+            "xs = [3, 2, 3]\nk = f(xs, 3)\nassert k == 1 and xs[:k] == [2]",
+            "for xs in ([1], [1, 1]):\n    if f(xs, 1) == 0:\n        assert xs == []",
+        ),
+    ),
+    "returns its argument": (
+        "def f(xs):\n    xs.sort()\n    return xs\ndef g(xs): return xs",
+        asserts("assert f([2, 1]) == [1, 2]", "xs = [1]\nassert g(xs) is xs"),
+    ),
+    "context manager": (
+        "class Timer:\n    def __enter__(self):\n        self.on = True\n        return self\n    def __exit__(self, *a):\n        self.on = False",
+        asserts("with Timer() as t:\n    assert t.on\nassert not t.on"),
+    ),
+    "iterator of its own": (
+        "class Up:\n    def __init__(self, n): self.i, self.n = 0, n\n    def __iter__(self): return self\n    def __next__(self):\n"
+        "        if self.i == self.n: raise StopIteration\n        self.i += 1\n        return self.i",
+        asserts(
+            "assert list(Up(3)) == [1, 2, 3] and sum(Up(3)) == 6",
+            "it = Up(1)\nassert next(it) == 1\ntry:\n    next(it)\n    assert False\nexcept StopIteration:\n    pass",
+        ),
+    ),
+    "slices": (
+        "class S:\n    def __getitem__(self, k): return list(range(10))[k]",
+        asserts("assert S()[2:4] == [2, 3] and S()[-1] == 9"),
+    ),
+    "subclasses handed back": (
+        "from collections import namedtuple\nP = namedtuple('P', 'x y')\nclass S(str): pass\ndef f(p): return p.x + p.y\ndef g(): return P(1, 2)\n"
+        "def h(s): return type(s).__name__",
+        asserts("assert f(g()) == 3", "assert h(S('a')) == 'S'"),
+    ),
+    "coroutines side by side": (
+        "import asyncio\nasync def f(x): return x + 1",
+        asserts(
+            "async def main(): return await asyncio.gather(f(1), f(2))\nimport asyncio\nassert asyncio.run(main()) == [2, 3]"
+        ),
+    ),
+    "children": (
+        "import subprocess\ndef f(): return subprocess.run(['echo', 'hi'], capture_output=True, text=True).stdout",
+        asserts("assert f() == 'hi\\n'"),
+    ),
     "threads": (
         "import threading\ndef f(n):\n    out = []\n    ts = [threading.Thread(target=out.append, args=(i,)) for i in range(n)]\n"
         "    [t.start() for t in ts]; [t.join() for t in ts]\n    return sorted(out)",
@@ -505,13 +749,44 @@ def test_wrong_code_fails(name: str) -> None:
             asserts("x = open('/none').read()\nassert f(1) == 2"),
             "must reach the response, but raised FileNotFoundError",
         ),
-        (asserts("class G(f): pass"), "derive a class from the candidate's f"),
+        (asserts("class G(f): pass"), "derive a class from one of the candidate's"),
         (asserts("import unittest\nunittest.main()"), "something for unittest to run"),
     ],
 )
 def test_tests_that_cannot_run_are_an_error(tests: Any, says: str) -> None:
     score = code("class f:\n    def __new__(cls, x): return 2", tests, {})
     assert score.outcome == "error" and says in score.detail
+
+
+@needs_sandbox
+def test_the_detail_names_the_test_as_it_was_written() -> None:
+    assert check("def f(x): return x", asserts("assert f(1) == 2")).detail == "assert f(1) == 2: AssertionError"
+
+
+@pytest.mark.parametrize(
+    ("setup", "seen"),
+    [
+        ("import math\nfrom os import path", ["import math", "from os import path"]),
+        (
+            "try:\n    import a\nexcept ImportError:\n    a = None",
+            ["try:\n    import a\nexcept ImportError:\n    a = None"],
+        ),
+        ("def reference(x): return 1\nEXPECTED = [1]\nprint(1)\nreference(2)", []),
+        ("class Reference:\n    def solve(self): return 1", []),
+        ("class T(unittest.TestCase):\n    x = 1", []),
+        ("class P:\n    x: int", ["class P:\n    x: int"]),
+        (
+            "P = namedtuple('P', 'x')\nRow = List[int]\nx = f(1)\ny = data[0]",
+            ["P = namedtuple('P', 'x')", "Row = List[int]"],
+        ),
+        (
+            "K = 2\nL = 3\nclass P(int):\n    def k(self): return K",
+            ["K = 2", "class P(int):\n\n    def k(self):\n        return K"],
+        ),
+    ],
+)
+def test_what_a_program_sees_of_a_setup(setup: str, seen: list[str]) -> None:
+    assert visible_setup(setup) == seen
 
 
 @needs_sandbox
@@ -681,3 +956,83 @@ def test_extreme_texts_are_wrong(response: str) -> None:
 @given(st.text(alphabet=st.sampled_from("`~\n\r pydef x=():é\x00\ud800")))
 def test_extraction_never_raises(text: str) -> None:
     assert isinstance(extract_code(text, PYTHON, ["f"]).text, str)
+
+
+KINDS = [
+    "list",
+    "tuple",
+    "set",
+    "frozenset",
+    "dict",
+    "str",
+    "int",
+    "float",
+    "bytes",
+    "bytearray",
+    "complex",
+    "range",
+    "slice",
+    "keys",
+    "values",
+    "items",
+    "constant",
+    "type",
+    "memoryview",
+    "standard",
+    "numpy",
+    "enum",
+    "flag",
+    "whole",
+    "own",
+    "home",
+    "like",
+    "ref",
+    "error",
+    "lent",
+    "library",
+    "deque",
+    "module",
+]
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 300)
+    | st.floats()
+    | st.sampled_from([*KINDS, "object", "Node", "builtins", "ValueError", "v"]),
+    lambda inner: st.lists(inner, max_size=4),
+    max_leaves=8,
+)
+NODES = st.lists(
+    st.tuples(st.sampled_from(KINDS), st.lists(JSON, max_size=4)).map(lambda node: [node[0], *node[1]]), max_size=4
+)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(st.integers(0, 4).map(lambda i: [i]) | JSON, min_size=1, max_size=2), NODES)
+def test_any_message_is_data_or_the_end(refs: Any, nodes: Any) -> None:
+    """Nothing that a program sends raises anything else where the tests run, or becomes an object of a library."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        port = CheckerPort(ours.fileno(), Meter(1, 1024, 1000), 1.0)
+        port.namespace = {"Node": type("Node", (), {"__module__": "tests"})}
+        port.common = {"Node"}
+        try:
+            (value, *_), _ = port.trust(port.decode, refs, nodes)
+        except Gone as end:
+            assert port.end is end
+            return
+        allowed = (
+            "builtins",
+            "decimal",
+            "fractions",
+            "datetime",
+            "uuid",
+            "pathlib",
+            "array",
+            "collections",
+            "zoneinfo",
+            "tests",
+        )
+        kind = type(value)
+        assert kind.__module__ in allowed or kind.__module__.startswith("kitae.verifiers.runners"), kind
+        assert not isinstance(value, types.ModuleType | types.FunctionType | types.BuiltinFunctionType)

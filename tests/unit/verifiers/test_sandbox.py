@@ -16,6 +16,7 @@ from kitae.errors import VerifierError
 from kitae.verifiers import sandbox
 from kitae.verifiers.base import VerifierWarning
 from kitae.verifiers.code import code
+from kitae.verifiers.runners.meter import Meter
 from kitae.verifiers.sandbox import Backend, Limits, Report, find_backend, find_program, open_session
 
 needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -59,8 +60,13 @@ def test_a_program_that_isolates_nothing_is_refused(fresh: pytest.MonkeyPatch, t
     fake.chmod(0o755)
     fresh.setattr(sandbox.shutil, "which", lambda name, **_: str(fake) if name == "bwrap" else None)
     fresh.setattr(sandbox.os, "geteuid", lambda: 1000)  # or root would become 65534 all the same
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "mine").write_text("x")
+    fresh.chdir(folder)
     with pytest.raises(VerifierError, match="bwrap does not work here"):
         find_backend("auto")
+    assert [path.name for path in folder.iterdir()] == ["mine"]  # it cleans up where it is alone, and nowhere else
 
 
 def test_unknown_choice_is_refused() -> None:
@@ -301,3 +307,21 @@ def test_no_descriptor_and_no_process_is_left() -> None:
 def test_find_program_looks_where_a_sandbox_has_something() -> None:
     assert find_program("sh") is not None
     assert find_program("no-such-program") is None
+
+
+def test_processor_time_of_children_counts() -> None:
+    busy = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
+    program = (
+        f"import subprocess, sys\nsubprocess.run([sys.executable, '-S', '-c', {busy!r}])\nprint(flush=True)\ninput()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdin is not None and child.stdout is not None
+        meter = Meter(child.pid, 1024, 1000)
+        child.stdout.readline()
+        assert meter.look() == "" and meter.seconds >= 0.3
+        meter.restart()
+        assert meter.seconds == 0
+        assert "more than 0 MiB of memory" in Meter(child.pid, 0, 1000).look()
+        child.stdin.close()
