@@ -159,7 +159,7 @@ def test_a_recipe_that_is_no_toml(cli: Cli, tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("training.stepz=1", "unknown key training.stepz; did you mean training.steps?"),
-        ("steps=1", "an override has the form section.key=value, got 'steps=1'"),
+        ("steps=1", "an override has the form section.key=value, got 'steps=1'; did you mean training.steps?"),
         ("training.group_size=1", "training.group_size must be at least 2"),
         ("data.task=revers", "reverse"),
         ("data.params.cuont=3", "cuont"),
