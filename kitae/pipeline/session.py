@@ -42,10 +42,13 @@ _GOLD_CHECKS = 16
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a run ended: `Result(folder, finished=True, before={"avg": 0.48, …}, after={"avg": 1.0, …})`."""
+    """How a run ended: `Result(folder, stopped_by=None, step=15, before={"avg": 0.48, …}, after={"avg": 1.0, …})`.
+
+    stopped_by: the signal that ended it before its last step, or None.
+    """
 
     folder: Path
-    finished: bool
+    stopped_by: int | None
     step: int
     before: dict[str, Any] | None
     after: dict[str, Any] | None
@@ -130,20 +133,20 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         before = await evaluate_at(0) if held_out and frontier.step == 0 else _eval_row(store, 0)
         if frontier.step == 0:
             pipeline.save()
-        with _interrupts(pipeline):
+        with _interrupts(pipeline) as interrupts:
             try:
                 await pipeline.run()
             except Stopped:
                 observer.status("saving a checkpoint")
                 pipeline.save()
                 await store.journal.add_event("stopped", f"step {pipeline.frontier.step}")
-                return Result(store.folder, False, pipeline.frontier.step, before, None)
+                return Result(store.folder, interrupts.received, pipeline.frontier.step, before, None)
         after = await evaluate_at(config.training.steps) if held_out else None
         observer.status("exporting the model")
         export_policy(policy, store.folder / "model")
         await store.journal.add_event("finished", json.dumps(after))
         observer.finished(store.folder)
-        return Result(store.folder, True, config.training.steps, before, after)
+        return Result(store.folder, None, config.training.steps, before, after)
 
 
 async def _start_engine(config: Config, policy: Policy, version: int) -> Engine:
@@ -276,15 +279,18 @@ class _interrupts:
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.loop = asyncio.get_running_loop()
+        self.received: int = signal.SIGINT  # which one it was; nothing else stops a pipeline
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "_interrupts":
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self.loop.add_signal_handler(number, self._interrupt, number)
             except (ValueError, NotImplementedError, RuntimeError):  # not the main thread
-                return
+                break
+        return self
 
     def _interrupt(self, number: signal.Signals) -> None:
+        self.received = number
         self.pipeline.observer.note("stopping at the next safe point; press Ctrl-C again to stop at once")
         self.pipeline.stop()
         self.loop.remove_signal_handler(number)
