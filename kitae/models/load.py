@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kitae.config import ModelConfig
 from kitae.errors import ModelError
 from kitae.models.quiet import quiet_transformers
+from kitae.store.run import is_run
 
 if TYPE_CHECKING:
     import torch
@@ -49,10 +50,6 @@ def find_model(path: str, *, download: bool = True) -> Path | None:
             f"model.path {path!r} is neither a folder, nor a hub id (owner/name), nor one of: {SMOLLM2}, tiny"
         )
     return _from_hub(path, download)
-
-
-def is_run(folder: Path) -> bool:
-    return (folder / "config.json").is_file() and (folder / "journal.sqlite").is_file()
 
 
 def trained_model(run: Path) -> Path:

@@ -4,6 +4,7 @@ config.json      the resolved settings
 journal.sqlite   prompts, rollouts, scores, fates, events
 metrics.jsonl    one line per step; evaluations have "kind": "eval"
 timeline.jsonl   who worked when
+console.log      what was on the screen
 checkpoints/     the last few frontiers
 model/           the trained model, loadable by transformers
 plot.png         reward, length, entropy over steps
@@ -114,6 +115,10 @@ class Metrics:
 def _finite(value: Any) -> Any:
     """JSON has no NaN: what is not a number is null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and (folder / "journal.sqlite").is_file()
 
 
 def read_config(folder: Path) -> Config:
