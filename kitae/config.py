@@ -308,10 +308,29 @@ class Config(Section):
     def to_json(self) -> str:
         return self.model_dump_json(indent=2)
 
+    def changed(self) -> dict[str, Any]:
+        """Like `flat`, only what differs from the defaults; of the algorithm, what differs from its preset."""
+        plain = {name: info.annotation for name, info in type(self).model_fields.items()}
+        usual = {
+            f"{section}.{key}": info.get_default(call_default_factory=True)
+            for section, cls in plain.items()
+            for key, info in getattr(cls, "model_fields", {}).items()
+        }
+        own = {f"algorithm.{key}" for key in self.algorithm.choices()}
+        return {
+            key: value
+            for key, value in self.flat().items()
+            if value != _as_json(usual[key]) and (key in own or not key.startswith("algorithm."))
+        }
+
     def flat(self) -> dict[str, Any]:
         """`{"training.lr": 1e-5, …}`, for display and comparison."""
         dumped = self.model_dump(mode="json")
         return {f"{section}.{key}": value for section, keys in dumped.items() for key, value in keys.items()}
+
+
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def load_config(recipe: Path, overrides: Iterable[str] = ()) -> Config:

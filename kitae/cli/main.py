@@ -27,12 +27,15 @@ Run = Annotated[Path, typer.Argument(help="A run folder.")]
 def train(
     recipe: Recipe,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show settings and estimates; load nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would happen, in what time and memory; load nothing.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="With --dry-run: all settings.")] = False,
 ) -> None:
     """Train a model by a recipe."""
     from kitae.cli import training
 
-    training.train(recipe, overrides or [], dry_run)
+    training.train(recipe, overrides or [], dry_run, full)
 
 
 @app.command()
@@ -229,10 +232,13 @@ _INTERRUPTED = 130  # the exit status that typer turns Ctrl-C into
 
 def run() -> None:
     """Entry point: errors that Kitae raises on purpose are printed without a traceback, and exit with 1."""
-    from kitae.errors import KitaeError, StalledError
+    from kitae.errors import Interrupted, KitaeError, StalledError
 
     try:
         app()
+    except Interrupted as stop:
+        print(stop, file=sys.stderr)
+        sys.exit(128 + stop.signal)
     except StalledError as error:  # a thread that is stuck would keep the interpreter from ending
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -175,21 +175,25 @@ def test_bad_settings_are_refused_before_anything_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dry_run_prints_settings_and_an_estimate_and_makes_nothing(
+def test_dry_run_says_what_would_happen_and_makes_nothing(
     cli: Cli, tmp_path: Path, tiny_folder: Callable[[str], Path]
 ) -> None:
     model = tiny_folder("llama")
-    result = cli("train", "quickstart", f"model.path={model}", "model.device=cpu", "training.steps=3", "--dry-run")
+    arguments = ("train", "quickstart", f"model.path={model}", "model.device=cpu", "training.steps=3", "--dry-run")
+    result = cli(*arguments)
     assert (result.status, result.err) == (0, "")
-    settings, end = json.JSONDecoder().raw_decode(result.out)
-    config = parse_config(settings)
-    assert (config.training.steps, config.model.path, config.run.name) == (3, str(model), "quickstart")
-    estimate = {line.split()[0]: line for line in result.out[end:].splitlines() if line}
-    assert "cpu" in estimate["device"]
-    assert "M parameters" in estimate["model"]
-    assert "up to 1,024 tokens" in estimate["a"]
-    assert "3 steps" in estimate["the"]
+    head, _, settings = result.out.partition("\n\nsettings that differ from the defaults")
+    lines = {line[:10].strip(): line[11:] for line in head.splitlines() if line[:10].strip()}
+    assert lines["data"] == "reverse, judged by exact"
+    assert lines["steps"] == "3, each of 8 prompts × 8 samples of up to 16 tokens"
+    assert lines["device"].startswith("cpu") and lines["model"].endswith("M parameters")
+    assert " of sampling and " in lines["a step"] and lines["the run"]
+    assert re.search(r"^  training\.steps +3$", settings, re.MULTILINE)
+    assert "training.group_size" not in settings and "algorithm.clip_low" not in settings
     assert list(tmp_path.iterdir()) == []
+    whole = cli(*arguments, "--full").out.partition("all settings:\n")[2]
+    config = parse_config(json.JSONDecoder().raw_decode(whole)[0])
+    assert (config.training.steps, config.model.path, config.run.name) == (3, str(model), "quickstart")
 
 
 def test_dry_run_of_a_model_that_is_not_here(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +202,38 @@ def test_dry_run_of_a_model_that_is_not_here(cli: Cli, tmp_path: Path, monkeypat
     assert result.status == 0
     assert "tiny is not here yet" in result.out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.device=cuda:77"], "model.device is 'cuda:77', but this machine has "),
+        (["model.device=tpu"], "model.device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (["model.path=./missing"], "model.path './missing' is neither a folder, nor a hub id"),
+        (["model.path=nobody/nothing"], "cannot get 'nobody/nothing' from the hub"),
+        (["model.path=broken"], "cannot load 'broken' from broken"),
+        (["model.path=run"], "run is a run without a trained model yet; finish it with: kitae resume run"),
+        (["data.path=empty.jsonl", "eval.prompts=0"], "empty.jsonl: no rows"),
+        (["data.path=line.jsonl", "eval.prompts=0"], "line.jsonl:2: not valid JSON"),
+        (["data.path=none.jsonl"], "data.path must name a file, got none.jsonl, but nothing is there"),
+        (["data.path=good.jsonl"], "no held-out prompts for good.jsonl: set data.eval_path, or eval.prompts to 0"),
+    ],
+)
+def test_what_cannot_work_is_found_before_the_run_folder_is_made(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for folder in ("broken", "run"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+    (tmp_path / "run" / "journal.sqlite").touch()
+    good = '{"question": "1 + 1", "answer": "2"}\n'
+    for name, text in (("empty", ""), ("line", good + "{oops\n"), ("good", good)):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    found = failure(cli("train", "quickstart", "verifier.check_gold=false", *overrides))
+    assert message in found
+    assert "resume" not in found or "without a trained model" in found
+    assert not (tmp_path / "runs").exists()
 
 
 def test_an_evaluation_needs_prompts(cli: Cli) -> None:
