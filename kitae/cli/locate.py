@@ -20,6 +20,10 @@ def find_recipe(name: str) -> Path:
     names = [p.stem for p in shipped_recipes()]
     if name in names:
         return SHIPPED / f"{name}.toml"
+    if path.is_dir():
+        raise ConfigError(
+            f"{name} is a folder, neither a recipe file nor a run (which has config.json and journal.sqlite)"
+        )
     near = difflib.get_close_matches(path.stem, names, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"no recipe file {name!r}, and no shipped recipe of that name ({', '.join(names)}){hint}")

@@ -20,7 +20,25 @@ Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of one t
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings: section.key=value …", metavar="[SECTION.KEY=VALUE]…")
 ]
-Run = Annotated[Path, typer.Argument(help="A run folder.")]
+Run = Annotated[Path, typer.Argument(help="A run folder, e.g. runs/quickstart-001 (kitae runs lists them).")]
+Runs = Annotated[list[Path], typer.Argument(help="Run folders.", metavar="RUN…")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from kitae import __version__
+
+        print(f"kitae {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
@@ -51,16 +69,52 @@ def resume(
     training.resume(run, checkpoint)
 
 
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(help="The folder that holds them.", metavar="[DIR]")] = Path("runs"),
+) -> None:
+    """List runs: status, steps, reward, held-out accuracy before and after, age and size."""
+    from kitae.cli import runs as listing
+
+    listing.runs(folder)
+
+
+@app.command()
+def compare(folders: Runs) -> None:
+    """Compare runs: settings that differ, rewards, held-out accuracy, speed."""
+    from kitae.cli import runs as listing
+
+    listing.compare(folders)
+
+
+@app.command()
+def clean(
+    folders: Runs,
+    weights_only: Annotated[
+        bool,
+        typer.Option(
+            "--weights-only", help="Remove all checkpoints: the trained model stays, but the run cannot be resumed."
+        ),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only say what would go.")] = False,
+) -> None:
+    """Free disk: remove checkpoints but the last, and what writes that were cut off have left."""
+    from kitae.cli import runs as listing
+
+    listing.clean(folders, weights_only, yes)
+
+
 @app.command(name="eval")
 def evaluate(
     target: Annotated[str, typer.Argument(help="A run folder (its trained model) or a recipe (its untrained model).")],
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="Another model: a folder, a hub id or a short name.")] = None,
+    model: Annotated[str | None, typer.Option(help="Another model: a folder, a run, a hub id or a short name.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="The numbers as one line of JSON, and nothing else.")] = False,
 ) -> None:
     """Measure avg@k and pass@k on held-out prompts (eval.samples=8 eval.temperature=1 for k = 8)."""
     from kitae.cli import evaluation
 
-    evaluation.evaluate(target, overrides or [], model)
+    evaluation.evaluate(target, overrides or [], model, json)
 
 
 @app.command()
@@ -70,6 +124,9 @@ def show(
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first, over all steps.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first, over all steps.")] = False,
     errors: Annotated[bool, typer.Option("--errors", help="Answers that could not be judged.")] = False,
+    one_per_prompt: Annotated[
+        bool, typer.Option("--one-per-prompt", help="Only the first of each prompt's samples in this order.")
+    ] = False,
     limit: Annotated[int, typer.Option(min=1, help="How many samples.")] = 8,
     timeline: Annotated[bool, typer.Option("--timeline", help="Who worked when, as a PNG, and for how long.")] = False,
 ) -> None:
@@ -79,15 +136,15 @@ def show(
     if timeline:
         inspection.timeline(run)
     else:
-        inspection.show(run, step, best, worst, errors, limit)
+        inspection.show(run, step, best, worst, errors, one_per_prompt, limit)
 
 
 @app.command()
 def replay(
     run: Run,
-    step: Annotated[int, typer.Option(min=1, help="The step to compute again.")],
+    step: Annotated[int | None, typer.Option(min=1, help="The step to compute again; default: the last.")] = None,
 ) -> None:
-    """Compute a past step again from the journal and compare it with what was logged."""
+    """Compute a past step again from the journal and compare it with what was logged: status 0 if it is the same."""
     from kitae.cli import inspection
 
     inspection.replay(run, step)

@@ -15,7 +15,6 @@ from kitae.pipeline.session import make_learner
 from kitae.store.checkpoint import Checkpoints
 from kitae.store.journal import Journal
 from kitae.store.run import Metrics, read_config
-from kitae.types import GREEDY, Group
 
 COMPARED = ("samples_trained", "loss", "grad_norm", "entropy", "ratio", "logp_gap")
 
@@ -45,7 +44,7 @@ def replay(folder: Path, step: int, note: Callable[[str], None]) -> Replay:
         there = ", ".join(checkpoints.names()) or "none"
         raise StoreError(
             f"step {step} needs a checkpoint from before it, and {folder} has {there}; checkpoint.keep says how many "
-            "of them a run keeps"
+            "of them a run keeps, and --step chooses another step"
         )
     frontier, state = checkpoints.load(before[-1])
     journal = Journal(folder / "journal.sqlite", read_only=True)
@@ -57,18 +56,10 @@ def replay(folder: Path, step: int, note: Callable[[str], None]) -> Replay:
         for each in range(frontier.step + 1, step + 1):
             note(f"training step {each} again")
             fates = journal.groups(each)
-            groups = [_group(journal, group) for group, _, fate, _ in fates if fate == "trained"]
-            dropped = [_group(journal, group) for group, _, fate, _ in fates if fate == "dropped"]
+            groups = [journal.group(group) for group, _, fate, _ in fates if fate == "trained"]
+            dropped = [journal.group(group) for group, _, fate, _ in fates if fate == "dropped"]
             now = learner.learn(each, groups, dropped)
     finally:
         journal.close()
     then = logged[step]
     return Replay(step, frontier.step, {key: (then[key], now[key]) for key in COMPARED if key in then and key in now})
-
-
-def _group(journal: Journal, group: int) -> Group:
-    prompt = journal.prompt(group)
-    assert prompt is not None, f"group {group} has a fate and no prompt"
-    rollouts = journal.rollouts(group)
-    greedy = next((r for r in rollouts if r.index == GREEDY), None)
-    return Group(group, prompt, tuple(r for r in rollouts if r.index != GREEDY), greedy)

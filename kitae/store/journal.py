@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from kitae.errors import DiskFullError, StoreError
-from kitae.types import Message, Prompt, Rollout, Score, Segment
+from kitae.types import GREEDY, Group, Message, Prompt, Rollout, Score, Segment
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -203,6 +203,13 @@ class Journal:
             return None
         messages = tuple(Message(**m) for m in json.loads(row[2]))
         return Prompt(row[1], messages, json.loads(row[3]), json.loads(row[4]))
+
+    def group(self, group: int) -> Group:
+        """A group that was issued, with the rollouts that are complete."""
+        prompt, rollouts = self.prompt(group), self.rollouts(group)
+        assert prompt is not None, f"group {group} was never issued"
+        greedy = next((r for r in rollouts if r.index == GREEDY), None)
+        return Group(group, prompt, tuple(r for r in rollouts if r.index != GREEDY), greedy)
 
     def groups(self, step: int | None = None) -> list[tuple[int, int, str, str]]:
         """`(group, step, fate, reason)` of closed groups, by id; of one step, if given."""

@@ -29,7 +29,7 @@ class RunStore:
     def __init__(self, folder: Path, config: Config, journal: Journal | None = None) -> None:
         self.folder = folder
         self.config = config
-        self._lock = _lock(folder)
+        self._lock = lock(folder)
         try:
             self.journal = journal or Journal(folder / "journal.sqlite")
         except StoreError:
@@ -136,7 +136,8 @@ def _differences(before: Config, now: Config) -> list[str]:
     return [f"{key}: was {old[key]!r}, is {new[key]!r}" for key in old if old[key] != new[key]]
 
 
-def _lock(folder: Path) -> Any:
+def lock(folder: Path) -> Any:
+    """An open file; closing it gives the run free for another process."""
     try:
         file = (folder / ".lock").open("w")
     except OSError as error:
