@@ -5,18 +5,16 @@ S7 aggregation                                 on everything one optimizer step 
 S4 ratio → S5 gate → S6 correction → S8        on the tokens of a micro-batch
 
 What moves from step to step (coefficients under control, running statistics of rewards) is `state`, saved with every
-checkpoint.
+checkpoint. Torch is imported only where tokens are: the stages on groups need none.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import reduce
 from operator import mul
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kitae.algorithms.advantages import TOKEN_ADVANTAGES, GroupRewards, SequenceRewards, whiten
 from kitae.algorithms.config import AlgorithmConfig, needs_group, refuse_unread
@@ -28,6 +26,9 @@ from kitae.algorithms.tokens import LIMIT, TokenBatch
 from kitae.errors import ConfigError
 from kitae.observe.meter import Meter
 from kitae.types import Batch, BoolArray, FloatArray, Group, Rollout, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -202,7 +203,7 @@ class Objective:
 
     # S4 to S6 and S8, on tokens.
 
-    def loss(self, tokens: TokenBatch, meter: Meter) -> Tensor:
+    def loss(self, tokens: TokenBatch, meter: Meter) -> "Tensor":
         """The weighted sum over the tokens of a micro-batch; adding these over micro-batches gives the step's loss."""
         measured = tokens  # the gap to the engine is that of the trainer's own log-probs
         if self.estimates_old:
@@ -223,17 +224,19 @@ class Objective:
         meter.total("loss", loss.detach())
         return loss
 
-    def _ratio(self, tokens: TokenBatch) -> Tensor:
+    def _ratio(self, tokens: TokenBatch) -> "Tensor":
         if self.config.ratio is None:  # the gate reads none; this one is for the metrics
             return (tokens.logp_N - tokens.logp_old_N).detach().clamp(-LIMIT, LIMIT).exp()
         anchor_N = tokens.logp_old_N if self.estimates_old else ANCHORS[_set(self.config.anchor)](tokens)
         return _expect_tokens("ratio", self._one("ratio")(tokens.logp_N - anchor_N, tokens), tokens)
 
-    def _gated(self, ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
+    def _gated(self, ratio_N: "Tensor", tokens: TokenBatch) -> "Tensor":
         """The weight that the gate leaves to each token: its gradient over −A, 0 where it was clipped.
 
         Ratio and log-probs are inputs of their own here, so that a ratio of the whole sequence counts once.
         """
+        import torch
+
         with torch.enable_grad():
             r_N, logp_N = ratio_N.clone().requires_grad_(), tokens.logp_N.detach().clone().requires_grad_()
             loss_N = self._one("gate")(r_N, replace(tokens, logp_N=logp_N))
@@ -245,8 +248,10 @@ class Objective:
             slope_N = slope_N + by_logp_N
         return -slope_N / tokens.advantage_N
 
-    def _measure(self, tokens: TokenBatch, ratio_N: Tensor, weights_N: Tensor, meter: Meter) -> None:
+    def _measure(self, tokens: TokenBatch, ratio_N: "Tensor", weights_N: "Tensor", meter: Meter) -> None:
         """What the stages saw, and what they made of it."""
+        import torch
+
         with torch.no_grad():
             count, advantage_N, ratio_N = len(ratio_N), tokens.advantage_N, ratio_N.detach()
             gated_N = self._gated(ratio_N, tokens)
@@ -324,7 +329,9 @@ def _expect(stage: str, values: Any, count: int) -> FloatArray:
     return found
 
 
-def _expect_tokens(stage: str, values: Any, tokens: TokenBatch) -> Tensor:
+def _expect_tokens(stage: str, values: Any, tokens: TokenBatch) -> "Tensor":
+    from torch import Tensor
+
     if not isinstance(values, Tensor) or values.shape != tokens.logp_N.shape:
         raise ConfigError(
             f"the {stage} function must return a torch tensor with one number for each of {len(tokens.logp_N)} tokens, "
