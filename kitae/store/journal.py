@@ -60,7 +60,8 @@ class Journal:
         self.path = path
         try:
             if read_only:
-                address = f"{path.absolute().as_uri()}?mode=ro"
+                closed = not path.with_name(f"{path.name}-wal").exists()  # nobody writes: leave no files beside it
+                address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
                 self._reader = sqlite3.connect(address, uri=True, check_same_thread=False)
                 self._reader.execute("PRAGMA schema_version")  # reads the file: says now if it is no database
             else:

@@ -17,6 +17,8 @@ from kitae.store.checkpoint import Checkpoints
 from kitae.store.journal import Journal
 from kitae.store.run import Metrics, is_run, read_config
 
+_WRITTEN = ("config.json", "journal.sqlite", "metrics.jsonl", "timeline.jsonl", "console.log", "checkpoints", "model")
+
 Status = Literal["running", "finished", "stopped", "crashed"]
 
 
@@ -80,8 +82,8 @@ class RunView:
 
     @cached_property
     def changed(self) -> float:
-        """When something was last written, in seconds since 1970."""
-        return max(path.stat().st_mtime for path in self.folder.iterdir())
+        """When something was last written, in seconds since 1970; who only looks on touches neither of these."""
+        return max((self.folder / name).stat().st_mtime for name in _WRITTEN if (self.folder / name).exists())
 
     @cached_property
     def size(self) -> int:
