@@ -29,7 +29,10 @@ def show(run: Path, step: int | None, best: bool, worst: bool, errors: bool, one
         if not rows and not errors:
             raise StoreError(f"step {wanted} has no samples; the last step with samples is {last}")
     if one_per_prompt:
-        rows = list({r[0]: r for r in reversed(rows)}.values())[::-1]
+        first: dict[int, tuple[int, int, int, float | None]] = {}
+        for row in rows:
+            first.setdefault(row[0], row)
+        rows = list(first.values())
     if not rows:
         print("every answer could be judged")
     advantages = _Advantages(run, journal)
@@ -58,17 +61,16 @@ def _print_sample(
     body.append("reference: ", style="bold").append(str(prompt.reference))
     if rollout.score.detail:
         body.append("\nverifier: ", style="bold").append(rollout.score.detail)
-    parts = [
-        f"step {step}",
-        prompt.id,
-        "greedy" if sample == GREEDY else f"sample {sample}",
+    facts = [
         "not judged" if value is None else f"reward {value:g}",
         *([] if advantage is None else [f"advantage {advantage:+.2f}"]),
         f"{rollout.response_length} tokens",
         "cut off" if rollout.finish == "length" else rollout.finish,
     ]
+    body.append("\n" + " · ".join(facts), style="dim")
+    title = Text(f"step {step} · {prompt.id} · {'greedy' if sample == GREEDY else f'sample {sample}'}")
     colour = "yellow" if value is None else "green" if value >= 1 else "red"
-    Console().print(Panel(body, title=Text(" · ".join(parts)), title_align="left", border_style=colour))
+    Console().print(Panel(body, title=title, title_align="left", border_style=colour))
 
 
 class _Advantages:
@@ -88,10 +90,10 @@ class _Advantages:
         return self._steps[step].get((group, sample))
 
     def _compute(self, step: int) -> dict[tuple[int, int], float]:
-        from kitae.algorithms.objective import Objective
-
         if self._config is None:
             return {}
+        from kitae.algorithms.objective import Objective
+
         try:
             objective = Objective(self._config.algorithm, self._config.sampling.max_tokens)
         except KitaeError:  # a stage of the user's own that is not here any more
@@ -113,12 +115,13 @@ def plot(run: Path, output: Path | None) -> None:
 
 
 def replay(run: Path, step: int | None) -> None:
-    from kitae.pipeline.replay import replay as compute
     from kitae.store.look import look
 
     wanted = look(run).step if step is None else step
     if wanted == 0:
         raise StoreError(f"{run} has no finished step to replay")
+    from kitae.pipeline.replay import replay as compute
+
     found = compute(run, wanted, print)
     rows = [["", "logged", "again", "difference"]]
     rows += [[n, f"{then:.8g}", f"{now:.8g}", f"{abs(then - now):.3g}"] for n, (then, now) in found.numbers.items()]
@@ -150,5 +153,6 @@ def _journal(run: Path) -> "Journal":
 
     path = run / "journal.sqlite"
     if not path.is_file():
-        raise StoreError(f"{run} is not a run folder: it has no journal.sqlite")
+        what = "it has no journal.sqlite" if run.exists() else "there is no such folder"
+        raise StoreError(f"{run} is not a run folder: {what} (kitae runs lists them)")
     return Journal(path, read_only=True)

@@ -16,12 +16,17 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of one that comes with Kitae (kitae recipes).")]
+_RECIPE = typer.Argument(
+    help="A recipe file, or the name of one that comes with Kitae (kitae recipes).", metavar="RECIPE"
+)
+Recipe = Annotated[str, _RECIPE]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings: section.key=value …", metavar="[SECTION.KEY=VALUE]…")
 ]
-Run = Annotated[Path, typer.Argument(help="A run folder, e.g. runs/quickstart-001 (kitae runs lists them).")]
-Runs = Annotated[list[Path], typer.Argument(help="Run folders.", metavar="RUN…")]
+Run = Annotated[
+    Path, typer.Argument(help="A run folder, e.g. runs/quickstart-001 (kitae runs lists them).", metavar="RUN")
+]
+Runs = Annotated[list[Path], typer.Argument(help="Run folders.", metavar="RUN")]
 
 
 def _version(wanted: bool) -> None:
@@ -43,14 +48,22 @@ def options(
 
 @app.command()
 def train(
-    recipe: Recipe,
+    recipe: Annotated[str | None, _RECIPE] = None,
     overrides: Overrides = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would happen, in what time and memory; load nothing.")
     ] = False,
     full: Annotated[bool, typer.Option("--full", help="With --dry-run: all settings.")] = False,
 ) -> None:
-    """Train a model by a recipe."""
+    """Train a model by a recipe.
+
+    For a first try: kitae train quickstart
+    """
+    if recipe is None:
+        from kitae.cli.locate import shipped_recipes
+
+        known = ", ".join(path.stem for path in shipped_recipes())
+        raise typer.BadParameter(f"it must be a file, or one of {known}, got none", param_hint="RECIPE")
     from kitae.cli import training
 
     training.train(recipe, overrides or [], dry_run, full)
@@ -73,7 +86,7 @@ def resume(
 def runs(
     folder: Annotated[Path, typer.Argument(help="The folder that holds them.", metavar="[DIR]")] = Path("runs"),
 ) -> None:
-    """List runs: status, steps, reward, held-out accuracy before and after, age and size."""
+    """List runs with their status, results and size."""
     from kitae.cli import runs as listing
 
     listing.runs(folder)
@@ -81,7 +94,7 @@ def runs(
 
 @app.command()
 def compare(folders: Runs) -> None:
-    """Compare runs: settings that differ, rewards, held-out accuracy, speed."""
+    """Compare settings and results of runs."""
     from kitae.cli import runs as listing
 
     listing.compare(folders)
@@ -98,7 +111,10 @@ def clean(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only say what would go.")] = False,
 ) -> None:
-    """Free disk: remove checkpoints but the last, and what writes that were cut off have left."""
+    """Free disk that runs take.
+
+    Removes all checkpoints but the last, and what writes that were cut off have left behind.
+    """
     from kitae.cli import runs as listing
 
     listing.clean(folders, weights_only, yes)
@@ -111,7 +127,10 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="Another model: a folder, a run, a hub id or a short name.")] = None,
     json: Annotated[bool, typer.Option("--json", help="The numbers as one line of JSON, and nothing else.")] = False,
 ) -> None:
-    """Measure avg@k and pass@k on held-out prompts (eval.samples=8 eval.temperature=1 for k = 8)."""
+    """Measure a model on held-out prompts.
+
+    Prints avg@k and pass@k; for k = 8: eval.samples=8 eval.temperature=1.
+    """
     from kitae.cli import evaluation
 
     evaluation.evaluate(target, overrides or [], model, json)
@@ -130,7 +149,10 @@ def show(
     limit: Annotated[int, typer.Option(min=1, help="How many samples.")] = 8,
     timeline: Annotated[bool, typer.Option("--timeline", help="Who worked when, as a PNG, and for how long.")] = False,
 ) -> None:
-    """Show sampled answers with their prompts and rewards, or the timeline of a run."""
+    """Show sampled answers with their rewards.
+
+    Of the last step, unless an option says otherwise; or the timeline of the run.
+    """
     from kitae.cli import inspection
 
     if timeline:
@@ -144,7 +166,10 @@ def replay(
     run: Run,
     step: Annotated[int | None, typer.Option(min=1, help="The step to compute again; default: the last.")] = None,
 ) -> None:
-    """Compute a past step again from the journal and compare it with what was logged: status 0 if it is the same."""
+    """Compute a past step again and compare.
+
+    From the journal and the checkpoint before it; the exit status is 0 if all numbers are the same, else 1.
+    """
     from kitae.cli import inspection
 
     inspection.replay(run, step)
@@ -196,7 +221,10 @@ def simulate(
     json: Annotated[bool, typer.Option("--json", help="The table as JSON.")] = False,
     timeline: Annotated[Path | None, typer.Option(help="Draw who worked when in the last schedule, as a PNG.")] = None,
 ) -> None:
-    """Predict throughput, idle time and staleness of schedules on many devices, in seconds and without a model."""
+    """Predict speed and staleness of schedules.
+
+    Throughput, idle time and staleness on many devices, in seconds and without a model.
+    """
     from kitae.cli import simulation
 
     simulation.simulate(
@@ -231,7 +259,10 @@ def algorithms(
         str | None, typer.Argument(help="A method (its formula, source, trap and settings) or a stage (its choices).")
     ] = None,
 ) -> None:
-    """List the algorithms: each is a choice for each of eight stages."""
+    """List the algorithms, or explain one.
+
+    Each is a choice for each of eight stages.
+    """
     from kitae.cli import algorithms as listing
 
     listing.algorithms(name)
@@ -245,7 +276,10 @@ def validate(
         int | None, typer.Option(min=1, help="Check only so many prompts; default: all of a file.")
     ] = None,
 ) -> None:
-    """Prove that the gold answers of a recipe's data score 1 under its verifier, and list those that do not."""
+    """Check that gold answers score 1.
+
+    Scores the references of a recipe's data with its verifier, and lists those that do not score 1.
+    """
     from kitae.cli import verification
 
     verification.validate(recipe, overrides or [], limit)

@@ -6,7 +6,6 @@ from typing import Any
 from kitae.errors import StoreError
 from kitae.store.run import Metrics
 
-
 _CURVES = {
     "length": "response length (tokens)",
     "entropy": "entropy (nats per token)",
