@@ -97,10 +97,11 @@ class Progress:
             self.note(f"not judged: {reason} (kitae show {self.folder} --errors)")
 
     def evaluated(self, row: dict[str, Any]) -> None:
-        self.note(
-            f"held-out accuracy at step {row['step']}: {row['avg']:.3f} "
-            f"[{row['avg_low']:.3f}, {row['avg_high']:.3f}] on {row['prompts']:.0f} prompts"
+        judged = row["avg"] == row["avg"]  # no number: no answer could be judged
+        found = (
+            f"{row['avg']:.3f} [{row['avg_low']:.3f}, {row['avg_high']:.3f}]" if judged else "not known: all errors,"
         )
+        self.note(f"held-out accuracy at step {row['step']}: {found} on {row['prompts']:.0f} prompts")
 
     def finished(self, folder: Path) -> None:
         pass

@@ -164,6 +164,7 @@ def test_a_recipe_that_is_not_there(cli: Cli, command: str) -> None:
     assert message.startswith("no recipe file 'quickstrat', and no shipped recipe of that name (")
     assert message.endswith("; did you mean 'quickstart'?")
     assert "did you mean" not in failure(cli(command, "xyzzy"))
+    assert failure(cli(command, "my/own.toml")) == f"no recipe file 'my/own.toml' in {Path.cwd()}"
 
 
 def test_a_recipe_that_is_no_toml(cli: Cli, tmp_path: Path) -> None:
