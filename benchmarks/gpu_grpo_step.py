@@ -135,7 +135,7 @@ async def run(config: Config, policy: Policy, watch: Watch) -> tuple[list[dict[s
             sampling = SamplingParams(max_tokens=config.sampling.max_tokens)
             runner = Runner(engine, Chat(policy.tokenizer), pool, SingleTurn, sampling, config.run.seed)
             stream: Any = Words(policy.vocabulary)
-            frontier = Frontier(0, 0, 0, 0)
+            frontier = Frontier(0, 0)
             pipeline = Pipeline(config, store, stream, runner, engine, learner, watch, frontier, lambda step: None)
             watch.pipeline = pipeline
             with contextlib.suppress(Stopped):

@@ -72,14 +72,16 @@ def train(
 @app.command()
 def resume(
     run: Run,
+    overrides: Overrides = None,
     checkpoint: Annotated[
-        str | None, typer.Option("--from", help="A checkpoint, e.g. step-000010; default: the last.")
+        str | None,
+        typer.Option("--from", help="A checkpoint, e.g. step-000010, or start; default: the last checkpoint."),
     ] = None,
 ) -> None:
-    """Go on with a run that was stopped or killed."""
+    """Go on with a run that was stopped or killed, or beyond its end with training.steps=N."""
     from kitae.cli import training
 
-    training.resume(run, checkpoint)
+    training.resume(run, overrides or [], checkpoint)
 
 
 @app.command()

@@ -117,9 +117,9 @@ _RESULTS: dict[str, Callable[[RunView], str]] = {
 def _superfluous(run: RunView, weights_only: bool) -> list[Path]:
     if run.status == "running":
         raise StoreError(f"{run.folder} is running; wait for it or stop it first")
-    if weights_only and not run.has_model:
+    if weights_only and not (run.status == "finished" and run.has_model):
         raise StoreError(
-            f"{run.folder} has no trained model, so its checkpoints are all there is of it; finish it with: "
+            f"{run.folder} is {run.status}, so its checkpoints are all there is of what it learnt; finish it with: "
             f"kitae resume {run.folder}"
         )
     names = run.checkpoints if weights_only else run.checkpoints[:-1]
@@ -128,8 +128,8 @@ def _superfluous(run: RunView, weights_only: bool) -> list[Path]:
 
 def _consequence(run: RunView, weights_only: bool) -> str:
     if weights_only:
-        return f"then it can be evaluated and started from (model.path={run.folder}), but never resumed or replayed"
-    return f"then it is resumed from {run.checkpoints[-1]} only, and steps up to that one cannot be replayed"
+        return f"then it can be evaluated and started from (model.path={run.folder}), but not resumed"
+    return f"then it goes on from {run.checkpoints[-1]} only; a replay of earlier steps begins at the first one"
 
 
 def _remove(run: RunView, paths: Sequence[Path], weights_only: bool) -> None:

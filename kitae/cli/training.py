@@ -33,11 +33,11 @@ def train(recipe: str, overrides: list[str], dry_run: bool, full: bool) -> None:
     _run(RunStore.create(config), sources, None, console)
 
 
-def resume(run: Path, checkpoint: str | None) -> None:
+def resume(run: Path, overrides: list[str], checkpoint: str | None) -> None:
     from kitae.store.run import RunStore
 
     console = Console()
-    store = RunStore.open(run)
+    store = RunStore.open(run, overrides)
     try:
         if checkpoint is None and _is_finished(run, store.config):
             store.close()
@@ -58,10 +58,10 @@ def _is_finished(run: Path, config: Config) -> bool:
         print(f"{run} is finished: {seen.step} of {config.training.steps} steps; its model is {run / 'model'}")
         print(f"train it further with: kitae resume {run} training.steps={2 * seen.step}")
         return True
-    if seen.steps and not seen.checkpoints:
+    if seen.is_finished and not seen.checkpoints:
         raise StoreError(
-            f"{run} cannot go on: a resume needs a checkpoint, and this run's were removed. Start a new run from its "
-            f"model with: kitae train RECIPE model.path={run}"
+            f"{run} cannot go on: its checkpoints were removed. Start a new run from its model with: kitae train "
+            f"RECIPE model.path={run} (or train all of its steps again, from its journal, with --from start)"
         )
     return False
 

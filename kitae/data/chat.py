@@ -89,6 +89,10 @@ class Chat:
         return text
 
     def _encode(self, text: str) -> tuple[int, ...]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"a message must be valid Unicode: {error}") from None
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _begin(self) -> tuple[int, ...]:

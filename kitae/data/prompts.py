@@ -6,8 +6,10 @@ stops the run before it begins, not when its turn comes.
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from datetime import date, time
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from pathlib import Path
@@ -228,7 +230,20 @@ def _read_parquet(file: File) -> Iterator[Row]:
         rows = pyarrow.parquet.ParquetFile(file.path).read().to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"cannot read {file.path}: {error}") from error
-    return (Row(file, number, values) for number, values in enumerate(rows, start=1))
+    return (Row(file, number, _as_json(values)) for number, values in enumerate(rows, start=1))
+
+
+def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as a JSON file would hold it: the journal and the verifiers' processes know nothing else."""
+    found: dict[str, Any] = json.loads(json.dumps(values, default=_as_text))
+    return found
+
+
+def _as_text(value: Any) -> str:
+    """Dates as ISO has them, decimals and the like as they print; bytes (a picture in a column, say) are left out."""
+    if isinstance(value, bytes):
+        return f"({len(value)} bytes)"
+    return value.isoformat() if isinstance(value, date | time) else str(value)
 
 
 def _row_prompt(config: DataConfig, reader: Reader, row: Row) -> Prompt:
@@ -240,6 +255,9 @@ def _row_prompt(config: DataConfig, reader: Reader, row: Row) -> Prompt:
         messages = (Message("user", _instruct(config, question)),) if isinstance(question, str) else _messages(question)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
+    for message in messages:
+        if (bad := re.search("[\ud800-\udfff]", message.content)) is not None:
+            raise DataError(f"{where}: the question must be valid Unicode, got half a surrogate pair: {bad[0]!r}")
     asked = question if isinstance(question, str) else messages[-1].content
     used = () if config.format else (config.prompt_key, config.answer_key)
     context = {"question": asked} | {k: v for k, v in row.values.items() if k not in used}

@@ -36,6 +36,9 @@ class Sampled:
     logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
 
+    def after(self, count: int) -> "Sampled":
+        return Sampled(self.tokens[count:], self.logprobs[count:], self.versions[count:])
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -114,7 +117,8 @@ class Engine(Protocol):
     requests wait meanwhile. `update_weights` takes effect between two decoding steps; tokens sampled later carry the
     new version. `abort` ends a request early: its `generate` returns what was sampled so far with finish "abort".
     `park` ends all requests in flight that way, with finish "parked": a request with that `prior` continues one.
-    `progress` is what each request in flight could be continued from, as far as this side knows.
+    `progress` is what each request in flight could be continued from, as far as this side knows, without the first
+    tokens of which the caller says by id how many it has; a request keeps what it has once told.
     `shares_weights`: it samples from the trainer's own parameters, so it must stand still while they change, and needs
     no tensors in an update; other engines also have a `probe` (see `kitae.engines.probe`). `sync_metrics` are those of
     the last update, where there is something to say.
@@ -128,7 +132,7 @@ class Engine(Protocol):
     async def resume(self) -> None: ...
     async def abort(self, request_id: str) -> None: ...
     async def park(self) -> None: ...
-    def progress(self) -> dict[str, Sampled]: ...
+    def progress(self, known: Mapping[str, int]) -> dict[str, Sampled]: ...
     def stats(self) -> EngineStats: ...
     def sync_metrics(self) -> dict[str, float]: ...
     async def close(self) -> None: ...

@@ -17,7 +17,7 @@ import math
 import random
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kitae.clock import now
@@ -155,9 +155,9 @@ class FakeEngine:
     async def park(self) -> None:
         self._end_early(list(self._flights.values()), "parked")
 
-    def progress(self) -> dict[str, Sampled]:
+    def progress(self, known: Mapping[str, int]) -> dict[str, Sampled]:
         self._advance()
-        return {id: self._sampled(flight) for id, flight in self._flights.items()}
+        return {id: self._sampled(flight).after(known.get(id, 0)) for id, flight in self._flights.items()}
 
     def stats(self) -> EngineStats:
         self._advance()

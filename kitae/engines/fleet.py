@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from kitae.engines.base import Completion, Engine, EngineStats, Request, Sampled, WeightUpdate
@@ -72,8 +72,8 @@ class Fleet:
     async def park(self) -> None:
         await _all(engine.park() for engine in self.engines)
 
-    def progress(self) -> dict[str, Sampled]:
-        return {id: sampled for engine in self.engines for id, sampled in engine.progress().items()}
+    def progress(self, known: Mapping[str, int]) -> dict[str, Sampled]:
+        return {id: sampled for engine in self.engines for id, sampled in engine.progress(known).items()}
 
     def stats(self) -> EngineStats:
         found = [engine.stats() for engine in self.engines]

@@ -14,7 +14,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,10 +50,13 @@ class _Flight:
 
     @property
     def prior(self) -> Sampled:
-        """What to continue from. The last token reported may have been the one that ended it: it is drawn again."""
-        keep = max(len(self.request.prior.tokens), len(self.sampled.tokens) - 1)
-        s = self.sampled
-        return Sampled(s.tokens[:keep], s.logprobs[:keep], s.versions[:keep])
+        return self.progress(0)
+
+    def progress(self, known: int) -> Sampled:
+        """What to continue from, after the first `known` tokens. The last token reported may have been the one that
+        ended it: it is drawn again."""
+        s, part = self.sampled, slice(known, max(len(self.request.prior.tokens), len(self.sampled.tokens) - 1))
+        return Sampled(s.tokens[part], s.logprobs[part], s.versions[part])
 
     def add(self, start: int, news: Sampled) -> None:
         s = self.sampled
@@ -186,8 +189,9 @@ class ProcessEngine:
         self._check_open()
         await self._end_early(list(self._flights.values()), "park")
 
-    def progress(self) -> dict[str, Sampled]:
-        return {flight.request.id: flight.prior for flight in self._flights.values()}
+    def progress(self, known: Mapping[str, int]) -> dict[str, Sampled]:
+        flights = self._flights.values()
+        return {flight.request.id: flight.progress(known.get(flight.request.id, 0)) for flight in flights}
 
     async def probe(self) -> Probe:
         """The process's log-probs of a fixed short sequence, and its version: for `check_engine`."""

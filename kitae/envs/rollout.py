@@ -33,7 +33,8 @@ class Runner:
     """What an episode needs. `label` keeps the random streams of training and evaluation apart.
 
     `span` hears of each group when it was sampled ("generate") and judged ("verify"). `waiting` is entered around each
-    wait, with what is waited for and by which rollout. `begun` has, by request in flight, the turns before it.
+    wait, with what is waited for and by which rollout. `begun` has, by request in flight, the turns before it, and
+    `copied` how many of its tokens the journal has.
     """
 
     engine: Engine
@@ -46,6 +47,7 @@ class Runner:
     span: Callable[[str, float, float], None] = lambda part, start, end: None
     waiting: Callable[[str, str], AbstractContextManager[None]] = lambda what, which: nullcontext()
     begun: dict[str, Rollout] = field(default_factory=dict)
+    copied: dict[str, int] = field(default_factory=dict)
 
     async def group(
         self, group: int, prompt: Prompt, size: int, journal: Journal | None = None, *, greedy: bool = False
@@ -53,8 +55,9 @@ class Runner:
         """All samples of one prompt, and the greedy response if asked for, which has the index `GREEDY`.
 
         Those that the journal has already are taken from there, never sampled again, and those that it has in part are
-        continued. Journalled answers that could not be judged are judged once more. Raises `RequestError` if the
-        engine cannot take the prompt at all, and `Parked` if it was told to park.
+        continued. Complete ones are journalled before they are judged; those without a verdict, or that could not be
+        judged, are judged (once more). Raises `RequestError` or `DataError` if the prompt is impossible, and `Parked`
+        if the engine was told to park.
         """
         known = {r.index: r for r in journal.rollouts(group)} if journal else {}
         parked = {r.index: r for r in journal.parked(group)} if journal else {}
@@ -65,11 +68,15 @@ class Runner:
             rollout = known.get(index)
             if rollout is not None and rollout.score is not None and rollout.score.valid:
                 return rollout
-            rollout = rollout or await self.rollout(group, index, prompt, parked.get(index))
-            if rollout.finish == "parked":
-                if journal and rollout.response_length:
-                    await journal.park(rollout)
-                raise Parked
+            if rollout is None:
+                rollout = await self.rollout(group, index, prompt, parked.get(index))
+                if rollout.finish == "parked":
+                    if journal and rollout.response_length:
+                        await journal.park(rollout)
+                    raise Parked
+                if journal:
+                    with self.waiting("the journal", rollout.id):
+                        await journal.add_rollout(rollout)
             sampled.append(now())
             with self.waiting("the verifier", rollout.id):
                 score = await self.verifier.score(rollout.text, prompt.reference, prompt.context)
@@ -77,7 +84,7 @@ class Runner:
             rollout = replace(rollout, score=score)
             if journal:
                 with self.waiting("the journal", rollout.id):
-                    await (journal.update_score if index in known else journal.add_rollout)(rollout)
+                    await journal.update_score(rollout)
             return rollout
 
         async def unless_parked(index: int) -> Rollout | None:
@@ -132,11 +139,12 @@ class Runner:
                     done = Completion(request.id, prior.tokens, prior.logprobs, prior.versions, "stop")
                 else:
                     self.begun[request.id] = Rollout(group, index, prompt_tokens, tuple(segments), "parked", "")
+                    self.copied[request.id] = len(request.prior.tokens)  # that is where they are from
                     try:
                         with self.waiting("the engine", request.id):
                             done = await self.engine.generate(request)
                     finally:
-                        del self.begun[request.id]
+                        del self.begun[request.id], self.copied[request.id]
                 segments.append(Segment("model", done.tokens, done.logprobs, done.versions))
                 finish = done.finish
                 text = self._text(done.tokens)
@@ -155,14 +163,17 @@ class Runner:
             await environment.close()
         return Rollout(group, index, prompt_tokens, tuple(segments), finish, text)
 
-    def unfinished(self) -> list[Rollout]:
-        """What has been sampled so far of the rollouts in flight, ready to be parked; those without a token are left
-        out."""
-        return [
-            replace(before, segments=(*before.segments, Segment("model", s.tokens, s.logprobs, s.versions)))
-            for id, s in self.engine.progress().items()
-            if s.tokens and (before := self.begun.get(id)) is not None
-        ]
+    def grown(self, least: int) -> list[tuple[Rollout, int]]:
+        """What the journal does not have yet of the rollouts in flight, if it is at least so many tokens; as
+        `Journal.extend_parked` wants it. It counts as copied."""
+        found = []
+        for id, news in self.engine.progress(self.copied).items():
+            if len(news.tokens) >= least and id in self.begun:
+                before, known = self.begun[id], self.copied[id]
+                turn = Segment("model", news.tokens, news.logprobs, news.versions)
+                found.append((replace(before, segments=(*before.segments, turn)), known))
+                self.copied[id] = known + len(news.tokens)
+        return found
 
     def _text(self, tokens: tuple[int, ...]) -> str:
         """The response as the verifier sees it: without special tokens, cut before a stop string."""

@@ -64,10 +64,14 @@ class Buffer:
         self._changed = asyncio.Event()
 
     async def reserve(self, number: int, version: int | None = None) -> Slot:
-        """Wait for a free slot; unblocked by `release`. A resumed slot keeps the `version` it was issued at."""
+        """Wait for a free slot; unblocked by `release`. version: of the oldest token in a resumed slot, if it has any.
+
+        Such a token may be of a version that the run has lost and not trained again yet; then the slot is as new as it
+        can be.
+        """
         while len(self.open) + self._taken >= self.slots:
             await self._change()
-        slot = Slot(number, self.version if version is None else version)
+        slot = Slot(number, self.version if version is None else min(version, self.version))
         insort(self.open, slot, key=lambda s: (s.version, s.number))
         return slot
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kitae.config import Config
 from kitae.envs.rollout import Runner
-from kitae.errors import RequestError, root_cause
+from kitae.errors import DataError, RequestError, root_cause
 from kitae.types import FloatArray, Group, Prompt
 
 _RESAMPLES = 2000
@@ -53,6 +54,12 @@ class Evaluation:
         }
 
 
+def evaluation_due(config: Config, step: int) -> bool:
+    """Whether a run evaluates after this step: before training, at its end, and in between."""
+    e = config.eval
+    return e.prompts > 0 and (step in (0, config.training.steps) or bool(e.every and step % e.every == 0))
+
+
 async def evaluate(runner: Runner, prompts: Sequence[Prompt], samples: int) -> Evaluation:
     """Sample every prompt and score the answers. Answers that could not be judged are counted and left out.
 
@@ -62,7 +69,7 @@ async def evaluate(runner: Runner, prompts: Sequence[Prompt], samples: int) -> E
     async def one(index: int, prompt: Prompt) -> Group:
         try:
             return await runner.group(index, prompt, samples)
-        except RequestError:
+        except (RequestError, DataError):
             return Group(index, prompt, ())
 
     try:

@@ -19,9 +19,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from statistics import fmean
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from kitae.clock import now
@@ -31,12 +31,13 @@ from kitae.engines.base import Engine, WeightUpdate
 from kitae.engines.fleet import members
 from kitae.engines.probe import ProbedEngine, check_engine
 from kitae.envs.rollout import Parked, Runner
-from kitae.errors import RequestError, root_cause
+from kitae.errors import DataError, RequestError, root_cause
 from kitae.observe.observer import Observer
 from kitae.observe.timeline import Timeline
 from kitae.pipeline import report
 from kitae.pipeline.buffer import Buffer, Outcome, Slot
-from kitae.pipeline.watch import Watch
+from kitae.pipeline.evaluate import evaluation_due
+from kitae.pipeline.watch import Watch, whereabouts
 from kitae.store.checkpoint import Frontier
 from kitae.store.run import RunStore
 from kitae.trainer.learner import Learner
@@ -80,10 +81,10 @@ class Pipeline:
         self.evaluate = evaluate
         given_up = self._give_up if p.overdue == "drop" else None
         self.buffer = Buffer(t.prompts_per_step, p.max_staleness, frontier.step, given_up)
-        self.cursor = frontier.cursor
-        self.issued = frontier.issued
+        self.cursor, self.issued = store.journal.issued()
         self.version = frontier.step
-        self._wanted = asyncio.Semaphore(t.steps * t.prompts_per_step + store.journal.overdue_slots() - self.issued)
+        wanted = t.steps * t.prompts_per_step + store.journal.overdue_slots() - self.issued
+        self._wanted = asyncio.Semaphore(max(0, wanted))
         self._overdue: set[Slot] = set()  # given up, and not in the journal yet
         self._given_up = 0  # since the last batch
         self._pass_rates = store.journal.pass_rates() if p.mastered_visits < 1 else {}
@@ -96,7 +97,7 @@ class Pipeline:
         self._trained: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._stop = asyncio.Event()
         threads = torch.get_num_threads()
-        self._compute = ThreadPoolExecutor(1, "kitae-trainer", initializer=torch.set_num_threads, initargs=(threads,))
+        self._compute = ThreadPoolExecutor(1, _TRAINER, initializer=torch.set_num_threads, initargs=(threads,))
 
     async def run(self) -> None:
         """Train up to the configured number of steps, or raise what went wrong."""
@@ -120,12 +121,14 @@ class Pipeline:
         finally:
             if self._holding:
                 self._holding.cancel()  # or the trainer's thread would wait for a loop that is gone
-            self._compute.shutdown(wait=False)
+
+    def close(self) -> None:
+        self._compute.shutdown(wait=False)
 
     def _pulse(self) -> object:
-        """Changes while the engine works."""
+        """Changes while the engine or the trainer works."""
         stats = self.engine.stats()
-        return stats.generated_tokens, stats.prompt_tokens, stats.restarts
+        return stats.generated_tokens, stats.prompt_tokens, stats.restarts, whereabouts(_TRAINER)
 
     @property
     def _refill_limit(self) -> int:
@@ -135,23 +138,19 @@ class Pipeline:
         """Stop at the next safe point; `run` then raises `Stopped`."""
         self._stop.set()
 
-    def save(self) -> None:
-        """Checkpoint the frontier. Call it only while no update is running."""
-        self.store.checkpoints.save(self.frontier, self.learner.save_state)
+    async def save(self) -> None:
+        """Checkpoint the frontier, once the disk has the journal of it. Call it only while no update is running."""
+        await self.store.sync()
+        await self._in_trainer(partial(self.store.checkpoints.save, self.frontier, self.learner.save_state))
 
     # Loop 1
 
     async def _feed_loop(self, tasks: asyncio.TaskGroup) -> None:
         """First the slots that an interrupted run had issued and not trained, then new ones, as many as are wanted."""
-        groups_of: dict[int, list[int]] = {}
-        versions: dict[int, int] = {}
-        for slot_number, group_id, version in self.store.journal.pending(self.cursor):
-            groups_of.setdefault(slot_number, []).append(group_id)
-            versions.setdefault(slot_number, min(version, self.version))
-        for slot_number, group_ids in groups_of.items():
+        for pending in self.store.journal.pending():
             with self.watch.waits("feed", "a free slot"):
-                slot = await self.buffer.reserve(slot_number, versions[slot_number])
-            self._fill(tasks, slot, group_ids)
+                slot = await self.buffer.reserve(pending.number, pending.oldest)
+            self._fill(tasks, slot, list(pending.groups))
         while True:
             with self.watch.waits("feed", "nothing: all prompts are issued"):
                 await self._wanted.acquire()
@@ -160,17 +159,23 @@ class Pipeline:
             self._fill(tasks, slot, [await self._issue(slot)])
 
     async def _issue(self, slot: Slot) -> int:
-        """A new group for the slot, in the journal before it counts: a checkpoint finds there all that was issued."""
-        journal = self.store.journal
+        """A new group for the slot, in the journal before it counts. Not to be cancelled halfway: then the journal
+        would have a group that nobody knows of."""
+        issuing = asyncio.ensure_future(self._issue_next(slot))
+        try:
+            return await asyncio.shield(issuing)
+        except asyncio.CancelledError:
+            await asyncio.wait({issuing})
+            raise
+
+    async def _issue_next(self, slot: Slot) -> int:
         async with self._issuing:
             while True:
                 group_id = self.cursor
                 prompt = self.stream.at(group_id)
-                skipped = self._is_mastered(group_id, prompt)
+                skipped = "mastered" if self._is_mastered(group_id, prompt) else ""
                 with self.watch.waits("feed", "the journal"):
-                    await journal.add_prompt(group_id, prompt, slot.version, slot.number)
-                    if skipped:
-                        await journal.skip(self.version + 1, [(group_id, "mastered")])
+                    await self.store.journal.add_prompt(group_id, prompt, slot.version, slot.number, skipped)
                 self.cursor += 1
                 self.issued = max(self.issued, slot.number + 1)
                 if not skipped:
@@ -179,10 +184,8 @@ class Pipeline:
     def _is_mastered(self, group_id: int, prompt: Prompt) -> bool:
         """Whether this visit to a prompt is left out, by a coin that knows only the seed and the visit."""
         p = self.config.pipeline
-        if self._pass_rates.get(prompt.id, float("-inf")) < p.mastered:
-            return False
-        coin = random.Random(f"{self.config.run.seed}/{group_id}").random()
-        return coin >= p.mastered_visits and not self.store.journal.rollouts(group_id)
+        _, rate = self._pass_rates.get(prompt.id, (-1, float("-inf")))
+        return rate >= p.mastered and random.Random(f"{self.config.run.seed}/{group_id}").random() >= p.mastered_visits
 
     # Loop 2
 
@@ -191,14 +194,19 @@ class Pipeline:
         task.add_done_callback(lambda _: self._fills.pop(slot))
 
     async def _fill_slot(self, slot: Slot, group_ids: list[int]) -> None:
-        """Groups of prompts until one is worth training on; `group_ids` are those that it has been given already."""
-        tried = list(group_ids)
+        """Groups of prompts until one is worth training on; `group_ids` are those that it has been given already.
+
+        Where an interrupted run had replaced a group that is worth it now (its verifier works again, say), those that
+        had taken its place are spare.
+        """
         dropped: list[tuple[Group, str]] = []
         try:
             while True:
                 group = await self._run_group(group_ids.pop(0))
                 reason = self.learner.objective.drop_reason(group)
                 if reason is None:
+                    if group_ids:
+                        await self.store.journal.skip(self.version + 1, group_ids, "spare")
                     self.buffer.put(slot, Outcome(group, tuple(dropped)))
                     return
                 dropped.append((group, reason))
@@ -208,13 +216,12 @@ class Pipeline:
                         return
                     self._refills_left -= 1
                     group_ids.append(await self._issue(slot))
-                    tried.extend(group_ids)
         except Parked:  # the run is stopping; the journal has all of it
             return
         except asyncio.CancelledError:
             if slot not in self._overdue:
                 raise
-            await self.store.journal.skip(self.version + 1, [(group, "overdue") for group in tried])
+            await self.store.journal.skip_slot(self.version + 1, slot.number, "overdue")
             self._overdue.remove(slot)
             self._wanted.release()
 
@@ -231,28 +238,27 @@ class Pipeline:
         try:
             greedy = self.learner.objective.wants_greedy
             group = await self.runner.group(group_id, prompt, size, journal, greedy=greedy)
-        except RequestError as problem:
-            # The prompt itself is impossible (longer than the context, say): its group is lost, the others go on.
+        except (RequestError, DataError) as problem:
+            # The prompt itself is impossible (longer than the context, say, or one that the chat template refuses): its
+            # group is lost, the others go on.
             await journal.add_event("bad prompt", f"{prompt.id}: {problem}")
             self.observer.note(f"prompt {prompt.id} was skipped: {problem}")
             group = Group(group_id, prompt, ())
         self._finished_rollouts += len(group.rollouts)
         if self.config.pipeline.mastered_visits < 1 and group.valid:
-            self._pass_rates[prompt.id] = float(np.mean(group.rewards_G))
+            last, _ = self._pass_rates.get(prompt.id, (-1, 0.0))
+            if group_id >= last:
+                self._pass_rates[prompt.id] = (group_id, fmean(r.score.value for r in group.valid if r.score))
         expected = self.buffer.slots * size
         self.observer.status(f"step {self.version + 1}: {self._finished_rollouts}/{expected} rollouts")
         return group
 
     async def _snapshot_loop(self) -> None:
         """Copy what grows into the journal: a killed run loses no more of a response than it sampled since."""
-        lengths: dict[str, int] = {}
         while True:
             await asyncio.sleep(self.config.pipeline.snapshot_seconds)
-            rollouts = self.runner.unfinished()
-            grown = [r for r in rollouts if r.response_length >= lengths.get(r.id, 0) + _WORTH_A_COPY]
-            lengths = {r.id: lengths.get(r.id, 0) for r in rollouts} | {r.id: r.response_length for r in grown}
-            if grown:
-                await self.store.journal.park(*grown)
+            if grown := self.runner.grown(_WORTH_A_COPY):
+                await self.store.journal.extend_parked(*grown)
 
     # Loop 3
 
@@ -288,7 +294,7 @@ class Pipeline:
                 await self.store.journal.add_fates(step, [g.id for g in groups], dropped)
             row |= report.times(row, waited, now() - began)
             self.version = step
-            self.frontier = Frontier(step, self.cursor, self.learner.updates, self.issued)
+            self.frontier = Frontier(step, self.learner.updates)
             await self._trained.put(row)
             with self.watch.waits("train", f"the sync of version {step}"):
                 await self._trained.join()  # the next batch is taken by the version that the engine serves
@@ -342,16 +348,16 @@ class Pipeline:
             if step % self.config.checkpoint.every == 0 or step == t.steps:
                 self.observer.status(f"step {step}: saving a checkpoint")
                 with self.timeline.span("save", step), self.watch.waits("sync", "the checkpoint"):
-                    await self._in_trainer(self.save)
-            every = self.config.eval.every
-            if every and step % every == 0 and step < t.steps:
+                    await self.save()
+            if evaluation_due(self.config, step) and step < t.steps:
                 with self.timeline.span("evaluate", step), self.watch.waits("sync", "the evaluation"):
                     await self.evaluate(step)
             self.buffer.release(step)
             self._trained.task_done()
 
     async def _park(self) -> None:
-        """Journal what is being sampled; verdicts that are still out are asked for again on resume."""
+        """Journal what is being sampled. What is complete is there already; verdicts that are still out after a while
+        are asked for again on resume."""
         await self.engine.park()
         if self._fills:
             await asyncio.wait(self._fills.values(), timeout=_PARK_LIMIT)
@@ -374,5 +380,6 @@ class Pipeline:
             stop.cancel()
 
 
+_TRAINER = "kitae-trainer"  # the name of its thread
 _PARK_LIMIT = 10.0  # seconds
 _WORTH_A_COPY = 32  # tokens that a response must have grown by

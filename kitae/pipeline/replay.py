@@ -1,4 +1,4 @@
-"""Compute a past step again, from the journal and the nearest checkpoint before it, and compare.
+"""Compute a past step again, from the journal and the nearest checkpoint or model before it, and compare.
 
 The steps between that checkpoint and the one asked for are trained again, on what the journal says they were trained
 on. On-policy on the same machine the difference is 0: nothing of a step depends on anything else.
@@ -12,7 +12,7 @@ from typing import Any
 from kitae.errors import StoreError
 from kitae.models.load import load_policy
 from kitae.pipeline.session import make_learner
-from kitae.store.checkpoint import Checkpoints
+from kitae.store.checkpoint import Checkpoints, Frontier, step_of
 from kitae.store.journal import Journal
 from kitae.store.run import Metrics, read_config
 
@@ -39,19 +39,14 @@ def replay(folder: Path, step: int, note: Callable[[str], None]) -> Replay:
         done = f"1 to {max(logged)}" if logged else "none"
         raise StoreError(f"step must be one that {folder} has trained, {done}, got {step}")
     checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
-    before = [name for name in checkpoints.names() if int(name.removeprefix("step-")) < step]
-    if not before:
-        there = ", ".join(checkpoints.names()) or "none"
-        raise StoreError(
-            f"step {step} needs a checkpoint from before it, and {folder} has {there}; checkpoint.keep says how many "
-            "of them a run keeps, and --step chooses another step"
-        )
-    frontier, state = checkpoints.load(before[-1])
+    before = [name for name in checkpoints.names() if step_of(name) < step]
+    frontier, state = checkpoints.load(before[-1]) if before else (Frontier(0, 0), None)
     journal = Journal(folder / "journal.sqlite", read_only=True)
     try:
         note(f"loading {config.model.path} at step {frontier.step}")
         learner = make_learner(config, load_policy(config.model, config.run.seed))
-        learner.load_state(state, frontier.updates)
+        if state is not None:
+            learner.load_state(state, frontier.updates)
         now: dict[str, Any] = {}
         for each in range(frontier.step + 1, step + 1):
             note(f"training step {each} again")

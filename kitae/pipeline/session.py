@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -22,13 +23,13 @@ from kitae.engines.native.engine import NativeEngine
 from kitae.engines.process import ProcessEngine
 from kitae.envs.rollout import Runner
 from kitae.envs.single_turn import SingleTurn
-from kitae.errors import VerifierError, root_cause
+from kitae.errors import ConfigError, VerifierError, root_cause
 from kitae.models.load import export_policy, load_policy
 from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
-from kitae.pipeline.evaluate import Evaluation, evaluate
+from kitae.pipeline.evaluate import Evaluation, evaluate, evaluation_due
 from kitae.pipeline.loops import Pipeline, Stopped
-from kitae.store.checkpoint import Frontier
+from kitae.store.checkpoint import START, Frontier
 from kitae.store.run import RunStore
 from kitae.trainer.critic import Critic
 from kitae.trainer.learner import Learner
@@ -38,6 +39,7 @@ from kitae.types import Prompt
 from kitae.verifiers.pool import VerifierPool, validate
 
 _GOLD_CHECKS = 16
+_GRACE = 3.0  # seconds for an interrupted run to say goodbye
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +95,7 @@ def train(store: RunStore, sources: Sources, observer: Observer, checkpoint: str
 
 async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None) -> Result:
     config, held_out = store.config, sources.held_out
-    frontier = Frontier(0, 0, 0, 0)
-    state: Path | None = None
-    if checkpoint is not None or store.checkpoints.names():
-        frontier, state = store.checkpoints.load(checkpoint)
+    frontier, state = _where_it_stands(store, checkpoint)
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(_pool(config))
         observer.note(f"loading {config.model.path}")
@@ -104,12 +103,9 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         learner = make_learner(config, policy)
         if state is not None:
             learner.load_state(state, frontier.updates)
-        # Nothing of the run was touched so far; from here on its past after the checkpoint is given up.
-        await store.journal.set_meta("config", config.to_json())
-        await store.journal.add_event("start", f"step {frontier.step}")
-        await store.journal.rewind(frontier.step, frontier.cursor)
-        store.checkpoints.forget_after(frontier.step)
-        store.metrics.rewind(frontier.step)
+        for change in store.changes.values():
+            observer.note(f"changed for this run from here on: {change}")
+        await store.begin(frontier.step)  # nothing of the run was touched so far
         engine = await _start_engine(config, policy, frontier.step)
         stack.push_async_callback(engine.close)
         chat = Chat(policy.tokenizer, policy.base.generation_config)
@@ -128,25 +124,43 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
             return row
 
         pipeline = Pipeline(config, store, sources.stream, runner, engine, learner, observer, frontier, evaluate_at)
+        stack.callback(pipeline.close)
         if not engine.shares_weights:
             await pipeline.hand_over(frontier.step)
-        before = await evaluate_at(0) if held_out and frontier.step == 0 else _eval_row(store, 0)
-        if frontier.step == 0:
-            pipeline.save()
+        if evaluation_due(config, frontier.step):  # of a resumed run, it may have been lost
+            await evaluate_at(frontier.step)
+        before = _eval_row(store, 0)
         with _interrupts(pipeline) as interrupts:
             try:
                 await pipeline.run()
             except Stopped:
-                observer.status("saving a checkpoint")
-                pipeline.save()
+                if pipeline.frontier.step:
+                    observer.status("saving a checkpoint")
+                    await pipeline.save()
                 await store.journal.add_event("stopped", f"step {pipeline.frontier.step}")
-                return Result(store.folder, interrupts.received, pipeline.frontier.step, before, None)
+                return Result(store.folder, interrupts.received or signal.SIGINT, pipeline.frontier.step, before, None)
+        for left in store.journal.pending():  # of a run that was made shorter
+            await store.journal.skip_slot(config.training.steps, left.number, "the run ended")
         after = await evaluate_at(config.training.steps) if held_out else None
         observer.status("exporting the model")
         export_policy(policy, store.folder / "model")
         await store.journal.add_event("finished", json.dumps(after))
+        await store.sync()
         observer.finished(store.folder)
         return Result(store.folder, None, config.training.steps, before, after)
+
+
+def _where_it_stands(store: RunStore, checkpoint: str | None) -> tuple[Frontier, Path | None]:
+    """The named checkpoint, or the newest; without any, the model as it is before the first step."""
+    if checkpoint == START or (checkpoint is None and not store.checkpoints.names()):
+        return Frontier(0, 0), None
+    frontier, state = store.checkpoints.load(checkpoint)
+    if store.config.training.steps < frontier.step:
+        raise ConfigError(
+            f"training.steps must be at least {frontier.step}, the steps that the run has trained, got "
+            f"{store.config.training.steps}; --from goes back to an older checkpoint"
+        )
+    return frontier, state
 
 
 async def _start_engine(config: Config, policy: Policy, version: int) -> Engine:
@@ -251,7 +265,7 @@ def _runner(config: Config, engine: Engine, chat: Chat, pool: VerifierPool) -> R
 def _evaluation_runner(config: Config, runner: Runner) -> Runner:
     e = config.eval
     sampling = replace(runner.sampling, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k, min_p=e.min_p)
-    return replace(runner, sampling=sampling, label="eval", begun={})
+    return replace(runner, sampling=sampling, label="eval", begun={}, copied={})
 
 
 async def _check_gold(pool: VerifierPool, prompts: list[Prompt], note: Callable[[str], None]) -> None:
@@ -274,12 +288,12 @@ def _eval_row(store: RunStore, step: int) -> dict[str, Any] | None:
 
 
 class _interrupts:
-    """The first Ctrl-C (or SIGTERM) stops at the next safe point; the second interrupts at once."""
+    """The first Ctrl-C (or SIGTERM) stops at the next safe point; the second ends the process, whatever it is doing."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.loop = asyncio.get_running_loop()
-        self.received: int = signal.SIGINT  # which one it was; nothing else stops a pipeline
+        self.received: int | None = None  # the first signal
 
     def __enter__(self) -> "_interrupts":
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -290,10 +304,15 @@ class _interrupts:
         return self
 
     def _interrupt(self, number: signal.Signals) -> None:
+        if self.received is not None:
+            # The trainer's thread cannot be interrupted and would be waited for. The journal survives a killed process.
+            end = threading.Timer(_GRACE, os._exit, (128 + number,))
+            end.daemon = True
+            end.start()
+            raise KeyboardInterrupt
         self.received = number
         self.pipeline.observer.note("stopping at the next safe point; press Ctrl-C again to stop at once")
         self.pipeline.stop()
-        self.loop.remove_signal_handler(number)
 
     def __exit__(self, *_: object) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):

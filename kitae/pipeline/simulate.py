@@ -273,8 +273,11 @@ async def _run(store: RunStore, hardware: Hardware, times: Times, work: Work) ->
     stream = PromptStream(_prompts(work.signal), None, seed=config.run.seed, shuffle=False)
     learner = _Learner(config, times, hardware.training)
     watch = _Watch()
-    pipeline = Pipeline(config, store, stream, runner, engine, learner, watch, Frontier(0, 0, 0, 0), _no_evaluation)
-    await pipeline.run()
+    pipeline = Pipeline(config, store, stream, runner, engine, learner, watch, Frontier(0, 0), _no_evaluation)
+    try:
+        await pipeline.run()
+    finally:
+        pipeline.close()
     return watch, pipeline.cursor - pipeline.issued, engine.stats().restarts
 
 

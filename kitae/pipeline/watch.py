@@ -4,7 +4,8 @@
     with watch.waits("train", "a batch"): ...
 
 Something moves when a wait begins or ends, or when the pulse changes. A thread looks; so it also notices when the event
-loop itself is stuck. The message has one line for each kind of wait; the file has the stacks of all threads and tasks.
+loop itself is stuck. Time in which the whole process stood still (Ctrl-Z, say) does not count. The message has one line
+for each kind of wait; the file has the stacks of all threads and tasks.
 """
 
 import asyncio
@@ -72,8 +73,11 @@ class Watch:
         return "\n".join(lines) or "  nobody waits: the event loop is stuck, or something outside the loops is"
 
     def _look(self, loop: asyncio.AbstractEventLoop, stalled: "asyncio.Future[None]") -> None:
-        pulse = self._pulse()
-        while not self._ended.wait(min(5.0, self.limit / 5)):
+        pulse, looked, interval = self._pulse(), time.monotonic(), min(5.0, self.limit / 5)
+        while not self._ended.wait(interval):
+            slept, looked = time.monotonic() - looked, time.monotonic()
+            if slept > 2 * interval:  # this thread was not let run, so nobody was
+                self._moved += slept - interval
             if (now := self._pulse()) != pulse:
                 pulse, self._moved = now, time.monotonic()
             if time.monotonic() - self._moved > self.limit:
@@ -90,6 +94,13 @@ class Watch:
         if not self._ended.wait(_GRACE):
             print(f"error: {message}\nThe event loop does not answer: ending the process.", file=sys.stderr, flush=True)
             os._exit(1)
+
+
+def whereabouts(name: str) -> object:
+    """Where threads whose names begin so are in their programs: it changes while they work, however long that takes."""
+    threads = {thread.ident for thread in threading.enumerate() if thread.name.startswith(name)}
+    frames = (frame for ident, frame in sys._current_frames().items() if ident in threads)
+    return [[(f.f_code, f.f_lasti) for f, _ in traceback.walk_stack(frame)] for frame in frames]
 
 
 def _fail(future: "asyncio.Future[None]", error: Exception) -> None:

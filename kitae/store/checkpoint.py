@@ -1,37 +1,43 @@
 """Checkpoints: the whole frontier of a run in one atomic step.
 
 A checkpoint is a folder that is written under a temporary name, checksummed, flushed to disk and then renamed: it is
-there completely or not at all. What is in flight needs no file of its own: the journal has it.
+there completely or not at all. What was issued and not trained needs no file of its own: the journal has it. So the
+journal must be on the disk first (`Journal.sync`).
 """
 
-import errno
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kitae.errors import CorruptError, DiskFullError, StoreError
+from kitae.store.disk import flush, is_full
 
 _MANIFEST = "manifest.json"
 _FRONTIER = "frontier.json"
+_SCRATCH = ".partial-"
+
+START = "start"
+"""The name that stands for no checkpoint: the model as it was before the first step."""
+
+
+def step_of(name: str) -> int:
+    """`step_of("step-000010") == 10`. Names are sorted by it: from a million steps on, the texts would not be."""
+    return int(name.removeprefix("step-"))
 
 
 @dataclass(frozen=True, slots=True)
 class Frontier:
-    """Where a run stands: `Frontier(step=20, cursor=160, updates=20, issued=160)`.
+    """Where a run stands: `Frontier(step=20, updates=20)`.
 
-    step: policy versions trained; cursor: the next group id to issue; updates: optimizer steps taken; issued: slots of
-    the buffer used so far. All randomness of a run is a function of its seed and these numbers, so no generator state
-    is needed; what was issued and not trained is in the journal.
+    step: policy versions trained; updates: optimizer steps taken. All randomness of a run is a function of its seed and
+    of positions, so no generator state is needed; what was issued is in the journal.
     """
 
     step: int
-    cursor: int
     updates: int
-    issued: int
 
 
 class Checkpoints:
@@ -43,14 +49,14 @@ class Checkpoints:
         """Complete checkpoints, oldest first."""
         if not self.folder.is_dir():
             return []
-        return sorted(p.name for p in self.folder.iterdir() if p.name.startswith("step-"))
+        return sorted((p.name for p in self.folder.iterdir() if p.name.startswith("step-")), key=step_of)
 
     def save(self, frontier: Frontier, write: Callable[[Path], None]) -> Path:
         """`write` fills the folder with the trainer's state. Old checkpoints go only after the new one is safe."""
         target = self.folder / f"step-{frontier.step:06d}"
         if target.exists():
             return target
-        scratch = self.folder / f".partial-{target.name}"
+        scratch = self.folder / f"{_SCRATCH}{target.name}"
         shutil.rmtree(scratch, ignore_errors=True)
         try:
             scratch.mkdir(parents=True)
@@ -59,9 +65,9 @@ class Checkpoints:
             sums = {p.name: _checksum(p) for p in sorted(scratch.iterdir())}
             (scratch / _MANIFEST).write_text(json.dumps(sums, indent=2))
             for path in (*scratch.iterdir(), scratch):
-                _flush(path)
+                flush(path)
             scratch.rename(target)
-            _flush(self.folder)
+            flush(self.folder)
         except BaseException as error:
             shutil.rmtree(scratch, ignore_errors=True)
             if is_full(error):
@@ -86,16 +92,23 @@ class Checkpoints:
         folder = self.folder / chosen
         problem = _verify(folder)
         if problem:
-            older = [n for n in names if n < chosen]
-            way_out = f" Go on from an older one with --from {older[-1]}." if older else ""
-            raise CorruptError(f"checkpoint {folder} is damaged: {problem}. Nothing was changed.{way_out}")
+            older = [START, *(n for n in names if step_of(n) < step_of(chosen))][-1]
+            way_out = f"Go on from an older one with --from {older}."
+            if older == START:
+                way_out = f"There is no older one; --from {START} trains all steps again, on the journalled rollouts."
+            raise CorruptError(f"checkpoint {folder} is damaged: {problem}. Nothing was changed. {way_out}")
         return Frontier(**json.loads((folder / _FRONTIER).read_text())), folder
 
     def forget_after(self, step: int) -> None:
         """Remove checkpoints of a future that a resume from an older one gives up."""
         for name in self.names():
-            if int(name.removeprefix("step-")) > step:
+            if step_of(name) > step:
                 shutil.rmtree(self.folder / name)
+
+    def clear_leftovers(self) -> None:
+        """Remove what a killed process had begun to write. The folder must be locked: nobody else is writing."""
+        for scratch in self.folder.glob(f"{_SCRATCH}*"):
+            shutil.rmtree(scratch)
 
 
 def _verify(folder: Path) -> str | None:
@@ -117,19 +130,3 @@ def _verify(folder: Path) -> str | None:
 def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def is_full(error: BaseException) -> bool:
-    """Disk full, quota or file-size limit, also when a library wraps the system's error in its own."""
-    if isinstance(error, OSError):
-        return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    text = str(error).lower()
-    return any(phrase in text for phrase in ("no space left", "disk quota", "file too large"))

@@ -1,11 +1,12 @@
 """The journal: every prompt, rollout and score in SQLite, committed before anything uses them.
 
-One writer thread commits what has gathered meanwhile in one transaction, so callers wait for the disk but never block
-the event loop. WAL mode: a killed process loses nothing that a caller was told is written.
+One writer thread commits what has gathered meanwhile in one transaction, so callers wait for the commit but never block
+the event loop. WAL mode: a killed process loses nothing that a caller was told is written. A machine that loses power
+may lose the last commits, never one before `sync` returned; a checkpoint is made only after that.
 
     prompts   what was asked, by group id; the slot of the buffer it was issued into, and the version served then
     rollouts  what was sampled and how it was scored; tokens, log-probs and versions exactly as the engine gave them
-    parked    what was sampled of responses that are not complete
+    parked    what was sampled of responses that are not complete, in pieces: each has the tokens from `start` on
     fates     what became of each group, one row per group, never two: trained at a step; sampled and dropped with a
               reason; or skipped with a reason, without having been sampled to the end
     events    what happened to the run: starts, resumes, errors
@@ -19,13 +20,15 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from kitae.errors import DiskFullError, StoreError
+from kitae.store.disk import flush
 from kitae.types import GREEDY, Group, Message, Prompt, Rollout, Score, Segment
 
 _SCHEMA = """
@@ -39,18 +42,41 @@ CREATE TABLE IF NOT EXISTS rollouts (
     value REAL, outcome TEXT NOT NULL, components TEXT NOT NULL, detail TEXT NOT NULL,
     PRIMARY KEY (group_id, sample)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS parked (
-    group_id INTEGER NOT NULL, sample INTEGER NOT NULL, prompt_tokens BLOB NOT NULL, segments TEXT NOT NULL,
-    tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
-    PRIMARY KEY (group_id, sample)) WITHOUT ROWID;
+    group_id INTEGER NOT NULL, sample INTEGER NOT NULL, start INTEGER NOT NULL, prompt_tokens BLOB NOT NULL,
+    segments TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
+    PRIMARY KEY (group_id, sample, start)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS fates (
     group_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, fate TEXT NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL);
 """
 
 _CLOSE_LIMIT = 60.0  # seconds for what is still to be written
+_NO_VERSION = 2**31 - 1
+_ADD_FATE = "INSERT INTO fates VALUES (?,?,?,?)"
 
 Statement = tuple[str, tuple[Any, ...]]
-Job = tuple[list[Statement], Future[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What one caller wants written; `lasting`: not before it has reached the disk is it done."""
+
+    statements: list[Statement]
+    done: Future[None]
+    lasting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSlot:
+    """A slot that was issued and not trained: `PendingSlot(5, groups=(17, 21), oldest=3)`.
+
+    groups: in the order of issue; each but the last was dropped, or would have been. oldest: the version of the oldest
+    token that was sampled for them; None: there is none.
+    """
+
+    number: int
+    groups: tuple[int, ...]
+    oldest: int | None
 
 
 class Journal:
@@ -70,7 +96,7 @@ class Journal:
                 self._reader.executescript(_SCHEMA)
         except sqlite3.Error as error:
             raise _explain(error, path) from error
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._writer: threading.Thread | None = None
         if not read_only:
             self._writer = threading.Thread(target=self._write_loop, name="kitae-journal", daemon=True)
@@ -78,12 +104,13 @@ class Journal:
 
     # Writing. Each call returns after its commit; one that is cancelled may be written all the same.
 
-    async def add_prompt(self, group: int, prompt: Prompt, version: int, slot: int) -> None:
-        """Record that a prompt was issued; after a resume the same row may come again."""
+    async def add_prompt(self, group: int, prompt: Prompt, version: int, slot: int, skipped: str = "") -> None:
+        """Record that a prompt was issued, or in the same moment that it was skipped, with the reason."""
         messages = json.dumps([asdict(m) for m in prompt.messages])
         context = json.dumps(dict(prompt.context))
         row = (group, prompt.id, messages, json.dumps(prompt.reference), context, version, slot, time.time())
-        await self._write([("INSERT OR REPLACE INTO prompts VALUES (?,?,?,?,?,?,?,?)", row)])
+        fate = [(_ADD_FATE, (group, version + 1, "skipped", skipped))] if skipped else []
+        await self._write([("INSERT INTO prompts VALUES (?,?,?,?,?,?,?,?)", row), *fate])
 
     async def add_rollout(self, rollout: Rollout) -> None:
         """A complete rollout takes the place of what was parked of it."""
@@ -96,12 +123,16 @@ class Journal:
         )
 
     async def park(self, *rollouts: Rollout) -> None:
-        """Keep what was sampled so far of rollouts that are not complete."""
-        sql = "INSERT OR REPLACE INTO parked VALUES (?,?,?,?,?,?,?)"
-        await self._write([(sql, _rollout_row(r)[:7]) for r in rollouts])
+        """Keep what was sampled so far of rollouts that are not complete, instead of what was kept before."""
+        await self._write([statement for r in rollouts for statement in _park(r)])
+
+    async def extend_parked(self, *news: tuple[Rollout, int]) -> None:
+        """Add to what is kept of rollouts. Each is given without the first tokens of its last turn, and their number;
+        where that is 0, all of it is new and takes the place of what was kept."""
+        await self._write([statement for r, known in news for statement in (_extend(r, known) if known else _park(r))])
 
     async def update_score(self, rollout: Rollout) -> None:
-        """Replace the score of a rollout that could not be judged before."""
+        """The verdict on a rollout that had none, or that could not be judged before."""
         value, outcome, components, detail = _rollout_row(rollout)[9:]
         where = (rollout.group, rollout.index)
         sql = "UPDATE rollouts SET value=?, outcome=?, components=?, detail=? WHERE group_id=? AND sample=?"
@@ -111,13 +142,22 @@ class Journal:
         """Close groups. A second fate for a group is a bug and violates the table's key."""
         rows = [(group, step, "trained", "") for group in trained]
         rows += [(group, step, "dropped", reason) for group, reason in dropped]
-        await self._write([("INSERT INTO fates VALUES (?,?,?,?)", row) for row in rows])
+        await self._write([(_ADD_FATE, row) for row in rows])
 
-    async def skip(self, step: int, groups: Sequence[tuple[int, str]]) -> None:
-        """Close groups that will not be sampled to the end, each with its reason."""
-        rows = [(group, step, "skipped", reason) for group, reason in groups]
-        parked = [("DELETE FROM parked WHERE group_id = ?", (group,)) for group, _ in groups]
-        await self._write([*(("INSERT INTO fates VALUES (?,?,?,?)", row) for row in rows), *parked])
+    async def skip(self, step: int, groups: Sequence[int], reason: str) -> None:
+        """Close groups that will not be trained on, or not even sampled to the end."""
+        fates = [(_ADD_FATE, (group, step, "skipped", reason)) for group in groups]
+        parked = [("DELETE FROM parked WHERE group_id = ?", (group,)) for group in groups]
+        await self._write([*fates, *parked])
+
+    async def skip_slot(self, step: int, slot: int, reason: str) -> None:
+        """Close all that was issued into a slot and has no fate."""
+        fates = (
+            "INSERT INTO fates SELECT group_id, ?, 'skipped', ? FROM prompts WHERE slot = ? "
+            "AND group_id NOT IN (SELECT group_id FROM fates)"
+        )
+        parked = "DELETE FROM parked WHERE group_id IN (SELECT group_id FROM prompts WHERE slot = ?)"
+        await self._write([(fates, (step, reason, slot)), (parked, (slot,))])
 
     async def add_event(self, kind: str, detail: str = "") -> None:
         await self._write([("INSERT INTO events VALUES (?,?,?)", (time.time(), kind, detail))])
@@ -125,18 +165,20 @@ class Journal:
     async def set_meta(self, key: str, value: str) -> None:
         await self._write([("INSERT OR REPLACE INTO meta VALUES (?,?)", (key, value))])
 
-    async def rewind(self, step: int, cursor: int) -> None:
-        """Forget what was trained after a checkpoint: those weights are gone. Rollouts stay usable.
+    async def rewind(self, step: int) -> None:
+        """Forget what was trained after a checkpoint: those weights are gone. All else stays as it is: what was issued
+        is pending again in its slot, with its rollouts, and what was skipped stays skipped."""
+        await self._write([("DELETE FROM fates WHERE step > ? AND fate != 'skipped'", (step,))])
 
-        What was skipped stays skipped, if it had been issued by then: another group took its place.
-        """
-        sql = "DELETE FROM fates WHERE step > ? AND (fate != 'skipped' OR group_id >= ?)"
-        await self._write([(sql, (step, cursor))])
+    async def sync(self) -> None:
+        """Return when all that was written before is on the disk, and would survive a loss of power."""
+        await self._write([], lasting=True)
 
-    async def _write(self, statements: list[Statement]) -> None:
+    async def _write(self, statements: list[Statement], lasting: bool = False) -> None:
         assert self._writer is not None, "this journal is open for reading only"
         done: Future[None] = Future()
-        self._queue.put(([(sql, tuple(map(_storable, values))) for sql, values in statements], done))
+        storable = [(sql, tuple(map(_storable, values))) for sql, values in statements]
+        self._queue.put(_Job(storable, done, lasting))
         await asyncio.wrap_future(done)
 
     def _write_loop(self) -> None:
@@ -149,22 +191,32 @@ class Journal:
             while not self._queue.empty() and len(taken) < 512:
                 taken.append(self._queue.get())
             closing = None in taken
-            jobs = [job for job in taken if job is not None and job[1].set_running_or_notify_cancel()]
+            jobs = [job for job in taken if job is not None and job.done.set_running_or_notify_cancel()]
             try:
-                _commit(connection, [s for statements, _ in jobs for s in statements])
-                for _, done in jobs:
-                    done.set_result(None)
+                _commit(connection, [s for job in jobs for s in job.statements])
+                if any(job.lasting for job in jobs):
+                    self._flush()
+                for job in jobs:
+                    job.done.set_result(None)
             except Exception:
                 self._commit_one_by_one(connection, jobs)  # so that a bad job takes no good one with it
         connection.close()
 
-    def _commit_one_by_one(self, connection: sqlite3.Connection, jobs: list[Job]) -> None:
-        for statements, done in jobs:
+    def _commit_one_by_one(self, connection: sqlite3.Connection, jobs: list[_Job]) -> None:
+        for job in jobs:
             try:
-                _commit(connection, statements)
-                done.set_result(None)
+                _commit(connection, job.statements)
+                if job.lasting:
+                    self._flush()
+                job.done.set_result(None)
             except Exception as error:  # whatever it is, its caller must hear of it
-                done.set_exception(_explain(error, self.path))
+                job.done.set_exception(_explain(error, self.path))
+
+    def _flush(self) -> None:
+        """The database's own commits do not wait for the disk (`synchronous = NORMAL`): most need not."""
+        for path in (self.path.with_name(f"{self.path.name}-wal"), self.path, self.path.parent):
+            if path.exists():
+                flush(path)
 
     def close(self) -> None:
         if self._writer is not None:
@@ -185,18 +237,42 @@ class Journal:
 
     def parked(self, group: int) -> list[Rollout]:
         """What was sampled of incomplete rollouts; their finish is "parked"."""
-        rows = self._reader.execute("SELECT * FROM parked WHERE group_id = ? ORDER BY sample", (group,))
-        return [_read_rollout((*row, "parked", "", None, "error", "{}", "parked")) for row in rows]
+        rows = self._reader.execute("SELECT * FROM parked WHERE group_id = ? ORDER BY sample, start", (group,))
+        pieces: dict[int, list[tuple[Any, ...]]] = {}
+        for _, sample, _, *piece in rows:
+            pieces.setdefault(sample, []).append(tuple(piece))
+        found = []
+        for sample, parts in pieces.items():
+            prompt, segments = parts[0][0], parts[-1][1]  # the last piece knows all segments
+            joined = (b"".join(part[i] for part in parts) for i in (2, 3, 4))
+            row = (group, sample, prompt, segments, *joined, "parked", "", None, "error", "{}", "parked")
+            found.append(_read_rollout(row))
+        return found
 
-    def pending(self, cursor: int) -> list[tuple[int, int, int]]:
-        """`(slot, group, version)` of groups below the cursor that have no fate, by slot and order of issue."""
-        return list(
-            self._reader.execute(
-                "SELECT slot, group_id, version FROM prompts WHERE group_id < ? "
-                "AND group_id NOT IN (SELECT group_id FROM fates) ORDER BY slot, group_id",
-                (cursor,),
-            )
-        )
+    def pending(self) -> list[PendingSlot]:
+        """What was issued and has no fate, by slot."""
+        slots: dict[int, list[int]] = {}
+        sql = "SELECT slot, group_id FROM prompts WHERE group_id NOT IN (SELECT group_id FROM fates) ORDER BY 1, 2"
+        for slot, group in self._reader.execute(sql):
+            slots.setdefault(slot, []).append(group)
+        return [PendingSlot(slot, tuple(groups), self._oldest(groups)) for slot, groups in slots.items()]
+
+    def _oldest(self, groups: Sequence[int]) -> int | None:
+        """The version of the oldest token that a model sampled for these groups."""
+        found = []
+        for table in ("rollouts", "parked"):
+            marks = ",".join("?" * len(groups))
+            sql = f"SELECT versions FROM {table} WHERE group_id IN ({marks})"
+            for (blob,) in self._reader.execute(sql, tuple(groups)):
+                versions = np.frombuffer(blob, dtype=np.int32)
+                found.append(versions[versions >= 0].min(initial=_NO_VERSION))
+        oldest = int(min(found, default=_NO_VERSION))
+        return None if oldest == _NO_VERSION else oldest
+
+    def issued(self) -> tuple[int, int]:
+        """The next group id, and the next number of a slot."""
+        group, slot = self._reader.execute("SELECT max(group_id), max(slot) FROM prompts").fetchone()
+        return (0, 0) if group is None else (group + 1, slot + 1)
 
     def prompt(self, group: int) -> Prompt | None:
         row = self._reader.execute("SELECT * FROM prompts WHERE group_id = ?", (group,)).fetchone()
@@ -229,14 +305,17 @@ class Journal:
         sql = "SELECT count(DISTINCT slot) FROM prompts JOIN fates USING (group_id) WHERE fate='skipped' AND reason=?"
         return int(self._reader.execute(sql, ("overdue",)).fetchone()[0])
 
-    def pass_rates(self) -> dict[str, float]:
-        """By prompt id, the mean score the last time that it was asked and judged."""
-        return dict(
-            self._reader.execute(
-                "SELECT p.prompt_id, avg(r.value) FROM prompts p JOIN rollouts r USING (group_id) "
-                "WHERE r.value IS NOT NULL AND r.sample >= 0 GROUP BY p.group_id ORDER BY p.group_id"
-            )
-        )
+    def pass_rates(self) -> dict[str, tuple[int, float]]:
+        """By prompt id, the group in which it was asked and judged the last time, and its mean score."""
+        values: dict[str, tuple[int, list[float]]] = {}
+        for prompt, group, value in self._reader.execute(
+            "SELECT p.prompt_id, p.group_id, r.value FROM prompts p JOIN rollouts r USING (group_id) "
+            "WHERE r.value IS NOT NULL AND r.sample >= 0 ORDER BY p.group_id"
+        ):
+            if values.get(prompt, (-1,))[0] != group:
+                values[prompt] = (group, [])
+            values[prompt][1].append(value)
+        return {prompt: (group, fmean(scores)) for prompt, (group, scores) in values.items()}
 
     def counts(self) -> dict[str, int]:
         names = ("prompts", "rollouts", "parked", "fates")
@@ -258,7 +337,7 @@ class NoJournal(Journal):
     async def add_rollout(self, rollout: Rollout) -> None:
         pass  # without making a row of it first, which takes most of the time
 
-    async def _write(self, statements: list[Statement]) -> None:
+    async def _write(self, statements: list[Statement], lasting: bool = False) -> None:
         pass
 
 
@@ -286,6 +365,25 @@ def _explain(error: Exception, path: Path) -> StoreError:
     if getattr(error, "sqlite_errorcode", None) in _FULL:
         return DiskFullError(f"no space left to write {path} ({error}); what was written before is safe")
     return StoreError(f"{path}: {error}")
+
+
+def _park(r: Rollout) -> list[Statement]:
+    piece = (r.group, r.index, 0, *_rollout_row(r)[2:7])
+    return [
+        ("DELETE FROM parked WHERE group_id = ? AND sample = ?", (r.group, r.index)),
+        ("INSERT INTO parked VALUES (?,?,?,?,?,?,?,?)", piece),
+    ]
+
+
+def _extend(r: Rollout, known: int) -> list[Statement]:
+    """A piece with the tokens of the last turn that come after the first `known` ones."""
+    *before, last = r.segments
+    lengths = [(s.source, len(s.tokens)) for s in before]
+    start = sum(length for _, length in lengths) + known
+    lengths.append((last.source, known + len(last.tokens)))
+    arrays = _rollout_row(replace(r, segments=(last,)))[4:7]
+    piece = (r.group, r.index, start, b"", json.dumps(lengths), *arrays)
+    return [("INSERT INTO parked VALUES (?,?,?,?,?,?,?,?)", piece)]
 
 
 def _rollout_row(r: Rollout) -> tuple[Any, ...]:

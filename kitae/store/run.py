@@ -14,13 +14,45 @@ import fcntl
 import json
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kitae.config import Config, parse_config
+from kitae.config import Config, override_config, parse_config
 from kitae.errors import ConfigChangedError, DiskFullError, StoreError
-from kitae.store.checkpoint import Checkpoints, is_full
+from kitae.store.checkpoint import Checkpoints
+from kitae.store.disk import flush, is_full
 from kitae.store.journal import Journal
+
+CHANGEABLE = (
+    "model.device",
+    "training.steps",
+    "training.lr",
+    "training.schedule",
+    "training.warmup_steps",
+    "training.weight_decay",
+    "training.clip_norm",
+    "training.token_budget",
+    "training.logit_chunk",
+    "training.checkpoint_activations",
+    "verifier.workers",
+    "verifier.timeout",
+    "verifier.max_error_share",
+    "verifier.check_gold",
+    "pipeline.placement",
+    "pipeline.engines",
+    "pipeline.engine_threads",
+    "pipeline.sync",
+    "pipeline.in_flight",
+    "pipeline.stall_limit",
+    "pipeline.snapshot_seconds",
+    "pipeline.max_refill",
+    "engine.*",
+    "checkpoint.*",
+    "eval.every",
+)
+"""Settings that a resumed run may change: what its journal says does not depend on them. Not among them is what decides
+which prompts are asked, how answers are sampled and scored, what a step is made of, or how old a sample may be."""
 
 
 class RunStore:
@@ -29,6 +61,7 @@ class RunStore:
     def __init__(self, folder: Path, config: Config, journal: Journal | None = None) -> None:
         self.folder = folder
         self.config = config
+        self.changes: dict[str, str] = {}  # settings that are not as the run had them, by key
         self._lock = lock(folder)
         try:
             self.journal = journal or Journal(folder / "journal.sqlite")
@@ -36,6 +69,7 @@ class RunStore:
             self._lock.close()
             raise
         self.checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
+        self.checkpoints.clear_leftovers()
         self.metrics = Metrics(folder / "metrics.jsonl")
 
     @staticmethod
@@ -47,6 +81,7 @@ class RunStore:
             try:
                 folder.mkdir(parents=True)
                 (folder / "config.json").write_text(config.to_json())
+                flush(folder / "config.json")
             except FileExistsError:
                 continue
             except OSError as error:
@@ -55,23 +90,48 @@ class RunStore:
         raise StoreError(f"no free run number for {config.run.name!r} in {parent}")
 
     @staticmethod
-    def open(folder: Path) -> "RunStore":
-        """An existing run. Refuses a config.json that differs from what the run was started with."""
+    def open(folder: Path, overrides: Iterable[str] = ()) -> "RunStore":
+        """An existing run, with some settings changed if they may be (`CHANGEABLE`), by `overrides` or in config.json.
+
+        Nothing is written before `begin`.
+        """
         config = read_config(folder)
+        if wanted := list(overrides):
+            config = override_config(config, wanted)
         store = RunStore(folder, config)
         try:
             original = store.journal.meta("config")
-            changed = _differences(parse_config(json.loads(original)), config) if original is not None else []
-            if changed:
+            store.changes = _differences(parse_config(json.loads(original)), config) if original is not None else {}
+            if refused := [text for key, text in store.changes.items() if not _is_changeable(key)]:
                 raise ConfigChangedError(
-                    f"{folder / 'config.json'} was changed since the run began:\n  "
-                    + "\n  ".join(changed)
-                    + "\nPut the old values back, or start a new run with the new ones."
+                    "a run keeps most of its settings; these were changed and cannot be:\n  "
+                    + "\n  ".join(refused)
+                    + f"\nThese can: {', '.join(CHANGEABLE)}. For the others start a new run, from this one's model if "
+                    f"you like: kitae train … model.path={folder}"
                 )
         except BaseException:
             store.close()
             raise
         return store
+
+    async def begin(self, step: int) -> None:
+        """The run goes on from this step: its past after that is given up, and changed settings are recorded."""
+        scratch = self.folder / ".config.partial"
+        scratch.write_text(self.config.to_json())
+        flush(scratch)
+        os.replace(scratch, self.folder / "config.json")
+        await self.journal.set_meta("config", self.config.to_json())
+        for text in self.changes.values():
+            await self.journal.add_event("changed", text)
+        await self.journal.add_event("start", f"step {step}")
+        await self.journal.rewind(step)
+        self.checkpoints.forget_after(step)
+        self.metrics.rewind(step)
+
+    async def sync(self) -> None:
+        """Return when journal and metrics would survive a loss of power."""
+        await self.journal.sync()
+        self.metrics.sync()
 
     def close(self) -> None:
         self.journal.close()
@@ -104,6 +164,10 @@ class Metrics:
                 continue  # a line cut off by a crash
         return [r for r in rows if kind is None or r["kind"] == kind]
 
+    def sync(self) -> None:
+        if self.path.exists():
+            flush(self.path)
+
     def rewind(self, step: int) -> None:
         """Drop the lines of steps after a checkpoint; they will be written again."""
         kept = [r for r in self.rows() if r["step"] <= step]
@@ -131,9 +195,14 @@ def read_config(folder: Path) -> Config:
         raise StoreError(f"{path} is not valid JSON: {error}") from None
 
 
-def _differences(before: Config, now: Config) -> list[str]:
+def _differences(before: Config, now: Config) -> dict[str, str]:
+    """`{"training.lr": "training.lr: was 1e-05, is 1e-06"}`"""
     old, new = before.flat(), now.flat()
-    return [f"{key}: was {old[key]!r}, is {new[key]!r}" for key in old if old[key] != new[key]]
+    return {key: f"{key}: was {old[key]!r}, is {new[key]!r}" for key in old if old[key] != new[key]}
+
+
+def _is_changeable(key: str) -> bool:
+    return key in CHANGEABLE or f"{key.partition('.')[0]}.*" in CHANGEABLE
 
 
 def lock(folder: Path) -> Any:

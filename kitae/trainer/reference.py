@@ -1,12 +1,12 @@
 """The reference policy of a KL term: the initial model, kept as it was or refreshed from time to time.
 
-With LoRA the frozen reference costs no memory: it is the same model without its adapters. Otherwise it is a copy of the
-weights in the dtype of the computation. Without a KL term there is none.
+It has modules of its own: the engine may be sampling from the policy's while the reference is computed, so nothing
+about those may change, not even for a moment. What is not trained is shared, the rest is copied in the dtype of the
+computation: all weights, or with LoRA the adapters, which start as nothing. Without a KL term there is none.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -30,24 +30,21 @@ class Reference:
         self.algorithm = algorithm
         self.training = training
         self.temperature = temperature
-        self._live = policy
-        self._adapters = policy.model is not policy.base and algorithm.reference == "frozen"
-        self._policy = policy if self._adapters else _frozen_copy(policy)
+        self._policy = _frozen_copy(policy)
         self._pairs = [(n, p, q) for (n, p), q in zip(
-            policy.model.named_parameters(), self._policy.model.parameters(), strict=True) if p.requires_grad
+            policy.model.named_parameters(), self._policy.model.parameters(), strict=True) if p is not q
         ]  # fmt: skip
         # A running average in bf16 would stand still: what a refresh adds is less than the rounding.
         self._averages = [q.float().clone() for _, _, q in self._pairs] if algorithm.reference == "ema" else []
 
     def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
         """Log-probs of each sample's loss tokens, zero elsewhere: `[T]` per sample."""
-        with self._without_adapters():
-            return each_token(
-                samples,
-                self.training,
-                self._policy.device,
-                lambda micro: log_probs(self._policy, micro, self.training, self.temperature)[0],
-            )
+        return each_token(
+            samples,
+            self.training,
+            self._policy.device,
+            lambda micro: log_probs(self._policy, micro, self.training, self.temperature)[0],
+        )
 
     def finish_step(self, step: int) -> None:
         """Refresh the reference where that is due."""
@@ -78,15 +75,9 @@ class Reference:
                     if self._averages:
                         self._averages[i].copy_(saved[name])
 
-    @contextmanager
-    def _without_adapters(self) -> Iterator[None]:
-        if not self._adapters:
-            yield
-            return
-        with self._live.model.disable_adapter():
-            yield
-
 
 def _frozen_copy(policy: Policy) -> Policy:
-    model = copy.deepcopy(policy.model).requires_grad_(False).eval()
+    """The same function from modules of its own; parameters that are not trained are the policy's."""
+    kept = {id(p): p for p in policy.model.parameters() if not p.requires_grad}
+    model = copy.deepcopy(policy.model, kept).requires_grad_(False).eval()
     return Policy(model, policy.tokenizer, policy.source, exact=policy.exact)

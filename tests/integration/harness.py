@@ -32,10 +32,12 @@ def run_config(config: Config) -> Result:
     return train(RunStore.create(config), sources, Silent())
 
 
-def kitae(*arguments: str, **settings: Any) -> "subprocess.Popen[str]":
+def kitae(
+    *arguments: str, script: str = "from kitae.cli.main import run; run()", **settings: Any
+) -> "subprocess.Popen[str]":
     """Start the command line as a user would; one thread, so that tiny models are fast on a busy machine."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", "from kitae.cli.main import run; run()", *arguments]
+    command = [sys.executable, "-c", script, *arguments]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, **settings
     )

@@ -129,9 +129,12 @@ def test_refusals_leave_the_run_untouched(uninterrupted: Path, tmp_path: Path) -
     weights.write_bytes(original)
 
     config = json.loads((run / "config.json").read_text())
-    config["training"]["lr"] = 0.5
+    config["training"]["group_size"] = 16
     (run / "config.json").write_text(json.dumps(config))
-    assert "training.lr: was 0.003, is 0.5" in failed(run)
+    assert "training.group_size: was 8, is 16" in failed(run)
+    assert "training.steps must be at least 6, the steps that the run has trained, got 5" in failed(
+        shutil.copytree(uninterrupted, tmp_path / "other"), "training.steps=5"
+    )
     assert "is not a run folder" in failed(tmp_path)
     (run / "config.json").write_text((uninterrupted / "config.json").read_text())
 

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import torch
@@ -95,8 +95,8 @@ class NativeEngine:
     async def park(self) -> None:
         await self._command(self._park)
 
-    def progress(self) -> dict[str, Sampled]:
-        return {sequence.request.id: sequence.progress() for sequence in self.in_flight()}
+    def progress(self, known: Mapping[str, int]) -> dict[str, Sampled]:
+        return {s.request.id: s.progress(known.get(s.request.id, 0)) for s in self.in_flight()}
 
     def stats(self) -> EngineStats:
         return self.scheduler.stats(self.version, self.generated, self.busy)

@@ -59,10 +59,11 @@ class Sequence:
         """Tokens that are ever in the pages: the last one generated never is."""
         return self.prompt_length + self.limit - 1
 
-    def progress(self) -> Sampled:
-        """What it could be continued from. The last token may be the one that ends it, so it is left out."""
-        keep = max(len(self.request.prior.tokens), len(self.versions) - 1)
-        return Sampled(tuple(self.tokens[:keep]), tuple(self.logprobs[:keep]), tuple(self.versions[:keep]))
+    def progress(self, known: int = 0) -> Sampled:
+        """What it could be continued from, after the first `known` tokens. The last token may be the one that ends it,
+        so it is left out."""
+        part = slice(known, max(len(self.request.prior.tokens), len(self.versions) - 1))
+        return Sampled(tuple(self.tokens[part]), tuple(self.logprobs[part]), tuple(self.versions[part]))
 
     def completion(self, finish: FinishReason) -> Completion:
         return Completion(self.request.id, tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), finish)

@@ -327,7 +327,7 @@ def trained(tmp_path: Path) -> Callable[..., Path]:
             speed = {"generate_tokens_per_second": 100.0, "train_tokens_per_second": 50.0, "step_seconds": 2.0}
             store.metrics.append({"kind": "step", "step": step, "reward": step / 4, "length": 5.0, **speed})
         for step in range(steps + 1):
-            store.checkpoints.save(Frontier(step, 0, 0, 0), lambda folder: void(folder / "weights", 1000))
+            store.checkpoints.save(Frontier(step, 0), lambda folder: void(folder / "weights", 1000))
         if event == "finished":
             store.metrics.append({**evaluation, "step": steps, "avg": 0.75})
             void(store.folder / "model" / "config.json", 10)
@@ -389,7 +389,11 @@ def test_clean_says_what_would_go_and_removes_it_when_told(cli: Cli, trained: Ca
     (run / ".model.partial").mkdir()
     before = sorted(run.rglob("*"))
     result = cli("clean", run)
-    assert "checkpoints/step-000002" in result.out and "step-000003 only" in result.out and "5 KB" in result.out
+    assert (
+        "checkpoints/step-000002" in result.out
+        and "goes on from step-000003 only" in result.out
+        and "5 KB" in result.out
+    )
     assert result.out.endswith(f"nothing was removed yet; do it with: kitae clean {run} --yes\n")
     assert sorted(run.rglob("*")) == before
     assert "freed" in cli("clean", run, "--yes").out
@@ -400,20 +404,11 @@ def test_clean_says_what_would_go_and_removes_it_when_told(cli: Cli, trained: Ca
 
 def test_clean_down_to_the_weights(cli: Cli, trained: Callable[..., Path]) -> None:
     run = trained("a", 3, "finished")
-    assert "never resumed or replayed" in cli("clean", run, "--weights-only", "--yes").out
+    assert "but not resumed" in cli("clean", run, "--weights-only", "--yes").out
     assert list((run / "checkpoints").iterdir()) == [] and (run / "model").is_dir()
     assert "is finished" in cli("resume", run).out
-    asyncio.run(_event(run, "start"))  # as if somebody wanted more of it
-    assert "cannot go on: a resume needs a checkpoint" in failure(cli("resume", run))
-    assert "its checkpoints are all there is of it" in failure(
-        cli("clean", trained("b", 2, "stopped"), "--weights-only")
-    )
-
-
-async def _event(run: Path, kind: str) -> None:
-    journal = Journal(run / "journal.sqlite")
-    await journal.add_event(kind, "")
-    journal.close()
+    assert "cannot go on: its checkpoints were removed" in failure(cli("resume", run, "training.steps=9"))
+    assert "checkpoints are all there is" in failure(cli("clean", trained("b", 2, "stopped"), "--weights-only"))
 
 
 def test_clean_touches_no_run_that_is_running_or_has_no_sound_checkpoint(
@@ -515,8 +510,8 @@ def test_resume_with_changed_settings(cli: Cli, run_folder: Path) -> None:
     asyncio.run(store.journal.set_meta("config", store.config.to_json()))
     store.close()
     path = run_folder / "config.json"
-    path.write_text(path.read_text().replace('"steps": 100', '"steps": 200'))
-    assert "training.steps: was 100, is 200" in failure(cli("resume", run_folder))
+    path.write_text(path.read_text().replace('"group_size": 8', '"group_size": 4'))
+    assert "training.group_size: was 8, is 4" in failure(cli("resume", run_folder))
 
 
 def test_plot_prints_where_the_picture_is(cli: Cli, run_folder: Path, tmp_path: Path) -> None:

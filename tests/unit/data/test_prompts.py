@@ -2,6 +2,8 @@ import json
 import os
 import subprocess
 import sys
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
 from importlib.resources import files
 from pathlib import Path
 
@@ -320,3 +322,29 @@ def test_a_new_process_needs_only_the_cache_and_no_torch(tmp_path):
     ).stdout
     local = open_stream(DataConfig(path=write(tmp_path / "same.jsonl", numbered(6))), 7)
     assert printed.strip() == str([local.at(i).reference for i in range(12)])
+
+
+def test_columns_that_json_does_not_know_become_text(tmp_path):
+    """The journal keeps the context as JSON; an unrelated column must not end the run when its prompt is issued."""
+    row = numbered(1)[0] | {
+        "when": datetime(2026, 1, 2, 3, 4, tzinfo=UTC),
+        "day": date(2026, 1, 2),
+        "took": timedelta(seconds=90),
+        "price": Decimal("1.50"),
+        "picture": b"\x89PNG",
+        "nested": [{"at": time(12, 30)}],
+    }
+    prompt = open_stream(DataConfig(path=write(tmp_path / "a.parquet", [row])), 0).at(0)
+    context = dict(prompt.context)
+    assert json.loads(json.dumps(context)) == context
+    assert context["when"] == "2026-01-02T03:04:00+00:00" and context["day"] == "2026-01-02"
+    assert context["price"] == "1.50" and context["picture"] == "(4 bytes)"
+    assert context["nested"] == [{"at": "12:30:00"}]
+
+
+@pytest.mark.parametrize("question", ["half \ud83d a pair", [{"role": "user", "content": "\udc00"}]])
+def test_a_question_that_is_no_unicode_is_refused_on_opening(tmp_path, question):
+    path = write(tmp_path / "a.jsonl", [*numbered(2), {"question": question, "answer": "a"}])
+    with pytest.raises(DataError, match=r"a\.jsonl:3: the question must be valid Unicode, got half a surrogate pair"):
+        open_stream(DataConfig(path=path), 0)
+    assert open_stream(DataConfig(path=path, skip_bad_rows=True), 0).size == 2

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import random
+import shutil
 import sqlite3
 import struct
 import subprocess
@@ -118,7 +120,6 @@ def test_log_probs_are_kept_as_float32(journal: Journal) -> None:
 def test_prompts_come_back(journal: Journal) -> None:
     async def write() -> None:
         await journal.add_prompt(17, PROMPT, version=3, slot=5)
-        await journal.add_prompt(17, PROMPT, version=3, slot=5)  # a resumed run issues it again
 
     asyncio.run(write())
     assert journal.prompt(17) == PROMPT
@@ -133,7 +134,82 @@ def test_what_is_pending_comes_back_by_slot(journal: Journal) -> None:
         await journal.add_fates(1, trained=[1], dropped=[])
 
     asyncio.run(write())
-    assert journal.pending(4) == [(0, 0, 0), (0, 2, 1), (2, 3, 1)], "group 2 is the refill of slot 0"
+    slots = [(0, (0, 2)), (2, (3,)), (3, (4,))]
+    assert [(s.number, s.groups) for s in journal.pending()] == slots, "group 2 is the refill of slot 0"
+    assert journal.issued() == (5, 4)
+
+
+def test_a_pending_slot_is_as_old_as_its_oldest_token(journal: Journal) -> None:
+    async def write() -> None:
+        for group, slot in ((0, 0), (1, 1), (2, 1), (3, 2), (4, 3)):
+            await journal.add_prompt(group, PROMPT, 9, slot)
+        await journal.add_rollout(rollout(1))  # versions 3 and 4
+        spoken = Segment("model", (5,), (-0.5,), (7,))
+        await journal.add_rollout(replace(rollout(2), segments=(spoken, Segment.observed((8, 9)))))
+        await journal.park(replace(rollout(3), segments=(spoken,), finish="parked", score=None))
+        await journal.add_rollout(replace(rollout(4), segments=(Segment("model", (), (), ()),)))
+
+    asyncio.run(write())
+    assert [s.oldest for s in journal.pending()] == [None, 3, 7, None]
+
+
+def test_a_skipped_prompt_is_never_half_issued(journal: Journal) -> None:
+    asyncio.run(journal.add_prompt(3, PROMPT, version=4, slot=2, skipped="mastered"))
+    assert journal.pending() == [] and journal.groups() == [(3, 5, "skipped", "mastered")]
+
+
+def test_unfinished_responses_are_kept_in_pieces(journal: Journal) -> None:
+    """Each piece holds what is new; together they are the response, turns before it included."""
+    before = (Segment("model", (1, 2), (-0.5, -1.0), (3, 3)), Segment.observed((9,)))
+    whole = Segment("model", tuple(range(10, 20)), tuple(-0.25 * i for i in range(10)), (3,) * 4 + (4,) * 6)
+
+    def piece(start: int, end: int) -> Rollout:
+        part = Segment("model", whole.tokens[start:end], whole.logprobs[start:end], whole.versions[start:end])
+        return Rollout(6, 1, (1, 2, 3), (*before, part), "parked", "")
+
+    async def write() -> None:
+        await journal.extend_parked((piece(0, 4), 0), (replace(piece(0, 2), index=0), 0))
+        await journal.extend_parked((piece(4, 5), 4))
+        await journal.extend_parked((piece(5, 10), 5))
+
+    asyncio.run(write())
+    short, found = journal.parked(6)
+    assert found.segments == (*before, whole) and found.prompt_tokens == (1, 2, 3) and found.finish == "parked"
+    assert short.segments[-1].tokens == (10, 11)
+    assert journal.counts()["parked"] == 4
+    asyncio.run(journal.park(piece(0, 7)))  # all of it at once takes the place of the pieces
+    assert journal.parked(6)[1].segments[-1].tokens == whole.tokens[:7] and journal.counts()["parked"] == 2
+    asyncio.run(journal.add_rollout(rollout(6, 1)))
+    assert [r.index for r in journal.parked(6)] == [0]
+
+
+def test_what_was_synced_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much of the log after the last sync is lost, what was written before it is there, in order."""
+    sizes = list[int]()
+    path, log = tmp_path / "journal.sqlite", tmp_path / "journal.sqlite-wal"
+    monkeypatch.setattr("kitae.store.journal.flush", lambda file: sizes.append(log.stat().st_size))
+    journal = Journal(path)
+
+    async def write() -> None:
+        for group in range(6):
+            await journal.add_rollout(rollout(group))
+        await journal.sync()
+        for group in range(6, 12):
+            await journal.add_rollout(rollout(group))
+
+    asyncio.run(write())
+    assert len(sizes) == 3, "log, database and folder"
+    rng = random.Random(1)
+    for cut in (sizes[0], *(rng.randrange(sizes[0], log.stat().st_size) for _ in range(20))):
+        lost = tmp_path / f"cut-{cut}"
+        lost.mkdir()
+        shutil.copy(path, lost)
+        (lost / log.name).write_bytes(log.read_bytes()[:cut])
+        again = Journal(lost / path.name)
+        there = [g for g in range(12) if again.rollouts(g)]
+        again.close()
+        assert there == list(range(max(6, len(there)))), "something before the cut is missing"
+    journal.close()
 
 
 def test_a_parked_rollout_is_kept_until_it_is_complete(journal: Journal) -> None:
@@ -206,7 +282,7 @@ def test_rewind_forgets_fates_and_keeps_rollouts(journal: Journal) -> None:
             await journal.add_rollout(rollout(group))
         await journal.add_fates(1, trained=[0, 1], dropped=[])
         await journal.add_fates(2, trained=[2], dropped=[(3, "errors")])
-        await journal.rewind(1, 10)
+        await journal.rewind(1)
         await journal.add_fates(2, trained=[2, 3], dropped=[])
 
     asyncio.run(write())
@@ -214,19 +290,20 @@ def test_rewind_forgets_fates_and_keeps_rollouts(journal: Journal) -> None:
     assert [len(journal.rollouts(g)) for g in range(4)] == [1, 1, 1, 1]
 
 
-def test_what_was_skipped_before_a_checkpoint_stays_skipped(journal: Journal) -> None:
+def test_what_was_skipped_stays_skipped(journal: Journal) -> None:
     async def write() -> None:
         for group in range(6):
             await journal.add_prompt(group, prompt(group), 0, slot=group // 2)
         await journal.park(rollout(1), rollout(2))
-        await journal.skip(3, [(0, "overdue"), (1, "overdue"), (4, "mastered"), (5, "overdue")])
-        await journal.add_fates(3, trained=[3], dropped=[])
-        await journal.rewind(2, cursor=5)
+        await journal.skip_slot(3, 0, "overdue")
+        await journal.skip(3, [4], "spare")
+        await journal.add_fates(3, trained=[3, 5], dropped=[])
+        await journal.rewind(2)
 
     asyncio.run(write())
-    assert [g for g, *_ in journal.groups()] == [0, 1, 4], "group 5 is issued anew"
+    assert journal.groups() == [(0, 3, "skipped", "overdue"), (1, 3, "skipped", "overdue"), (4, 3, "skipped", "spare")]
     assert journal.overdue_slots() == 1
-    assert [group for _, group, _ in journal.pending(5)] == [2, 3]
+    assert [(s.number, s.groups) for s in journal.pending()] == [(1, (2, 3)), (2, (5,))]
     assert journal.parked(1) == [] and len(journal.parked(2)) == 1
 
 
@@ -239,7 +316,7 @@ def test_pass_rates_are_those_of_the_last_visit(journal: Journal) -> None:
         await journal.add_rollout(replace(rollout(2, 1), score=Score.error("died")))
 
     asyncio.run(write())
-    assert journal.pass_rates() == {"a": 1.0, "b": 0.75}, "neither greedy answers nor errors count"
+    assert journal.pass_rates() == {"a": (2, 1.0), "b": (1, 0.75)}, "neither greedy answers nor errors count"
 
 
 def test_samples_are_those_of_closed_groups(journal: Journal) -> None:

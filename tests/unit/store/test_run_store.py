@@ -103,15 +103,31 @@ def test_the_lock_is_of_the_process_and_goes_with_it(config: Config) -> None:
 
 def test_changed_settings_are_refused_by_key_and_both_values(config: Config) -> None:
     folder = started(config)
+    edit(folder, "training", "group_size", 16)
     edit(folder, "training", "lr", 0.5)
     edit(folder, "data", "params", {"count": 4})
     with pytest.raises(ConfigChangedError) as caught:
         RunStore.open(folder)
     lines = str(caught.value).splitlines()
-    assert lines[1:-1] == ["  data.params: was {}, is {'count': 4}", "  training.lr: was 1e-05, is 0.5"]
-    edit(folder, "training", "lr", 1e-05)
+    assert lines[1:-1] == ["  data.params: was {}, is {'count': 4}", "  training.group_size: was 8, is 16"]
+    edit(folder, "training", "group_size", 8)
     edit(folder, "data", "params", {})
     RunStore.open(folder).close()  # the refusal has let go of the lock, and the old values are welcome
+
+
+def test_some_settings_may_change_and_are_recorded_when_the_run_goes_on(config: Config) -> None:
+    folder = started(config)
+    edit(folder, "training", "lr", 0.5)  # by hand or on the command line
+    store = RunStore.open(folder, ["training.steps=7", "engine.max_batch=3"])
+    assert set(store.changes) == {"training.lr", "training.steps", "engine.max_batch"}
+    assert read_config(folder).training.steps == config.training.steps, "nothing is written before the run begins"
+    asyncio.run(store.begin(0))
+    recorded = [detail for _, kind, detail in store.journal.events() if kind == "changed"]
+    assert "training.lr: was 1e-05, is 0.5" in recorded and len(recorded) == 3
+    store.close()
+    again = RunStore.open(folder)
+    assert again.changes == {} and again.config.training.steps == 7 and again.config.engine.max_batch == 3
+    again.close()
 
 
 def test_settings_that_are_wrong_now_are_refused_and_let_go(config: Config) -> None:

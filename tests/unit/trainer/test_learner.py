@@ -1,5 +1,7 @@
 """What surrounds the trainer: the reference, the critic, and the order in which a step of learning uses them."""
 
+import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,9 @@ from test_gradient import SHAPES, make_samples
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.objective import Objective
-from kitae.config import TrainingConfig
+from kitae.config import EngineConfig, TrainingConfig
+from kitae.engines.base import Completion, Request, SamplingParams
+from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
 from kitae.trainer.critic import Critic, value_loss
 from kitae.trainer.learner import Learner
@@ -50,17 +54,42 @@ def test_a_frozen_reference_stays_the_initial_model(settings: dict[str, Any], ti
         assert np.abs(moved - initial).max() > 1e-3
 
 
-def test_adapters_cost_the_reference_no_memory_and_come_back(tiny_policy: TinyPolicy) -> None:
+def test_a_reference_shares_what_is_not_trained_and_nothing_else(tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy(lora_rank=4)
+    mine = set(reference_of(policy)._policy.model.parameters())
+    for name, parameter in policy.model.named_parameters():
+        assert (parameter in mine) == (not parameter.requires_grad) == ("lora_" not in name)
+    assert not set(tiny_policy().model.parameters()) & mine
+
+
+@pytest.mark.parametrize("settings", [{}, {"fuse": False}, {"exact": True}], ids=["fused", "plain", "exact"])
+def test_the_reference_is_computed_while_the_engine_samples(settings: dict[str, Any], tiny_policy: TinyPolicy) -> None:
+    """Every token of the engine is the policy's, not the reference's, whatever the trainer's thread does meanwhile."""
+    policy = tiny_policy(lora_rank=4, **settings)
+    reference = reference_of(policy)
     move(policy)
     samples = make_samples(SHAPES)
-    trainer = Trainer(policy, TRAINING, temperature=1.0)
-    moved = trainer.logprobs(samples)
-    reference = reference_of(policy)
-    assert reference._policy is policy
-    reference.logprobs(samples)
-    for a, b in zip(moved, trainer.logprobs(samples), strict=True):
-        np.testing.assert_array_equal(a, b)
+
+    async def run() -> list[Completion]:
+        engine = NativeEngine(policy, EngineConfig(memory_gb=0.02))
+        ended = threading.Event()
+
+        def keep_computing() -> None:
+            while not ended.is_set():
+                reference.logprobs(samples)
+
+        computing = asyncio.create_task(asyncio.to_thread(keep_computing))
+        sampling = SamplingParams(max_tokens=200)
+        try:
+            return await asyncio.gather(*(engine.generate(Request(str(i), (5, 7 + i), sampling, i)) for i in range(8)))
+        finally:
+            ended.set()
+            await computing
+            await engine.close()
+
+    for i, done in enumerate(asyncio.run(asyncio.wait_for(run(), 120))):
+        expected = policy.score(torch.tensor([5, 7 + i, *done.tokens]))[1:]
+        np.testing.assert_allclose(done.logprobs, expected.numpy(), atol=1e-4)
 
 
 def test_a_reference_that_moves(tiny_policy: TinyPolicy, tmp_path: Path) -> None:

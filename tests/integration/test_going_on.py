@@ -1,0 +1,315 @@
+"""Where features meet a resume: refills, outages, overdue and mastered groups, evaluations, changed settings."""
+
+import json
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import HERE, RECIPE, assert_same_metrics, kitae, rows, run_toy, toy_config
+from test_async import check_ledger
+from test_resume import rollouts_written
+
+from kitae.errors import VerifierError
+from kitae.models.load import find_model
+from kitae.observe.observer import Silent
+from kitae.pipeline.session import Result, prepare, train
+from kitae.store.journal import Journal
+from kitae.store.run import RunStore
+from kitae.trainer.learner import Learner
+
+
+def go_on(folder: Path, *overrides: str, checkpoint: str | None = None) -> Result:
+    store = RunStore.open(folder / "toy-001", overrides)
+    return train(store, prepare(store.config, print), Silent(), checkpoint)
+
+
+class Crash(Exception):
+    pass
+
+
+@contextmanager
+def crash_at(monkeypatch: pytest.MonkeyPatch, step: int) -> Iterator[None]:
+    """Nothing is saved when this step is about to be learnt."""
+    learn = Learner.learn
+
+    def fail(self: Learner, now: int, *arguments: Any, **settings: Any) -> Any:
+        if now == step:
+            raise Crash
+        return learn(self, now, *arguments, **settings)
+
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(Learner, "learn", fail)
+        yield
+
+
+def events(run: Path, kind: str) -> list[str]:
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    found = [detail for _, what, detail in journal.events() if what == kind]
+    journal.close()
+    return found
+
+
+def score_file(folder: Path, body: str) -> str:
+    (folder / "own.py").write_text(f"import zlib\n\ndef score(response, reference, context):\n    {body}\n")
+    return f"verifier.name={folder / 'own.py'}:score"
+
+
+PARITY = "return float(len(response) % 2)"
+REFILL = (
+    "algorithm.filter=zero-variance",
+    "pipeline.refill=true",
+    "pipeline.max_refill=5",
+    "training.group_size=3",
+    "training.steps=6",
+    "checkpoint.every=2",
+    "sampling.max_tokens=4",
+    "verifier.check_gold=false",
+    "eval.prompts=0",
+)
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_an_outage_under_refill_is_survived(staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that could not be judged were replaced; repaired, they are judged again, and replacements are spare."""
+    settings = (score_file(tmp_path, PARITY), *REFILL, f"pipeline.max_staleness={staleness}")
+    with crash_at(monkeypatch, 4):
+        run_toy(tmp_path, *settings)
+    score_file(tmp_path, "raise RuntimeError('service is down')")
+    with pytest.raises(VerifierError, match="service is down"):
+        go_on(tmp_path)
+    with pytest.raises(VerifierError, match="service is down"):
+        go_on(tmp_path)
+    score_file(tmp_path, PARITY)
+    result = go_on(tmp_path)
+    check_ledger(result.folder, toy_config(tmp_path, *settings))
+    journal = Journal(result.folder / "journal.sqlite", read_only=True)
+    reasons = Counter(reason for _, _, _, reason in journal.groups())
+    journal.close()
+    assert reasons["spare"] > 0
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_a_flaky_verifier_under_refill(staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A verdict that was missing is there the second time; the groups of a slot then are others than before."""
+    flaky = f"""import os
+    mark = os.path.join({str(tmp_path)!r}, str(zlib.crc32(repr((response, reference)).encode())))
+    if zlib.crc32(response.encode()) % 3 == 0 and not os.path.exists(mark):
+        open(mark, 'w').close()
+        raise RuntimeError('not now')
+    {PARITY}"""
+    settings = (
+        score_file(tmp_path, flaky),
+        *REFILL,
+        "verifier.max_error_share=1",
+        f"pipeline.max_staleness={staleness}",
+    )
+    with crash_at(monkeypatch, 2):
+        run_toy(tmp_path, *settings)
+    for step in (4, 4, 6):
+        with crash_at(monkeypatch, step):
+            go_on(tmp_path)
+    result = go_on(tmp_path)
+    check_ledger(result.folder, toy_config(tmp_path, *settings))
+
+
+def test_overdue_groups_and_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = (
+        score_file(tmp_path, f"import time; time.sleep(0.3 * str(reference).startswith('1')); {PARITY}"),
+        "verifier.workers=6",
+        "verifier.check_gold=false",
+        "pipeline.max_staleness=1",
+        "pipeline.overdue=drop",
+        "training.steps=8",
+        "training.group_size=3",
+        "checkpoint.every=3",
+        "eval.prompts=0",
+    )
+    with crash_at(monkeypatch, 3):
+        run_toy(tmp_path, *settings)
+    for step in (3, 6, 8, 8):
+        with crash_at(monkeypatch, step):
+            go_on(tmp_path)
+    result = go_on(tmp_path)
+    fates = check_ledger(result.folder, toy_config(tmp_path, *settings))
+    assert fates["trained"] + fates["dropped"] == 32 and fates["skipped"] > 0
+
+
+def test_mastered_prompts_and_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On-policy, which prompts are asked after a resume is what it would have been: pass rates of groups that the run
+    has not asked yet do not count."""
+    data = tmp_path / "six.jsonl"
+    data.write_text("".join(json.dumps({"question": f"p{i}", "answer": i}) + "\n" for i in range(6)))
+    settings = (
+        f"data.path={data}",
+        score_file(tmp_path, "return 1.0 if reference < 3 else (len(response) % 2) / 2"),
+        "verifier.check_gold=false",
+        "pipeline.mastered_visits=0.3",
+        "training.prompts_per_step=3",
+        "training.steps=8",
+        "training.group_size=2",
+        "checkpoint.every=3",
+        "eval.prompts=0",
+    )
+    whole = run_toy(tmp_path / "whole", *settings).folder
+    parts = tmp_path / "parts"
+    with crash_at(monkeypatch, 3):
+        run_toy(parts, *settings)
+    for step in (3, 6, 6):
+        with crash_at(monkeypatch, step):
+            go_on(parts)
+    run = go_on(parts).folder
+    check_ledger(run, toy_config(parts, *settings))
+    asked = []
+    for folder in (whole, run):
+        journal = Journal(folder / "journal.sqlite", read_only=True)
+        asked.append([(group, fate, reason) for group, _, fate, reason in journal.groups()])
+        journal.close()
+    assert asked[0] == asked[1] and any(reason == "mastered" for _, _, reason in asked[0])
+    assert_same_metrics(run, whole)
+
+
+def test_an_evaluation_that_was_lost_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ("training.steps=6", "checkpoint.every=3", "eval.every=3", "eval.prompts=4")
+    whole = run_toy(tmp_path / "whole", *settings).folder
+
+    async def fail(*_: Any) -> Any:
+        raise Crash
+
+    calls = []
+    from kitae.pipeline import session
+
+    evaluate = session.evaluate
+
+    async def second_fails(*arguments: Any) -> Any:
+        calls.append(0)
+        return await (fail if len(calls) == 2 else evaluate)(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(session, "evaluate", second_fails)
+        run_toy(tmp_path, *settings)
+    assert [r["step"] for r in rows(tmp_path / "toy-001") if r["kind"] == "eval"] == [0]
+    assert_same_metrics(go_on(tmp_path).folder, whole)
+
+
+SLOW_VERDICT = "import time; time.sleep(60); return 1.0"
+
+
+def test_responses_that_wait_for_a_verdict_are_saved(tmp_path: Path) -> None:
+    """Complete responses are in the journal before they are judged: neither Ctrl-C nor kill -9 loses them."""
+    own = score_file(tmp_path, SLOW_VERDICT)
+    settings = (own, "verifier.check_gold=false", "eval.prompts=0", "training.steps=2", "verifier.timeout=90")
+    process = kitae("train", str(RECIPE), f"run.dir={tmp_path}", *settings)
+    run = tmp_path / "toy-001"
+    deadline = time.time() + 100
+    while rollouts_written(run) < 32:
+        assert process.poll() is None and time.time() < deadline, process.stdout and process.stdout.read()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    before = {r.id: r.segments for g in range(4) for r in journal.rollouts(g)}
+    assert len(before) == 32 and all(r.score and not r.score.valid for r in journal.rollouts(0))
+    journal.close()
+    score_file(tmp_path, PARITY)
+    go_on(tmp_path)
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    assert before == {r.id: r.segments for g in range(4) for r in journal.rollouts(g)}
+    journal.close()
+
+
+def test_the_second_ctrl_c_does_not_wait_for_the_step(tmp_path: Path) -> None:
+    """The trainer's thread is in a step that takes a minute."""
+    script = (
+        "import time; from kitae.trainer.learner import Learner; from pathlib import Path\n"
+        f"def learn(*_, **__): Path({str(tmp_path / 'learning')!r}).touch(); time.sleep(60)\n"
+        "Learner.learn = learn\n"
+        "from kitae.cli.main import run; run()"
+    )
+    settings = (f"verifier.name={HERE / 'toy.py'}:digits", f"run.dir={tmp_path}", "eval.prompts=0")
+    process = kitae("train", str(RECIPE), *settings, script=script)
+    deadline = time.time() + 100
+    while not (tmp_path / "learning").exists():
+        assert process.poll() is None and time.time() < deadline, process.stdout and process.stdout.read()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert process.poll() is None, "the first one waits for the step"
+    began = time.time()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=50)
+    assert time.time() - began < 15 and process.returncode == 130
+    go_on(tmp_path, "training.steps=2")
+    check_ledger(tmp_path / "toy-001", toy_config(tmp_path, "training.steps=2", "eval.prompts=0"))
+
+
+def test_a_finished_run_can_be_extended_and_changed(tmp_path: Path) -> None:
+    whole = run_toy(tmp_path / "whole", "training.steps=6", "checkpoint.every=3", "eval.prompts=4").folder
+    run_toy(tmp_path, "training.steps=3", "checkpoint.every=3", "eval.prompts=4")
+    run = go_on(tmp_path, "training.steps=6").folder
+    assert events(run, "changed") == ["training.steps: was 3, is 6"]
+    steps = [r for r in rows(run) if r["kind"] == "step"]
+    expected = [r for r in rows(whole) if r["kind"] == "step"]
+    assert [r["reward"] for r in steps] == [r["reward"] for r in expected]
+    assert [r["step"] for r in rows(run) if r["kind"] == "eval"] == [0, 3, 6]
+    go_on(tmp_path, "training.steps=7", "training.lr=1e-4")
+    assert [r["lr"] for r in rows(run) if r["kind"] == "step"][5:] == [3e-3, 1e-4]
+    check_ledger(run, toy_config(tmp_path, "training.steps=7", "eval.prompts=4"))
+
+
+def test_a_run_can_be_made_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What had been issued for the steps that are left out is closed too."""
+    settings = ("pipeline.max_staleness=3", "training.steps=9", "checkpoint.every=2", "eval.prompts=0")
+    with crash_at(monkeypatch, 4):
+        run_toy(tmp_path, *settings)
+    run = go_on(tmp_path, "training.steps=3").folder
+    fates = check_ledger(run, toy_config(tmp_path, *settings, "training.steps=3"))
+    assert fates["trained"] == 12 and fates["skipped"] > 0
+
+
+def test_all_steps_again_from_the_start(tmp_path: Path) -> None:
+    settings = ("training.steps=4", "checkpoint.every=2", "eval.prompts=4")
+    run = run_toy(tmp_path, *settings).folder
+    then = rows(run)
+    written = rollouts_written(run)
+    go_on(tmp_path, checkpoint="start")
+    assert rollouts_written(run) == written, "nothing is sampled again"
+    for before, after in zip(then, rows(run), strict=True):
+        assert before.get("loss") == after.get("loss") and before.get("avg") == after.get("avg")
+
+
+def test_a_prompt_that_the_template_refuses_is_skipped_and_counted(tmp_path: Path) -> None:
+    found = find_model("tiny")
+    assert found is not None
+    model = shutil.copytree(found, tmp_path / "model")
+    refusal = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    template = f"{{% for m in messages %}}{refusal}{{{{ m.content }}}}{{% endfor %}}"
+    (model / "chat_template.jinja").write_text(template)
+    roles = ["user", "tool", "user", "user"]
+    rows_of = [{"question": [{"role": role, "content": f"p{i}"}], "answer": "1"} for i, role in enumerate(roles)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows_of))
+    shutil.copy(data, held_out := tmp_path / "held_out.jsonl")
+    settings = (
+        f"data.path={data}",
+        f"data.eval_path={held_out}",
+        f"model.path={model}",
+        "training.steps=2",
+        "eval.prompts=4",
+    )
+    run = run_toy(tmp_path, *settings).folder
+    assert any("refuses the roles ['tool']: no tools" in text for text in events(run, "bad prompt"))
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    assert Counter(fate for _, _, fate, _ in journal.groups()) == {"trained": 6, "dropped": 2}
+    journal.close()
+    assert [r["errors"] for r in rows(run) if r["kind"] == "eval"] == [1, 1]
+
+
+def test_no_checkpoint_of_weights_that_nobody_has_trained(tmp_path: Path) -> None:
+    run = run_toy(tmp_path, "training.steps=2", "checkpoint.every=1", "checkpoint.keep=9", "eval.prompts=0").folder
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
