@@ -54,7 +54,7 @@ def _is_finished(run: Path, config: Config) -> bool:
     from kitae.store.look import look
 
     seen = look(run)
-    if seen.is_finished and seen.step >= config.training.steps:
+    if seen.is_finished and seen.step == config.training.steps:
         print(f"{run} is finished: {seen.step} of {config.training.steps} steps; its model is {run / 'model'}")
         print(f"train it further with: kitae resume {run} training.steps={2 * seen.step}")
         return True
