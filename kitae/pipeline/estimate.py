@@ -106,7 +106,7 @@ def estimate(config: Config) -> Estimate:
     evaluations = (
         generate(e.prompts, e.samples) * (2 + (t.steps // e.every if e.every else 0)) if e.prompts else Range(0, 0)
     )
-    saves = (t.steps // config.checkpoint.every + 2) * trained * _STATE / _DISK
+    saves = (t.steps // config.checkpoint.every + 1) * trained * _STATE / _DISK
     fixed = _START[device.type] + saves
     whole = (generation + training) * t.steps + evaluations + Range(fixed / 2, fixed)
     memory = _memory(config, model, device, dtype, full, models)
