@@ -124,7 +124,12 @@ def clean(
 
 @app.command(name="eval")
 def evaluate(
-    target: Annotated[str, typer.Argument(help="A run folder (its trained model) or a recipe (its untrained model).")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A run folder (its trained model) or a recipe (its untrained model).", metavar="RUN-OR-RECIPE"
+        ),
+    ],
     overrides: Overrides = None,
     model: Annotated[str | None, typer.Option(help="Another model: a folder, a run, a hub id or a short name.")] = None,
     json: Annotated[bool, typer.Option("--json", help="The numbers as one line of JSON, and nothing else.")] = False,
