@@ -54,11 +54,13 @@ def _is_finished(run: Path, config: Config) -> bool:
     from kitae.store.look import look
 
     seen = look(run)
-    if seen.is_finished and seen.step == config.training.steps:
+    if not (seen.is_finished and seen.has_model):
+        return False
+    if seen.step == config.training.steps:
         print(f"{run} is finished: {seen.step} of {config.training.steps} steps; its model is {run / 'model'}")
         print(f"train it further with: kitae resume {run} training.steps={2 * seen.step}")
         return True
-    if seen.is_finished and not seen.checkpoints:
+    if not seen.checkpoints:
         raise StoreError(
             f"{run} cannot go on: its checkpoints were removed. Start a new run from its model with: kitae train "
             f"RECIPE model.path={run} (or train all of its steps again, from its journal, with --from start)"
