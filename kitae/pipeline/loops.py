@@ -159,13 +159,15 @@ class Pipeline:
             self._fill(tasks, slot, [await self._issue(slot)])
 
     async def _issue(self, slot: Slot) -> int:
-        """A new group for the slot, in the journal before it counts. Not to be cancelled halfway: then the journal
-        would have a group that nobody knows of."""
+        """A new group for the slot, in the journal before it counts. A slot that is given up meanwhile gets it all the
+        same: halfway, the journal might have a group that nobody knows of."""
         issuing = asyncio.ensure_future(self._issue_next(slot))
         try:
             return await asyncio.shield(issuing)
         except asyncio.CancelledError:
-            await asyncio.wait({issuing})
+            if slot in self._overdue:
+                await asyncio.wait({issuing})
+            issuing.cancel()
             raise
 
     async def _issue_next(self, slot: Slot) -> int:

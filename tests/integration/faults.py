@@ -1,9 +1,13 @@
 """One trial: a run that something happens to, resumed until it is finished. Everything follows from the seed.
 
-    python tests/integration/faults.py [--trials 200] [--first 0] [--folder DIR]     all kinds in turn, and a table
+    python tests/integration/faults.py [--trials 1000] [--first 0] [--jobs 2] [--folder DIR]
 
-A trial runs the command line in a forked process (the imports are done once, in multiprocessing's fork server). The
-fault strikes at the n-th call of some function of the run, drawn from the seed: before or after it.
+All kinds of faults in turn, and a table. A trial runs the command line in a forked process (the imports are done once,
+in multiprocessing's fork server). The fault strikes at the n-th call of some function of the run, drawn from the seed:
+before or after it. Settings are drawn from the seed too: staleness, refills, overdue and mastered groups, LoRA, methods
+with a reference, a critic or a greedy baseline, verifiers that are slow or fail now and then, evaluations, placements.
+At the end the ledger must balance, no rollout may have been lost on the way, every step and evaluation must be there
+once, and where the docs promise it, the numbers must be those of a run that was not interrupted.
 """
 
 import argparse
@@ -15,25 +19,32 @@ import random
 import resource
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import HERE, RECIPE, toy_config
+from harness import RECIPE, assert_same_metrics, rows, toy_config
 
-STEPS, PROMPTS, SAMPLES = 4, 3, 4
+PROMPTS, SAMPLES = 3, 3
 
 KINDS = (
     "kill the run",
     "interrupt the run",
+    "interrupt it twice",
+    "cut the power",
     "kill a verifier",
+    "verifier outage",
     "fail in the trainer",
     "full disk",
     "clock jump",
@@ -44,56 +55,139 @@ KINDS = (
 )
 OWN_PROCESS = KINDS[-3:]  # the engine has a process of its own
 
+SCORE = """
+import os, time, zlib
 
-def settings_of(seed: int, kind: str) -> list[str]:
-    """What the run is like: on-policy or stale, with refills, with overdue groups dropped, …"""
-    rng = random.Random(f"settings {seed}")
-    stale = rng.choice([0, 1, 2, 3])
-    settings = [
-        f"verifier.name={HERE / 'toy.py'}:digits",
-        f"run.seed={seed}",
-        f"training.steps={STEPS}",
-        f"training.prompts_per_step={PROMPTS}",
-        f"training.group_size={SAMPLES}",
-        f"checkpoint.every={rng.choice([1, 2, 3])}",
-        f"pipeline.max_staleness={stale}",
-        f"pipeline.in_flight={rng.choice(['keep', 'recompute'])}",
-        f"sampling.max_tokens={rng.choice([6, 40])}",
-        f"pipeline.snapshot_seconds={rng.choice([0.05, 30])}",
-        f"verifier.workers={rng.choice([1, 2])}",
-        "eval.prompts=0",
-        "verifier.check_gold=false",
-    ]
-    if stale and rng.random() < 0.4:
-        settings.append("pipeline.overdue=drop")
-    if rng.random() < 0.4:
-        settings += ["algorithm.filter=zero-variance", "pipeline.refill=true", "pipeline.max_refill=5"]
-        settings[0] = f"verifier.name={HERE / 'toy.py'}:any_digit"
-    if kind in OWN_PROCESS:
-        settings += ["pipeline.placement=process", f"pipeline.sync={rng.choice(['full', 'delta'])}"]
-    return settings
+def score(response, reference, context):
+    if os.path.exists({outage!r}):
+        raise RuntimeError("the service is down")
+    mark = zlib.crc32(repr((response, reference)).encode())
+    if {flaky} and mark % 7 == 0 and not os.path.exists(path := os.path.join({folder!r}, f"seen-{{mark}}")):
+        open(path, "w").close()
+        raise RuntimeError("not now")
+    if {slow} and mark % 11 == 0:
+        time.sleep(0.25)
+    return {value}
+"""
 
 
-def _points() -> list[tuple[Any, str, int]]:
+@dataclass(frozen=True)
+class Plan:
+    """What a run of a trial is like: everything that its seed decides.
+
+    repeats: whether the docs promise that a resumed run has the numbers of one that was not interrupted.
+    """
+
+    settings: list[str]
+    steps: int
+    outage: Path
+    repeats: bool
+    later: list[str]  # what a resume changes
+    extended: int  # steps, after the run was finished
+
+    @staticmethod
+    def draw(seed: int, kind: str, folder: Path) -> "Plan":
+        rng = random.Random(f"settings {seed}")
+
+        def chance(share: float) -> bool:
+            return rng.random() < share
+
+        stale, steps = rng.choice([0, 0, 1, 2, 3]), rng.choice([3, 4, 6, 8])
+        flaky, slow, refill, mastered = chance(0.2), chance(0.3), chance(0.3), chance(0.25)
+        right_or_wrong = "float(any(c.isdigit() for c in response))"
+        part = "sum(c.isdigit() for c in response) / max(1, len(response))"
+        (folder / "own.py").write_text(
+            SCORE.format(
+                outage=str(folder / "outage"),
+                folder=str(folder),
+                flaky=flaky,
+                slow=slow,
+                value=right_or_wrong if refill or mastered else part,
+            )
+        )
+        settings = [
+            f"verifier.name={folder / 'own.py'}:score",
+            f"run.seed={seed}",
+            f"training.steps={steps}",
+            f"training.prompts_per_step={PROMPTS}",
+            f"training.group_size={SAMPLES}",
+            f"checkpoint.every={rng.choice([1, 2, 3])}",
+            f"checkpoint.keep={rng.choice([1, 2])}",
+            f"pipeline.max_staleness={stale}",
+            f"pipeline.in_flight={rng.choice(['keep', 'recompute'])}",
+            f"sampling.max_tokens={rng.choice([6, 40])}",
+            f"pipeline.snapshot_seconds={rng.choice([0.05, 30])}",
+            f"verifier.workers={rng.choice([1, 2, 4])}",
+            "verifier.check_gold=false",
+            f"verifier.max_error_share={0.9 if flaky else 0.1}",
+            *rng.choice([["eval.prompts=0"], ["eval.prompts=3", f"eval.every={rng.choice([0, 1, 2])}"]]),
+            *rng.choice(METHODS),
+        ]
+        own_process = kind in OWN_PROCESS or chance(0.1)
+        if chance(0.35):
+            settings += ["model.lora_rank=4", "training.lr=1e-2"]
+        if stale and chance(0.4):
+            settings.append("pipeline.overdue=drop")
+        if refill:
+            settings += [
+                "algorithm.filter=zero-variance",
+                "pipeline.refill=true",
+                f"pipeline.max_refill={rng.choice([1, 5])}",
+            ]
+        if mastered:
+            (folder / "data.jsonl").write_text("".join(f'{{"question": "p{i}", "answer": "{i}"}}\n' for i in range(5)))
+            settings += [f"data.path={folder / 'data.jsonl'}", "pipeline.mastered_visits=0.4", "pipeline.mastered=0.6"]
+            settings = ["eval.prompts=0" if s.startswith("eval.prompts") else s for s in settings]
+        if own_process:
+            settings += ["pipeline.placement=process", f"pipeline.sync={rng.choice(['full', 'delta'])}"]
+            settings.append(f"pipeline.engines={rng.choice([1, 1, 2])}")
+        elif chance(0.15):
+            settings.append("engine.keep_cache=false")
+        repeats = stale == 0 and not (refill or flaky or own_process or kind == "verifier outage")
+        later = ["checkpoint.every=1"] if chance(0.1) else []
+        return Plan(settings, steps, folder / "outage", repeats, later, rng.choice([1, 3]) if chance(0.12) else 0)
+
+
+METHODS = (
+    [],
+    ["algorithm.preset=grpo", "algorithm.kl_coef=0.05", "algorithm.reference=frozen"],
+    ["algorithm.preset=dapo"],
+    ["training.minibatches=2", "training.epochs=2"],
+    ["algorithm.preset=remax"],
+    ["algorithm.preset=ppo", "algorithm.critic_warmup=1"],
+    ["algorithm.preset=grpo", "algorithm.kl_coef=0.05", "algorithm.reference=reset", "algorithm.reference_every=2"],
+)
+
+
+def _points(steps: int) -> list[tuple[Any, str, int]]:
     """Functions of a run at which a fault may strike, with about how often they are called."""
+    from kitae.pipeline import session
     from kitae.store.checkpoint import Checkpoints
     from kitae.store.journal import Journal
-    from kitae.store.run import Metrics
+    from kitae.store.run import Metrics, RunStore
     from kitae.trainer.learner import Learner
     from kitae.trainer.trainer import Trainer
 
     return [
-        (Journal, "add_prompt", STEPS * PROMPTS),
-        (Journal, "add_rollout", STEPS * PROMPTS * SAMPLES),
-        (Journal, "add_fates", STEPS),
-        (Learner, "learn", STEPS),
-        (Trainer, "optim_step", STEPS),
+        (Journal, "add_prompt", steps * PROMPTS),
+        (Journal, "add_rollout", steps * PROMPTS * SAMPLES),
+        (Journal, "update_score", steps * PROMPTS * SAMPLES),
+        (Journal, "add_fates", steps),
+        (Journal, "skip_slot", 1),
+        (Journal, "sync", 2),
+        (Learner, "learn", steps),
+        (Learner, "save_state", 2),
+        (Trainer, "optim_step", steps),
         (Checkpoints, "save", 2),
-        (Metrics, "append", STEPS),
+        (Checkpoints, "forget_after", 1),
+        (RunStore, "begin", 1),
+        (Metrics, "append", steps),
+        (session, "evaluate", 2),
+        (session, "export_policy", 1),
     ]
 
 
-def strike(kind: str, rng: random.Random) -> None:
+def strike(kind: str, rng: random.Random, steps: int, folder: Path) -> None:
     """Arrange for the fault, in the process of the run."""
     if kind == "full disk":
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -103,20 +197,26 @@ def strike(kind: str, rng: random.Random) -> None:
         jumps, real = rng.choice([-1e6, 1e6]), time.time
         time.time = lambda: real() + (jumps if rng.random() < 0.5 else 0.0)
     elif kind == "delay an update":
-        _around("kitae.engines.process:ProcessEngine", "update_weights", rng.randint(0, STEPS), _delay(rng.random()))
+        _around("kitae.engines.process:ProcessEngine", "update_weights", rng.randint(0, steps), _delay(rng.random()))
     elif kind == "corrupt an update":
-        _around("kitae.engines.transport:WeightTransport", "publish", rng.randint(1, STEPS), _corrupt)
+        _around("kitae.engines.transport:WeightTransport", "publish", rng.randint(1, steps), _corrupt)
     else:
-        owner, method, calls = rng.choice(_points())
-        _at(owner, method, rng.randint(1, calls), rng.random() < 0.5, lambda: _now(kind))
+        if kind == "cut the power":
+            _remember_what_lasts(folder)
+        owner, method, calls = rng.choice(_points(steps))
+        _at(owner, method, rng.randint(1, calls), rng.random() < 0.5, lambda: _now(kind, folder))
 
 
-def _now(kind: str) -> None:
+def _now(kind: str, folder: Path) -> None:
     me = os.getpid()
-    if kind == "kill the run":
+    if kind in ("kill the run", "cut the power"):
         os.kill(me, signal.SIGKILL)
     elif kind == "interrupt the run":
         os.kill(me, signal.SIGINT)
+    elif kind == "interrupt it twice":
+        subprocess.Popen(["sh", "-c", f"kill -INT {me}; sleep 0.3; kill -INT {me}"])
+    elif kind == "verifier outage":
+        (folder / "outage").touch()
     elif kind == "fail in the trainer":
         raise MemoryError("a fault for the test")
     elif kind == "freeze the run":
@@ -128,6 +228,47 @@ def _now(kind: str) -> None:
         for pid in victims[-1:]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def _remember_what_lasts(folder: Path) -> None:
+    """Whatever is flushed survives the cut: note the sizes."""
+    from kitae.store import journal, run
+
+    lock = threading.Lock()
+
+    def noting(flush: Callable[[Path], None]) -> Callable[[Path], None]:
+        def flush_and_note(path: Path) -> None:
+            flush(path)
+            if path.is_file():
+                with lock, (folder / "lasting.txt").open("a") as file:
+                    print(path.name, path.stat().st_size, _generation(path), file=file)
+
+        return flush_and_note
+
+    journal.flush, run.flush = noting(journal.flush), noting(run.flush)
+
+
+def _generation(path: Path) -> str:
+    """Of a write-ahead log: it changes when the log begins anew, which the database does only after a flush."""
+    return path.read_bytes()[16:24].hex() or "-" if path.name.endswith("-wal") else "-"
+
+
+def cut_the_power(run: Path, folder: Path, rng: random.Random) -> None:
+    """Of what was written and not flushed, lose some; never what was flushed."""
+    lasting: dict[str, tuple[int, str]] = {}
+    if (folder / "lasting.txt").exists():
+        for line in (folder / "lasting.txt").read_text().splitlines():
+            name, size, generation = line.split()
+            lasting[name] = int(size), generation
+    for name in ("journal.sqlite-wal", "metrics.jsonl", "timeline.jsonl"):
+        path = run / name
+        if not path.exists():
+            continue
+        size, generation = lasting.get(name, (0, "-"))
+        least = size if generation == _generation(path) else 0
+        content = path.read_bytes()
+        path.write_bytes(content[: rng.randint(min(least, len(content)), len(content))])
+    (run / "journal.sqlite-shm").unlink(missing_ok=True)
 
 
 def _at(owner: Any, method: str, count: int, after: bool, act: Callable[[], None]) -> None:
@@ -214,7 +355,7 @@ def _command(pid: int) -> str:
         return ""
 
 
-def _child(folder: str, arguments: list[str], kind: str | None, seed: str) -> None:
+def _child(folder: str, arguments: list[str], kind: str | None, seed: str, steps: int) -> None:
     """The process of a run: `kitae` with these arguments, and perhaps a fault."""
     import torch
 
@@ -225,45 +366,123 @@ def _child(folder: str, arguments: list[str], kind: str | None, seed: str) -> No
     os.dup2(log, 2)
     torch.set_num_threads(1)
     if kind:
-        strike(kind, random.Random(seed))
+        strike(kind, random.Random(seed), steps, Path(folder))
     sys.argv = ["kitae", *arguments]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run()
 
 
-def trial(seed: int, folder: Path, kind: str | None = None) -> str:
-    """Run one trial and check its ledger; how the first process ended."""
-    from test_async import check_ledger
+class Trial:
+    """One run in a folder of its own, and what happened to it."""
 
-    kind = kind or KINDS[seed % len(KINDS)]
-    rng = random.Random(f"trial {seed}")
-    settings = settings_of(seed, kind)
-    run = folder / "toy-001"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kitae.pipeline.session", "kitae.cli.training", "torch", "harness"])
-    ended = ""
-    for attempt in range(8):
-        there = bool(list((run / "checkpoints").glob("step-*"))) if run.exists() else False
-        if run.exists() and not there:
-            shutil.rmtree(run)  # it ended before its first checkpoint: there is nothing to resume
-        arguments = ["resume", str(run)] if there else ["train", str(RECIPE), f"run.dir={folder}", *settings]
-        faulty = attempt == 0 or (attempt == 1 and rng.random() < 0.5)
-        process = context.Process(
-            target=_child, args=(str(folder), arguments, kind if faulty else None, f"{seed}/{attempt}")
-        )
+    def __init__(self, seed: int, folder: Path, kind: str | None = None) -> None:
+        self.seed, self.folder = seed, folder
+        self.kind = kind or KINDS[seed % len(KINDS)]
+        self.plan = Plan.draw(seed, self.kind, folder)
+        self.run = folder / "toy-001"
+        self.rng = random.Random(f"trial {seed}")
+
+    def __call__(self) -> str:
+        """Run it, resume it until it is finished, check it; how the first process ended."""
+        ended = ""
+        known: dict[tuple[int, int], Any] = {}
+        for attempt in range(8):
+            faulty = attempt == 0 or (attempt == 1 and self.rng.random() < 0.5)
+            code = self._start(attempt, self.kind if faulty else None)
+            ended = ended or _ending(code)
+            self.plan.outage.unlink(missing_ok=True)
+            if self.kind == "cut the power" and code == -signal.SIGKILL:
+                cut_the_power(self.run, self.folder, self.rng)
+            elif not self._resumable():
+                known = {}
+            else:
+                now = self._rollouts()
+                assert all(now.get(key) == tokens for key, tokens in known.items()), self._say("a rollout is lost")
+                known = now
+            if code == 0 and (self.run / "model").exists():
+                break
+        else:
+            raise AssertionError(self._say("does not finish"))
+        self._check(self.plan.steps)
+        if self.plan.repeats:
+            self._compare()
+        if self.plan.extended:
+            steps = self.plan.steps + self.plan.extended
+            assert self._run(["resume", str(self.run), f"training.steps={steps}"], None, "") == 0, self._say("extend")
+            self._check(steps)
+        return ended
+
+    def _start(self, attempt: int, kind: str | None) -> int:
+        if self._resumable():
+            arguments = ["resume", str(self.run), *self.plan.later]
+        else:
+            shutil.rmtree(self.run, ignore_errors=True)
+            arguments = ["train", str(RECIPE), f"run.dir={self.folder}", *self.plan.settings]
+        return self._run(arguments, kind, f"{self.seed}/{attempt}")
+
+    def _run(self, arguments: list[str], kind: str | None, seed: str) -> int:
+        context = multiprocessing.get_context("forkserver")
+        process = context.Process(target=_child, args=(str(self.folder), arguments, kind, seed, self.plan.steps))
         process.start()
-        process.join(150)
+        process.join(LIMIT)
         if process.exitcode is None:
             process.kill()
-            raise AssertionError(f"trial {seed} ({kind}): hangs\n{(folder / 'output.txt').read_text()[-3000:]}")
-        ended = ended or _ending(process.exitcode)
-        if process.exitcode == 0 and (run / "model").exists():
-            break
-    else:
-        raise AssertionError(f"trial {seed} ({kind}): does not finish\n{(folder / 'output.txt').read_text()[-3000:]}")
-    fates = check_ledger(run, toy_config(folder, *settings))
-    assert fates["trained"] + fates["dropped"] >= STEPS * PROMPTS, fates
-    return ended
+            raise AssertionError(self._say("hangs"))
+        return process.exitcode
+
+    def _resumable(self) -> bool:
+        """Not if it was killed while its folder was made."""
+        return (self.run / "config.json").exists() and (self.run / "config.json").stat().st_size > 0
+
+    def _rollouts(self) -> dict[tuple[int, int], Any]:
+        from kitae.errors import StoreError
+        from kitae.store.journal import Journal
+
+        try:
+            journal = Journal(self.run / "journal.sqlite", read_only=True)
+        except StoreError:  # it had not been made
+            return {}
+        try:
+            groups = range(journal.issued()[0])
+            return {(r.group, r.index): r.segments for group in groups for r in journal.rollouts(group)}
+        except sqlite3.OperationalError:
+            return {}
+        finally:
+            journal.close()
+
+    def _check(self, steps: int) -> None:
+        from test_async import check_ledger
+
+        from kitae.pipeline.evaluate import evaluation_due
+
+        config = toy_config(self.folder, *self.plan.settings, f"training.steps={steps}")
+        fates = check_ledger(self.run, config)
+        if not config.pipeline.refill:
+            assert fates["trained"] + fates["dropped"] == steps * PROMPTS, self._say(str(fates))
+        found = rows(self.run)
+        assert [r["step"] for r in found if r["kind"] == "step"] == list(range(1, steps + 1)), self._say("steps")
+        due = {step for step in range(steps + 1) if evaluation_due(config, step)}
+        if self.plan.extended and config.eval.prompts:
+            due.add(self.plan.steps)
+        assert [r["step"] for r in found if r["kind"] == "eval"] == sorted(due), self._say("evaluations")
+        left = [p.name for p in self.run.rglob("*partial*")]
+        assert not left and (self.run / "model" / "config.json").exists(), self._say(f"left behind: {left}")
+        if config.pipeline.max_staleness == 0:
+            gaps = [r["logp_gap_max"] for r in found if "logp_gap_max" in r]
+            assert max(gaps, default=0.0) < 1e-3, self._say(f"the engine sampled from other weights: {gaps}")
+
+    def _compare(self) -> None:
+        """The same run without a fault has the same numbers."""
+        arguments = ["train", str(RECIPE), f"run.dir={self.folder / 'whole'}", *self.plan.settings]
+        assert self._run(arguments, None, "") == 0, self._say("uninterrupted")
+        assert_same_metrics(self.run, self.folder / "whole" / "toy-001")
+
+    def _say(self, problem: str) -> str:
+        output = (self.folder / "output.txt").read_text()[-3000:]
+        return f"trial {self.seed} ({self.kind}): {problem}\n{' '.join(self.plan.settings)}\n{output}"
+
+
+LIMIT = 240.0  # seconds for one process of a run
 
 
 def _ending(code: int) -> str:
@@ -272,25 +491,43 @@ def _ending(code: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=200)
+    parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no trial after so long")
     parser.add_argument("--folder", type=Path)
     arguments = parser.parse_args()
     found: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
-    for seed in range(arguments.first, arguments.first + arguments.trials):
+    ends = time.monotonic() + arguments.seconds
+    preload()
+
+    def one(seed: int) -> None:
+        if time.monotonic() > ends:
+            return
         folder = Path(tempfile.mkdtemp(prefix=f"trial-{seed}-", dir=arguments.folder))
         kind = KINDS[seed % len(KINDS)]
         try:
-            found[kind][trial(seed, folder)] += 1
+            ended = Trial(seed, folder)()
             shutil.rmtree(folder)
-        except AssertionError as problem:
-            found[kind]["FAILED"] += 1
-            print(f"{folder}: {problem}", file=sys.stderr)
+        except Exception:  # whatever it is, the other trials go on
+            ended = "FAILED"
+            print(f"{folder}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        found[kind][ended] += 1
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        list(pool.map(one, range(arguments.first, arguments.first + arguments.trials)))
     for kind, endings in found.items():
         print(f"{kind:20} {', '.join(f'{count} × {how}' for how, count in endings.most_common())}")
+    done = sum(endings.total() for endings in found.values())
     failed = sum(endings["FAILED"] for endings in found.values())
-    print(f"{arguments.trials} trials, {failed} with something lost, trained twice or stuck")
+    print(f"{done} trials, {failed} with something lost, trained twice, stuck or different")
     sys.exit(failed > 0)
+
+
+def preload() -> None:
+    """Processes are forked from one that has the imports done."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["kitae.pipeline.session", "kitae.cli.training", "torch", "harness"])
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def check_ledger(run: Path, config: Config) -> Counter[str]:
         assert journal.pending() == [] and journal.counts()["prompts"] == len(ids)
         assert journal.counts()["parked"] == 0
         for group, step, fate, _ in fates:
-            rollouts = journal.rollouts(group)
+            rollouts = [r for r in journal.rollouts(group) if r.index >= 0]  # the greedy one comes on top
             if fate == "skipped":
                 continue
             assert len(rollouts) == config.training.group_size

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,20 @@ def test_a_loop_that_hangs(
     monkeypatch.undo()
     stacks = (tmp_path / "toy-001" / "stalled.txt").read_text()
     assert "Thread MainThread" in stacks and "Task train" in stacks
+
+
+def test_a_long_step_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer works on one batch for longer than the limit: it moves, though no loop does."""
+    learn = Learner.learn
+
+    def slowly(self: Learner, step: int, groups: Any, *rest: Any) -> Any:
+        ends = time.monotonic() + 4
+        while time.monotonic() < ends:
+            self.trainer.logprobs(self.objective.samples(groups, ()))
+        return learn(self, step, groups, *rest)
+
+    monkeypatch.setattr(Learner, "learn", slowly)
+    run_toy(tmp_path, "training.steps=1", "eval.prompts=0", "pipeline.stall_limit=2")
 
 
 def test_a_stalled_run_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,17 @@
 
 import asyncio
 import itertools
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from kitae.errors import StalledError
-from kitae.pipeline.watch import Watch
+from kitae.pipeline.watch import Watch, whereabouts
 
 
 def test_it_names_who_waits_for_what(tmp_path: Path) -> None:
@@ -82,3 +84,55 @@ def test_a_stuck_event_loop_ends_the_process(tmp_path: Path) -> None:
     assert done.returncode == 1 and time.monotonic() - began < 40
     assert "nobody waits: the event loop is stuck" in done.stderr
     assert "in body" in (tmp_path / "stalled.txt").read_text()
+
+
+PAUSED = """
+import asyncio, sys, time
+from pathlib import Path
+from kitae.pipeline import watch
+
+async def body():
+    guard = asyncio.create_task(watch.Watch(1.5, lambda: 0, Path(sys.argv[1])).guard())
+    await asyncio.sleep(0.1)
+    print("ready", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    assert not guard.done()
+    guard.cancel()
+
+asyncio.run(body())
+"""
+
+
+def test_time_in_which_the_process_stood_still_does_not_count(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PAUSED, str(tmp_path / "stalled.txt")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(4)
+    process.send_signal(signal.SIGCONT)
+    time.sleep(0.6)
+    process.communicate("go on\n", timeout=30)
+    assert process.returncode == 0 and not (tmp_path / "stalled.txt").exists()
+
+
+def test_whereabouts_change_while_a_thread_works() -> None:
+    ended, waiting = threading.Event(), threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            sum(range(1000))
+        waiting.wait()
+
+    thread = threading.Thread(target=work, name="kitae-worker-7")
+    thread.start()
+    try:
+        seen = [whereabouts("kitae-worker") for _ in range(200) if not time.sleep(0.001)]
+        assert any(a != b for a, b in itertools.pairwise(seen))
+        ended.set()
+        time.sleep(0.5)
+        stuck = [whereabouts("kitae-worker") for _ in range(20) if not time.sleep(0.01)]
+        assert all(a == stuck[0] for a in stuck) and stuck[0] != [] == whereabouts("nobody")
+    finally:
+        ended.set()
+        waiting.set()
+        thread.join()

@@ -1,0 +1,115 @@
+"""Groups of rollouts: journalled before they are judged, copied while they grow, continued where they stopped."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kitae.data.chat import Chat
+from kitae.engines.base import Completion, Request, Sampled, SamplingParams
+from kitae.engines.fake import FakeEngine
+from kitae.envs.rollout import Runner
+from kitae.envs.single_turn import SingleTurn
+from kitae.store.journal import Journal
+from kitae.types import Message, Prompt, Score
+
+PROMPT = Prompt("p", (Message("user", "2 + 2"),), "4")
+
+
+class Tokenizer:
+    eos_token_id = 0
+    bos_token_id = None
+    chat_template = None
+
+    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+        return {"input_ids": [ord(c) for c in text]}
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return "".join(map(chr, tokens))
+
+
+class Judge:
+    """Looks into the journal before it answers."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+        self.found = list[bool]()
+
+    async def score(self, response: str, reference: Any, context: Mapping[str, Any]) -> Score:
+        there = {r.text: r.score for r in self.journal.rollouts(7)}
+        self.found.append(response in there and not getattr(there[response], "valid", True))
+        return Score(1.0)
+
+
+def runner_of(engine: Any, judge: Any) -> Runner:
+    return Runner(engine, Chat(Tokenizer()), judge, SingleTurn, SamplingParams(max_tokens=200), 0)
+
+
+def test_complete_rollouts_are_journalled_before_they_are_judged(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+    judge = Judge(journal)
+    engine = FakeEngine(lambda request: [65 + int(request.id.split("/")[2])] * 3)
+    group = asyncio.run(runner_of(engine, judge).group(7, PROMPT, 3, journal))
+    assert judge.found == [True] * 3, "each was in the journal, without a verdict"
+    assert [r.score for r in journal.rollouts(7)] == [Score(1.0)] * 3 == [r.score for r in group.rollouts]
+    journal.close()
+
+
+class Growing:
+    """An engine whose only request gets ten tokens more whenever it is looked at."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.asked = list[int]()
+        self.done = asyncio.Event()
+
+    async def generate(self, request: Request) -> Completion:
+        self.request = request
+        await self.done.wait()
+        s = self.sampled
+        return Completion(request.id, s.tokens, s.logprobs, s.versions, "parked")
+
+    @property
+    def sampled(self) -> Sampled:
+        return Sampled(tuple(range(self.tokens)), (-0.5,) * self.tokens, (3,) * self.tokens)
+
+    def progress(self, known: Mapping[str, int]) -> dict[str, Sampled]:
+        self.tokens += 10
+        self.asked.append(known.get(self.request.id, 0))
+        return {self.request.id: self.sampled.after(self.asked[-1])}
+
+
+def test_only_what_grew_is_copied(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+
+    async def body() -> None:
+        engine = Growing()
+        runner = runner_of(engine, None)
+        sampling = asyncio.create_task(runner.rollout(7, 0, PROMPT))
+        await asyncio.sleep(0)
+        sizes = []
+        for _ in range(6):
+            grown = runner.grown(15)
+            sizes.append([(len(r.segments[-1].tokens), known) for r, known in grown])
+            await journal.extend_parked(*grown)
+        assert sizes == [[], [(20, 0)], [], [(20, 20)], [], [(20, 40)]], "and not what is not worth it"
+        assert engine.asked == [0, 0, 20, 20, 40, 40]
+        (parked,) = journal.parked(7)
+        assert parked.segments[0].tokens == tuple(range(60))
+        engine.done.set()
+        await sampling
+        assert runner.copied == {} == runner.begun
+        # Another run continues it, and copies only what it adds.
+        engine = Growing()
+        engine.tokens = 60
+        runner = runner_of(engine, None)
+        sampling = asyncio.create_task(runner.rollout(7, 0, PROMPT, parked))
+        await asyncio.sleep(0)
+        assert engine.request.prior.tokens == tuple(range(60))
+        await journal.extend_parked(*runner.grown(5))
+        assert engine.asked == [60] and journal.parked(7)[0].segments[0].tokens == tuple(range(70))
+        engine.done.set()
+        await sampling
+
+    asyncio.run(body())
+    journal.close()
