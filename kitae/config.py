@@ -1,22 +1,23 @@
 """Settings of a run: TOML recipe + `section.key=value` overrides → one frozen, fully resolved `Config`.
 
 Importing this module is cheap (no torch), and everything that can be refused is refused here, before a model loads:
-unknown keys name the nearest valid one, contradictions name both sides. The resolved config is saved with the run.
+unknown keys get a hint (`hints`), contradictions name both sides. The resolved config is saved with the run.
 """
 
-import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from kitae.algorithms.config import AlgorithmConfig, needs_group
 from kitae.data.formats import FORMATS
 from kitae.data.tasks import TASKS
 from kitae.errors import ConfigError
+from kitae.hints import hint
+from kitae.plugins import nearest
 from kitae.section import Section
 
 
@@ -307,40 +308,29 @@ class Config(Section):
     def to_json(self) -> str:
         return self.model_dump_json(indent=2)
 
+    def changed(self) -> dict[str, Any]:
+        """Like `flat`, only what differs from the defaults; of the algorithm, what differs from its preset."""
+        plain = {name: info.annotation for name, info in type(self).model_fields.items()}
+        usual = {
+            f"{section}.{key}": info.get_default(call_default_factory=True)
+            for section, cls in plain.items()
+            for key, info in getattr(cls, "model_fields", {}).items()
+        }
+        own = {f"algorithm.{key}" for key in self.algorithm.choices()}
+        return {
+            key: value
+            for key, value in self.flat().items()
+            if value != _as_json(usual[key]) and (key in own or not key.startswith("algorithm."))
+        }
+
     def flat(self) -> dict[str, Any]:
         """`{"training.lr": 1e-5, …}`, for display and comparison."""
         dumped = self.model_dump(mode="json")
         return {f"{section}.{key}": value for section, keys in dumped.items() for key, value in keys.items()}
 
 
-_ELSEWHERE = {
-    "learning_rate": "training.lr",
-    "num_generations": "training.group_size",
-    "n_samples_per_prompt": "training.group_size",
-    "batch_size": "training.prompts_per_step",
-    "train_batch_size": "training.prompts_per_step",
-    "max_steps": "training.steps",
-    "max_new_tokens": "sampling.max_tokens",
-    "max_completion_length": "sampling.max_tokens",
-    "reward_fn": "verifier.name",
-    "max_grad_norm": "training.clip_norm",
-    "gradient_checkpointing": "training.checkpoint_activations",
-    "beta": "algorithm.kl_coef",
-    "kl_beta": "algorithm.kl_coef",
-    "epsilon": "algorithm.clip_low, algorithm.clip_high",
-    "clip_ratio": "algorithm.clip_low, algorithm.clip_high",
-    "epsilon_high": "algorithm.clip_high",
-    "clip_ratio_low": "algorithm.clip_low",
-    "clip_ratio_high": "algorithm.clip_high",
-    "entropy_coeff": "algorithm.entropy_coef",
-    "adv_estimator": "algorithm.preset",
-    "scale_rewards": "algorithm.advantage",
-    "loss_type": "algorithm.preset, algorithm.aggregation",
-    "loss_agg_mode": "algorithm.aggregation",
-    "num_iterations": "training.epochs",
-    "ppo_epochs": "training.epochs",
-}
-"""What other frameworks call a setting."""
+def _as_json(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def load_config(recipe: Path, overrides: Iterable[str] = ()) -> Config:
@@ -353,8 +343,7 @@ def load_config(recipe: Path, overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(f"{recipe} is not valid TOML: {error}") from None
     if isinstance(run := values.setdefault("run", {}), dict):
         run.setdefault("name", recipe.stem)
-    for override in sorted(overrides, key=_keeps_source):
-        _apply_override(values, override)
+    _apply_overrides(values, overrides)
     return parse_config(values)
 
 
@@ -362,8 +351,7 @@ def override_config(config: Config, overrides: Iterable[str]) -> Config:
     """A copy of a resolved config with some settings changed."""
     values = config.model_dump(mode="json")
     values["algorithm"] = config.algorithm.choices()  # what its preset filled in may go with the choice that read it
-    for override in sorted(overrides, key=_keeps_source):
-        _apply_override(values, override)
+    _apply_overrides(values, overrides)
     return parse_config(values)
 
 
@@ -391,26 +379,41 @@ def _with_data_verifier(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**values, "verifier": {**verifier, "name": name}}
 
 
-def _keeps_source(override: str) -> bool:
-    """False sorts first: a new source or preset drops the old one's settings, and must not drop those given with it."""
-    return override.partition("=")[0].strip() not in ["algorithm.preset", *(f"data.{name}" for name in _SOURCES)]
+def _apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:
+    split = [_split_override(override) for override in overrides]
+    sources = [name for name in _SOURCES if any(keys == ["data", name] for keys, _ in split)]
+    if len(sources) > 1:
+        raise ConfigError(f"data needs exactly one of {', '.join(_SOURCES)}, got {' and '.join(sources)}")
+    for keys, text in sorted(split, key=lambda override: _keeps_source(override[0])):
+        _apply_override(values, keys, text)
 
 
-def _apply_override(values: dict[str, Any], override: str) -> None:
+def _split_override(override: str) -> tuple[list[str], str]:
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or len(keys) < 2 or not all(keys):
-        raise ConfigError(f"an override has the form section.key=value, got {override!r}")
+        known = hint(keys[0], _settings()) if equals and len(keys) == 1 and keys[0] else ""
+        raise ConfigError(f"an override has the form section.key=value, got {override!r}{known}")
+    return keys, text.strip()
+
+
+def _keeps_source(keys: list[str]) -> bool:
+    """False sorts first: a new source or preset drops the old one's settings, and must not drop those given with it."""
+    return keys != ["algorithm", "preset"] and not (keys[0] == "data" and keys[1] in _SOURCES)
+
+
+def _apply_override(values: dict[str, Any], keys: list[str], text: str) -> None:
     node = values
     for key in keys[:-1]:
         node = node.setdefault(key, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"{path!r} goes below {key!r}, which is a value, not a section")
+            raise ConfigError(f"{'.'.join(keys)!r} goes below {key!r}, which is a value, not a section")
     if keys == ["algorithm", "preset"]:  # another method replaces the recipe's choices
         node.clear()
-    node[keys[-1]] = _parse_value(text.strip(), wants_text=_is_text(*keys[:2]))
+    node[keys[-1]] = _parse_value(text, wants_text=_is_text(*keys[:2]))
     if keys[0] == "data" and keys[1] in _SOURCES:  # a new source replaces the recipe's
-        for other in {*_SOURCES, "params"} - {keys[1]}:
+        gone = {*_SOURCES, "params", *(["eval_path"] if keys[1] != "path" else [])} - {keys[1]}
+        for other in gone:
             node.pop(other, None)
 
 
@@ -429,32 +432,44 @@ def _is_text(section: str, key: str) -> bool:
     return key in fields and fields[key].annotation in (str, str | None)
 
 
+def _settings() -> dict[str, list[str]]:
+    """The keys of each section."""
+    classes = {name: info.annotation for name, info in Config.model_fields.items()}
+    return {name: list(getattr(cls, "model_fields", ())) for name, cls in classes.items()}
+
+
 def _unknown_keys(values: Mapping[str, Any]) -> Iterable[str]:
-    sections = {name: info.annotation for name, info in Config.model_fields.items()}
-    valid = [f"{name}.{key}" for name, cls in sections.items() for key in _fields(cls)]
+    settings = _settings()
     for section, keys in values.items():
-        if section not in sections:
-            yield f"unknown section {section!r}{_nearest(section, sections)}"
+        if section not in settings:
+            yield from _unknown_section(section, keys, settings)
         elif not isinstance(keys, Mapping):
             yield f"{section!r} is a section, got the value {keys!r}"
         else:
             for key in keys:
-                if f"{section}.{key}" not in valid:
-                    yield f"unknown key {section}.{key}{_nearest(f'{section}.{key}', valid)}"
+                if key not in settings[section]:
+                    valid = ", ".join(f"{section}.{k}" for k in settings[section])
+                    yield f"unknown key {section}.{key}{hint(f'{section}.{key}', settings) or f'; valid are {valid}'}"
 
 
-def _fields(cls: Any) -> Iterable[str]:
-    return cls.model_fields if isinstance(cls, type) and issubclass(cls, BaseModel) else ()
+def _unknown_section(section: str, values: Any, settings: Mapping[str, list[str]]) -> Iterable[str]:
+    """A key outside of any section, another framework's section, or a misspelt one."""
+    valid = f"; valid are {', '.join(settings)}"
+    foreign = [f"unknown key {path}{found}" for path in _leaves(section, values) if (found := hint(path, settings))]
+    if not isinstance(values, Mapping):
+        yield f"unknown section {section!r}{hint(section, settings) or valid}"
+    elif near := nearest(section, settings):
+        yield f"unknown section {section!r}{near}"
+    else:
+        yield from foreign or [f"unknown section {section!r}{valid}"]
 
 
-def _nearest(word: str, valid: Iterable[str]) -> str:
-    candidates = list(valid)
-    key = word.rpartition(".")[2]
-    if key in _ELSEWHERE:
-        return f"; Kitae calls it {_ELSEWHERE[key]}"
-    elsewhere = [v for v in candidates if v.rpartition(".")[2] == key]  # the right key in the wrong section
-    near = elsewhere or difflib.get_close_matches(word, candidates, 1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; valid are {', '.join(candidates)}"
+def _leaves(path: str, values: Any) -> Iterable[str]:
+    if not isinstance(values, Mapping):
+        yield path
+    else:
+        for key, value in values.items():
+            yield from _leaves(f"{path}.{key}", value)
 
 
 def _describe(error: Any) -> str:

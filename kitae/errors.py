@@ -8,6 +8,7 @@
     │   └── RequestError     one request is impossible; the other requests are unharmed
     ├── VerifierError        a verifier is unknown or breaks its contract
     ├── StalledError         nothing in the run has moved for too long
+    ├── Interrupted          the user or the system stopped the command
     └── StoreError           the run folder cannot be read or written
         ├── DiskFullError    no space; the last good state is untouched
         ├── CorruptError     a checkpoint fails its checksum
@@ -47,6 +48,14 @@ class VerifierError(KitaeError):
 
 class StalledError(KitaeError):
     pass
+
+
+class Interrupted(KitaeError):
+    """`signal` is the number of the signal; the exit status is 128 more, as a shell has it."""
+
+    def __init__(self, message: str, signal: int) -> None:
+        super().__init__(message)
+        self.signal = signal
 
 
 class StoreError(KitaeError):

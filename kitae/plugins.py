@@ -71,5 +71,5 @@ def _signature(function: Any) -> str:
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word.lower(), list(valid), 1, cutoff=0.5)
+    near = difflib.get_close_matches(word.lower(), list(valid), 1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else ""

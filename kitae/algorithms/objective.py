@@ -5,18 +5,16 @@ S7 aggregation                                 on everything one optimizer step 
 S4 ratio → S5 gate → S6 correction → S8        on the tokens of a micro-batch
 
 What moves from step to step (coefficients under control, running statistics of rewards) is `state`, saved with every
-checkpoint.
+checkpoint. Torch is imported only where tokens are: the stages on groups need none.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import reduce
 from operator import mul
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from kitae.algorithms.advantages import TOKEN_ADVANTAGES, GroupRewards, SequenceRewards, whiten
 from kitae.algorithms.config import AlgorithmConfig, needs_group, refuse_unread
@@ -31,6 +29,9 @@ from kitae.errors import ConfigError, VerifierError
 from kitae.observe.meter import Meter
 from kitae.plugins import is_plugin
 from kitae.types import Batch, BoolArray, FloatArray, Group, Rollout, Sample
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 T = TypeVar("T")
 _LARGEST = float(np.finfo(np.float32).max)
@@ -216,7 +217,7 @@ class Objective:
 
     # S4 to S6 and S8, on tokens.
 
-    def loss(self, tokens: TokenBatch, meter: Meter) -> Tensor:
+    def loss(self, tokens: TokenBatch, meter: Meter) -> "Tensor":
         """The weighted sum over the tokens of a micro-batch; adding these over micro-batches gives the step's loss."""
         measured = tokens  # the gap to the engine is that of the trainer's own log-probs
         if self.estimates_old:
@@ -239,7 +240,7 @@ class Objective:
         meter.total("loss", loss.detach())
         return loss
 
-    def _likelihood(self, tokens: TokenBatch, meter: Meter) -> Tensor:
+    def _likelihood(self, tokens: TokenBatch, meter: Meter) -> "Tensor":
         """−log π_θ of the tokens of correct responses, 0 elsewhere."""
         assert tokens.score_N is not None
         correct_N = tokens.score_N > _set(self.config.correct_above)
@@ -247,17 +248,19 @@ class Objective:
         meter.part("sft_loss", found_N.detach().sum(), correct_N.sum())
         return found_N
 
-    def _ratio(self, tokens: TokenBatch) -> Tensor:
+    def _ratio(self, tokens: TokenBatch) -> "Tensor":
         if self.config.ratio is None:  # the gate reads none; this one is for the metrics
             return bounded_exp(log_ratio(tokens.logp_N, tokens.logp_old_N).detach())
         anchor_N = tokens.logp_old_N if self.estimates_old else ANCHORS[_set(self.config.anchor)](tokens)
         return _expect_tokens("ratio", self._one("ratio")(log_ratio(tokens.logp_N, anchor_N), tokens), tokens)
 
-    def _gated(self, ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
+    def _gated(self, ratio_N: "Tensor", tokens: TokenBatch) -> "Tensor":
         """The weight that the gate leaves to each token: its gradient over −A, 0 where it was clipped.
 
         Ratio and log-probs are inputs of their own here, so that a ratio of the whole sequence counts once.
         """
+        import torch
+
         with torch.enable_grad():
             r_N, logp_N = ratio_N.clone().requires_grad_(), tokens.logp_N.detach().clone().requires_grad_()
             loss_N = self._one("gate")(r_N, replace(tokens, logp_N=logp_N))
@@ -269,8 +272,10 @@ class Objective:
             slope_N = slope_N + by_logp_N
         return -slope_N / tokens.advantage_N
 
-    def _measure(self, tokens: TokenBatch, ratio_N: Tensor, weights_N: Tensor, meter: Meter) -> None:
+    def _measure(self, tokens: TokenBatch, ratio_N: "Tensor", weights_N: "Tensor", meter: Meter) -> None:
         """What the stages saw, and what they made of it."""
+        import torch
+
         with torch.no_grad():
             count, advantage_N, ratio_N = len(ratio_N), tokens.advantage_N, ratio_N.detach()
             gated_N = self._gated(ratio_N, tokens)
@@ -349,7 +354,9 @@ def _expect(stage: str, values: Any, count: int) -> FloatArray:
     return found
 
 
-def _expect_tokens(stage: str, values: Any, tokens: TokenBatch) -> Tensor:
+def _expect_tokens(stage: str, values: Any, tokens: TokenBatch) -> "Tensor":
+    from torch import Tensor
+
     if not isinstance(values, Tensor) or values.shape != tokens.logp_N.shape:
         raise ConfigError(
             f"the {stage} function must return a torch tensor with one number for each of {len(tokens.logp_N)} tokens, "

@@ -4,23 +4,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kitae.cli.locate import shipped_recipes, summary
-from kitae.errors import StoreError
+from kitae.cli.text import table
+from kitae.errors import KitaeError, StoreError
 
 if TYPE_CHECKING:
     from kitae.store.journal import Journal
+    from kitae.types import Group
 
 
-def show(run: Path, step: int | None, best: bool, worst: bool, errors: bool, limit: int) -> None:
-    from rich.console import Console
-    from rich.panel import Panel
-    from rich.text import Text
-
-    from kitae.types import GREEDY
-
+def show(run: Path, step: int | None, best: bool, worst: bool, errors: bool, one_per_prompt: bool, limit: int) -> None:
     journal = _journal(run)
     rows = list(journal.samples())
     if not rows:
-        raise StoreError(f"{run} has no finished step yet")
+        raise StoreError(f"{run} has no finished step yet: there is nothing to show")
     last = max(r[2] for r in rows)
     if errors:
         rows = [r for r in rows if r[3] is None]
@@ -32,25 +28,84 @@ def show(run: Path, step: int | None, best: bool, worst: bool, errors: bool, lim
         rows = [r for r in rows if r[2] == wanted]
         if not rows and not errors:
             raise StoreError(f"step {wanted} has no samples; the last step with samples is {last}")
+    if one_per_prompt:
+        first: dict[int, tuple[int, int, int, float | None]] = {}
+        for row in rows:
+            first.setdefault(row[0], row)
+        rows = list(first.values())
     if not rows:
         print("every answer could be judged")
-    console = Console()
+    advantages = _Advantages(run, journal)
     for group, sample, at, value in rows[:limit]:
-        prompt = journal.prompt(group)
-        rollout = next(r for r in journal.rollouts(group) if r.index == sample)
-        assert prompt is not None and rollout.score is not None
-        body = Text()
-        body.append(f"{prompt.messages[-1].role}: ", style="bold").append(prompt.messages[-1].content + "\n")
-        body.append("answer: ", style="bold").append(rollout.text + "\n")
-        body.append("reference: ", style="bold").append(str(prompt.reference))
-        if rollout.score.detail:
-            body.append("\nverifier: ", style="bold").append(rollout.score.detail)
-        reward = "not judged" if value is None else f"reward {value:g}"
-        which = "greedy" if sample == GREEDY else f"sample {sample}"
-        title = Text(f"step {at} · {prompt.id} · {which} · {reward} · {rollout.finish}")
-        colour = "yellow" if value is None else "green" if value >= 1 else "red"
-        console.print(Panel(body, title=title, title_align="left", border_style=colour))
+        _print_sample(journal, group, sample, at, value, advantages.of(group, sample, at))
+    if len(rows) > limit:
+        print(f"{limit} of {len(rows)} samples; --limit shows more, --one-per-prompt one of each prompt")
     journal.close()
+
+
+def _print_sample(
+    journal: "Journal", group: int, sample: int, step: int, value: float | None, advantage: float | None
+) -> None:
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.text import Text
+
+    from kitae.types import GREEDY
+
+    prompt = journal.prompt(group)
+    rollout = next(r for r in journal.rollouts(group) if r.index == sample)
+    assert prompt is not None and rollout.score is not None
+    body = Text()
+    body.append(f"{prompt.messages[-1].role}: ", style="bold").append(prompt.messages[-1].content + "\n")
+    body.append("answer: ", style="bold").append(rollout.text + "\n")
+    body.append("reference: ", style="bold").append(str(prompt.reference))
+    if rollout.score.detail:
+        body.append("\nverifier: ", style="bold").append(rollout.score.detail)
+    facts = [
+        "not judged" if value is None else f"reward {value:g}",
+        *([] if advantage is None else [f"advantage {advantage:+.2f}"]),
+        f"{rollout.response_length} tokens",
+        "cut off" if rollout.finish == "length" else rollout.finish,
+    ]
+    body.append("\n" + " · ".join(facts), style="dim")
+    title = Text(f"step {step} · {prompt.id} · {'greedy' if sample == GREEDY else f'sample {sample}'}")
+    colour = "yellow" if value is None else "green" if value >= 1 else "red"
+    Console().print(Panel(body, title=title, title_align="left", border_style=colour))
+
+
+class _Advantages:
+    """What samples were worth to the trainer, worked out again from the journal, a step at a time."""
+
+    def __init__(self, run: Path, journal: "Journal") -> None:
+        from kitae.store.run import read_config
+
+        self._journal = journal
+        self._config = read_config(run) if (run / "config.json").is_file() else None
+        self._steps: dict[int, dict[tuple[int, int], float]] = {}
+
+    def of(self, group: int, sample: int, step: int) -> float | None:
+        """None: it was not trained on, or its advantage cannot be known from the journal alone."""
+        if step not in self._steps:
+            self._steps[step] = self._compute(step)
+        return self._steps[step].get((group, sample))
+
+    def _compute(self, step: int) -> dict[tuple[int, int], float]:
+        if self._config is None:
+            return {}
+        from kitae.algorithms.objective import Objective
+
+        try:
+            objective = Objective(self._config.algorithm, self._config.sampling.max_tokens)
+        except KitaeError:  # a stage of the user's own that is not here any more
+            return {}
+        if objective.wants_values or objective.kl_in_reward or self._config.algorithm.reward_norm == "running":
+            return {}
+        by_fate: dict[str, list[Group]] = {"trained": [], "dropped": []}
+        for group, _, fate, _ in self._journal.groups(step):
+            if fate in by_fate:
+                by_fate[fate].append(self._journal.group(group))
+        samples = objective.advantages(objective.samples(by_fate["trained"], by_fate["dropped"]))
+        return {(s.group, s.index): float(s.advantage_T[s.mask_T].mean()) for s in samples}
 
 
 def plot(run: Path, output: Path | None) -> None:
@@ -59,14 +114,23 @@ def plot(run: Path, output: Path | None) -> None:
     print(plot_run(run, output))
 
 
-def replay(run: Path, step: int) -> None:
+def replay(run: Path, step: int | None) -> None:
+    from kitae.store.look import look
+
+    wanted = look(run).step if step is None else step
+    if wanted == 0:
+        raise StoreError(f"{run} has no finished step to replay")
     from kitae.pipeline.replay import replay as compute
 
-    found = compute(run, step, print)
-    print(f"{'':16} {'logged':>14} {'again':>14} {'difference':>12}")
-    for name, (then, now) in found.numbers.items():
-        print(f"{name:16} {then:14.8g} {now:14.8g} {abs(then - now):12.3g}")
-    print(f"step {step}, from the checkpoint of step {found.checkpoint}: largest difference {found.difference:.3g}")
+    found = compute(run, wanted, print)
+    rows = [["", "logged", "again", "difference"]]
+    rows += [[n, f"{then:.8g}", f"{now:.8g}", f"{abs(then - now):.3g}"] for n, (then, now) in found.numbers.items()]
+    print(table(rows))
+    same = found.difference == 0
+    print(f"{'same' if same else 'differs'}: step {wanted}, from the checkpoint of step {found.checkpoint}, "
+          f"largest difference {found.difference:.3g}")  # fmt: skip
+    if not same:
+        raise SystemExit(1)
 
 
 def timeline(run: Path) -> None:
@@ -89,5 +153,6 @@ def _journal(run: Path) -> "Journal":
 
     path = run / "journal.sqlite"
     if not path.is_file():
-        raise StoreError(f"{run} is not a run folder: it has no journal.sqlite")
+        what = "it has no journal.sqlite" if run.exists() else "there is no such folder"
+        raise StoreError(f"{run} is not a run folder: {what} (kitae runs lists them)")
     return Journal(path, read_only=True)

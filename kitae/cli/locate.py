@@ -1,9 +1,9 @@
 """Find recipes by name or path."""
 
-import difflib
 from pathlib import Path
 
 from kitae.errors import ConfigError
+from kitae.plugins import nearest
 
 SHIPPED = Path(__file__).parent.parent / "recipes"
 
@@ -20,8 +20,13 @@ def find_recipe(name: str) -> Path:
     names = [p.stem for p in shipped_recipes()]
     if name in names:
         return SHIPPED / f"{name}.toml"
-    near = difflib.get_close_matches(path.stem, names, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    if path.is_dir():
+        raise ConfigError(
+            f"{name} is a folder, neither a recipe file nor a run (which has config.json and journal.sqlite)"
+        )
+    hint = nearest(path.stem, names)
+    if path.suffix or len(path.parts) > 1:
+        raise ConfigError(f"no recipe file {name!r} in {Path.cwd()}{hint}")
     raise ConfigError(f"no recipe file {name!r}, and no shipped recipe of that name ({', '.join(names)}){hint}")
 
 

@@ -16,23 +16,57 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Recipe = Annotated[str, typer.Argument(help="A recipe file, or the name of one that comes with Kitae (kitae recipes).")]
+_RECIPE = typer.Argument(
+    help="A recipe file, or the name of one that comes with Kitae (kitae recipes).", metavar="RECIPE"
+)
+Recipe = Annotated[str, _RECIPE]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings: section.key=value …", metavar="[SECTION.KEY=VALUE]…")
 ]
-Run = Annotated[Path, typer.Argument(help="A run folder.")]
+Run = Annotated[
+    Path, typer.Argument(help="A run folder, e.g. runs/quickstart-001 (kitae runs lists them).", metavar="RUN")
+]
+Runs = Annotated[list[Path], typer.Argument(help="Run folders.", metavar="RUN")]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from kitae import __version__
+
+        print(f"kitae {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
 def train(
-    recipe: Recipe,
+    recipe: Annotated[str | None, _RECIPE] = None,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show settings and estimates; load nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would happen, in what time and memory; load nothing.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="With --dry-run: all settings.")] = False,
 ) -> None:
-    """Train a model by a recipe."""
+    """Train a model by a recipe.
+
+    For a first try: kitae train quickstart
+    """
+    if recipe is None:
+        from kitae.cli.locate import shipped_recipes
+
+        known = ", ".join(path.stem for path in shipped_recipes())
+        raise typer.BadParameter(f"it must be a file, or one of {known}, got none", param_hint="RECIPE")
     from kitae.cli import training
 
-    training.train(recipe, overrides or [], dry_run)
+    training.train(recipe, overrides or [], dry_run, full)
 
 
 @app.command()
@@ -53,16 +87,63 @@ def resume(
     training.resume(run, overrides or [], checkpoint, forget)
 
 
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(help="The folder that holds them.", metavar="[DIR]")] = Path("runs"),
+) -> None:
+    """List runs with their status, results and size."""
+    from kitae.cli import runs as listing
+
+    listing.runs(folder)
+
+
+@app.command()
+def compare(folders: Runs) -> None:
+    """Compare settings and results of runs."""
+    from kitae.cli import runs as listing
+
+    listing.compare(folders)
+
+
+@app.command()
+def clean(
+    folders: Runs,
+    weights_only: Annotated[
+        bool,
+        typer.Option(
+            "--weights-only", help="Remove all checkpoints: the trained model stays, but the run cannot be resumed."
+        ),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only say what would go.")] = False,
+) -> None:
+    """Free disk that runs take.
+
+    Removes all checkpoints but the last, and what writes that were cut off have left behind.
+    """
+    from kitae.cli import runs as listing
+
+    listing.clean(folders, weights_only, yes)
+
+
 @app.command(name="eval")
 def evaluate(
-    target: Annotated[str, typer.Argument(help="A run folder (its trained model) or a recipe (its untrained model).")],
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A run folder (its trained model) or a recipe (its untrained model).", metavar="RUN-OR-RECIPE"
+        ),
+    ],
     overrides: Overrides = None,
-    model: Annotated[str | None, typer.Option(help="Another model: a folder, a hub id or a short name.")] = None,
+    model: Annotated[str | None, typer.Option(help="Another model: a folder, a run, a hub id or a short name.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="The numbers as one line of JSON, and nothing else.")] = False,
 ) -> None:
-    """Measure avg@k and pass@k on held-out prompts (eval.samples=8 eval.temperature=1 for k = 8)."""
+    """Measure a model on held-out prompts.
+
+    Prints avg@k and pass@k; for k = 8: eval.samples=8 eval.temperature=1.
+    """
     from kitae.cli import evaluation
 
-    evaluation.evaluate(target, overrides or [], model)
+    evaluation.evaluate(target, overrides or [], model, json)
 
 
 @app.command()
@@ -72,24 +153,33 @@ def show(
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first, over all steps.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first, over all steps.")] = False,
     errors: Annotated[bool, typer.Option("--errors", help="Answers that could not be judged.")] = False,
+    one_per_prompt: Annotated[
+        bool, typer.Option("--one-per-prompt", help="Only the first of each prompt's samples in this order.")
+    ] = False,
     limit: Annotated[int, typer.Option(min=1, help="How many samples.")] = 8,
     timeline: Annotated[bool, typer.Option("--timeline", help="Who worked when, as a PNG, and for how long.")] = False,
 ) -> None:
-    """Show sampled answers with their prompts and rewards, or the timeline of a run."""
+    """Show sampled answers with their rewards.
+
+    Of the last step, unless an option says otherwise; or the timeline of the run.
+    """
     from kitae.cli import inspection
 
     if timeline:
         inspection.timeline(run)
     else:
-        inspection.show(run, step, best, worst, errors, limit)
+        inspection.show(run, step, best, worst, errors, one_per_prompt, limit)
 
 
 @app.command()
 def replay(
     run: Run,
-    step: Annotated[int, typer.Option(min=1, help="The step to compute again.")],
+    step: Annotated[int | None, typer.Option(min=1, help="The step to compute again; default: the last.")] = None,
 ) -> None:
-    """Compute a past step again from the journal and compare it with what was logged."""
+    """Compute a past step again and compare.
+
+    From the journal and the checkpoint before it; the exit status is 0 if all numbers are the same, else 1.
+    """
     from kitae.cli import inspection
 
     inspection.replay(run, step)
@@ -141,7 +231,10 @@ def simulate(
     json: Annotated[bool, typer.Option("--json", help="The table as JSON.")] = False,
     timeline: Annotated[Path | None, typer.Option(help="Draw who worked when in the last schedule, as a PNG.")] = None,
 ) -> None:
-    """Predict throughput, idle time and staleness of schedules on many devices, in seconds and without a model."""
+    """Predict speed and staleness of schedules.
+
+    Throughput, idle time and staleness on many devices, in seconds and without a model.
+    """
     from kitae.cli import simulation
 
     simulation.simulate(
@@ -176,7 +269,10 @@ def algorithms(
         str | None, typer.Argument(help="A method (its formula, source, trap and settings) or a stage (its choices).")
     ] = None,
 ) -> None:
-    """List the algorithms: each is a choice for each of eight stages."""
+    """List the algorithms, or explain one.
+
+    Each is a choice for each of eight stages.
+    """
     from kitae.cli import algorithms as listing
 
     listing.algorithms(name)
@@ -190,7 +286,10 @@ def validate(
         int | None, typer.Option(min=1, help="Check only so many prompts; default: all of a file.")
     ] = None,
 ) -> None:
-    """Prove that the gold answers of a recipe's data score 1 under its verifier, and list those that do not."""
+    """Check that gold answers score 1.
+
+    Scores the references of a recipe's data with its verifier, and lists those that do not score 1.
+    """
     from kitae.cli import verification
 
     verification.validate(recipe, overrides or [], limit)
@@ -234,10 +333,13 @@ _INTERRUPTED = 130  # the exit status that typer turns Ctrl-C into
 
 def run() -> None:
     """Entry point: errors that Kitae raises on purpose are printed without a traceback, and exit with 1."""
-    from kitae.errors import KitaeError, StalledError
+    from kitae.errors import Interrupted, KitaeError, StalledError
 
     try:
         app()
+    except Interrupted as stop:
+        print(stop, file=sys.stderr)
+        sys.exit(128 + stop.signal)
     except StalledError as error:  # a thread that is stuck would keep the interpreter from ending
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(1)

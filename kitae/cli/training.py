@@ -1,44 +1,84 @@
 """`kitae train` and `kitae resume`."""
 
+import signal
+import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kitae.cli.locate import find_recipe
+from kitae.cli.text import as_size
 from kitae.config import Config, load_config
-from kitae.errors import ConfigError, KitaeError
+from kitae.errors import ConfigError, Interrupted, KitaeError, StoreError
+from kitae.observe.console import Console
 
 if TYPE_CHECKING:
     from kitae.pipeline.session import Sources
     from kitae.store.run import RunStore
 
+Evaluated = dict[str, Any] | None
 
-def train(recipe: str, overrides: list[str], dry_run: bool) -> None:
+
+def train(recipe: str, overrides: list[str], dry_run: bool, full: bool) -> None:
     config = load_config(find_recipe(recipe), overrides)
     check(config)
     if dry_run:
-        print(config.to_json())
-        from kitae.pipeline.estimate import estimate
+        from kitae.cli.preview import preview
 
-        print(estimate(config))
+        preview(config, full)
         return
-    from kitae.pipeline.session import prepare
+    console = Console()
+    sources = _prepare(config, console)
     from kitae.store.run import RunStore
 
-    sources = prepare(config, print)
-    _run(RunStore.create(config), sources)
+    _run(RunStore.create(config), sources, console)
 
 
 def resume(run: Path, overrides: list[str], checkpoint: str | None, forget: bool) -> None:
-    from kitae.pipeline.session import prepare
     from kitae.store.run import RunStore
 
+    console = Console()
     store = RunStore.open(run, overrides)
     try:
-        sources = prepare(store.config, print)
+        if checkpoint is None and _is_finished(run, store.config):
+            store.close()
+            return
+        sources = _prepare(store.config, console)
     except BaseException:
         store.close()
         raise
-    _run(store, sources, checkpoint, forget)
+    _run(store, sources, console, checkpoint, forget)
+
+
+def _is_finished(run: Path, config: Config) -> bool:
+    """Whether nothing is left to do, which is said; what cannot go on is refused."""
+    from kitae.store.look import look
+
+    seen = look(run)
+    if not (seen.is_finished and seen.has_model):
+        return False
+    if seen.step == config.training.steps:
+        print(f"{run} is finished: {seen.step} of {config.training.steps} steps; its model is {run / 'model'}")
+        print(f"train it further with: kitae resume {run} training.steps={2 * seen.step}")
+        return True
+    if not seen.checkpoints:
+        raise StoreError(
+            f"{run} cannot go on: its checkpoints were removed. Start a new run from its model with: kitae train "
+            f"RECIPE model.path={run} (or train all of its steps again, from its journal, with --from start)"
+        )
+    return False
+
+
+def _prepare(config: Config, console: Console) -> "Sources":
+    """Everything that can go wrong before the run folder is made or touched."""
+    from kitae.models.load import check_model
+    from kitae.pipeline.session import prepare
+    from kitae.store.run import is_run
+
+    sources = prepare(config, console.say)
+    folder = check_model(config.model)
+    if is_run(Path(config.model.path).expanduser()):
+        console.say(f"{config.model.path} is a run: its trained model {folder} is taken")
+    return sources
 
 
 def check(config: Config) -> None:
@@ -63,26 +103,36 @@ def check(config: Config) -> None:
     find_model(config.model.path, download=False)
 
 
-def _run(store: "RunStore", sources: "Sources", checkpoint: str | None = None, forget: bool = False) -> None:
+def _run(
+    store: "RunStore", sources: "Sources", console: Console, checkpoint: str | None = None, forget: bool = False
+) -> None:
     from kitae.observe.progress import make_progress
     from kitae.pipeline.session import train as run_session
 
     folder, config = store.folder, store.config
-    try:
-        with make_progress(config, folder) as progress:
-            result = run_session(store, sources, progress, checkpoint, forget=forget)
-    except KitaeError as error:
-        raise type(error)(f"{error}\nthe run folder is {folder}; go on with: kitae resume {folder}") from error
-    except KeyboardInterrupt:
-        raise KitaeError(f"interrupted; go on with: kitae resume {folder}") from None
-    if not result.finished:
-        print(f"\nstopped after step {result.step}; everything is saved. Go on with:\n    kitae resume {folder}")
-        return
-    _report(folder, config, result.before, result.after)
+    with console.attached(folder):
+        try:
+            with make_progress(config, folder, console.log) as progress:
+                result = run_session(store, sources, progress, checkpoint, forget=forget)
+        except KitaeError as error:
+            console.log(f"error: {error}")
+            raise type(error)(f"{error}\nthe run folder is {folder}; go on with: kitae resume {folder}") from error
+        except KeyboardInterrupt:
+            console.log("interrupted")
+            raise Interrupted(f"interrupted; go on with: kitae resume {folder}", signal.SIGINT) from None
+        except BaseException:
+            console.log(traceback.format_exc())
+            raise
+        if result.stopped_by is not None:
+            message = f"stopped after step {result.step}; everything is saved. Go on with:\n    kitae resume {folder}"
+            console.log(message)
+            raise Interrupted(message, result.stopped_by)
+        _report(folder, result.before, result.after, console)
 
 
-def _report(folder: Path, config: Config, before: dict[str, float] | None, after: dict[str, float] | None) -> None:
+def _report(folder: Path, before: Evaluated, after: Evaluated, console: Console) -> None:
     from kitae.observe.progress import peak_memory_gb
+    from kitae.store.look import look, size_of
 
     try:
         from kitae.observe.plots import plot_run
@@ -90,15 +140,21 @@ def _report(folder: Path, config: Config, before: dict[str, float] | None, after
         picture = str(plot_run(folder))
     except ImportError:
         picture = "needs matplotlib: pip install 'kitae[plots]'"
-    print()
+    lines = []
     if before and after and None not in (before["avg"], after["avg"]):
         rise = after["avg"] - before["avg"]
-        print(
+        lines.append(
             f"held-out accuracy  {before['avg']:.3f} → {after['avg']:.3f}  ({rise:+.3f}; "
             f"{int(after['prompts'])} prompts, 95 % interval {after['avg_low']:.3f}–{after['avg_high']:.3f})"
         )
-    print(f"peak memory        {peak_memory_gb():.1f} GB")
-    print(f"run folder         {folder}")
-    print(f"curves             {picture}")
-    print(f"trained model      {folder / 'model'}")
-    print(f"next               kitae show {folder} --worst     (what it still gets wrong)")
+    lines += [
+        f"peak memory        {peak_memory_gb():.1f} GB",
+        f"disk               {as_size(look(folder).size)}, {as_size(size_of(folder / 'checkpoints'))} of it "
+        f"checkpoints (kitae clean {folder})",
+        f"run folder         {folder}",
+        f"curves             {picture}",
+        f"trained model      {folder / 'model'}",
+        f"next               kitae show {folder} --worst     (what it still gets wrong)",
+    ]
+    print()
+    console.say("\n".join(lines))

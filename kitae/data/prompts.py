@@ -159,7 +159,7 @@ def _file_stream(config: DataConfig, files: list[File], seed: int) -> PromptStre
 def _local_file(setting: str, text: str) -> File:
     path = Path(text).expanduser()
     if not path.is_file():
-        found = "a folder is there" if path.is_dir() else "nothing is there"
+        found = "a folder is there" if path.is_dir() else f"nothing is there (in {Path.cwd()})"
         raise DataError(f"{setting} must name a file, got {text}, but {found}")
     return File(path, path.name)
 

@@ -41,7 +41,7 @@ def cpu_library() -> ctypes.CDLL | None:
         path = _build(compiler)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        detail = getattr(error, "stderr", None) or str(error)
+        detail = getattr(error, "stderr", None) or f"{error} (KITAE_CACHE chooses the folder they are kept in)"
         log.warning("the CPU kernels could not be built, the engine uses plain torch: %s", str(detail).strip()[-500:])
         return None
 

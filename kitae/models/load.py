@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kitae.config import ModelConfig
 from kitae.errors import ModelError
 from kitae.models.quiet import quiet_transformers
+from kitae.store.run import is_run
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,8 @@ def find_model(path: str, *, download: bool = True) -> Path | None:
     if path == SMOLLM2:
         return _find_smollm2(download)
     folder = Path(path).expanduser()
+    if is_run(folder):
+        return trained_model(folder)
     if (folder / "config.json").is_file():
         return folder
     if folder.exists():
@@ -47,6 +50,13 @@ def find_model(path: str, *, download: bool = True) -> Path | None:
             f"model.path {path!r} is neither a folder, nor a hub id (owner/name), nor one of: {SMOLLM2}, tiny"
         )
     return _from_hub(path, download)
+
+
+def trained_model(run: Path) -> Path:
+    """The model that a run has exported."""
+    if not (run / "model" / "config.json").is_file():
+        raise ModelError(f"{run} is a run without a trained model yet; finish it with: kitae resume {run}")
+    return run / "model"
 
 
 def _from_hub(hub_id: str, download: bool) -> Path | None:
@@ -92,8 +102,14 @@ def _cached(name: str, make: Callable[[Path], object]) -> Path:
     if (found := _cached_or_none(name)) is not None:
         return found
     folder = cache_dir() / "models" / name
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch_folder = tempfile.TemporaryDirectory(dir=folder.parent)
+    except OSError as error:
+        raise ModelError(
+            f"the cache folder must be writable, got {folder.parent} ({error.strerror}); set KITAE_CACHE to another one"
+        ) from None
+    with scratch_folder as scratch:
         made = Path(scratch) / name
         make(made)
         try:
@@ -137,8 +153,12 @@ def pick_device(name: str) -> "torch.device":
         device = torch.device(name)
     except RuntimeError:
         raise ModelError(f"model.device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ModelError(f"model.device must be auto, cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ModelError(f"model.device is {name!r}, but this machine has no usable GPU")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ModelError(f"model.device is {name!r}, but this machine has {torch.cuda.device_count()} GPUs")
     return device
 
 
@@ -155,10 +175,41 @@ def pick_dtype(name: str, device: "torch.device") -> "torch.dtype":
     return torch.bfloat16 if fast else torch.float32
 
 
+def check_model(config: ModelConfig) -> Path:
+    """The folder of the model, with all that can be found wrong before its weights are loaded; gets it if need be."""
+    from transformers import AutoConfig
+
+    from kitae.models.lora import import_peft
+
+    pick_device(config.device)
+    if config.lora_rank:
+        import_peft()
+    folder = find_model(config.path)
+    assert folder is not None
+    try:
+        with quiet_transformers():
+            AutoConfig.from_pretrained(folder)
+            _load_tokenizer(config.path, folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ModelError(f"{folder} must hold weights (*.safetensors or *.bin), got none")
+    return folder
+
+
+def _load_tokenizer(path: str, folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if tokenizer.eos_token_id is None:
+        raise ModelError(f"{path!r}: its tokenizer has no end-of-sequence token, so no response could end")
+    return tokenizer
+
+
 def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     """Load model and tokenizer onto the device, in the dtype of the computation, with LoRA if asked for."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     from kitae.kernels.memory import keep_freed_memory
     from kitae.models import attention
@@ -176,11 +227,9 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
             model = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=pick_dtype(config.dtype, device), attn_implementation=attention.NAME
             )
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            tokenizer = _load_tokenizer(config.path, folder)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
-    if tokenizer.eos_token_id is None:
-        raise ModelError(f"{config.path!r}: its tokenizer has no end-of-sequence token, so no response could end")
     model = model.to(device).eval()
     _disable_dropout(model)
     if config.fuse and not config.exact:

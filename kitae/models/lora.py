@@ -13,21 +13,25 @@ if TYPE_CHECKING:
 
 def add_lora(model: Any, config: ModelConfig) -> Any:
     """Freeze the model and add adapters; they are fp32 parameters of their own and take part in both uses."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ModelError("model.lora_rank needs the package peft: pip install 'kitae[lora]'") from None
-
+    peft = import_peft()
     targets: Any = config.lora_targets
     if targets != "all-linear":
         targets = [name.strip() for name in targets.split(",")]
-    lora = LoraConfig(
+    lora = peft.LoraConfig(
         r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets, task_type="CAUSAL_LM", bias="none"
     )
     try:
-        return get_peft_model(model, lora)
+        return peft.get_peft_model(model, lora)
     except ValueError as error:
         raise ModelError(f"model.lora_targets {config.lora_targets!r}: {error}") from error
+
+
+def import_peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ModelError("model.lora_rank needs the package peft: pip install 'kitae[lora]'") from None
+    return peft
 
 
 def merged_state(policy: "Policy") -> "dict[str, Tensor]":

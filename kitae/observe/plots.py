@@ -6,17 +6,29 @@ from typing import Any
 from kitae.errors import StoreError
 from kitae.store.run import Metrics
 
+_CURVES = {
+    "length": "response length (tokens)",
+    "entropy": "entropy (nats per token)",
+    "signal": "share of groups with signal",
+    "grad_norm": "gradient norm",
+    "logp_gap": "log-prob gap, engine against trainer",
+    "kl_k3": "KL to the reference (nats per token)",
+}
+
 
 def plot_run(run: Path, output: Path | None = None) -> Path:
-    """Reward with held-out accuracy, length, entropy and the engine–trainer gap over steps."""
+    """Reward with held-out accuracy, and what else there is to see of a run, over steps."""
     metrics = Metrics(run / "metrics.jsonl")
     steps, evals = metrics.rows("step"), metrics.rows("eval")
     if not steps:
-        raise StoreError(f"{run} has no finished step to draw")
+        what = "" if run.is_dir() else ": there is no such folder"
+        raise StoreError(f"{run} has no finished step to draw{what}")
     pyplot = load_pyplot()
-    figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), constrained_layout=True)
+    curves = {key: values for key in _CURVES if (values := _values(key, steps))}
+    columns = (len(curves) + 2) // 2
+    figure, axes = pyplot.subplots(2, columns, figsize=(4.2 * columns, 6), constrained_layout=True, squeeze=False)
     x = [row["step"] for row in steps]
-    reward, length, entropy, gap = axes.flat
+    reward, *others = axes.flat
     reward.plot(x, [_number(row["reward"]) for row in steps], ".-", label="training reward", color="tab:blue")
     evals = [row for row in evals if row["avg"] is not None]  # null: no answer could be judged
     if evals:
@@ -26,13 +38,15 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
         reward.errorbar(at, mean, error, fmt="o-", label="held out", color="tab:orange", capsize=3)
         reward.legend(loc="lower right")
     reward.set_title("reward")
-    _line(length, x, steps, "length", "response length (tokens)")
-    _line(entropy, x, steps, "entropy", "entropy (nats per token)")
-    _line(gap, x, steps, "logp_gap", "log-prob gap, engine against trainer")
+    for axis, (key, values) in zip(others, curves.items(), strict=False):
+        axis.plot(x, values, ".-")
+        axis.set_title(_CURVES[key])
     for axis in axes.flat:
+        axis.set_visible(axis.has_data())
         axis.set_xlabel("step")
+        axis.xaxis.get_major_locator().set_params(integer=True)  # there is no half step
         axis.grid(alpha=0.3)
-    figure.suptitle(run.name)
+    figure.suptitle(run.resolve().name)
     target = output or run / "plot.png"
     try:
         figure.savefig(target, dpi=110)
@@ -54,9 +68,15 @@ def load_pyplot() -> Any:
     return pyplot
 
 
-def _line(axis: Any, x: list[int], rows: list[dict[str, Any]], key: str, title: str) -> None:
-    axis.plot(x, [_number(row.get(key)) for row in rows], ".-")
-    axis.set_title(title)
+def _values(key: str, steps: list[dict[str, Any]]) -> list[float]:
+    """A number for each step, not a number where there is none; nothing if there is none at all."""
+    found = [_signal(row) if key == "signal" else row.get(key) for row in steps]
+    return [_number(value) for value in found] if any(value is not None for value in found) else []
+
+
+def _signal(row: dict[str, Any]) -> float | None:
+    groups = row.get("groups", 0) + row.get("groups_dropped", 0)
+    return row["groups_with_signal"] / groups if groups else None
 
 
 def _number(value: float | None) -> float:

@@ -4,6 +4,7 @@ import resource
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,8 +30,11 @@ def _columns(config: Config) -> tuple[tuple[str, str, str], ...]:
     return (*_COLUMNS[:4], _KL, *_COLUMNS[4:]) if config.algorithm.kl_coef else _COLUMNS
 
 
-def make_progress(config: Config, folder: Path) -> "Progress":
-    return LiveProgress(config, folder) if sys.stdout.isatty() else Progress(config, folder)
+Log = Callable[[str], None]
+
+
+def make_progress(config: Config, folder: Path, log: Log) -> "Progress":
+    return (LiveProgress if sys.stdout.isatty() else Progress)(config, folder, log)
 
 
 def peak_memory_gb() -> float:
@@ -38,14 +42,20 @@ def peak_memory_gb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-class Progress:
-    """Plain lines, one per step."""
+def _nowhere(text: str) -> None:
+    pass
 
-    def __init__(self, config: Config, folder: Path) -> None:
+
+class Progress:
+    """Plain lines, one per step. `log` is told of everything that stays on the screen."""
+
+    def __init__(self, config: Config, folder: Path, log: Log = _nowhere) -> None:
         self.config = config
         self.folder = folder
+        self.log = log
         self.columns = _columns(config)
         self._seconds: deque[float] = deque(maxlen=10)
+        self._reasons: set[str] = set()
 
     def __enter__(self) -> Self:
         data = self.config.data
@@ -62,17 +72,36 @@ class Progress:
         pass
 
     def note(self, text: str) -> None:
+        self.show(text)
+        self.log(text)
+
+    def show(self, text: str) -> None:
         print(text, flush=True)
 
     def step(self, row: dict[str, Any]) -> None:
-        cells = "  ".join(f"{title} {_cell(row, key, form)}" for title, key, form in self.columns[1:])
-        self.note(f"step {row['step']}/{self.config.training.steps}  {cells}  ETA {self._eta(row)}")
+        eta = self._eta(row)
+        cells = [f"{title} {_cell(row, key, form)}" for title, key, form in self.columns[1:]]
+        line = "  ".join([f"step {row['step']}/{self.config.training.steps}", *cells, f"ETA {eta}", *remarks(row)])
+        self.log(line)
+        self.show_step(row, eta, line)
+        self._explain_errors(row)
+
+    def show_step(self, row: dict[str, Any], eta: str, line: str) -> None:
+        self.show(line)
+
+    def _explain_errors(self, row: dict[str, Any]) -> None:
+        """Why answers could not be judged, each reason once."""
+        reason = next(iter(str(row.get("first_error") or "").splitlines()), "")
+        if reason and reason not in self._reasons:
+            self._reasons.add(reason)
+            self.note(f"not judged: {reason} (kitae show {self.folder} --errors)")
 
     def evaluated(self, row: dict[str, Any]) -> None:
-        self.note(
-            f"held-out accuracy at step {row['step']}: {row['avg']:.3f} "
-            f"[{row['avg_low']:.3f}, {row['avg_high']:.3f}] on {row['prompts']:.0f} prompts"
+        judged = row["avg"] == row["avg"]  # no number: no answer could be judged
+        found = (
+            f"{row['avg']:.3f} [{row['avg_low']:.3f}, {row['avg_high']:.3f}]" if judged else "not known: all errors,"
         )
+        self.note(f"held-out accuracy at step {row['step']}: {found} on {row['prompts']:.0f} prompts")
 
     def finished(self, folder: Path) -> None:
         pass
@@ -86,11 +115,11 @@ class Progress:
 class LiveProgress(Progress):
     """A table of the last steps and a status line, drawn in place."""
 
-    def __init__(self, config: Config, folder: Path) -> None:
+    def __init__(self, config: Config, folder: Path, log: Log = _nowhere) -> None:
         from rich.console import Console
         from rich.live import Live
 
-        super().__init__(config, folder)
+        super().__init__(config, folder, log)
         self.console = Console()
         self._rows: deque[list[str]] = deque(maxlen=12)
         self._status = "starting"
@@ -109,11 +138,12 @@ class LiveProgress(Progress):
     def status(self, text: str) -> None:
         self._status = text
 
-    def note(self, text: str) -> None:
+    def show(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False)
 
-    def step(self, row: dict[str, Any]) -> None:
-        self._rows.append([*(_cell(row, key, form) for _, key, form in self.columns), self._eta(row)])
+    def show_step(self, row: dict[str, Any], eta: str, line: str) -> None:
+        cells = (_cell(row, key, form) for _, key, form in self.columns)
+        self._rows.append([*cells, eta, ", ".join(remarks(row))])
 
     def _draw(self) -> Any:
         from rich.console import Group
@@ -123,11 +153,33 @@ class LiveProgress(Progress):
         table = Table(box=None, pad_edge=False)
         for title in (*(c[0] for c in self.columns), "ETA"):
             table.add_column(title, justify="right")
-        for row in list(self._rows):  # rich draws in a thread of its own, while steps arrive
-            table.add_row(*row)
+        rows = list(self._rows)  # rich draws in a thread of its own, while steps arrive
+        if any(row[-1] for row in rows):
+            table.add_column("remarks")
+        for row in rows:
+            table.add_row(*row[: len(table.columns)])
         elapsed = time.perf_counter() - self._began
         return Group(table, Text(f"{elapsed:5.0f} s  {self._status}", style="dim"))
 
 
+def remarks(row: dict[str, Any]) -> list[str]:
+    """What is out of the ordinary about a step: `["errors 3 of 64", "no update", "staleness 0.50 (at most 1)"]`."""
+    found = []
+    if errors := row.get("errors"):
+        found.append(f"errors {errors} of {round(errors / row['error_share'])}")
+    if row.get("updates") == 0:
+        found.append("no update")
+    if skipped := (row.get("skipped_updates") or 0) + (row.get("critic_skipped_updates") or 0):
+        found.append(f"updates skipped {skipped:.0f}")
+    if row.get("staleness_max"):
+        found.append(f"staleness {row['staleness']:.2f} (at most {row['staleness_max']})")
+    for title, key in (("overdue", "overdue"), ("engine restarts", "engine_restarts")):
+        if row.get(key):
+            found.append(f"{title} {row[key]:.0f}")
+    return found
+
+
 def _cell(row: dict[str, Any], key: str, form: str) -> str:
-    return form.format(row[key]) if row.get(key) is not None else "–"
+    value = row.get(key)
+    nothing = value is None or (key.endswith("_per_second") and value == 0)  # nothing was done: that is no speed
+    return "–" if nothing else form.format(value)

@@ -44,10 +44,13 @@ _GRACE = 3.0  # seconds for an interrupted run to say goodbye
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How a run ended: `Result(folder, finished=True, before={"avg": 0.48, …}, after={"avg": 1.0, …})`."""
+    """How a run ended: `Result(folder, stopped_by=None, step=15, before={"avg": 0.48, …}, after={"avg": 1.0, …})`.
+
+    stopped_by: the signal that ended it before its last step, or None.
+    """
 
     folder: Path
-    finished: bool
+    stopped_by: int | None
     step: int
     before: dict[str, Any] | None
     after: dict[str, Any] | None
@@ -130,7 +133,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         if evaluation_due(config, frontier.step):  # of a resumed run, it may have been lost
             await evaluate_at(frontier.step)
         before = _eval_row(store, 0)
-        with _interrupts(pipeline):
+        with _interrupts(pipeline) as interrupts:
             try:
                 await pipeline.catch_up()
                 await pipeline.run()
@@ -139,7 +142,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
                     observer.status("saving a checkpoint")
                     await pipeline.save()
                 await store.journal.add_event("stopped", f"step {pipeline.frontier.step}")
-                return Result(store.folder, False, pipeline.frontier.step, before, None)
+                return Result(store.folder, interrupts.received or signal.SIGINT, pipeline.frontier.step, before, None)
         for left in store.journal.pending():  # of a run that was made shorter
             await store.journal.skip_slot(config.training.steps, left.number, "the run ended")
         after = await evaluate_at(config.training.steps) if held_out else None
@@ -148,7 +151,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         await store.journal.add_event("finished", json.dumps(after))
         await store.sync()
         observer.finished(store.folder)
-        return Result(store.folder, True, config.training.steps, before, after)
+        return Result(store.folder, None, config.training.steps, before, after)
 
 
 def _where_it_stands(store: RunStore, checkpoint: str | None, forget: bool) -> tuple[Frontier, Path | None]:
@@ -302,23 +305,24 @@ class _interrupts:
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         self.loop = asyncio.get_running_loop()
-        self.asked = False
+        self.received: int | None = None  # the first signal
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> "_interrupts":
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self.loop.add_signal_handler(number, self._interrupt, number)
             except (ValueError, NotImplementedError, RuntimeError):  # not the main thread
-                return
+                break
+        return self
 
     def _interrupt(self, number: signal.Signals) -> None:
-        if self.asked:
+        if self.received is not None:
             # The trainer's thread cannot be interrupted and would be waited for. The journal survives a killed process.
             end = threading.Timer(_GRACE, os._exit, (128 + number,))
             end.daemon = True
             end.start()
             raise KeyboardInterrupt
-        self.asked = True
+        self.received = number
         self.pipeline.observer.note("stopping at the next safe point; press Ctrl-C again to stop at once")
         self.pipeline.stop()
 

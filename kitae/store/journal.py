@@ -86,7 +86,8 @@ class Journal:
         self.path = path
         try:
             if read_only:
-                address = f"{path.absolute().as_uri()}?mode=ro"
+                closed = not path.with_name(f"{path.name}-wal").exists()  # nobody writes: leave no files beside it
+                address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
                 self._reader = sqlite3.connect(address, uri=True, check_same_thread=False)
                 self._reader.execute("PRAGMA schema_version")  # reads the file: says now if it is no database
             else:
@@ -287,6 +288,13 @@ class Journal:
         messages = tuple(Message(**m) for m in json.loads(row[2]))
         return Prompt(row[1], messages, json.loads(row[3]), json.loads(row[4]))
 
+    def group(self, group: int) -> Group:
+        """A group that was issued, with the rollouts that are complete."""
+        prompt, rollouts = self.prompt(group), self.rollouts(group)
+        assert prompt is not None, f"group {group} was never issued"
+        greedy = next((r for r in rollouts if r.index == GREEDY), None)
+        return Group(group, prompt, tuple(r for r in rollouts if r.index != GREEDY), greedy)
+
     def groups(self, step: int | None = None) -> list[tuple[int, int, str, str]]:
         """`(group, step, fate, reason)` of closed groups, by id; of one step, if given."""
         where, values = ("WHERE step = ?", (step,)) if step is not None else ("", ())
@@ -303,16 +311,10 @@ class Journal:
         trained, dropped = list[Group](), list[tuple[Group, str]]()
         for id, _, fate, reason in self.groups(step):
             if fate == "trained":
-                trained.append(self._group(id))
+                trained.append(self.group(id))
             elif fate == "dropped":
-                dropped.append((self._group(id), reason))
+                dropped.append((self.group(id), reason))
         return trained, dropped
-
-    def _group(self, id: int) -> Group:
-        prompt, rollouts = self.prompt(id), self.rollouts(id)
-        assert prompt is not None, f"group {id} has a fate and no prompt"
-        greedy = next((r for r in rollouts if r.index == GREEDY), None)
-        return Group(id, prompt, tuple(r for r in rollouts if r.index != GREEDY), greedy)
 
     def samples(self) -> Iterator[tuple[int, int, int, float | None]]:
         """`(group, sample, step, value)` of the rollouts of closed groups; value None: it could not be judged."""

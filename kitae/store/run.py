@@ -4,6 +4,7 @@ config.json      the resolved settings
 journal.sqlite   prompts, rollouts, scores, fates, events
 metrics.jsonl    one line per step; evaluations have "kind": "eval"
 timeline.jsonl   who worked when
+console.log      what was on the screen
 checkpoints/     the last few frontiers
 model/           the trained model, loadable by transformers
 plot.png         reward, length, entropy over steps
@@ -66,7 +67,7 @@ class RunStore:
         self.folder = folder
         self.config = config
         self.changes: dict[str, str] = {}  # settings that are not as the run had them, by key
-        self._lock = _lock(folder)
+        self._lock = lock(folder)
         try:
             self.journal = journal or Journal(folder / "journal.sqlite")
         except StoreError:
@@ -186,6 +187,10 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def is_run(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and (folder / "journal.sqlite").is_file()
+
+
 def read_config(folder: Path) -> Config:
     path = folder / "config.json"
     try:
@@ -206,7 +211,8 @@ def _is_changeable(key: str) -> bool:
     return key in CHANGEABLE or f"{key.partition('.')[0]}.*" in CHANGEABLE
 
 
-def _lock(folder: Path) -> Any:
+def lock(folder: Path) -> Any:
+    """An open file; closing it gives the run free for another process."""
     try:
         file = (folder / ".lock").open("w")
     except OSError as error:

@@ -43,9 +43,9 @@ def kitae(
     )
 
 
-def finish(process: "subprocess.Popen[str]") -> str:
+def finish(process: "subprocess.Popen[str]", status: int = 0) -> str:
     output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    assert process.returncode == status, output
     return output
 
 

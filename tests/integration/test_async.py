@@ -236,7 +236,7 @@ def test_what_is_being_sampled_is_parked_on_ctrl_c(tmp_path: Path) -> None:
         assert process.poll() is None, process.stdout.read() if process.stdout else ""
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
-    output = finish(process)
+    output = finish(process, status=130)
     assert re.search(r"stopped after step \d+; everything is saved", output), output
     journal = Journal(run / "journal.sqlite", read_only=True)
     parked = {(r.group, r.index): r for g in range(24) for r in journal.parked(g)}

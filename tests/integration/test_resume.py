@@ -83,18 +83,30 @@ def test_killed_twice_also_while_saving(uninterrupted: Path, tmp_path: Path) -> 
     assert_ledger_balances(run, toy_config(tmp_path, *SETTINGS))
 
 
-def test_ctrl_c_saves_and_says_how_to_go_on(uninterrupted: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves_and_says_how_to_go_on(number: signal.Signals, uninterrupted: Path, tmp_path: Path) -> None:
     process, run = start(tmp_path)
     while rollouts_written(run) < 60:
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.002)
-    process.send_signal(signal.SIGINT)
-    output = finish(process)
+    process.send_signal(number)
+    output = finish(process, status=128 + number)
     found = re.search(r"stopped after step (\d+); everything is saved. Go on with:\n    kitae resume (\S+)", output)
     assert found and found[2] == str(run), output
     assert (run / "checkpoints" / f"step-{int(found[1]):06d}").is_dir()
     finish(kitae("resume", str(run)))
     assert_same_metrics(run, uninterrupted)
+    seen = (run / "console.log").read_text()
+    assert seen.count("$ kitae") == 2 and seen.count("step 6/6") == 1
+    assert seen.index("stopped after step") < seen.index("$ kitae resume") < seen.index("trained model")
+
+
+def test_a_finished_run_says_so_and_how_to_train_it_further(uninterrupted: Path) -> None:
+    before = rows(uninterrupted)
+    output = finish(kitae("resume", str(uninterrupted)))
+    assert "is finished: 6 of 6 steps" in output
+    assert f"kitae resume {uninterrupted} training.steps=12" in output
+    assert rows(uninterrupted) == before
 
 
 def test_refusals_leave_the_run_untouched(uninterrupted: Path, tmp_path: Path) -> None:
@@ -110,7 +122,7 @@ def test_refusals_leave_the_run_untouched(uninterrupted: Path, tmp_path: Path) -
     weights = run / "checkpoints" / "step-000006" / "optimizer.safetensors"
     original = weights.read_bytes()
     weights.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
-    message = failed(run)
+    message = failed(run, "--from", "step-000006")
     assert "optimizer.safetensors has checksum" in message and "--from step-000004" in message
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["step-000004", "step-000006"]
     assert rows(run) == rows(uninterrupted)

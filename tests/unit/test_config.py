@@ -19,9 +19,10 @@ from pydantic import ValidationError, create_model
 import kitae
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES, keyword_settings
-from kitae.config import _ELSEWHERE, Config, Section, load_config, override_config, parse_config
+from kitae.config import Config, Section, load_config, override_config, parse_config
 from kitae.data.tasks import TASKS
 from kitae.errors import ConfigError
+from kitae.hints import ELSEWHERE
 
 MINIMAL = {"data": {"task": "reverse"}}
 PACKAGE = Path(kitae.__file__).parent
@@ -44,7 +45,7 @@ def with_(**sections: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (with_(trainig={}), "unknown section 'trainig'; did you mean training?"),
+        (with_(trainig={}), "unknown section 'trainig'; did you mean 'training'?"),
         (with_(training={"learning_rate": 1}), "unknown key training.learning_rate; Kitae calls it training.lr"),
         (with_(training={"max_new_tokens": 1}), "Kitae calls it sampling.max_tokens"),
         (with_(training={"step": 1}), "unknown key training.step; did you mean training.steps?"),
@@ -53,10 +54,33 @@ def with_(**sections: dict[str, Any]) -> dict[str, Any]:
         (with_(xyzzy={}), "unknown section 'xyzzy'; valid are run, model, data"),
         (with_(run={"qqqqqqqqqqqqqqqqqqqq": 1}), "unknown key run.qqqqqqqqqqqqqqqqqqqq; valid are run.name, run.dir"),
         (with_(training=5), "'training' is a section, got the value 5"),
+        (with_(training={"lerning_rate": 1}), "unknown key training.lerning_rate; Kitae calls it training.lr"),
+        (with_(training={"save_steps": 1}), "unknown key training.save_steps; Kitae calls it checkpoint.every"),
+        (with_(training={"every": 1}), "unknown key training.every; did you mean checkpoint.every or eval.every?"),
+        (with_(steps=5), "unknown section 'steps'; did you mean training.steps?"),
+        (with_(num_generations=5), "unknown section 'num_generations'; Kitae calls it training.group_size"),
+        (with_(actor_rollout_ref={"rollout": {"n": 8}}), "actor_rollout_ref.rollout.n; Kitae calls it training.group"),
     ],
 )
 def test_unknown_names_point_to_the_nearest(values: dict[str, Any], message: str) -> None:
     assert message in refused(values)
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [("engine", "backend"), ("training", "logging_steps"), ("engine", "use_vllm"), ("run", "report_to")],
+)
+def test_what_does_not_exist_is_said_to_be_absent_and_nothing_is_suggested(section: str, key: str) -> None:
+    message = refused(with_(**{section: {key: 1}}))
+    assert message.startswith(f"unknown key {section}.{key}; not supported: ")
+    assert "did you mean" not in message
+
+
+def test_a_key_like_none_lists_the_section_and_no_other() -> None:
+    message = refused(with_(eval={"xyzzy": 1}))
+    assert message == "unknown key eval.xyzzy; valid are " + ", ".join(
+        f"eval.{k}" for k in SECTIONS["eval"].model_fields
+    )
 
 
 def test_all_problems_are_named_at_once() -> None:
@@ -226,9 +250,26 @@ def test_a_new_source_replaces_the_old_one_in_any_order_of_overrides(tmp_path: P
     assert (data.task, data.path, data.params, data.hub_files) == (None, "x.jsonl", {}, "a*")
 
 
+def test_two_sources_at_once_are_refused(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[data]\ntask = "reverse"\n')
+    with pytest.raises(ConfigError, match="exactly one of task, gym, path, hub, got task and path"):
+        load_config(recipe, ["data.task=sort", "data.path=x.jsonl"])
+    with pytest.raises(ConfigError, match="got task and path"):
+        overridden("data.path=x.jsonl", "data.task=sort")
+
+
+def test_another_source_does_not_keep_the_old_one_s_held_out_file(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[data]\npath = "a.jsonl"\neval_path = "b.jsonl"\n')
+    assert load_config(recipe, ["data.task=sort"]).data.eval_path is None
+    assert load_config(recipe, ["data.path=c.jsonl"]).data.eval_path == "b.jsonl"
+    assert load_config(recipe, ["data.eval_path=c.jsonl", "data.task=sort"]).data.eval_path == "c.jsonl"
+
+
 def test_every_foreign_name_leads_to_a_setting_that_exists() -> None:
     flat = parse_config(MINIMAL).flat()
-    assert [name for names in _ELSEWHERE.values() for name in names.split(", ") if name not in flat] == []
+    assert [name for names in ELSEWHERE.values() for name in names.split(", ") if name not in flat] == []
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -246,7 +287,13 @@ def test_later_overrides_win() -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("steps=3", "section.key=value, got 'steps=3'"),
+        ("steps=3", "section.key=value, got 'steps=3'; did you mean training.steps?"),
+        ("lr=3", "got 'lr=3'; did you mean training.lr?"),
+        ("beta=0.1", "got 'beta=0.1'; Kitae calls it algorithm.kl_coef"),
+        ("batch_size=4", "got 'batch_size=4'; Kitae calls it training.prompts_per_step"),
+        ("use_vllm=true", "got 'use_vllm=true'; not supported: "),
+        ("rollout.n=8", "unknown key rollout.n; Kitae calls it training.group_size"),
+        ("xyzzy=3", "section.key=value, got 'xyzzy=3'"),
         ("training.steps", "section.key=value, got 'training.steps'"),
         ("=3", "section.key=value, got '=3'"),
         ("training.=3", "section.key=value"),
@@ -255,7 +302,7 @@ def test_later_overrides_win() -> None:
         ("", "section.key=value, got ''"),
         ("training.steps.more=3", "'training.steps.more' goes below 'steps', which is a value, not a section"),
         ("training.stepz=3", "unknown key training.stepz; did you mean training.steps?"),
-        ("trainin.steps=3", "unknown section 'trainin'; did you mean training?"),
+        ("trainin.steps=3", "unknown section 'trainin'; did you mean 'training'?"),
         ("training.steps=three", "training.steps: input should be a valid integer"),
         ("data.params=3", "data.params"),
     ],

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,17 +13,20 @@ from typing import NamedTuple
 
 import pytest
 
+import kitae
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES
 from kitae.cli import inspection, main
 from kitae.config import parse_config
+from kitae.pipeline.replay import Replay
+from kitae.store.checkpoint import Frontier
 from kitae.store.journal import Journal
 from kitae.store.run import RunStore
 from kitae.types import Message, Prompt, Rollout, Score, Segment
 
 COMMANDS = (
-    *("train", "resume", "eval", "show", "replay", "plot", "simulate", "recipes", "algorithms"),
-    *("validate", "verifiers", "verify", "doctor"),
+    *("train", "resume", "runs", "compare", "clean", "eval", "show", "replay", "plot", "simulate", "recipes"),
+    *("algorithms", "validate", "verifiers", "verify", "doctor"),
 )
 
 
@@ -84,6 +88,15 @@ def test_no_arguments_show_the_help(cli: Cli) -> None:
     assert "Commands:" in result.out + result.err
 
 
+def test_train_without_a_recipe_names_those_there_are(cli: Cli) -> None:
+    assert "RECIPE: it must be a file, or one of arithmetic," in " ".join(cli("train").err.split())
+
+
+def test_the_version(cli: Cli) -> None:
+    result = cli("--version")
+    assert (result.status, result.out) == (0, f"kitae {kitae.__version__}\n")
+
+
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "sympy")
 
 
@@ -92,7 +105,10 @@ HEAVY = ("torch", "transformers", "numpy", "matplotlib", "sympy")
     [
         (["--help"], ["pydantic", "rich", *HEAVY]),
         (["train", "--help"], HEAVY),  # typer itself needs pydantic to read arguments
+        (["--version"], ["pydantic", "rich", *HEAVY]),
         (["recipes"], HEAVY),
+        (["runs", "/tmp"], [m for m in HEAVY if m != "numpy"]),
+        (["replay", "/nowhere"], [m for m in HEAVY if m != "numpy"]),
         (["algorithms", "ppo"], [m for m in HEAVY if m != "numpy"]),
         (["show", "/nowhere"], [m for m in HEAVY if m != "numpy"]),
         (["train", "quickstart", "training.stepz=1"], [m for m in HEAVY if m != "numpy"]),
@@ -148,6 +164,7 @@ def test_a_recipe_that_is_not_there(cli: Cli, command: str) -> None:
     assert message.startswith("no recipe file 'quickstrat', and no shipped recipe of that name (")
     assert message.endswith("; did you mean 'quickstart'?")
     assert "did you mean" not in failure(cli(command, "xyzzy"))
+    assert failure(cli(command, "my/own.toml")) == f"no recipe file 'my/own.toml' in {Path.cwd()}"
 
 
 def test_a_recipe_that_is_no_toml(cli: Cli, tmp_path: Path) -> None:
@@ -159,7 +176,7 @@ def test_a_recipe_that_is_no_toml(cli: Cli, tmp_path: Path) -> None:
     ("override", "message"),
     [
         ("training.stepz=1", "unknown key training.stepz; did you mean training.steps?"),
-        ("steps=1", "an override has the form section.key=value, got 'steps=1'"),
+        ("steps=1", "an override has the form section.key=value, got 'steps=1'; did you mean training.steps?"),
         ("training.group_size=1", "training.group_size must be at least 2"),
         ("data.task=revers", "reverse"),
         ("data.params.cuont=3", "cuont"),
@@ -175,21 +192,25 @@ def test_bad_settings_are_refused_before_anything_is_made(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_dry_run_prints_settings_and_an_estimate_and_makes_nothing(
+def test_dry_run_says_what_would_happen_and_makes_nothing(
     cli: Cli, tmp_path: Path, tiny_folder: Callable[[str], Path]
 ) -> None:
     model = tiny_folder("llama")
-    result = cli("train", "quickstart", f"model.path={model}", "model.device=cpu", "training.steps=3", "--dry-run")
+    arguments = ("train", "quickstart", f"model.path={model}", "model.device=cpu", "training.steps=3", "--dry-run")
+    result = cli(*arguments)
     assert (result.status, result.err) == (0, "")
-    settings, end = json.JSONDecoder().raw_decode(result.out)
-    config = parse_config(settings)
-    assert (config.training.steps, config.model.path, config.run.name) == (3, str(model), "quickstart")
-    estimate = {line.split()[0]: line for line in result.out[end:].splitlines() if line}
-    assert "cpu" in estimate["device"]
-    assert "M parameters" in estimate["model"]
-    assert "up to 1,024 tokens" in estimate["a"]
-    assert "3 steps" in estimate["the"]
+    head, _, settings = result.out.partition("\n\nsettings that differ from the defaults")
+    lines = {line[:10].strip(): line[11:] for line in head.splitlines() if line[:10].strip()}
+    assert lines["data"] == "reverse, judged by exact"
+    assert lines["steps"] == "3, each of 8 prompts × 8 samples of up to 16 tokens"
+    assert lines["device"].startswith("cpu") and lines["model"].endswith("M parameters")
+    assert " of sampling and " in lines["a step"] and lines["the run"]
+    assert re.search(r"^  training\.steps +3$", settings, re.MULTILINE)
+    assert "training.group_size" not in settings and "algorithm.clip_low" not in settings
     assert list(tmp_path.iterdir()) == []
+    whole = cli(*arguments, "--full").out.partition("all settings:\n")[2]
+    config = parse_config(json.JSONDecoder().raw_decode(whole)[0])
+    assert (config.training.steps, config.model.path, config.run.name) == (3, str(model), "quickstart")
 
 
 def test_dry_run_of_a_model_that_is_not_here(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +219,38 @@ def test_dry_run_of_a_model_that_is_not_here(cli: Cli, tmp_path: Path, monkeypat
     assert result.status == 0
     assert "tiny is not here yet" in result.out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.device=cuda:77"], "model.device is 'cuda:77', but this machine has "),
+        (["model.device=tpu"], "model.device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (["model.path=./missing"], "model.path './missing' is neither a folder, nor a hub id"),
+        (["model.path=nobody/nothing"], "cannot get 'nobody/nothing' from the hub"),
+        (["model.path=broken"], "cannot load 'broken' from broken"),
+        (["model.path=run"], "run is a run without a trained model yet; finish it with: kitae resume run"),
+        (["data.path=empty.jsonl", "eval.prompts=0"], "empty.jsonl: no rows"),
+        (["data.path=line.jsonl", "eval.prompts=0"], "line.jsonl:2: not valid JSON"),
+        (["data.path=none.jsonl"], "data.path must name a file, got none.jsonl, but nothing is there"),
+        (["data.path=good.jsonl"], "no held-out prompts for good.jsonl: set data.eval_path, or eval.prompts to 0"),
+    ],
+)
+def test_what_cannot_work_is_found_before_the_run_folder_is_made(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for folder in ("broken", "run"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+    (tmp_path / "run" / "journal.sqlite").touch()
+    good = '{"question": "1 + 1", "answer": "2"}\n'
+    for name, text in (("empty", ""), ("line", good + "{oops\n"), ("good", good)):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    found = failure(cli("train", "quickstart", "verifier.check_gold=false", *overrides))
+    assert message in found
+    assert "resume" not in found or "without a trained model" in found
+    assert not (tmp_path / "runs").exists()
 
 
 def test_an_evaluation_needs_prompts(cli: Cli) -> None:
@@ -213,7 +266,10 @@ def test_an_evaluation_needs_prompts(cli: Cli) -> None:
         (["show"], "is not a run folder: it has no journal.sqlite"),
         (["plot"], "has no finished step to draw"),
         (["resume"], "is not a run folder: it has no config.json"),
-        (["eval"], "no recipe file"),
+        (["eval"], "is a folder, neither a recipe file nor a run"),
+        (["replay"], "is not a run folder: it has no config.json and journal.sqlite"),
+        (["clean"], "is not a run folder: it has no config.json and journal.sqlite"),
+        (["compare", "x"], "x is not a run folder: there is no such folder"),
     ],
 )
 @pytest.mark.parametrize("exists", [True, False])
@@ -221,7 +277,9 @@ def test_a_folder_that_is_no_run(cli: Cli, tmp_path: Path, arguments: list[str],
     folder = tmp_path / "empty"
     if exists:
         folder.mkdir()
-    assert message in failure(cli(*arguments, folder))
+    found = failure(cli(*arguments, folder))
+    missing = ("no recipe file", "has no config.json", "there is no such folder")
+    assert message in found if exists else any(text in found for text in missing)
     assert not exists or list(folder.iterdir()) == []
 
 
@@ -247,6 +305,140 @@ async def _fill(journal: Journal) -> None:
             await journal.add_rollout(replace(rollout, text=f"answer {group}/{index} [/]"))
     await journal.add_fates(1, trained=[0], dropped=[])
     await journal.add_fates(2, trained=[2], dropped=[(1, "errors")])
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Callable[..., Path]:
+    """`trained("a", 3, "finished", lr=1e-5)`: the folder of a run of 3 steps whose last event is that."""
+
+    def make(name: str, steps: int, event: str | None, **training: float) -> Path:
+        values = {
+            "run": {"dir": str(tmp_path / "runs"), "name": name},
+            "data": {"task": "reverse"},
+            "training": {"steps": 3, **training},
+        }
+        store = RunStore.create(parse_config(values))
+        asyncio.run(store.journal.add_event("start", "step 0"))
+        if event:
+            asyncio.run(store.journal.add_event(event, ""))
+        evaluation = {"kind": "eval", "avg_low": 0.1, "avg_high": 0.9, "prompts": 8}
+        store.metrics.append({**evaluation, "step": 0, "avg": 0.25})
+        for step in range(1, steps + 1):
+            speed = {"generate_tokens_per_second": 100.0, "train_tokens_per_second": 50.0, "step_seconds": 2.0}
+            store.metrics.append({"kind": "step", "step": step, "reward": step / 4, "length": 5.0, **speed})
+        for step in range(steps + 1):
+            store.checkpoints.save(Frontier(step, 0), lambda folder: void(folder / "weights", 1000))
+        if event == "finished":
+            store.metrics.append({**evaluation, "step": steps, "avg": 0.75})
+            void(store.folder / "model" / "config.json", 10)
+        store.close()
+        return store.folder
+
+    def void(path: Path, size: int) -> None:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"{" + b" " * size + b"}")
+
+    return make
+
+
+def test_runs_lists_what_is_there(cli: Cli, trained: Callable[..., Path], tmp_path: Path) -> None:
+    assert failure(cli("runs")) == "there is no folder runs; kitae runs DIR looks into another one"
+    (tmp_path / "runs" / "no-run").mkdir(parents=True)
+    assert cli("runs").out == "no runs in runs; start one with: kitae train quickstart\n"
+    for number, (name, event) in enumerate((("a", "finished"), ("b", "stopped"), ("c", None), ("d", None))):
+        folder = trained(name, 3 if event == "finished" else 2, event)
+        for path in folder.iterdir():
+            os.utime(path, (number, number))
+    (folder / "config.json").write_text('{"data": {"tusk": 1}}')  # of another version
+    running = RunStore.create(parse_config({"run": {"dir": "runs", "name": "e"}, "data": {"task": "reverse"}}))
+    result = cli("runs")
+    header, *rows = (line.split() for line in result.out.splitlines())
+    running.close()
+    assert result.status == 0 and header == ["run", "status", "step", "reward", "held", "out", "age", "size"]
+    assert [row[:2] for row in rows] == [
+        ["a-001", "finished"],
+        ["b-001", "stopped"],
+        ["c-001", "crashed"],
+        ["d-001", "unreadable"],
+        ["e-001", "running"],
+    ]
+    assert rows[0][2:7] == ["3/3", "0.750", "0.250", "→", "0.750"] and rows[1][2:5] == ["2/3", "0.500", "0.250"]
+    assert cli("runs", "runs/a-001").out.splitlines()[1].startswith("a-001")
+
+
+def test_compare_shows_what_differs_and_what_came_of_it(cli: Cli, trained: Callable[..., Path]) -> None:
+    one, two = trained("a", 3, "finished"), trained("b", 2, "stopped", lr=3e-4)
+    rows = {
+        line.partition("  ")[0]: line.split("  ", 1)[1].split("  ")
+        for line in cli("compare", one, two).out.splitlines()[1:]
+    }
+    cells = {name: [c.strip() for c in found if c.strip()] for name, found in rows.items()}
+    assert cells["training.lr"] == ["1e-05", "0.0003"]
+    assert cells["held out after"] == ["0.750 [0.100, 0.900]", "–"]
+    assert cells["reward, last 5 steps"] == ["0.500", "0.375"]
+    assert cells["gen tok/s"] == ["100", "100"] and "run.name" not in cells and "training.steps" not in cells
+    assert failure(cli("compare", one)) == "kitae compare takes two runs or more, got 1"
+    assert "the same" in cli("compare", one, one).out
+
+
+def test_clean_says_what_would_go_and_removes_it_when_told(cli: Cli, trained: Callable[..., Path]) -> None:
+    run = trained("a", 3, "finished")
+    leftover = run / "checkpoints" / ".partial-step-000009"
+    leftover.mkdir()
+    (leftover / "weights").write_bytes(b"x" * 5000)
+    (run / ".model.partial").mkdir()
+    before = sorted(run.rglob("*"))
+    result = cli("clean", run)
+    assert (
+        "checkpoints/step-000002" in result.out
+        and "goes on from step-000003 only" in result.out
+        and "5 KB" in result.out
+    )
+    assert result.out.endswith(f"nothing was removed yet; do it with: kitae clean {run} --yes\n")
+    assert sorted(run.rglob("*")) == before
+    assert "freed" in cli("clean", run, "--yes").out
+    assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000003"]
+    assert (run / "model").is_dir() and not (run / ".model.partial").exists()
+    assert "nothing to remove" in cli("clean", run).out
+
+
+def test_clean_down_to_the_weights(cli: Cli, trained: Callable[..., Path]) -> None:
+    run = trained("a", 3, "finished")
+    assert "but not resumed" in cli("clean", run, "--weights-only", "--yes").out
+    assert list((run / "checkpoints").iterdir()) == [] and (run / "model").is_dir()
+    assert "is finished" in cli("resume", run).out
+    assert "cannot go on: its checkpoints were removed" in failure(cli("resume", run, "training.steps=9"))
+    assert "checkpoints are all there is" in failure(cli("clean", trained("b", 2, "stopped"), "--weights-only"))
+
+
+def test_clean_touches_no_run_that_is_running_or_has_no_sound_checkpoint(
+    cli: Cli, trained: Callable[..., Path]
+) -> None:
+    one, two = trained("a", 3, "stopped"), trained("b", 3, "stopped")
+    store = RunStore.open(two)
+    result = cli("clean", one, two, "--yes")
+    store.close()
+    assert "b-001 is running" in failure(result)
+    assert len(list((one / "checkpoints").iterdir())) == 2
+    (one / "checkpoints" / "step-000003" / "weights").write_bytes(b"damaged")
+    assert "is damaged" in cli("clean", one, "--yes").err
+    assert len(list((one / "checkpoints").iterdir())) == 2
+
+
+def test_replay_says_same_or_differs(cli: Cli, trained: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trained("a", 3, "finished")
+    asked: list[int] = []
+
+    def fake(folder: Path, step: int, note: object) -> Replay:
+        asked.append(step)
+        return Replay(step, step - 1, {"loss": (0.5, 0.5 if step == 3 else 0.75)})
+
+    monkeypatch.setattr("kitae.pipeline.replay.replay", fake)
+    result = cli("replay", run)
+    assert result.status == 0 and result.out.splitlines()[-1].startswith("same: step 3, from the checkpoint of step 2")
+    result = cli("replay", run, "--step", 2)
+    assert result.status == 1 and result.out.splitlines()[-1].startswith("differs: step 2") and asked == [3, 2]
+    assert "has no finished step to replay" in failure(cli("replay", trained("b", 0, None)))
 
 
 def shown(result: Result) -> list[str]:
@@ -278,6 +470,20 @@ def test_show_by_step_and_rank(cli: Cli, run_folder: Path) -> None:
     assert "step 9 has no samples; the last step with samples is 2" in failure(cli("show", run_folder, "--step", 9))
 
 
+def test_show_one_sample_of_each_prompt(cli: Cli, run_folder: Path) -> None:
+    assert shown(cli("show", run_folder, "--one-per-prompt")) == ["1/0", "2/0"]
+    assert shown(cli("show", run_folder, "--one-per-prompt", "--best")) == ["0/1", "2/1", "1/0"]
+    assert "1 of 2 samples" in cli("show", run_folder, "--one-per-prompt", "--limit", 1).out
+
+
+def test_show_what_a_sample_was_worth(cli: Cli, run_folder: Path) -> None:
+    """As the trainer had it: the group of step 1 has rewards 0 and 1; a dropped group has no advantages."""
+    lines = [line for line in cli("show", run_folder, "--step", 1).out.splitlines() if "tokens" in line]
+    assert [re.findall(r"advantage (\S+) · 1 tokens · stop", line) for line in lines] == [["-0.71"], ["+0.71"]]
+    dropped, _ = cli("show", run_folder, "--step", 2, "--limit", 2).out.split("sample 1")
+    assert "advantage" not in dropped
+
+
 def test_show_what_could_not_be_judged(cli: Cli, run_folder: Path) -> None:
     assert shown(cli("show", run_folder, "--errors")) == ["1/1"]
     result = cli("show", run_folder, "--errors", "--step", 1)
@@ -295,7 +501,8 @@ def test_show_of_a_damaged_journal(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_eval_of_a_run_without_a_model(cli: Cli, run_folder: Path) -> None:
-    assert f"has no trained model yet; finish it with: kitae resume {run_folder}" in failure(cli("eval", run_folder))
+    message = f"is a run without a trained model yet; finish it with: kitae resume {run_folder}"
+    assert message in failure(cli("eval", run_folder))
 
 
 def test_resume_with_changed_settings(cli: Cli, run_folder: Path) -> None:
@@ -303,8 +510,8 @@ def test_resume_with_changed_settings(cli: Cli, run_folder: Path) -> None:
     asyncio.run(store.journal.set_meta("config", store.config.to_json()))
     store.close()
     path = run_folder / "config.json"
-    path.write_text(path.read_text().replace('"steps": 100', '"steps": 200'))
-    assert "training.steps: was 100, is 200" in failure(cli("resume", run_folder))
+    path.write_text(path.read_text().replace('"group_size": 8', '"group_size": 4'))
+    assert "training.group_size: was 8, is 4" in failure(cli("resume", run_folder))
 
 
 def test_plot_prints_where_the_picture_is(cli: Cli, run_folder: Path, tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def test_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="finds the reference itself"):
         config("data.path=a.jsonl", "data.format=math", "data.answer_after=####")
     with pytest.raises(DataError, match=r"must be one of math, mbpp.*did you mean 'mbpp'"):
-        find_reader("mpbb")
+        find_reader("mbp")
 
 
 def test_a_known_set_may_judge_a_generated_task(tmp_path: Path) -> None:

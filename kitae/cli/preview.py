@@ -1,0 +1,62 @@
+"""`kitae train --dry-run`: what would happen, with which settings, in what time and memory."""
+
+from typing import TYPE_CHECKING
+
+from kitae.cli.text import as_size, as_time, table
+from kitae.config import Config
+
+if TYPE_CHECKING:
+    from kitae.pipeline.estimate import Estimate, Range
+
+
+def preview(config: Config, full: bool) -> None:
+    from kitae.pipeline.estimate import estimate
+
+    print(summary(config))
+    print(describe(config, estimate(config)))
+    if full:
+        print(f"\nall settings:\n{config.to_json()}")
+    else:
+        changed = [[f"  {key}", repr(value)] for key, value in config.changed().items()]
+        print(f"\nsettings that differ from the defaults (--full: all of them):\n{table(changed, left=2)}")
+    print("\nnothing was loaded or written; without --dry-run this would train")
+
+
+def summary(config: Config) -> str:
+    t, data, e = config.training, config.data, config.eval
+    held_out = f"{e.prompts} prompts before and after" + (f", and every {e.every} steps" if e.every else "")
+    return "\n".join(
+        [
+            f"method     {config.algorithm.preset}, learning rate {t.lr:g}",
+            f"data       {data.task or data.gym or data.path or data.hub}, judged by {config.verifier.name}",
+            f"steps      {t.steps}, each of {t.prompts_per_step} prompts × {t.group_size} samples of up to "
+            f"{config.sampling.max_tokens} tokens",
+            f"held out   {held_out if e.prompts else 'none (eval.prompts = 0)'}",
+            f"run folder {config.run.dir}/{config.run.name}-NNN",
+        ]
+    )
+
+
+def describe(config: Config, found: "Estimate") -> str:
+    lines = [f"device     {found.device}, {str(found.dtype).removeprefix('torch.')}"]
+    if found.model is None or found.memory is None:
+        unknown = "is not here yet: it will be made or downloaded, its size is not known"
+        return "\n".join([*lines, f"model      {config.model.path} {unknown}"])
+    parts = sorted(found.memory.items(), key=lambda part: -part[1])
+    listed = ", ".join(f"{as_size(size)} {name}" for name, size in parts if size >= 5e7)
+    lines += [
+        f"model      {config.model.path}, {found.model.parameters / 1e6:.0f} M parameters",
+        f"memory     about {as_size(sum(found.memory.values()))}: {listed}",
+        f"a step     {_span(found.generation)} of sampling and {_span(found.training)} of training",
+        f"the run    {_span(found.run)}, of which evaluations {_span(found.evaluations)}",
+        "           (if answers are half to fully as long as they may be, and nothing else uses this machine)",
+    ]
+    return "\n".join(lines)
+
+
+def _span(seconds: "Range") -> str:
+    """`"3–6 s"`."""
+    low, high = (as_time(s) if s >= 2 else f"{s:.1f} s" for s in (seconds.low, seconds.high))
+    if low == high:
+        return low
+    return f"{low.partition(' ')[0]}–{high}" if low.split()[1] == high.split()[1] else f"{low} to {high}"

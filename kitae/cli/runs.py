@@ -1,0 +1,144 @@
+"""`kitae runs`, `kitae compare` and `kitae clean`: runs seen from outside."""
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kitae.cli.text import as_size, as_time, table
+from kitae.errors import KitaeError, StoreError
+from kitae.store.look import RunView, find_runs, look, size_of
+
+_LAST = 5  # steps whose mean is the reward at the end
+
+
+def runs(folder: Path) -> None:
+    found = find_runs(folder)
+    if not found:
+        print(f"no runs in {folder}; start one with: kitae train quickstart")
+        return
+    print(table([["run", "status", "step", "reward", "held out", "age", "size"], *map(_row, found)], left=2))
+
+
+def compare(folders: Sequence[Path]) -> None:
+    if len(folders) < 2:
+        raise StoreError(f"kitae compare takes two runs or more, got {len(folders)}")
+    found = [look(folder) for folder in folders]
+    settings = [run.config.flat() for run in found]
+    names = [key for key in settings[0] if any(s[key] != settings[0][key] for s in settings)]
+    rows = [["", *(run.folder.name for run in found)]]
+    rows += [[key, *(_setting(s[key]) for s in settings)] for key in names if key not in ("run.name", "run.dir")]
+    if len(rows) == 1:
+        rows.append(["settings", *("the same" for _ in found)])
+    rows += [[title, *map(cell, found)] for title, cell in _RESULTS.items()]
+    print(table(rows))
+
+
+def clean(folders: Sequence[Path], weights_only: bool, yes: bool) -> None:
+    found = [look(folder) for folder in folders]
+    plans = [(run, _superfluous(run, weights_only)) for run in found]  # all are looked at before one is touched
+    freed = 0
+    for run, paths in plans:
+        sizes = {path: size_of(path) for path in paths}
+        freed += sum(sizes.values())
+        what = f"{as_size(sum(sizes.values()))} of {as_size(run.size)} can go" if paths else "nothing to remove"
+        print(f"{run.folder}: {what}")
+        for path, size in sizes.items():
+            print(f"  {path.relative_to(run.folder)}  {as_size(size)}")
+        if paths:
+            print(f"  {_consequence(run, weights_only)}")
+        if yes:
+            _remove(run, paths, weights_only)
+    if yes:
+        print(f"{as_size(freed)} freed")
+    elif freed:
+        option = " --weights-only" if weights_only else ""
+        print(f"nothing was removed yet; do it with: kitae clean {' '.join(map(str, folders))}{option} --yes")
+
+
+def _row(run: RunView) -> list[str]:
+    name, size = run.folder.name, as_size(run.size)
+    age = as_time(max(0.0, time.time() - run.changed))
+    try:
+        reward = "–" if not run.steps or run.steps[-1]["reward"] is None else f"{run.steps[-1]['reward']:.3f}"
+        return [name, run.status, f"{run.step}/{run.config.training.steps}", reward, _held_out(run), age, size]
+    except KitaeError:  # settings of another version, say: the others are listed all the same
+        return [name, "unreadable", "–", "–", "–", age, size]
+
+
+def _held_out(run: RunView) -> str:
+    averages = [f"{row['avg']:.3f}" for row in run.evaluations]
+    return " → ".join(averages if len(averages) < 2 else (averages[0], averages[-1])) or "–"
+
+
+def _setting(value: Any) -> str:
+    return "–" if value is None else str(value)
+
+
+def _evaluation(which: int) -> Callable[[RunView], str]:
+    def cell(run: RunView) -> str:
+        if len(run.evaluations) < (1 if which == 0 else 2):
+            return "–"
+        row = run.evaluations[which]
+        return f"{row['avg']:.3f} [{row['avg_low']:.3f}, {row['avg_high']:.3f}]"
+
+    return cell
+
+
+def _usual(key: str, form: str) -> Callable[[RunView], str]:
+    def cell(run: RunView) -> str:
+        values = [row[key] for row in run.steps if row.get(key)]
+        return form.format(median(values)) if values else "–"
+
+    return cell
+
+
+def _last_reward(run: RunView) -> str:
+    values = [row["reward"] for row in run.steps[-_LAST:] if row["reward"] is not None]
+    return f"{sum(values) / len(values):.3f}" if values else "–"
+
+
+_RESULTS: dict[str, Callable[[RunView], str]] = {
+    "status": lambda run: run.status,
+    "steps": lambda run: f"{run.step}/{run.config.training.steps}",
+    f"reward, last {_LAST} steps": _last_reward,
+    "held out before": _evaluation(0),
+    "held out after": _evaluation(-1),
+    "length": _usual("length", "{:.1f}"),
+    "s/step": _usual("step_seconds", "{:.1f}"),
+    "gen tok/s": _usual("generate_tokens_per_second", "{:,.0f}"),
+    "train tok/s": _usual("train_tokens_per_second", "{:,.0f}"),
+    "size": lambda run: as_size(run.size),
+}
+
+
+def _superfluous(run: RunView, weights_only: bool) -> list[Path]:
+    if run.status == "running":
+        raise StoreError(f"{run.folder} is running; wait for it or stop it first")
+    if weights_only and not (run.status == "finished" and run.has_model):
+        raise StoreError(
+            f"{run.folder} is {run.status}, so its checkpoints are all there is of what it learnt; finish it with: "
+            f"kitae resume {run.folder}"
+        )
+    names = run.checkpoints if weights_only else run.checkpoints[:-1]
+    return [*(run.folder / "checkpoints" / name for name in names), *run.leftovers()]
+
+
+def _consequence(run: RunView, weights_only: bool) -> str:
+    if weights_only:
+        return f"then it can be evaluated and started from (model.path={run.folder}), but not resumed"
+    return f"then it goes on from {run.checkpoints[-1]} only; a replay of earlier steps begins at the first one"
+
+
+def _remove(run: RunView, paths: Sequence[Path], weights_only: bool) -> None:
+    """Older checkpoints go only if the last one is sound."""
+    from kitae.store.checkpoint import Checkpoints
+    from kitae.store.run import lock
+
+    with lock(run.folder):
+        if not weights_only and run.checkpoints:
+            Checkpoints(run.folder / "checkpoints", keep=1).load()
+        for path in paths:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -1,0 +1,137 @@
+"""What to say about a setting that does not exist: where it is, what Kitae calls it, or that there is nothing like it.
+
+A wrong hint is worse than none: a name is called near only if it differs by a letter or two.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+
+ELSEWHERE = {
+    "learning_rate": "training.lr",
+    "num_generations": "training.group_size",
+    "n_samples_per_prompt": "training.group_size",
+    "num_rollouts": "training.group_size",
+    "rollout.n": "training.group_size",
+    "batch_size": "training.prompts_per_step",
+    "train_batch_size": "training.prompts_per_step",
+    "rollout_batch_size": "training.prompts_per_step",
+    "per_device_train_batch_size": "training.token_budget",
+    "micro_batch_size": "training.token_budget",
+    "micro_train_batch_size": "training.token_budget",
+    "ppo_micro_batch_size_per_gpu": "training.token_budget",
+    "gradient_accumulation_steps": "training.token_budget",
+    "ppo_mini_batch_size": "training.minibatches",
+    "num_mini_batches": "training.minibatches",
+    "max_steps": "training.steps",
+    "total_training_steps": "training.steps",
+    "num_train_epochs": "training.steps",
+    "total_epochs": "training.steps",
+    "num_iterations": "training.epochs",
+    "ppo_epochs": "training.epochs",
+    "lr_scheduler_type": "training.schedule",
+    "max_grad_norm": "training.clip_norm",
+    "grad_clip": "training.clip_norm",
+    "gradient_checkpointing": "training.checkpoint_activations",
+    "max_new_tokens": "sampling.max_tokens",
+    "max_completion_length": "sampling.max_tokens",
+    "max_response_length": "sampling.max_tokens",
+    "generate_max_len": "sampling.max_tokens",
+    "reward_fn": "verifier.name",
+    "reward_funcs": "verifier.name",
+    "custom_reward_function": "verifier.name",
+    "dataset": "data.path, data.hub",
+    "dataset_name": "data.hub",
+    "train_files": "data.path",
+    "val_files": "data.eval_path",
+    "prompt_data": "data.path",
+    "input_key": "data.prompt_key",
+    "label_key": "data.answer_key",
+    "system_prompt": "data.system",
+    "model_name_or_path": "model.path",
+    "pretrain": "model.path",
+    "torch_dtype": "model.dtype",
+    "bf16": "model.dtype",
+    "lora_r": "model.lora_rank",
+    "gpu_memory_utilization": "engine.memory_gb",
+    "max_num_seqs": "engine.max_batch",
+    "output_dir": "run.dir",
+    "run_name": "run.name",
+    "experiment_name": "run.name",
+    "save_steps": "checkpoint.every",
+    "save_freq": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "eval_steps": "eval.every",
+    "test_freq": "eval.every",
+    "beta": "algorithm.kl_coef",
+    "kl_beta": "algorithm.kl_coef",
+    "kl_loss_coef": "algorithm.kl_coef",
+    "init_kl_coef": "algorithm.kl_coef",
+    "epsilon": "algorithm.clip_low, algorithm.clip_high",
+    "clip_eps": "algorithm.clip_low, algorithm.clip_high",
+    "clip_ratio": "algorithm.clip_low, algorithm.clip_high",
+    "epsilon_high": "algorithm.clip_high",
+    "clip_ratio_low": "algorithm.clip_low",
+    "clip_ratio_high": "algorithm.clip_high",
+    "entropy_coeff": "algorithm.entropy_coef",
+    "algorithm": "algorithm.preset",
+    "adv_estimator": "algorithm.preset",
+    "advantage_estimator": "algorithm.preset",
+    "scale_rewards": "algorithm.advantage",
+    "loss_type": "algorithm.preset, algorithm.aggregation",
+    "loss_agg_mode": "algorithm.aggregation",
+    "critic_learning_rate": "algorithm.critic_lr",
+    "actor_learning_rate": "training.lr",
+}
+"""What other frameworks call a setting, by its last name, or by the last two where one says too little."""
+
+_REASONS = {
+    "backend use_vllm vllm vllm_mode vllm_num_engines sglang": "Kitae samples with an engine of its own",
+    "deepspeed fsdp zero_stage tensor_parallel_size tensor_model_parallel_size data_parallel_size nnodes num_gpus "
+    "n_gpus_per_node world_size": "Kitae trains on one device",
+    "logging_steps log_every log_interval": "every step is shown, and logged in RUN/metrics.jsonl",
+    "report_to wandb use_wandb logger tensorboard": "a run's numbers are in RUN/metrics.jsonl, and are sent nowhere",
+    "fp16 load_in_4bit load_in_8bit quantization": "weights are bfloat16 or float32",
+    "push_to_hub hub_model_id": "the trained model is the folder RUN/model",
+    "reward_model reward_pretrain": "rewards come from a verifier: verifier.name",
+    "optim optimizer": "the optimizer is AdamW",
+    "max_prompt_length prompt_max_len": "prompts may be as long as the model's context",
+}
+
+ABSENT = {name: reason for names, reason in _REASONS.items() for name in names.split()}
+"""What other frameworks have and Kitae has not, and why."""
+
+_NEAR = 0.75
+
+
+def hint(name: str, settings: Mapping[str, Iterable[str]]) -> str:
+    """How to go on from an unknown `section.key`, or from a bare key; "" where nothing is known.
+
+    `settings` are the keys of each section.
+    """
+    parts = name.split(".")
+    section, key = ".".join(parts[:-1]), parts[-1]
+    if found := _foreign(".".join(parts[-2:])) or _foreign(key):
+        return found
+    own = list(settings.get(section, ()))
+    if key in own:
+        return ""
+    if near := difflib.get_close_matches(key, own, 1, _NEAR) or [k for k in own if k.startswith(f"{key}_")][:1]:
+        return _did_you_mean([f"{section}.{near[0]}"])
+    if same := [f"{s}.{key}" for s, keys in settings.items() if key in keys]:
+        return _did_you_mean(same)
+    if near := difflib.get_close_matches(key, [*ELSEWHERE, *ABSENT], 1, _NEAR):
+        return _foreign(near[0])
+    keys = {k for found in settings.values() for k in found} if not own else set[str]()
+    if near := difflib.get_close_matches(key, sorted(keys), 1, _NEAR):
+        return _did_you_mean([f"{s}.{near[0]}" for s, keys in settings.items() if near[0] in keys])
+    return ""
+
+
+def _foreign(name: str) -> str:
+    if name in ELSEWHERE:
+        return f"; Kitae calls it {ELSEWHERE[name]}"
+    return f"; not supported: {ABSENT[name]}" if name in ABSENT else ""
+
+
+def _did_you_mean(names: Iterable[str]) -> str:
+    return f"; did you mean {' or '.join(names)}?"
