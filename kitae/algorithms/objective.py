@@ -196,6 +196,8 @@ class Objective:
 
     def _penalty(self, s: Sample) -> FloatArray:
         """β k1 of each loss token, with π_old: it is part of the reward, not differentiated."""
+        import torch  # here, so that what only looks at settings needs no torch
+
         old_N, ref_N = (torch.from_numpy(_loss(s, logp_T)) for logp_T in (s.logp_old_T, s.logp_ref_T))
         d_N: FloatArray = log_ratio(old_N, ref_N).numpy()
         return np.float32(self.kl_coef) * d_N
