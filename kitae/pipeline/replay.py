@@ -17,7 +17,7 @@ from kitae.models.load import load_policy
 from kitae.pipeline.session import make_learner
 from kitae.store.checkpoint import Checkpoints, Frontier, step_of
 from kitae.store.journal import Journal
-from kitae.store.run import Metrics, read_config
+from kitae.store.run import Metrics, changes_of_learning, read_config
 
 COMPARED = ("samples_trained", "loss", "grad_norm", "entropy", "ratio", "logp_gap")
 
@@ -47,6 +47,11 @@ def replay(folder: Path, step: int, note: Callable[[str], None]) -> Replay:
     journal = Journal(folder / "journal.sqlite", read_only=True)
     threads = torch.get_num_threads()
     try:
+        if changed := changes_of_learning(journal, frontier.step):
+            raise StoreError(
+                f"step {step} cannot be computed again from step {frontier.step} with the settings that the run has "
+                f"now: {'; '.join(changed)}"
+            )
         note(f"loading {config.model.path} at step {frontier.step}")
         learner = make_learner(config, load_policy(config.model, config.run.seed))
         if state is not None:

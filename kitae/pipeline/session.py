@@ -30,7 +30,7 @@ from kitae.observe.observer import Observer
 from kitae.pipeline.evaluate import Evaluation, evaluate, evaluation_due
 from kitae.pipeline.loops import Pipeline, Stopped
 from kitae.store.checkpoint import START, Frontier
-from kitae.store.run import LEARNING, RunStore
+from kitae.store.run import LEARNING, RunStore, changes_of_learning
 from kitae.trainer.critic import Critic
 from kitae.trainer.learner import Learner
 from kitae.trainer.reference import Reference
@@ -166,11 +166,13 @@ def _where_it_stands(store: RunStore, checkpoint: str | None, forget: bool) -> t
             f"training.steps must be at least {trained}, the steps that the run has trained, got {t.steps}; {way_out}"
         )
     needed = LEARNING if t.schedule == "constant" else (*LEARNING, "training.steps")
-    if trained > frontier.step and (refused := [text for key, text in store.changes.items() if key in needed]):
+    refused = [text for key, text in store.changes.items() if key in needed]
+    refused += changes_of_learning(store.journal, frontier.step)
+    if trained > frontier.step and refused:
         raise ConfigError(
             f"steps {frontier.step + 1} to {trained} come after the checkpoint and are trained again as they were, so "
-            f"this cannot change now:\n  {'; '.join(refused)}\nGo on without the change and stop with Ctrl-C, which "
-            f"saves a checkpoint; or give those steps up: {way_out}"
+            f"this must not have changed:\n  {'; '.join(refused)}\nGo on from the last checkpoint without a change, "
+            f"and make it after a Ctrl-C, which saves a checkpoint; or give those steps up: {way_out}"
         )
     return frontier, state
 

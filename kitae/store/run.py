@@ -14,6 +14,7 @@ import fcntl
 import json
 import math
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -126,11 +127,12 @@ class RunStore:
         flush(scratch)
         os.replace(scratch, self.folder / "config.json")
         await self.journal.set_meta("config", self.config.to_json())
-        for text in self.changes.values():
-            await self.journal.add_event("changed", text)
         await self.journal.add_event("start", f"step {step}")
         if forget:
             await self.journal.forget(step)
+            await self.journal.add_event("forgot", f"after step {step}")
+        for text in self.changes.values():
+            await self.journal.add_event("changed", f"after step {step}: {text}")
         self.checkpoints.forget_after(step)
         self.metrics.rewind(max(step, self.journal.last_step()))
 
@@ -205,6 +207,21 @@ def _differences(before: Config, now: Config) -> dict[str, str]:
     """`{"training.lr": "training.lr: was 1e-05, is 1e-06"}`"""
     old, new = before.flat(), now.flat()
     return {key: f"{key}: was {old[key]!r}, is {new[key]!r}" for key in old if old[key] != new[key]}
+
+
+def changes_of_learning(journal: Journal, step: int) -> list[str]:
+    """What was recorded about changes after this step, without which the steps from there on were trained otherwise:
+    `["after step 20: training.lr: was 1e-05, is 1e-06"]`."""
+    found: list[tuple[int, str]] = []
+    for _, kind, detail in journal.events():
+        if kind == "forgot":
+            found = [(after, text) for after, text in found if after <= int(detail.rpartition(" ")[2])]
+        elif kind == "changed" and (change := _CHANGE.match(detail)) is not None and change[2] in LEARNING:
+            found.append((int(change[1]), detail))
+    return [text for after, text in found if after > step]
+
+
+_CHANGE = re.compile(r"after step (\d+): ([\w.]+):")
 
 
 def _is_changeable(key: str) -> bool:

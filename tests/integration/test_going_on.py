@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from test_async import check_ledger
 from test_resume import rollouts_written
 
-from kitae.errors import ConfigError, VerifierError
+from kitae.errors import ConfigError, StoreError, VerifierError
 from kitae.models.load import find_model
 from kitae.observe.observer import Silent
+from kitae.pipeline.replay import replay
 from kitae.pipeline.session import Result, prepare, train
 from kitae.store.journal import Journal
 from kitae.store.run import RunStore
@@ -252,16 +253,26 @@ def test_the_second_ctrl_c_does_not_wait_for_the_step(tmp_path: Path) -> None:
 
 def test_a_finished_run_can_be_extended_and_changed(tmp_path: Path) -> None:
     whole = run_toy(tmp_path / "whole", "training.steps=6", "checkpoint.every=3", "eval.prompts=4").folder
-    run_toy(tmp_path, "training.steps=3", "checkpoint.every=3", "eval.prompts=4")
+    run_toy(tmp_path, "training.steps=3", "checkpoint.every=3", "checkpoint.keep=9", "eval.prompts=4")
     run = go_on(tmp_path, "training.steps=6").folder
-    assert events(run, "changed") == ["training.steps: was 3, is 6"]
+    assert events(run, "changed") == ["after step 3: training.steps: was 3, is 6"]
     steps = [r for r in rows(run) if r["kind"] == "step"]
     expected = [r for r in rows(whole) if r["kind"] == "step"]
     assert [r["reward"] for r in steps] == [r["reward"] for r in expected]
     assert [r["step"] for r in rows(run) if r["kind"] == "eval"] == [0, 3, 6]
     go_on(tmp_path, "training.steps=7", "training.lr=1e-4")
     assert [r["lr"] for r in rows(run) if r["kind"] == "step"][5:] == [3e-3, 1e-4]
+    assert replay(run, 7, print).difference == 0
+    with pytest.raises(StoreError, match=r"step 5 cannot be computed again from step 3 .*training.lr: was 0.003"):
+        replay(run, 5, print)
+    with pytest.raises(ConfigError, match="this must not have changed"):
+        go_on(tmp_path, "training.steps=8", checkpoint="step-000003")
     check_ledger(run, toy_config(tmp_path, "training.steps=7", "eval.prompts=4"))
+    store = RunStore.open(run, ["training.steps=8"])  # what is forgotten had no other settings
+    train(store, prepare(store.config, print), Silent(), "step-000003", forget=True)
+    (run / "checkpoints" / "step-000008").rename(tmp_path / "elsewhere")
+    go_on(tmp_path)
+    assert [r["lr"] for r in rows(run) if r["kind"] == "step"] == [3e-3] * 3 + [1e-4] * 5
 
 
 def test_a_run_can_be_made_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,7 +123,7 @@ def test_some_settings_may_change_and_are_recorded_when_the_run_goes_on(config: 
     assert read_config(folder).training.steps == config.training.steps, "nothing is written before the run begins"
     asyncio.run(store.begin(0))
     recorded = [detail for _, kind, detail in store.journal.events() if kind == "changed"]
-    assert "training.lr: was 1e-05, is 0.5" in recorded and len(recorded) == 3
+    assert "after step 0: training.lr: was 1e-05, is 0.5" in recorded and len(recorded) == 3
     store.close()
     again = RunStore.open(folder)
     assert again.changes == {} and again.config.training.steps == 7 and again.config.engine.max_batch == 3
