@@ -566,7 +566,14 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
         else:
             body.append(line.removeprefix(indent))
     if fence:
-        yield from _block(tag, body)
+        yield from _block(tag, _without_far_fence(body, fence))
+
+
+def _without_far_fence(body: list[str], fence: str) -> list[str]:
+    """Of a block that nothing closed: without what follows its last bare fence, if that pairs with no other one. Models
+    indent the closing fence like the code before it."""
+    bare = [i for i, line in enumerate(body) if line.strip() == fence]
+    return body[: bare[-1]] if len(bare) % 2 else body
 
 
 def _block(tag: str, lines: list[str]) -> Iterator[tuple[str, str]]:

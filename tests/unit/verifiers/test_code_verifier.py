@@ -309,6 +309,14 @@ PASSING = {
         "from dataclasses import dataclass\n@dataclass(order=True)\nclass P:\n    x: int\ndef f(): return P(1)",
         asserts("assert f() == P(1)", "assert f().x == 1", "assert P(1) < P(2)"),
     ),
+    "a closing fence as far in as the code": (
+        "Sure:\n```python\ndef f(x):\n    return 2\n    ```\nThis returns 2.",
+        asserts("assert f(1) == 2"),
+    ),
+    "fences in a text of a block that is cut off": (
+        '```python\ndef f(x):\n    """Say\n    ```\n    f(1)\n    ```\n    """\n    return 2\n',
+        asserts("assert f(1) == 2"),
+    ),
     "prose around unfenced code": ("Here is my answer:\ndef f(x):\n    return 2\n", asserts("assert f(1) == 2")),
     "prose after unfenced code": (
         "We can do this:\n\nimport math\ndef f(x):\n    return 2\n\nIt's (almost) done.",
