@@ -88,8 +88,8 @@ def test_the_reference_is_computed_while_the_engine_samples(settings: dict[str, 
             await engine.close()
 
     for i, done in enumerate(asyncio.run(asyncio.wait_for(run(), 120))):
-        expected = policy.score(torch.tensor([5, 7 + i, *done.tokens]))[1:]
-        np.testing.assert_allclose(done.logprobs, expected.numpy(), atol=1e-4)
+        expected = policy.score(torch.tensor([5, 7 + i, *done.tokens], device=policy.device))[1:]
+        np.testing.assert_allclose(done.logprobs, expected.cpu().numpy(), atol=1e-4)
 
 
 def test_a_reference_that_moves(tiny_policy: TinyPolicy, tmp_path: Path) -> None:
