@@ -157,7 +157,7 @@ async def write_journal(rollouts: int) -> float:
             await asyncio.gather(*(journal.add_rollout(_rollout(g, i)) for g in batch for i in range(GROUP)))
             await journal.add_fates(first // 64, list(batch)[:-1], [])
         waiting = journal.pending()
-        assert len(waiting) == -(-groups // 64) and len(journal.rollouts(waiting[-1][1])) == GROUP
+        assert len(waiting) == -(-groups // 64) and len(journal.rollouts(waiting[-1].groups[0])) == GROUP
         seconds = time.perf_counter() - began
         journal.close()
     return seconds

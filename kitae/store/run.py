@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,7 @@ class RunStore:
             raise
         self.checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
         self.checkpoints.clear_leftovers()
+        shutil.rmtree(folder / ".model.partial", ignore_errors=True)  # of a killed export
         self.metrics = Metrics(folder / "metrics.jsonl")
 
     @staticmethod
