@@ -129,6 +129,8 @@ def _superfluous(run: RunView, weights_only: bool) -> list[Path]:
 def _consequence(run: RunView, weights_only: bool) -> str:
     if weights_only:
         return f"then it can be evaluated and started from (model.path={run.folder}), but not resumed"
+    if not run.checkpoints:
+        return "what a killed process had begun to write; nothing else goes"
     return f"then it goes on from {run.checkpoints[-1]} only; a replay of earlier steps begins at the first one"
 
 

@@ -39,6 +39,7 @@ from kitae.pipeline.buffer import Buffer, Outcome, Slot
 from kitae.pipeline.evaluate import evaluation_due
 from kitae.pipeline.watch import Watch, whereabouts
 from kitae.store.checkpoint import Frontier
+from kitae.store.journal import PendingSlot
 from kitae.store.run import RunStore
 from kitae.trainer.learner import Learner
 from kitae.types import Group, Prompt
@@ -83,8 +84,7 @@ class Pipeline:
         self.buffer = Buffer(t.prompts_per_step, p.max_staleness, frontier.step, given_up)
         self.cursor, self.issued = store.journal.issued()
         self.version = frontier.step
-        wanted = t.steps * t.prompts_per_step + store.journal.overdue_slots() - self.issued
-        self._wanted = asyncio.Semaphore(max(0, wanted))
+        self._wanted = asyncio.Semaphore(0)  # slots that are to be issued
         self._overdue: set[Slot] = set()  # given up, and not in the journal yet
         self._given_up = 0  # since the last batch
         self._pass_rates = store.journal.pass_rates() if p.mastered_visits < 1 else {}
@@ -138,7 +138,7 @@ class Pipeline:
                 training = tasks.create_task(self._train_loop(), name="train")
                 await tasks.create_task(self._sync_loop(), name="sync")
                 await training
-                for task in endless:
+                for task in (*endless, *self._fills.values()):  # of a run that was made shorter, some are left
                     task.cancel()
         except BaseExceptionGroup as group:
             raise root_cause(group) from None
@@ -171,16 +171,35 @@ class Pipeline:
 
     async def _feed_loop(self, tasks: asyncio.TaskGroup) -> None:
         """First the slots that an interrupted run had issued and not trained, then new ones, as many as are wanted."""
-        for pending in self.store.journal.pending():
+        needed = (self.config.training.steps - self.version) * self.buffer.size
+        resumed = await self._resumed(needed)
+        for _ in range(needed - len(resumed)):
+            self._wanted.release()
+        for pending in resumed:
             with self.watch.waits("feed", "a free slot"):
                 slot = await self.buffer.reserve(pending.number, pending.oldest)
+            self._refills_left -= len(pending.groups) - 1
             self._fill(tasks, slot, list(pending.groups))
         while True:
             with self.watch.waits("feed", "nothing: all prompts are issued"):
                 await self._wanted.acquire()
             with self.watch.waits("feed", "a free slot"):
                 slot = await self.buffer.reserve(self.issued)
-            self._fill(tasks, slot, [await self._issue(slot)])
+            self.issued += 1
+            self._fill(tasks, slot, [])
+
+    async def _resumed(self, needed: int) -> list[PendingSlot]:
+        """The slots to take up again, at most as many as are needed. One that cannot be trained in time is skipped: a
+        batch had given it up, and the journal did not hear of it any more."""
+        kept: list[PendingSlot] = []
+        found = self.store.journal.pending()
+        for slot in sorted(found, key=lambda s: self.version if s.oldest is None else s.oldest):
+            trained_at = self.version + len(kept) // self.buffer.size
+            if slot.oldest is not None and slot.oldest + self.buffer.bound < trained_at:
+                await self.store.journal.skip_slot(self.version + 1, slot.number, "overdue")
+            elif len(kept) < needed:
+                kept.append(slot)
+        return sorted(kept, key=lambda s: s.number)
 
     async def _issue(self, slot: Slot) -> int:
         """A new group for the slot, in the journal before it counts. A slot that is given up meanwhile gets it all the
@@ -203,7 +222,6 @@ class Pipeline:
                 with self.watch.waits("feed", "the journal"):
                     await self.store.journal.add_prompt(group_id, prompt, slot.version, slot.number, skipped)
                 self.cursor += 1
-                self.issued = max(self.issued, slot.number + 1)
                 if not skipped:
                     return group_id
 
@@ -220,7 +238,7 @@ class Pipeline:
         task.add_done_callback(lambda _: self._fills.pop(slot))
 
     async def _fill_slot(self, slot: Slot, group_ids: list[int]) -> None:
-        """Groups of prompts until one is worth training on; `group_ids` are those that it has been given already.
+        """Groups of prompts until one is worth training on; `group_ids` are those that it had before an interruption.
 
         Where an interrupted run had replaced a group that is worth it now (its verifier works again, say), those that
         had taken its place are spare.
@@ -228,6 +246,8 @@ class Pipeline:
         dropped: list[tuple[Group, str]] = []
         try:
             while True:
+                if not group_ids:
+                    group_ids.append(await self._issue(slot))
                 group = await self._run_group(group_ids.pop(0))
                 reason = self.learner.objective.drop_reason(group)
                 if reason is None:
@@ -241,7 +261,6 @@ class Pipeline:
                         self.buffer.put(slot, Outcome(None, tuple(dropped)))
                         return
                     self._refills_left -= 1
-                    group_ids.append(await self._issue(slot))
         except Parked:  # the run is stopping; the journal has all of it
             return
         except asyncio.CancelledError:

@@ -160,22 +160,31 @@ class Journal:
         await self._write([(fates, (step, reason, slot)), (parked, (slot,))])
 
     async def add_event(self, kind: str, detail: str = "") -> None:
-        await self._write([("INSERT INTO events VALUES (?,?,?)", (time.time(), kind, detail))])
+        await self._write([_event(kind, detail)])
 
-    async def set_meta(self, key: str, value: str) -> None:
-        await self._write([("INSERT OR REPLACE INTO meta VALUES (?,?)", (key, value))])
+    async def begin(self, config: str, events: Sequence[tuple[str, str]], forget_after: int | None = None) -> None:
+        """A process takes up the run with these settings; kinds and details of what there is to record about that.
 
-    async def forget(self, step: int) -> None:
-        """Give up what was trained after this step, and what was sampled by those weights. What was issued stays issued
-        into the same slot, and what was skipped stays skipped."""
-        await self._write([("DELETE FROM fates WHERE step > ? AND fate != 'skipped'", (step,))])
-        later = []
+        forget_after: give up what was trained after this step, and what was sampled by those weights. What was issued
+        stays issued into the same slot, and what was skipped stays skipped. All of this happens, or nothing.
+        """
+        statements = [("INSERT OR REPLACE INTO meta VALUES (?,?)", ("config", config))]
+        statements += [_event(kind, detail) for kind, detail in events]
+        if forget_after is not None:
+            statements += self._forgetting(forget_after)
+        await self._write(statements)
+
+    def _forgetting(self, step: int) -> list[Statement]:
+        statements: list[Statement] = [("DELETE FROM fates WHERE step > ? AND fate != 'skipped'", (step,))]
         for table in ("rollouts", "parked"):
-            sql = f"SELECT group_id, sample, versions FROM {table} WHERE group_id NOT IN (SELECT group_id FROM fates)"
-            for group, sample, versions in self._reader.execute(sql):
+            sql = (
+                f"SELECT group_id, sample, versions FROM {table} WHERE group_id NOT IN "
+                "(SELECT group_id FROM fates WHERE step <= ? OR fate = 'skipped')"
+            )
+            for group, sample, versions in self._reader.execute(sql, (step,)):
                 if np.frombuffer(versions, dtype=np.int32).max(initial=-1) > step:
-                    later.append((f"DELETE FROM {table} WHERE group_id = ? AND sample = ?", (group, sample)))
-        await self._write(later)
+                    statements.append((f"DELETE FROM {table} WHERE group_id = ? AND sample = ?", (group, sample)))
+        return statements
 
     async def sync(self) -> None:
         """Return when all that was written before is on the disk, and would survive a loss of power."""
@@ -323,11 +332,6 @@ class Journal:
             "ORDER BY r.group_id, r.sample"
         )
 
-    def overdue_slots(self) -> int:
-        """Slots whose groups were skipped because a batch would not wait for them."""
-        sql = "SELECT count(DISTINCT slot) FROM prompts JOIN fates USING (group_id) WHERE fate='skipped' AND reason=?"
-        return int(self._reader.execute(sql, ("overdue",)).fetchone()[0])
-
     def pass_rates(self) -> dict[str, tuple[int, float]]:
         """By prompt id, the group in which it was asked and judged the last time, and its mean score."""
         values: dict[str, tuple[int, list[float]]] = {}
@@ -388,6 +392,10 @@ def _explain(error: Exception, path: Path) -> StoreError:
     if getattr(error, "sqlite_errorcode", None) in _FULL:
         return DiskFullError(f"no space left to write {path} ({error}); what was written before is safe")
     return StoreError(f"{path}: {error}")
+
+
+def _event(kind: str, detail: str) -> Statement:
+    return "INSERT INTO events VALUES (?,?,?)", (time.time(), kind, detail)
 
 
 def _park(r: Rollout) -> list[Statement]:

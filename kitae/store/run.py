@@ -123,19 +123,19 @@ class RunStore:
         return store
 
     async def begin(self, step: int, forget: bool = False) -> None:
-        """The run goes on from this step; changed settings are recorded. forget: what came after it is given up."""
+        """The run goes on from this step; changed settings are recorded. forget: what came after it is given up.
+
+        A process that is killed in here leaves settings that count as changed again, or fewer checkpoints; never a
+        checkpoint of what is forgotten.
+        """
         scratch = self.folder / ".config.partial"
         scratch.write_text(self.config.to_json())
         flush(scratch)
         os.replace(scratch, self.folder / "config.json")
-        await self.journal.set_meta("config", self.config.to_json())
-        await self.journal.add_event("start", f"step {step}")
-        if forget:
-            await self.journal.forget(step)
-            await self.journal.add_event("forgot", f"after step {step}")
-        for text in self.changes.values():
-            await self.journal.add_event("changed", f"after step {step}: {text}")
         self.checkpoints.forget_after(step)
+        events = [("start", f"step {step}"), *([("forgot", f"after step {step}")] if forget else [])]
+        events += [("changed", f"after step {step}: {text}") for text in self.changes.values()]
+        await self.journal.begin(self.config.to_json(), events, step if forget else None)
         self.metrics.rewind(max(step, self.journal.last_step()))
 
     async def sync(self) -> None:

@@ -1,5 +1,6 @@
 """Where features meet a resume: refills, outages, overdue and mastered groups, evaluations, changed settings."""
 
+import asyncio
 import json
 import shutil
 import signal
@@ -22,6 +23,7 @@ from kitae.models.load import find_model
 from kitae.observe.observer import Silent
 from kitae.pipeline.replay import replay
 from kitae.pipeline.session import Result, prepare, train
+from kitae.store.checkpoint import Checkpoints
 from kitae.store.journal import Journal
 from kitae.store.run import RunStore
 from kitae.trainer.learner import Learner
@@ -363,3 +365,162 @@ def test_a_prompt_that_the_template_refuses_is_skipped_and_counted(tmp_path: Pat
 def test_no_checkpoint_of_weights_that_nobody_has_trained(tmp_path: Path) -> None:
     run = run_toy(tmp_path, "training.steps=2", "checkpoint.every=1", "checkpoint.keep=9", "eval.prompts=0").folder
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step-000001", "step-000002"]
+
+
+def test_shorter_and_then_longer_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ("pipeline.max_staleness=3", "training.steps=9", "checkpoint.every=2", "eval.prompts=0")
+    with crash_at(monkeypatch, 4):
+        run_toy(tmp_path, *settings)
+    go_on(tmp_path, "training.steps=3")
+    run = go_on(tmp_path, "training.steps=6", "pipeline.stall_limit=8").folder
+    check_ledger(run, toy_config(tmp_path, *settings, "training.steps=6"))
+
+
+def test_killed_between_a_mastered_prompt_and_the_one_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tmp_path / "six.jsonl"
+    data.write_text("".join(json.dumps({"question": f"p{i}", "answer": i}) + "\n" for i in range(6)))
+    settings = (
+        f"data.path={data}",
+        score_file(tmp_path, "return 1.0 if reference < 3 else (len(response) % 2) / 2"),
+        "verifier.check_gold=false",
+        "pipeline.mastered_visits=0.3",
+        "training.prompts_per_step=3",
+        "training.steps=6",
+        "training.group_size=2",
+        "checkpoint.every=3",
+        "eval.prompts=0",
+        "pipeline.stall_limit=8",
+    )
+    add = Journal.add_prompt
+
+    async def dies(self: Journal, group: int, prompt: Any, version: int, slot: int, skipped: str = "") -> None:
+        await add(self, group, prompt, version, slot, skipped)
+        if skipped:
+            raise Crash
+
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(Journal, "add_prompt", dies)
+        run_toy(tmp_path, *settings)
+    run = go_on(tmp_path).folder
+    check_ledger(run, toy_config(tmp_path, *settings))
+
+
+def test_killed_while_steps_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ("training.steps=6", "checkpoint.every=2", "checkpoint.keep=9", "eval.prompts=0")
+    run = run_toy(tmp_path, *settings).folder
+
+    def dies(*_: Any) -> None:
+        raise Crash
+
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(Checkpoints, "forget_after", dies)
+        store = RunStore.open(run)
+        train(store, prepare(store.config, print), Silent(), "step-000002", forget=True)
+    go_on(tmp_path, "training.steps=7")
+    check_ledger(run, toy_config(tmp_path, *settings, "training.steps=7"))
+
+
+def test_a_slot_that_is_overdue_before_its_prompt_is_issued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The feed loop looks for a prompt that is not mastered, or waits for the disk, while batches go by."""
+    settings = (
+        "pipeline.max_staleness=1",
+        "pipeline.overdue=drop",
+        "training.steps=6",
+        "eval.prompts=0",
+        "checkpoint.every=9",
+        "training.group_size=2",
+        "training.prompts_per_step=2",
+    )
+    add = Journal.add_prompt
+
+    async def slow(self: Journal, group: int, *rest: Any) -> None:
+        await asyncio.sleep(3 if group == 6 else 0)
+        await add(self, group, *rest)
+
+    monkeypatch.setattr(Journal, "add_prompt", slow)
+    run = run_toy(tmp_path, *settings).folder
+    check_ledger(run, toy_config(tmp_path, *settings))
+
+
+def test_refills_of_a_step_are_limited_across_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = (
+        score_file(tmp_path, "return 0.5"),
+        "algorithm.filter=zero-variance",
+        "pipeline.refill=true",
+        "pipeline.max_refill=1",
+        "training.group_size=2",
+        "training.steps=2",
+        "sampling.max_tokens=4",
+        "verifier.check_gold=false",
+        "eval.prompts=0",
+    )
+    whole = run_toy(tmp_path / "whole", *settings).folder
+    with crash_at(monkeypatch, 1):
+        run_toy(tmp_path, *settings)
+    with crash_at(monkeypatch, 1):
+        go_on(tmp_path)
+    run = go_on(tmp_path).folder
+    counts = []
+    for folder in (whole, run):
+        journal = Journal(folder / "journal.sqlite", read_only=True)
+        counts.append([len(journal.groups(step)) for step in (1, 2)])
+        journal.close()
+    assert counts[0] == counts[1]
+
+
+def test_given_up_and_killed_before_the_journal_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot that a batch went without is too old for the next one, also when its verdict is there by then."""
+    hurry = str(tmp_path / "fast")
+    slow = f"import os, time; time.sleep(60 * (not os.path.exists({hurry!r}) and str(reference)[0] == '1')); {PARITY}"
+    settings = (
+        score_file(tmp_path, slow),
+        "verifier.workers=16",
+        "verifier.timeout=100",
+        "verifier.check_gold=false",
+        "pipeline.max_staleness=1",
+        "pipeline.overdue=drop",
+        "training.steps=8",
+        "training.group_size=2",
+        "checkpoint.every=9",
+        "eval.prompts=0",
+    )
+    skip = Journal.skip_slot
+
+    async def late(self: Journal, *rest: Any) -> None:
+        await asyncio.sleep(30)
+        await skip(self, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "skip_slot", late)
+        with crash_at(monkeypatch, 5):
+            run_toy(tmp_path, *settings)
+    (tmp_path / "fast").touch()
+    run = go_on(tmp_path).folder
+    check_ledger(run, toy_config(tmp_path, *settings))
+
+
+def test_a_shorter_run_does_not_sample_what_nobody_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the last step is trained, rollouts of spare slots are waited for: Ctrl-C is not heard, nobody watches."""
+    settings = (
+        score_file(tmp_path, PARITY),
+        "verifier.check_gold=false",
+        "verifier.workers=16",
+        "training.group_size=2",
+        "pipeline.max_staleness=3",
+        "training.steps=9",
+        "checkpoint.every=2",
+        "eval.prompts=0",
+    )
+    with crash_at(monkeypatch, 4):
+        run_toy(tmp_path, *settings)
+    journal = Journal(tmp_path / "toy-001" / "journal.sqlite")
+    for group in (g for p in journal.pending() for g in p.groups):  # as if they had just been issued
+        journal._reader.execute("DELETE FROM rollouts WHERE group_id = ?", (group,))
+    before = journal.counts()["rollouts"]
+    journal.close()
+    score_file(tmp_path, "import time; time.sleep(4); return 1.0")
+    run = go_on(tmp_path, "training.steps=3").folder
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    after = journal.counts()["rollouts"]
+    journal.close()
+    assert after == before

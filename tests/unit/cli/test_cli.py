@@ -507,7 +507,7 @@ def test_eval_of_a_run_without_a_model(cli: Cli, run_folder: Path) -> None:
 
 def test_resume_with_changed_settings(cli: Cli, run_folder: Path) -> None:
     store = RunStore.open(run_folder)
-    asyncio.run(store.journal.set_meta("config", store.config.to_json()))
+    asyncio.run(store.journal.begin(store.config.to_json(), []))
     store.close()
     path = run_folder / "config.json"
     path.write_text(path.read_text().replace('"group_size": 8', '"group_size": 4'))

@@ -287,7 +287,7 @@ def test_forgotten_steps_take_what_their_weights_sampled_with_them(journal: Jour
         await journal.add_fates(1, trained=[0], dropped=[])
         await journal.add_fates(2, trained=[1], dropped=[(2, "errors")])
         assert journal.last_step() == 2
-        await journal.forget(1)
+        await journal.begin("{}", [("forgot", "after step 1")], forget_after=1)
         assert journal.last_step() == 1
         await journal.add_fates(2, trained=[1, 2], dropped=[])
 
@@ -305,11 +305,10 @@ def test_what_was_skipped_stays_skipped(journal: Journal) -> None:
         await journal.skip_slot(3, 0, "overdue")
         await journal.skip(3, [4], "spare")
         await journal.add_fates(5, trained=[3, 5], dropped=[])
-        await journal.forget(4)
+        await journal.begin("{}", [], forget_after=4)
 
     asyncio.run(write())
     assert journal.groups() == [(0, 3, "skipped", "overdue"), (1, 3, "skipped", "overdue"), (4, 3, "skipped", "spare")]
-    assert journal.overdue_slots() == 1
     assert [(s.number, s.groups) for s in journal.pending()] == [(1, (2, 3)), (2, (5,))]
     assert journal.parked(1) == [] and len(journal.parked(2)) == 1
 
@@ -356,8 +355,8 @@ def test_a_second_verdict_replaces_the_score_and_nothing_else(journal: Journal) 
 
 def test_meta_is_replaced(journal: Journal) -> None:
     async def write() -> None:
-        await journal.set_meta("config", "a")
-        await journal.set_meta("config", "b")
+        await journal.begin("a", [])
+        await journal.begin("b", [])
 
     asyncio.run(write())
     assert (journal.meta("config"), journal.meta("other")) == ("b", None)

@@ -27,7 +27,7 @@ def config(tmp_path: Path) -> Config:
 def started(config: Config) -> Path:
     """A closed run folder whose journal knows its settings, as after a first step."""
     store = RunStore.create(config)
-    asyncio.run(store.journal.set_meta("config", config.to_json()))
+    asyncio.run(store.journal.begin(config.to_json(), []))
     store.close()
     return store.folder
 
@@ -158,7 +158,7 @@ def test_a_run_started_by_other_settings_names_is_refused_and_let_go(config: Con
     store = RunStore.open(folder)
     old = json.loads(config.to_json())
     old["training"]["gone"] = 1
-    asyncio.run(store.journal.set_meta("config", json.dumps(old)))
+    asyncio.run(store.journal.begin(json.dumps(old), []))
     store.close()
     for _ in range(2):  # the second time it is still the settings and not the lock
         with pytest.raises(ConfigError, match=r"training\.gone") as caught:
