@@ -99,7 +99,7 @@ class Pipeline:
         threads = torch.get_num_threads()
         self._compute = ThreadPoolExecutor(1, _TRAINER, initializer=torch.set_num_threads, initargs=(threads,))
 
-    async def catch_up(self) -> None:
+    async def _catch_up(self) -> None:
         """Train the steps again that the journal has and the checkpoint has not: same groups, same weights.
 
         So what was sampled by those weights is as old as it says, and verdicts are not asked for again.
@@ -127,14 +127,10 @@ class Pipeline:
         """Train up to the configured number of steps, or raise what went wrong."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                endless = [
-                    tasks.create_task(loop, name=name)
-                    for name, loop in (
-                        ("feed", self._feed_loop(tasks)),
-                        ("snapshots", self._snapshot_loop()),
-                        ("watch", self.watch.guard()),
-                    )
-                ]
+                endless = [tasks.create_task(self.watch.guard(), name="watch")]
+                await self._catch_up()
+                endless.append(tasks.create_task(self._feed_loop(tasks), name="feed"))
+                endless.append(tasks.create_task(self._snapshot_loop(), name="snapshots"))
                 training = tasks.create_task(self._train_loop(), name="train")
                 await tasks.create_task(self._sync_loop(), name="sync")
                 await training
@@ -429,6 +425,8 @@ class Pipeline:
         try:
             await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
             if stop.done():
+                task.cancel()
+                await asyncio.wait({task})  # verdicts that come in now must not make a batch, which may give up slots
                 await self._park()
                 raise Stopped
             return await task

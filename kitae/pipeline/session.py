@@ -30,6 +30,7 @@ from kitae.observe.observer import Observer
 from kitae.pipeline.evaluate import Evaluation, evaluate, evaluation_due
 from kitae.pipeline.loops import Pipeline, Stopped
 from kitae.store.checkpoint import START, Frontier
+from kitae.store.disk import flush
 from kitae.store.run import LEARNING, RunStore, changes_of_learning
 from kitae.trainer.critic import Critic
 from kitae.trainer.learner import Learner
@@ -135,7 +136,6 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         before = _eval_row(store, 0)
         with _interrupts(pipeline) as interrupts:
             try:
-                await pipeline.catch_up()
                 await pipeline.run()
             except Stopped:
                 if pipeline.frontier.step:
@@ -148,6 +148,8 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         after = await evaluate_at(config.training.steps) if held_out else None
         observer.status("exporting the model")
         export_policy(policy, store.folder / "model")
+        for path in (store.folder / "model").iterdir():
+            flush(path)
         await store.journal.add_event("finished", json.dumps(after))
         await store.sync()
         observer.finished(store.folder)

@@ -89,7 +89,8 @@ class Journal:
                 closed = not path.with_name(f"{path.name}-wal").exists()  # nobody writes: leave no files beside it
                 address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
                 self._reader = sqlite3.connect(address, uri=True, check_same_thread=False)
-                self._reader.execute("PRAGMA schema_version")  # reads the file: says now if it is no database
+                if not self._reader.execute("PRAGMA schema_version").fetchone()[0]:  # says now if it is no database
+                    raise StoreError(f"{path} is empty: the run ended while it was made")
             else:
                 self._reader = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
                 self._reader.execute("PRAGMA journal_mode=WAL")
@@ -210,10 +211,8 @@ class Journal:
             jobs = [job for job in taken if job is not None and job.done.set_running_or_notify_cancel()]
             try:
                 _commit(connection, [s for job in jobs for s in job.statements])
-                if any(job.lasting for job in jobs):
-                    self._flush()
                 for job in jobs:
-                    job.done.set_result(None)
+                    self._settle(job)
             except Exception:
                 self._commit_one_by_one(connection, jobs)  # so that a bad job takes no good one with it
         connection.close()
@@ -222,11 +221,18 @@ class Journal:
         for job in jobs:
             try:
                 _commit(connection, job.statements)
-                if job.lasting:
-                    self._flush()
-                job.done.set_result(None)
+                self._settle(job)
             except Exception as error:  # whatever it is, its caller must hear of it
                 job.done.set_exception(_explain(error, self.path))
+
+    def _settle(self, job: _Job) -> None:
+        """A job is committed."""
+        try:
+            if job.lasting:
+                self._flush()
+            job.done.set_result(None)
+        except OSError as error:
+            job.done.set_exception(_explain(error, self.path))
 
     def _flush(self) -> None:
         """The database's own commits do not wait for the disk (`synchronous = NORMAL`): most need not."""
@@ -326,10 +332,11 @@ class Journal:
         return trained, dropped
 
     def samples(self) -> Iterator[tuple[int, int, int, float | None]]:
-        """`(group, sample, step, value)` of the rollouts of closed groups; value None: it could not be judged."""
+        """`(group, sample, step, value)` of the rollouts of groups that were trained or dropped; value None: it could
+        not be judged."""
         yield from self._reader.execute(
             "SELECT r.group_id, r.sample, f.step, r.value FROM rollouts r JOIN fates f USING (group_id) "
-            "ORDER BY r.group_id, r.sample"
+            "WHERE f.fate != 'skipped' ORDER BY r.group_id, r.sample"
         )
 
     def pass_rates(self) -> dict[str, tuple[int, float]]:

@@ -183,6 +183,7 @@ class Metrics:
         kept = [r for r in self.rows() if r["step"] <= step]
         scratch = self.path.with_suffix(".partial")
         scratch.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        flush(scratch)
         os.replace(scratch, self.path)
 
 

@@ -21,6 +21,7 @@ from test_resume import rollouts_written
 from kitae.errors import ConfigError, StoreError, VerifierError
 from kitae.models.load import find_model
 from kitae.observe.observer import Silent
+from kitae.pipeline.loops import Pipeline
 from kitae.pipeline.replay import replay
 from kitae.pipeline.session import Result, prepare, train
 from kitae.store.checkpoint import Checkpoints
@@ -524,3 +525,31 @@ def test_a_shorter_run_does_not_sample_what_nobody_needs(tmp_path: Path, monkeyp
     after = journal.counts()["rollouts"]
     journal.close()
     assert after == before
+
+
+def test_a_stop_gives_no_slot_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the run parks, the batch that it was waiting for is still taken: slots go, and nothing is trained."""
+    settings = (
+        score_file(tmp_path, f"import time; time.sleep(1.5 if str(reference).startswith('1') else 0.2); {PARITY}"),
+        "verifier.workers=16",
+        "verifier.check_gold=false",
+        "pipeline.max_staleness=1",
+        "pipeline.overdue=drop",
+        "training.steps=6",
+        "training.group_size=2",
+        "checkpoint.every=9",
+        "eval.prompts=0",
+    )
+    finish_step = Pipeline._finish_step
+
+    async def stop_soon(self: Pipeline, row: dict[str, Any], logged: bool = False) -> None:
+        await finish_step(self, row, logged)
+        asyncio.get_running_loop().call_later(0.05, self.stop)
+
+    monkeypatch.setattr(Pipeline, "_finish_step", stop_soon)
+    result = run_toy(tmp_path, *settings)
+    assert result.after is None and result.step == 1
+    journal = Journal(result.folder / "journal.sqlite", read_only=True)
+    found = journal.groups(2)
+    journal.close()
+    assert found == []
