@@ -408,7 +408,7 @@ def _apply_override(values: dict[str, Any], keys: list[str], text: str) -> None:
         node = node.setdefault(key, {})
         if not isinstance(node, dict):
             raise ConfigError(f"{'.'.join(keys)!r} goes below {key!r}, which is a value, not a section")
-    if keys == ["algorithm", "preset"]:  # another method replaces the recipe's choices
+    if keys == ["algorithm", "preset"] and node.get("preset") != text.strip():  # another method replaces the choices
         node.clear()
     node[keys[-1]] = _parse_value(text, wants_text=_is_text(*keys[:2]))
     if keys[0] == "data" and keys[1] in _SOURCES:  # a new source replaces the recipe's

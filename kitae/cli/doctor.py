@@ -29,7 +29,7 @@ def report() -> None:
             f"{str(dtype).removeprefix('torch.')} (matrix product: {_matmul_rate(device, dtype):,.0f} GFLOP/s)",
         ),
         ("memory", f"{_memory_gb():.1f} GB, {shutil.disk_usage(Path.cwd()).free / 2**30:.0f} GB of disk free here"),
-        ("CPU kernels", "built" if cpu_library() else "not available: no C++ compiler; plain torch is used"),
+        ("CPU kernels", "built" if cpu_library() else "not available (see above); plain torch is used"),
         ("demo model", _demo_model(SMOLLM2, find_model)),
         ("cache", str(cache_dir())),
     ]

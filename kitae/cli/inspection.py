@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def show(run: Path, step: int | None, best: bool, worst: bool, errors: bool, one_per_prompt: bool, limit: int) -> None:
     journal = _journal(run)
-    rows = list(journal.samples())
+    rows = [*journal.samples(), *(journal.unjudged() if errors else ())]
     if not rows:
         raise StoreError(f"{run} has no finished step yet: there is nothing to show")
     last = max(r[2] for r in rows)

@@ -1,4 +1,4 @@
-"""Find recipes by name or path."""
+"""Find recipes and runs by name or path."""
 
 from pathlib import Path
 
@@ -28,6 +28,12 @@ def find_recipe(name: str) -> Path:
     if path.suffix or len(path.parts) > 1:
         raise ConfigError(f"no recipe file {name!r} in {Path.cwd()}{hint}")
     raise ConfigError(f"no recipe file {name!r}, and no shipped recipe of that name ({', '.join(names)}){hint}")
+
+
+def find_run(run: Path) -> Path:
+    """A folder as it is; a bare name from those in `runs`, where recipes put them."""
+    named = Path("runs") / run
+    return named if not run.exists() and len(run.parts) == 1 and named.exists() else run
 
 
 def summary(recipe: Path) -> str:

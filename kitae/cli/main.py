@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from kitae.cli.locate import find_run
+
 app = typer.Typer(
     name="kitae",
     help="Train language models by reinforcement learning with verifiable rewards.",
@@ -24,9 +26,17 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings: section.key=value …", metavar="[SECTION.KEY=VALUE]…")
 ]
 Run = Annotated[
-    Path, typer.Argument(help="A run folder, e.g. runs/quickstart-001 (kitae runs lists them).", metavar="RUN")
+    Path,
+    typer.Argument(
+        help="A run folder, e.g. runs/quickstart-001, or its name (kitae runs lists them).",
+        metavar="RUN",
+        callback=find_run,
+    ),
 ]
-Runs = Annotated[list[Path], typer.Argument(help="Run folders.", metavar="RUN")]
+Runs = Annotated[
+    list[Path],
+    typer.Argument(help="Run folders or names.", metavar="RUN", callback=lambda runs: [find_run(run) for run in runs]),
+]
 
 
 def _version(wanted: bool) -> None:

@@ -43,7 +43,12 @@ def verify(name: str, source: Path, target: Path, options: list[str], workers: i
     if target.exists() and target.resolve() == source.resolve():
         raise DataError(f"--output must be another file than --input, got {target}")
     began = perf_counter()
-    with target.open("w", encoding="utf-8") as out, _progress(len(rows)) as advance:
+    scratch = target.with_name(f".{target.name}.partial")
+    try:
+        opened = scratch.open("w", encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"cannot write {target}: {error}") from error
+    with opened as out, _progress(len(rows)) as advance:
 
         def write(row: dict[str, Any], score: Score) -> None:
             value = score.value if score.valid else None
@@ -51,7 +56,12 @@ def verify(name: str, source: Path, target: Path, options: list[str], workers: i
             out.write(json.dumps({**found, "detail": score.detail}) + "\n")
             advance()
 
-        scores = asyncio.run(_score(name, params, rows, workers or os.cpu_count() or 1, timeout, write))
+        try:
+            scores = asyncio.run(_score(name, params, rows, workers or os.cpu_count() or 1, timeout, write))
+        except BaseException:
+            scratch.unlink()
+            raise
+    scratch.replace(target)
     _summarise(scores, perf_counter() - began, target)
 
 

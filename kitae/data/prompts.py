@@ -29,11 +29,14 @@ class PromptStream:
     """An endless, seeded sequence of prompts: `open_stream(config, seed=0).at(17)`.
 
     A finite source is visited once an epoch, each epoch in an order of its own when `shuffle` is set; a generated
-    task (`size` None) makes problem `position`. `read` must be pure.
+    task (`size` None) makes problem `position`. `read` must be pure. skipped: what there is to say of bad rows.
     """
 
-    def __init__(self, read: Callable[[int], Prompt], size: int | None, *, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self, read: Callable[[int], Prompt], size: int | None, *, seed: int, shuffle: bool, skipped: str = ""
+    ) -> None:
         self.size = size
+        self.skipped = skipped
         self._read = read
         # Two epochs are kept: readers that run ahead and readers that lag may straddle the border between them.
         self._order = lru_cache(maxsize=2)(partial(_permutation, size, seed)) if size and shuffle else None
@@ -95,6 +98,9 @@ def eval_prompts(config: DataConfig, seed: int, count: int) -> list[Prompt]:
     return [stream.at(position) for position in range(min(count, stream.size or 0))]
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
 class File(NamedTuple):
     """`name` is short and starts the ids of the prompts: the file name, or the path inside the hub data set."""
 
@@ -143,6 +149,8 @@ def _file_stream(config: DataConfig, files: list[File], seed: int) -> PromptStre
     good, bad = [], list[DataError]()
     for row in rows:
         try:
+            if isinstance(row, DataError):
+                raise row
             _row_prompt(config, reader, row)
             good.append(row)
         except DataError as error:
@@ -153,7 +161,8 @@ def _file_stream(config: DataConfig, files: list[File], seed: int) -> PromptStre
     def read(index: int) -> Prompt:
         return _row_prompt(config, reader, good[index])
 
-    return PromptStream(read, len(good), seed=seed, shuffle=config.shuffle)
+    skipped = f"{len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows); the first: {bad[0]}" if bad else ""
+    return PromptStream(read, len(good), seed=seed, shuffle=config.shuffle, skipped=skipped)
 
 
 def _local_file(setting: str, text: str) -> File:
@@ -185,26 +194,34 @@ def _hub_files(config: DataConfig, pattern: str) -> list[File]:
     return [File(folder / name, name) for name in names]
 
 
-def _read_rows(file: File) -> Iterator[Row]:
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+def _read_rows(file: File) -> Iterator[Row | DataError]:
+    readers: dict[str, Callable[[File], Iterator[Row | DataError]]] = {
+        ".jsonl": _read_jsonl,
+        ".json": _read_json,
+        ".parquet": _read_parquet,
+    }
     if file.path.suffix not in readers:
         raise DataError(f"a data file must end in {' or '.join(readers)}, got {file.path}")
     return readers[file.path.suffix](file)
 
 
-def _read_jsonl(file: File) -> Iterator[Row]:
+def _read_jsonl(file: File) -> Iterator[Row | DataError]:
+    """Lines that are no row come as what is wrong with them."""
     try:
         with file.path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.isspace():
-                    yield Row(file, number, _parse(file, number, line))
+                    try:
+                        yield Row(file, number, _parse(file, number, line))
+                    except DataError as error:
+                        yield error
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {file.path}: {error}") from error
 
 
 def _parse(file: File, number: int, line: str) -> dict[str, Any]:
     try:
-        values = json.loads(line)
+        values = json.loads(line.rstrip("\r\n"))
     except json.JSONDecodeError as error:
         raise DataError(f"{file.path}:{number}: not valid JSON: {error.msg} at column {error.colno}") from None
     if not isinstance(values, dict):
@@ -212,7 +229,7 @@ def _parse(file: File, number: int, line: str) -> dict[str, Any]:
     return values
 
 
-def _read_json(file: File) -> Iterator[Row]:
+def _read_json(file: File) -> Iterator[Row | DataError]:
     try:
         rows = json.loads(file.path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
@@ -222,7 +239,7 @@ def _read_json(file: File) -> Iterator[Row]:
     return (Row(file, number, values) for number, values in enumerate(rows, start=1))
 
 
-def _read_parquet(file: File) -> Iterator[Row]:
+def _read_parquet(file: File) -> Iterator[Row | DataError]:
     import pyarrow
     import pyarrow.parquet
 
@@ -255,9 +272,8 @@ def _row_prompt(config: DataConfig, reader: Reader, row: Row) -> Prompt:
         messages = (Message("user", _instruct(config, question)),) if isinstance(question, str) else _messages(question)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
-    for message in messages:
-        if (bad := re.search("[\ud800-\udfff]", message.content)) is not None:
-            raise DataError(f"{where}: the question must be valid Unicode, got half a surrogate pair: {bad[0]!r}")
+    if (bad := _SURROGATE.search(json.dumps([row.values, example.reference], ensure_ascii=False))) is not None:
+        raise DataError(f"{where}: a row must be valid Unicode, got half a surrogate pair: {bad[0]!r}")
     asked = question if isinstance(question, str) else messages[-1].content
     used = () if config.format else (config.prompt_key, config.answer_key)
     context = {"question": asked} | {k: v for k, v in row.values.items() if k not in used}

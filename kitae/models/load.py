@@ -45,6 +45,8 @@ def find_model(path: str, *, download: bool = True) -> Path | None:
         return folder
     if folder.exists():
         raise ModelError(f"model.path {path!r} is not a model folder: it has no config.json")
+    if folder.parent.is_dir() and len(folder.parts) > 1:
+        raise ModelError(f"model.path {path!r}: the folder {folder.parent} has no {folder.name}")
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
         raise ModelError(
             f"model.path {path!r} is neither a folder, nor a hub id (owner/name), nor one of: {SMOLLM2}, tiny"
@@ -277,5 +279,7 @@ def export_policy(policy: "Policy", folder: Path) -> None:
             policy.tokenizer.save_pretrained(scratch)
     finally:
         base.config._attn_implementation = implementation
+    for path in scratch.iterdir():
+        path.chmod(0o644)  # weights are written readable for their owner alone
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)

@@ -41,6 +41,8 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
     for axis, (key, values) in zip(others, curves.items(), strict=False):
         axis.plot(x, values, ".-")
         axis.set_title(_CURVES[key])
+        if key == "signal":
+            axis.set_ylim(-0.02, 1.02)
     for axis in axes.flat:
         axis.set_visible(axis.has_data())
         axis.set_xlabel("step")

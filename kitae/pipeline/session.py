@@ -76,6 +76,8 @@ def prepare(config: Config, note: Callable[[str], None]) -> Sources:
         )
     held_out = eval_prompts(config.data, config.run.seed, config.eval.prompts) if config.eval.prompts else []
     sources = Sources(open_stream(config.data, config.run.seed), held_out)
+    if sources.stream.skipped:
+        note(sources.stream.skipped)
 
     async def try_verifier() -> None:
         async with _pool(config, note, workers=1) as pool:
@@ -290,9 +292,10 @@ async def _check_gold(pool: VerifierPool, prompts: list[Prompt], note: Callable[
     if not bad:
         return
     prompt, score = bad[0]
+    verdict = f"{score.value:g} {score.detail}".strip() if score.valid else f"not judged: {score.detail}"
     message = (
         f"{len(bad)} of {len(prompts)} reference answers do not score 1 under this verifier; the first: "
-        f"{prompt.id} with reference {str(prompt.reference)[:80]!r} → {score.outcome} {score.value:g} {score.detail}"
+        f"{prompt.id} with reference {str(prompt.reference)[:80]!r} → {verdict}"
     )
     if len(bad) == len(prompts):
         raise VerifierError(f"{message}. If references are no answers, set verifier.check_gold=false")

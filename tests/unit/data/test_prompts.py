@@ -342,9 +342,26 @@ def test_columns_that_json_does_not_know_become_text(tmp_path):
     assert context["nested"] == [{"at": "12:30:00"}]
 
 
-@pytest.mark.parametrize("question", ["half \ud83d a pair", [{"role": "user", "content": "\udc00"}]])
-def test_a_question_that_is_no_unicode_is_refused_on_opening(tmp_path, question):
-    path = write(tmp_path / "a.jsonl", [*numbered(2), {"question": question, "answer": "a"}])
-    with pytest.raises(DataError, match=r"a\.jsonl:3: the question must be valid Unicode, got half a surrogate pair"):
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"question": "half \ud83d a pair"},
+        {"question": [{"role": "user", "content": "\udc00"}]},
+        {"answer": "\udc00"},
+        {"source": ["\udc00"]},
+    ],
+)
+def test_a_row_that_is_no_unicode_is_refused_on_opening(tmp_path, odd):
+    path = write(tmp_path / "a.jsonl", [*numbered(2), {"question": "q", "answer": "a", **odd}])
+    with pytest.raises(DataError, match=r"a\.jsonl:3: a row must be valid Unicode, got half a surrogate pair"):
         open_stream(DataConfig(path=path), 0)
     assert open_stream(DataConfig(path=path, skip_bad_rows=True), 0).size == 2
+
+
+def test_lines_that_are_no_json_are_bad_rows(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "q", "answer": "a"}\n{"question": \n{"question": "q"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:2: not valid JSON: .* at column 14\n2 of 3 rows are bad"):
+        open_stream(DataConfig(path=str(path)), 0)
+    stream = open_stream(DataConfig(path=str(path), skip_bad_rows=True), 0)
+    assert stream.size == 1 and "2 of 3 rows are left out (data.skip_bad_rows); the first: " in stream.skipped

@@ -32,7 +32,7 @@ def move(policy: Policy, by: float = 0.05) -> None:
     with torch.no_grad():
         for p in policy.model.parameters():
             if p.requires_grad:
-                p.add_(by * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)))
+                p.add_(by * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)).to(p.device))
 
 
 def reference_of(policy: Policy, **choices: Any) -> Reference:
