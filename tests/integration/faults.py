@@ -367,6 +367,7 @@ def _child(folder: str, arguments: list[str], kind: str | None, seed: str, steps
     torch.set_num_threads(1)
     if kind:
         strike(kind, random.Random(seed), steps, Path(folder))
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]  # no picture at the end: it takes longer than the run
     sys.argv = ["kitae", *arguments]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run()
@@ -527,7 +528,8 @@ def main() -> None:
 def preload() -> None:
     """Processes are forked from one that has the imports done."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kitae.pipeline.session", "kitae.cli.training", "torch", "harness"])
+    heavy = ["peft", "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"]
+    context.set_forkserver_preload(["kitae.pipeline.session", "kitae.cli.training", "torch", "harness", *heavy])
 
 
 if __name__ == "__main__":
