@@ -290,7 +290,10 @@ class Config(Section):
                 "pipeline.overdue = 'drop' needs pipeline.max_staleness of at least 1, got 0: nothing can be overdue"
             )
         if self.pipeline.refill and a.filter == "none" and a.truncation not in ("drop", "mask"):
-            raise ValueError("pipeline.refill replaces dropped groups, but algorithm.filter = 'none' drops none")
+            raise ValueError(
+                "pipeline.refill replaces dropped groups, but algorithm.filter = 'none' drops none (a preset given on the "
+                "command line replaces the recipe's choices of the algorithm)"
+            )
         return self
 
     def _check_exact(self) -> None:
@@ -408,7 +411,7 @@ def _apply_override(values: dict[str, Any], keys: list[str], text: str) -> None:
         node = node.setdefault(key, {})
         if not isinstance(node, dict):
             raise ConfigError(f"{'.'.join(keys)!r} goes below {key!r}, which is a value, not a section")
-    if keys == ["algorithm", "preset"] and node.get("preset") != text.strip():  # another method replaces the choices
+    if keys == ["algorithm", "preset"]:  # another method replaces the recipe's choices
         node.clear()
     node[keys[-1]] = _parse_value(text, wants_text=_is_text(*keys[:2]))
     if keys[0] == "data" and keys[1] in _SOURCES:  # a new source replaces the recipe's

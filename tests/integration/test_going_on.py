@@ -80,7 +80,7 @@ REFILL = (
 )
 
 
-@pytest.mark.parametrize("staleness", [0, 2])
+@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_an_outage_under_refill_is_survived(staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that could not be judged were replaced; repaired, they are judged again, and replacements are spare."""
     settings = (score_file(tmp_path, PARITY), *REFILL, f"pipeline.max_staleness={staleness}")
@@ -100,7 +100,7 @@ def test_an_outage_under_refill_is_survived(staleness: int, tmp_path: Path, monk
     assert reasons["spare"] > 0
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
+@pytest.mark.parametrize("staleness", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 3))])
 def test_a_flaky_verifier_under_refill(staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A verdict that was missing is there the second time; the groups of a slot then are others than before."""
     flaky = f"""import os
@@ -288,7 +288,13 @@ def test_a_run_can_be_made_shorter(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert fates["trained"] == 12 and fates["skipped"] > 0
 
 
-@pytest.mark.parametrize("method", ["algorithm.preset=ppo", "pipeline.max_staleness=3", "pipeline.overdue=drop"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "algorithm.preset=ppo",
+        *(pytest.param(s, marks=pytest.mark.slow) for s in ("pipeline.max_staleness=3", "pipeline.overdue=drop")),
+    ],
+)
 def test_all_steps_again_from_the_start(method: str, tmp_path: Path) -> None:
     """Past steps are trained on what they were trained on, to the same weights, and nothing is sampled again."""
     stale = ["pipeline.max_staleness=2"] if "overdue" in method else []
