@@ -291,8 +291,8 @@ class Config(Section):
             )
         if self.pipeline.refill and a.filter == "none" and a.truncation not in ("drop", "mask"):
             raise ValueError(
-                "pipeline.refill replaces dropped groups, but algorithm.filter = 'none' drops none (a preset given on the "
-                "command line replaces the recipe's choices of the algorithm)"
+                "pipeline.refill replaces dropped groups, but algorithm.filter = 'none' drops none (a preset given on "
+                "the command line replaces the recipe's choices of the algorithm)"
             )
         return self
 
