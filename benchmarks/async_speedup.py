@@ -47,7 +47,7 @@ class Lengths:
 
 def train(settings: list[str], median: int) -> None:
     """One run, in this process."""
-    from kitae.config import load_config
+    from kitae.config.load import load_config
     from kitae.observe.observer import Silent
     from kitae.pipeline import session
     from kitae.store.run import RunStore
@@ -105,7 +105,7 @@ def main() -> None:
     variants = {
         "on-policy": [],
         "ahead-same-cores": ahead,
-        "ahead-own-process": [*ahead, "pipeline.placement=process"],
+        "ahead-own-process": [*ahead, "engine.kind=process"],
     }
     found = {}
     with tempfile.TemporaryDirectory() as scratch:

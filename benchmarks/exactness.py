@@ -20,15 +20,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.objective import Objective
-from kitae.config import AlgorithmConfig, EngineConfig, ModelConfig, TrainingConfig
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
+from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
+from kitae.models.config import ModelConfig
 from kitae.models.exact import check, make_exact
 from kitae.models.fuse import fuse
 from kitae.models.load import load_policy, pick_device
 from kitae.models.policy import Policy
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.trainer import Trainer
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 

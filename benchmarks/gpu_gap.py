@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from gpu_rollouts import qwen_policy
 
-from kitae.config import EngineConfig, TrainingConfig
 from kitae.engines.base import Completion, Request, SamplingParams
+from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.trainer import Trainer
 from kitae.types import Sample
 

@@ -26,7 +26,8 @@ import torch
 from gpu_rollouts import FLOPS, qwen_policy
 from gpu_training import operations
 
-from kitae.config import Config, parse_config
+from kitae.config.load import parse_config
+from kitae.config.root import RLConfig
 from kitae.data.chat import Chat
 from kitae.engines.base import SamplingParams
 from kitae.engines.native.engine import NativeEngine
@@ -90,7 +91,7 @@ class Watch(Silent):
             self.pipeline.stop()
 
 
-def make_config(folder: Path, args: argparse.Namespace) -> Config:
+def make_config(folder: Path, args: argparse.Namespace) -> RLConfig:
     (folder / "even.py").write_text(VERIFIER)
     return parse_config({
         "run": {"dir": str(folder)},
@@ -107,7 +108,7 @@ def make_config(folder: Path, args: argparse.Namespace) -> Config:
     })  # fmt: skip
 
 
-async def run(config: Config, policy: Policy, watch: Watch) -> tuple[list[dict[str, Any]], list[float], Batch]:
+async def run(config: RLConfig, policy: Policy, watch: Watch) -> tuple[list[dict[str, Any]], list[float], Batch]:
     """The rows of timeline.jsonl, the seconds of each optimizer step, and the last batch."""
     store = RunStore.create(config)
     learner = make_learner(config, policy)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from kitae.config import EngineConfig
 from kitae.engines.base import Request, SamplingParams
+from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.models import attention
 from kitae.models.fuse import fuse

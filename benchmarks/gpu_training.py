@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from gpu_rollouts import FLOPS, qwen_policy
 
+from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.objective import Objective
-from kitae.config import AlgorithmConfig, TrainingConfig
 from kitae.data.packing import collate, pack
 from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.trainer import Trainer
 from kitae.types import Batch, Sample
 

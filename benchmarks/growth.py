@@ -23,12 +23,13 @@ from pathlib import Path
 import torch
 from gpu_rollouts import qwen_policy
 
-from kitae.config import EngineConfig, ModelConfig
 from kitae.engines.base import Completion, Request, SamplingParams
+from kitae.engines.config import EngineConfig
 from kitae.engines.native.cache import PagePool
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.scheduler import Scheduler
 from kitae.engines.native.sequence import Sequence
+from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy, pick_device
 from kitae.observe.plots import load_pyplot
 from kitae.pipeline.buffer import Buffer, Outcome

@@ -16,12 +16,15 @@ import subprocess
 import time
 from pathlib import Path
 
+from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.objective import Objective
-from kitae.config import AlgorithmConfig, EngineConfig, ModelConfig, TrainingConfig
 from kitae.data.chat import Chat
 from kitae.engines.base import Request, SamplingParams, WeightUpdate
+from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
+from kitae.models.config import ModelConfig
 from kitae.models.load import find_model, load_policy
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.trainer import Trainer
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 

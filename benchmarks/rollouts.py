@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from kitae.config import EngineConfig, ModelConfig
 from kitae.engines.base import Request, SamplingParams
+from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
+from kitae.models.config import ModelConfig
 from kitae.models.load import find_model, load_policy
 
 clock: Callable[[], float] = time.perf_counter  # `--processor-time` changes it

@@ -27,7 +27,8 @@ from typing import Any
 import numpy as np
 
 from kitae.clock import VirtualLoop, now
-from kitae.config import Config, parse_config
+from kitae.config.load import parse_config
+from kitae.config.root import RLConfig
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.fake import FakeEngine, Pace
 from kitae.engines.native.sampler import stream_seed
@@ -44,7 +45,7 @@ PUBLISHED = 46_100  # tokens/s: docs/performance.md, log-normal lengths of 16 to
 Lengths = dict[int, int]
 
 
-def config(model: Path, runs: Path, bound: int, steps: int) -> Config:
+def config(model: Path, runs: Path, bound: int, steps: int) -> RLConfig:
     return parse_config(
         {
             "run": {"dir": str(runs), "name": f"staleness-{bound}"},
@@ -54,14 +55,15 @@ def config(model: Path, runs: Path, bound: int, steps: int) -> Config:
             "algorithm": {"preset": "grpo"},
             "verifier": {"check_gold": False, "workers": 1},
             "training": {"steps": steps + 2 * (bound + 1), "prompts_per_step": 4, "group_size": 8, "lr": 1e-12},
-            "pipeline": {"placement": "process", "max_staleness": bound},
+            "engine": {"kind": "process"},
+            "pipeline": {"max_staleness": bound},
             "checkpoint": {"every": 1000},
             "eval": {"prompts": 0},
         }
     )
 
 
-def run(config: Config) -> Path:
+def run(config: RLConfig) -> Path:
     return train(RunStore.create(config), prepare(config, print), Silent()).folder
 
 
@@ -159,7 +161,7 @@ def own_rates(folder: Path, schedule: Schedule) -> Times:
     return replace(times, step=times.step * factor, sequence=times.sequence * factor)
 
 
-def compare(configs: dict[int, Config], steps: int) -> list[tuple[int, float, float, float]]:
+def compare(configs: dict[int, RLConfig], steps: int) -> list[tuple[int, float, float, float]]:
     """One round: `(max_staleness, seconds of a step measured, predicted, predicted from its own rates)`."""
     bounds = sorted(configs)
     folders = [(bound, run(configs[bound])) for bound in (*bounds, 0)]

@@ -21,10 +21,11 @@ from kitae.algorithms.objective import Objective
 from kitae.algorithms.presets import BASE
 from kitae.algorithms.stages import STAGES
 from kitae.algorithms.tokens import TokenBatch
-from kitae.config import ModelConfig, TrainingConfig
 from kitae.data.packing import collate
+from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.observe.meter import Meter
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.trainer import Trainer
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 

@@ -16,12 +16,14 @@ import numpy as np
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.objective import Objective
-from kitae.config import EngineConfig, ModelConfig, TrainingConfig
 from kitae.engines.base import Request, SamplingParams, WeightUpdate
+from kitae.engines.config import EngineConfig
 from kitae.engines.probe import check_engine
 from kitae.engines.process import ProcessEngine
 from kitae.engines.transport import Sync
+from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.trainer import Trainer
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 

@@ -24,7 +24,7 @@ from kitae.algorithms.catalogue import COLUMNS, choices, master_table, settings
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.presets import BASE, PRESETS
 from kitae.algorithms.stages import STAGES
-from kitae.config import Config
+from kitae.config.root import RLConfig
 from kitae.data.tasks import TASKS
 from kitae.verifiers.registry import VERIFIERS
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def configuration() -> str:
     parts = [INTRODUCTION]
-    for name, info in Config.model_fields.items():
+    for name, info in RLConfig.model_fields.items():
         section = info.annotation
         assert isinstance(section, type) and issubclass(section, BaseModel)
         parts.append(f"## [{name}]\n\n{_text(section.__doc__)}\n")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kitae.config import ModelConfig
+from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.models.tiny import make_tiny

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from kitae.cli.locate import find_recipe
 from kitae.cli.training import check
-from kitae.config import Config, load_config, override_config
+from kitae.config.load import load_config, override_config
+from kitae.config.root import RLConfig
 from kitae.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def evaluate(target: str, overrides: list[str], model: str | None, as_json: bool
         _print(config, found)
 
 
-def _print(config: Config, found: "Evaluation") -> None:
+def _print(config: RLConfig, found: "Evaluation") -> None:
     k = found.samples
     print(f"model        {config.model.path}")
     print(f"prompts      {found.prompts} held out, {k} sample{'s' if k > 1 else ''} each, "
@@ -46,7 +47,7 @@ def _print(config: Config, found: "Evaluation") -> None:
         print(f"errors       {found.errors} answers could not be judged and are left out")
 
 
-def _config(target: str, overrides: list[str], model: str | None) -> Config:
+def _config(target: str, overrides: list[str], model: str | None) -> RLConfig:
     from kitae.models.load import trained_model
     from kitae.store.run import is_run, read_config
 

@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING
 
 from kitae.cli.text import as_size, as_time, table
-from kitae.config import Config
+from kitae.config.root import RLConfig
 
 if TYPE_CHECKING:
     from kitae.pipeline.estimate import Estimate, Range
 
 
-def preview(config: Config, full: bool) -> None:
+def preview(config: RLConfig, full: bool) -> None:
     from kitae.pipeline.estimate import estimate
 
     print(summary(config))
@@ -22,7 +22,7 @@ def preview(config: Config, full: bool) -> None:
     print("\nnothing was loaded or written; without --dry-run this would train")
 
 
-def summary(config: Config) -> str:
+def summary(config: RLConfig) -> str:
     t, data, e = config.training, config.data, config.eval
     held_out = f"{e.prompts} prompts before and after" + (f", and every {e.every} steps" if e.every else "")
     return "\n".join(
@@ -37,7 +37,7 @@ def summary(config: Config) -> str:
     )
 
 
-def describe(config: Config, found: "Estimate") -> str:
+def describe(config: RLConfig, found: "Estimate") -> str:
     lines = [f"device     {found.device}, {str(found.dtype).removeprefix('torch.')}"]
     if found.model is None or found.memory is None:
         unknown = "is not here yet: it will be made or downloaded, its size is not known"

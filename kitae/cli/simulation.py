@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kitae.cli.locate import find_recipe
-from kitae.config import load_config
+from kitae.config.load import load_config
 from kitae.errors import ConfigError
 from kitae.plugins import nearest
 
@@ -42,7 +42,7 @@ def simulate(
     most = config.sampling.max_tokens
     if lengths is None:
         lengths = f"lognormal:median={max(1, most // _TAIL)}"
-    from kitae.config import override_config
+    from kitae.config.load import override_config
     from kitae.pipeline.simulate import Work, study
 
     gc.freeze()  # what was imported stays: looking at it again and again would take a quarter of the time

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from kitae.cli.locate import find_recipe
 from kitae.cli.text import as_size
-from kitae.config import Config, load_config
+from kitae.config.load import load_config
+from kitae.config.root import RLConfig
 from kitae.errors import ConfigError, Interrupted, KitaeError, StoreError
 from kitae.observe.console import Console
 
@@ -49,7 +50,7 @@ def resume(run: Path, overrides: list[str], checkpoint: str | None, forget: bool
     _run(store, sources, console, checkpoint, forget)
 
 
-def _is_finished(run: Path, config: Config) -> bool:
+def _is_finished(run: Path, config: RLConfig) -> bool:
     """Whether nothing is left to do, which is said; what cannot go on is refused."""
     from kitae.store.look import look
 
@@ -68,7 +69,7 @@ def _is_finished(run: Path, config: Config) -> bool:
     return False
 
 
-def _prepare(config: Config, console: Console) -> "Sources":
+def _prepare(config: RLConfig, console: Console) -> "Sources":
     """Everything that can go wrong before the run folder is made or touched."""
     from kitae.models.load import check_model
     from kitae.pipeline.session import prepare
@@ -81,7 +82,7 @@ def _prepare(config: Config, console: Console) -> "Sources":
     return sources
 
 
-def check(config: Config) -> None:
+def check(config: RLConfig) -> None:
     """What can be refused without loading a model: tasks, data files, verifiers and their options."""
     from kitae.algorithms.stages import resolve_stages
     from kitae.data.prompts import open_stream

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any
 
 from kitae.cli.locate import find_recipe
-from kitae.config import load_config
+from kitae.config.load import load_config
 from kitae.data.prompts import open_stream
 from kitae.errors import DataError, VerifierError
 from kitae.types import Prompt, Score

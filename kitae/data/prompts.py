@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kitae.config import DataConfig
+from kitae.data.config import DataConfig
 from kitae.data.formats import Example, Reader, find_reader, read_row
 from kitae.data.gym import gym_prompt, gym_prompts
 from kitae.data.tasks import Problem, Split, find_task

@@ -21,13 +21,14 @@ from typing import Any
 
 import torch
 
-from kitae.config import EngineConfig, ModelConfig
 from kitae.engines import wire
 from kitae.engines.base import Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.engines.child import Child, ChildLost, Limits
+from kitae.engines.config import EngineConfig
 from kitae.engines.probe import Probe
 from kitae.engines.transport import Mode, Published, Sync, WeightTransport
 from kitae.errors import EngineError, RequestError
+from kitae.models.config import ModelConfig
 from kitae.types import FinishReason
 
 _MAX_RESTARTS = 3  # within

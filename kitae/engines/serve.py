@@ -15,10 +15,11 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from kitae.config import EngineConfig, ModelConfig
 from kitae.engines import wire
 from kitae.engines.base import Sampled, WeightUpdate
+from kitae.engines.config import EngineConfig
 from kitae.errors import EngineError, KitaeError, RequestError
+from kitae.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from kitae.models.policy import Policy

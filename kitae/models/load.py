@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kitae.config import ModelConfig
 from kitae.errors import ModelError
+from kitae.models.config import ModelConfig
 from kitae.models.quiet import quiet_transformers
 from kitae.store.run import is_run
 

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from kitae.config import ModelConfig
 from kitae.errors import ModelError
+from kitae.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from kitae.config import Config
+from kitae.config.root import RLConfig
 
 _COLUMNS = (
     ("step", "step", "{:.0f}"),
@@ -25,7 +25,7 @@ _COLUMNS = (
 _KL = ("kl", "kl_k3", "{:.4f}")
 
 
-def _columns(config: Config) -> tuple[tuple[str, str, str], ...]:
+def _columns(config: RLConfig) -> tuple[tuple[str, str, str], ...]:
     """The KL to the reference belongs beside the entropy, where there is a reference."""
     return (*_COLUMNS[:4], _KL, *_COLUMNS[4:]) if config.algorithm.kl_coef else _COLUMNS
 
@@ -33,7 +33,7 @@ def _columns(config: Config) -> tuple[tuple[str, str, str], ...]:
 Log = Callable[[str], None]
 
 
-def make_progress(config: Config, folder: Path, log: Log) -> "Progress":
+def make_progress(config: RLConfig, folder: Path, log: Log) -> "Progress":
     return (LiveProgress if sys.stdout.isatty() else Progress)(config, folder, log)
 
 
@@ -49,7 +49,7 @@ def _nowhere(text: str) -> None:
 class Progress:
     """Plain lines, one per step. `log` is told of everything that stays on the screen."""
 
-    def __init__(self, config: Config, folder: Path, log: Log = _nowhere) -> None:
+    def __init__(self, config: RLConfig, folder: Path, log: Log = _nowhere) -> None:
         self.config = config
         self.folder = folder
         self.log = log
@@ -115,7 +115,7 @@ class Progress:
 class LiveProgress(Progress):
     """A table of the last steps and a status line, drawn in place."""
 
-    def __init__(self, config: Config, folder: Path, log: Log = _nowhere) -> None:
+    def __init__(self, config: RLConfig, folder: Path, log: Log = _nowhere) -> None:
         from rich.console import Console
         from rich.live import Live
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from kitae.config import Config
+from kitae.config.root import RLConfig
 from kitae.data.prompts import open_stream
 from kitae.kernels import amx
 from kitae.models.load import SMOLLM2, find_model, pick_device, pick_dtype
@@ -76,7 +76,7 @@ class Estimate:
     run: Range = Range(0, 0)
 
 
-def estimate(config: Config) -> Estimate:
+def estimate(config: RLConfig) -> Estimate:
     device = pick_device(config.model.device)
     dtype = pick_dtype(config.model.dtype, device)
     model = read_model(config.model.path)
@@ -228,7 +228,7 @@ def count_parameters(folder: Path) -> int | None:
 
 
 def _memory(
-    config: Config,
+    config: RLConfig,
     model: Model,
     device: "torch.device",
     dtype: "torch.dtype",
@@ -256,11 +256,11 @@ def _activations(model: Model, itemsize: int) -> int:
     return model.hidden * model.layers * _ACTIVATIONS * itemsize
 
 
-def _trained(config: Config, model: Model) -> int:
+def _trained(config: RLConfig, model: Model) -> int:
     return model.parameters if config.model.lora_rank == 0 else model.parameters // 50
 
 
-def _extra_models(config: Config, parameters: int, itemsize: int) -> dict[str, int]:
+def _extra_models(config: RLConfig, parameters: int, itemsize: int) -> dict[str, int]:
     """Bytes of the models that the algorithm wants beside the policy."""
     a = config.algorithm
     found = {}
@@ -272,7 +272,7 @@ def _extra_models(config: Config, parameters: int, itemsize: int) -> dict[str, i
     return found
 
 
-def _prompt_tokens(config: Config) -> float:
+def _prompt_tokens(config: RLConfig) -> float:
     """Mean length of the first prompts, guessed from their characters; those of the hub are not fetched for it."""
     if config.data.hub:
         return _PROMPT_TOKENS

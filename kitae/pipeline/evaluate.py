@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kitae.config import Config
+from kitae.config.root import RLConfig
 from kitae.envs.rollout import Runner
 from kitae.errors import DataError, RequestError, root_cause
 from kitae.types import FloatArray, Group, Prompt
@@ -54,7 +54,7 @@ class Evaluation:
         }
 
 
-def evaluation_due(config: Config, step: int) -> bool:
+def evaluation_due(config: RLConfig, step: int) -> bool:
     """Whether a run evaluates after this step: before training, at its end, and in between."""
     e = config.eval
     return e.prompts > 0 and (step in (0, config.training.steps) or bool(e.every and step % e.every == 0))

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 
 from kitae.clock import now
-from kitae.config import Config
+from kitae.config.root import RLConfig
 from kitae.data.prompts import PromptStream
 from kitae.engines.base import Engine, WeightUpdate
 from kitae.engines.fleet import members
@@ -54,7 +54,7 @@ class Stopped(Exception):
 class Pipeline:
     def __init__(
         self,
-        config: Config,
+        config: RLConfig,
         store: RunStore,
         stream: PromptStream,
         runner: Runner,

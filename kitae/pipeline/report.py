@@ -10,7 +10,7 @@ import numpy as np
 
 from kitae.algorithms.config import needs_group
 from kitae.algorithms.filters import has_variance
-from kitae.config import Config
+from kitae.config.root import RLConfig
 from kitae.engines.base import EngineStats
 from kitae.errors import VerifierError
 from kitae.observe.observer import Observer
@@ -98,7 +98,7 @@ def check_errors(row: Mapping[str, Any], limit: float) -> None:
 class Complaints:
     """Says it once when steps go by without anything to learn from."""
 
-    def __init__(self, config: Config, observer: Observer, folder: Path) -> None:
+    def __init__(self, config: RLConfig, observer: Observer, folder: Path) -> None:
         self._compares = needs_group(config.algorithm)
         self._observer = observer
         self._folder = folder

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kitae.algorithms.objective import Objective
-from kitae.config import Config
+from kitae.config.root import RLConfig
 from kitae.data.chat import Chat
 from kitae.data.prompts import PromptStream, eval_prompts, open_stream
 from kitae.engines.base import Engine, SamplingParams
@@ -65,7 +65,7 @@ class Sources:
     held_out: list[Prompt]
 
 
-def prepare(config: Config, note: Callable[[str], None]) -> Sources:
+def prepare(config: RLConfig, note: Callable[[str], None]) -> Sources:
     """Open the data, try the verifier on reference answers, load stages: all that can fail before a model loads."""
     Objective(config.algorithm, config.sampling.max_tokens)  # finds a user's own stages and checks their signatures
     a, stale = config.algorithm, config.pipeline.max_staleness
@@ -181,13 +181,13 @@ def _where_it_stands(store: RunStore, checkpoint: str | None, forget: bool) -> t
     return frontier, state
 
 
-async def _start_engine(config: Config, policy: Policy, version: int) -> Engine:
+async def _start_engine(config: RLConfig, policy: Policy, version: int) -> Engine:
     """In this process, on the policy's own weights; or in processes of their own, on cores that the trainer leaves."""
-    p = config.pipeline
-    if p.placement == "shared":
+    e = config.engine
+    if e.kind == "native":
         return NativeEngine(policy, config.engine, version)
     available = sorted(os.sched_getaffinity(0)) if policy.device.type == "cpu" else []
-    rest, shares = share_cores(available, p.engines, p.engine_threads)
+    rest, shares = share_cores(available, e.count, e.threads)
     if rest:
         torch.set_num_threads(len(rest))
     engines = [
@@ -197,11 +197,11 @@ async def _start_engine(config: Config, policy: Policy, version: int) -> Engine:
             threads=len(cores) or None,
             cores=cores or None,
             version=version,
-            sync=p.sync,
+            sync=e.sync,
         )
         for cores in shares
     ]
-    fleet = engines[0] if p.engines == 1 else Fleet(engines)
+    fleet = engines[0] if e.count == 1 else Fleet(engines)
     try:
         async with asyncio.TaskGroup() as tasks:
             for engine in engines:
@@ -227,7 +227,7 @@ def share_cores(cores: Sequence[int], engines: int, threads: int) -> tuple[list[
     return rest, [sorted(own[(i * each + j) % used] for j in range(each)) for i in range(engines)]
 
 
-def make_learner(config: Config, policy: Policy) -> Learner:
+def make_learner(config: RLConfig, policy: Policy) -> Learner:
     """The trainer and what else the algorithm needs: a reference and a critic are made only if it reads them."""
     a, t, temperature = config.algorithm, config.training, config.sampling.temperature
     objective = Objective(a, config.sampling.max_tokens)
@@ -247,7 +247,7 @@ def make_learner(config: Config, policy: Policy) -> Learner:
     return Learner(trainer, objective, config.run.seed, reference, critic)
 
 
-def evaluate_model(config: Config, policy: Policy | None = None) -> Evaluation:
+def evaluate_model(config: RLConfig, policy: Policy | None = None) -> Evaluation:
     """Evaluate `config.model` on the held-out prompts of `config.data`."""
 
     async def run() -> Evaluation:
@@ -265,12 +265,12 @@ def evaluate_model(config: Config, policy: Policy | None = None) -> Evaluation:
     return asyncio.run(run())
 
 
-def _pool(config: Config, note: Callable[[str], None] | None = None, workers: int | None = None) -> VerifierPool:
+def _pool(config: RLConfig, note: Callable[[str], None] | None = None, workers: int | None = None) -> VerifierPool:
     v = config.verifier
     return VerifierPool(v.name, v.params, workers or v.workers, v.timeout, note)
 
 
-def _runner(config: Config, engine: Engine, chat: Chat, pool: VerifierPool) -> Runner:
+def _runner(config: RLConfig, engine: Engine, chat: Chat, pool: VerifierPool) -> Runner:
     sampling = SamplingParams(
         temperature=config.sampling.temperature,
         max_tokens=config.sampling.max_tokens,
@@ -280,7 +280,7 @@ def _runner(config: Config, engine: Engine, chat: Chat, pool: VerifierPool) -> R
     return Runner(engine, chat, pool, SingleTurn, sampling, config.run.seed)
 
 
-def _evaluation_runner(config: Config, runner: Runner) -> Runner:
+def _evaluation_runner(config: RLConfig, runner: Runner) -> Runner:
     e = config.eval
     sampling = replace(runner.sampling, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k, min_p=e.min_p)
     return replace(runner, sampling=sampling, label="eval", begun={}, copied={})

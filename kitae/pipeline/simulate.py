@@ -20,7 +20,8 @@ from typing import Any, cast
 
 from kitae.algorithms.objective import Objective
 from kitae.clock import VirtualLoop, now
-from kitae.config import Config, override_config
+from kitae.config.load import override_config
+from kitae.config.root import RLConfig
 from kitae.data.chat import Chat
 from kitae.data.prompts import PromptStream
 from kitae.engines.base import Request, SamplingParams
@@ -152,7 +153,7 @@ class Outcome:
 class Schedule:
     """What to simulate: `config.pipeline.max_staleness` on that hardware, over `steps` steps of steady state."""
 
-    config: Config
+    config: RLConfig
     hardware: Hardware
     times: Times
     work: Work
@@ -164,7 +165,7 @@ class Schedule:
 
 
 def study(
-    config: Config,
+    config: RLConfig,
     devices: Sequence[int],
     staleness: Sequence[int],
     times: Times,
@@ -218,7 +219,7 @@ def simulate(schedule: Schedule, folder: Path | None = None) -> Outcome:
         [
             f"training.steps={steps + 2 * edge}",
             f"checkpoint.every={steps + 2 * edge}",
-            f"pipeline.placement={'process' if hardware.trainers else 'shared'}",
+            f"engine.kind={'process' if hardware.trainers else 'native'}",
             "pipeline.snapshot_seconds=1e9",
             f"pipeline.stall_limit={_STALL}",
             "eval.prompts=0",
@@ -324,7 +325,7 @@ def _total(rows: Sequence[Mapping[str, Any]], key: str) -> float:
 class _Learner(Learner):
     """Drops groups as the algorithm does; a batch takes time, and changes nothing."""
 
-    def __init__(self, config: Config, times: Times, devices: int) -> None:
+    def __init__(self, config: RLConfig, times: Times, devices: int) -> None:
         nothing = SimpleNamespace(optimizer=SimpleNamespace(updates=0), export_weights=dict)
         super().__init__(cast(Any, nothing), Objective(config.algorithm, config.sampling.max_tokens), config.run.seed)
         self._loop = cast(VirtualLoop, asyncio.get_running_loop())

@@ -20,7 +20,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kitae.config import Config, override_config, parse_config
+from kitae.config.load import override_config, parse_config
+from kitae.config.root import RLConfig
 from kitae.errors import ConfigChangedError, DiskFullError, StoreError
 from kitae.store.checkpoint import Checkpoints
 from kitae.store.disk import flush, is_full
@@ -46,10 +47,6 @@ CHANGEABLE = (
     "verifier.timeout",
     "verifier.max_error_share",
     "verifier.check_gold",
-    "pipeline.placement",
-    "pipeline.engines",
-    "pipeline.engine_threads",
-    "pipeline.sync",
     "pipeline.in_flight",
     "pipeline.stall_limit",
     "pipeline.snapshot_seconds",
@@ -65,7 +62,7 @@ which prompts are asked, how answers are sampled and scored, what a step is made
 class RunStore:
     """A run open for writing. One process at a time: the folder is locked."""
 
-    def __init__(self, folder: Path, config: Config, journal: Journal | None = None) -> None:
+    def __init__(self, folder: Path, config: RLConfig, journal: Journal | None = None) -> None:
         self.folder = folder
         self.config = config
         self.changes: dict[str, str] = {}  # settings that are not as the run had them, by key
@@ -81,7 +78,7 @@ class RunStore:
         self.metrics = Metrics(folder / "metrics.jsonl")
 
     @staticmethod
-    def create(config: Config) -> "RunStore":
+    def create(config: RLConfig) -> "RunStore":
         """A new folder: the run's name and the first free number."""
         parent = Path(config.run.dir)
         for number in range(1, 100_000):
@@ -196,7 +193,7 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.json").is_file() and (folder / "journal.sqlite").is_file()
 
 
-def read_config(folder: Path) -> Config:
+def read_config(folder: Path) -> RLConfig:
     path = folder / "config.json"
     try:
         return parse_config(json.loads(path.read_text()))
@@ -206,7 +203,7 @@ def read_config(folder: Path) -> Config:
         raise StoreError(f"{path} is not valid JSON: {error}") from None
 
 
-def _differences(before: Config, now: Config) -> dict[str, str]:
+def _differences(before: RLConfig, now: RLConfig) -> dict[str, str]:
     """`{"training.lr": "training.lr: was 1e-05, is 1e-06"}`"""
     old, new = before.flat(), now.flat()
     return {key: f"{key}: was {old[key]!r}, is {new[key]!r}" for key in old if old[key] != new[key]}

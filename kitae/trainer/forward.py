@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitae.config import TrainingConfig
 from kitae.data.packing import MicroBatch, collate, pack
 from kitae.models.policy import Policy
 from kitae.trainer.attention import PackedAttention
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.logprobs import token_logprobs
 from kitae.types import FloatArray, Sample
 

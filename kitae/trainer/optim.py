@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitae.config import TrainingConfig
 from kitae.kernels import ops
 from kitae.kernels.memory import set_master
+from kitae.trainer.config import TrainingConfig
 
 
 def learning_rate(config: TrainingConfig, update: int, total_updates: int) -> float:

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.config import TrainingConfig
 from kitae.models.policy import Policy
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import each_token, log_probs
 from kitae.types import FloatArray, Sample
 

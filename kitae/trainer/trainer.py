@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kitae.algorithms.tokens import TokenBatch
-from kitae.config import TrainingConfig
 from kitae.models.policy import Policy
 from kitae.observe.meter import Meter
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import checkpoint_activations, each_token, log_probs, micro_batches, training_mode
 from kitae.trainer.optim import Optimizer
 from kitae.types import Batch, FloatArray, Sample

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kitae.config import ModelConfig
+from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kitae.config import ModelConfig
+from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 
 sys.path += [str(Path(__file__).parents[1] / part) for part in ("unit/models", "unit/kernels", "integration")]

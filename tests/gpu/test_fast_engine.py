@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from kitae.config import EngineConfig, ModelConfig
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
+from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
+from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.models.tiny import ARCHITECTURES, make_tiny

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kitae.config import AlgorithmConfig, ModelConfig
+from kitae.algorithms.config import AlgorithmConfig
+from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.models.tiny import make_tiny
@@ -208,7 +209,7 @@ def test_rows_taken_several_times_are_summed(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adamw_in_one_pass_equals_torch(dtype: torch.dtype) -> None:
     """With clipping, weight decay, a gradient that is not finite, and a restart from saved state."""
-    from kitae.config import TrainingConfig
+    from kitae.trainer.config import TrainingConfig
     from kitae.trainer.optim import Optimizer
 
     config = TrainingConfig(lr=1e-2, weight_decay=0.1, clip_norm=30.0)
@@ -250,7 +251,7 @@ def test_rows_of_a_step_are_launched_without_waiting(tiny_policy: TinyPolicy) ->
     from test_gradient import make_samples
 
     from kitae.algorithms.objective import Objective
-    from kitae.config import TrainingConfig
+    from kitae.trainer.config import TrainingConfig
     from kitae.trainer.trainer import Trainer
 
     policy = tiny_policy("qwen2", device="cuda", dtype="bfloat16")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kitae.config import EngineConfig
 from kitae.engines.base import Request, SamplingParams
+from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
 from kitae.models.tiny import ARCHITECTURES
@@ -58,7 +58,7 @@ def test_greedy_and_logprobs_equal_the_model(
 def test_gradient_equals_the_cpu(tiny_policy: TinyPolicy) -> None:
     from test_gradient import SHAPES, assert_same, gradient, make_samples
 
-    from kitae.config import AlgorithmConfig
+    from kitae.algorithms.config import AlgorithmConfig
 
     samples = make_samples(SHAPES, gaps=True)
     algorithm = AlgorithmConfig(preset="grpo", entropy_coef=0.01)

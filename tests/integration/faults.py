@@ -139,8 +139,8 @@ class Plan:
             settings += [f"data.path={folder / 'data.jsonl'}", "pipeline.mastered_visits=0.4", "pipeline.mastered=0.6"]
             settings = ["eval.prompts=0" if s.startswith("eval.prompts") else s for s in settings]
         if own_process:
-            settings += ["pipeline.placement=process", f"pipeline.sync={rng.choice(['full', 'delta'])}"]
-            settings.append(f"pipeline.engines={rng.choice([1, 1, 2])}")
+            settings += ["engine.kind=process", f"engine.sync={rng.choice(['full', 'delta'])}"]
+            settings.append(f"engine.count={rng.choice([1, 1, 2])}")
         elif chance(0.15):
             settings.append("engine.keep_cache=false")
         repeats = stale == 0 and not (refill or flaky or own_process or kind == "verifier outage")

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kitae.config import Config, load_config
+from kitae.config.load import load_config
+from kitae.config.root import RLConfig
 from kitae.observe.observer import Silent
 from kitae.pipeline.session import Result, prepare, train
 from kitae.store.run import Metrics, RunStore
@@ -19,7 +20,7 @@ EXACT = ("reward", "length", "rollouts", "groups", "groups_dropped", "errors", "
 CLOSE = ("loss", "entropy", "grad_norm", "lr", "ratio", "value_loss", "kl_k1", "kl_coef", "entropy_coef")
 
 
-def toy_config(folder: Path, *overrides: str) -> Config:
+def toy_config(folder: Path, *overrides: str) -> RLConfig:
     return load_config(RECIPE, [VERIFIER, f"run.dir={folder}", *overrides])
 
 
@@ -27,7 +28,7 @@ def run_toy(folder: Path, *overrides: str) -> Result:
     return run_config(toy_config(folder, *overrides))
 
 
-def run_config(config: Config) -> Result:
+def run_config(config: RLConfig) -> Result:
     sources = prepare(config, print)
     return train(RunStore.create(config), sources, Silent())
 
@@ -68,7 +69,7 @@ def assert_same_metrics(left: Path, right: Path) -> None:
             assert abs(x[key] - y[key]) <= 1e-5 * max(1.0, abs(y[key])), (where, key, x[key], y[key])
 
 
-def assert_ledger_balances(store_folder: Path, config: Config) -> None:
+def assert_ledger_balances(store_folder: Path, config: RLConfig) -> None:
     """Every issued prompt has exactly one fate, every trained group all its rollouts."""
     from kitae.store.journal import Journal
 

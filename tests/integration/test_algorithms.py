@@ -9,7 +9,7 @@ from harness import HERE, assert_same_metrics, rows, run_config, run_toy
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.presets import PRESETS
-from kitae.config import load_config
+from kitae.config.load import load_config
 from kitae.errors import ConfigError
 from kitae.observe.observer import Silent
 from kitae.pipeline.session import prepare, train

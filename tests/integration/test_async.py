@@ -14,7 +14,7 @@ import torch
 from harness import RECIPE, VERIFIER, finish, kitae, rows, run_toy, toy_config
 from test_resume import kill_when, rollouts_written
 
-from kitae.config import Config
+from kitae.config.root import RLConfig
 from kitae.errors import StoreError
 from kitae.models.tiny import make_tiny
 from kitae.observe import timeline
@@ -37,7 +37,7 @@ def slow_verifier(folder: Path) -> str:
     return f"verifier.name={folder / 'slow.py'}:digits"
 
 
-def check_ledger(run: Path, config: Config) -> Counter[str]:
+def check_ledger(run: Path, config: RLConfig) -> Counter[str]:
     """Each prompt issued was trained on once or dropped once; each trained group is whole, none too old."""
     journal = Journal(run / "journal.sqlite", read_only=True)
     try:
@@ -283,7 +283,7 @@ def test_a_past_step_can_be_computed_again(staleness: int, tmp_path: Path) -> No
         (1, ("model.lora_rank=4",)),
         (1, ("model.exact=true",)),
         (1, ("algorithm.kl_coef=0.01", "algorithm.reference=ema", "algorithm.reference_every=1", "algorithm.kl=k3")),
-        (1, ("pipeline.placement=process",)),
+        (1, ("engine.kind=process",)),
     ],
     ids=str,
 )
@@ -330,9 +330,9 @@ def test_the_timeline_shows_who_worked_when(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("staleness", "sync", "engines"), [(0, "full", 1), (2, "delta", 2)])
 def test_the_engine_may_have_a_process_of_its_own(staleness: int, sync: str, engines: int, tmp_path: Path) -> None:
     settings = (
-        "pipeline.placement=process",
-        f"pipeline.engines={engines}",
-        f"pipeline.sync={sync}",
+        "engine.kind=process",
+        f"engine.count={engines}",
+        f"engine.sync={sync}",
         f"pipeline.max_staleness={staleness}",
         "training.steps=4",
         "eval.prompts=0",

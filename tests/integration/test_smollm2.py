@@ -10,14 +10,17 @@ from harness import rows, run_config
 from transformers import AutoModelForCausalLM
 
 from kitae.cli.locate import find_recipe
-from kitae.config import EngineConfig, ModelConfig, TrainingConfig, load_config
+from kitae.config.load import load_config
 from kitae.data.chat import Chat
 from kitae.data.prompts import open_stream
 from kitae.engines.base import Completion, Request, SamplingParams
+from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.errors import ModelError
+from kitae.models.config import ModelConfig
 from kitae.models.load import SMOLLM2, find_model, load_policy
 from kitae.pipeline.replay import replay
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.trainer import Trainer
 from kitae.types import Sample
 

@@ -6,7 +6,7 @@ import pytest
 from harness import HERE, RECIPE, assert_ledger_balances, assert_same_metrics, rows, run_config, run_toy, toy_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kitae.config import load_config
+from kitae.config.load import load_config
 from kitae.errors import DataError, VerifierError
 from kitae.observe.observer import Silent
 from kitae.pipeline.session import evaluate_model, prepare, train

@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import torch
 
-from kitae.config import EngineConfig
 from kitae.engines.base import Completion, EngineStats, Request, Sampled, WeightUpdate
+from kitae.engines.config import EngineConfig
 from kitae.engines.native.cache import KVCache, PagePool
 from kitae.engines.native.runner import Result, Runner, make_runner
 from kitae.engines.native.scheduler import Scheduler

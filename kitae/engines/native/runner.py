@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitae.config import EngineConfig
+from kitae.engines.config import EngineConfig
 from kitae.engines.native import sampler
 from kitae.engines.native.attention import DecodeAttention, ExactAttention, PrefillAttention, Span
 from kitae.engines.native.cache import KVCache

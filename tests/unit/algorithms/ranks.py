@@ -18,9 +18,10 @@ from torch import Tensor
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.objective import Objective
-from kitae.config import ModelConfig, TrainingConfig
+from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.trainer import Trainer
 from kitae.types import Batch, Sample
 

@@ -14,11 +14,12 @@ from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.objective import Objective
 from kitae.algorithms.presets import BASE, PRESETS
 from kitae.algorithms.stages import STAGES, keyword_settings
-from kitae.config import Config, load_config, override_config, parse_config
+from kitae.config.load import load_config, override_config, parse_config
+from kitae.config.root import RLConfig
 from kitae.errors import ConfigError
 
 
-def resolve(algorithm: Mapping[str, Any], **sections: Any) -> Config:
+def resolve(algorithm: Mapping[str, Any], **sections: Any) -> RLConfig:
     return parse_config({"data": {"task": "reverse"}, "algorithm": dict(algorithm), **sections})
 
 

@@ -64,9 +64,9 @@ from kitae.algorithms.ratios import ANCHORS
 from kitae.algorithms.regularisers import REGULARISERS
 from kitae.algorithms.stages import keyword_settings
 from kitae.algorithms.tokens import TokenBatch
-from kitae.config import TrainingConfig
 from kitae.models.policy import Policy
 from kitae.observe.meter import Meter
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.trainer import Trainer
 from kitae.types import Batch, Group, Sample
 

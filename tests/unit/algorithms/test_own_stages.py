@@ -25,7 +25,7 @@ from fixture_p import (
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.objective import Objective
 from kitae.algorithms.stages import STAGES
-from kitae.config import parse_config
+from kitae.config.load import parse_config
 from kitae.errors import ConfigError
 
 Write = Callable[[str], str]

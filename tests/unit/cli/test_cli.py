@@ -17,7 +17,7 @@ import kitae
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES
 from kitae.cli import inspection, main
-from kitae.config import parse_config
+from kitae.config.load import parse_config
 from kitae.pipeline.replay import Replay
 from kitae.store.checkpoint import Frontier
 from kitae.store.journal import Journal

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kitae.cli import main
-from kitae.config import load_config
+from kitae.config.load import load_config
 from kitae.data.prompts import eval_prompts, open_stream
 
 README = Path(__file__).parents[3] / "README.md"

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kitae.config import Config, DataConfig, load_config
+from kitae.config.load import load_config
+from kitae.config.root import RLConfig
+from kitae.data.config import DataConfig
 from kitae.data.formats import FORMATS, Example, find_reader, read_row
 from kitae.data.prompts import eval_prompts, open_stream
 from kitae.errors import ConfigError, DataError
@@ -146,7 +148,7 @@ def test_a_format_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_settings(tmp_path: Path) -> None:
-    def config(*overrides: str) -> Config:
+    def config(*overrides: str) -> RLConfig:
         recipe = tmp_path / "r.toml"
         recipe.write_text("")
         return load_config(recipe, overrides)

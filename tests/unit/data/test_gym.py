@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitae.config import DataConfig
 from kitae.data import gym as data
+from kitae.data.config import DataConfig
 from kitae.data.gym import gym_prompt, gym_prompts
 from kitae.data.prompts import eval_prompts, open_stream
 from kitae.errors import DataError

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitae.config import DataConfig
+from kitae.data.config import DataConfig
 from kitae.data.prompts import PromptStream, eval_prompts, open_stream
 from kitae.errors import DataError
 from kitae.types import Message, Prompt
@@ -311,7 +311,8 @@ class TestHub:
 def test_a_new_process_needs_only_the_cache_and_no_torch(tmp_path):
     fill_cache(tmp_path)
     program = (
-        "import sys; from kitae.config import DataConfig; from kitae.data.prompts import eval_prompts, open_stream\n"
+        "import sys; from kitae.data.config import DataConfig\n"
+        "from kitae.data.prompts import eval_prompts, open_stream\n"
         "assert not {'torch', 'transformers', 'pyarrow', 'huggingface_hub'} & set(sys.modules)\n"
         "config = DataConfig(hub='org/name')\n"
         "print([open_stream(config, 7).at(i).reference for i in range(12)])"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kitae.config import EngineConfig
+from kitae.engines.config import EngineConfig
 from kitae.engines.native import engine
 from kitae.engines.native.cache import KVCache
 from kitae.engines.native.runner import Result, Runner

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kitae.config import EngineConfig
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
+from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.errors import EngineError, RequestError
 from kitae.models.policy import Policy

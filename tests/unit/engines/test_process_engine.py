@@ -18,16 +18,17 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from kitae.config import EngineConfig, ModelConfig
 from kitae.engines import child as child_module
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.child import Limits
+from kitae.engines.config import EngineConfig
 from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.probe import Probe, check_engine, score_probe
 from kitae.engines.process import ProcessEngine
 from kitae.engines.transport import Published, WeightTransport
 from kitae.errors import EngineError, RequestError
+from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 
@@ -461,7 +462,8 @@ def test_impossible_settings_are_refused(model: ModelConfig) -> None:
 def test_the_process_dies_with_its_owner(model: ModelConfig) -> None:
     script = f"""
         import asyncio, os
-        from kitae.config import EngineConfig, ModelConfig
+        from kitae.engines.config import EngineConfig
+        from kitae.models.config import ModelConfig
         from kitae.engines.process import ProcessEngine
 
         async def body():

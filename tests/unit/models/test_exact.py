@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from kitae.config import EngineConfig, ModelConfig, TrainingConfig, load_config
+from kitae.config.load import load_config
 from kitae.engines.base import Completion, EngineStats, Request, SamplingParams
+from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.errors import ConfigError, EngineError, ModelError
+from kitae.models.config import ModelConfig
 from kitae.models.exact import check
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.trainer import Trainer
 from kitae.types import Sample
 
@@ -179,9 +182,9 @@ task = "arithmetic"
         ("engine.fast=false", "cpu", "kernels of its own, got engine.fast = false"),
         ("model.fuse=false", "cpu", "kernels of its own, got model.fuse = false"),
         (
-            "pipeline.placement=process",
+            "engine.kind=process",
             "auto",
-            "model.exact needs pipeline.placement = 'shared' on a CPU, got 'process'",
+            "model.exact needs engine.kind = 'native' on a CPU, got 'process'",
         ),
     ],
 )
@@ -197,7 +200,7 @@ def test_settings_that_cannot_be_exact_are_refused(setting: str, device: str, co
 def test_a_process_of_its_own_is_exact_on_a_gpu(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE.format(device="cuda"))
-    assert load_config(recipe, ["pipeline.placement=process"]).model.exact
+    assert load_config(recipe, ["engine.kind=process"]).model.exact
 
 
 def test_a_plain_engine_refuses_an_exact_policy(tiny_policy: TinyPolicy) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kitae.config import ModelConfig
 from kitae.errors import ModelError
+from kitae.models.config import ModelConfig
 from kitae.models.fuse import fuse
 from kitae.models.load import SMOLLM2, check_model, export_policy, find_model, load_policy, pick_device
 from kitae.models.policy import Policy

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from kitae.config import Config, parse_config
+from kitae.config.load import parse_config
+from kitae.config.root import RLConfig
 from kitae.observe.progress import LiveProgress, Progress, make_progress, peak_memory_gb
 
 ROW = {
@@ -27,7 +28,7 @@ EVAL = {"kind": "eval", "step": 0, "avg": 0.5, "avg_low": 0.4, "avg_high": 0.6, 
 
 
 @pytest.fixture
-def config() -> Config:
+def config() -> RLConfig:
     return parse_config({"data": {"task": "reverse"}, "training": {"steps": 12}})
 
 
@@ -43,7 +44,7 @@ def everything(progress: Progress) -> None:
         progress.finished(Path("runs/r-001"))
 
 
-def test_plain_lines(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines(config: RLConfig, capsys: pytest.CaptureFixture[str]) -> None:
     everything(Progress(config, Path("runs/r-001")))
     assert capsys.readouterr().out.splitlines() == [
         "grpo on reverse with smollm2-135m; run folder runs/r-001",
@@ -68,7 +69,7 @@ UNUSUAL = {
 }
 
 
-def test_what_is_out_of_the_ordinary_is_on_the_line(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_out_of_the_ordinary_is_on_the_line(config: RLConfig, capsys: pytest.CaptureFixture[str]) -> None:
     logged: list[str] = []
     progress = Progress(config, Path("runs/r-001"), logged.append)
     progress.step(UNUSUAL)
@@ -82,7 +83,7 @@ def test_what_is_out_of_the_ordinary_is_on_the_line(config: Config, capsys: pyte
     assert logged == [first, why, second]
 
 
-def test_the_live_table_has_remarks_where_there_are_any_and_logs_lines(config: Config) -> None:
+def test_the_live_table_has_remarks_where_there_are_any_and_logs_lines(config: RLConfig) -> None:
     logged: list[str] = []
     progress = LiveProgress(config, Path("runs/r-001"), logged.append)
     output = io.StringIO()
@@ -100,7 +101,7 @@ def test_the_live_table_has_remarks_where_there_are_any_and_logs_lines(config: C
     ]
 
 
-def test_eta_is_in_minutes_when_long_and_forgets_slow_beginnings(config: Config) -> None:
+def test_eta_is_in_minutes_when_long_and_forgets_slow_beginnings(config: RLConfig) -> None:
     progress = Progress(config, Path("r"))
     assert progress._eta({"step": 0, "step_seconds": 100.0}) == "20 min"
     for _ in range(10):
@@ -109,7 +110,7 @@ def test_eta_is_in_minutes_when_long_and_forgets_slow_beginnings(config: Config)
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_live_table(config: Config, terminal: bool) -> None:
+def test_live_table(config: RLConfig, terminal: bool) -> None:
     progress = LiveProgress(config, Path("runs/r-001"))
     output = io.StringIO()
     progress.console = Console(file=output, force_terminal=terminal, width=120)
@@ -121,7 +122,7 @@ def test_live_table(config: Config, terminal: bool) -> None:
     assert "prompt [x/y] was skipped: [/red]" in text
 
 
-def test_live_table_of_a_run_that_fails(config: Config) -> None:
+def test_live_table_of_a_run_that_fails(config: RLConfig) -> None:
     progress = LiveProgress(config, Path("r"))
     output = io.StringIO()
     progress.console = progress._live.console = Console(file=output, width=120)
@@ -130,7 +131,7 @@ def test_live_table_of_a_run_that_fails(config: Config) -> None:
     assert "stopped" in output.getvalue()
 
 
-def test_the_table_can_be_drawn_while_steps_arrive(config: Config) -> None:
+def test_the_table_can_be_drawn_while_steps_arrive(config: RLConfig) -> None:
     """rich draws in a thread of its own."""
     progress = LiveProgress(config, Path("r"))
     problems: list[BaseException] = []
@@ -152,7 +153,7 @@ def test_the_table_can_be_drawn_while_steps_arrive(config: Config) -> None:
     assert problems == []
 
 
-def test_a_terminal_gets_the_table_and_a_file_the_lines(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_the_table_and_a_file_the_lines(config: RLConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     class Screen(io.StringIO):
         def isatty(self) -> bool:
             return True

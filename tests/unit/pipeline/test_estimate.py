@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from kitae.config import Config, parse_config
+from kitae.config.load import parse_config
+from kitae.config.root import RLConfig
 from kitae.pipeline import estimate as module
 from kitae.pipeline.estimate import Estimate, Machine, Model, Range, estimate, read_model
 
@@ -40,7 +41,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Estimate]:
     return get
 
 
-def config(**sections: dict[str, Any]) -> Config:
+def config(**sections: dict[str, Any]) -> RLConfig:
     values: dict[str, Any] = {
         "data": {"task": "reverse"},
         "model": {"device": "cpu", "dtype": "bfloat16"},

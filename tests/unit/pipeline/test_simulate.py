@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kitae.config import Config, parse_config
+from kitae.config.load import parse_config
+from kitae.config.root import RLConfig
 from kitae.errors import ConfigError
 from kitae.observe.timeline import read
 from kitae.pipeline.simulate import Hardware, LogNormal, Schedule, Times, Work, simulate, study
@@ -16,7 +17,7 @@ EXACT = Times(step=0.01, sequence=0.001, prefill=1000, train=500, fixed=0.2, syn
 TAIL = Work(LogNormal(64, 512), prompt=16)
 
 
-def config(prompts: int = 8, bound: int = 0, **sections: dict[str, Any]) -> Config:
+def config(prompts: int = 8, bound: int = 0, **sections: dict[str, Any]) -> RLConfig:
     return parse_config(
         {
             "data": {"task": "reverse"},

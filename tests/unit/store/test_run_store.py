@@ -9,22 +9,23 @@ from typing import Any
 
 import pytest
 
-from kitae.config import Config, parse_config
+from kitae.config.load import parse_config
+from kitae.config.root import RLConfig
 from kitae.errors import ConfigChangedError, ConfigError, StoreError
 from kitae.store.run import Metrics, RunStore, read_config
 
 
-def config_in(folder: Path, **training: Any) -> Config:
+def config_in(folder: Path, **training: Any) -> RLConfig:
     run = {"dir": str(folder), "name": "test"}
     return parse_config({"run": run, "data": {"task": "reverse"}, "training": training, "checkpoint": {"keep": 7}})
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def config(tmp_path: Path) -> RLConfig:
     return config_in(tmp_path / "runs")
 
 
-def started(config: Config) -> Path:
+def started(config: RLConfig) -> Path:
     """A closed run folder whose journal knows its settings, as after a first step."""
     store = RunStore.create(config)
     asyncio.run(store.journal.begin(config.to_json(), []))
@@ -39,7 +40,7 @@ def edit(folder: Path, section: str, key: str, value: Any) -> None:
     path.write_text(json.dumps(values))
 
 
-def test_folders_are_numbered(config: Config) -> None:
+def test_folders_are_numbered(config: RLConfig) -> None:
     stores = [RunStore.create(config) for _ in range(3)]
     assert [s.folder.name for s in stores] == ["test-001", "test-002", "test-003"]
     for store in stores:
@@ -48,7 +49,7 @@ def test_folders_are_numbered(config: Config) -> None:
     assert stores[0].checkpoints.keep == 7
 
 
-def test_a_number_that_is_taken_is_skipped(config: Config) -> None:
+def test_a_number_that_is_taken_is_skipped(config: RLConfig) -> None:
     parent = Path(config.run.dir)
     (parent / "test-002").mkdir(parents=True)
     (parent / "test-003").write_text("a file in the way")
@@ -66,7 +67,7 @@ def test_a_place_where_no_folder_can_be_made(tmp_path: Path) -> None:
         RunStore.create(config_in(tmp_path / "file"))
 
 
-def test_open_continues_what_was_written(config: Config) -> None:
+def test_open_continues_what_was_written(config: RLConfig) -> None:
     folder = started(config)
     store = RunStore.open(folder)
     assert store.config == config
@@ -75,7 +76,7 @@ def test_open_continues_what_was_written(config: Config) -> None:
     store.close()
 
 
-def test_a_second_opening_is_refused_until_the_first_is_closed(config: Config) -> None:
+def test_a_second_opening_is_refused_until_the_first_is_closed(config: RLConfig) -> None:
     store = RunStore.create(config)
     with pytest.raises(StoreError, match=r"another process is working in .*test-001"):
         RunStore.open(store.folder)
@@ -83,7 +84,7 @@ def test_a_second_opening_is_refused_until_the_first_is_closed(config: Config) -
     RunStore.open(store.folder).close()
 
 
-def test_the_lock_is_of_the_process_and_goes_with_it(config: Config) -> None:
+def test_the_lock_is_of_the_process_and_goes_with_it(config: RLConfig) -> None:
     folder = started(config)
     code = (
         "import sys; from pathlib import Path; from kitae.store.run import RunStore\n"
@@ -101,7 +102,7 @@ def test_the_lock_is_of_the_process_and_goes_with_it(config: Config) -> None:
         RunStore.open(folder).close()
 
 
-def test_changed_settings_are_refused_by_key_and_both_values(config: Config) -> None:
+def test_changed_settings_are_refused_by_key_and_both_values(config: RLConfig) -> None:
     folder = started(config)
     edit(folder, "training", "group_size", 16)
     edit(folder, "training", "lr", 0.5)
@@ -115,7 +116,7 @@ def test_changed_settings_are_refused_by_key_and_both_values(config: Config) -> 
     RunStore.open(folder).close()  # the refusal has let go of the lock, and the old values are welcome
 
 
-def test_some_settings_may_change_and_are_recorded_when_the_run_goes_on(config: Config) -> None:
+def test_some_settings_may_change_and_are_recorded_when_the_run_goes_on(config: RLConfig) -> None:
     folder = started(config)
     edit(folder, "training", "lr", 0.5)  # by hand or on the command line
     store = RunStore.open(folder, ["training.steps=7", "engine.max_batch=3"])
@@ -130,7 +131,7 @@ def test_some_settings_may_change_and_are_recorded_when_the_run_goes_on(config: 
     again.close()
 
 
-def test_settings_that_are_wrong_now_are_refused_and_let_go(config: Config) -> None:
+def test_settings_that_are_wrong_now_are_refused_and_let_go(config: RLConfig) -> None:
     folder = started(config)
     edit(folder, "training", "lr", -1)
     with pytest.raises(ConfigError, match=r"training\.lr"):
@@ -139,7 +140,7 @@ def test_settings_that_are_wrong_now_are_refused_and_let_go(config: Config) -> N
     RunStore.open(folder).close()
 
 
-def test_a_journal_that_cannot_be_opened_lets_go_of_the_lock(config: Config) -> None:
+def test_a_journal_that_cannot_be_opened_lets_go_of_the_lock(config: RLConfig) -> None:
     folder = started(config)
     good = (folder / "journal.sqlite").read_bytes()
     for name in ("journal.sqlite", "journal.sqlite-wal", "journal.sqlite-shm"):
@@ -152,7 +153,7 @@ def test_a_journal_that_cannot_be_opened_lets_go_of_the_lock(config: Config) -> 
     assert caught.value is not None
 
 
-def test_a_run_started_by_other_settings_names_is_refused_and_let_go(config: Config) -> None:
+def test_a_run_started_by_other_settings_names_is_refused_and_let_go(config: RLConfig) -> None:
     """The journal's copy may be of another version of Kitae, with a key that is gone."""
     folder = started(config)
     store = RunStore.open(folder)

@@ -9,13 +9,16 @@ import pytest
 import torch
 from test_gradient import make_samples
 
+from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.objective import Objective
-from kitae.config import AlgorithmConfig, EngineConfig, ModelConfig, TrainingConfig
 from kitae.engines.base import Request, SamplingParams, WeightUpdate
+from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
+from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.models.tiny import make_tiny
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.reference import Reference
 from kitae.trainer.trainer import Trainer
 

@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.objective import Objective
-from kitae.config import AlgorithmConfig, TrainingConfig
 from kitae.models.policy import Policy
 from kitae.models.tiny import ARCHITECTURES
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.trainer import Trainer
 from kitae.types import Sample
 

@@ -14,10 +14,11 @@ from test_gradient import SHAPES, make_samples
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.objective import Objective
-from kitae.config import EngineConfig, TrainingConfig
 from kitae.engines.base import Completion, Request, SamplingParams
+from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.critic import Critic, value_loss
 from kitae.trainer.learner import Learner
 from kitae.trainer.reference import Reference

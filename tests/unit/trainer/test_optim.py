@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kitae.config import TrainingConfig
 from kitae.models.policy import Policy
+from kitae.trainer.config import TrainingConfig
 from kitae.trainer.optim import Optimizer, learning_rate
 from kitae.trainer.trainer import Trainer
 

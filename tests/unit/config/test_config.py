@@ -19,14 +19,16 @@ from pydantic import ValidationError, create_model
 import kitae
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES, keyword_settings
-from kitae.config import Config, Section, load_config, override_config, parse_config
+from kitae.config.hints import ELSEWHERE
+from kitae.config.load import load_config, override_config, parse_config
+from kitae.config.root import RLConfig
 from kitae.data.tasks import TASKS
 from kitae.errors import ConfigError
-from kitae.hints import ELSEWHERE
+from kitae.section import Section
 
 MINIMAL = {"data": {"task": "reverse"}}
 PACKAGE = Path(kitae.__file__).parent
-SECTIONS: dict[str, type[Section]] = {name: info.annotation for name, info in Config.model_fields.items()}  # type: ignore[misc]
+SECTIONS: dict[str, type[Section]] = {name: info.annotation for name, info in RLConfig.model_fields.items()}  # type: ignore[misc]
 
 
 def refused(values: Mapping[str, Any]) -> str:
@@ -149,7 +151,7 @@ def test_true_is_no_number_in_so_many_words() -> None:
             "algorithm.overlong_buffer must be at most sampling.max_tokens = 64, got 65",
         ),
         (with_(pipeline={"refill": True}), "pipeline.refill replaces dropped groups, but algorithm.filter = 'none'"),
-        (with_(pipeline={"engines": 2}), "pipeline.engines must be 1 with pipeline.placement = 'shared', got 2"),
+        (with_(engine={"count": 2}), "engine.count must be 1 with engine.kind = 'native', got 2"),
         (with_(eval={"samples": 4}), "eval.samples must be 1 when eval.temperature is 0 (greedy), got 4"),
         (with_(training={"steps": 0}), "training.steps: input should be greater than or equal to 1, got 0"),
         (with_(training={"lr": float("nan")}), "training.lr: input should be a finite number, got NaN"),
@@ -172,7 +174,7 @@ def test_refusals_give_the_rule_and_the_value(values: dict[str, Any], message: s
         with_(training={"minibatches": 8}),
         with_(algorithm={"overlong_buffer": 64}),
         with_(algorithm={"preset": "dapo"}, pipeline={"refill": True}),
-        with_(pipeline={"engines": 2, "placement": "process"}),
+        with_(engine={"count": 2, "kind": "process"}),
         with_(eval={"samples": 4, "temperature": 0.5}),
         with_(training={"group_size": 2}),
     ],
@@ -202,7 +204,7 @@ def test_config_is_frozen() -> None:
 # Overrides.
 
 
-def overridden(*overrides: str) -> Config:
+def overridden(*overrides: str) -> RLConfig:
     return override_config(parse_config(MINIMAL), overrides)
 
 
@@ -467,5 +469,5 @@ def test_a_setting_that_nothing_reads_would_be_found() -> None:
 
 
 def test_importing_settings_is_cheap() -> None:
-    code = "import sys, kitae.config; print({'torch', 'transformers', 'sympy', 'pyarrow'} & set(sys.modules))"
+    code = "import sys, kitae.config.load; print({'torch', 'transformers', 'sympy', 'pyarrow'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

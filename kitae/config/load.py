@@ -1,0 +1,163 @@
+"""Recipes into settings: TOML file + `section.key=value` overrides → one frozen, fully resolved root.
+
+Everything that can be refused is refused here, before a model loads: unknown keys get a hint (`hints`), contradictions
+name both sides (`rules`). The resolved settings are saved with the run.
+"""
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from kitae.config.hints import hint
+from kitae.config.root import RLConfig
+from kitae.data.config import SOURCES, usual_verifier
+from kitae.errors import ConfigError
+from kitae.plugins import nearest
+
+
+def load_config(recipe: Path, overrides: Iterable[str] = ()) -> RLConfig:
+    """Read a recipe file and apply `section.key=value` overrides."""
+    try:
+        values = tomllib.loads(recipe.read_text("utf-8"))
+    except (FileNotFoundError, IsADirectoryError):
+        raise ConfigError(f"no recipe file {recipe}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{recipe} is not valid TOML: {error}") from None
+    if isinstance(run := values.setdefault("run", {}), dict):
+        run.setdefault("name", recipe.stem)
+    _apply_overrides(values, overrides)
+    return parse_config(values)
+
+
+def override_config(config: RLConfig, overrides: Iterable[str]) -> RLConfig:
+    """A copy of a resolved config with some settings changed."""
+    values = config.given()
+    _apply_overrides(values, overrides)
+    return parse_config(values)
+
+
+def parse_config(values: Any) -> RLConfig:
+    """Validate a nested mapping; every complaint becomes one `ConfigError` that lists all of them."""
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"settings are sections with keys, got {values!r}")
+    problems = list(_unknown_keys(values))
+    if not problems:
+        values = _with_data_verifier(values)
+        try:
+            return RLConfig.model_validate({"data": {}, **values})
+        except ValidationError as error:
+            problems = [_describe(e) for e in error.errors()]
+    raise ConfigError("\n".join(problems))
+
+
+def _with_data_verifier(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    verifier, data = values.get("verifier", {}), values.get("data", {})
+    name = usual_verifier(data)
+    if name is None or "name" in verifier:
+        return values
+    return {**values, "verifier": {**verifier, "name": name}}
+
+
+def _apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:
+    split = [_split_override(override) for override in overrides]
+    sources = [name for name in SOURCES if any(keys == ["data", name] for keys, _ in split)]
+    if len(sources) > 1:
+        raise ConfigError(f"data needs exactly one of {', '.join(SOURCES)}, got {' and '.join(sources)}")
+    for keys, text in sorted(split, key=lambda override: _keeps_source(override[0])):
+        _apply_override(values, keys, text)
+
+
+def _split_override(override: str) -> tuple[list[str], str]:
+    path, equals, text = override.partition("=")
+    keys = path.strip().split(".")
+    if not equals or len(keys) < 2 or not all(keys):
+        known = hint(keys[0], _settings()) if equals and len(keys) == 1 and keys[0] else ""
+        raise ConfigError(f"an override has the form section.key=value, got {override!r}{known}")
+    return keys, text.strip()
+
+
+def _keeps_source(keys: list[str]) -> bool:
+    """False sorts first: a new source or preset drops the old one's settings, and must not drop those given with it."""
+    return keys != ["algorithm", "preset"] and not (keys[0] == "data" and keys[1] in SOURCES)
+
+
+def _apply_override(values: dict[str, Any], keys: list[str], text: str) -> None:
+    node = values
+    for key in keys[:-1]:
+        node = node.setdefault(key, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"{'.'.join(keys)!r} goes below {key!r}, which is a value, not a section")
+    if keys == ["algorithm", "preset"]:  # another method replaces the recipe's choices
+        node.clear()
+    node[keys[-1]] = _parse_value(text, wants_text=_is_text(*keys[:2]))
+    if keys[0] == "data" and keys[1] in SOURCES:  # a new source replaces the recipe's
+        gone = {*SOURCES, "params", *(["eval_path"] if keys[1] != "path" else [])} - {keys[1]}
+        for other in gone:
+            node.pop(other, None)
+
+
+def _parse_value(text: str, wants_text: bool) -> Any:
+    """TOML syntax where it parses (`3`, `1e-5`, `["a"]`), else the bare text; `run.name=2026-01-31` is a name too."""
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return text if wants_text and not isinstance(value, str) else value
+
+
+def _is_text(section: str, key: str) -> bool:
+    sections = RLConfig.sections()
+    fields = sections[section].model_fields if section in sections else {}
+    return key in fields and fields[key].annotation in (str, str | None)
+
+
+def _settings() -> dict[str, list[str]]:
+    """The keys of each section."""
+    return {name: list(section.model_fields) for name, section in RLConfig.sections().items()}
+
+
+def _unknown_keys(values: Mapping[str, Any]) -> Iterable[str]:
+    settings = _settings()
+    for section, keys in values.items():
+        if section not in settings:
+            yield from _unknown_section(section, keys, settings)
+        elif not isinstance(keys, Mapping):
+            yield f"{section!r} is a section, got the value {keys!r}"
+        else:
+            for key in keys:
+                if key not in settings[section]:
+                    valid = ", ".join(f"{section}.{k}" for k in settings[section])
+                    yield f"unknown key {section}.{key}{hint(f'{section}.{key}', settings) or f'; valid are {valid}'}"
+
+
+def _unknown_section(section: str, values: Any, settings: Mapping[str, list[str]]) -> Iterable[str]:
+    """A key outside of any section, another framework's section, or a misspelt one."""
+    valid = f"; valid are {', '.join(settings)}"
+    foreign = [f"unknown key {path}{found}" for path in _leaves(section, values) if (found := hint(path, settings))]
+    if not isinstance(values, Mapping):
+        yield f"unknown section {section!r}{hint(section, settings) or valid}"
+    elif near := nearest(section, settings):
+        yield f"unknown section {section!r}{near}"
+    else:
+        yield from foreign or [f"unknown section {section!r}{valid}"]
+
+
+def _leaves(path: str, values: Any) -> Iterable[str]:
+    if not isinstance(values, Mapping):
+        yield path
+    else:
+        for key, value in values.items():
+            yield from _leaves(f"{path}.{key}", value)
+
+
+def _describe(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return str(message)
+    got = json.dumps(error["input"], default=str)
+    return f"{where}: {message[0].lower()}{message[1:]}, got {got}"

@@ -1,0 +1,73 @@
+"""What sections may not say together: every refusal that needs to see more than one of them.
+
+A rule takes the sections that it compares and yields a sentence for each contradiction, with the rule and the value
+got; a root names the rules that hold for it. What one section says wrong about itself is refused beside it.
+"""
+
+from collections.abc import Iterator
+
+from kitae.algorithms.config import AlgorithmConfig, needs_group
+from kitae.engines.config import EngineConfig, SamplingConfig
+from kitae.models.config import ModelConfig
+from kitae.pipeline.config import PipelineConfig
+from kitae.trainer.config import TrainingConfig
+
+
+def groups(a: AlgorithmConfig, t: TrainingConfig) -> Iterator[str]:
+    size = t.group_size
+    if size < 2 and needs_group(a):
+        yield f"training.group_size must be at least 2 for advantage {a.advantage!r}, got {size}"
+    filters = {name.strip() for name in str(a.filter).split("+")}
+    if size < 2 and ("zero-variance" in filters or {"all-correct", "all-wrong"} <= filters):
+        yield f"training.group_size must be at least 2 for filter {a.filter!r}, got {size}: it would drop every group"
+    if a.advantage == "pass-at-k" and a.pass_k is not None and a.pass_k >= size:
+        yield (
+            f"algorithm.pass_k must be below training.group_size = {size}, got {a.pass_k}: one correct answer would "
+            "make all draws of k succeed"
+        )
+
+
+def sizes(a: AlgorithmConfig, t: TrainingConfig, sampling: SamplingConfig) -> Iterator[str]:
+    if a.critic_warmup is not None and a.critic_warmup >= t.steps:
+        yield (
+            f"algorithm.critic_warmup must be below training.steps = {t.steps}, got {a.critic_warmup}: the policy "
+            "would never learn"
+        )
+    if t.minibatches > t.prompts_per_step:
+        yield f"training.minibatches must be at most prompts_per_step = {t.prompts_per_step}, got {t.minibatches}"
+    if a.overlong_buffer and a.overlong_buffer > sampling.max_tokens:
+        yield (
+            f"algorithm.overlong_buffer must be at most sampling.max_tokens = {sampling.max_tokens}, got "
+            f"{a.overlong_buffer}"
+        )
+
+
+def exact(model: ModelConfig, engine: EngineConfig) -> Iterator[str]:
+    if not model.exact:
+        return
+    if not engine.fast or not model.fuse:
+        key = "engine.fast" if not engine.fast else "model.fuse"
+        yield f"model.exact runs on kernels of its own, got {key} = false, which asks for none"
+    if engine.kind == "process" and not model.device.startswith("cuda"):
+        yield (
+            "model.exact needs engine.kind = 'native' on a CPU, got 'process': with another number of threads a "
+            "product is added up in another order (on a GPU, name it: model.device = 'cuda')"
+        )
+
+
+def reference(a: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
+    if a.reference == "ema" and model.lora_rank:
+        yield (
+            "algorithm.reference must be 'frozen' or 'reset' with model.lora_rank, got 'ema': the mean of two pairs of "
+            "adapters is not the adapter of the mean"
+        )
+
+
+def staleness(a: AlgorithmConfig, p: PipelineConfig) -> Iterator[str]:
+    if p.overdue == "drop" and not p.max_staleness:
+        yield "pipeline.overdue = 'drop' needs pipeline.max_staleness of at least 1, got 0: nothing can be overdue"
+    if p.refill and a.filter == "none" and a.truncation not in ("drop", "mask"):
+        yield (
+            "pipeline.refill replaces dropped groups, but algorithm.filter = 'none' drops none (a preset given on the "
+            "command line replaces the recipe's choices of the algorithm)"
+        )

@@ -1,0 +1,29 @@
+"""Settings of the model."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from kitae.section import Section
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str = Field(
+        "smollm2-135m",
+        min_length=1,
+        description="A folder, a hub id, or a short name: smollm2-135m (real), tiny (made on the spot, for tests).",
+    )
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="auto: bfloat16 where the hardware computes in it."
+    )
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1 …")
+    fuse: bool = Field(True, description="Run norms and gated MLPs through compiled kernels where they can be built.")
+    exact: bool = Field(
+        False,
+        description="Make every log-prob the same to the last bit in the engine and the trainer, in any batch; slower.",
+    )
+    lora_rank: int = Field(0, ge=0, description="0 trains all weights; more trains LoRA adapters of this rank.")
+    lora_alpha: float = Field(32.0, gt=0, description="LoRA scale numerator.")
+    lora_targets: str = Field("all-linear", description="all-linear, or names of modules separated by commas.")

@@ -1,0 +1,49 @@
+"""Settings of the loops and of evaluation."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from kitae.section import Section
+
+
+class PipelineConfig(Section):
+    """How far generation may run ahead of training."""
+
+    max_staleness: int = Field(
+        0, ge=0, le=64, description="Policy versions a sample may be old when it is trained on; 0 is on-policy."
+    )
+    in_flight: Literal["keep", "recompute"] = Field(
+        "keep", description="At a weight update, sequences in flight keep their cache, or compute it anew."
+    )
+    overdue: Literal["wait", "drop"] = Field(
+        "wait", description="A batch waits for groups that would become too old, or goes on without them."
+    )
+    mastered: float = Field(1.0, description="Mean score at which a prompt counts as mastered.")
+    mastered_visits: float = Field(
+        1.0, gt=0, le=1, description="How often a prompt that was mastered the last time is asked again, as a share."
+    )
+    stall_limit: float = Field(1800.0, gt=0, description="Seconds without any movement after which a run ends.")
+    snapshot_seconds: float = Field(
+        30.0, gt=0, description="Seconds between copies of unfinished responses in the journal."
+    )
+    refill: bool = Field(False, description="Replace dropped groups by new prompts until the batch is full.")
+    max_refill: float = Field(3.0, ge=0, description="Most replacements, as a multiple of prompts_per_step.")
+
+
+class EvalConfig(Section):
+    """Held-out evaluation before, during and after training."""
+
+    prompts: int = Field(64, ge=0, description="Held-out prompts; 0: no evaluation.")
+    samples: int = Field(1, ge=1, description="Samples of each prompt.")
+    temperature: float = Field(0.0, ge=0, description="0 is greedy.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus sampling.")
+    top_k: int = Field(0, ge=0, description="Keep only the k likeliest tokens; 0: all.")
+    min_p: float = Field(0.0, ge=0, lt=1, description="Drop tokens less likely than this share of the likeliest.")
+    every: int = Field(0, ge=0, description="Steps between evaluations; 0: only before and after.")
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Self:
+        if self.temperature == 0 and self.samples > 1:
+            raise ValueError(f"eval.samples must be 1 when eval.temperature is 0 (greedy), got {self.samples}")
+        return self
