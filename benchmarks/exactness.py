@@ -77,7 +77,7 @@ class Case:
                 Request(f"{step}/{p}/{i}", self.prompts[p], sampling, seed=seed, share=f"{p}")
             )
             segment = Segment("model", done.tokens, done.logprobs, done.versions)
-            return Rollout(p, i, self.prompts[p], (segment,), done.finish, "", Score(float((p + i) % 3 == 0)))
+            return Rollout.of(p, i, self.prompts[p], (segment,), done.finish, "", Score(float((p + i) % 3 == 0)))
 
         size = self.a.group
         rollouts = await asyncio.gather(*(one(p, i) for p in range(len(self.prompts)) for i in range(size)))

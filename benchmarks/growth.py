@@ -119,7 +119,7 @@ def schedule(rollouts: int) -> float:
 
 def _rollout(group: int, sample: int) -> Rollout:
     segment = Segment("model", (1,) * TOKENS, (-1.0,) * TOKENS, (0,) * TOKENS)
-    return Rollout(group, sample, tuple(range(40)), (segment,), "length", "a" * TOKENS, Score(1.0))
+    return Rollout.of(group, sample, tuple(range(40)), (segment,), "length", "a" * TOKENS, Score(1.0))
 
 
 async def pass_buffer(rollouts: int) -> float:

@@ -52,7 +52,7 @@ def kitae_steps(prompts: int, group: int, tokens: int, steps: int) -> list[dict[
             )
             done = await engine.generate(request)
             segment = Segment("model", done.tokens, done.logprobs, done.versions)
-            return Rollout(p, i, encoded[p], (segment,), done.finish, "", Score(float((p + i) % 3 == 0)))
+            return Rollout.of(p, i, encoded[p], (segment,), done.finish, "", Score(float((p + i) % 3 == 0)))
 
         rollouts = await asyncio.gather(*(one(p, i) for p in range(prompts) for i in range(group)))
         return [Group(p, Prompt(str(p), (), ""), tuple(rollouts[p * group : (p + 1) * group])) for p in range(prompts)]

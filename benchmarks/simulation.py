@@ -79,7 +79,7 @@ def sampled(folder: Path, seed: int) -> tuple[Lengths, int]:
     rollouts = [r for group, *_ in journal.groups() for r in journal.rollouts(group)]
     journal.close()
     lengths = {stream_seed(seed, "train", r.group, r.index, 0): r.response_length for r in rollouts}
-    return lengths, round(statistics.mean(len(r.prompt_tokens) for r in rollouts))
+    return lengths, round(statistics.mean(len(r.chains[0].prompt_tokens) for r in rollouts))
 
 
 def measure(folders: list[Path]) -> Times:

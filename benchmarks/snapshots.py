@@ -34,7 +34,7 @@ async def measure(count: int, tokens: int, grown: int, folder: Path) -> None:
     stand_in = SimpleNamespace(in_flight=lambda: sequences)  # the engine's own function, without a model
     engine = SimpleNamespace(progress=lambda known: NativeEngine.progress(cast(NativeEngine, stand_in), known))
     ids = [s.request.id for s in sequences]
-    begun = {id: Rollout(i // 8, i % 8, (1,) * 200, (), "parked", "") for i, id in enumerate(ids)}
+    begun = {id: Rollout.of(i // 8, i % 8, (1,) * 200, (), "parked", "") for i, id in enumerate(ids)}
     unused = cast(Any, None)
     runner = Runner(
         cast(Any, engine), unused, unused, unused, SamplingParams(), 0, begun=begun, copied=dict.fromkeys(ids, 0)

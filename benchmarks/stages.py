@@ -101,7 +101,7 @@ def make_groups(prompts: int, size: int, tokens: int) -> list[Group]:
             tuple(float(x) for x in random.uniform(-3, -0.1, tokens)),
             (0,) * tokens,
         )
-        return Rollout(group, index, prompt, (segment,), "stop", "", Score(float(random.integers(0, 2))))
+        return Rollout.of(group, index, prompt, (segment,), "stop", "", Score(float(random.integers(0, 2))))
 
     return [
         Group(g, Prompt(str(g), (Message("user", "?"),), ""), tuple(rollout(g, i, prompt) for i in range(size)))

@@ -83,7 +83,7 @@ async def sample(engine: ProcessEngine, tokenizer: object) -> list[Group]:
         requests = [Request(f"{g}/{i}", prompt, sampling, seed=100 * g + i, share=str(g)) for i in range(GROUP)]
         done = await asyncio.gather(*(engine.generate(r) for r in requests))
         rollouts = tuple(
-            Rollout(g, i, prompt, (Segment("model", c.tokens, c.logprobs, c.versions),), c.finish, "", Score(0.0))
+            Rollout.of(g, i, prompt, (Segment("model", c.tokens, c.logprobs, c.versions),), c.finish, "", Score(0.0))
             for i, c in enumerate(done)
         )
         groups.append(Group(g, Prompt(str(g), (Message("user", text),), ""), rollouts))

@@ -23,17 +23,36 @@ FinishReason = Literal["stop", "length", "abort", "parked"]
 """stop: a stop token or stop string; length: max_tokens or the context is used up; abort: cancelled by the caller;
 parked: interrupted, to be continued later."""
 
+Status = Literal["complete", "parked", "failed"]
+
 
 GREEDY = -1
 """The index of the greedy response to a prompt, beside its samples 0, 1, 2, …"""
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """What a model asked a tool to do: `ToolCall("python", {"code": "6 * 7"}, id="call_0")`."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
-    """One chat turn: `Message("user", "Reverse 12, 34, 56")`."""
+    """One chat turn: `Message("user", "Reverse 12, 34, 56")`, `Message("tool", "42", call_id="call_0")`.
+
+    calls: what an assistant asked tools to do; call_id: which call a tool answers, and name: which tool. parts: where
+    the content is not one text, its parts as chat templates take them: `({"type": "text", "text": "Look:"}, …)`.
+    """
 
     role: str
-    content: str
+    content: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    call_id: str = ""
+    name: str = ""
+    parts: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,28 +111,65 @@ class Score:
 
 
 @dataclass(frozen=True, slots=True)
-class Rollout:
-    """One finished episode of one prompt.
+class Chain:
+    """One context as it grew: what the model read first, and what came after it, its own tokens and others.
 
-    `Rollout(group=17, index=3, prompt_tokens=(1, 5, 9), segments=(Segment("model", …),), finish="stop",
-    text="56, 34, 12", score=Score(1.0))`
+    `Chain(prompt_tokens=(1, 5, 9), segments=(Segment("model", …),))`
+    """
+
+    prompt_tokens: tuple[int, ...]
+    segments: tuple[Segment, ...]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.prompt_tokens + tuple(t for s in self.segments for t in s.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One episode of one prompt.
+
+    `Rollout(17, 3, (Chain((1, 5, 9), (Segment("model", …),)),), finish="stop", text="56, 34, 12", score=Score(1.0))`
+    Most episodes have one chain; one whose context was rewritten on the way has several, and counts once all the same.
+    finish: how the last turn of the model ended. text: what the model said, all its turns. status: complete; parked, to
+    be continued; or failed, because its environment did, which its score then says.
     """
 
     group: int
     index: int
-    prompt_tokens: tuple[int, ...]
-    segments: tuple[Segment, ...]
+    chains: tuple[Chain, ...]
     finish: FinishReason
     text: str
     score: Score | None = None
+    status: Status = "complete"
+
+    @staticmethod
+    def of(
+        group: int,
+        index: int,
+        prompt_tokens: tuple[int, ...],
+        segments: tuple[Segment, ...],
+        finish: FinishReason,
+        text: str,
+        score: Score | None = None,
+        status: Status = "complete",
+    ) -> "Rollout":
+        """With one chain."""
+        return Rollout(group, index, (Chain(prompt_tokens, segments),), finish, text, score, status)
 
     @property
     def id(self) -> str:
         return f"{self.group}/{self.index}"
 
     @property
+    def segments(self) -> tuple[Segment, ...]:
+        """Those of all chains."""
+        return tuple(s for chain in self.chains for s in chain.segments)
+
+    @property
     def response_length(self) -> int:
-        return sum(len(s.tokens) for s in self.segments)
+        """Tokens of the model; what an environment said does not count."""
+        return sum(len(s.tokens) for s in self.segments if s.source == "model")
 
 
 @dataclass(frozen=True, slots=True)

@@ -419,19 +419,19 @@ def _spread(s: Sample, values: FloatArray | np.float32) -> FloatArray:
 
 
 def _to_sample(rollout: Rollout, *, reward: float, baseline: float | None, kept: bool) -> Sample:
-    prompt = len(rollout.prompt_tokens)
-    response = [t for s in rollout.segments for t in s.tokens]
+    (chain,) = rollout.chains
+    prompt = len(chain.prompt_tokens)
     blank = np.zeros(prompt)
-    mask_T = np.concatenate([blank, *(np.full(len(s.tokens), s.source == "model") for s in rollout.segments)]) > 0
-    logp_mu_T: FloatArray = np.concatenate([blank, *(s.logprobs for s in rollout.segments)]).astype(np.float32)
+    mask_T = np.concatenate([blank, *(np.full(len(s.tokens), s.source == "model") for s in chain.segments)]) > 0
+    logp_mu_T: FloatArray = np.concatenate([blank, *(s.logprobs for s in chain.segments)]).astype(np.float32)
     return Sample(
         group=rollout.group,
         index=rollout.index,
-        tokens_T=np.array([*rollout.prompt_tokens, *response], dtype=np.int64),
+        tokens_T=np.array(chain.tokens, dtype=np.int64),
         prompt_length=prompt,
         mask_T=mask_T,
         logp_mu_T=np.where(mask_T, logp_mu_T, np.float32(0)),
-        versions_T=np.concatenate([blank - 1, *(s.versions for s in rollout.segments)]).astype(np.int64),
+        versions_T=np.concatenate([blank - 1, *(s.versions for s in chain.segments)]).astype(np.int64),
         score=_value(rollout),
         reward=reward,
         advantage_T=np.zeros(len(mask_T), dtype=np.float32),

@@ -13,7 +13,7 @@ from kitae.engines.native.sampler import stream_seed
 from kitae.envs.base import Environment
 from kitae.errors import root_cause
 from kitae.store.journal import Journal
-from kitae.types import GREEDY, FinishReason, Group, Prompt, Rollout, Score, Segment
+from kitae.types import GREEDY, Chain, FinishReason, Group, Prompt, Rollout, Score, Segment, Status
 
 MakeEnvironment = Callable[[Prompt], Environment]
 
@@ -70,7 +70,7 @@ class Runner:
                 return rollout
             if rollout is None:
                 rollout = await self.rollout(group, index, prompt, parked.get(index))
-                if rollout.finish == "parked":
+                if rollout.status == "parked":
                     if journal and rollout.response_length:
                         await journal.park(rollout)
                     raise Parked
@@ -138,7 +138,8 @@ class Runner:
                 if prior and past:  # this turn was complete
                     done = Completion(request.id, prior.tokens, prior.logprobs, prior.versions, "stop")
                 else:
-                    self.begun[request.id] = Rollout(group, index, prompt_tokens, tuple(segments), "parked", "")
+                    so_far = Chain(prompt_tokens, tuple(segments))
+                    self.begun[request.id] = Rollout(group, index, (so_far,), "parked", "", status="parked")
                     self.copied[request.id] = len(request.prior.tokens)  # that is where they are from
                     try:
                         with self.waiting("the engine", request.id):
@@ -161,7 +162,9 @@ class Runner:
                 finish = "length"
         finally:
             await environment.close()
-        return Rollout(group, index, prompt_tokens, tuple(segments), finish, text)
+        chains = (Chain(prompt_tokens, tuple(segments)),)
+        status: Status = "parked" if finish == "parked" else "complete"
+        return Rollout(group, index, chains, finish, text, status=status)
 
     def grown(self, least: int) -> list[tuple[Rollout, int]]:
         """What the journal does not have yet of the rollouts in flight, if it is at least so many tokens; as
@@ -171,7 +174,9 @@ class Runner:
             if len(news.tokens) >= least and id in self.begun:
                 before, known = self.begun[id], self.copied[id]
                 turn = Segment("model", news.tokens, news.logprobs, news.versions)
-                found.append((replace(before, segments=(*before.segments, turn)), known))
+                last = before.chains[-1]
+                grown = replace(last, segments=(*last.segments, turn))
+                found.append((replace(before, chains=(*before.chains[:-1], grown)), known))
                 self.copied[id] = known + len(news.tokens)
         return found
 

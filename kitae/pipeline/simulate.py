@@ -340,7 +340,7 @@ class _Learner(Learner):
     ) -> dict[str, float]:
         rollouts = [r for g in groups for r in g.rollouts]
         response = sum(r.response_length for r in rollouts)
-        tokens = response + sum(len(g.rollouts[0].prompt_tokens) for g in groups)  # each prompt once
+        tokens = response + sum(len(g.rollouts[0].chains[0].prompt_tokens) for g in groups)  # each prompt once
         seconds = self._fixed + self._epochs * tokens / self._rate if tokens else 0.0
         self._loop.sleep(seconds)
         before_update()

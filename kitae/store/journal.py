@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -29,7 +29,7 @@ import numpy as np
 
 from kitae.errors import DiskFullError, StoreError
 from kitae.store.disk import flush
-from kitae.types import GREEDY, Group, Message, Prompt, Rollout, Score, Segment
+from kitae.types import GREEDY, Chain, Group, Message, Prompt, Rollout, Score, Segment, ToolCall
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -37,13 +37,13 @@ CREATE TABLE IF NOT EXISTS prompts (
     group_id INTEGER PRIMARY KEY, prompt_id TEXT NOT NULL, messages TEXT NOT NULL, reference TEXT NOT NULL,
     context TEXT NOT NULL, version INTEGER NOT NULL, slot INTEGER NOT NULL, issued REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS rollouts (
-    group_id INTEGER NOT NULL, sample INTEGER NOT NULL, prompt_tokens BLOB NOT NULL, segments TEXT NOT NULL,
+    group_id INTEGER NOT NULL, sample INTEGER NOT NULL, prompt_tokens BLOB NOT NULL, chains TEXT NOT NULL,
     tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, finish TEXT NOT NULL, text TEXT NOT NULL,
-    value REAL, outcome TEXT NOT NULL, components TEXT NOT NULL, detail TEXT NOT NULL,
+    value REAL, outcome TEXT NOT NULL, components TEXT NOT NULL, detail TEXT NOT NULL, status TEXT NOT NULL,
     PRIMARY KEY (group_id, sample)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS parked (
     group_id INTEGER NOT NULL, sample INTEGER NOT NULL, start INTEGER NOT NULL, prompt_tokens BLOB NOT NULL,
-    segments TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
+    chains TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
     PRIMARY KEY (group_id, sample, start)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS fates (
     group_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, fate TEXT NOT NULL, reason TEXT NOT NULL);
@@ -118,7 +118,7 @@ class Journal:
         where = (rollout.group, rollout.index)
         await self._write(
             [
-                ("INSERT INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?)", _rollout_row(rollout)),
+                ("INSERT INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)", _rollout_row(rollout)),
                 ("DELETE FROM parked WHERE group_id = ? AND sample = ?", where),
             ]
         )
@@ -134,7 +134,7 @@ class Journal:
 
     async def update_score(self, rollout: Rollout) -> None:
         """The verdict on a rollout that had none, or that could not be judged before."""
-        value, outcome, components, detail = _rollout_row(rollout)[9:]
+        value, outcome, components, detail, _ = _rollout_row(rollout)[9:]
         where = (rollout.group, rollout.index)
         sql = "UPDATE rollouts SET value=?, outcome=?, components=?, detail=? WHERE group_id=? AND sample=?"
         await self._write([(sql, (value, outcome, components, detail, *where))])
@@ -265,9 +265,9 @@ class Journal:
             pieces.setdefault(sample, []).append(tuple(piece))
         found = []
         for sample, parts in pieces.items():
-            prompt, segments = parts[0][0], parts[-1][1]  # the last piece knows all segments
+            prompt, chains = parts[0][0], parts[-1][1]  # the last piece knows all segments
             joined = (b"".join(part[i] for part in parts) for i in (2, 3, 4))
-            row = (group, sample, prompt, segments, *joined, "parked", "", None, "error", "{}", "parked")
+            row = (group, sample, prompt, chains, *joined, "parked", "", None, "error", "{}", "parked", "parked")
             found.append(_read_rollout(row))
         return found
 
@@ -300,7 +300,7 @@ class Journal:
         row = self._reader.execute("SELECT * FROM prompts WHERE group_id = ?", (group,)).fetchone()
         if row is None:
             return None
-        messages = tuple(Message(**m) for m in json.loads(row[2]))
+        messages = tuple(map(_read_message, json.loads(row[2])))
         return Prompt(row[1], messages, json.loads(row[3]), json.loads(row[4]))
 
     def group(self, group: int) -> Group:
@@ -412,6 +412,11 @@ def _event(kind: str, detail: str) -> Statement:
     return "INSERT INTO events VALUES (?,?,?)", (time.time(), kind, detail)
 
 
+def _read_message(row: dict[str, Any]) -> Message:
+    calls = tuple(ToolCall(**call) for call in row.pop("calls"))
+    return Message(**{**row, "calls": calls, "parts": tuple(row["parts"])})
+
+
 def _park(r: Rollout) -> list[Statement]:
     piece = (r.group, r.index, 0, *_rollout_row(r)[2:7])
     return [
@@ -423,12 +428,25 @@ def _park(r: Rollout) -> list[Statement]:
 def _extend(r: Rollout, known: int) -> list[Statement]:
     """A piece with the tokens of the last turn that come after the first `known` ones."""
     *before, last = r.segments
-    lengths = [(s.source, len(s.tokens)) for s in before]
-    start = sum(length for _, length in lengths) + known
-    lengths.append((last.source, known + len(last.tokens)))
-    arrays = _rollout_row(replace(r, segments=(last,)))[4:7]
-    piece = (r.group, r.index, start, b"", json.dumps(lengths), *arrays)
+    start = sum(len(s.tokens) for s in before) + known
+    shapes = _shapes(r)
+    shapes[-1][1][-1][1] += known
+    piece = (r.group, r.index, start, b"", json.dumps(shapes), *_arrays([last]))
     return [("INSERT INTO parked VALUES (?,?,?,?,?,?,?,?)", piece)]
+
+
+def _shapes(r: Rollout) -> list[Any]:
+    """`[[3, [["model", 5], ["environment", 2]]]]`: for each chain, the length of its prompt, and its segments."""
+    return [[len(chain.prompt_tokens), [[s.source, len(s.tokens)] for s in chain.segments]] for chain in r.chains]
+
+
+def _arrays(segments: Sequence[Segment]) -> tuple[bytes, bytes, bytes]:
+    """Tokens, log-probs and versions, of all segments one after the other."""
+    return (
+        np.array([t for s in segments for t in s.tokens], dtype=np.int32).tobytes(),
+        np.array([x for s in segments for x in s.logprobs], dtype=np.float32).tobytes(),
+        np.array([v for s in segments for v in s.versions], dtype=np.int32).tobytes(),
+    )
 
 
 def _rollout_row(r: Rollout) -> tuple[Any, ...]:
@@ -436,31 +454,37 @@ def _rollout_row(r: Rollout) -> tuple[Any, ...]:
     return (
         r.group,
         r.index,
-        np.array(r.prompt_tokens, dtype=np.int32).tobytes(),
-        json.dumps([[s.source, len(s.tokens)] for s in r.segments]),
-        np.array([t for s in r.segments for t in s.tokens], dtype=np.int32).tobytes(),
-        np.array([x for s in r.segments for x in s.logprobs], dtype=np.float32).tobytes(),
-        np.array([v for s in r.segments for v in s.versions], dtype=np.int32).tobytes(),
+        np.array([t for chain in r.chains for t in chain.prompt_tokens], dtype=np.int32).tobytes(),
+        json.dumps(_shapes(r)),
+        *_arrays(r.segments),
         r.finish,
         r.text,
         score.value if score.valid else None,
         score.outcome,
         json.dumps(dict(score.components)),
         score.detail,
+        r.status,
     )
 
 
 def _read_rollout(row: tuple[Any, ...]) -> Rollout:
-    group, sample, prompt, segments, tokens, logprobs, versions, finish, text, value, outcome, components, detail = row
+    group, sample, prompts, shapes, tokens, logprobs, versions, finish, text, *rest = row
+    value, outcome, components, detail, status = rest
+    all_prompts = np.frombuffer(prompts, dtype=np.int32).tolist()
     all_tokens = np.frombuffer(tokens, dtype=np.int32).tolist()
     all_logprobs = np.frombuffer(logprobs, dtype=np.float32).tolist()
     all_versions = np.frombuffer(versions, dtype=np.int32).tolist()
-    pieces = []
-    start = 0
-    for source, length in json.loads(segments):
-        part = slice(start, start + length)
-        pieces.append(Segment(source, tuple(all_tokens[part]), tuple(all_logprobs[part]), tuple(all_versions[part])))
-        start += length
+    chains = []
+    read = start = 0
+    for prompt, segments in json.loads(shapes):
+        pieces = []
+        for source, length in segments:
+            part = slice(start, start + length)
+            pieces.append(
+                Segment(source, tuple(all_tokens[part]), tuple(all_logprobs[part]), tuple(all_versions[part]))
+            )
+            start += length
+        chains.append(Chain(tuple(all_prompts[read : read + prompt]), tuple(pieces)))
+        read += prompt
     score = Score(float("nan") if value is None else value, json.loads(components), outcome, detail)
-    prompt_tokens = tuple(np.frombuffer(prompt, dtype=np.int32).tolist())
-    return Rollout(group, sample, prompt_tokens, tuple(pieces), finish, text, score)
+    return Rollout(group, sample, tuple(chains), finish, text, score, status)

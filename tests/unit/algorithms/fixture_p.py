@@ -120,7 +120,7 @@ def make_rollout(
     n = len(logp_mu)
     segment = Segment("model", tuple(range(10, 10 + n)), tuple(logp_mu), (0,) * n)
     verdict = Score.error("no verdict") if score is None else Score(score)
-    return Rollout(group, index, tuple(prompt), (segment,), finish, "", verdict)
+    return Rollout.of(group, index, tuple(prompt), (segment,), finish, "", verdict)
 
 
 def make_group(

@@ -36,7 +36,7 @@ def golden_groups() -> list[Group]:
         logprobs = tuple(float(x) for x in random.uniform(-3, -0.1, length).astype(np.float32))
         segment = Segment("model", tuple(range(10, 10 + length)), logprobs, (4,) * length)
         finish: Any = "length" if length >= MAX_TOKENS else "stop"
-        return Rollout(group, index, (1, 2, 3), (segment,), finish, "", Score(score))
+        return Rollout.of(group, index, (1, 2, 3), (segment,), finish, "", Score(score))
 
     return [
         Group(

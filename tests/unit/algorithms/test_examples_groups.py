@@ -263,7 +263,7 @@ def test_tokens_of_an_environment_are_skipped() -> None:
         Segment.observed((20, 21)),
         Segment("model", (11,), (-1.0,), (0,)),
     )
-    episode = Rollout(0, 0, (1, 2), turns, "stop", "", Score(1.0))
+    episode = Rollout.of(0, 0, (1, 2), turns, "stop", "", Score(1.0))
     objective = make_objective(preset="ppo", kl_coef=0.0, gae_lambda=0.95, whiten="none")
     (sample,) = objective.samples([as_group([episode])])
     values = f32([0, 0, 0.5, 9, 9, 0.8])  # a critic says something of the environment's tokens too

@@ -30,7 +30,7 @@ from kitae.algorithms.rewards import Moments
 from kitae.algorithms.stages import STAGES, keyword_settings
 from kitae.algorithms.tokens import TokenBatch, log_ratio
 from kitae.errors import ConfigError, VerifierError
-from kitae.types import Segment
+from kitae.types import Chain, Segment
 
 INF = float("inf")
 
@@ -224,7 +224,7 @@ def test_one_sample_and_equal_samples_are_finite_under_every_method(preset: str,
 @pytest.mark.parametrize("preset", PRESETS)
 def test_empty_and_wholly_masked_responses_are_not_trained_on_and_spoil_nothing(preset: str) -> None:
     """A response without tokens, and one of which every token came from an environment."""
-    observed = replace(make_rollout(0.0, index=1), segments=(Segment.observed((5, 6)),))
+    observed = replace(make_rollout(0.0, index=1), chains=(Chain((1,), (Segment.observed((5, 6)),)),))
     good, bad = make_rollout(1.0, [-1.0] * 3, index=2), make_rollout(0.0, index=3)
     group = as_group([make_rollout(1.0, []), observed, good, bad], greedy=make_rollout(0.0, index=-1))
     objective = make_objective(preset=preset)

@@ -104,7 +104,7 @@ def test_a_group_without_any_verdict_is_dropped_as_errors(filter_: str, scores: 
 
 
 def test_an_unscored_rollout_counts_as_failed() -> None:
-    unscored = Rollout(0, 1, (1,), (Segment("model", (5,), (-1.0,), (0,)),), "stop", "")
+    unscored = Rollout.of(0, 1, (1,), (Segment("model", (5,), (-1.0,), (0,)),), "stop", "")
     assert make_objective().drop_reason(as_group([unscored])) == "errors"
     assert [s.index for s in make_objective().samples([as_group([make_rollout(1.0), unscored])])] == [0]
 
@@ -135,7 +135,7 @@ def test_what_the_trainer_gets_of_a_rollout_with_an_environment_turn() -> None:
             Segment.observed((20, 21, 22)),
             Segment("model", (12,), (-2.0,), (5,)),
         )
-        return Rollout(7, index, (1, 2), turns, "stop", "", Score(score))
+        return Rollout.of(7, index, (1, 2), turns, "stop", "", Score(score))
 
     objective = make_objective(**CENTRED, reward_scale=3.0)
     first, second = trainable(objective, as_group([episode(0, 1.0), episode(1, 0.0)], 7))
@@ -474,7 +474,7 @@ def test_gae_skips_what_the_environment_says(data: st.DataObject) -> None:
         segments.append(Segment("model", (10,) * own, (-1.0,) * own, (0,) * own))
         if observed:
             segments.append(Segment.observed((20,) * observed))
-    rollout = Rollout(0, 0, (1, 2, 3), tuple(segments), "stop", "", Score(1.0))
+    rollout = Rollout.of(0, 0, (1, 2, 3), tuple(segments), "stop", "", Score(1.0))
     objective = make_objective(preset="ppo", kl_coef=0.0, gae_lambda=0.9, gamma=0.95, whiten="none")
     (sample,) = objective.samples([as_group([rollout])])
     values = data.draw(st.lists(st.floats(-1, 1), min_size=sample.loss_tokens, max_size=sample.loss_tokens))

@@ -301,7 +301,7 @@ async def _fill(journal: Journal) -> None:
         for index, value in enumerate(values):
             segment = Segment("model", (5,), (-1.0,), (0,))
             score = Score.error("worker died") if value is None else Score(value, detail="because" if value < 1 else "")
-            rollout = Rollout(group, index, (1,), (segment,), "stop", "", score)
+            rollout = Rollout.of(group, index, (1,), (segment,), "stop", "", score)
             await journal.add_rollout(replace(rollout, text=f"answer {group}/{index} [/]"))
     await journal.add_fates(1, trained=[0], dropped=[])
     await journal.add_fates(2, trained=[2], dropped=[(1, "errors")])

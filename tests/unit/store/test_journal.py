@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 
 from kitae.errors import DiskFullError, StoreError
 from kitae.store.journal import Journal
-from kitae.types import Message, Prompt, Rollout, Score, Segment
+from kitae.types import Chain, Message, Prompt, Rollout, Score, Segment
 
 PROMPT = Prompt("reverse/train/17", (Message("system", "Be brief."), Message("user", "Reverse 1, 2")), "2, 1", {"n": 2})
 
 
 def rollout(group: int, index: int = 0, text: str = "2, 1") -> Rollout:
     segment = Segment("model", (5, 6), (-0.5, -0.25), (3, 4))
-    return Rollout(group, index, (1, 2, 3), (segment,), "stop", text, Score(1.0))
+    return Rollout.of(group, index, (1, 2, 3), (segment,), "stop", text, Score(1.0))
 
 
 def prompt(group: int) -> Prompt:
@@ -74,15 +74,20 @@ scores = st.builds(
     st.dictionaries(st.text(max_size=3), st.floats(allow_nan=False, allow_infinity=False), max_size=2),
     detail=st.text(max_size=5),
 ) | st.text(max_size=5).map(Score.error)
+chains = st.builds(
+    Chain,
+    st.lists(ids, max_size=5).map(tuple),
+    st.lists(segments("model") | segments("environment"), max_size=4).map(tuple),
+)
 rollouts = st.builds(
     Rollout,
     group=st.integers(0, 2**62),
     index=st.integers(0, 1000),
-    prompt_tokens=st.lists(ids, max_size=5).map(tuple),
-    segments=st.lists(segments("model") | segments("environment"), max_size=4).map(tuple),
+    chains=st.lists(chains, min_size=1, max_size=3).map(tuple),
     finish=st.sampled_from(["stop", "length", "abort"]),
     text=st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
     score=scores,
+    status=st.sampled_from(["complete", "failed"]),
 )
 
 
@@ -111,7 +116,7 @@ def _comparable(r: Rollout) -> tuple[Rollout, bytes, float | None]:
 
 
 def test_log_probs_are_kept_as_float32(journal: Journal) -> None:
-    precise = Rollout(0, 0, (1,), (Segment("model", (5,), (-0.1,), (0,)),), "stop", "", Score(1.0))
+    precise = Rollout.of(0, 0, (1,), (Segment("model", (5,), (-0.1,), (0,)),), "stop", "", Score(1.0))
     asyncio.run(journal.add_rollout(precise))
     (found,) = journal.rollouts(0)
     assert found.segments[0].logprobs == struct.unpack("<f", struct.pack("<f", -0.1))
@@ -145,9 +150,9 @@ def test_a_pending_slot_is_as_old_as_its_oldest_token(journal: Journal) -> None:
             await journal.add_prompt(group, PROMPT, 9, slot)
         await journal.add_rollout(rollout(1))  # versions 3 and 4
         spoken = Segment("model", (5,), (-0.5,), (7,))
-        await journal.add_rollout(replace(rollout(2), segments=(spoken, Segment.observed((8, 9)))))
-        await journal.park(replace(rollout(3), segments=(spoken,), finish="parked", score=None))
-        await journal.add_rollout(replace(rollout(4), segments=(Segment("model", (), (), ()),)))
+        await journal.add_rollout(replace(rollout(2), chains=(Chain((1, 2, 3), (spoken, Segment.observed((8, 9)))),)))
+        await journal.park(replace(rollout(3), chains=(Chain((1, 2, 3), (spoken,)),), finish="parked", score=None))
+        await journal.add_rollout(replace(rollout(4), chains=(Chain((1, 2, 3), (Segment("model", (), (), ()),)),)))
 
     asyncio.run(write())
     assert [s.oldest for s in journal.pending()] == [None, 3, 7, None]
@@ -165,7 +170,7 @@ def test_unfinished_responses_are_kept_in_pieces(journal: Journal) -> None:
 
     def piece(start: int, end: int) -> Rollout:
         part = Segment("model", whole.tokens[start:end], whole.logprobs[start:end], whole.versions[start:end])
-        return Rollout(6, 1, (1, 2, 3), (*before, part), "parked", "")
+        return Rollout.of(6, 1, (1, 2, 3), (*before, part), "parked", "")
 
     async def write() -> None:
         await journal.extend_parked((piece(0, 4), 0), (replace(piece(0, 2), index=0), 0))
@@ -174,7 +179,9 @@ def test_unfinished_responses_are_kept_in_pieces(journal: Journal) -> None:
 
     asyncio.run(write())
     short, found = journal.parked(6)
-    assert found.segments == (*before, whole) and found.prompt_tokens == (1, 2, 3) and found.finish == "parked"
+    assert (
+        found.segments == (*before, whole) and found.chains[0].prompt_tokens == (1, 2, 3) and found.finish == "parked"
+    )
     assert short.segments[-1].tokens == (10, 11)
     assert journal.counts()["parked"] == 4
     asyncio.run(journal.park(piece(0, 7)))  # all of it at once takes the place of the pieces
@@ -216,7 +223,7 @@ def test_a_parked_rollout_is_kept_until_it_is_complete(journal: Journal) -> None
     async def write() -> None:
         await journal.park(replace(rollout(3, 1), finish="parked", score=None))
         longer = (Segment("model", (5, 6), (-0.5, -0.25), (0, 1)),)
-        await journal.park(replace(rollout(3, 1), segments=longer, finish="parked", score=None))
+        await journal.park(replace(rollout(3, 1), chains=(Chain((1, 2, 3), longer),), finish="parked", score=None))
 
     asyncio.run(write())
     (found,) = journal.parked(3)
@@ -278,7 +285,7 @@ def test_a_sample_is_written_once(journal: Journal) -> None:
 
 def test_forgotten_steps_take_what_their_weights_sampled_with_them(journal: Journal) -> None:
     def sampled_by(version: int, group: int) -> Rollout:
-        return replace(rollout(group), segments=(Segment("model", (5,), (-0.5,), (version,)),))
+        return replace(rollout(group), chains=(Chain((1, 2, 3), (Segment("model", (5,), (-0.5,), (version,)),)),))
 
     async def write() -> None:
         for group, version in enumerate((0, 1, 1, 2, 2)):

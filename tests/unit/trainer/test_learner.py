@@ -167,7 +167,7 @@ def some_groups(count: int = 4) -> list[Group]:
         n = 2 + index
         tokens = tuple(int(t) for t in rng.integers(3, 250, n))
         segment = Segment("model", tokens, (-5.0,) * n, (0,) * n)
-        return Rollout(group, index, (5, 6, 7, group + 8), (segment,), "stop", "", Score(float(index == 0)))
+        return Rollout.of(group, index, (5, 6, 7, group + 8), (segment,), "stop", "", Score(float(index == 0)))
 
     return [
         Group(g, Prompt(str(g), (Message("user", "?"),), ""), tuple(answer(g, i) for i in range(3)))
