@@ -1,15 +1,16 @@
 """The records that travel between the stages of the pipeline.
 
-    Prompt ─► Segment ─► Rollout ─► Group ─► Sample ─► Batch ─► MicroBatch
-              (engine)   (environment) (verifier)  (advantages)      (trainer)
+    Prompt ─► Segment ─► Chain ─► Rollout ─► Group ─► Sample ─► Batch ─► Row ─► MicroBatch
+              (engine)   (environment)   (verifier)  (advantages)      (packing)  (trainer)
 
 All of them are frozen. Tokens, their log-probs and the policy version that sampled each of them are written once, by
 the engine, and never derived again from text. Shape legend for array names: T tokens of one sequence, G samples of
-one group. `MicroBatch`, the only record that holds tensors, lives in `kitae.data.packing`.
+one group. `Batch` and `MicroBatch`, the only record that holds tensors, live in `kitae.trainer`, `Row` in
+`kitae.data.packing`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -196,12 +197,13 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One sequence as the trainer sees it. Position t of the arrays describes token t of `tokens_T`.
+    """One sequence as a trainer sees it: tokens, which of them are trained on, with what weight, and named columns.
 
-    A prompt of 3 and a response of 2 tokens: `tokens_T=[1, 5, 9, 42, 2]`, `prompt_length=3`,
-    `mask_T=[0, 0, 0, 1, 1]`; log-probs, advantages, values and weights are 0 where the mask is 0.
-    score: raw; reward: shaped; baseline: the shaped reward of the greedy response, where one was made; kept: whether
-    it is trained on, or only counts in the statistics of its group; cov_rank: see `kitae.algorithms.covariance`.
+    A prompt of 3 and a response of 2 tokens: `Sample(17, 3, tokens_T=[1, 5, 9, 42, 2], prompt_length=3,
+    mask_T=[0, 0, 0, 1, 1], weight_T=[0, 0, 0, .5, .5], columns={"advantage": [0, 0, 0, 1, 1]})`
+    Position t of the arrays describes token t; weights and columns are 0 where the mask is. Which columns there are is
+    between whoever makes samples and the loss that reads them: likelihood needs none. `chain` counts the chains of one
+    rollout. Samples of a `unit`, such as a pair that is compared, are never cut into different micro-batches.
     """
 
     group: int
@@ -209,19 +211,14 @@ class Sample:
     tokens_T: IntArray
     prompt_length: int
     mask_T: BoolArray
-    logp_mu_T: FloatArray
-    versions_T: IntArray
-    score: float
-    reward: float
-    advantage_T: FloatArray
     weight_T: FloatArray
-    baseline: float | None = None
-    kept: bool = True
-    logp_old_T: FloatArray | None = None
-    logp_ref_T: FloatArray | None = None
-    value_T: FloatArray | None = None
-    return_T: FloatArray | None = None
-    cov_rank_T: FloatArray | None = None
+    columns: Mapping[str, FloatArray] = field(default_factory=dict)
+    chain: int = 0
+    unit: int | None = None
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        return self.group, self.index, self.chain
 
     @property
     def length(self) -> int:
@@ -231,13 +228,15 @@ class Sample:
     def loss_tokens(self) -> int:
         return int(self.mask_T.sum())
 
+    def loss(self, column: str) -> FloatArray:
+        """The values of a column at the loss tokens."""
+        return self.columns[column][self.mask_T]
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """What one optimizer step trains on; the weights of its samples add up over the whole batch."""
+    def spread(self, values: FloatArray | np.float32) -> FloatArray:
+        """Values of the loss tokens, laid out over all tokens; 0 elsewhere."""
+        laid_out = np.zeros(self.length, dtype=np.float32)
+        laid_out[self.mask_T] = values
+        return laid_out
 
-    samples: tuple[Sample, ...]
-
-    @property
-    def loss_tokens(self) -> int:
-        return sum(s.loss_tokens for s in self.samples)
+    def with_columns(self, **columns: FloatArray) -> "Sample":
+        return replace(self, columns={**self.columns, **columns})

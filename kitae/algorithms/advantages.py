@@ -17,6 +17,7 @@ import numpy as np
 
 from kitae.algorithms.filters import has_variance
 from kitae.algorithms.rewards import Wide, narrow
+from kitae.algorithms.traits import Trait, has
 from kitae.types import FloatArray, IntArray
 
 
@@ -25,12 +26,13 @@ class GroupRewards:
     """The judged samples of one prompt: `GroupRewards(rewards_G=[1, 0, 0, 0], scores_G=[1, 0, 0, 0], …)`.
 
     rewards are shaped (S1) and, where the KL penalty is part of the reward, less the penalty of the whole response;
-    scores are raw; lengths count loss tokens.
+    scores are raw; lengths count loss tokens. greedy: the reward of the greedy response, where a function needs it.
     """
 
     rewards_G: FloatArray
     scores_G: FloatArray
     lengths_G: IntArray
+    greedy: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +40,16 @@ class SequenceRewards:
     """The loss tokens of one sample: `SequenceRewards(rewards_T=[0, 0, 1], values_T=[.5, .6, .8])`.
 
     The last token has the reward of the response; a KL penalty is spread over all. greedy: the reward of the greedy
-    response to the same prompt. bootstrap: the value after the last token, 0 where the episode is over.
+    response to the same prompt. bootstrap: the value after the last token, 0 where the episode is over. Log-probs of
+    π_old and π_ref are there where a function needs the reference.
     """
 
     rewards_T: FloatArray
     values_T: FloatArray | None = None
     greedy: float | None = None
     bootstrap: float = 0.0
+    logp_old_T: FloatArray | None = None
+    logp_ref_T: FloatArray | None = None
 
 
 # On groups.
@@ -55,16 +60,19 @@ def reward(group: GroupRewards) -> FloatArray:
     return group.rewards_G
 
 
+@has(Trait.BLIND)
 def one(group: GroupRewards) -> FloatArray:
     """1 for every sample that the filter keeps: plain likelihood of good answers."""
     return np.ones_like(group.rewards_G)
 
 
+@has(Trait.PEERS)
 def group_centred(group: GroupRewards) -> FloatArray:
     """R − mean of the group."""
     return narrow(_centred(group))
 
 
+@has(Trait.PEERS)
 def group_zscore(group: GroupRewards, *, advantage_ddof: int, advantage_epsilon: float) -> FloatArray:
     """(R − mean) / (std + ε) of the group."""
     if not has_variance(group.rewards_G):
@@ -72,6 +80,7 @@ def group_zscore(group: GroupRewards, *, advantage_ddof: int, advantage_epsilon:
     return narrow(_centred(group) / _spread(group, advantage_ddof, advantage_epsilon))
 
 
+@has(Trait.PEERS)
 def group_scaled(group: GroupRewards, *, advantage_ddof: int, advantage_epsilon: float) -> FloatArray:
     """R / (std + ε): not centred."""
     if not has_variance(group.rewards_G):
@@ -79,12 +88,14 @@ def group_scaled(group: GroupRewards, *, advantage_ddof: int, advantage_epsilon:
     return narrow(_wide(group) / _spread(group, advantage_ddof, advantage_epsilon))
 
 
+@has(Trait.PEERS)
 def leave_one_out(group: GroupRewards) -> FloatArray:
     """R − mean of the other samples = G / (G − 1) × (R − mean)."""
     size = len(group.rewards_G)
     return narrow(_centred(group) * (size / max(1, size - 1)))
 
 
+@has(Trait.PEERS)
 def length_weighted(group: GroupRewards) -> FloatArray:
     """R − Σ l R / Σ l: the baseline of least variance if the gradient's norm grows with the length l."""
     if not has_variance(group.rewards_G):
@@ -93,6 +104,7 @@ def length_weighted(group: GroupRewards) -> FloatArray:
     return narrow(rewards_G - (rewards_G * lengths_G).sum() / lengths_G.sum())
 
 
+@has(Trait.PEERS | Trait.POSITIVE)
 def mean_scaled(group: GroupRewards, *, advantage_epsilon: float) -> FloatArray:
     """(R − mean) / (mean + ε) for rewards that are not negative: hard prompts count more."""
     mean = float(_wide(group).mean()) if len(group.rewards_G) else 0.0
@@ -101,6 +113,7 @@ def mean_scaled(group: GroupRewards, *, advantage_epsilon: float) -> FloatArray:
     return narrow(_centred(group) / (mean + advantage_epsilon))
 
 
+@has(Trait.PEERS | Trait.BLIND)
 def pass_at_k(group: GroupRewards, *, pass_k: int, correct_above: float) -> FloatArray:
     """How much a sample adds to the chance that one of k is correct, over the deviation of that chance."""
     correct_G = group.scores_G > correct_above
@@ -118,18 +131,21 @@ def pass_at_k(group: GroupRewards, *, pass_k: int, correct_above: float) -> Floa
 # On the tokens of one sequence.
 
 
+@has(Trait.TOKENS)
 def returns(sequence: SequenceRewards, *, gamma: float) -> FloatArray:
     """G_t = Σ_{u ≥ t} γ^{u − t} reward_u."""
     rewards_T = sequence.rewards_T
     return gae(SequenceRewards(rewards_T, np.zeros_like(rewards_T)), gamma=gamma, gae_lambda=1.0)
 
 
+@has(Trait.TOKENS | Trait.GREEDY)
 def greedy(sequence: SequenceRewards, *, gamma: float) -> FloatArray:
     """G_t − reward of the greedy response to the same prompt, of the same policy version."""
     assert sequence.greedy is not None
     return returns(sequence, gamma=gamma) - np.float32(sequence.greedy)
 
 
+@has(Trait.TOKENS | Trait.VALUES)
 def gae(sequence: SequenceRewards, *, gamma: float, gae_lambda: float) -> FloatArray:
     """A_t = δ_t + γ λ A_{t+1}, δ_t = reward_t + γ V_{t+1} − V_t."""
     assert sequence.values_T is not None
@@ -142,7 +158,7 @@ def gae(sequence: SequenceRewards, *, gamma: float, gae_lambda: float) -> FloatA
     return found.astype(np.float32)
 
 
-GROUP_ADVANTAGES: Mapping[str, Callable[..., FloatArray]] = {
+ADVANTAGES: Mapping[str, Callable[..., FloatArray]] = {
     "reward": reward,
     "one": one,
     "group-centred": group_centred,
@@ -152,11 +168,10 @@ GROUP_ADVANTAGES: Mapping[str, Callable[..., FloatArray]] = {
     "length-weighted": length_weighted,
     "mean-scaled": mean_scaled,
     "pass-at-k": pass_at_k,
+    "returns": returns,
+    "greedy": greedy,
+    "gae": gae,
 }
-TOKEN_ADVANTAGES: Mapping[str, Callable[..., FloatArray]] = {"returns": returns, "greedy": greedy, "gae": gae}
-ADVANTAGES: Mapping[str, Callable[..., FloatArray]] = {**GROUP_ADVANTAGES, **TOKEN_ADVANTAGES}
-NO_BASELINE = frozenset({"reward", "one", *TOKEN_ADVANTAGES})
-"""Advantages that need no second sample of the same prompt."""
 
 
 def whiten(advantages: Sequence[FloatArray], kind: str, ddof: int) -> list[FloatArray]:

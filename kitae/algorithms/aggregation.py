@@ -13,16 +13,19 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
+from kitae.algorithms.traits import Trait, has
 from kitae.types import IntArray
 
 Weights = npt.NDArray[np.float64]
 
 
+@has(Trait.COUNTS_TOKENS)
 def token_sum(lengths_B: IntArray, groups_B: IntArray) -> Weights:
     """1: the learning rate must follow the size of the step."""
     return np.ones(len(lengths_B))
 
 
+@has(Trait.COUNTS_TOKENS)
 def token_mean(lengths_B: IntArray, groups_B: IntArray) -> Weights:
     """1 / N."""
     return np.full(len(lengths_B), 1 / max(1, lengths_B.sum()))
@@ -33,16 +36,19 @@ def seq_mean_token_mean(lengths_B: IntArray, groups_B: IntArray) -> Weights:
     return 1 / (_sequences(lengths_B) * np.maximum(lengths_B, 1))
 
 
+@has(Trait.COUNTS_TOKENS)
 def seq_mean_token_sum(lengths_B: IntArray, groups_B: IntArray) -> Weights:
     """1 / B."""
     return np.full(len(lengths_B), 1 / _sequences(lengths_B))
 
 
+@has(Trait.COUNTS_TOKENS)
 def constant_length(lengths_B: IntArray, groups_B: IntArray, *, constant_length: int) -> Weights:
     """1 / (B L) with L = constant_length."""
     return np.full(len(lengths_B), 1 / (_sequences(lengths_B) * constant_length))
 
 
+@has(Trait.COUNTS_TOKENS)
 def prompt_mean(lengths_B: IntArray, groups_B: IntArray) -> Weights:
     """1 / (P × loss tokens of all samples of the prompt)."""
     _, prompt_B = np.unique(groups_B, return_inverse=True)

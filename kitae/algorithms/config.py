@@ -9,17 +9,14 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from kitae.algorithms.advantages import NO_BASELINE
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES, keyword_settings
+from kitae.algorithms.traits import Trait, traits_of
 from kitae.errors import ConfigError
 from kitae.plugins import is_plugin, nearest
 from kitae.section import Section
 
 _SEQUENCE_CLIP = 0.05  # the largest clip that can still act on the geometric mean of a sequence's ratios
-_RATIO_GRADIENT = {"clip", "none", "sigmoid", "clip-cov", "kl-cov"}  # gates whose gradient goes through the ratio
-_TOKEN_GATES = {"divergence-mask", "geometric-clip", "clip-cov", "kl-cov"}  # gates that judge single tokens
-_WEIGHTS = {"tis", "icepop", "sequence-tis", "geometric-tis", "sequence-mask", "total"}  # they contain π/μ
 
 
 class AlgorithmConfig(Section):
@@ -174,47 +171,53 @@ class AlgorithmConfig(Section):
         values = self.model_dump()
         return {k: v for k, v in values.items() if k == "preset" or (v is not None and v != complete.get(k))}
 
+    def traits(self, stage: str) -> Trait:
+        """What the functions of a stage declare, as far as that is known without executing a user's file."""
+        return STAGES[stage].traits(getattr(self, stage))
+
     def _contradictions(self) -> Iterable[str]:
+        advantage, ratio, gate = (self.traits(stage) for stage in ("advantage", "ratio", "gate"))
         if self.dual_clip and self.clip_high is not None and self.dual_clip <= 1 + self.clip_high:
             yield f"algorithm.dual_clip must exceed 1 + clip_high = {1 + self.clip_high:g}, got {self.dual_clip:g}"
-        if str(self.ratio).startswith("sequence-mean") and self.gate in ("clip", "mask"):
+        if Trait.MEAN in ratio and Trait.BAND in gate:
             for key in ("clip_low", "clip_high"):
                 if (value := getattr(self, key)) > _SEQUENCE_CLIP:
                     yield (
                         f"algorithm.{key} must be at most {_SEQUENCE_CLIP} with ratio {self.ratio!r}, got {value:g}: "
                         "the mean ratio of a sequence is so close to 1 that a larger clip never acts (paper: 3e-4)"
                     )
-        if self.gate in ("weight-clip", "asymmetric") and self.weight_cap is not None and self.weight_cap < 1:
+        if self.weight_cap is not None and self.weight_cap < 1 and not is_plugin(str(self.gate)):
             yield (
                 f"algorithm.weight_cap must be at least 1 with gate {self.gate!r}, got {self.weight_cap:g}: it is a "
                 "ratio, and a smaller cap would shrink every update"
             )
-        if self.gate in _TOKEN_GATES and str(self.ratio).startswith("sequence"):
+        if Trait.SINGLE in gate and Trait.SEQUENCE in ratio:
             yield f"algorithm.ratio must be 'token' with gate {self.gate!r}, got {self.ratio!r}"
-        if self.ratio == "sequence-product" and self.gate in _RATIO_GRADIENT and self.aggregation in _TIMES_LENGTH:
+        product = Trait.SEQUENCE in ratio and Trait.MEAN not in ratio
+        if product and Trait.SLOPE in gate and Trait.COUNTS_TOKENS in self.traits("aggregation"):
             yield (
-                "algorithm.aggregation must be 'seq-mean-token-mean' with ratio 'sequence-product', got "
+                f"algorithm.aggregation must be 'seq-mean-token-mean' with ratio {self.ratio!r}, got "
                 f"{self.aggregation!r}: it would count the one ratio of a response once for each of its tokens"
             )
-        corrections = set(STAGES["correction"].names(str(self.correction)))
-        weights = corrections & _WEIGHTS
+        corrections = [STAGES["correction"].traits(name) for name in STAGES["correction"].names(str(self.correction))]
+        weights = sum(Trait.MISMATCH in traits for traits in corrections)
         if self.anchor == "behaviour" and weights:
             yield (
                 f"algorithm.correction must be 'none' with anchor 'behaviour', got {self.correction!r}: the ratio to μ "
                 "already contains the mismatch"
             )
-        if "total" in corrections and self.gate not in ("mask", "likelihood") and not is_plugin(str(self.gate)):
+        live = any(Trait.LIVE in traits for traits in corrections)
+        if live and Trait.UNWEIGHTED not in gate and not is_plugin(str(self.gate)):
             yield (
                 f"algorithm.correction 'total' contains π_θ / π_old, and so does gate {self.gate!r}: use it with gate "
                 "'mask' or 'likelihood'"
             )
         if weights and self.correction_cap is not None and self.correction_cap < 1:
             yield f"algorithm.correction_cap must be at least 1, got {self.correction_cap:g}: the weights lie around 1"
-        if len(weights) > 1:
+        if weights > 1:
             yield f"algorithm.correction may contain one importance weight, got {self.correction!r}"
         for key in ("filter", "correction"):
-            names = STAGES[key].names(str(getattr(self, key)))
-            if "none" in names and len(names) > 1:
+            if Trait.NEUTRAL in self.traits(key) and len(STAGES[key].names(str(getattr(self, key)))) > 1:
                 yield f"algorithm.{key} 'none' cannot be combined, got {getattr(self, key)!r}"
         yield from self._empty_bands()
         if self.aggregation == "constant-length" and self.constant_length is None:
@@ -222,15 +225,18 @@ class AlgorithmConfig(Section):
                 "algorithm.aggregation 'constant-length' needs algorithm.constant_length: a number of tokens, or "
                 "'max_tokens'"
             )
-        if self.whiten in ("samples", "scale") and self.advantage in ("returns", "greedy", "gae"):
+        if self.whiten in ("samples", "scale") and Trait.TOKENS in advantage:
             yield (
                 f"algorithm.whiten {self.whiten!r} needs one advantage per sample, but advantage {self.advantage!r} "
                 "gives one per token: use 'tokens'"
             )
-        if self.advantage == "mean-scaled" and (self.reward_bias or 0) < 0:
-            yield f"algorithm.reward_bias must not be negative with advantage 'mean-scaled', got {self.reward_bias:g}"
-        if self.advantage == "mean-scaled" and self.reward_norm != "none":
-            yield f"algorithm.reward_norm must be 'none' with advantage 'mean-scaled', got {self.reward_norm!r}"
+        if Trait.POSITIVE in advantage and (self.reward_bias or 0) < 0:
+            yield (
+                f"algorithm.reward_bias must not be negative with advantage {self.advantage!r}, got "
+                f"{self.reward_bias:g}"
+            )
+        if Trait.POSITIVE in advantage and self.reward_norm != "none":
+            yield f"algorithm.reward_norm must be 'none' with advantage {self.advantage!r}, got {self.reward_norm!r}"
         yield from self._kl_contradictions()
 
     def _empty_bands(self) -> Iterable[str]:
@@ -258,21 +264,22 @@ class AlgorithmConfig(Section):
     def _kl_contradictions(self) -> Iterable[str]:
         if not self.kl_coef:
             return
-        if self.kl == "k1" and self.kl_in == "loss":
+        estimator = self.traits("kl")
+        if Trait.IN_REWARD in estimator and self.kl_in == "loss":
             yield (
-                "algorithm.kl 'k1' in the loss has an expected gradient of zero and regularises nothing: use 'k2' or "
-                "'k1-ratio', or kl_in = 'reward'"
+                f"algorithm.kl {self.kl!r} in the loss has an expected gradient of zero and regularises nothing: use "
+                "'k2' or 'k1-ratio', or kl_in = 'reward'"
             )
-        if self.kl_in == "reward" and self.kl != "k1":
+        if self.kl_in == "reward" and Trait.IN_REWARD not in estimator:
             yield (
                 f"algorithm.kl must be 'k1' with kl_in 'reward', got {self.kl!r}: through the reward the others do not "
                 "give the gradient of the KL"
             )
-        if self.kl_in == "reward" and self.advantage in _BLIND:
+        if self.kl_in == "reward" and Trait.BLIND in self.traits("advantage"):
             yield f"algorithm.kl_in 'reward' does nothing with advantage {self.advantage!r}, which reads no reward"
         if self.reference == "none" and self.kl_target:
             yield f"algorithm.kl_target is {self.kl_target:g}, but without a reference there is no KL to steer"
-        if self.reference == "none" and not is_plugin(str(self.kl)):
+        if self.reference == "none" and Trait.REFERENCE in estimator:
             yield (
                 f"algorithm.kl_coef is {self.kl_coef:g}, but algorithm.reference is 'none': a KL term needs a "
                 "reference ('frozen', 'ema' or 'reset')"
@@ -283,8 +290,6 @@ _ALWAYS = {
     "preset", "params", "truncation", "filter", "advantage", "whiten", "gate", "correction", "aggregation", "kl_coef",
     "entropy_coef", "entropy_target", "sft_coef",
 }  # fmt: skip
-_BLIND = ("one", "pass-at-k")  # advantages that read no shaped reward
-_TIMES_LENGTH = ("token-sum", "seq-mean-token-sum", "constant-length", "token-mean", "prompt-mean")
 _NOTHING = ("reference", "none")  # may be said anywhere
 _CRITIC = {"critic_lr", "critic_clip", "critic_warmup"}
 
@@ -294,21 +299,29 @@ def refuse_unread(config: AlgorithmConfig, functions: Mapping[str, Mapping[str, 
     if not any(is_plugin(str(getattr(config, key))) for key in STAGES):
         return
     own = {key: {k for f in found.values() for k in keyword_settings(f)} for key, found in functions.items()}
-    read = _keys_read(config.model_dump(), own)
+    declared = Trait(0)
+    for function in (f for found in functions.values() for f in found.values()):
+        declared |= traits_of(function)
+    read = _keys_read(config.model_dump(), own, declared)
     for key, value in config.choices().items():
         if read is not None and key not in read and key != "reference":
             raise ConfigError(f"algorithm.{key} is set to {value!r}, but nothing reads it{_readers(key)}")
 
 
-def _keys_read(values: Mapping[str, Any], own: Mapping[str, set[str]] | None = None) -> set[str] | None:
-    """The keys that these choices read; None: a function of the user's own, not in `own`, may read any."""
+def _keys_read(
+    values: Mapping[str, Any], own: Mapping[str, set[str]] | None = None, declared: Trait | None = None
+) -> set[str] | None:
+    """The keys that these choices read; None: a function of the user's own, not in `own`, may read any.
+
+    declared: the traits of all functions, where they are loaded.
+    """
     read = set(_ALWAYS)
     stages = [s for s in STAGES.values() if s.key != "kl" or values["kl_coef"]]
-    if values["advantage"] in _BLIND:
+    if Trait.BLIND in STAGES["advantage"].traits(values["advantage"]):
         stages = [s for s in stages if s.key != "shaping"]
     else:
         read |= {"shaping", "reward_norm"}
-    if values["gate"] == "likelihood":
+    if Trait.RATIOLESS in STAGES["gate"].traits(values["gate"]):
         stages = [s for s in stages if s.key != "ratio"]
     else:
         read |= {"ratio", "anchor"}
@@ -323,12 +336,14 @@ def _keys_read(values: Mapping[str, Any], own: Mapping[str, set[str]] | None = N
         read.add("truncation_reward")
     if values["whiten"] != "none":
         read.add("advantage_ddof")
-    if values["advantage"] == "gae":
+    if Trait.VALUES in (STAGES["advantage"].traits(values["advantage"]) if declared is None else declared):
         read |= _CRITIC
     if values["kl_coef"]:
-        read |= {"kl", "kl_in", "kl_target", "reference"}
+        read |= {"kl", "kl_in", "kl_target"}
         if values["kl_target"]:
             read.add("kl_horizon")
+    if values["kl_coef"] or (declared is not None and Trait.REFERENCE in declared):
+        read.add("reference")
         if values["reference"] in ("ema", "reset"):
             read.add("reference_every")
         if values["reference"] == "ema":
@@ -355,7 +370,7 @@ _CONDITIONS = {
     "reference_mix": "reference = 'ema'",
     "entropy_rate": "entropy_target above 0",
     "correct_above": "sft_coef above 0",
-    **dict.fromkeys(_CRITIC, "advantage = 'gae'"),
+    **dict.fromkeys(_CRITIC, "advantages that need values"),
 }
 
 
@@ -373,4 +388,4 @@ def _readers(key: str) -> str:
 
 def needs_group(config: AlgorithmConfig) -> bool:
     """Whether the advantage compares samples of one prompt with each other."""
-    return config.advantage not in NO_BASELINE and not is_plugin(str(config.advantage))
+    return Trait.PEERS in config.traits("advantage")

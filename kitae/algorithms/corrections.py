@@ -11,37 +11,44 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kitae.algorithms.tokens import TokenBatch, bounded_exp, log_ratio
+from kitae.algorithms.traits import Trait, has
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@has(Trait.NEUTRAL)
 def none(tokens: TokenBatch) -> Tensor:
     """1."""
     return tokens.advantage_N.new_ones(len(tokens.advantage_N))
 
 
+@has(Trait.MISMATCH)
 def tis(tokens: TokenBatch, *, correction_floor: float, correction_cap: float) -> Tensor:
     """clip(w_t, correction_floor, correction_cap): truncated importance sampling."""
     return tokens.mismatch_N.clamp(correction_floor, correction_cap)
 
 
+@has(Trait.MISMATCH)
 def icepop(tokens: TokenBatch, *, correction_low: float, correction_high: float) -> Tensor:
     """w_t where correction_low ≤ w_t ≤ correction_high, else 0."""
     w_N = tokens.mismatch_N
     return w_N.where((w_N >= correction_low) & (w_N <= correction_high), w_N.new_zeros(()))
 
 
+@has(Trait.MISMATCH)
 def sequence_tis(tokens: TokenBatch, *, correction_floor: float, correction_cap: float) -> Tensor:
     """clip(Π w, correction_floor, correction_cap) of the whole sequence. The product grows with the length."""
     return _product(tokens).clamp(correction_floor, correction_cap)
 
 
+@has(Trait.MISMATCH)
 def geometric_tis(tokens: TokenBatch, *, correction_floor: float, correction_cap: float) -> Tensor:
     """clip(geometric mean of w over the sequence, correction_floor, correction_cap)."""
     return _geometric_mean(tokens).clamp(correction_floor, correction_cap)
 
 
+@has(Trait.MISMATCH)
 def sequence_mask(tokens: TokenBatch, *, correction_cap: float) -> Tensor:
     """Π w of the whole sequence where it is at most correction_cap, else 0."""
     product_N = _product(tokens)
@@ -92,6 +99,7 @@ def age(tokens: TokenBatch, *, age_limit: int) -> Tensor:
     return (tokens.lag_N - 1 <= age_limit).to(tokens.advantage_N.dtype)
 
 
+@has(Trait.MISMATCH | Trait.LIVE)
 def total(tokens: TokenBatch, *, correction_cap: float) -> Tensor:
     """min(ρ_t, correction_cap) with ρ = π_θ / μ; for gates that carry no ratio of their own."""
     return bounded_exp(log_ratio(tokens.logp_N.detach(), tokens.behaviour_N)).clamp(max=correction_cap)

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kitae.algorithms.traits import Trait, has
 from kitae.types import BoolArray, FloatArray
 
 _TOLERANCE = 1e-6
 
 
+@has(Trait.NEUTRAL)
 def none(scores_G: FloatArray) -> BoolArray:
     """Keep everything."""
     return np.ones(len(scores_G), dtype=bool)

@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kitae.algorithms.tokens import TokenBatch
+from kitae.algorithms.traits import Trait, has
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@has(Trait.SLOPE | Trait.BAND)
 def clip(ratio_N: Tensor, tokens: TokenBatch, *, clip_low: float, clip_high: float, dual_clip: float) -> Tensor:
     """max(−A r, −A clip(r, 1 − clip_low, 1 + clip_high)); dual_clip c > 0: at most −A c where A < 0.
 
@@ -28,11 +30,13 @@ def clip(ratio_N: Tensor, tokens: TokenBatch, *, clip_low: float, clip_high: flo
     return loss_N
 
 
+@has(Trait.SLOPE)
 def ungated(ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
     """−A r: the importance-weighted policy gradient without a trust region."""
     return -tokens.advantage_N * ratio_N
 
 
+@has(Trait.RATIOLESS | Trait.UNWEIGHTED)
 def likelihood(ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
     """−A log π_θ: REINFORCE; no ratio at all."""
     return -tokens.advantage_N * tokens.logp_N
@@ -43,6 +47,7 @@ def weight_clip(ratio_N: Tensor, tokens: TokenBatch, *, weight_floor: float, wei
     return -ratio_N.detach().clamp(weight_floor, weight_cap) * tokens.advantage_N * tokens.logp_N
 
 
+@has(Trait.BAND | Trait.UNWEIGHTED)
 def mask(ratio_N: Tensor, tokens: TokenBatch, *, clip_low: float, clip_high: float) -> Tensor:
     """−M A log π_θ with M = 0 where PPO's clip would stop the gradient; the ratio only decides, S6 weights."""
     r_N, advantage_N = ratio_N.detach(), tokens.advantage_N
@@ -50,6 +55,7 @@ def mask(ratio_N: Tensor, tokens: TokenBatch, *, clip_low: float, clip_high: flo
     return (-advantage_N * tokens.logp_N).masked_fill(stopped_N, 0.0)
 
 
+@has(Trait.SINGLE)
 def divergence_mask(ratio_N: Tensor, tokens: TokenBatch, *, tv_limit: float) -> Tensor:
     """−M A r with M = 0 where r moves away from 1 with A and |π_θ − π_anchor| of the token exceeds tv_limit."""
     advantage_N, r_N = tokens.advantage_N, ratio_N.detach()
@@ -59,6 +65,7 @@ def divergence_mask(ratio_N: Tensor, tokens: TokenBatch, *, tv_limit: float) -> 
     return (-advantage_N * ratio_N).masked_fill(far_N & away_N, 0.0)
 
 
+@has(Trait.SLOPE)
 def sigmoid(ratio_N: Tensor, tokens: TokenBatch, *, tau_positive: float, tau_negative: float) -> Tensor:
     """−A (4/τ) σ(τ (r − 1)) with τ by the sign of A; the gradient at r = 1 is −A for every τ."""
     advantage_N = tokens.advantage_N
@@ -78,6 +85,7 @@ def asymmetric(
     return -weight_N.masked_fill(r_N < reject_below, 0.0) * advantage_N * tokens.logp_N
 
 
+@has(Trait.SINGLE)
 def geometric_clip(ratio_N: Tensor, tokens: TokenBatch, *, clip_low: float, clip_high: float) -> Tensor:
     """−A exp(mean_t of the pessimistic log r_t), each log-ratio clipped to [−clip_low, clip_high] by the sign of A."""
     advantage_N = tokens.advantage_N
@@ -86,6 +94,7 @@ def geometric_clip(ratio_N: Tensor, tokens: TokenBatch, *, clip_low: float, clip
     return -advantage_N * tokens.means(pessimistic_N).exp()
 
 
+@has(Trait.SLOPE | Trait.SINGLE | Trait.COVARIANCE)
 def clip_cov(
     ratio_N: Tensor, tokens: TokenBatch, *, clip_low: float, clip_high: float, dual_clip: float, cov_share: float
 ) -> Tensor:
@@ -94,6 +103,7 @@ def clip_cov(
     return clipped_N.masked_fill(_highest_covariance(tokens, cov_share), 0.0)
 
 
+@has(Trait.SLOPE | Trait.SINGLE | Trait.COVARIANCE)
 def kl_cov(ratio_N: Tensor, tokens: TokenBatch, *, cov_share: float, cov_coef: float) -> Tensor:
     """−A r, plus cov_coef |log r| for the cov_share of the step's tokens whose covariance of log μ and A is highest."""
     held_N = _highest_covariance(tokens, cov_share)
@@ -118,5 +128,3 @@ GATES: Mapping[str, Callable[..., Tensor]] = {
     "clip-cov": clip_cov,
     "kl-cov": kl_cov,
 }
-COVARIANCE_GATES = frozenset({"clip-cov", "kl-cov"})
-"""Gates that read `cov_rank_N`."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kitae.algorithms.tokens import TokenBatch, bounded_exp, log_ratio
+from kitae.algorithms.traits import Trait, has
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,16 +17,19 @@ def token(log_ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
     return bounded_exp(log_ratio_N)
 
 
+@has(Trait.SEQUENCE | Trait.MEAN)
 def sequence_mean(log_ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
     """s_i = exp of the mean log-ratio of the sequence; the gradient goes through the mean."""
     return bounded_exp(tokens.means(log_ratio_N))
 
 
+@has(Trait.SEQUENCE | Trait.MEAN)
 def sequence_mean_token(log_ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
     """The value of `sequence-mean` with the gradient of each token alone: sg[s_i] π_θ(t) / sg[π_θ(t)]."""
     return sequence_mean(log_ratio_N.detach(), tokens) * (log_ratio_N - log_ratio_N.detach()).exp()
 
 
+@has(Trait.SEQUENCE)
 def sequence_product(log_ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
     """Π_t r_t of the whole sequence. Grows with the length: 1.001 to the power of 8,192 is 3,600."""
     return bounded_exp(tokens.sums(log_ratio_N))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from kitae.algorithms.tokens import LIMIT, TokenBatch, bounded_exp, log_ratio
+from kitae.algorithms.traits import Trait, has
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,36 +36,43 @@ def k3(d_N: Tensor) -> Tensor:
     return (-d_N).clamp(max=LIMIT).exp() * (1 + beyond_N) - 1 + d_N
 
 
+@has(Trait.REFERENCE | Trait.IN_REWARD)
 def k1_loss(tokens: TokenBatch) -> Tensor:
     """d; as a loss it regularises nothing, and is refused there."""
     return _difference(tokens)
 
 
+@has(Trait.REFERENCE)
 def k2_loss(tokens: TokenBatch) -> Tensor:
     """d² / 2: gradient of the reverse KL on samples of the policy itself."""
     return _difference(tokens) ** 2 / 2
 
 
+@has(Trait.REFERENCE)
 def k3_loss(tokens: TokenBatch) -> Tensor:
     """e^−d − 1 + d: gradient of the forward KL."""
     return k3(_difference(tokens))
 
 
+@has(Trait.REFERENCE)
 def absolute(tokens: TokenBatch) -> Tensor:
     """|d|: gradient of Σ |π − π_ref|, twice the total variation; the same pull however far a token drifted."""
     return _difference(tokens).abs()
 
 
+@has(Trait.REFERENCE)
 def k1_ratio(tokens: TokenBatch) -> Tensor:
     """r d, r differentiable: gradient of the reverse KL, on older samples too."""
     return _ratio(tokens) * k1_loss(tokens)
 
 
+@has(Trait.REFERENCE)
 def k2_ratio(tokens: TokenBatch) -> Tensor:
     """sg[r] d² / 2: gradient of the reverse KL, on older samples too."""
     return _ratio(tokens).detach() * k2_loss(tokens)
 
 
+@has(Trait.REFERENCE)
 def k3_ratio(tokens: TokenBatch) -> Tensor:
     """r (e^−d − 1 + d), r differentiable: gradient of the reverse KL, on older samples too."""
     return _ratio(tokens) * k3_loss(tokens)

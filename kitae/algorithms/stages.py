@@ -21,6 +21,7 @@ from kitae.algorithms.gates import GATES
 from kitae.algorithms.ratios import RATIOS
 from kitae.algorithms.regularisers import REGULARISERS
 from kitae.algorithms.rewards import SHAPINGS
+from kitae.algorithms.traits import Trait, traits_of
 from kitae.errors import ConfigError
 from kitae.plugins import is_plugin, load_function, nearest
 
@@ -63,6 +64,13 @@ class Stage:
         if any(is_plugin(name) for name in self.names(value)):
             return None
         return {key for name in self.names(value) for key in keyword_settings(self.choices[name])}
+
+    def traits(self, value: str | None) -> Trait:
+        """What these choices declare; of a user's own, nothing is known before its file is executed."""
+        found = Trait(0)
+        for name in self.names(value) if value is not None else ():
+            found |= traits_of(self.choices[name]) if name in self.choices else Trait(0)
+        return found
 
     def resolve(self, value: str, settings: Mapping[str, Any]) -> dict[str, Function]:
         """The chosen functions by name, with their settings filled in. Executes a user's file."""

@@ -1,19 +1,19 @@
-"""Pack samples into micro-batches: one row of tokens, no padding, each group's prompt only once.
+"""Pack samples into rows: one row of tokens for a forward and backward pass, no padding, each group's prompt only once.
 
 A row is a list of spans. A prompt is a span of its own; every response that shares it is a span that attends to that
 prompt and, causally, to itself. The last token of a response predicts nothing and is left out of the row.
 Legend: T tokens of the row, N loss tokens (what the loss is summed over), in sample order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
-from kitae.kernels.transfer import send
-from kitae.types import Sample
+from kitae.types import FloatArray, IntArray, Sample
+
+Column = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,68 +27,81 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """One forward and backward pass.
+class Row:
+    """What one pass computes, as it is sent to whoever does: arrays only.
 
-    Two responses of 2 and 3 tokens to one prompt of 4: T = 4 + 1 + 2 = 7, N = 5, and `source_N` is
+    Two responses of 2 and 3 tokens to one prompt of 4: T = 4 + 1 + 2 = 7, N = 5, `lengths` is (2, 3), and `source_N` is
     [3, 4, 3, 5, 6]: the row positions whose hidden states predict the loss tokens.
     """
 
-    tokens_T: Tensor
-    positions_T: Tensor
+    tokens_T: IntArray
+    positions_T: IntArray
     spans: tuple[Span, ...]
-    source_N: Tensor
-    target_N: Tensor
-    sample_N: Tensor
-    logp_mu_N: Tensor
-    version_N: Tensor
-    advantage_N: Tensor
-    weight_N: Tensor
-    logp_old_N: Tensor | None
-    logp_ref_N: Tensor | None
-    value_N: Tensor | None
-    return_N: Tensor | None
-    cov_rank_N: Tensor | None
-    score_N: Tensor
-    samples: tuple[Sample, ...]
+    source_N: IntArray
+    target_N: IntArray
+    weight_N: FloatArray
+    columns: Mapping[str, FloatArray]
+    lengths: tuple[int, ...]  # loss tokens of each sample
 
-    def split(self, values_N: np.ndarray) -> list[np.ndarray]:
+    @staticmethod
+    def empty() -> "Row":
+        """One token and no loss: for a rank that has nothing to do while the others do."""
+        nothing, none = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+        token = np.zeros(1, dtype=np.int64)
+        return Row(token, token, (Span(0, 1),), nothing, nothing, none, {}, ())
+
+    def split(self, values_N: FloatArray) -> list[FloatArray]:
         """Cut a vector over loss tokens into one piece per sample."""
-        return np.split(values_N, np.cumsum([s.loss_tokens for s in self.samples])[:-1])
+        return np.split(values_N, np.cumsum(self.lengths)[:-1]) if self.lengths else []
 
 
-def pack(samples: Sequence[Sample], token_budget: int, share_prompts: bool = True) -> list[list[Sample]]:
-    """Distribute samples over micro-batches of at most `token_budget` row tokens; one longer sample goes alone.
+def pack(
+    samples: Sequence[Sample], token_budget: int, share_prompts: bool = True, multiple: int = 1
+) -> list[list[Sample]]:
+    """Distribute samples over rows of at most `token_budget` tokens; one longer sample, or unit of samples, goes alone.
 
-    Samples with a common prompt stay together as far as the budget allows. Every sample appears exactly once. As few
-    micro-batches as first fit finds, evenly filled if that is possible: a short one would use the hardware badly.
+    Samples with a common prompt stay together as far as the budget allows, those of a unit always. Every sample appears
+    exactly once. As few rows as first fit finds, evenly filled if that is possible: a short one would use the hardware
+    badly. The number of rows is a multiple of `multiple`; rows that are missing for that are empty.
     """
-    families: dict[object, list[Sample]] = {}
-    for i, s in enumerate(samples):
-        key = (s.group, s.tokens_T[: s.prompt_length].tobytes()) if share_prompts else i
-        families.setdefault(key, []).append(s)
-    pieces: list[Piece] = []
-    for family in families.values():
-        prompt = family[0].prompt_length
-        piece: list[Sample] = []
-        size = prompt
-        for s in family:
-            own = s.length - prompt
-            if piece and size + own > token_budget:
-                pieces.append((size, piece))
-                piece, size = [], prompt
-            piece.append(s)
-            size += own
-        pieces.append((size, piece))
+    pieces = [p for family in _families(samples, share_prompts) for p in _cut(family, token_budget)]
     pieces.sort(key=lambda p: -p[0])
     alone = [p for p in pieces if p[0] > token_budget]
     rest = pieces[len(alone) :]
     bins = _first_fit(rest, token_budget)
     even = _even(rest, len(bins))
-    return [content for _, content in alone + (even if all(size <= token_budget for size, _ in even) else bins)]
+    rows = [content for _, content in alone + (even if all(size <= token_budget for size, _ in even) else bins)]
+    return rows + [[] for _ in range(-len(rows) % multiple)]
 
 
 Piece = tuple[int, list[Sample]]  # row tokens, samples
+
+
+def _families(samples: Sequence[Sample], share_prompts: bool) -> Iterable[list[Sample]]:
+    """Samples with the same prompt, if prompts are shared."""
+    families: dict[object, list[Sample]] = {}
+    for i, s in enumerate(samples):
+        key = (s.group, s.tokens_T[: s.prompt_length].tobytes()) if share_prompts else i
+        families.setdefault(key if s.unit is None else ("unit", s.unit), []).append(s)
+    return families.values()
+
+
+def _cut(family: list[Sample], token_budget: int) -> Iterable[Piece]:
+    """The family in pieces that fit; a unit is not cut."""
+    if family[0].unit is not None:
+        yield sum(s.length for s in family), family
+        return
+    prompt = family[0].prompt_length
+    piece: list[Sample] = []
+    size = prompt
+    for s in family:
+        own = s.length - prompt
+        if piece and size + own > token_budget:
+            yield size, piece
+            piece, size = [], prompt
+        piece.append(s)
+        size += own
+    yield size, piece
 
 
 def _first_fit(pieces: Sequence[Piece], token_budget: int) -> list[Piece]:
@@ -112,16 +125,18 @@ def _even(pieces: Sequence[Piece], count: int) -> list[Piece]:
     return bins
 
 
-def collate(samples: Sequence[Sample], device: torch.device, share_prompts: bool = True) -> MicroBatch:
-    """Lay out one micro-batch."""
-    tokens: list[np.ndarray] = []
-    positions: list[np.ndarray] = []
+def lay_out(samples: Sequence[Sample], share_prompts: bool = True) -> Row:
+    """One row; of columns, those that all of its samples have."""
+    if not samples:
+        return Row.empty()
+    tokens: list[IntArray] = []
+    positions: list[IntArray] = []
     spans: list[Span] = []
     prompts: dict[bytes, Span] = {}
-    source: list[np.ndarray] = []
+    source: list[IntArray] = []
     size = 0
 
-    def add(piece: np.ndarray, first: int, prefix: Span | None) -> Span:
+    def add(piece: IntArray, first: int, prefix: Span | None) -> Span:
         nonlocal size
         span = Span(size, len(piece), prefix.start, prefix.length) if prefix else Span(size, len(piece))
         tokens.append(piece)
@@ -144,30 +159,14 @@ def collate(samples: Sequence[Sample], device: torch.device, share_prompts: bool
             own = add(s.tokens_T[:-1], 0, None)
             row_of_T = own.start + np.arange(own.length)
         source.append(row_of_T[np.flatnonzero(s.mask_T) - 1])
-
-    def flat(name: str) -> Tensor:
-        return send(np.concatenate([getattr(s, name)[s.mask_T] for s in samples]), device)
-
-    def flat_or_none(name: str) -> Tensor | None:
-        return flat(name) if all(getattr(s, name) is not None for s in samples) else None
-
-    counts = [s.loss_tokens for s in samples]
-    return MicroBatch(
-        tokens_T=send(np.concatenate(tokens), device),
-        positions_T=send(np.concatenate(positions), device),
+    shared = set.intersection(*(set(s.columns) for s in samples))
+    return Row(
+        tokens_T=np.concatenate(tokens),
+        positions_T=np.concatenate(positions),
         spans=tuple(spans),
-        source_N=send(np.concatenate(source), device),
-        target_N=flat("tokens_T"),
-        sample_N=send(np.repeat(np.arange(len(samples)), counts), device),
-        logp_mu_N=flat("logp_mu_T"),
-        version_N=flat("versions_T"),
-        advantage_N=flat("advantage_T"),
-        weight_N=flat("weight_T"),
-        logp_old_N=flat_or_none("logp_old_T"),
-        logp_ref_N=flat_or_none("logp_ref_T"),
-        value_N=flat_or_none("value_T"),
-        return_N=flat_or_none("return_T"),
-        cov_rank_N=flat_or_none("cov_rank_T"),
-        score_N=send(np.repeat(np.array([s.score for s in samples], dtype=np.float32), counts), device),
-        samples=tuple(samples),
+        source_N=np.concatenate(source),
+        target_N=np.concatenate([s.tokens_T[s.mask_T] for s in samples]),
+        weight_N=np.concatenate([s.weight_T[s.mask_T] for s in samples]),
+        columns={name: np.concatenate([s.loss(name) for s in samples]) for name in sorted(shared)},
+        lengths=tuple(s.loss_tokens for s in samples),
     )

@@ -19,7 +19,8 @@ from kitae.errors import ModelError
 from kitae.kernels import exact, ops
 from kitae.models.attention import AttentionContext
 from kitae.models.fuse import fuse
-from kitae.models.policy import HeadTransform, Policy
+from kitae.models.logprobs import HeadTransform
+from kitae.models.policy import Policy
 
 _ANGLES = 512  # positions of the rotary table that are computed together
 _PROBE = [1, 30, 9]  # tokens of the passes that a probe sequence is cut into

@@ -1,7 +1,6 @@
-"""A policy: one Hugging Face causal LM, its tokenizer, and the two calls that trainer and engine share."""
+"""A policy: one Hugging Face causal LM, its tokenizer, and the calls that trainer and engine share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,36 +8,30 @@ from torch import Tensor
 
 from kitae.errors import ModelError
 from kitae.models.attention import AttentionContext, causal_mask, masked_attention
+from kitae.models.logprobs import Head, HeadTransform, token_logprobs
 
 
-@dataclass(frozen=True, slots=True)
-class HeadTransform:
-    """What a model class does to its logits after the head: `softcap * tanh(scale * x / softcap)`."""
+class Policy(torch.nn.Module):
+    """The modules that are trained and served. Engine and trainer hold the same object: nothing is copied.
 
-    scale: float = 1.0
-    softcap: float | None = None
+    The trainer calls it as one module, so decoder and head are reached through one `forward`, and it can be sharded as
+    a whole. `model` is the only submodule; base, decoder and head are parts of it.
+    """
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
-
-
-class Policy:
-    """The modules that are trained and served. Engine and trainer hold the same object: nothing is copied."""
+    base: Any
+    decoder: Callable[..., Any]
+    head: Any
 
     def __init__(self, model: Any, tokenizer: Any, source: str, *, exact: bool = False) -> None:
         """exact: the modules are those of `kitae.models.exact`; attention and log-probs must be too."""
+        super().__init__()
         self.exact = exact
         self.model = model
         self.tokenizer = tokenizer
         self.source = source
         base = model.get_base_model() if hasattr(model, "peft_config") else model
-        self.base = base
-        self.decoder: Callable[..., Any] = base.get_decoder()
-        self.head: Any = base.get_output_embeddings()
+        # Not as submodules: each parameter has one name.
+        self.__dict__.update(base=base, decoder=base.get_decoder(), head=base.get_output_embeddings())
         config = base.config.get_text_config()
         self.layers = int(config.num_hidden_layers)
         self.heads = int(config.num_attention_heads)
@@ -71,6 +64,25 @@ class Policy:
             input_ids=tokens_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, kitae=context
         )
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        context: AttentionContext,
+        source_N: Tensor,
+        target_N: Tensor,
+        *,
+        temperature: float,
+        chunk: int,
+        entropy_grad: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """`(logp_N, entropy_N)` of the tokens `target_N`, which the states of the row at `source_N` predict."""
+        hidden_NH = self.hidden(tokens_T, positions_T, context)[source_N]
+        head = Head(self.head.weight, getattr(self.head, "bias", None), self.transform, self.exact)
+        return token_logprobs(
+            head, hidden_NH, target_N, temperature=temperature, chunk=chunk, entropy_grad=entropy_grad
+        )
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Logits `[N, V]` exactly as the model class computes them."""

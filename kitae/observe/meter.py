@@ -1,6 +1,15 @@
-"""Collect numbers over the micro-batches of a step."""
+"""Collect numbers over the micro-batches, ranks and updates of a step.
 
-from collections import defaultdict
+    Meter ── fetch ──► Totals ── add: micro-batches, ranks ──► Totals ── average: updates of a step ──► numbers
+
+Each number knows how it is added up, so nobody has to tell that from its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -8,60 +17,152 @@ if TYPE_CHECKING:
 
     Number = float | Tensor  # a tensor holds one element
 
+Key = Hashable
+"""Names of metrics are texts; what steers something is a key of its own kind, and no metric."""
+
+
+class Kind(Enum):
+    """How numbers of one name are put together over micro-batches and ranks; and then over the updates of a step."""
+
+    MEAN = "Σ x n / Σ n; then the mean"
+    TOTAL = "Σ x; then the mean"
+    COUNT = "Σ x; then the sum"
+    TIME = "Σ x of a rank, the longest of all; then the sum"
+    MAX = "the largest"
+    SIZE = "effective sample size (Σ w)² / (n Σ w²); then the mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """`Entry(Kind.MEAN, (48.0, 120.0))`: what is enough to go on adding."""
+
+    kind: Kind
+    sums: tuple[float, ...]
+
+    def __add__(self, other: Entry) -> Entry:
+        assert self.kind is other.kind, f"{self.kind} is not added to {other.kind}"
+        if self.kind is Kind.MAX:
+            return Entry(self.kind, (_largest(self.sums[0], other.sums[0]),))
+        return Entry(self.kind, tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)))
+
+    @property
+    def value(self) -> float | None:
+        """None: there was nothing to measure."""
+        match self.kind:
+            case Kind.MEAN:
+                total, count = self.sums
+                return total / count if count else None
+            case Kind.SIZE:
+                weights, squares, count = self.sums
+                return weights**2 / max(1e-20, count * squares)
+            case Kind.MAX:
+                return None if self.sums[0] == float("-inf") else self.sums[0]
+            case _:
+                return self.sums[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Numbers that can still be added to others."""
+
+    entries: Mapping[Key, Entry] = field(default_factory=dict)
+
+    @staticmethod
+    def of(kind: Kind, **values: float) -> Totals:
+        """`Totals.of(Kind.COUNT, skipped_updates=1)`; of kinds that one number makes."""
+        return Totals({name: Entry(kind, (float(value),)) for name, value in values.items()})
+
+    def __add__(self, other: Totals) -> Totals:
+        return self._merged(other, lambda a, b: a + b)
+
+    def beside(self, other: Totals) -> Totals:
+        """Together with the same of another rank, which worked at the same time."""
+        return self._merged(other, lambda a, b: max(a, b, key=_first) if a.kind is Kind.TIME else a + b)
+
+    def _merged(self, other: Totals, join: Callable[[Entry, Entry], Entry]) -> Totals:
+        mine = dict(self.entries)
+        for key, entry in other.entries.items():
+            mine[key] = join(mine[key], entry) if key in mine else entry
+        return Totals(mine)
+
+    def __getitem__(self, key: Key) -> float | None:
+        return self.entries[key].value if key in self.entries else None
+
+    def numbers(self) -> dict[str, float]:
+        """By name, of what has one."""
+        found = ((key, self[key]) for key in self.entries if isinstance(key, str))
+        return {key: value for key, value in found if value is not None}
+
+
+def average(updates: Iterable[Totals]) -> Totals:
+    """The numbers of a step from those of its updates, each of which counts once, however large it was."""
+    gathered: dict[Key, list[Entry]] = {}
+    for totals in updates:
+        for key, entry in totals.entries.items():
+            gathered.setdefault(key, []).append(entry)
+    return Totals({key: _average(entries) for key, entries in gathered.items()})
+
+
+def _average(entries: list[Entry]) -> Entry:
+    kind = entries[0].kind
+    if kind in (Kind.COUNT, Kind.TIME, Kind.MAX):
+        total = entries[0]
+        for entry in entries[1:]:
+            total += entry
+        return total
+    values = [value for entry in entries if (value := entry.value) is not None]
+    return Entry(Kind.MEAN, (sum(values), float(len(values))))
+
 
 class Meter:
-    """Weighted means, totals, maxima and sample sizes by name: `meter.mean("entropy", 0.4, count=120)`.
+    """Gathers the numbers of a pass: `meter.mean("entropy", 0.4, count=120)`.
 
-    Tensors are kept as they are until `result`, which fetches all of them at once: measuring never waits for a device.
+    Tensors are kept as they are until `totals`, which fetches all of them at once: measuring never waits for a device.
     """
 
     def __init__(self) -> None:
-        self._entries: list[tuple[str, str, tuple[Number, ...]]] = []
+        self._entries: list[tuple[Kind, Key, tuple[Number, ...]]] = []
+        self._means: set[int] = set()  # entries with a mean in the place of a sum
 
-    def mean(self, name: str, value: "Number", count: "Number" = 1.0) -> None:
-        self._entries.append(("mean", name, (value, count)))
+    def mean(self, name: Key, value: Number, count: Number = 1.0) -> None:
+        self._means.add(len(self._entries))
+        self.part(name, value, count)
 
-    def part(self, name: str, total: "Number", count: "Number") -> None:
+    def part(self, name: Key, total: Number, count: Number) -> None:
         """Like `mean`, with the sum of `count` values instead of their mean."""
-        self._entries.append(("part", name, (total, count)))
+        self._entries.append((Kind.MEAN, name, (total, count)))
 
-    def total(self, name: str, value: "Number") -> None:
-        self._entries.append(("total", name, (value,)))
+    def total(self, name: Key, value: Number) -> None:
+        self._entries.append((Kind.TOTAL, name, (value,)))
 
-    def max(self, name: str, value: "Number") -> None:
+    def max(self, name: Key, value: Number) -> None:
         """The largest value; one that is no number stays, and -inf is the largest of none."""
-        self._entries.append(("max", name, (value,)))
+        self._entries.append((Kind.MAX, name, (value,)))
 
-    def sample_size(self, name: str, total: "Number", squares: "Number", count: "Number") -> None:
+    def sample_size(self, name: Key, total: Number, squares: Number, count: Number) -> None:
         """Effective sample size (Σ w)² / (n Σ w²) over everything added: 1 when all weights are equal."""
-        self._entries.append(("size", name, (total, squares, count)))
+        self._entries.append((Kind.SIZE, name, (total, squares, count)))
 
-    def result(self) -> dict[str, float]:
-        sums: dict[str, float] = defaultdict(float)
-        counts: dict[str, float] = defaultdict(float)
-        totals: dict[str, float] = defaultdict(float)
-        maxima: dict[str, float] = {}
-        weights: dict[str, tuple[float, float, float]] = {}
+    def totals(self) -> Totals:
+        found: dict[Key, Entry] = {}
         numbers = iter(_fetch([number for _, _, group in self._entries for number in group]))
-        for kind, name, group in self._entries:
-            first, *rest = [next(numbers) for _ in group]
-            if kind in ("mean", "part"):
-                sums[name] += first * rest[0] if kind == "mean" else first
-                counts[name] += rest[0]
-            elif kind == "total":
-                totals[name] += first
-            elif kind == "max" and first != float("-inf"):
-                so_far = maxima.get(name, first)
-                maxima[name] = so_far if so_far != so_far else max(first, so_far)
-            elif kind == "size":
-                a, b, n = weights.get(name, (0.0, 0.0, 0.0))
-                weights[name] = (a + first, b + rest[0], n + rest[1])
-        means = {name: sums[name] / counts[name] for name in sums if counts[name]}
-        sizes = {name: a**2 / max(1e-20, n * b) for name, (a, b, n) in weights.items()}
-        return {**means, **totals, **maxima, **sizes}
+        for i, (kind, name, group) in enumerate(self._entries):
+            first, *rest = (next(numbers) for _ in group)
+            entry = Entry(kind, (first * rest[0] if i in self._means else first, *rest))
+            found[name] = found[name] + entry if name in found else entry
+        return Totals(found)
 
 
-def _fetch(numbers: "list[Number]") -> list[float]:
+def _largest(a: float, b: float) -> float:
+    """One that is no number stays."""
+    return a if a != a else b if b != b else max(a, b)
+
+
+def _first(entry: Entry) -> float:
+    return entry.sums[0]
+
+
+def _fetch(numbers: list[Number]) -> list[float]:
     """Plain floats, with one copy from the device."""
     tensors = [number for number in numbers if not isinstance(number, int | float)]
     fetched: list[float] = []

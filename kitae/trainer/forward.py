@@ -1,66 +1,67 @@
-"""Packed forward passes: samples in, one number for each loss token out. Shared by policy, reference and critic."""
+"""Packed forward passes: rows in, one number for each loss token out. Shared by policy, reference and critic."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kitae.data.packing import MicroBatch, collate, pack
+from kitae.data.packing import Row, Span, lay_out, pack
+from kitae.kernels.transfer import send
 from kitae.models.policy import Policy
 from kitae.trainer.attention import PackedAttention
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.logprobs import token_logprobs
-from kitae.types import FloatArray, Sample
+from kitae.types import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """A `Row` on the device that computes it; `sample_N` says which of its sequences a loss token belongs to."""
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    spans: tuple[Span, ...]
+    source_N: Tensor
+    target_N: Tensor
+    sample_N: Tensor
+    weight_N: Tensor
+    columns: Mapping[str, Tensor]
+    sequences: int
+
+    @classmethod
+    def of(cls, row: Row, device: torch.device, columns: Collection[str] | None = None) -> "MicroBatch":
+        """columns: those that are wanted; None: all."""
+        wanted = row.columns if columns is None else {name: row.columns[name] for name in columns}
+        return cls(
+            tokens_T=send(row.tokens_T, device),
+            positions_T=send(row.positions_T, device),
+            spans=row.spans,
+            source_N=send(row.source_N, device),
+            target_N=send(row.target_N, device),
+            sample_N=send(np.repeat(np.arange(len(row.lengths)), row.lengths), device),
+            weight_N=send(row.weight_N, device),
+            columns={name: send(values, device) for name, values in wanted.items()},
+            sequences=len(row.lengths),
+        )
 
 
 def token_budget(config: TrainingConfig, device: torch.device) -> int:
-    """Most tokens of a micro-batch. CPUs gain nothing from larger ones, and activations are most of the memory."""
+    """Most tokens of a row. CPUs gain nothing from larger ones, and activations are most of the memory."""
     return config.token_budget or (2048 if device.type == "cpu" else 8192)
 
 
-def micro_batches(samples: Sequence[Sample], config: TrainingConfig, device: torch.device) -> Iterator[MicroBatch]:
-    for part in pack(samples, token_budget(config, device), config.share_prompts):
-        yield collate(part, device, config.share_prompts)
+def pack_rows(
+    samples: Sequence[Sample], config: TrainingConfig, device: torch.device, ranks: int = 1
+) -> tuple[list[list[Sample]], list[Row]]:
+    """As many rows as ranks, or a multiple of that, and the samples of each."""
+    parts = pack(samples, token_budget(config, device), config.share_prompts, multiple=ranks)
+    return parts, [lay_out(part, config.share_prompts) for part in parts]
 
 
-def predicting_states(policy: Policy, micro: MicroBatch) -> Tensor:
-    """The hidden states `[N, H]` that predict the loss tokens."""
-    context = PackedAttention(micro.spans, policy.device, policy.heads, exact=policy.exact)
-    return policy.hidden(micro.tokens_T, micro.positions_T, context)[micro.source_N]
-
-
-def log_probs(
-    policy: Policy, micro: MicroBatch, config: TrainingConfig, temperature: float, entropy_grad: bool = False
-) -> tuple[Tensor, Tensor]:
-    """`(logp_N, entropy_N)` of the loss tokens."""
-    return token_logprobs(
-        policy,
-        predicting_states(policy, micro),
-        micro.target_N,
-        temperature=temperature,
-        chunk=config.logit_chunk,
-        entropy_grad=entropy_grad,
-    )
-
-
-def each_token(
-    samples: Sequence[Sample],
-    config: TrainingConfig,
-    device: torch.device,
-    compute: Callable[[MicroBatch], Tensor],
-) -> list[FloatArray]:
-    """What `compute` gives for the loss tokens, per sample over all its tokens, 0 elsewhere. No gradients."""
-    found: dict[tuple[int, int], FloatArray] = {}
-    with torch.no_grad():
-        for micro in micro_batches(samples, config, device):
-            values_N = compute(micro).float().cpu().numpy()
-            for s, values in zip(micro.samples, micro.split(values_N), strict=True):
-                laid_out = np.zeros(s.length, dtype=np.float32)
-                laid_out[s.mask_T] = values
-                found[s.group, s.index] = laid_out
-    return [found[s.group, s.index] for s in samples]
+def attention(policy: Policy, micro: MicroBatch) -> PackedAttention:
+    return PackedAttention(micro.spans, policy.device, policy.heads, exact=policy.exact)
 
 
 def checkpoint_activations(policy: Policy, config: TrainingConfig) -> None:

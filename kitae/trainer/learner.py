@@ -1,151 +1,175 @@
-"""One step of learning: a batch of groups in, updated weights out. Everything an algorithm needs meets here.
+"""One step of learning: a batch of groups in, updated weights out. The driver's part, which sees samples but no tensor.
 
-samples     S1, S2 on all groups
+candidates  S1, S2 on all groups
 annotate    log-probs of π_old and π_ref, values of the critic: only what the algorithm asks for
 advantages  S3
 updates     epochs over mini-batches of whole groups: S7 on each, then forward and backward, then one optimizer step
 """
 
+import asyncio
 import json
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
-import torch
 
-from kitae.algorithms.objective import Objective
-from kitae.trainer.critic import Critic
-from kitae.trainer.reference import Reference
-from kitae.trainer.trainer import Trainer
-from kitae.types import FloatArray, Group, Sample
+from kitae.algorithms.control import Control
+from kitae.algorithms.groups import Candidate, GroupStages, replace_samples
+from kitae.clock import now
+from kitae.observe.meter import Totals, average
+from kitae.trainer.base import Batch, Column, Conditions, Mark, Role, Trainer
+from kitae.trainer.config import TrainingConfig
+from kitae.types import Group, Sample
+
+T = TypeVar("T")
 
 STATE_FILE = "algorithm.json"
 
 
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What a step did: `Learnt(updates=4, samples=32, numbers={"loss": 0.01, …}, seconds={"annotate": 0.2, …})`.
+
+    updates: optimizer steps; samples: rollouts that were trained on; skipped: updates that left weights alone because a
+    gradient was not finite. seconds: where the time went; what is left of it was the driver's own work.
+    """
+
+    updates: int
+    samples: int
+    skipped: int = 0
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+
+async def _at_once() -> None:
+    pass
+
+
 class Learner:
-    """`reference` and `critic` are None unless the algorithm wants them."""
+    """`critic_warmup` of the algorithm: steps in which only the critic learns."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        objective: Objective,
-        seed: int,
-        reference: Reference | None = None,
-        critic: Critic | None = None,
+        self, trainer: Trainer, groups: GroupStages, control: Control, training: TrainingConfig, seed: int
     ) -> None:
         self.trainer = trainer
-        self.objective = objective
+        self.groups = groups
+        self.control = control
+        self.training = training
         self.seed = seed
-        self.reference = reference
-        self.critic = critic
 
     @property
     def updates(self) -> int:
-        return self.trainer.optimizer.updates
+        return self.trainer.updates
 
-    def learn(
+    async def learn(
         self,
         step: int,
         groups: Sequence[Group],
         dropped: Sequence[Group] = (),
-        before_update: Callable[[], None] = lambda: None,
-    ) -> dict[str, float]:
-        """All updates of one batch; the metrics of the step. A batch without any sample leaves the weights alone.
+        before_update: Callable[[], Awaitable[None]] = _at_once,
+    ) -> Learnt:
+        """All updates of one batch. A batch without any sample leaves the weights alone.
 
-        `before_update` is called once, before the first optimizer step changes the policy.
+        `before_update` is awaited once, before the first optimizer step changes the policy.
         """
-        began = time.perf_counter()
-        samples = self._annotate(self.objective.samples(groups, dropped))
-        samples = self.objective.advantages(samples)
-        metrics = self.objective.group_metrics([*groups, *dropped])
-        metrics |= {"samples_trained": float(len(samples)), "updates": 0.0}
-        metrics["threads"] = float(torch.get_num_threads())  # libraries add up in an order that depends on it
-        metrics["annotate_seconds"] = time.perf_counter() - began
-        if samples:
-            metrics |= self._update(step, samples, before_update)
-            metrics |= self.objective.finish_step(metrics, len(samples))
-        if self.reference:
-            self.reference.finish_step(step)
-        return metrics
+        watch = _Stopwatch()
+        candidates = await asyncio.to_thread(self.groups.candidates, groups, dropped)
+        candidates = await watch.over("annotate", self._annotate(candidates))
+        kl_coef = self.control.coefficients.kl
+        candidates = await asyncio.to_thread(self.groups.advantages, candidates, kl_coef)
+        numbers = self.groups.group_metrics([*groups, *dropped])
+        totals, updates = Totals(), 0
+        if candidates:
+            totals, updates = await self._update(step, candidates, before_update, watch)
+            numbers |= self.control.used
+            self.control.finish_step(totals, len(candidates))
+        await self.trainer.finish_step(step)
+        return Learnt(updates, len(candidates), int(totals[Mark.SKIPPED] or 0), totals.numbers() | numbers, watch.seconds)
 
-    def save_state(self, folder: Path) -> None:
-        self.trainer.save_state(folder)
-        updates = {"critic_updates": self.critic.optimizer.updates} if self.critic else {}
-        (folder / STATE_FILE).write_text(json.dumps({**self.objective.state(), **updates}))
-        if self.reference:
-            self.reference.save_state(folder)
-        if self.critic:
-            self.critic.save_state(folder)
+    async def save(self, folder: Path) -> None:
+        """Beside everything but the next update."""
+        state = json.dumps({**self.groups.state(), "coefficients": self.control.state()})
+        await self.trainer.save(folder)
+        (folder / STATE_FILE).write_text(state)
 
-    def load_state(self, folder: Path, updates: int) -> None:
-        self.trainer.load_state(folder, updates)
-        state: dict[str, Any] = json.loads((folder / STATE_FILE).read_text())
-        self.objective.load_state(state)
-        if self.reference:
-            self.reference.load_state(folder)
-        if self.critic:
-            self.critic.load_state(folder, state["critic_updates"])
+    async def load(self, folder: Path) -> None:
+        await self.trainer.load(folder)
+        state = json.loads((folder / STATE_FILE).read_text())
+        self.control.load_state(state.pop("coefficients"))
+        self.groups.load_state(state)
 
-    def _annotate(self, samples: list[Sample]) -> list[Sample]:
-        """Add what the algorithm reads. Samples that are not kept need it only for the statistics of their group."""
-        t, o = self.trainer.config, self.objective
-        wanted = [s for s in samples if s.kept or o.kl_in_reward]
-        several = t.minibatches * t.epochs > 1 and not o.estimates_old
-        found: dict[str, Sequence[FloatArray]] = {}
-        if several or o.kl_in_reward:
-            found["logp_old_T"] = self.trainer.logprobs(wanted)
-        if self.reference:
-            found["logp_ref_T"] = self.reference.logprobs(wanted)
-        if self.critic:
-            found["value_T"] = self.critic.values(wanted)
-        if not found:
-            return samples
-        rows = zip(*found.values(), strict=True)
-        annotated = {
-            (s.group, s.index): replace(s, **dict(zip(found, row, strict=True)))
-            for s, row in zip(wanted, rows, strict=True)
-        }
-        return [annotated.get((s.group, s.index), s) for s in samples]
+    async def _annotate(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Add what the algorithm reads. What is not kept needs it only for the statistics of its group."""
+        t, g = self.training, self.groups
+        several = t.minibatches * t.epochs > 1 and g.config.anchor != "interpolated"
+        columns = [Column.OLD] if several or g.wants_old else []
+        columns += [Column.REFERENCE] if g.wants_reference else []
+        columns += [Column.VALUE] if g.wants_values else []
+        if not columns:
+            return candidates
+        wanted = [s for c in candidates if c.kept or g.kl_in_reward for s in c.samples]
+        return replace_samples(candidates, await self.trainer.annotate(wanted, columns))
 
-    def _update(self, step: int, samples: Sequence[Sample], before_update: Callable[[], None]) -> dict[str, float]:
-        t = self.trainer.config
-        by_group: dict[int, list[Sample]] = {}
-        for s in samples:
-            by_group.setdefault(s.group, []).append(s)
+    async def _update(
+        self,
+        step: int,
+        candidates: Sequence[Candidate],
+        before_update: Callable[[], Awaitable[None]],
+        watch: "_Stopwatch",
+    ) -> tuple[Totals, int]:
+        roles = self._roles(step)
+        found: list[Totals] = []
+        untouched = Role.POLICY in roles
+        for part in self._minibatches(step, candidates):
+            samples = await asyncio.to_thread(self.groups.weighted, part)
+            samples = _for_critic(samples) if Role.CRITIC in roles else samples
+            conditions = Conditions(step, self.control.coefficients)
+            passed = await watch.over("train", self.trainer.forward_backward(Batch(samples, conditions, roles)))
+            if untouched:
+                await watch.over("hold", before_update())
+                untouched = False
+            found.append(passed + await watch.over("update", self.trainer.optim_step()))
+        return average(found), len(found)
+
+    def _roles(self, step: int) -> tuple[Role, ...]:
+        if not self.groups.wants_values:
+            return (Role.POLICY,)
+        warm = step > (self.groups.config.critic_warmup or 0)
+        return (Role.CRITIC, Role.POLICY) if warm else (Role.CRITIC,)
+
+    def _minibatches(self, step: int, candidates: Sequence[Candidate]) -> Iterator[list[Candidate]]:
+        """Whole groups, in an order of each epoch's own where there are several."""
+        t = self.training
+        by_group: dict[int, list[Candidate]] = {}
+        for c in candidates:
+            by_group.setdefault(c.group, []).append(c)
         groups = list(by_group.values())
-        metrics: dict[str, float] = {}
-        updates = 0
-        untouched = True
         for epoch in range(t.epochs):
             order = np.arange(len(groups))
             if t.minibatches * t.epochs > 1:
                 np.random.default_rng((self.seed, step, epoch)).shuffle(order)
             for part in np.array_split(order, min(t.minibatches, len(order))):
-                batch = self.objective.batch([s for i in sorted(part) for s in groups[i]])
-                numbers: dict[str, float] = {}
-                if self.critic:
-                    numbers |= self.critic.forward_backward(batch)
-                    numbers |= self.critic.optim_step()
-                if self.critic is None or step > self.critic.warmup:
-                    numbers |= self.trainer.forward_backward(batch, self.objective, version=step)
-                    if untouched:
-                        before_update()
-                        untouched = False
-                    numbers |= self.trainer.optim_step()
-                updates += 1
-                _merge(metrics, numbers)
-        for key in metrics:
-            if key not in _SUMS and not key.endswith("_max"):
-                metrics[key] /= updates
-        return {**metrics, "updates": float(updates)}
+                yield [c for i in sorted(part) for c in groups[i]]
 
 
-_SUMS = {"train_seconds", "train_tokens", "skipped_updates", "critic_skipped_updates"}
+class _Stopwatch:
+    """Adds up how long things take, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    async def over(self, name: str, work: Awaitable[T]) -> T:
+        began = now()
+        try:
+            return await work
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + now() - began
 
 
-def _merge(into: dict[str, float], numbers: dict[str, float]) -> None:
-    for key, value in numbers.items():
-        into[key] = max(value, into.get(key, value)) if key.endswith("_max") else into.get(key, 0.0) + value
+def _for_critic(samples: Iterable[Sample]) -> tuple[Sample, ...]:
+    """With the weight of a value: one over the loss tokens of the whole batch."""
+    samples = tuple(samples)
+    weight = np.float32(1 / max(1, sum(s.loss_tokens for s in samples)))
+    return tuple(s.with_columns(value_weight=s.spread(weight)) for s in samples)

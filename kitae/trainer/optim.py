@@ -6,6 +6,7 @@ gradients are added up there after every backward pass, and the new values are r
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from kitae.kernels import ops
 from kitae.kernels.memory import set_master
 from kitae.trainer.config import TrainingConfig
+from kitae.trainer.ranks import Ranks
 
 
 def learning_rate(config: TrainingConfig, update: int, total_updates: int) -> float:
@@ -27,6 +29,15 @@ def learning_rate(config: TrainingConfig, update: int, total_updates: int) -> fl
     if config.schedule == "linear":
         return config.lr * (1 - progress)
     return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """`Update(norm=0.7, rate=1e-5, applied=True)`: the gradient's norm before clipping; whether the weights moved."""
+
+    norm: float
+    rate: float
+    applied: bool
 
 
 class Optimizer:
@@ -53,12 +64,14 @@ class Optimizer:
             self.masters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=fused
         )
 
-    def step(self, skip: bool = False) -> dict[str, float]:
+    def step(self, ranks: Ranks | None = None, *, skip: bool = False) -> Update:
         """Clip, update, round back; gradients are cleared. A gradient that is not finite leaves the weights alone.
 
-        skip: the loss was not finite, so the gradient means nothing whatever it is.
+        ranks: those that have the other parts of the gradient; None: this is all of it. skip: the loss was not finite,
+        so the gradient means nothing whatever it is.
         """
         norm = torch.nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
+        norm = norm if ranks is None else ranks.norm(norm)
         rate = learning_rate(self.config, self.updates, self.total_updates)
         if self._kernels is not None and not skip:
             finite = self._update_in_one_pass(norm, rate)
@@ -68,7 +81,7 @@ class Optimizer:
                 self._update(norm.item(), rate)
         self.adamw.zero_grad(set_to_none=True)
         self.updates += 1
-        return {"grad_norm": norm.item(), "lr": rate, "skipped_updates": float(not finite)}
+        return Update(norm.item(), rate, finite)
 
     def _update(self, norm: float, rate: float) -> None:
         if norm > self.config.clip_norm:

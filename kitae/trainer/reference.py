@@ -6,7 +6,6 @@ computation: all weights, or with LoRA the adapters, which start as nothing. Wit
 """
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,36 +14,28 @@ from safetensors.torch import load_file, save_file
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.models.policy import Policy
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.forward import each_token, log_probs
-from kitae.types import FloatArray, Sample
+from kitae.trainer.objectives import Scored
 
 STATE_FILE = "reference.safetensors"
 
 
 class Reference:
-    """Make it before the policy is trained or a checkpoint is loaded: it starts as the policy is then."""
+    """Make it before the policy is trained or a checkpoint is loaded: it starts as the policy is then.
+
+    `scores` gives its log-probs.
+    """
 
     def __init__(
         self, policy: Policy, algorithm: AlgorithmConfig, training: TrainingConfig, temperature: float
     ) -> None:
         self.algorithm = algorithm
-        self.training = training
-        self.temperature = temperature
         self._policy = _frozen_copy(policy)
+        self.scores = Scored(self._policy, training, temperature)
         self._pairs = [(n, p, q) for (n, p), q in zip(
             policy.model.named_parameters(), self._policy.model.parameters(), strict=True) if p is not q
         ]  # fmt: skip
         # A running average in bf16 would stand still: what a refresh adds is less than the rounding.
         self._averages = [q.float().clone() for _, _, q in self._pairs] if algorithm.reference == "ema" else []
-
-    def logprobs(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        """Log-probs of each sample's loss tokens, zero elsewhere: `[T]` per sample."""
-        return each_token(
-            samples,
-            self.training,
-            self._policy.device,
-            lambda micro: log_probs(self._policy, micro, self.training, self.temperature)[0],
-        )
 
     def finish_step(self, step: int) -> None:
         """Refresh the reference where that is due."""
@@ -61,13 +52,13 @@ class Reference:
 
     def save_state(self, folder: Path) -> None:
         """A frozen reference needs no file: it is the model that the run started from."""
-        if self.algorithm.reference != "frozen":
+        if self.algorithm.reference in ("ema", "reset"):
             values = self._averages or [q for _, _, q in self._pairs]
             tensors = {n: v.detach().cpu().contiguous() for (n, _, _), v in zip(self._pairs, values, strict=True)}
             save_file(tensors, folder / STATE_FILE)
 
     def load_state(self, folder: Path) -> None:
-        if self.algorithm.reference != "frozen":
+        if self.algorithm.reference in ("ema", "reset"):
             saved = load_file(folder / STATE_FILE)
             with torch.no_grad():
                 for i, (name, _, mine) in enumerate(self._pairs):

@@ -31,7 +31,8 @@ from kitae.engines.native.sequence import Sequence
 from kitae.kernels import gpu, gpu_training
 from kitae.kernels.exact import Reach
 from kitae.kernels.transfer import send
-from kitae.models.policy import HeadTransform, Policy
+from kitae.models.logprobs import HeadTransform
+from kitae.models.policy import Policy
 
 log = logging.getLogger("kitae")
 

@@ -39,9 +39,8 @@ from kitae.algorithms.corrections import CORRECTIONS, sequence_drift
 from kitae.algorithms.gates import asymmetric, clip, sigmoid, weight_clip
 from kitae.algorithms.ratios import RATIOS, interpolated, proximal_share
 from kitae.algorithms.regularisers import REGULARISERS, adapt_kl
-from kitae.models.policy import HeadTransform, Policy
+from kitae.models.logprobs import Head, HeadTransform, token_logprobs
 from kitae.observe.meter import Meter
-from kitae.trainer.logprobs import token_logprobs
 
 TOLERANCE = 2e-6
 """The examples have six decimals; the rest is fp32."""

@@ -5,8 +5,7 @@ import torch
 
 from kitae.kernels import ops
 from kitae.kernels.build import cpu_library
-from kitae.models.policy import HeadTransform
-from kitae.trainer.logprobs import _row_gradients, _row_statistics
+from kitae.models.logprobs import HeadTransform, _row_gradients, _row_statistics
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
 DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])

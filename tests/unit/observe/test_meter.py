@@ -1,8 +1,10 @@
+from enum import Enum
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kitae.observe.meter import Meter
+from kitae.observe.meter import Kind, Meter, Totals, average
 
 finite = st.floats(-1e6, 1e6)
 
@@ -17,14 +19,14 @@ def test_means_totals_and_maxima() -> None:
     meter.total("loss", 0.25)
     meter.max("gap", -3.0)
     meter.max("gap", -5.0)
-    assert meter.result() == {"entropy": 3.0, "plain": 3.0, "loss": -0.25, "gap": -3.0}
+    assert meter.totals().numbers() == {"entropy": 3.0, "plain": 3.0, "loss": -0.25, "gap": -3.0}
 
 
 def test_nothing_measured_is_nothing_reported() -> None:
     meter = Meter()
-    assert meter.result() == {}
+    assert meter.totals().numbers() == {}
     meter.mean("never", 1.0, count=0)
-    assert meter.result() == {}
+    assert meter.totals().numbers() == {}
 
 
 @given(st.lists(st.lists(finite, min_size=1, max_size=5), min_size=1, max_size=5))
@@ -35,7 +37,7 @@ def test_any_cut_into_parts_gives_the_same_numbers(parts: list[list[float]]) -> 
         meter.mean("mean", sum(part) / len(part), len(part))
         meter.total("total", sum(part))
         meter.max("max", max(part))
-    found = meter.result()
+    found = meter.totals().numbers()
     assert found["mean"] == pytest.approx(sum(values) / len(values), abs=1e-3)
     assert found["total"] == pytest.approx(sum(values), abs=1e-3)
     assert found["max"] == max(values)
@@ -58,6 +60,37 @@ def test_tensors_are_fetched_at_the_end() -> None:
     meter.max("broken", one(float("nan")))
     meter.max("broken", 1.0)
     meter.sample_size("ess", one(2.0), one(2.0), 2)
-    found = meter.result()
+    found = meter.totals().numbers()
     assert str(found.pop("broken")) == "nan"
     assert found == {"entropy": 3.0, "gated": 2.0, "gap": -3.0, "ess": 1.0}
+
+
+class Signal(Enum):
+    KL = "kl"
+
+
+def some(*values: float) -> Totals:
+    meter = Meter()
+    for value in values:
+        meter.mean("mean", value, 2)
+        meter.total("loss", value)
+        meter.max("max", value)
+        meter.mean(Signal.KL, value)
+    return meter.totals() + Totals.of(Kind.COUNT, tokens=len(values)) + Totals.of(Kind.TIME, seconds=sum(values))
+
+
+def test_ranks_and_micro_batches_add_up_alike_but_for_time() -> None:
+    together = some(1.0, 3.0).beside(some(8.0))
+    assert together.numbers() == {"mean": 4.0, "loss": 12.0, "max": 8.0, "tokens": 3.0, "seconds": 8.0}
+    assert (some(1.0, 3.0) + some(8.0)).numbers() == {**together.numbers(), "seconds": 12.0}
+
+
+def test_each_update_of_a_step_counts_once() -> None:
+    step = average([some(1.0, 3.0), some(8.0)])
+    assert step.numbers() == {"mean": 5.0, "loss": 6.0, "max": 8.0, "tokens": 3.0, "seconds": 12.0}
+
+
+def test_what_steers_is_no_metric() -> None:
+    step = average([some(1.0, 3.0), some(8.0)])
+    assert step[Signal.KL] == 5.0 and step["kl"] is None and "kl" not in step.numbers()
+    assert average([])[Signal.KL] is None

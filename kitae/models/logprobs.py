@@ -5,6 +5,7 @@ are still there. Else only the hidden states and three numbers per row are kept 
 matrix product is in fp32.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,19 +14,41 @@ from torch import Tensor
 from kitae.kernels import ops
 from kitae.kernels.exact import product
 from kitae.kernels.memory import gradient_of
-from kitae.models.policy import HeadTransform, Policy
 
 _LOWEST = -1e30  # of a factor of a probability: 0 times infinity is no number
 
 
+@dataclass(frozen=True, slots=True)
+class HeadTransform:
+    """What a model class does to its logits after the head: `softcap * tanh(scale * x / softcap)`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What turns hidden states into logits: `Head(weight_VH, bias_V, HeadTransform(), exact=False)`."""
+
+    weight: Tensor
+    bias: Tensor | None
+    transform: HeadTransform
+    exact: bool
+
+
 def token_logprobs(
-    policy: Policy, hidden_NH: Tensor, targets_N: Tensor, *, temperature: float, chunk: int, entropy_grad: bool = False
+    head: Head, hidden_NH: Tensor, targets_N: Tensor, *, temperature: float, chunk: int, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`(logp_N, entropy_N)` at the sampling temperature. Entropy carries no gradient unless `entropy_grad`."""
-    head = policy.head
-    bias = getattr(head, "bias", None)
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NH, head.weight, bias, targets_N, policy.transform, 1.0 / temperature, chunk, entropy_grad, policy.exact
+        hidden_NH, head.weight, head.bias, targets_N, head.transform, 1.0 / temperature, chunk, entropy_grad, head.exact
     )
     return result
 

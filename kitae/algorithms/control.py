@@ -1,0 +1,59 @@
+"""What moves from step to step: coefficients, and the signals that they are steered by.
+
+The trainer measures signals, the driver moves coefficients, and the next batch carries them to the trainer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+
+from kitae.algorithms.config import AlgorithmConfig
+from kitae.algorithms.regularisers import adapt_entropy, adapt_kl
+from kitae.observe.meter import Totals
+
+
+class Signal(Enum):
+    """Keys of what a loss measures in order to steer; see `kitae.observe.meter`."""
+
+    KL = "KL(π_old ‖ π_ref) in nats per response"
+    ENTROPY = "entropy in nats per token"
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """Of the terms of a loss: `Coefficients(kl=0.05, entropy=0.0)`."""
+
+    kl: float = 0.0
+    entropy: float = 0.0
+
+
+class Control:
+    """The coefficients of a run, fixed or steered to a target."""
+
+    def __init__(self, config: AlgorithmConfig) -> None:
+        self.config = config
+        self.coefficients = Coefficients(config.kl_coef or 0.0, config.entropy_coef or 0.0)
+
+    @property
+    def used(self) -> dict[str, float]:
+        """Those in use, by the names of their settings."""
+        found = {"kl_coef": self.coefficients.kl} if self.coefficients.kl else {}
+        if self.config.entropy_coef or self.config.entropy_target:
+            found["entropy_coef"] = self.coefficients.entropy
+        return found
+
+    def finish_step(self, totals: Totals, responses: int) -> None:
+        """Move what is under control; `responses` were trained on."""
+        c, config = self.coefficients, self.config
+        kl, entropy = totals[Signal.KL], totals[Signal.ENTROPY]
+        if c.kl and config.kl_target and config.kl_horizon and kl is not None:
+            c = replace(c, kl=adapt_kl(c.kl, kl, config.kl_target, responses, config.kl_horizon))
+        if config.entropy_target and config.entropy_rate and entropy is not None:
+            c = replace(c, entropy=adapt_entropy(c.entropy, entropy, config.entropy_target, config.entropy_rate))
+        self.coefficients = c
+
+    def state(self) -> dict[str, float]:
+        return asdict(self.coefficients)
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        self.coefficients = Coefficients(**state)

@@ -1,0 +1,30 @@
+"""A model that gives one number for a token instead of a distribution: a critic, a reward model.
+
+It is a policy's decoder with another head. The head starts at zero, so that the first numbers are 0. The number of a
+token is read from the state that predicts it, before the token is known.
+"""
+
+import torch
+from torch import Tensor
+
+from kitae.models.attention import AttentionContext
+from kitae.models.policy import Policy
+
+
+class ScalarModel(torch.nn.Module):
+    """`policy` is one of its own, whose LM head is never used. The head is fp32."""
+
+    policy: Policy
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.__dict__["policy"] = policy  # of its modules, only the decoder is a part of this
+        self.decoder: torch.nn.Module = policy.base.get_decoder()
+        self.head = torch.nn.Linear(policy.head.weight.shape[1], 1, device=policy.device, dtype=torch.float32)
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, context: AttentionContext, source_N: Tensor) -> Tensor:
+        """The numbers `[N]` of the tokens that the states of the row at `source_N` predict."""
+        hidden_NH = self.policy.hidden(tokens_T, positions_T, context)[source_N]
+        return self.head(hidden_NH.float())[:, 0]  # type: ignore[no-any-return]

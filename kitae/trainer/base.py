@@ -1,0 +1,84 @@
+"""The trainer seam: what a run asks of whoever holds the weights, in one process or spread over ranks.
+
+The driver speaks to it in samples; it packs them into rows, and ranks compute rows. Every call is awaited, and nothing
+calls back: who must stand still while weights change is stopped by the driver before `optim_step`.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+from kitae.algorithms.control import Coefficients
+from kitae.observe.meter import Totals
+from kitae.types import Sample
+
+
+class Column(Enum):
+    """What a trainer can say about each loss token, by the name of the column it becomes."""
+
+    OLD = "logp_old"  # log-prob under the policy as it is now
+    REFERENCE = "logp_ref"  # under the reference
+    VALUE = "value"  # of the critic
+
+
+class Role(Enum):
+    """The models that learn."""
+
+    POLICY = "policy"
+    CRITIC = "critic"
+
+
+class Mark(Enum):
+    """Keys of numbers that somebody acts on; see `kitae.observe.meter`."""
+
+    SKIPPED = "updates that left the weights alone, because a gradient was not finite"
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What holds for a whole batch: `Conditions(version=3, coefficients=Coefficients(kl=0.05))`.
+
+    version: the one being trained.
+    """
+
+    version: int = 0
+    coefficients: Coefficients = Coefficients()
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one optimizer step trains on; the weights of its samples add up over the whole batch.
+
+    `Batch((Sample(…), …), Conditions(version=3), roles=(Role.POLICY,))`
+    """
+
+    samples: tuple[Sample, ...]
+    conditions: Conditions = Conditions()
+    roles: tuple[Role, ...] = (Role.POLICY,)
+
+    @property
+    def loss_tokens(self) -> int:
+        return sum(s.loss_tokens for s in self.samples)
+
+
+class Trainer(Protocol):
+    """Async. `forward_backward` adds the gradients of a batch, `optim_step` applies and clears them.
+
+    A batch's gradient does not depend on how it is cut into rows, nor on how these are shared out. `annotate` returns
+    the samples, in order, with columns added. `save` and `weights` may run beside everything but `optim_step`, which
+    waits for them. `updates` counts the optimizer steps of the policy.
+    """
+
+    updates: int
+
+    async def annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]: ...
+    async def forward_backward(self, batch: Batch) -> Totals: ...
+    async def optim_step(self) -> Totals: ...
+    async def finish_step(self, step: int) -> None:
+        """After all updates of a step: a reference that moves does so now."""
+
+    async def save(self, folder: Path) -> None: ...
+    async def load(self, folder: Path) -> None: ...
+    async def close(self) -> None: ...

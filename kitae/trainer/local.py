@@ -1,0 +1,98 @@
+"""A trainer in this process: one worker, in a thread of its own."""
+
+import asyncio
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kitae.observe.meter import Totals
+from kitae.trainer.base import Batch, Column
+from kitae.trainer.forward import pack_rows
+from kitae.trainer.worker import Worker
+from kitae.types import Sample
+
+T = TypeVar("T")
+
+THREAD = "kitae-trainer"
+"""How the names of its threads begin."""
+
+
+class LocalTrainer:
+    """Implements `kitae.trainer.base.Trainer`."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        threads = torch.get_num_threads()  # a thread begins with as many as there are cores
+        self._compute = ThreadPoolExecutor(1, THREAD, initializer=torch.set_num_threads, initargs=(threads,))
+        self._look = ThreadPoolExecutor(2, f"{THREAD}-reads")
+        self._reading: set[asyncio.Future[Any]] = set()
+        self._changing = asyncio.Lock()
+
+    @property
+    def updates(self) -> int:
+        return self.worker.updates
+
+    async def annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
+        return await self._run(self._compute, lambda: self._annotate(samples, columns))
+
+    def _annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
+        parts, rows = pack_rows(samples, self.worker.training, self.worker.policy.device)
+        found = self.worker.annotate(rows, columns)
+        annotated = {s.key: s for s in samples}
+        for column, values in found.items():
+            for part, row, values_N in zip(parts, rows, values, strict=True):
+                for s, own_N in zip(part, row.split(values_N), strict=True):
+                    annotated[s.key] = annotated[s.key].with_columns(**{column.value: s.spread(own_N)})
+        return [annotated[s.key] for s in samples]
+
+    async def forward_backward(self, batch: Batch) -> Totals:
+        return await self._run(self._compute, lambda: self._forward_backward(batch))
+
+    def _forward_backward(self, batch: Batch) -> Totals:
+        _, rows = pack_rows(batch.samples, self.worker.training, self.worker.policy.device)
+        return self.worker.forward_backward(rows, batch.conditions, batch.roles)
+
+    async def optim_step(self) -> Totals:
+        return await self._change(self.worker.optim_step)
+
+    async def finish_step(self, step: int) -> None:
+        await self._change(lambda: self.worker.finish_step(step))
+
+    async def save(self, folder: Path) -> None:
+        await self._read(lambda: self.worker.save(folder))
+
+    async def load(self, folder: Path) -> None:
+        await self._run(self._compute, lambda: self.worker.load(folder))
+
+    async def weights(self) -> Mapping[str, Tensor]:
+        return self.worker.weights()
+
+    async def close(self) -> None:
+        self._compute.shutdown(wait=False)
+        self._look.shutdown(wait=False)
+
+    async def use_threads(self, count: int) -> None:
+        """From now on its thread computes with so many: with others, sums are added up in another order."""
+        await self._run(self._compute, lambda: torch.set_num_threads(count))
+
+    async def _change(self, work: Callable[[], T]) -> T:
+        """Something that is saved; so what is being saved is waited for."""
+        async with self._changing:
+            while self._reading:
+                await asyncio.wait(self._reading)
+            return await self._run(self._compute, work)
+
+    async def _read(self, work: Callable[[], T]) -> T:
+        """Beside everything but an update of the weights."""
+        async with self._changing:
+            reading = asyncio.ensure_future(self._run(self._look, work))
+            self._reading.add(reading)
+            reading.add_done_callback(self._reading.discard)
+        return await asyncio.shield(reading)
+
+    async def _run(self, executor: Executor, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(executor, work)

@@ -1,0 +1,141 @@
+"""What models are trained for: each objective has a model, and turns a micro-batch into a loss that is a plain sum."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kitae.algorithms.loss import PolicyLoss
+from kitae.algorithms.tokens import TokenBatch
+from kitae.models.policy import Policy
+from kitae.models.scalar import ScalarModel
+from kitae.observe.meter import Meter
+from kitae.trainer.base import Conditions
+from kitae.trainer.config import TrainingConfig
+from kitae.trainer.forward import MicroBatch, attention
+
+
+class Reading(Protocol):
+    """Gives one number for each loss token: a log-prob, a value. `policy` is the decoder that it is made of."""
+
+    policy: Policy
+
+    def outputs(self, micro: MicroBatch) -> Tensor: ...
+
+
+class Objective(Reading, Protocol):
+    """`model` is the module whose parameters are trained."""
+
+    model: torch.nn.Module
+
+    def loss(self, micro: MicroBatch, conditions: Conditions, meter: Meter) -> Tensor: ...
+
+
+class Scored:
+    """Log-probs of a policy: what every objective on tokens begins with."""
+
+    def __init__(self, policy: Policy, config: TrainingConfig, temperature: float) -> None:
+        self.policy = policy
+        self.model: torch.nn.Module = policy.model
+        self._chunk = config.logit_chunk
+        self._temperature = temperature
+
+    def score(self, micro: MicroBatch, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+        """`(logp_N, entropy_N)`."""
+        found: tuple[Tensor, Tensor] = self.policy(
+            micro.tokens_T,
+            micro.positions_T,
+            attention(self.policy, micro),
+            micro.source_N,
+            micro.target_N,
+            temperature=self._temperature,
+            chunk=self._chunk,
+            entropy_grad=entropy_grad,
+        )
+        return found
+
+    def outputs(self, micro: MicroBatch) -> Tensor:
+        return self.score(micro)[0]
+
+
+class PolicyGradient(Scored):
+    """The stages on tokens of an algorithm."""
+
+    def __init__(self, policy: Policy, config: TrainingConfig, temperature: float, loss: PolicyLoss) -> None:
+        super().__init__(policy, config, temperature)
+        self._loss = loss
+
+    def loss(self, micro: MicroBatch, conditions: Conditions, meter: Meter) -> Tensor:
+        logp_N, entropy_N = self.score(micro, self._loss.entropy_gradient)
+        return self._loss(tokens_of(micro, logp_N, entropy_N, conditions.version), conditions.coefficients, meter)
+
+
+class Likelihood(Scored):
+    """−Σ weight log π: it needs no column."""
+
+    def loss(self, micro: MicroBatch, conditions: Conditions, meter: Meter) -> Tensor:
+        logp_N, entropy_N = self.score(micro)
+        loss = -(logp_N * micro.weight_N).sum()
+        meter.total("loss", loss.detach())
+        meter.part("entropy", entropy_N.detach().sum(), len(entropy_N))
+        return loss
+
+
+class Values:
+    """A critic's: it learns to predict the column `return`, and moves no further than `clip` from `value`.
+
+    Its mean is over all loss tokens of a batch, on whatever rank they are: the column `value_weight` says so.
+    """
+
+    def __init__(self, model: ScalarModel, clip: float) -> None:
+        self.model: torch.nn.Module = model
+        self.policy = model.policy
+        self._clip = clip
+
+    def outputs(self, micro: MicroBatch) -> Tensor:
+        found: Tensor = self.model(
+            micro.tokens_T, micro.positions_T, attention(self.policy, micro), micro.source_N
+        )
+        return found
+
+    def loss(self, micro: MicroBatch, conditions: Conditions, meter: Meter) -> Tensor:
+        value_N, old_N, return_N = self.outputs(micro), micro.columns["value"], micro.columns["return"]
+        loss_N = value_loss(value_N, old_N, return_N, self._clip)
+        with torch.no_grad():
+            count = len(value_N)
+            meter.mean("value_loss", loss_N.mean(), count)
+            meter.mean("value", value_N.mean(), count)
+            meter.mean("return", return_N.mean(), count)
+            meter.mean("value_error", (value_N - return_N).abs().mean(), count)
+            if self._clip:
+                meter.mean("value_clipped", ((value_N - old_N).abs() > self._clip).float().mean(), count)
+        return (loss_N * micro.columns["value_weight"]).sum()
+
+
+def value_loss(value_N: Tensor, old_N: Tensor, return_N: Tensor, clip: float) -> Tensor:
+    """½ max((V − G)², (clip(V, V_old ± clip) − G)²) of each token; clip 0: no clip."""
+    loss_N = (value_N - return_N) ** 2
+    if clip > 0:
+        near_N = old_N + (value_N - old_N).clamp(-clip, clip)
+        loss_N = loss_N.maximum((near_N - return_N) ** 2)
+    return loss_N / 2
+
+
+def tokens_of(micro: MicroBatch, logp_N: Tensor, entropy_N: Tensor, version: int) -> TokenBatch:
+    """The loss tokens as the stages see them."""
+    columns = micro.columns
+    return TokenBatch(
+        logp_N=logp_N,
+        entropy_N=entropy_N,
+        # With one update per batch the old policy is the current one.
+        logp_old_N=columns.get("logp_old", logp_N.detach()),
+        logp_mu_N=columns["logp_mu"],
+        advantage_N=columns["advantage"],
+        weight_N=micro.weight_N,
+        sample_N=micro.sample_N,
+        sequences=micro.sequences,
+        logp_ref_N=columns.get("logp_ref"),
+        lag_N=version - columns["version"],
+        score_N=columns["score"],
+        cov_rank_N=columns.get("cov_rank"),
+    )

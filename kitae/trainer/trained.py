@@ -1,0 +1,88 @@
+"""A model that learns, on one rank: its objective, its gradients, its optimizer. Policy and critic are one each."""
+
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kitae.data.packing import Row
+from kitae.observe.meter import Entry, Kind, Meter, Totals
+from kitae.trainer.base import Conditions, Mark
+from kitae.trainer.config import TrainingConfig
+from kitae.trainer.forward import MicroBatch, checkpoint_activations, training_mode
+from kitae.trainer.objectives import Objective, Reading
+from kitae.trainer.optim import Optimizer
+from kitae.trainer.ranks import Ranks
+from kitae.types import FloatArray
+
+
+class Trained:
+    """name: put before the numbers of its optimizer. total_updates: for the schedule of the learning rate."""
+
+    def __init__(
+        self, objective: Objective, config: TrainingConfig, ranks: Ranks, *, total_updates: int, name: str = ""
+    ) -> None:
+        self.objective = objective
+        self.config = config
+        self.name = name
+        self._ranks = ranks
+        self._finite: list[Tensor] = []  # whether the losses since the last update are
+        checkpoint_activations(objective.policy, config)
+        self.optimizer = Optimizer(objective.model.named_parameters(), config, total_updates)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are gradients to apply."""
+        return bool(self._finite)
+
+    def forward_backward(self, rows: Iterable[Row], conditions: Conditions) -> Totals:
+        """Add the gradient of these rows; the numbers of their tokens."""
+        meter = Meter()
+        policy, tokens, began = self.objective.policy, 0, time.perf_counter()
+        with training_mode(policy, self.config):
+            for row in rows:
+                micro = MicroBatch.of(row, policy.device)
+                loss = self.objective.loss(micro, conditions, meter) if row.lengths else self._nothing(micro)
+                self._finite.append(loss.detach().isfinite())
+                loss.backward()  # type: ignore[no-untyped-call]
+                tokens += len(row.tokens_T)
+        totals = meter.totals()  # waits for the device
+        totals += Totals.of(Kind.TIME, **{f"{self.name}train_seconds": time.perf_counter() - began})
+        return totals + Totals.of(Kind.COUNT, **{f"{self.name}train_tokens": tokens})
+
+    def _nothing(self, micro: MicroBatch) -> Tensor:
+        """The loss of a row without loss tokens. It is computed, because the other ranks wait for this one's part."""
+        return self.objective.outputs(micro).sum()
+
+    def optim_step(self) -> Totals:
+        finite, self._finite = all(bool(f) for f in self._finite), []
+        update = self.optimizer.step(self._ranks, skip=not self._ranks.every(finite))
+        numbers = Totals.of(Kind.TOTAL, **{f"{self.name}grad_norm": update.norm, f"{self.name}lr": update.rate})
+        skipped = Entry(Kind.COUNT, (float(not update.applied),))
+        return numbers + Totals({f"{self.name}skipped_updates": skipped, Mark.SKIPPED: skipped})
+
+    def outputs(self, rows: Sequence[Row]) -> list[FloatArray]:
+        return outputs(self.objective, rows)
+
+    def save(self, file: Path) -> None:
+        tensors = {name: t.cpu().contiguous() for name, t in self.optimizer.state().items()}
+        save_file(tensors, file, metadata={"updates": str(self.optimizer.updates)})
+
+    def load(self, file: Path) -> None:
+        with safe_open(file, framework="pt") as saved:
+            tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118: no mapping
+            self.optimizer.load_state(tensors, int(saved.metadata()["updates"]))
+
+
+def outputs(reading: Reading, rows: Sequence[Row]) -> list[FloatArray]:
+    """One number for each loss token of each row. No gradients."""
+    found = []
+    with torch.no_grad():
+        for row in rows:
+            micro = MicroBatch.of(row, reading.policy.device, columns=())
+            found.append(reading.outputs(micro).float().cpu().numpy())
+    return found
