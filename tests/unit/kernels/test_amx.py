@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kitae.kernels import amx
+from kitae.kernels.cpu import amx
 
 pytestmark = pytest.mark.skipif(not amx.available(), reason="no AMX")
 

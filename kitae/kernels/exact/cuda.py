@@ -1,4 +1,4 @@
-"""The Triton kernels behind `kitae.kernels.exact`.
+"""The Triton kernels of exact mode, behind `products.py` and `attention.py`. Import only where Triton is.
 
 Numbers that differ between the engine's and the trainer's calls are not specialised, so both run the same binary.
 """
@@ -141,7 +141,7 @@ def attend(
     q: Tensor, keys: Tensor, values: Tensor, runs: Tensor, table: Tensor, page_size: int, *,
     scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """See `kitae.kernels.exact.attend`. A program computes one run and the query heads of one key head."""
+    """See `kitae.kernels.exact.attention.attend`. A program computes one run and the query heads of one key head."""
     heads, rows, dim = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kitae.kernels.build import cpu_library
+from kitae.kernels.cpu.build import cpu_library
 
 DEPTH = 32  # the summed dimension must be a multiple of this
 _PANEL = 32

@@ -1,4 +1,4 @@
-"""Triton kernels of the training step on a GPU, with the same doors as `kitae.kernels.ops` has for CPUs.
+"""Triton kernels of the training step on a GPU, behind the doors of `kitae.kernels.base`.
 
 Norms, gated MLPs, and the log-probs and entropies of rows of logits, each with its gradient. They round where the
 Hugging Face modules round; sums are in fp32.
@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitae.kernels import gpu
+from kitae.kernels.base import LayerKernels, ModuleKernels, TrainingKernels
+from kitae.kernels.cuda import decoding
 from kitae.kernels.linears import shared_input
 from kitae.kernels.memory import joined
 
@@ -68,7 +69,7 @@ class _RMSNorm(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(rows, weight)
         ctx.eps = eps
-        return gpu.rms_norm(rows, None, weight, eps)[1].view(x.shape)
+        return decoding.rms_norm(rows, None, weight, eps)[1].view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -201,7 +202,7 @@ class _NormedQKV(torch.autograd.Function):
         weights, biases = parameters[:3], parameters[3:]
         weight = joined([w for w in weights if w is not None])
         bias = joined([b for b in biases if b is not None]) if biases[0] is not None else None
-        qkv = torch.nn.functional.linear(gpu.rms_norm(x, None, gain, eps)[1], weight, bias)
+        qkv = torch.nn.functional.linear(decoding.rms_norm(x, None, gain, eps)[1], weight, bias)
         heads = [len(w) // dim for w in weights if w is not None]
         ctx.rest = (eps, (heads[0], heads[1], dim))
         _rotate_heads(qkv, cos, sin, ctx.rest[1], [])
@@ -220,7 +221,7 @@ class _NormedQKV(torch.autograd.Function):
         dweights: tuple[Tensor | None, ...] = (None,) * 3
         dbiases = torch.split(dqkv.sum(0), sizes) if ctx.needs_input_grad[9] else dweights
         if ctx.needs_input_grad[6]:
-            dweights = torch.split(torch.mm(dqkv.t(), gpu.rms_norm(x, None, gain, eps)[1]), sizes)
+            dweights = torch.split(torch.mm(dqkv.t(), decoding.rms_norm(x, None, gain, eps)[1]), sizes)
         dx, dgain = _norm_gradients(torch.mm(dqkv, weight), x, gain, eps, around)
         return dx, dgain, None, None, None, None, *dweights, *dbiases
 
@@ -244,7 +245,7 @@ class _NormedPair(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, gain: Tensor, eps: float, *weights: Tensor) -> tuple[Tensor, ...]:
-        total, normed = gpu.rms_norm(x, y, gain, eps)
+        total, normed = decoding.rms_norm(x, y, gain, eps)
         ctx.save_for_backward(total, gain, *weights)
         ctx.eps = eps
         return total, *(torch.mm(normed, w.t()) for w in weights)
@@ -256,7 +257,7 @@ class _NormedPair(torch.autograd.Function):
         dnormed = torch.mm(ours[0], weights[0]).addmm_(ours[1], weights[1])
         dweights: list[Tensor | None] = [None, None]
         if ctx.needs_input_grad[4]:
-            normed = gpu.rms_norm(total, None, gain, ctx.eps)[1]
+            normed = decoding.rms_norm(total, None, gain, ctx.eps)[1]
             dweights = [torch.mm(g.t(), normed) for g in ours]
         dx, dgain = _norm_gradients(dnormed, total, gain, ctx.eps, around)
         return dx, dx, dgain, None, *dweights
@@ -530,3 +531,20 @@ def adamw(
         1.0 - rate * weight_decay, 1.0 - betas[0] ** step, (1.0 - betas[1] ** step) ** 0.5,
         BLOCK=2048, ROUND=parameter is not master, num_warps=8,
     )  # fmt: skip
+
+
+KERNELS = TrainingKernels(
+    modules=ModuleKernels(
+        rms_norm=rms_norm,
+        swiglu=swiglu,
+        rotary=rotary,
+        layers=LayerKernels(
+            normed_qkv=normed_qkv, normed_pair=normed_pair, linears=linears, swiglu_linear=swiglu_linear
+        ),
+    ),
+    row_statistics=row_statistics,
+    row_gradients=row_gradients,
+    accumulate=accumulate,
+    sum_rows=sum_rows,
+    adamw=adamw,
+)
