@@ -26,6 +26,12 @@ _PROGRAMS = 1056  # of kernels that walk over rows: eight on each multiprocessor
 def _rms_norm_backward(
     grad, x, weight, plus, dx, dweight, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PLUS: tl.constexpr
 ):  # fmt: skip
+    """Gradients of RMSNorm: dx of each row, plus what came by another way (PLUS), and parts of that of the weight.
+
+    Each program walks over every so-many-th row, in one block of BLOCK >= WIDTH columns, and adds up its part of
+    dweight in registers; the parts `[programs, WIDTH]` are summed outside. No atomics, so the result is always the
+    same. 1 / rms is made again from the row, which is read anyhow.
+    """
     kind = x.dtype.element_ty
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -91,6 +97,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _rotate(
     x, out, cos, sin, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr
 ):  # fmt: skip
+    """Rotary of all heads of a row, rounded where the modules round; BACK: its gradient, a turn the other way.
+
+    One program a row, with the halves of all heads as two tiles `[HEADS, HALF]`. The modules need a kernel for each
+    product, sum and concatenation.
+    """
     row = tl.program_id(0).to(tl.int64)
     kind = x.dtype.element_ty
     head = tl.arange(0, HEADS)[:, None]
@@ -145,7 +156,11 @@ def _rotate_within(
     out, cos, sin, q, k, v, q_row, k_row, v_row,
     HQ: tl.constexpr, HKV: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Forward: out is rotated in place. BACK: the gradients q, k and v are rotated back and written side by side."""
+    """Forward: out is rotated in place. BACK: the gradients q, k and v are rotated back and written side by side.
+
+    One program a row of queries, keys and values, as `[HEADS, HALF]` twice; values are not rotated. BACK takes the
+    place of a concatenation: one product then gives the gradient of the input, and one those of all three weights.
+    """
     row = tl.program_id(0).to(tl.int64)
     kind = out.dtype.element_ty
     head = tl.arange(0, HEADS)[:, None]
@@ -282,6 +297,10 @@ def linears(x: Tensor, *modules: torch.nn.Linear) -> tuple[Tensor, ...]:
 
 @triton.jit
 def _swiglu(gate, up, out, count, BLOCK: tl.constexpr):
+    """out = round(silu(gate)) * up.
+
+    One program for every BLOCK numbers. One pass over memory, where the modules need two and keep what is between.
+    """
     here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = here < count
     g = tl.load(gate + here, mask=mask, other=0.0).to(tl.float32)
@@ -292,7 +311,11 @@ def _swiglu(gate, up, out, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _swiglu_backward(grad, gate, up, out, count, BLOCK: tl.constexpr, AGAIN: tl.constexpr):
-    """Gate and up become their gradients, in place; AGAIN: the output is computed once more."""
+    """Gate and up become their gradients, in place; AGAIN: the output is computed once more.
+
+    One program for every BLOCK numbers. With AGAIN the output, which the gradient of the next weight needs, is not kept
+    from the forward pass: it is as large as gate or up.
+    """
     here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = here < count
     kind = gate.dtype.element_ty
@@ -373,6 +396,11 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
 
 @triton.jit
 def _row_statistics(logits, targets, logp, lse, entropy, inverses, V, BLOCK: tl.constexpr):
+    """Log-prob of the target, log-normaliser and entropy of each row of logits over its temperature.
+
+    One program a row, which walks over the vocabulary in blocks of BLOCK with a running maximum. One read of the
+    logits, where plain torch makes several copies in fp32.
+    """
     row = tl.program_id(0).to(tl.int64)
     inverse = tl.load(inverses + row)
     line = logits + row * V
@@ -415,6 +443,10 @@ def row_statistics(
 def _row_gradients(
     logits, targets, lse, entropy, grad_logp, grad_entropy, inverse, V, BLOCK: tl.constexpr, ENTROPY: tl.constexpr
 ):  # fmt: skip
+    """Logits become their gradient, from those of log-prob and entropy (ENTROPY).
+
+    Grid (rows, blocks of BLOCK columns). In place: there is no second tensor of rows x vocabulary.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < V
@@ -448,6 +480,11 @@ def row_gradients(
 
 @triton.jit
 def _sum_rows(parts, order, first, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Row t of out is the sum, in fp32, of the parts `order[first[t]:first[t + 1]]`.
+
+    One program a row, in one block of BLOCK >= WIDTH columns. Keys of a shared prompt collect from all responses: the
+    order is fixed, so no atomics are needed, and sums do not differ between runs.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -474,6 +511,10 @@ def sum_rows(parts: Tensor, order: Tensor, first: Tensor) -> Tensor:
 
 @triton.jit
 def _accumulate(total, part, count, BLOCK: tl.constexpr, FIRST: tl.constexpr):
+    """total += part, in fp32; FIRST: total = part.
+
+    One program for every BLOCK numbers. One launch for a gradient, the first included; no gain over torch was seen.
+    """
     here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = here < count
     value = tl.load(part + here, mask=mask, other=0.0).to(tl.float32)
@@ -498,6 +539,11 @@ def _adamw(
     master, grad, mean, square, model, scale, count, rate, beta1, beta2, eps, decay, correct1, correct2,
     BLOCK: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
+    """A step of AdamW on master, mean and square, with the gradient times `scale`; ROUND: the model gets it rounded.
+
+    One program for every BLOCK numbers. Clipping, update and rounding are one pass over memory. The factor of clipping
+    is read on the device, so the host need not wait for the norm; where it is no number, nothing is written.
+    """
     factor = tl.load(scale)
     if factor == factor:  # else the gradient is not finite, and nothing may change
         here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
