@@ -206,6 +206,18 @@ def test_rows_taken_several_times_are_summed(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_accumulated_in_fp32(dtype: torch.dtype) -> None:
+    from kitae.kernels.cuda import training
+
+    parts = [torch.randn(70, 333, device="cuda").to(dtype) for _ in range(3)]
+    total = None
+    for part in parts:
+        total = training.accumulate(total, part)
+    assert total is not None and total.dtype == torch.float32
+    torch.testing.assert_close(total, torch.stack([p.float() for p in parts]).sum(0), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adamw_in_one_pass_equals_torch(dtype: torch.dtype) -> None:
     """With clipping, weight decay, a gradient that is not finite, and a restart from saved state."""
     from kitae.config import TrainingConfig

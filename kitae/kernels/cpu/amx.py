@@ -57,8 +57,8 @@ def available() -> bool:
 
 def _check_sizes(library: ctypes.CDLL) -> None:
     """A field that only one of the two languages knows would shift all that follow."""
-    for name, ours in (("layer", Layer), ("decoder", Decoder)):
-        size = library[f"amx_{name}_size"]
+    for name, ours in (("amx_layer_size", Layer), ("amx_decoder_size", Decoder)):
+        size = library[name]
         size.restype = c_int64
         assert size() == ctypes.sizeof(ours), (
             f"struct {ours.__name__} must have the same size in amx.h and amx.py, "
