@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kitae.engines.base import SamplingParams
@@ -186,7 +187,7 @@ class CudaRunner(ModelRunner):
         if cells:
             self.table.view(-1)[self._send(np.array(cells))] = self._send(np.array(pages, dtype=np.int32))
 
-    def _send(self, array: "np.ndarray[Any, Any]") -> Tensor:
+    def _send(self, array: NDArray[np.generic]) -> Tensor:
         return send(array, self.device)
 
     def _step_for(self, batch: int) -> "_Step":
@@ -294,7 +295,7 @@ class _PagedAttention:
 _NOBODY: Any = object()
 
 
-def _rows(sequences: list[Decoding]) -> "np.ndarray[Any, Any]":
+def _rows(sequences: list[Decoding]) -> NDArray[np.int64]:
     """The state of sequences as the host knows it."""
     state = np.zeros((len(sequences), decoding.COLUMNS), dtype=np.int64)
     for row, s in zip(state, sequences, strict=True):
