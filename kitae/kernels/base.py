@@ -2,7 +2,7 @@
 
 Each door is a protocol with one signature, and its docstring is the contract for every device. A record holds the doors
 that a device has for one dtype; a door that only some devices have is `… | None` in it. None means: use plain torch.
-`kitae.kernels.devices` gives the records. No module here imports an implementation.
+`kitae.kernels.devices` gives the records. This module imports no implementation.
 
 Legend: T rows (tokens of a packed row), H width of the model, D head dimension, V vocabulary.
 """
