@@ -26,9 +26,9 @@ from gpu_rollouts import qwen_policy
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.cache import PagePool
+from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.scheduler import Scheduler
-from kitae.engines.native.sequence import Sequence
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy, pick_device
 from kitae.observe.plots import load_pyplot
@@ -103,7 +103,7 @@ def schedule(rollouts: int) -> float:
     began = time.perf_counter()
     for i in range(rollouts):
         request = Request(str(i), tuple(range(i // GROUP, i // GROUP + 40)), sampling, i, share=str(i // GROUP))
-        scheduler.add(Sequence(request, i, TOKENS, finished.append))
+        scheduler.add(Decoding(request, i, TOKENS, finished.append))
     while not scheduler.idle:
         admission = scheduler.admit()
         if not admission.any:

@@ -14,17 +14,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from kitae.engines.base import Request, SamplingParams
+from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.native.sequence import Sequence
 from kitae.envs.rollout import Runner
 from kitae.store.journal import Journal
 from kitae.types import Rollout
 
 
-def in_flight(count: int, tokens: int) -> list[Sequence]:
-    def one(i: int) -> Sequence:
+def in_flight(count: int, tokens: int) -> list[Decoding]:
+    def one(i: int) -> Decoding:
         request = Request(f"train/{i // 8}/{i % 8}/0", (1,) * 200, SamplingParams(max_tokens=10**6), i)
-        return Sequence(request, i, 10**6, lambda _: None, [7] * tokens, [-0.5] * tokens, [3] * tokens)
+        return Decoding(request, i, 10**6, lambda _: None, [7] * tokens, [-0.5] * tokens, [3] * tokens)
 
     return [one(i) for i in range(count)]
 

@@ -13,8 +13,9 @@ def report() -> None:
     import torch
     import transformers
 
-    from kitae.kernels.build import cpu_library
-    from kitae.models.load import SMOLLM2, cache_dir, find_model, pick_device, pick_dtype
+    from kitae.kernels.cpu.build import cpu_library
+    from kitae.models.load import SMOLLM2, find_model, pick_device, pick_dtype
+    from kitae.paths import cache_dir
 
     device = pick_device("auto")
     dtype = pick_dtype("auto", device)

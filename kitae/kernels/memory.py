@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8  # malloc.h
+_MASTER = "kitae_master"  # goes with the parameter, and is gone with it
 
 
 @functools.cache
@@ -65,14 +66,14 @@ def lay_together(parameters: "Sequence[Tensor]") -> "Tensor":
 
 def set_master(parameter: "Tensor", master: "Tensor") -> None:
     """From now on kernels may add gradients of the parameter to that of its fp32 master directly."""
-    parameter.kitae_master = master  # type: ignore[attr-defined]
+    vars(parameter)[_MASTER] = master
 
 
 def gradient_of(parameter: "Tensor") -> "Tensor | None":
     """The fp32 gradient of the parameter's master, to be added to in place; None: it has no master."""
     import torch
 
-    master: Tensor | None = getattr(parameter, "kitae_master", None)
+    master: Tensor | None = vars(parameter).get(_MASTER)
     if master is not None and master.grad is None:
         master.grad = torch.zeros_like(master)
     return None if master is None else master.grad

@@ -9,16 +9,20 @@ A model with parameters elsewhere (experts, convolutions), with a scaled or capp
 depend on the length is refused, and so is one that fails the probe of `check`.
 """
 
-from types import MethodType, SimpleNamespace
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kitae.errors import ModelError
-from kitae.kernels import exact, ops
+from kitae.kernels.base import ModuleKernels
+from kitae.kernels.devices import training_kernels
+from kitae.kernels.exact.attention import Reach, as_pages, attend
+from kitae.kernels.exact.products import MANY, TILE, linear
+from kitae.kernels.exact.support import missing
 from kitae.models.attention import AttentionContext
-from kitae.models.fuse import fuse
+from kitae.models.fuse import fuse_with
 from kitae.models.logprobs import HeadTransform
 from kitae.models.policy import Policy
 
@@ -29,15 +33,15 @@ _PROBE = [1, 30, 9]  # tokens of the passes that a probe sequence is cut into
 def make_exact(policy: Policy) -> None:
     """Replace the modules of a loaded policy, its adapters included."""
     model, source, device, dtype = policy.model, policy.source, policy.device, policy.dtype
-    if reason := exact.missing(device, dtype, policy.head_dim):
+    if reason := missing(device, dtype, policy.head_dim):
         raise ModelError(f"model.exact does not cover {source} in {dtype} on {device}: {reason}")
     _refuse_unknown(model, source)
-    kernels = ops.training_kernels(device, dtype)
+    kernels = training_kernels(device, dtype)
     assert kernels is not None
     for module in _modules(model):
         if _is_linear(module):
             module.forward = MethodType(_linear, module)  # bound, so that a deep copy uses its own weights
-    fuse(model, device, dtype, SimpleNamespace(rms_norm=kernels.rms_norm, swiglu=kernels.swiglu))
+    fuse_with(ModuleKernels(kernels.modules.rms_norm, kernels.modules.swiglu), model)
     for module in _modules(model):
         if "forward" in vars(module):
             continue
@@ -54,11 +58,11 @@ def _modules(model: Any) -> list[Any]:
 
 
 def _linear(self: Any, x: Tensor) -> Tensor:
-    return exact.linear(x, self.weight, self.bias)
+    return linear(x, self.weight, self.bias)
 
 
 def _norm(self: Any, x: Tensor) -> Tensor:
-    return _in_tiles(self, x, exact.TILE)
+    return _in_tiles(self, x, TILE)
 
 
 def _activation(self: Any, x: Tensor) -> Tensor:
@@ -121,10 +125,10 @@ class _Copies:
     def __init__(self, policy: Policy, count: int, length: int) -> None:
         group = policy.heads // policy.kv_heads
         rows = [(i * length, length, 0, range(i * length, (i + 1) * length)) for i in range(count)]
-        self.reach = exact.Reach.of(rows, 1, group, policy.device)
+        self.reach = Reach.of(rows, 1, group, policy.device)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
-        return exact.attend(q, exact.as_pages(k), exact.as_pages(v), self.reach, **settings)
+        return attend(q, as_pages(k), as_pages(v), self.reach, **settings)
 
 
 class _Growing:
@@ -141,29 +145,28 @@ class _Growing:
         self.layers[layer] = k, v
         new, length = q.shape[1], k.shape[1]
         group = self.policy.heads // self.policy.kv_heads
-        reach = exact.Reach.of([(0, new, length - new, range(length))], 1, group, q.device)
-        return exact.attend(q, exact.as_pages(k), exact.as_pages(v), reach, **settings)
+        reach = Reach.of([(0, new, length - new, range(length))], 1, group, q.device)
+        return attend(q, as_pages(k), as_pages(v), reach, **settings)
 
 
 def check(policy: Policy) -> None:
     """Raise unless a probe sequence has the same log-probs alone, in several passes, and among many copies."""
     if policy.transform != HeadTransform():
         raise ModelError(f"model.exact does not cover {policy.source}: its head scales or caps the logits")
-    kernels = ops.training_kernels(policy.device, policy.dtype)
+    kernels = training_kernels(policy.device, policy.dtype)
     assert kernels is not None
     tokens = torch.arange(sum(_PROBE) + 1, device=policy.device) * 7919 % policy.vocabulary
     positions = torch.arange(len(tokens) - 1, device=policy.device)
 
     def logprobs(at: Tensor, context: AttentionContext) -> Tensor:
         logits = policy.logits(policy.hidden(tokens[at], at, context))
-        found: Tensor = kernels.row_statistics(logits, tokens[at + 1], 1.0)[0]
-        return found
+        return kernels.row_statistics(logits, tokens[at + 1], 1.0)[0]
 
     with torch.inference_mode():
         whole = logprobs(positions, _Growing(policy))
         growing = _Growing(policy)
         parts = torch.cat([logprobs(at, growing) for at in torch.split(positions, _PROBE)])
-        count = exact.MANY[policy.device.type] // len(positions) + 1
+        count = MANY[policy.device.type] // len(positions) + 1
         many = logprobs(positions.repeat(count), _Copies(policy, count, len(positions))).view(count, -1)
     for name, found in (("in several passes", parts), ("among many others", many)):
         if (gap := (found - whole).abs().max().item()) != 0:

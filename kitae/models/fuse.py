@@ -12,33 +12,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kitae.kernels import ops
+from kitae.kernels.base import LayerKernels, ModuleKernels
+from kitae.kernels.devices import training_kernels
 from kitae.kernels.memory import lay_together
 from kitae.models.attention import masked_attention
 
 
-def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype, kernels: Any = None) -> int:
-    """Replace what can be replaced; returns how many modules were. kernels: those of the device, unless given."""
-    kernels = kernels or ops.training_kernels(device, dtype)
-    if kernels is None:
-        return 0
+def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
+    """Replace what can be replaced by kernels of the device; returns how many modules were."""
+    kernels = training_kernels(device, dtype)
+    return 0 if kernels is None else fuse_with(kernels.modules, model)
+
+
+def fuse_with(kernels: ModuleKernels, model: nn.Module) -> int:
+    """The same, with these kernels only."""
     kinds = (_fuse_layer, _fuse_norm, _fuse_mlp, _fuse_attention)
     return sum(any(fuse_kind(m, kernels) for fuse_kind in kinds) for m in model.modules())
 
 
-def _fuse_norm(module: Any, kernels: Any) -> bool:
+def _fuse_norm(module: Any, kernels: ModuleKernels) -> bool:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if not type(module).__name__.endswith("RMSNorm") or not isinstance(eps, float) or weight is None:
         return False
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        return kernels.rms_norm(hidden_states, self.weight, eps)  # type: ignore[no-any-return]
+        return kernels.rms_norm(hidden_states, self.weight, eps)
 
     return _swap_if_equal(module, forward, weight)
 
 
-def _fuse_mlp(module: Any, kernels: Any) -> bool:
+def _fuse_mlp(module: Any, kernels: ModuleKernels) -> bool:
     parts = ("gate_proj", "up_proj", "down_proj", "act_fn")
     if not all(hasattr(module, part) for part in parts) or not isinstance(module.gate_proj, nn.Module):
         return False
@@ -47,20 +51,21 @@ def _fuse_mlp(module: Any, kernels: Any) -> bool:
 
     def forward(self: Any, x: Tensor) -> Any:
         gate_up = self.gate_proj, self.up_proj
-        gate, up = _project(x, gate_up, kernels)
-        if joint is not None and _are_plain(*gate_up, self.down_proj) and self.down_proj.bias is None:
-            return joint(gate, up, self.down_proj.weight)
+        gate, up = _project(x, gate_up, layers)
+        if layers is not None and _are_plain(*gate_up, self.down_proj) and self.down_proj.bias is None:
+            return layers.swiglu_linear(gate, up, self.down_proj.weight)
         return self.down_proj(kernels.swiglu(gate, up))
 
-    joint = getattr(kernels, "swiglu_linear", None)
+    layers = kernels.layers
     first: Any = module.gate_proj
     return _swap_if_equal(module, forward, first.weight)
 
 
-def _fuse_attention(module: Any, kernels: Any) -> bool:
+def _fuse_attention(module: Any, kernels: ModuleKernels) -> bool:
     """Projections, rotary in one kernel, and the context: what the attention modules of the Llama family do."""
     children = {name for name, _ in module.named_children()} - {"q_norm", "k_norm"}
-    if children != {"q_proj", "k_proj", "v_proj", "o_proj"} or not hasattr(kernels, "rotary"):
+    rotary = kernels.rotary
+    if children != {"q_proj", "k_proj", "v_proj", "o_proj"} or rotary is None:
         return False
     seen: dict[str, Any] = {}
 
@@ -74,12 +79,12 @@ def _fuse_attention(module: Any, kernels: Any) -> bool:
     ) -> tuple[Tensor, None]:
         assert attention_mask is None and past_key_values is None and hidden_states.shape[0] == 1
         x = hidden_states[0]
-        projected = _project(x, (self.q_proj, self.k_proj, self.v_proj), kernels)
+        projected = _project(x, (self.q_proj, self.k_proj, self.v_proj), kernels.layers)
         q, k, v = (y.view(len(x), -1, self.head_dim) for y in projected)
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         cos, sin = position_embeddings
-        q, k = kernels.rotary(q, cos[0], sin[0]), kernels.rotary(k, cos[0], sin[0])
+        q, k = rotary(q, cos[0], sin[0]), rotary(k, cos[0], sin[0])
         out = kwargs["kitae"].attend(
             seen["layer"], q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1),
             scale=seen["scale"], window=seen["window"], softcap=seen["softcap"], sinks=None,
@@ -89,9 +94,10 @@ def _fuse_attention(module: Any, kernels: Any) -> bool:
     return _swap_if_equal_attention(module, forward, module.q_proj.weight, module.head_dim, seen)
 
 
-def _fuse_layer(module: Any, kernels: Any) -> bool:
+def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:
     """A decoder layer as `is_llama_layer` knows it; with an adapter in it, it runs as the class defines it."""
-    if not hasattr(kernels, "normed_qkv") or not is_llama_layer(module) or hasattr(module.self_attn, "q_norm"):
+    layers = kernels.layers
+    if layers is None or not is_llama_layer(module) or hasattr(module.self_attn, "q_norm"):
         return False
     seen: dict[str, Any] = {}
 
@@ -116,14 +122,14 @@ def _fuse_layer(module: Any, kernels: Any) -> bool:
         assert position_embeddings is not None
         cos, sin = (part[0] for part in position_embeddings)
         first, second = ((n.weight, n.variance_epsilon) for n in (self.input_layernorm, self.post_attention_layernorm))
-        x, q, k, v = kernels.normed_qkv(hidden_states[0], first, cos, sin, attn.head_dim, *qkv)
+        x, q, k, v = layers.normed_qkv(hidden_states[0], first, cos, sin, attn.head_dim, *qkv)
         mixed = kwargs["kitae"].attend(
             seen["layer"], q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1),
             scale=seen["scale"], window=seen["window"], softcap=seen["softcap"], sinks=None,
         )  # fmt: skip
-        (out,) = kernels.linears(mixed.reshape(len(x), -1), attn.o_proj)
-        x, gate, up = kernels.normed_pair(x, out, second, *gate_up)
-        return (x + kernels.swiglu_linear(gate, up, mlp.down_proj.weight))[None]
+        (out,) = layers.linears(mixed.reshape(len(x), -1), attn.o_proj)
+        x, gate, up = layers.normed_pair(x, out, second, *gate_up)
+        return (x + layers.swiglu_linear(gate, up, mlp.down_proj.weight))[None]
 
     weight, head_dim = module.self_attn.q_proj.weight, module.self_attn.head_dim
     if not _swap_if_equal_attention(module, forward, weight, head_dim, seen):
@@ -170,9 +176,9 @@ def is_rms_norm(module: Any) -> bool:
     return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
 
 
-def _project(x: Tensor, modules: tuple[Any, ...], kernels: Any) -> tuple[Tensor, ...]:
-    if hasattr(kernels, "linears") and _are_plain(*modules):
-        return kernels.linears(x, *modules)  # type: ignore[no-any-return]
+def _project(x: Tensor, modules: tuple[Any, ...], layers: LayerKernels | None) -> tuple[Tensor, ...]:
+    if layers is not None and _are_plain(*modules):
+        return layers.linears(x, *modules)
     return tuple(module(x) for module in modules)
 
 

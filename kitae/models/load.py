@@ -1,7 +1,6 @@
 """Find a model (folder, hub id or short name), load it, and write trained ones back as ordinary folders."""
 
 import importlib.util
-import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
 from kitae.models.quiet import quiet_transformers
+from kitae.paths import cache_dir
 from kitae.store.run import is_run
 
 if TYPE_CHECKING:
@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-def cache_dir() -> Path:
-    """Where converted models and built kernels are kept: `$KITAE_CACHE`, else `~/.cache/kitae`."""
-    return Path(os.environ.get("KITAE_CACHE") or Path.home() / ".cache" / "kitae")
 
 
 def find_model(path: str, *, download: bool = True) -> Path | None:

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitae.kernels import ops
-from kitae.kernels.exact import product
+from kitae.kernels.devices import training_kernels
+from kitae.kernels.exact.products import product
 from kitae.kernels.memory import gradient_of
 
 _LOWEST = -1e30  # of a factor of a probability: 0 times infinity is no number
@@ -127,9 +127,9 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def _add_product(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
     """`total += dlogits.T @ hidden`, total in fp32. Where there is a kernel, nothing is rounded before it is added."""
-    kernels = ops.training_kernels(total.device, hidden.dtype)
-    if hasattr(kernels, "add_product"):
-        kernels.add_product(total, dlogits, hidden)  # type: ignore[union-attr]
+    kernels = training_kernels(total.device, hidden.dtype)
+    if kernels is not None and kernels.add_product is not None:
+        kernels.add_product(total, dlogits, hidden)
     elif total.device.type == "cuda" and hidden.dtype != torch.float32:
         torch.ops.aten.addmm.dtype_out(total, dlogits.mT, hidden, torch.float32, out=total)
     else:
@@ -149,10 +149,9 @@ def _row_statistics(
     logits: Tensor, targets: Tensor, transform: HeadTransform, inverse_temperature: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob of the target, log of the normaliser and entropy of each row."""
-    kernels = ops.training_kernels(logits.device, logits.dtype)
+    kernels = training_kernels(logits.device, logits.dtype)
     if transform == HeadTransform() and kernels is not None:
-        statistics: tuple[Tensor, Tensor, Tensor] = kernels.row_statistics(logits, targets, inverse_temperature)
-        return statistics
+        return kernels.row_statistics(logits, targets, inverse_temperature)
     scaled = transform(logits.float()) * inverse_temperature  # the logits stay as they are
     lse = torch.logsumexp(scaled, -1)
     logp = scaled.gather(1, targets[:, None])[:, 0] - lse
@@ -174,12 +173,9 @@ def _row_gradients(
 
     d logp / d z_j = [j = target] - p_j and d H / d z_j = -p_j (log p_j + H), with z the logits over temperature.
     """
-    kernels = ops.training_kernels(logits.device, logits.dtype)
+    kernels = training_kernels(logits.device, logits.dtype)
     if transform == HeadTransform() and kernels is not None:
-        dlogits: Tensor = kernels.row_gradients(
-            logits, targets, lse, entropy, grad_logp, grad_entropy, inverse_temperature
-        )
-        return dlogits
+        return kernels.row_gradients(logits, targets, lse, entropy, grad_logp, grad_entropy, inverse_temperature)
     transformed = transform(logits.float())
     logp = (transformed * inverse_temperature - lse[:, None]).clamp(min=_LOWEST)
     probs = logp.exp()

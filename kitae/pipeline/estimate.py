@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kitae.config.root import RLConfig
 from kitae.data.prompts import open_stream
-from kitae.kernels import amx
+from kitae.kernels.cpu import amx
 from kitae.models.load import SMOLLM2, find_model, pick_device, pick_dtype
 from kitae.trainer.forward import token_budget
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from kitae.data.packing import Span
-from kitae.kernels import exact as exactly
-from kitae.kernels import flash, ops
+from kitae.kernels.base import SoftmaxKernels
+from kitae.kernels.cuda import flash
+from kitae.kernels.devices import training_kernels
+from kitae.kernels.exact import attention as exactly
 from kitae.kernels.transfer import send
 from kitae.models.attention import causal_mask, masked_attention
 
@@ -126,9 +128,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         rows, order, first = ctx.saved_tensors
-        kernels = ops.training_kernels(rows.device, grads[0].dtype)
-        if hasattr(kernels, "sum_rows"):
-            return kernels.sum_rows(grads[0], order, first), None, None, None  # type: ignore[union-attr]
+        kernels = training_kernels(rows.device, grads[0].dtype)
+        if kernels is not None and kernels.sum_rows is not None:
+            return kernels.sum_rows(grads[0], order, first), None, None, None
         total = torch.zeros(ctx.shape, dtype=torch.float32, device=rows.device)
         return total.index_add_(0, rows, grads[0].float()).to(grads[0].dtype), None, None, None
 
@@ -213,8 +215,8 @@ class _Attention(torch.autograd.Function):
             dv.index_add_(0, keys, _put_back(torch.bmm(probs.to(grad_b.dtype).mT, grad_b), n, kv_heads, span).float())
             dprobs = torch.bmm(grad_b, v_b.mT)
             delta_b = _take(delta, block.queries, fold)
-            if ops.available(q.device, q.dtype):
-                dscores = ops.softmax_backward(probs, dprobs, delta_b, scale)
+            if (softmax := _softmax_kernels(q)) is not None:
+                dscores = softmax.backward(probs, dprobs, delta_b, scale)
             else:
                 dscores = dprobs.float().sub_(delta_b).mul_(probs).mul_(scale).to(q.dtype)
             dq[block.queries.flatten()] = _put_back(torch.bmm(dscores, k_b), n, heads, length)
@@ -226,9 +228,14 @@ class _Attention(torch.autograd.Function):
 
 def _probabilities(q_b: Tensor, k_b: Tensor, block: Block, fold: int, scale: float, window: int | None) -> Tensor:
     scores = torch.bmm(q_b, k_b.mT)
-    if ops.available(q_b.device, q_b.dtype):
-        return ops.causal_softmax(scores, fold, scale, window)
+    if (softmax := _softmax_kernels(q_b)) is not None:
+        return softmax.forward(scores, fold, scale, window)
     scores = scores.float().mul_(scale)
     allowed = _allowed(block, window)
     hidden = ~allowed.repeat(fold, 1)  # rows are (head in group, position)
     return torch.softmax(scores.masked_fill_(hidden, float("-inf")), dim=-1)
+
+
+def _softmax_kernels(like: Tensor) -> SoftmaxKernels | None:
+    kernels = training_kernels(like.device, like.dtype)
+    return None if kernels is None else kernels.softmax

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitae.kernels import ops
+from kitae.kernels.devices import training_kernels
 from kitae.kernels.memory import set_master
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.ranks import Ranks
@@ -57,8 +57,9 @@ class Optimizer:
                 if master.device.type == "cpu":
                     set_master(parameter, master)
         devices = {m.device.type for m in self.masters}
-        kernels = {ops.training_kernels(m.device, m.dtype) for m in self.masters} if devices == {"cuda"} else set()
-        self._kernels = kernels.pop() if len(kernels) == 1 else None
+        kernels = {training_kernels(m.device, m.dtype) for m in self.masters}
+        common = kernels.pop() if len(kernels) == 1 else None
+        self._one_pass = None if common is None else common.adamw
         fused = devices <= {"cpu", "cuda"}
         self.adamw = torch.optim.AdamW(
             self.masters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=fused
@@ -73,7 +74,7 @@ class Optimizer:
         norm = torch.nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
         norm = norm if ranks is None else ranks.norm(norm)
         rate = learning_rate(self.config, self.updates, self.total_updates)
-        if self._kernels is not None and not skip:
+        if self._one_pass is not None and not skip:
             finite = self._update_in_one_pass(norm, rate)
         else:
             finite = math.isfinite(norm.item()) and not skip
@@ -98,7 +99,7 @@ class Optimizer:
     @torch.no_grad()
     def _update_in_one_pass(self, norm: Tensor, rate: float) -> bool:
         """The same as `_update`, launched before the host knows the norm; returns whether it was finite."""
-        assert self._kernels is not None
+        assert self._one_pass is not None
         limit = self.config.clip_norm
         scale = torch.where(norm > limit, limit / (norm + 1e-6), 1.0).where(norm.isfinite(), torch.nan)
         settings = self.adamw.param_groups[0]
@@ -109,7 +110,7 @@ class Optimizer:
                 if not state:
                     zeros = (torch.zeros_like(master, memory_format=torch.contiguous_format) for _ in range(2))
                     state.update(zip(("step", "exp_avg", "exp_avg_sq"), (torch.tensor(0.0), *zeros), strict=True))
-                self._kernels.adamw(
+                self._one_pass(
                     parameter, master, master.grad, state["exp_avg"], state["exp_avg_sq"], scale,
                     step=int(state["step"]) + 1, rate=rate, betas=settings["betas"], eps=settings["eps"],
                     weight_decay=settings["weight_decay"],
@@ -144,7 +145,8 @@ class Optimizer:
 
 
 def _add_into(master: Tensor) -> Any:
-    accumulate = getattr(ops.training_kernels(master.device, master.dtype), "accumulate", None)
+    kernels = training_kernels(master.device, master.dtype)
+    accumulate = None if kernels is None else kernels.accumulate
 
     def hook(parameter: Tensor) -> None:
         if parameter.grad is None:  # a kernel has added it already

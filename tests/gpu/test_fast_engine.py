@@ -208,5 +208,5 @@ def test_the_joined_weights_train_and_save_as_before(tiny_policy: TinyPolicy, tm
 
 def test_engine_config_plain_uses_no_graphs(tiny_policy: TinyPolicy) -> None:
     engine = NativeEngine(tiny_policy(), EngineConfig(memory_gb=0.01, fast=False))
-    assert type(engine.runner).__name__ == "Runner"
+    assert type(engine.runner).__name__ == "ModelRunner"
     asyncio.run(engine.close())

@@ -21,29 +21,29 @@ TinyPolicy = Callable[..., Policy]
 
 @pytest.mark.parametrize("shape", [(5, 96), (3, 700, 1536), (1, 1, 48)])
 def test_rms_norm(shape: tuple[int, ...]) -> None:
-    from kitae.kernels import gpu_training
+    from kitae.kernels.cuda import training
 
     x = torch.randn(shape, device="cuda", requires_grad=True)
     weight = torch.randn(shape[-1], device="cuda", requires_grad=True)
     grad = torch.randn(shape, device="cuda")
     expected = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
     wanted = torch.autograd.grad(expected, (x, weight), grad)
-    got = gpu_training.rms_norm(x, weight, 1e-6)
+    got = training.rms_norm(x, weight, 1e-6)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     for a, b in zip(torch.autograd.grad(got, (x, weight), grad), wanted, strict=True):
         torch.testing.assert_close(a, b, atol=1e-3, rtol=1e-4)
 
 
 def test_gated_mlp() -> None:
-    from kitae.kernels import gpu_training
+    from kitae.kernels.cuda import training
 
     gate, up = (torch.randn(2, 70, 112, device="cuda", requires_grad=True) for _ in range(2))
     down = torch.randn(48, 112, device="cuda", requires_grad=True)
     grad = torch.randn(2, 70, 48, device="cuda")
     expected = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down)
     wanted = torch.autograd.grad(expected, (gate, up, down), grad)
-    alone = torch.nn.functional.linear(gpu_training.swiglu(gate, up), down)
-    joint = gpu_training.swiglu_linear(gate.clone(), up.clone(), down)
+    alone = torch.nn.functional.linear(training.swiglu(gate, up), down)
+    joint = training.swiglu_linear(gate.clone(), up.clone(), down)
     for got in (alone, joint):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
         for a, b in zip(torch.autograd.grad(got, (gate, up, down), grad), wanted, strict=True):
@@ -52,34 +52,34 @@ def test_gated_mlp() -> None:
 
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_row_statistics_and_gradients(with_entropy: bool) -> None:
-    from kitae.kernels import gpu_training
+    from kitae.kernels.cuda import training
 
     raw = (torch.randn(37, 9001, device="cuda") * 4).requires_grad_()
     targets = torch.randint(9001, (37,), device="cuda")
     logp = torch.log_softmax(raw * 1.25, -1)
     chosen, entropy = logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-    got = gpu_training.row_statistics(raw.detach().clone(), targets, 1.25)
+    got = training.row_statistics(raw.detach().clone(), targets, 1.25)
     for a, b in zip(got, (chosen, torch.logsumexp(raw * 1.25, -1), entropy), strict=True):
         torch.testing.assert_close(a, b.detach(), atol=1e-4, rtol=1e-4)
     d_logp, d_entropy = torch.randn(37, device="cuda"), torch.randn(37, device="cuda") * with_entropy
     (wanted,) = torch.autograd.grad((chosen * d_logp + entropy * d_entropy).sum(), raw)
-    found = gpu_training.row_gradients(
+    found = training.row_gradients(
         raw.detach().clone(), targets, got[1], got[2], d_logp, d_entropy if with_entropy else None, 1.25
     )
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-3)
 
 
 def test_an_impossible_token_adds_nothing_to_entropy_and_gradient() -> None:
-    from kitae.kernels import gpu_training
+    from kitae.kernels.cuda import training
 
     kept, targets = torch.randn(5, 600, device="cuda") * 4, torch.randint(600, (5,), device="cuda")
     wide = torch.cat((kept, torch.full((5, 1), -torch.inf, device="cuda")), 1)
-    expected = gpu_training.row_statistics(kept, targets, 1.25)
-    got = gpu_training.row_statistics(wide, targets, 1.25)
+    expected = training.row_statistics(kept, targets, 1.25)
+    got = training.row_statistics(wide, targets, 1.25)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     grads = torch.randn(5, device="cuda"), torch.randn(5, device="cuda")
-    plain = gpu_training.row_gradients(kept.clone(), targets, *expected[1:], *grads, 1.25)
-    found = gpu_training.row_gradients(wide.clone(), targets, *got[1:], *grads, 1.25)
+    plain = training.row_gradients(kept.clone(), targets, *expected[1:], *grads, 1.25)
+    found = training.row_gradients(wide.clone(), targets, *got[1:], *grads, 1.25)
     torch.testing.assert_close(found[:, :600], plain, atol=1e-6, rtol=1e-4)
     assert (found[:, 600] == 0).all()
 
@@ -108,7 +108,7 @@ def test_bf16_gradient_is_as_near_to_the_exact_one_as_plain_torch(
     expected = gradient(exact, samples, algorithm, share_prompts=share_prompts)
 
     def error(fuse: bool, flash: bool, monkeypatch: pytest.MonkeyPatch) -> float:
-        from kitae.kernels import flash as flash_kernels
+        from kitae.kernels.cuda import flash as flash_kernels
         from kitae.trainer import optim
 
         if not flash:
@@ -128,7 +128,7 @@ def test_bf16_gradient_is_as_near_to_the_exact_one_as_plain_torch(
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("side_by_side", [True, False])
 def test_norm_queries_keys_and_values(bias: bool, side_by_side: bool) -> None:
-    from kitae.kernels import gpu_training
+    from kitae.kernels.cuda import training
     from kitae.kernels.memory import lay_together
 
     rows, width, dim = 70, 96, 24
@@ -147,21 +147,21 @@ def test_norm_queries_keys_and_values(bias: bool, side_by_side: bool) -> None:
     normed = torch.nn.functional.rms_norm(x, (width,), gain, 1e-6)
     q, k, v = (m(normed).view(rows, -1, dim) for m in modules)
     expected = (x, rotate(q), rotate(k), v)
-    got = gpu_training.normed_qkv(x, (gain, 1e-6), cos, sin, dim, *modules)
+    got = training.normed_qkv(x, (gain, 1e-6), cos, sin, dim, *modules)
     grads = [torch.randn_like(t) for t in expected]
     grads[2] = torch.randn(rows, 5, dim, device="cuda")[:, 1:3]  # rows with a stride
     assert_same_gradients(got, expected, [x, gain, *(p for m in modules for p in m.parameters())], grads)
 
 
 def test_norm_of_a_sum_and_two_products() -> None:
-    from kitae.kernels import gpu_training
+    from kitae.kernels.cuda import training
 
     x, y = (torch.randn(70, 96, device="cuda", requires_grad=True) for _ in range(2))
     gain = torch.randn(96, device="cuda", requires_grad=True)
     modules = [torch.nn.Linear(96, 112, bias=False, device="cuda") for _ in range(2)]
     normed = torch.nn.functional.rms_norm(x + y, (96,), gain, 1e-6)
     expected = (x + y, *(m(normed) for m in modules))
-    got = gpu_training.normed_pair(x, y, (gain, 1e-6), *modules)
+    got = training.normed_pair(x, y, (gain, 1e-6), *modules)
     grads = [torch.randn_like(t) for t in expected]
     assert_same_gradients(got, expected, [x, y, gain, *(m.weight for m in modules)], grads)
 
@@ -194,16 +194,28 @@ def test_layers_of_the_llama_family_are_one_function(architecture: str, tiny_pol
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_taken_several_times_are_summed(dtype: torch.dtype) -> None:
-    from kitae.kernels import gpu_training
+    from kitae.kernels.cuda import training
 
     rows = torch.randint(50, (400,), device="cuda") // 2 * 2  # every other one is taken by nobody
     order = torch.argsort(rows, stable=True).int()
     first = torch.cat([rows.new_zeros(1), torch.bincount(rows, minlength=50).cumsum(0)]).int()
     parts = torch.randn(400, 2, 24, device="cuda", dtype=dtype)
     expected = torch.zeros(50, 2, 24, device="cuda").index_add_(0, rows, parts.float()).to(dtype)
-    got = gpu_training.sum_rows(parts, order, first)
+    got = training.sum_rows(parts, order, first)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 1e-2)
-    assert torch.equal(got, gpu_training.sum_rows(parts, order, first))
+    assert torch.equal(got, training.sum_rows(parts, order, first))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_accumulated_in_fp32(dtype: torch.dtype) -> None:
+    from kitae.kernels.cuda import training
+
+    parts = [torch.randn(70, 333, device="cuda").to(dtype) for _ in range(3)]
+    total = None
+    for part in parts:
+        total = training.accumulate(total, part)
+    assert total is not None and total.dtype == torch.float32
+    torch.testing.assert_close(total, torch.stack([p.float() for p in parts]).sum(0), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -221,8 +233,8 @@ def test_adamw_in_one_pass_equals_torch(dtype: torch.dtype) -> None:
         return Optimizer(named, config, 10)
 
     one, plain = make(), make()
-    assert one._kernels is not None
-    plain._kernels = None
+    assert one._one_pass is not None
+    plain._one_pass = None
     for step in range(8):
         if step == 5:
             saved = {n: t.clone() for n, t in one.state().items()}

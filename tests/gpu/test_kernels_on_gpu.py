@@ -19,34 +19,34 @@ def close(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_and_mlp(dtype: torch.dtype) -> None:
-    from kitae.kernels import gpu
+    from kitae.kernels.cuda import decoding
 
     x, y, weight = (torch.randn(s, device="cuda", dtype=dtype) for s in ((5, 700), (5, 700), (700,)))
-    total, normed = gpu.rms_norm(x, y, weight, 1e-6)
+    total, normed = decoding.rms_norm(x, y, weight, 1e-6)
     assert torch.equal(total, x + y)
     exact = total.float() * torch.rsqrt(total.float().pow(2).mean(-1, keepdim=True) + 1e-6)
     close(normed, weight * exact.to(dtype), dtype)
     parts = torch.randn(4, 5, 700, device="cuda")
-    close(gpu.rms_norm(x, parts, weight, 1e-6)[0], x + parts.sum(0).to(dtype), dtype)
+    close(decoding.rms_norm(x, parts, weight, 1e-6)[0], x + parts.sum(0).to(dtype), dtype)
     both = torch.randn(5, 1400, device="cuda", dtype=dtype)
-    close(gpu.swiglu(both), torch.nn.functional.silu(both[:, :700]) * both[:, 700:], dtype)
+    close(decoding.swiglu(both), torch.nn.functional.silu(both[:, :700]) * both[:, 700:], dtype)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 16])
 def test_products_of_a_few_rows(rows: int) -> None:
-    from kitae.kernels import gpu
+    from kitae.kernels.cuda import decoding
 
     x = torch.randn(rows, 1000, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(600, 1000, device="cuda", dtype=torch.bfloat16)
-    close(gpu.product_in_parts(x, weight).sum(0), x.float() @ weight.float().t(), torch.bfloat16)
-    close(gpu.gated_product(x, weight), gpu.swiglu(x @ weight.t()), torch.bfloat16)
+    close(decoding.product_in_parts(x, weight).sum(0), x.float() @ weight.float().t(), torch.bfloat16)
+    close(decoding.gated_product(x, weight), decoding.swiglu(x @ weight.t()), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("how", ["plain", "window", "softcap", "sinks"])
 def test_attention_over_pages(dtype: torch.dtype, splits: int, how: str) -> None:
-    from kitae.kernels import gpu
+    from kitae.kernels.cuda import decoding
 
     kv_heads, group, dim, page = 2, 3, 24, 4
     keys, values = (torch.randn(120, kv_heads, page, dim, device="cuda", dtype=dtype) for _ in range(2))
@@ -55,7 +55,7 @@ def test_attention_over_pages(dtype: torch.dtype, splits: int, how: str) -> None
     q = torch.randn(4, 10, dim, device="cuda", dtype=dtype)[:, : kv_heads * group]  # rows with a stride
     window, softcap = (7 if how == "window" else None), (5.0 if how == "softcap" else None)
     sinks = torch.randn(6, device="cuda") if how == "sinks" else None
-    out = gpu.attend(
+    out = decoding.attend(
         q, keys, values, table, torch.tensor(lengths, device="cuda", dtype=torch.int32),
         scale=0.3, window=window, softcap=softcap, sinks=sinks, splits=splits, block=16,
     )  # fmt: skip
@@ -72,22 +72,23 @@ def test_attention_over_pages(dtype: torch.dtype, splits: int, how: str) -> None
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sampling_inverts_the_distribution(vocabulary: int, dtype: torch.dtype) -> None:
     """The uniform number of (seed, position) lies within the interval of the token drawn, but for fp32 rounding."""
-    from kitae.kernels import gpu
+    from kitae.kernels.cuda import decoding
 
     count = 64
     logits = (torch.randn(count, vocabulary, device="cuda") * 3).to(dtype)
     temperatures = [(1.0, 0.7, 0.0, 1.3)[i % 4] for i in range(count)]
     seeds = [sampler.stream_seed("x", i) for i in range(count)]
-    state = torch.full((count, gpu.COLUMNS), -1, dtype=torch.int64)
+    state = torch.full((count, decoding.COLUMNS), -1, dtype=torch.int64)
     inverse = np.array([1 / t if t else 0 for t in temperatures], dtype=np.float32).view(np.int32).astype(np.int64)
-    state[:, gpu.LENGTH], state[:, gpu.COUNT], state[:, gpu.LIMIT] = 5, torch.arange(count), count
-    state[:, gpu.SEED], state[:, gpu.ACTIVE], state[:, gpu.INVERSE] = torch.tensor(seeds), 1, torch.from_numpy(inverse)
-    state[9, gpu.ACTIVE] = 0
+    state[:, decoding.LENGTH], state[:, decoding.COUNT], state[:, decoding.LIMIT] = 5, torch.arange(count), count
+    state[:, decoding.SEED], state[:, decoding.ACTIVE] = torch.tensor(seeds), 1
+    state[:, decoding.INVERSE] = torch.from_numpy(inverse)
+    state[9, decoding.ACTIVE] = 0
     uniform = sampler.uniforms(seeds, list(range(count)))
-    tokens, _ = sampler.sample(logits, [SamplingParams(t) for t in temperatures], uniform, fast=False)
-    state[8, gpu.STOP + 3] = tokens[8]
+    tokens, _ = sampler.sample(logits, [SamplingParams(t) for t in temperatures], uniform, kernels=None)
+    state[8, decoding.STOP + 3] = tokens[8]
     device_state = state.cuda()
-    out = gpu.sample(logits, device_state).cpu()
+    out = decoding.sample(logits, device_state).cpu()
     after = device_state.cpu()
     drawn = [i for i in range(count) if i != 9]
     assert out[0, 9] == -1 and torch.equal(after[9], state[9]), "an idle row is left alone"
@@ -100,6 +101,7 @@ def test_sampling_inverts_the_distribution(vocabulary: int, dtype: torch.dtype) 
         else:
             end = logp.exp().cumsum(-1)[token].item()
             assert end - logp[token].exp().item() - 1e-5 <= uniform[i] <= end + 1e-5
-    assert (after[drawn, gpu.LENGTH] == 6).all() and torch.equal(after[drawn, gpu.TOKEN], out[0, drawn].long())
-    ended = [i for i in drawn if not after[i, gpu.ACTIVE]]
+    assert (after[drawn, decoding.LENGTH] == 6).all()
+    assert torch.equal(after[drawn, decoding.TOKEN], out[0, drawn].long())
+    ended = [i for i in drawn if not after[i, decoding.ACTIVE]]
     assert set(ended) <= {8, count - 1} and count - 1 in ended

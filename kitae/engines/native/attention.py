@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from kitae.engines.native.cache import KVCache
-from kitae.kernels import exact, flash, ops
+from kitae.kernels.base import DecodingKernels
+from kitae.kernels.cuda import flash
+from kitae.kernels.exact.attention import Reach, attend
 from kitae.models.attention import causal_mask, masked_attention
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Stretch:
     """Tokens `[row, row + length)` of the packed row are positions `[start, start + length)` of a sequence."""
 
     row: int
@@ -26,13 +28,13 @@ class PrefillAttention:
     In half precision on a GPU all of them are one call of flash attention.
     """
 
-    def __init__(self, cache: KVCache, spans: list[Span], page_of_T: Tensor, slot_of_T: Tensor) -> None:
+    def __init__(self, cache: KVCache, stretches: list[Stretch], page_of_T: Tensor, slot_of_T: Tensor) -> None:
         self.cache = cache
-        self.spans = spans
+        self.stretches = stretches
         self.page_of_T = page_of_T
         self.slot_of_T = slot_of_T
         self.stored = False  # keys and values are in the pages already
-        self.flash = _FlashLayout.of(cache, spans) if flash.available(cache.keys[0]) else None
+        self.flash = _FlashLayout.of(cache, stretches) if flash.available(cache.keys[0]) else None
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
@@ -46,18 +48,18 @@ class PrefillAttention:
         if self.flash is not None and plain:
             return self.flash.attend(q, k, v, keys, values, scale, window)
         out = torch.empty(q.shape[1], q.shape[0], q.shape[2], dtype=q.dtype, device=q.device)
-        for span in self.spans:
-            rows = slice(span.row, span.row + span.length)
-            if span.start == 0 and plain and window is None:
+        for stretch in self.stretches:
+            rows = slice(stretch.row, stretch.row + stretch.length)
+            if stretch.start == 0 and plain and window is None:
                 mixed = torch.nn.functional.scaled_dot_product_attention(
                     q[None, :, rows], k[None, :, rows], v[None, :, rows], is_causal=True, scale=scale, enable_gqa=True
                 )[0].transpose(0, 1)
             else:
-                end = span.start + span.length
+                end = stretch.start + stretch.length
                 positions = torch.arange(end, device=q.device)
-                allowed = causal_mask(positions[span.start :], positions, window)
-                seen_k = keys[span.pages].transpose(0, 1).flatten(1, 2)[:, :end]
-                seen_v = values[span.pages].transpose(0, 1).flatten(1, 2)[:, :end]
+                allowed = causal_mask(positions[stretch.start :], positions, window)
+                seen_k = keys[stretch.pages].transpose(0, 1).flatten(1, 2)[:, :end]
+                seen_v = values[stretch.pages].transpose(0, 1).flatten(1, 2)[:, :end]
                 mixed = masked_attention(q[:, rows], seen_k, seen_v, allowed, scale=scale, softcap=softcap, sinks=sinks)
             out[rows] = mixed
         return out
@@ -69,7 +71,7 @@ class ExactAttention:
     Rows without a sequence have a length of 0 in `reach`, and the slot after the last page.
     """
 
-    def __init__(self, cache: KVCache, reach: exact.Reach, page_of_T: Tensor, slot_of_T: Tensor) -> None:
+    def __init__(self, cache: KVCache, reach: Reach, page_of_T: Tensor, slot_of_T: Tensor) -> None:
         self.cache = cache
         self.reach = reach
         self.page_of_T = page_of_T
@@ -82,24 +84,24 @@ class ExactAttention:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         keys[self.page_of_T, :, self.slot_of_T] = k.transpose(0, 1)
         values[self.page_of_T, :, self.slot_of_T] = v.transpose(0, 1)
-        return exact.attend(q, keys, values, self.reach, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        return attend(q, keys, values, self.reach, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
 
 @dataclass(frozen=True, slots=True)
 class _FlashLayout:
-    """Where queries and keys of each span begin, and the pages of all keys if some are in the cache only."""
+    """Where queries and keys of each stretch begin, and the pages of all keys if some are in the cache only."""
 
     bounds: flash.Bounds
     seen_pages: Tensor | None
     seen_slots: Tensor | None
 
     @classmethod
-    def of(cls, cache: KVCache, spans: list[Span]) -> "_FlashLayout":
+    def of(cls, cache: KVCache, stretches: list[Stretch]) -> "_FlashLayout":
         device, size = cache.keys[0].device, cache.page_size
-        bounds = flash.Bounds.of([s.length for s in spans], [s.start + s.length for s in spans], device)
-        if all(s.start == 0 for s in spans):
+        bounds = flash.Bounds.of([s.length for s in stretches], [s.start + s.length for s in stretches], device)
+        if all(s.start == 0 for s in stretches):
             return cls(bounds, None, None)
-        ends = [(s.pages, s.start + s.length) for s in spans]
+        ends = [(s.pages, s.start + s.length) for s in stretches]
         pages = torch.tensor([pages[t // size] for pages, end in ends for t in range(end)], device=device)
         slots = torch.tensor([t % size for _, end in ends for t in range(end)], device=device)
         return cls(bounds, pages, slots)
@@ -116,12 +118,12 @@ class _FlashLayout:
 class DecodeAttention:
     """One new token for each of B sequences; `lengths` counts it."""
 
-    def __init__(self, cache: KVCache, table: Tensor, lengths: Tensor, fast: bool) -> None:
+    def __init__(self, cache: KVCache, table: Tensor, lengths: Tensor, kernels: DecodingKernels | None) -> None:
         self.cache = cache
         self.table = table
         self.lengths = lengths
-        self.fast = fast
-        if not fast:
+        self.kernels = kernels
+        if kernels is None:
             last = lengths.long() - 1
             self.page = table.gather(1, (last // cache.page_size)[:, None])[:, 0].long()
             self.slot = last % cache.page_size
@@ -132,8 +134,8 @@ class DecodeAttention:
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        if self.fast:
-            return ops.decode_attention(
+        if self.kernels is not None:
+            return self.kernels.attend(
                 q, k, v, keys, values, self.table, self.lengths,
                 scale=scale, window=window, softcap=softcap, sinks=sinks,
             )  # fmt: skip

@@ -5,7 +5,7 @@ Models that the decoder does not cover (see `kitae.engines.native.fused`) run th
 """
 
 import logging
-from collections.abc import Sequence as Items
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from kitae.engines.native.attention import ExactAttention, PrefillAttention
 from kitae.engines.native.cache import KVCache
+from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.fused import AttentionSettings, FusedDecoder
-from kitae.engines.native.runner import Result, Runner
+from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Admission
-from kitae.engines.native.sequence import Sequence
-from kitae.kernels import amx, ops
+from kitae.kernels.cpu import amx, ops
 from kitae.models.attention import AttentionContext
 from kitae.models.policy import Policy
 
@@ -26,7 +26,7 @@ log = logging.getLogger("kitae")
 _SHORT = 512  # tokens; attention row by row is faster up to about here, in blocks beyond
 
 
-class CpuRunner(Runner):
+class CpuRunner(ModelRunner):
     def __init__(self, policy: Policy, cache: KVCache) -> None:
         super().__init__(policy, cache, fast=True)
         self.decoder = PackedDecoder.of(policy, cache)
@@ -39,7 +39,7 @@ class CpuRunner(Runner):
         self._pack()
         return super().prefill(admission)
 
-    def decode(self, running: list[Sequence]) -> Result:
+    def decode(self, running: list[Decoding]) -> Result:
         self._pack()
         return super().decode(running)
 
@@ -59,15 +59,17 @@ class CpuRunner(Runner):
         if self.decoder is None or isinstance(context, ExactAttention):
             return super()._prompt_states(tokens_T, positions_T, context)
         slots_T = context.page_of_T * self.cache.page_size + context.slot_of_T
-        if max(span.start + span.length for span in context.spans) > _SHORT:
+        if max(stretch.start + stretch.length for stretch in context.stretches) > _SHORT:
             context.stored = True
             return self.decoder.hidden(tokens_T, positions_T, slots_T, context)
-        table = torch.zeros(len(context.spans), max(len(span.pages) for span in context.spans), dtype=torch.int32)
-        for row, span in zip(table, context.spans, strict=True):
-            row[: len(span.pages)] = torch.tensor(span.pages)
-        lengths = torch.tensor([span.length for span in context.spans])
-        spans_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        return self.decoder.rows(tokens_T, positions_T, slots_T, spans_T, table)
+        table = torch.zeros(
+            len(context.stretches), max(len(stretch.pages) for stretch in context.stretches), dtype=torch.int32
+        )
+        for row, stretch in zip(table, context.stretches, strict=True):
+            row[: len(stretch.pages)] = torch.tensor(stretch.pages)
+        lengths = torch.tensor([stretch.length for stretch in context.stretches])
+        stretches_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        return self.decoder.rows(tokens_T, positions_T, slots_T, stretches_T, table)
 
     def _decode_states(self, tokens_B: Tensor, lengths_B: Tensor, table: Tensor) -> Tensor:
         if self.decoder is None:
@@ -84,7 +86,7 @@ class CpuRunner(Runner):
 
 
 class PackedDecoder(FusedDecoder):
-    """The decoder on the kernels of `kitae.kernels.amx`."""
+    """The decoder on the kernels of `kitae.kernels.cpu.amx`."""
 
     @classmethod
     def of(cls, policy: Policy, cache: KVCache) -> "PackedDecoder | None":
@@ -103,7 +105,7 @@ class PackedDecoder(FusedDecoder):
         depths = policy.head.weight.shape[1], policy.heads * policy.head_dim, inner
         return amx.fits(*depths, head_dim=policy.head_dim)
 
-    def __init__(self, policy: Policy, cache: KVCache, attentions: Items[AttentionSettings]) -> None:
+    def __init__(self, policy: Policy, cache: KVCache, attentions: Sequence[AttentionSettings]) -> None:
         super().__init__(policy, cache, attentions)
         self._head: Any = policy.head
         first = self.layers[0]

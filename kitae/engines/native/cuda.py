@@ -1,9 +1,9 @@
 """Decoding on a GPU: the whole step is one CUDA graph, and its state never leaves the device.
 
-Each sequence has a row of `state` (see `kitae.kernels.gpu` for the columns) and a row of page numbers. A step reads
-them, computes one token for every row, and advances the rows: position, random stream, end. So the host only replays
-the graph; it uploads rows of new sequences and numbers of new pages, moves rows together when sequences leave, and
-reads tokens and log-probs one step late.
+Each sequence has a row of `state` (see `kitae.kernels.cuda.decoding` for the columns) and a row of page numbers. A step
+reads them, computes one token for every row, and advances the rows: position, random stream, end. So the host only
+replays the graph; it uploads rows of new sequences and numbers of new pages, moves rows together when sequences leave,
+and reads tokens and log-probs one step late.
 
 Graphs are captured when a batch size is first needed, for sizes rounded up to a bucket; rows beyond the batch are idle.
 They read the policy's parameters in place, so weight updates need nothing. A model that cannot be captured (one that
@@ -18,18 +18,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kitae.engines.base import SamplingParams
 from kitae.engines.native import sampler
 from kitae.engines.native.attention import ExactAttention, PrefillAttention
 from kitae.engines.native.cache import KVCache
+from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.fused import FusedDecoder
-from kitae.engines.native.runner import Result, Runner, require_finite
+from kitae.engines.native.runner import ModelRunner, Result, require_finite
 from kitae.engines.native.scheduler import Admission
-from kitae.engines.native.sequence import Sequence
-from kitae.kernels import gpu, gpu_training
-from kitae.kernels.exact import Reach
+from kitae.kernels.cuda import decoding, training
+from kitae.kernels.exact.attention import Reach
 from kitae.kernels.transfer import send
 from kitae.models.logprobs import HeadTransform
 from kitae.models.policy import Policy
@@ -45,7 +46,7 @@ def bucket(batch: int) -> int:
     return -(-batch // step) * step
 
 
-class CudaRunner(Runner):
+class CudaRunner(ModelRunner):
     linger = 0.005
 
     def __init__(self, policy: Policy, cache: KVCache, max_batch: int) -> None:
@@ -53,10 +54,10 @@ class CudaRunner(Runner):
         self.decoder = self._fused()
         rows = bucket(max_batch)
         columns = min(-(-policy.max_context // cache.page_size), cache.pages) + 1
-        self.state = torch.zeros(rows, gpu.COLUMNS, dtype=torch.int64, device=self.device)
+        self.state = torch.zeros(rows, decoding.COLUMNS, dtype=torch.int64, device=self.device)
         self.table = torch.zeros(rows, columns, dtype=torch.int32, device=self.device)
         self.logits = torch.empty(rows, policy.vocabulary, dtype=policy.dtype, device=self.device)
-        self._rows: list[Sequence] = []  # who holds the first rows of state and table
+        self._rows: list[Decoding] = []  # who holds the first rows of state and table
         self._pages: list[int] = []  # how many of their pages the table has
         self._steps: dict[int, _Step] = {}
         self._pool = torch.cuda.graph_pool_handle()
@@ -95,30 +96,30 @@ class CudaRunner(Runner):
         slots_T = context.page_of_T * self.cache.page_size + context.slot_of_T
         return self.decoder.hidden(tokens_T, positions_T, slots_T, context)
 
-    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> Result:
+    def _sample(self, logits: Tensor, sequences: list[Decoding]) -> Result:
         """First tokens: the same kernels as in a step, on rows that are uploaded later."""
         return self._read(self.draw(logits, self._send(_rows(sequences))), logits, sequences)
 
     def draw(self, logits: Tensor, state: Tensor) -> Tensor:
         """Sample every row and advance the state; in exact mode the log-probs are made as the trainer makes them."""
-        out = gpu.sample(logits, state)
+        out = decoding.sample(logits, state)
         if self.policy.exact:
-            inverse = state[:, gpu.INVERSE].to(torch.int32).view(torch.float32)
+            inverse = state[:, decoding.INVERSE].to(torch.int32).view(torch.float32)
             inverse = torch.where(inverse == 0, 1.0, inverse)
-            logp = gpu_training.row_statistics(logits, out[0].long().clamp(min=0), inverse)[0]
+            logp = training.row_statistics(logits, out[0].long().clamp(min=0), inverse)[0]
             out[1] = logp.view(torch.int32)
         return out
 
     # Decoding
 
-    def decode(self, running: list[Sequence]) -> Result:
+    def decode(self, running: list[Decoding]) -> Result:
         if running != self._rows:
             self._arrange(running)
         self._send_new_pages()
         step = self._step_for(bucket(len(running)))
         return self._read(step.run(), self.logits, running)
 
-    def _read(self, out: Tensor, logits: Tensor, sequences: list[Sequence]) -> Result:
+    def _read(self, out: Tensor, logits: Tensor, sequences: list[Decoding]) -> Result:
         """Start copying a step's output to the host."""
         batch = out.shape[1]
         self._turn = (self._turn + 1) % len(self._results)
@@ -138,7 +139,7 @@ class CudaRunner(Runner):
         return result
 
     def _sample_filtered(
-        self, sequences: list[Sequence], logits: Tensor, tokens: list[int], logprobs: list[float]
+        self, sequences: list[Decoding], logits: Tensor, tokens: list[int], logprobs: list[float]
     ) -> None:
         """Draw again for rows with top-k, top-p or min-p. Their rows of the state are uploaded anew."""
         rows = [i for i, s in enumerate(sequences) if sampler.is_filtered(s.request.sampling) and tokens[i] >= 0]
@@ -148,17 +149,17 @@ class CudaRunner(Runner):
         uniform = sampler.uniforms([s.seed for s in picked], [len(s.tokens) for s in picked])
         params = [s.request.sampling for s in picked]
         draw = sampler.sample_exact if self.policy.exact else sampler.sample
-        drawn, logps = draw(logits[torch.tensor(rows, device=self.device)], params, uniform, fast=False)
+        drawn, logps = draw(logits[torch.tensor(rows, device=self.device)], params, uniform, kernels=None)
         for i, s, token, logp in zip(rows, picked, drawn.tolist(), logps.tolist(), strict=True):
             tokens[i], logprobs[i] = token, logp
             self._forget(s)
 
-    def _forget(self, sequence: Sequence) -> None:
+    def _forget(self, sequence: Decoding) -> None:
         """What the device has for this sequence is out of date."""
         if sequence in self._rows:
             self._rows[self._rows.index(sequence)] = _NOBODY
 
-    def _arrange(self, running: list[Sequence]) -> None:
+    def _arrange(self, running: list[Decoding]) -> None:
         """Make row i hold the i-th running sequence: rows that stay move together, new ones are uploaded."""
         row_of = {id(s): row for row, s in enumerate(self._rows)}
         source = [row_of.get(id(s), -1) for s in running]
@@ -173,7 +174,7 @@ class CudaRunner(Runner):
         self.ahead = 0 if any(_needs_host(s.request.sampling) for s in running) else 1
         if new:
             self.state[self._send(np.array(new))] = self._send(_rows([running[row] for row in new]))
-        self.state[count:, gpu.ACTIVE] = 0
+        self.state[count:, decoding.ACTIVE] = 0
 
     def _send_new_pages(self) -> None:
         cells: list[int] = []
@@ -187,7 +188,7 @@ class CudaRunner(Runner):
         if cells:
             self.table.view(-1)[self._send(np.array(cells))] = self._send(np.array(pages, dtype=np.int32))
 
-    def _send(self, array: "np.ndarray[Any, Any]") -> Tensor:
+    def _send(self, array: NDArray[np.generic]) -> Tensor:
         return send(array, self.device)
 
     def _step_for(self, batch: int) -> "_Step":
@@ -223,7 +224,7 @@ class _Step:
     def capture(self, pool: Any) -> None:
         runner = self.runner
         saved = runner.state.clone()
-        runner.state[:, gpu.ACTIVE] = 0  # the trial run must leave no trace
+        runner.state[:, decoding.ACTIVE] = 0  # the trial run must leave no trace
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         graph = torch.cuda.CUDAGraph()
@@ -244,7 +245,7 @@ class _Step:
         runner, batch = self.runner, self.batch
         policy, cache = runner.policy, runner.cache
         state, table = runner.state[:batch], runner.table[:batch]
-        tokens_B, positions_B, slots_B, lengths_B = gpu.begin(
+        tokens_B, positions_B, slots_B, lengths_B = decoding.begin(
             state, table, cache.page_size, cache.pages * cache.page_size
         )
         context: _PagedAttention | ExactAttention
@@ -287,7 +288,7 @@ class _PagedAttention:
         rows = q.transpose(0, 1)
         if rows.stride(1) != rows.shape[2]:
             rows = rows.contiguous()
-        return gpu.attend(
+        return decoding.attend(
             rows, keys, values, self.table, self.lengths, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
 
@@ -295,25 +296,25 @@ class _PagedAttention:
 _NOBODY: Any = object()
 
 
-def _rows(sequences: list[Sequence]) -> "np.ndarray[Any, Any]":
+def _rows(sequences: list[Decoding]) -> NDArray[np.int64]:
     """The state of sequences as the host knows it."""
-    state = np.zeros((len(sequences), gpu.COLUMNS), dtype=np.int64)
+    state = np.zeros((len(sequences), decoding.COLUMNS), dtype=np.int64)
     for row, s in zip(state, sequences, strict=True):
         params = s.request.sampling
         inverse = 1.0 / params.temperature if params.temperature > 0 else 0.0
-        row[gpu.TOKEN] = s.tokens[-1] if s.tokens else 0
-        row[gpu.LENGTH] = s.cached
-        row[gpu.COUNT] = len(s.tokens)
-        row[gpu.LIMIT] = s.limit
-        row[gpu.SEED] = s.seed
-        row[gpu.ACTIVE] = 1
-        row[gpu.INVERSE] = np.float32(inverse).view(np.int32)
-        row[gpu.STOP :] = -1
-        stops = params.stop_tokens[: gpu.STOPS]
-        row[gpu.STOP : gpu.STOP + len(stops)] = stops
+        row[decoding.TOKEN] = s.tokens[-1] if s.tokens else 0
+        row[decoding.LENGTH] = s.cached
+        row[decoding.COUNT] = len(s.tokens)
+        row[decoding.LIMIT] = s.limit
+        row[decoding.SEED] = s.seed
+        row[decoding.ACTIVE] = 1
+        row[decoding.INVERSE] = np.float32(inverse).view(np.int32)
+        row[decoding.STOP :] = -1
+        stops = params.stop_tokens[: decoding.STOPS]
+        row[decoding.STOP : decoding.STOP + len(stops)] = stops
     return state
 
 
 def _needs_host(params: SamplingParams) -> bool:
     """Whether the device alone cannot tell the next token, or the end."""
-    return sampler.is_filtered(params) or bool(params.stop_strings) or len(params.stop_tokens) > gpu.STOPS
+    return sampler.is_filtered(params) or bool(params.stop_strings) or len(params.stop_tokens) > decoding.STOPS

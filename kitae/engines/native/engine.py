@@ -20,9 +20,10 @@ import torch
 from kitae.engines.base import Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.cache import KVCache, PagePool
-from kitae.engines.native.runner import Result, Runner, make_runner
+from kitae.engines.native.decoding import Decoding
+from kitae.engines.native.devices import make_runner
+from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Scheduler
-from kitae.engines.native.sequence import Sequence
 from kitae.errors import EngineError, RequestError
 from kitae.models.policy import Policy
 from kitae.types import FinishReason
@@ -45,11 +46,11 @@ class NativeEngine:
         self.scheduler = Scheduler(
             PagePool(self.cache.pages), config.page_size, config.max_batch, config.prefill_tokens
         )
-        self.runner: Runner = make_runner(policy, self.cache, config)
-        self._launched: deque[tuple[list[Sequence], int, Result]] = deque()  # with the version that samples
+        self.runner: ModelRunner = make_runner(policy, self.cache, config)
+        self._launched: deque[tuple[list[Decoding], int, Result]] = deque()  # with the version that samples
         self.generated = 0
         self.busy = 0.0
-        self._sequences: dict[str, Sequence] = {}
+        self._sequences: dict[str, Decoding] = {}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._paused = False
         self._closed = False
@@ -70,7 +71,7 @@ class NativeEngine:
 
         limit = min(request.sampling.max_tokens, self.policy.max_context - len(request.prompt_tokens))
         prior = request.prior
-        sequence = Sequence(
+        sequence = Decoding(
             request, request.seed, limit, done, list(prior.tokens), list(prior.logprobs), list(prior.versions)
         )
         self._commands.put(lambda: self._add(sequence))
@@ -101,7 +102,7 @@ class NativeEngine:
     def stats(self) -> EngineStats:
         return self.scheduler.stats(self.version, self.generated, self.busy)
 
-    def in_flight(self) -> list[Sequence]:
+    def in_flight(self) -> list[Decoding]:
         """The sequences that are not done. They grow meanwhile: a token counts once it is in `versions`."""
         return list(self._sequences.values())
 
@@ -214,7 +215,7 @@ class NativeEngine:
                 if token >= 0:
                     self._append(sequence, token, logprob, version)
 
-    def _append(self, sequence: Sequence, token: int, logprob: float, version: int) -> None:
+    def _append(self, sequence: Decoding, token: int, logprob: float, version: int) -> None:
         sequence.tokens.append(token)
         sequence.logprobs.append(logprob)
         sequence.versions.append(version)
@@ -225,18 +226,18 @@ class NativeEngine:
         elif len(sequence.tokens) >= sequence.limit:
             self._finish(sequence, "length")
 
-    def _ends_in_stop_string(self, sequence: Sequence) -> bool:
+    def _ends_in_stop_string(self, sequence: Decoding) -> bool:
         stops = sequence.request.sampling.stop_strings
         tail = sequence.tokens[-(4 * max(map(len, stops)) + 8) :]  # a character may take four byte tokens
         text = self.policy.tokenizer.decode(tail, skip_special_tokens=False)
         return any(stop in text for stop in stops)
 
-    def _finish(self, sequence: Sequence, finish: FinishReason) -> None:
+    def _finish(self, sequence: Decoding, finish: FinishReason) -> None:
         self.scheduler.remove(sequence)
         self._sequences.pop(sequence.request.id, None)
         sequence.done(sequence.completion(finish))
 
-    def _add(self, sequence: Sequence) -> None:
+    def _add(self, sequence: Decoding) -> None:
         if self._closed or self._failure is not None:
             sequence.done(EngineError("the engine is closed"))
             return
@@ -287,7 +288,7 @@ class NativeEngine:
         """What is in flight waits without pages, and is computed again."""
         self.scheduler.preempt_all()
         self.scheduler.forget_prefixes()
-        self.runner = Runner(self.policy, self.cache, fast=False)  # holds none of its memory
+        self.runner = ModelRunner(self.policy, self.cache, fast=False)  # holds none of its memory
         self.cache.free()
 
     def _restore_cache(self) -> None:

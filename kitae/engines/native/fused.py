@@ -1,4 +1,4 @@
-"""The decoder of the Llama family on the kernels of `kitae.kernels.gpu`, reading the policy's own parameters.
+"""The decoder of the Llama family on the kernels of `kitae.kernels.cuda.decoding`, reading the policy's own parameters.
 
 Covered: RMSNorm before attention and MLP, rotary, grouped queries, optional biases and norms of queries and keys,
 gated SiLU MLP (Llama, Mistral, Qwen2, Qwen3, SmolLM2, …). `FusedDecoder.of` returns None for anything else, and for a
@@ -95,30 +95,30 @@ class FusedDecoder:
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states `[T, H]`. Keys and values go to `slots_T` of the cache before the context is asked."""
-        from kitae.kernels import gpu  # needs Triton
+        from kitae.kernels.cuda import decoding  # needs Triton
 
         x = nn.functional.embedding(tokens_T, self.embedding)
-        few = len(x) <= gpu.SKINNY and x.dtype != torch.float32
+        few = len(x) <= decoding.SKINNY and x.dtype != torch.float32
         pending: Tensor | None = None
         for i, layer in enumerate(self.layers):
             keys, values = self.cache.keys[i], self.cache.values[i]
             how = layer.attention
-            x, normed = gpu.rms_norm(x, pending, layer.before_attention, layer.eps[0])
+            x, normed = decoding.rms_norm(x, pending, layer.before_attention, layer.eps[0])
             qkv = torch.mm(normed, layer.qkv.t())
-            gpu.rotate_and_store(
+            decoding.rotate_and_store(
                 qkv, layer.qkv_bias, layer.norms, self.cos, self.sin, positions_T, slots_T, keys, values, self.heads
             )
             by_head = qkv.view(len(x), -1, keys.shape[-1]).transpose(0, 1)
             q, k, v = by_head[: self.heads], by_head[self.heads : -keys.shape[1]], by_head[-keys.shape[1] :]
             mixed = context.attend(i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks)
             mixed = mixed.reshape(len(x), -1)
-            pending = gpu.product_in_parts(mixed, layer.out) if few else torch.mm(mixed, layer.out.t())
-            x, normed = gpu.rms_norm(x, pending, layer.before_mlp, layer.eps[1])
+            pending = decoding.product_in_parts(mixed, layer.out) if few else torch.mm(mixed, layer.out.t())
+            x, normed = decoding.rms_norm(x, pending, layer.before_mlp, layer.eps[1])
             if few:
-                pending = gpu.product_in_parts(gpu.gated_product(normed, layer.gate_up), layer.down)
+                pending = decoding.product_in_parts(decoding.gated_product(normed, layer.gate_up), layer.down)
             else:
-                pending = torch.mm(gpu.swiglu(torch.mm(normed, layer.gate_up.t())), layer.down.t())
-        return gpu.rms_norm(x, pending, *self.norm)[1]
+                pending = torch.mm(decoding.swiglu(torch.mm(normed, layer.gate_up.t())), layer.down.t())
+        return decoding.rms_norm(x, pending, *self.norm)[1]
 
 
 def _layer(layer: Any, how: AttentionSettings) -> _Layer:

@@ -1,44 +1,25 @@
 """Turn the scheduler's plan into tensors, run the policy's modules, and sample."""
 
-import importlib.util
 from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kitae.engines.config import EngineConfig
 from kitae.engines.native import sampler
-from kitae.engines.native.attention import DecodeAttention, ExactAttention, PrefillAttention, Span
+from kitae.engines.native.attention import DecodeAttention, ExactAttention, PrefillAttention, Stretch
 from kitae.engines.native.cache import KVCache
+from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.scheduler import Admission
-from kitae.engines.native.sequence import Sequence
 from kitae.errors import EngineError
-from kitae.kernels import amx, ops
-from kitae.kernels.exact import Reach
+from kitae.kernels.devices import decoding_kernels
+from kitae.kernels.exact.attention import Reach
 from kitae.models.policy import Policy
 
 Result = Callable[[], tuple[list[int], list[float]]]  # waits; the token is -1 for a sequence that had ended
 
 
-def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> "Runner":
-    """Kernels and graphs on a GPU with Triton, a compiled decoder on a CPU with AMX, else the policy's own modules."""
-    if policy.exact and not config.fast:
-        raise EngineError("an exact policy runs on kernels of its own, got engine.fast = false, which asks for none")
-    if policy.exact and policy.device.type == "cpu":
-        return Runner(policy, cache, config.fast)
-    if config.fast and policy.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from kitae.engines.native.cuda import CudaRunner
-
-        return CudaRunner(policy, cache, config.max_batch)
-    if config.fast and policy.device.type == "cpu" and amx.available():
-        from kitae.engines.native.cpu import CpuRunner
-
-        return CpuRunner(policy, cache)
-    return Runner(policy, cache, config.fast)
-
-
-class Runner:
+class ModelRunner:
     """The reference: every step runs the policy's modules and is done when it returns."""
 
     ahead = 0  # steps that may be launched before the results of an earlier one are read
@@ -48,7 +29,7 @@ class Runner:
         self.policy = policy
         self.cache = cache
         self.device = policy.device
-        self.fast = fast and ops.available(policy.device, policy.dtype, policy.head_dim)
+        self.kernels = decoding_kernels(policy.device, policy.dtype, policy.head_dim) if fast else None
 
     def weights_changed(self) -> None:
         """Called after every weight update."""
@@ -69,12 +50,12 @@ class Runner:
         page_size = self.cache.page_size
         tokens: list[int] = []
         positions: list[int] = []
-        spans: list[Span] = []
+        stretches: list[Stretch] = []
         pages_of_T: list[int] = []
 
         def add(sequence_tokens: tuple[int, ...], start: int, pages: list[int]) -> None:
             end = len(sequence_tokens)
-            spans.append(Span(len(tokens), end - start, start, pages))
+            stretches.append(Stretch(len(tokens), end - start, start, pages))
             tokens.extend(sequence_tokens[start:])
             positions.extend(range(start, end))
             pages_of_T.extend(pages[t // page_size] for t in range(start, end))
@@ -86,25 +67,25 @@ class Runner:
             start = s.prompt_length // page_size * page_size
             if s.cached > start:
                 add((*s.request.prompt_tokens, *s.tokens[:-1]), start, s.pages)
-        if not spans:
+        if not stretches:
             return
         positions_T = torch.tensor(positions, device=self.device)
         places = torch.tensor(pages_of_T, device=self.device), positions_T % page_size
-        context: PrefillAttention | ExactAttention = PrefillAttention(self.cache, spans, *places)
+        context: PrefillAttention | ExactAttention = PrefillAttention(self.cache, stretches, *places)
         if self.policy.exact:
-            runs = [(s.row, s.length, s.start, s.pages) for s in spans]
+            runs = [(s.row, s.length, s.start, s.pages) for s in stretches]
             group = self.policy.heads // self.policy.kv_heads
             context = ExactAttention(self.cache, Reach.of(runs, page_size, group, self.device), *places)
         hidden = self._prompt_states(torch.tensor(tokens, device=self.device), positions_T, context)
-        for prefix, span in zip(admission.prefixes, spans, strict=False):
-            prefix.hidden = hidden[span.row + span.length - 1].clone()
+        for prefix, stretch in zip(admission.prefixes, stretches, strict=False):
+            prefix.hidden = hidden[stretch.row + stretch.length - 1].clone()
 
     def _prompt_states(
         self, tokens_T: Tensor, positions_T: Tensor, context: PrefillAttention | ExactAttention
     ) -> Tensor:
         return self.policy.hidden(tokens_T, positions_T, context)
 
-    def decode(self, running: list[Sequence]) -> Result:
+    def decode(self, running: list[Decoding]) -> Result:
         """One token for every running sequence."""
         lengths = np.array([s.cached + 1 for s in running], dtype=np.int32)
         table = np.zeros((len(running), max(len(s.pages) for s in running)), dtype=np.int32)
@@ -116,7 +97,7 @@ class Runner:
         return self._sample(self._logits(hidden), running)
 
     def _decode_states(self, tokens_B: Tensor, lengths_B: Tensor, table: Tensor) -> Tensor:
-        context: DecodeAttention | ExactAttention = DecodeAttention(self.cache, table, lengths_B, self.fast)
+        context: DecodeAttention | ExactAttention = DecodeAttention(self.cache, table, lengths_B, self.kernels)
         if self.policy.exact:
             size, last_B = self.cache.page_size, lengths_B.long() - 1
             page_B = table.gather(1, (last_B // size)[:, None])[:, 0].long()
@@ -126,11 +107,11 @@ class Runner:
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         return self.policy.logits(hidden_BH)
 
-    def _sample(self, logits: Tensor, sequences: list[Sequence]) -> Result:
+    def _sample(self, logits: Tensor, sequences: list[Decoding]) -> Result:
         uniform = sampler.uniforms([s.seed for s in sequences], [len(s.tokens) for s in sequences])
         params = [s.request.sampling for s in sequences]
         draw = sampler.sample_exact if self.policy.exact else sampler.sample
-        tokens, logprobs = draw(logits, params, uniform, fast=self.fast)
+        tokens, logprobs = draw(logits, params, uniform, kernels=self.kernels)
         require_finite(bool(torch.isfinite(logprobs).all()))
         done = tokens.tolist(), logprobs.tolist()
         return lambda: done

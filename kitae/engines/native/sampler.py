@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kitae.engines.base import SamplingParams
-from kitae.kernels import ops
+from kitae.kernels.base import DecodingKernels
+from kitae.kernels.devices import training_kernels
 
 
 def stream_seed(*parts: object) -> int:
@@ -34,11 +35,13 @@ def uniforms(seeds: list[int], positions: list[int]) -> Tensor:
     return torch.from_numpy((z >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
-def sample(logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor, *, fast: bool) -> tuple[Tensor, Tensor]:
+def sample(
+    logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor, *, kernels: DecodingKernels | None
+) -> tuple[Tensor, Tensor]:
     """Tokens and log-probs `[B]`. Rows with top-k, top-p or min-p take the path that sorts; the others never do."""
     filtered = [i for i, p in enumerate(params) if is_filtered(p)]
     if not filtered:
-        return _sample_full(logits_BV, params, uniform_B, fast)
+        return _sample_full(logits_BV, params, uniform_B, kernels)
     tokens = torch.empty(len(params), dtype=torch.int64)
     logprobs = torch.empty(len(params), dtype=torch.float32)
     full = sorted(set(range(len(params))) - set(filtered))
@@ -46,12 +49,14 @@ def sample(logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor, *
         if rows:
             index = torch.tensor(rows)
             picked = [params[i] for i in rows]
-            tokens[index], logprobs[index] = draw(logits_BV[index.to(logits_BV.device)], picked, uniform_B[index], fast)
+            tokens[index], logprobs[index] = draw(
+                logits_BV[index.to(logits_BV.device)], picked, uniform_B[index], kernels
+            )
     return tokens, logprobs
 
 
 def sample_exact(
-    logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor, *, fast: bool
+    logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor, *, kernels: DecodingKernels | None
 ) -> tuple[Tensor, Tensor]:
     """As `sample`, but no row depends on another, and log-probs are made as the trainer makes them."""
     parts = [i for i, p in enumerate(params) if is_filtered(p)]
@@ -60,13 +65,13 @@ def sample_exact(
     logprobs = torch.empty(len(params), dtype=torch.float32)
     for rows in [full] * bool(full) + [[i] for i in parts]:  # sorting in one batch would add up by its size
         index, picked = torch.tensor(rows), [params[i] for i in rows]
-        tokens[index], logprobs[index] = sample(logits_BV[index], picked, uniform_B[index], fast=fast)
-    kernels = ops.training_kernels(logits_BV.device, logits_BV.dtype)
-    assert kernels is not None
+        tokens[index], logprobs[index] = sample(logits_BV[index], picked, uniform_B[index], kernels=kernels)
+    training = training_kernels(logits_BV.device, logits_BV.dtype)
+    assert training is not None
     for temperature in {params[i].temperature for i in full}:
         index = torch.tensor([i for i in full if params[i].temperature == temperature])
         inverse = 1.0 / temperature if temperature > 0 else 1.0
-        logprobs[index] = kernels.row_statistics(logits_BV[index], tokens[index], inverse)[0]
+        logprobs[index] = training.row_statistics(logits_BV[index], tokens[index], inverse)[0]
     return tokens, logprobs
 
 
@@ -76,11 +81,11 @@ def is_filtered(params: SamplingParams) -> bool:
 
 
 def _sample_full(
-    logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor, fast: bool
+    logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor, kernels: DecodingKernels | None
 ) -> tuple[Tensor, Tensor]:
     inverse = torch.tensor([1.0 / p.temperature if p.temperature > 0 else 0.0 for p in params], dtype=torch.float32)
-    if fast:
-        return ops.sample(logits_BV, inverse, uniform_B)
+    if kernels is not None:
+        return kernels.sample(logits_BV, inverse, uniform_B)
     inverse = inverse.to(logits_BV.device)
     greedy = inverse == 0
     logits_BV = logits_BV.float() * torch.where(greedy, 1.0, inverse)[:, None]
@@ -90,7 +95,7 @@ def _sample_full(
 
 
 def _sample_filtered(
-    logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor, fast: bool
+    logits_BV: Tensor, params: list[SamplingParams], uniform_B: Tensor, kernels: DecodingKernels | None
 ) -> tuple[Tensor, Tensor]:
     device, vocabulary = logits_BV.device, logits_BV.shape[1]
 

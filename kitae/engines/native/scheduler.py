@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kitae.engines.base import EngineStats
 from kitae.engines.native.cache import PagePool
-from kitae.engines.native.sequence import Prefix, PrefixKey, Sequence
+from kitae.engines.native.decoding import Decoding, Prefix, PrefixKey
 from kitae.errors import RequestError
 
 
@@ -20,8 +20,8 @@ class Admission:
     """Work of a prefill step: new prompts to compute, fresh samples to start, preempted ones to recompute."""
 
     prefixes: list[Prefix] = field(default_factory=list)
-    fresh: list[Sequence] = field(default_factory=list)
-    resumed: list[Sequence] = field(default_factory=list)
+    fresh: list[Decoding] = field(default_factory=list)
+    resumed: list[Decoding] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     tokens: int = 0
 
@@ -36,8 +36,8 @@ class Scheduler:
         self.page_size = page_size
         self.max_batch = max_batch
         self.prefill_tokens = prefill_tokens
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.waiting: deque[Decoding] = deque()
+        self.running: list[Decoding] = []
         self.prefixes: dict[PrefixKey, Prefix] = {}
         self.users: dict[PrefixKey, int] = {}
         self.prompt_tokens = 0
@@ -48,7 +48,7 @@ class Scheduler:
     def idle(self) -> bool:
         return not self.waiting and not self.running
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Decoding) -> None:
         """Queue a request, or raise `RequestError` if the whole cache could not hold it."""
         needed = self._pages(sequence.prompt_length) + 2  # its own tail page and one to grow into
         if needed > self.pool.total:
@@ -72,7 +72,7 @@ class Scheduler:
             return self.admit()
         return admission
 
-    def _admit_one(self, sequence: Sequence, admission: Admission) -> bool:
+    def _admit_one(self, sequence: Decoding, admission: Admission) -> bool:
         prefix = self.prefixes.get(sequence.key)
         shared = sequence.prompt_length // self.page_size
         own = self._pages(sequence.cached) - shared
@@ -140,7 +140,7 @@ class Scheduler:
         self._release_pages(victim)
         self.waiting.appendleft(victim)
 
-    def _fail(self, sequence: Sequence) -> None:
+    def _fail(self, sequence: Decoding) -> None:
         """Alone, it needs more than the whole cache: no preemption can help it."""
         held = sequence.cached
         self.remove(sequence)
@@ -151,7 +151,7 @@ class Scheduler:
             )
         )
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: Decoding) -> None:
         """Forget a finished, failed or aborted sequence."""
         if sequence in self.running:
             self.running.remove(sequence)
@@ -181,7 +181,7 @@ class Scheduler:
         if prefix is not None:
             self.pool.release(prefix.pages)
 
-    def _release_pages(self, sequence: Sequence) -> None:
+    def _release_pages(self, sequence: Decoding) -> None:
         self.pool.release(sequence.pages)
         sequence.pages = []
         sequence.prefix = None

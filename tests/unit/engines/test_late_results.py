@@ -10,23 +10,23 @@ import pytest
 from kitae.engines.config import EngineConfig
 from kitae.engines.native import engine
 from kitae.engines.native.cache import KVCache
-from kitae.engines.native.runner import Result, Runner
+from kitae.engines.native.decoding import Decoding
+from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Admission
-from kitae.engines.native.sequence import Sequence
 from kitae.models.policy import Policy
 
 sys.path.append(str(Path(__file__).parent))
 from test_native_engine import *  # noqa: F403
 
 
-class LateRunner(Runner):
+class LateRunner(ModelRunner):
     """Knows by itself which token comes next and which rows have ended; the host learns it later."""
 
     ahead = 1
 
     def __init__(self, policy: Policy, cache: KVCache, fast: bool) -> None:
         super().__init__(policy, cache, fast)
-        self.rows: dict[int, tuple[Sequence, Sequence]] = {}  # the host's and the runner's own
+        self.rows: dict[int, tuple[Decoding, Decoding]] = {}  # the host's and the runner's own
         self.ended: set[int] = set()
         self.late = 0
 
@@ -36,7 +36,7 @@ class LateRunner(Runner):
             self.ended.discard(id(s))
         return super().prefill(admission)
 
-    def decode(self, running: list[Sequence]) -> Result:
+    def decode(self, running: list[Decoding]) -> Result:
         # Stop strings are the host's business: it must read every token before the next step.
         self.ahead = 0 if any(s.request.sampling.stop_strings for s in running) else 1
         mine = {}
@@ -65,7 +65,7 @@ class LateRunner(Runner):
 def late_runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     made: list[LateRunner] = []
 
-    def make(policy: Policy, cache: KVCache, config: EngineConfig) -> Runner:
+    def make(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRunner:
         made.append(LateRunner(policy, cache, config.fast))
         return made[-1]
 

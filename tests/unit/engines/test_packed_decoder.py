@@ -12,7 +12,7 @@ from kitae.engines.config import EngineConfig
 from kitae.engines.native.cache import KVCache
 from kitae.engines.native.cpu import CpuRunner, PackedDecoder
 from kitae.engines.native.engine import NativeEngine
-from kitae.kernels import amx
+from kitae.kernels.cpu import amx
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy, _SelfAttention

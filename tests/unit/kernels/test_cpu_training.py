@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitae.kernels import cpu_training, ops
-from kitae.kernels.build import cpu_library
+from kitae.kernels.cpu import ops, training
+from kitae.kernels.cpu.build import cpu_library
 from kitae.kernels.memory import set_master
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
@@ -35,7 +35,7 @@ def test_norm_queries_keys_and_values(bias: bool, dim: int) -> None:
     normed = torch.nn.functional.rms_norm(x, (WIDTH,), gain, 1e-6)
     q, k, v = (m(normed).view(ROWS, -1, dim) for m in modules)
     expected = (x, rotated(q, cos, sin), rotated(k, cos, sin), v)
-    got = cpu_training.normed_qkv(x, (gain, 1e-6), cos, sin, dim, *modules)
+    got = training.normed_qkv(x, (gain, 1e-6), cos, sin, dim, *modules)
     grads = [torch.randn_like(t) for t in expected]
     assert_same_gradients(got, expected, [x, gain, *(p for m in modules for p in m.parameters())], grads)
 
@@ -47,7 +47,7 @@ def test_norm_of_a_sum_and_two_products() -> None:
     modules = [torch.nn.Linear(WIDTH, 112, bias=False) for _ in range(2)]
     normed = torch.nn.functional.rms_norm(x + y, (WIDTH,), gain, 1e-6)
     expected = (x + y, *(m(normed) for m in modules))
-    got = cpu_training.normed_pair(x, y, (gain, 1e-6), *modules)
+    got = training.normed_pair(x, y, (gain, 1e-6), *modules)
     grads = [torch.randn_like(t) for t in expected]
     assert_same_gradients(got, expected, [x, y, gain, *(m.weight for m in modules)], grads)
 
@@ -59,7 +59,7 @@ def test_gated_product_and_linear() -> None:
     expected = torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, weight)
     wanted = torch.autograd.grad(expected, (gate, up, weight), grad)
     copies = [t.detach().clone().requires_grad_() for t in (gate, up, weight)]
-    got = cpu_training.swiglu_linear(copies[0] + 0, copies[1] + 0, copies[2])  # it takes over what it is given
+    got = training.swiglu_linear(copies[0] + 0, copies[1] + 0, copies[2])  # it takes over what it is given
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     for a, b in zip(torch.autograd.grad(got, copies, grad), wanted, strict=True):
         torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-4)
@@ -70,7 +70,7 @@ def test_several_linear_layers_of_one_input() -> None:
     modules = [torch.nn.Linear(WIDTH, n, bias=n == 48) for n in (64, 48)]
     x = torch.randn(2, ROWS, WIDTH, requires_grad=True)
     expected = tuple(m(x) for m in modules)
-    got = cpu_training.linears(x, *modules)
+    got = training.linears(x, *modules)
     grads = [torch.randn_like(t) for t in expected]
     assert_same_gradients(got, expected, [x, *(p for m in modules for p in m.parameters())], grads)
 
@@ -89,7 +89,7 @@ def test_gradients_are_accumulated_in_fp32(dtype: torch.dtype) -> None:
     parts = [torch.randn(7, 33).to(dtype) for _ in range(3)]
     total = None
     for part in parts:
-        total = cpu_training.accumulate(total, part)
+        total = ops.accumulate(total, part)
     torch.testing.assert_close(total, sum(p.float() for p in parts))
 
 
@@ -102,6 +102,6 @@ def test_with_a_master_the_gradient_is_added_there_and_nowhere_else(height: int)
     set_master(module.weight, master)
     x, grad = torch.randn(ROWS, WIDTH).bfloat16(), torch.randn(ROWS, height).bfloat16()
     for _ in range(2):
-        cpu_training.linears(x.clone().requires_grad_(), module)[0].backward(grad)
+        training.linears(x.clone().requires_grad_(), module)[0].backward(grad)
     assert module.weight.grad is None
     torch.testing.assert_close(master.grad, 2 * grad.float().t() @ x.float(), atol=0.5, rtol=1e-2)

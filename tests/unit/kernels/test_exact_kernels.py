@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kitae.kernels import exact
+from kitae.kernels.exact.attention import Reach, as_pages, attend, with_gradient_of
+from kitae.kernels.exact.products import linear, product
 from kitae.models.attention import causal_mask, masked_attention
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -27,12 +28,12 @@ def test_products_of_rows(k: int, n: int, dtype: torch.dtype, bias: bool, device
     torch.manual_seed(0)
     x, weight = torch.randn(200, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
     shift = torch.randn(n, device=device, dtype=dtype) if bias else None
-    whole = exact.product(x, weight, shift)
+    whole = product(x, weight, shift)
     close(whole, torch.nn.functional.linear(x.float(), weight.float(), None if shift is None else shift.float()), dtype)
     for first, last in ((0, 1), (1, 3), (3, 67), (37, 200), (199, 200)):
-        assert torch.equal(exact.product(x[first:last], weight, shift), whole[first:last]), (first, last)
+        assert torch.equal(product(x[first:last], weight, shift), whole[first:last]), (first, last)
     out = torch.full((210, n), 7.0, device=device, dtype=dtype)
-    exact.product(x, weight, shift, out[:200])
+    product(x, weight, shift, out[:200])
     assert torch.equal(out[:200], whole) and (out[200:] == 7).all()
 
 
@@ -40,7 +41,7 @@ def test_linear_has_the_gradient_of_a_linear_layer(device: str) -> None:
     torch.manual_seed(0)
     parts = [torch.randn(s, device=device, requires_grad=True) for s in ((2, 70, 33), (21, 33), (21,))]
     grad = torch.randn(2, 70, 21, device=device)
-    found = torch.autograd.grad(exact.linear(*parts), parts, grad)
+    found = torch.autograd.grad(linear(*parts), parts, grad)
     for a, b in zip(found, torch.autograd.grad(torch.nn.functional.linear(*parts), parts, grad), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
@@ -60,8 +61,8 @@ def test_attention_over_pages_and_rows(
     sinks = torch.randn(heads, device=device) if softcap else None
     settings = {"scale": dim**-0.5, "window": window, "softcap": softcap, "sinks": sinks}
     where = torch.device(device)
-    row = exact.Reach.of([(0, length, 0, range(length))], 1, group, where)
-    whole = exact.attend(q, exact.as_pages(k), exact.as_pages(v), row, **settings)  # type: ignore[arg-type]
+    row = Reach.of([(0, length, 0, range(length))], 1, group, where)
+    whole = attend(q, as_pages(k), as_pages(v), row, **settings)  # type: ignore[arg-type]
     positions = torch.arange(length, device=device)
     allowed = causal_mask(positions, positions, window)
     plain = masked_attention(q.float(), k.float(), v.float(), allowed, scale=dim**-0.5, softcap=softcap, sinks=sinks)
@@ -72,19 +73,19 @@ def test_attention_over_pages_and_rows(
     for cache, x in ((keys, k), (values, v)):
         cache[at[0].to(where), :, at[1].to(where)] = x.transpose(0, 1)
     spans = [(0, 37, 0, pages), (37, 1, 37, pages), (38, length - 38, 38, pages)]
-    paged = exact.attend(q, keys, values, exact.Reach.of(spans, size, group, where), **settings)  # type: ignore[arg-type]
+    paged = attend(q, keys, values, Reach.of(spans, size, group, where), **settings)  # type: ignore[arg-type]
     assert torch.equal(paged, whole)
     for t in (0, 15, 16, 64, 149):
         table = torch.tensor([pages, pages], dtype=torch.int32, device=device)
         lengths = torch.tensor([0, t + 1], dtype=torch.int32, device=device)
-        last = exact.Reach.of_last(table, lengths, size)
-        one = exact.attend(q[:, [0, t]], keys, values, last, **settings)  # type: ignore[arg-type]
+        last = Reach.of_last(table, lengths, size)
+        one = attend(q[:, [0, t]], keys, values, last, **settings)  # type: ignore[arg-type]
         assert torch.equal(one[1], whole[t]), t
 
 
 def test_a_borrowed_gradient(device: str) -> None:
     x = torch.randn(5, device=device, requires_grad=True)
-    out = exact.with_gradient_of(lambda a, b: a * 0 + 3, lambda a, b: a * b, x, x * 2)
+    out = with_gradient_of(lambda a, b: a * 0 + 3, lambda a, b: a * b, x, x * 2)
     assert (out == 3).all()
     out.sum().backward()
     torch.testing.assert_close(x.grad, 4 * x.detach())

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kitae.kernels import ops
-from kitae.kernels.build import cpu_library
+from kitae.kernels.cpu import ops
+from kitae.kernels.cpu.build import cpu_library
 from kitae.models.logprobs import HeadTransform, _row_gradients, _row_statistics
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
@@ -67,7 +67,7 @@ def test_an_impossible_token_adds_nothing_to_entropy_and_gradient(
 ) -> None:
     """Rows with a logit of -inf have the statistics of rows without that column; its gradient is 0."""
     if not compiled:
-        monkeypatch.setattr(ops, "training_kernels", lambda device, dtype: None)
+        monkeypatch.setattr("kitae.trainer.logprobs.training_kernels", lambda device, dtype: None)
     torch.manual_seed(0)
     kept = torch.randn(4, 50).mul(3).to(dtype)
     targets = torch.randint(0, 50, (4,))

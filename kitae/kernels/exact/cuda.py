@@ -1,4 +1,4 @@
-"""The Triton kernels behind `kitae.kernels.exact`.
+"""The Triton kernels of exact mode, behind `products.py` and `attention.py`. Import only where Triton is.
 
 Numbers that differ between the engine's and the trainer's calls are not specialised, so both run the same binary.
 """
@@ -16,6 +16,12 @@ def _product(
     x, weight, bias, out, M, N, K, out_row,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
+    """out = x @ weight.T + bias, each element added up by one program over all of K, in order.
+
+    Tiles of BLOCK_M x BLOCK_N elements, BLOCK_K deep; EVEN: K is a multiple of that. Libraries choose how to add up
+    by the shape of the product, so a row would depend on how many there are. M is not specialised: engine and trainer
+    run one binary.
+    """
     # Neighbouring programs share rows of the weights: eight blocks of rows before the next block of columns.
     blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)
@@ -81,6 +87,12 @@ def _attend(
     HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
+    """Attention of a run of queries over the keys before each, wherever pages put them.
+
+    Grid (runs, key heads). The rows of a tile are tokens times the query heads that share a key, ROWS in all; keys come
+    in blocks of BLOCK, counted from position 0 of the sequence. So a query adds up in the same order in a prompt, in a
+    decoding step, and in the trainer. No stride is specialised, for the same reason.
+    """
     # All strides are multiples of the head dimension, which is one of 16.
     q_head, q_row = tl.multiple_of(q_head, 16), tl.multiple_of(q_row, 16)
     k_page, k_head, k_slot = tl.multiple_of(k_page, 16), tl.multiple_of(k_head, 16), tl.multiple_of(k_slot, 16)
@@ -141,7 +153,7 @@ def attend(
     q: Tensor, keys: Tensor, values: Tensor, runs: Tensor, table: Tensor, page_size: int, *,
     scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """See `kitae.kernels.exact.attend`. A program computes one run and the query heads of one key head."""
+    """See `kitae.kernels.exact.attention.attend`. A program computes one run and the query heads of one key head."""
     heads, rows, dim = q.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from kitae.models.load import cache_dir
+from kitae.paths import cache_dir
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 INCLUDED = Path(__file__).with_name("amx.h")

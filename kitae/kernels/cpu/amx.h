@@ -502,6 +502,10 @@ extern "C" {
 // Whether the processor has the tiles and the system lets this process use them.
 int64_t amx_available() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0; }
 
+// What Python compares its own descriptions with.
+int64_t amx_layer_size() { return sizeof(Layer); }
+int64_t amx_decoder_size() { return sizeof(Decoder); }
+
 void amx_pack(const bf16* weight, int64_t N, int64_t K, bf16* packed, int64_t first_tile, int64_t tile_step) {
 #pragma omp parallel
     pack_weight(weight, N, K, packed, first_tile, tile_step);

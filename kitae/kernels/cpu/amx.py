@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kitae.kernels.build import cpu_library
+from kitae.kernels.cpu.build import cpu_library
 
 DEPTH = 32  # the summed dimension must be a multiple of this
 _PANEL = 32
@@ -49,7 +49,21 @@ def available() -> bool:
     if library is None:
         return False
     library.amx_available.restype = c_int64
-    return bool(library.amx_available())
+    if not library.amx_available():
+        return False
+    _check_sizes(library)
+    return True
+
+
+def _check_sizes(library: ctypes.CDLL) -> None:
+    """A field that only one of the two languages knows would shift all that follow."""
+    for name, ours in (("amx_layer_size", Layer), ("amx_decoder_size", Decoder)):
+        size = library[name]
+        size.restype = c_int64
+        assert size() == ctypes.sizeof(ours), (
+            f"struct {ours.__name__} must have the same size in amx.h and amx.py, "
+            f"got {size()} and {ctypes.sizeof(ours)} bytes"
+        )
 
 
 def fits(*depths: int, head_dim: int) -> bool:

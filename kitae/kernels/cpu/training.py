@@ -1,4 +1,4 @@
-"""Kernels of the training step on a CPU: what `ops.training_kernels` gives there, with the doors of its twin for GPUs.
+"""Kernels of the training step on a CPU: the doors of `kitae.kernels.base` that are there.
 
 Norms are made again in the backward pass, as is the gated product of the MLP: neither is kept. On CPUs with tile
 registers the gradients of weights are added into fp32 by the products themselves: into the gradient of the master
@@ -11,25 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitae.kernels import amx
+from kitae.kernels.base import LayerKernels, ModuleKernels, SoftmaxKernels, TrainingKernels
+from kitae.kernels.cpu import amx, ops
 from kitae.kernels.linears import shared_input
 from kitae.kernels.memory import gradient_of, joined
-from kitae.kernels.ops import (
-    accumulate,
-    norm_rows,
-    rms_norm,
-    rms_norm_gradients,
-    rotate,
-    row_gradients,
-    row_statistics,
-    swiglu,
-    swiglu_again,
-)
-
-__all__ = [
-    "accumulate", "add_product", "linears", "normed_pair", "normed_qkv", "rms_norm", "row_gradients", "row_statistics",
-    "swiglu", "swiglu_linear", "weight_gradient",
-]  # fmt: skip
 
 
 def add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -69,10 +54,10 @@ class _NormedQKV(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         weights, biases = [w for w in parameters[:3] if w is not None], parameters[3:]
         x = x.contiguous()
-        qkv = _project(norm_rows(x, gain, eps)[0], weights, biases)
+        qkv = _project(ops.norm_rows(x, gain, eps)[0], weights, biases)
         heads = [len(w) // dim for w in weights]
         by_head = qkv.view(len(x), -1, dim)
-        rotate(by_head, cos, sin, heads[0] + heads[1])
+        ops.rotate(by_head, cos, sin, heads[0] + heads[1])
         ctx.save_for_backward(x, gain, cos, sin, *weights, *biases)
         ctx.rest = (eps, heads)
         return x.view_as(x), *torch.split(by_head, heads, 1)
@@ -84,16 +69,16 @@ class _NormedQKV(torch.autograd.Function):
         weights, biases = parameters[:3], parameters[3:]
         eps, heads = ctx.rest
         dqkv = torch.cat(of_heads, 1)
-        rotate(dqkv, cos, sin, heads[0] + heads[1], back=True)
+        ops.rotate(dqkv, cos, sin, heads[0] + heads[1], back=True)
         flat = dqkv.view(len(x), -1)
-        normed, inverse_rms = norm_rows(x, gain, eps)
+        normed, inverse_rms = ops.norm_rows(x, gain, eps)
         parts = torch.split(flat, [len(w) for w in weights], 1)
         dweights = [
             weight_gradient(w, part, normed) if needed else None
             for w, part, needed in zip(weights, parts, ctx.needs_input_grad[6:9], strict=True)
         ]
         dbiases = [_bias_gradient(b, part) for b, part in zip(biases, parts, strict=True)]
-        dx, dgain = rms_norm_gradients(torch.mm(flat, joined(weights)), x, gain, inverse_rms, around.contiguous())
+        dx, dgain = ops.rms_norm_gradients(torch.mm(flat, joined(weights)), x, gain, inverse_rms, around.contiguous())
         return dx, dgain.to(gain.dtype), None, None, None, None, *dweights, *dbiases
 
 
@@ -117,7 +102,7 @@ class _NormedPair(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, gain: Tensor, eps: float, *weights: Tensor) -> tuple[Tensor, ...]:
         total = x + y
-        normed, inverse_rms = norm_rows(total, gain, eps)
+        normed, inverse_rms = ops.norm_rows(total, gain, eps)
         ctx.save_for_backward(total, gain, inverse_rms, *weights)
         ctx.eps = eps
         return total, *(torch.mm(normed, w.t()) for w in weights)
@@ -129,9 +114,9 @@ class _NormedPair(torch.autograd.Function):
         dnormed = torch.mm(ours[0], weights[0]).addmm_(ours[1], weights[1])
         dweights: list[Tensor | None] = [None, None]
         if ctx.needs_input_grad[4]:
-            normed, _ = norm_rows(total, gain, ctx.eps)
+            normed, _ = ops.norm_rows(total, gain, ctx.eps)
             dweights = [weight_gradient(w, g, normed) for w, g in zip(weights, ours, strict=True)]
-        dx, dgain = rms_norm_gradients(dnormed, total, gain, inverse_rms, around.contiguous())
+        dx, dgain = ops.rms_norm_gradients(dnormed, total, gain, inverse_rms, around.contiguous())
         return dx, dx, dgain.to(gain.dtype), None, *dweights
 
 
@@ -152,14 +137,14 @@ class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
-        return torch.nn.functional.linear(swiglu(gate, up), weight)
+        return torch.nn.functional.linear(ops.swiglu(gate, up), weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         gate, up, weight = ctx.saved_tensors
         grad = grads[0].reshape(-1, grads[0].shape[-1])
         product = torch.mm(grad, weight)
-        swiglu_again(product, gate, up)
+        ops.swiglu_again(product, gate, up)
         dweight = weight_gradient(weight, grad, product) if ctx.needs_input_grad[2] else None
         return gate.detach(), up.detach(), dweight
 
@@ -168,3 +153,19 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     """`(silu(gate) * up) @ weight.T`, differentiable; takes over gate and up, which must be fresh."""
     out: Tensor = _SwiGLULinear.apply(gate.contiguous(), up.contiguous(), weight)  # type: ignore[no-untyped-call]
     return out
+
+
+KERNELS = TrainingKernels(
+    modules=ModuleKernels(
+        rms_norm=ops.rms_norm,
+        swiglu=ops.swiglu,
+        layers=LayerKernels(
+            normed_qkv=normed_qkv, normed_pair=normed_pair, linears=linears, swiglu_linear=swiglu_linear
+        ),
+    ),
+    row_statistics=ops.row_statistics,
+    row_gradients=ops.row_gradients,
+    accumulate=ops.accumulate,
+    add_product=add_product,
+    softmax=SoftmaxKernels(forward=ops.causal_softmax, backward=ops.softmax_backward),
+)

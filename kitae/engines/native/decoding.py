@@ -28,7 +28,7 @@ class Prefix:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class Decoding:
     """One request on its way. The cache holds all its tokens but the last generated one."""
 
     request: Request

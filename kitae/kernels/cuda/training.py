@@ -1,4 +1,4 @@
-"""Triton kernels of the training step on a GPU, with the same doors as `kitae.kernels.ops` has for CPUs.
+"""Triton kernels of the training step on a GPU, behind the doors of `kitae.kernels.base`.
 
 Norms, gated MLPs, and the log-probs and entropies of rows of logits, each with its gradient. They round where the
 Hugging Face modules round; sums are in fp32.
@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitae.kernels import gpu
+from kitae.kernels.base import LayerKernels, ModuleKernels, TrainingKernels
+from kitae.kernels.cuda import decoding
 from kitae.kernels.linears import shared_input
 from kitae.kernels.memory import joined
 
@@ -25,6 +26,12 @@ _PROGRAMS = 1056  # of kernels that walk over rows: eight on each multiprocessor
 def _rms_norm_backward(
     grad, x, weight, plus, dx, dweight, rows, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PLUS: tl.constexpr
 ):  # fmt: skip
+    """Gradients of RMSNorm: dx of each row, plus what came by another way (PLUS), and parts of that of the weight.
+
+    Each program walks over every so-many-th row, in one block of BLOCK >= WIDTH columns, and adds up its part of
+    dweight in registers; the parts `[programs, WIDTH]` are summed outside. No atomics, so the result is always the
+    same. 1 / rms is made again from the row, which is read anyhow.
+    """
     kind = x.dtype.element_ty
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -68,7 +75,7 @@ class _RMSNorm(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(rows, weight)
         ctx.eps = eps
-        return gpu.rms_norm(rows, None, weight, eps)[1].view(x.shape)
+        return decoding.rms_norm(rows, None, weight, eps)[1].view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -90,6 +97,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def _rotate(
     x, out, cos, sin, H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr
 ):  # fmt: skip
+    """Rotary of all heads of a row, rounded where the modules round; BACK: its gradient, a turn the other way.
+
+    One program a row, with the halves of all heads as two tiles `[HEADS, HALF]`. The modules need a kernel for each
+    product, sum and concatenation.
+    """
     row = tl.program_id(0).to(tl.int64)
     kind = x.dtype.element_ty
     head = tl.arange(0, HEADS)[:, None]
@@ -144,7 +156,11 @@ def _rotate_within(
     out, cos, sin, q, k, v, q_row, k_row, v_row,
     HQ: tl.constexpr, HKV: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Forward: out is rotated in place. BACK: the gradients q, k and v are rotated back and written side by side."""
+    """Forward: out is rotated in place. BACK: the gradients q, k and v are rotated back and written side by side.
+
+    One program a row of queries, keys and values, as `[HEADS, HALF]` twice; values are not rotated. BACK takes the
+    place of a concatenation: one product then gives the gradient of the input, and one those of all three weights.
+    """
     row = tl.program_id(0).to(tl.int64)
     kind = out.dtype.element_ty
     head = tl.arange(0, HEADS)[:, None]
@@ -201,7 +217,7 @@ class _NormedQKV(torch.autograd.Function):
         weights, biases = parameters[:3], parameters[3:]
         weight = joined([w for w in weights if w is not None])
         bias = joined([b for b in biases if b is not None]) if biases[0] is not None else None
-        qkv = torch.nn.functional.linear(gpu.rms_norm(x, None, gain, eps)[1], weight, bias)
+        qkv = torch.nn.functional.linear(decoding.rms_norm(x, None, gain, eps)[1], weight, bias)
         heads = [len(w) // dim for w in weights if w is not None]
         ctx.rest = (eps, (heads[0], heads[1], dim))
         _rotate_heads(qkv, cos, sin, ctx.rest[1], [])
@@ -220,7 +236,7 @@ class _NormedQKV(torch.autograd.Function):
         dweights: tuple[Tensor | None, ...] = (None,) * 3
         dbiases = torch.split(dqkv.sum(0), sizes) if ctx.needs_input_grad[9] else dweights
         if ctx.needs_input_grad[6]:
-            dweights = torch.split(torch.mm(dqkv.t(), gpu.rms_norm(x, None, gain, eps)[1]), sizes)
+            dweights = torch.split(torch.mm(dqkv.t(), decoding.rms_norm(x, None, gain, eps)[1]), sizes)
         dx, dgain = _norm_gradients(torch.mm(dqkv, weight), x, gain, eps, around)
         return dx, dgain, None, None, None, None, *dweights, *dbiases
 
@@ -244,7 +260,7 @@ class _NormedPair(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, gain: Tensor, eps: float, *weights: Tensor) -> tuple[Tensor, ...]:
-        total, normed = gpu.rms_norm(x, y, gain, eps)
+        total, normed = decoding.rms_norm(x, y, gain, eps)
         ctx.save_for_backward(total, gain, *weights)
         ctx.eps = eps
         return total, *(torch.mm(normed, w.t()) for w in weights)
@@ -256,7 +272,7 @@ class _NormedPair(torch.autograd.Function):
         dnormed = torch.mm(ours[0], weights[0]).addmm_(ours[1], weights[1])
         dweights: list[Tensor | None] = [None, None]
         if ctx.needs_input_grad[4]:
-            normed = gpu.rms_norm(total, None, gain, ctx.eps)[1]
+            normed = decoding.rms_norm(total, None, gain, ctx.eps)[1]
             dweights = [torch.mm(g.t(), normed) for g in ours]
         dx, dgain = _norm_gradients(dnormed, total, gain, ctx.eps, around)
         return dx, dx, dgain, None, *dweights
@@ -281,6 +297,10 @@ def linears(x: Tensor, *modules: torch.nn.Linear) -> tuple[Tensor, ...]:
 
 @triton.jit
 def _swiglu(gate, up, out, count, BLOCK: tl.constexpr):
+    """out = round(silu(gate)) * up.
+
+    One program for every BLOCK numbers. One pass over memory, where the modules need two and keep what is between.
+    """
     here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = here < count
     g = tl.load(gate + here, mask=mask, other=0.0).to(tl.float32)
@@ -291,7 +311,11 @@ def _swiglu(gate, up, out, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _swiglu_backward(grad, gate, up, out, count, BLOCK: tl.constexpr, AGAIN: tl.constexpr):
-    """Gate and up become their gradients, in place; AGAIN: the output is computed once more."""
+    """Gate and up become their gradients, in place; AGAIN: the output is computed once more.
+
+    One program for every BLOCK numbers. With AGAIN the output, which the gradient of the next weight needs, is not kept
+    from the forward pass: it is as large as gate or up.
+    """
     here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = here < count
     kind = gate.dtype.element_ty
@@ -372,6 +396,11 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
 
 @triton.jit
 def _row_statistics(logits, targets, logp, lse, entropy, inverses, V, BLOCK: tl.constexpr):
+    """Log-prob of the target, log-normaliser and entropy of each row of logits over its temperature.
+
+    One program a row, which walks over the vocabulary in blocks of BLOCK with a running maximum. One read of the
+    logits, where plain torch makes several copies in fp32.
+    """
     row = tl.program_id(0).to(tl.int64)
     inverse = tl.load(inverses + row)
     line = logits + row * V
@@ -414,6 +443,10 @@ def row_statistics(
 def _row_gradients(
     logits, targets, lse, entropy, grad_logp, grad_entropy, inverse, V, BLOCK: tl.constexpr, ENTROPY: tl.constexpr
 ):  # fmt: skip
+    """Logits become their gradient, from those of log-prob and entropy (ENTROPY).
+
+    Grid (rows, blocks of BLOCK columns). In place: there is no second tensor of rows x vocabulary.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < V
@@ -447,6 +480,11 @@ def row_gradients(
 
 @triton.jit
 def _sum_rows(parts, order, first, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Row t of out is the sum, in fp32, of the parts `order[first[t]:first[t + 1]]`.
+
+    One program a row, in one block of BLOCK >= WIDTH columns. Keys of a shared prompt collect from all responses: the
+    order is fixed, so no atomics are needed, and sums do not differ between runs.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < WIDTH
@@ -473,6 +511,10 @@ def sum_rows(parts: Tensor, order: Tensor, first: Tensor) -> Tensor:
 
 @triton.jit
 def _accumulate(total, part, count, BLOCK: tl.constexpr, FIRST: tl.constexpr):
+    """total += part, in fp32; FIRST: total = part.
+
+    One program for every BLOCK numbers. One launch for a gradient, the first included; no gain over torch was seen.
+    """
     here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = here < count
     value = tl.load(part + here, mask=mask, other=0.0).to(tl.float32)
@@ -497,6 +539,11 @@ def _adamw(
     master, grad, mean, square, model, scale, count, rate, beta1, beta2, eps, decay, correct1, correct2,
     BLOCK: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
+    """A step of AdamW on master, mean and square, with the gradient times `scale`; ROUND: the model gets it rounded.
+
+    One program for every BLOCK numbers. Clipping, update and rounding are one pass over memory. The factor of clipping
+    is read on the device, so the host need not wait for the norm; where it is no number, nothing is written.
+    """
     factor = tl.load(scale)
     if factor == factor:  # else the gradient is not finite, and nothing may change
         here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -530,3 +577,20 @@ def adamw(
         1.0 - rate * weight_decay, 1.0 - betas[0] ** step, (1.0 - betas[1] ** step) ** 0.5,
         BLOCK=2048, ROUND=parameter is not master, num_warps=8,
     )  # fmt: skip
+
+
+KERNELS = TrainingKernels(
+    modules=ModuleKernels(
+        rms_norm=rms_norm,
+        swiglu=swiglu,
+        rotary=rotary,
+        layers=LayerKernels(
+            normed_qkv=normed_qkv, normed_pair=normed_pair, linears=linears, swiglu_linear=swiglu_linear
+        ),
+    ),
+    row_statistics=row_statistics,
+    row_gradients=row_gradients,
+    accumulate=accumulate,
+    sum_rows=sum_rows,
+    adamw=adamw,
+)

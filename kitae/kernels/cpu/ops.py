@@ -1,32 +1,21 @@
-"""Tensor-level doors to the compiled CPU kernels. Callers check `available` first and have a plain-torch twin.
-
-`training_kernels` gives the module with the doors of the training step for a device: this one, or its twin for GPUs.
-"""
+"""Tensor-level doors to the kernels of `cpu.cpp`. Callers check `available` first and have a plain-torch twin."""
 
 import ctypes
-import importlib
-import importlib.util
 from ctypes import c_float, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kitae.kernels.build import cpu_library
+from kitae.kernels.base import DecodingKernels
+from kitae.kernels.cpu.build import cpu_library
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _HEAD_DIMS = {0, 16, 32, 64, 80, 96, 128, 256}  # what decode_attention is compiled for; 0: not asked
 
 
-def available(tensor_device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> bool:
-    return tensor_device.type == "cpu" and dtype in _SUFFIX and head_dim in _HEAD_DIMS and cpu_library() is not None
-
-
-def training_kernels(device: torch.device, dtype: torch.dtype) -> Any | None:
-    """A module with `rms_norm`, `swiglu`, `row_statistics` and `row_gradients`; None: use plain torch."""
-    if device.type == "cuda" and dtype in _SUFFIX and importlib.util.find_spec("triton") is not None:
-        return importlib.import_module("kitae.kernels.gpu_training")
-    return importlib.import_module("kitae.kernels.cpu_training") if available(device, dtype) else None
+def available(device: torch.device, dtype: torch.dtype, head_dim: int = 0) -> bool:
+    return device.type == "cpu" and dtype in _SUFFIX and head_dim in _HEAD_DIMS and cpu_library() is not None
 
 
 def decode_attention(
@@ -242,7 +231,7 @@ def exact_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """See `kitae.kernels.exact.attend`."""
+    """See `kitae.kernels.exact.attention.attend`."""
     heads, rows, dim = q.shape
     out = torch.empty(rows, heads, dim, dtype=q.dtype)
     assert runs.dtype == torch.int64 and table.dtype == torch.int32
@@ -309,3 +298,6 @@ def _call(name: str, *arguments: object) -> None:
     function = getattr(library, name)
     function.restype = None
     function(*arguments)
+
+
+DECODING = DecodingKernels(attend=decode_attention, sample=sample)

@@ -1,0 +1,25 @@
+"""Which runner a policy gets."""
+
+from kitae.engines.config import EngineConfig
+from kitae.engines.native.cache import KVCache
+from kitae.engines.native.cpu import CpuRunner
+from kitae.engines.native.runner import ModelRunner
+from kitae.errors import EngineError
+from kitae.kernels.cpu import amx
+from kitae.kernels.devices import has_triton
+from kitae.models.policy import Policy
+
+
+def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRunner:
+    """Kernels and graphs on a GPU with Triton, a compiled decoder on a CPU with AMX, else the policy's own modules."""
+    if policy.exact and not config.fast:
+        raise EngineError("an exact policy runs on kernels of its own, got engine.fast = false, which asks for none")
+    if policy.exact and policy.device.type == "cpu":
+        return ModelRunner(policy, cache, config.fast)
+    if config.fast and policy.device.type == "cuda" and has_triton():
+        from kitae.engines.native.cuda import CudaRunner
+
+        return CudaRunner(policy, cache, config.max_batch)
+    if config.fast and policy.device.type == "cpu" and amx.available():
+        return CpuRunner(policy, cache)
+    return ModelRunner(policy, cache, config.fast)

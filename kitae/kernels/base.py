@@ -1,0 +1,202 @@
+"""The doors of the kernels, typed: what callers may ask of a device, and what it may lack.
+
+Each door is a protocol with one signature, and its docstring is the contract for every device. A record holds the doors
+that a device has for one dtype; a door that only some devices have is `… | None` in it. None means: use plain torch.
+`kitae.kernels.devices` gives the records. This module imports no implementation.
+
+Legend: T rows (tokens of a packed row), H width of the model, D head dimension, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn import Linear
+
+# Modules
+
+
+class RmsNorm(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`weight * x / rms(x)` over the last dimension, differentiable."""
+
+
+class Swiglu(Protocol):
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """`silu(gate) * up`, differentiable."""
+
+
+class Rotary(Protocol):
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotate the heads of `[T, heads, D]`; cos and sin `[T, D]`, whose halves are equal. Differentiable."""
+
+
+class Linears(Protocol):
+    def __call__(self, x: Tensor, *modules: Linear) -> tuple[Tensor, ...]:
+        """What each of the linear layers makes of x, differentiable."""
+
+
+class SwigluLinear(Protocol):
+    def __call__(self, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
+        """`(silu(gate) * up) @ weight.T`, differentiable; takes over gate and up, which must be fresh."""
+
+
+class NormedQkv(Protocol):
+    def __call__(
+        self, x: Tensor, norm: tuple[Tensor, float], cos: Tensor, sin: Tensor, dim: int, *modules: Linear
+    ) -> tuple[Tensor, ...]:
+        """x, and q, k and v `[T, heads, D]` of the norm of x `[T, H]`, q and k rotated; differentiable.
+
+        norm: weight and epsilon. Rows of q, k and v are strided. All three layers have a bias, or none has.
+        """
+
+
+class NormedPair(Protocol):
+    def __call__(self, x: Tensor, y: Tensor, norm: tuple[Tensor, float], *modules: Linear) -> tuple[Tensor, ...]:
+        """x + y, and what two linear layers without bias make of its norm; differentiable. norm: weight and epsilon."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerKernels:
+    """Whole decoder layers of the Llama family, and the linear layers within them: all of these, or none."""
+
+    normed_qkv: NormedQkv
+    normed_pair: NormedPair
+    linears: Linears
+    swiglu_linear: SwigluLinear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModuleKernels:
+    """What the modules of a model are fused with. Exact mode uses norms and gates alone."""
+
+    rms_norm: RmsNorm
+    swiglu: Swiglu
+    rotary: Rotary | None = None
+    layers: LayerKernels | None = None
+
+
+# Log-probs, attention, gradients, updates
+
+
+class RowStatistics(Protocol):
+    def __call__(self, logits: Tensor, targets: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-prob of the target, log-normaliser and entropy of each row of `[N, V]`."""
+
+
+class RowGradients(Protocol):
+    def __call__(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        lse: Tensor,
+        entropy: Tensor,
+        grad_logp: Tensor,
+        grad_entropy: Tensor | None,
+        inverse_temperature: float,
+    ) -> Tensor:
+        """Overwrites the logits with their gradient and returns them."""
+
+
+class Accumulate(Protocol):
+    def __call__(self, total: Tensor | None, part: Tensor) -> Tensor:
+        """`total + part` in fp32, in place; without a total, a new one."""
+
+
+class AddProduct(Protocol):
+    def __call__(self, total: Tensor, dy: Tensor, x: Tensor) -> None:
+        """`total += dy.T @ x` for rows dy `[M, N]` and x `[M, K]`; total in fp32."""
+
+
+class SumRows(Protocol):
+    def __call__(self, parts: Tensor, order: Tensor, first: Tensor) -> Tensor:
+        """`[S, …]` → `[T, …]`: row t is the fp32 sum of the parts `order[first[t]:first[t + 1]]`, in that order."""
+
+
+class CausalSoftmax(Protocol):
+    def __call__(self, scores: Tensor, fold: int, scale: float, window: int | None) -> Tensor:
+        """Scores `[N, fold · L, S]` to probabilities, in place: position i of L sees keys up to i + S - L."""
+
+
+class SoftmaxBackward(Protocol):
+    def __call__(self, probs: Tensor, dprobs: Tensor, delta: Tensor, scale: float) -> Tensor:
+        """`probs · (dprobs - delta) · scale`, written over `dprobs`; delta is one fp32 number per row."""
+
+
+class AdamWStep(Protocol):
+    def __call__(
+        self,
+        parameter: Tensor,
+        master: Tensor,
+        grad: Tensor,
+        mean: Tensor,
+        square: Tensor,
+        scale: Tensor,
+        *,
+        step: int,
+        rate: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        """Step number `step` of AdamW with the gradient times `scale`, in one pass; `parameter` is the rounded master.
+
+        A scale that is no number leaves everything as it is: the host need not know it yet.
+        """
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SoftmaxKernels:
+    """The middle of attention that holds its scores: where flash attention is, nobody needs it."""
+
+    forward: CausalSoftmax
+    backward: SoftmaxBackward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingKernels:
+    """The doors of the training step on one device."""
+
+    modules: ModuleKernels
+    row_statistics: RowStatistics
+    row_gradients: RowGradients
+    accumulate: Accumulate
+    add_product: AddProduct | None = None
+    softmax: SoftmaxKernels | None = None
+    sum_rows: SumRows | None = None
+    adamw: AdamWStep | None = None
+
+
+# Decoding
+
+
+class AttendPages(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_pages: Tensor,
+        v_pages: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Store a new key and value per sequence and attend: q `[Hq, B, D]`, k, v `[Hkv, B, D]` → `[B, Hq, D]`."""
+
+
+class Draw(Protocol):
+    def __call__(self, logits: Tensor, inverse_temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probs of one draw per row of `[B, V]`; inverse temperature 0 is greedy."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodingKernels:
+    """The doors of a decoding step that runs the policy's own modules."""
+
+    attend: AttendPages
+    sample: Draw
