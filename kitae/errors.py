@@ -5,7 +5,8 @@
     ├── ModelError           a model cannot be found, loaded or served
     ├── DataError            a data set, task or prompt is malformed
     ├── EngineError          the rollout engine cannot go on
-    │   └── RequestError     one request is impossible; the other requests are unharmed
+    │   ├── RequestError     one request is impossible; the other requests are unharmed
+    │   └── WeightsDamaged   new weights did not arrive whole; the engine stands still until whole ones come
     ├── VerifierError        a verifier is unknown or breaks its contract
     ├── StalledError         nothing in the run has moved for too long
     ├── Interrupted          the user or the system stopped the command
@@ -39,6 +40,10 @@ class EngineError(KitaeError):
 
 
 class RequestError(EngineError):
+    pass
+
+
+class WeightsDamaged(EngineError):
     pass
 
 

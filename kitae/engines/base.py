@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from kitae.types import FinishReason
 
-if TYPE_CHECKING:
-    import torch
+if TYPE_CHECKING:  # they need torch, and who only talks to an engine does not
+    from kitae.weights.base import Manifest
+    from kitae.weights.probe import Probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +80,15 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """A new policy version. `tensors` is None where the engine shares the trainer's memory and has them already.
+    """A new policy version: `WeightUpdate(4, manifest, recompute=False)`.
 
-    Sequences in flight go on: with the keys and values of the old weights in their cache, or, with `recompute`, after
-    these were computed anew.
+    manifest: what was published, for an engine with weights of its own; None where it shares the trainer's and has them
+    already. Sequences in flight go on: with the keys and values of the old weights in their cache, or, with
+    `recompute`, after these were computed anew.
     """
 
     version: int
-    tensors: "Mapping[str, torch.Tensor] | None" = None
+    manifest: "Manifest | None" = None
     recompute: bool = False
 
 
@@ -94,7 +96,8 @@ class WeightUpdate:
 class EngineStats:
     """Counters since the start, and what is happening now.
 
-    restarts: of an engine's process that was lost; resent: weight updates that arrived damaged and were sent again.
+    restarts: of an engine's process that was lost; repaired: buckets of weights that a delta left damaged and that were
+    loaded again.
     """
 
     version: int
@@ -106,7 +109,24 @@ class EngineStats:
     waiting: int
     busy_seconds: float
     restarts: int = 0
-    resent: int = 0
+    repaired: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What callers must know of an engine before they use it: `Capabilities(shares_weights=False, scores=True)`.
+
+    shares_weights: it samples from the trainer's own parameters: it must stand still while they change, and a weight
+    update is a version number alone. Other engines load what a manifest says.
+    scores: its `probe` gives log-probs of the weights that it has of its own.
+    seeded: the same request gives the same tokens whatever else is in flight, but for a draw that rounding decides.
+    stop_strings: it ends a response at a stop string. One that does not knows tokens alone.
+    """
+
+    shares_weights: bool
+    scores: bool = False
+    seeded: bool = True
+    stop_strings: bool = True
 
 
 class Engine(Protocol):
@@ -114,25 +134,31 @@ class Engine(Protocol):
 
     `generate` raises `RequestError` when the request itself is impossible (empty, or longer than the context or the
     cache); other requests go on. `pause` returns when no step is running and starts no new one until `resume`;
-    requests wait meanwhile. `update_weights` takes effect between two decoding steps; tokens sampled later carry the
-    new version. `abort` ends a request early: its `generate` returns what was sampled so far with finish "abort".
-    `park` ends all requests in flight that way, with finish "parked": a request with that `prior` continues one.
-    `progress` is what each request in flight could be continued from, as far as this side knows, without the first
+    requests wait meanwhile. `abort` ends a request early: its `generate` returns what was sampled so far with finish
+    "abort". `park` ends all requests in flight that way, with finish "parked": a request with that `prior` continues
+    one. `progress` is what each request in flight could be continued from, as far as this side knows, without the first
     tokens of which the caller says by id how many it has; a request keeps what it has once told.
-    `shares_weights`: it samples from the trainer's own parameters, so it must stand still while they change, and needs
-    no tensors in an update; other engines also have a `probe` (see `kitae.engines.probe`). `sync_metrics` are those of
-    the last update, where there is something to say.
+
+    `update_weights` takes effect between two decoding steps, and returns the version that is served; tokens sampled
+    later carry it. It refuses a manifest that does not fit with `EngineError`, and goes on as before. It raises
+    `WeightsDamaged` when the weights did not arrive whole, and then takes no step until whole ones come. `probe` scores
+    a fixed sequence (`kitae.weights.probe`), once for each engine behind this one that has weights of its own and
+    scores; an engine that shares the trainer's gives none.
+
+    After `close`, and for what is in flight then, everything raises `EngineError`. A caller that is cancelled leaves
+    nothing behind.
     """
 
-    shares_weights: bool
+    @property
+    def capabilities(self) -> Capabilities: ...
 
     async def generate(self, request: Request) -> Completion: ...
     async def update_weights(self, update: WeightUpdate) -> int: ...
+    async def probe(self) -> "tuple[Probe, ...]": ...
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...
     async def abort(self, request_id: str) -> None: ...
     async def park(self) -> None: ...
     def progress(self, known: Mapping[str, int]) -> dict[str, Sampled]: ...
     def stats(self) -> EngineStats: ...
-    def sync_metrics(self) -> dict[str, float]: ...
     async def close(self) -> None: ...

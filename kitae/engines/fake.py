@@ -3,8 +3,8 @@
     engine = FakeEngine(lambda request: tokenizer.encode("42"))
     engine = FakeEngine(lambda request: (7,) * 512, Pace(step=0.0016, sequence=6.4e-6, prefill=150_000))
 
-It keeps the contract of `Engine`: versions, pause, park, abort and per-request errors. It knows no text, so stop
-strings are ignored.
+It keeps the contract of `Engine`: versions, pause, park, abort, per-request errors and, with a receiver, weights. It
+knows no text, so stop strings are ignored, and it scores nothing.
 
 Its work costs an event for each change of what runs, not for each token: between two changes all steps take equally
 long, so the next sequence to end and the moment of that are known.
@@ -19,11 +19,16 @@ from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kitae.clock import now
-from kitae.engines.base import Completion, EngineStats, Request, Sampled, WeightUpdate
-from kitae.errors import EngineError, RequestError
+from kitae.engines.base import Capabilities, Completion, EngineStats, Request, Sampled, WeightUpdate
+from kitae.errors import EngineError, RequestError, WeightsDamaged
 from kitae.types import FinishReason
+
+if TYPE_CHECKING:
+    from kitae.weights.base import Receiver
+    from kitae.weights.probe import Probe
 
 _EPSILON = 1e-6  # of a step: what rounding may take from it
 
@@ -72,7 +77,8 @@ class FakeEngine:
     """Answers every request with `respond(request)` at the given pace; log-probs are all -1.
 
     `respond` may raise `RequestError`. The answer is cut at max_tokens (finish "length") and after the first stop
-    token (finish "stop"); without either it also ends with "stop". `seed` is that of its failures.
+    token (finish "stop"); without either it also ends with "stop". `seed` is that of its failures. `receiver` fetches
+    the weights that it is sent; its answers do not depend on them.
     """
 
     def __init__(
@@ -83,8 +89,11 @@ class FakeEngine:
         version: int = 0,
         seed: int = 0,
         shares_weights: bool = True,
+        receiver: "Receiver | None" = None,
     ) -> None:
-        self.shares_weights = shares_weights
+        self.capabilities = Capabilities(shares_weights=shares_weights, stop_strings=False)
+        self._receiver = receiver
+        self._broken = False  # weights did not arrive whole: no step with these
         self._respond = respond
         self._pace = pace or Pace()
         self._flights: dict[str, _Flight] = {}
@@ -107,8 +116,7 @@ class FakeEngine:
         self._busy = 0.0
 
     async def generate(self, request: Request) -> Completion:
-        if self._closed:
-            raise EngineError("the engine is closed")
+        self._check_open()
         if not request.prompt_tokens:
             raise RequestError(f"request {request.id!r}: the prompt is empty")
         if request.id in self._flights:
@@ -126,7 +134,9 @@ class FakeEngine:
                 self._move()
 
     async def update_weights(self, update: WeightUpdate) -> int:
+        self._check_open()
         self._advance()
+        self._fetch(update)
         if self._pace.update:
             self._absent += self._pace.update
             self._move()
@@ -138,12 +148,27 @@ class FakeEngine:
         self._move()
         return update.version
 
+    def _fetch(self, update: WeightUpdate) -> None:
+        if self._receiver is None or update.manifest is None:
+            return
+        damaged = self._receiver.fetch(update.manifest)
+        self._broken = bool(damaged)
+        if damaged:
+            self._move()
+            raise WeightsDamaged(f"version {update.version} did not arrive whole: damaged are buckets {list(damaged)}")
+
+    async def probe(self) -> "tuple[Probe, ...]":
+        self._check_open()
+        return ()
+
     async def pause(self) -> None:
+        self._check_open()
         self._advance()
         self._paused = True
         self._move()
 
     async def resume(self) -> None:
+        self._check_open()
         self._advance()
         self._paused = False
         self._move()
@@ -171,10 +196,8 @@ class FakeEngine:
             waiting=len(self._waiting),
             busy_seconds=self._busy,
             restarts=self._restarts,
+            repaired=0 if self._receiver is None else self._receiver.repaired,
         )
-
-    def sync_metrics(self) -> dict[str, float]:
-        return {}
 
     async def close(self) -> None:
         self._closed = True
@@ -184,7 +207,15 @@ class FakeEngine:
                 flight.future.set_exception(EngineError("the engine was closed"))
         self._move()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine is closed")
+
     # Time.
+
+    @property
+    def _rests(self) -> bool:
+        return self._paused or self._broken
 
     def _move(self) -> None:
         """After any change: answer what is complete, let others begin, and come back when the next one is."""
@@ -198,7 +229,7 @@ class FakeEngine:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._running and not self._paused:
+        if self._running and not self._rests:
             left = self._absent + self._owed + (self._ends[0][0] - self._steps) * self._step_seconds
             when = min(self._since + left, self._dies)
             self._timer = asyncio.get_running_loop().call_at(when, self._move)
@@ -223,7 +254,7 @@ class FakeEngine:
     def _work(self, seconds: float) -> None:
         absent = min(self._absent, seconds)
         self._absent -= absent
-        if self._paused or not self._running:
+        if self._rests or not self._running:
             return
         prefill = min(self._owed, seconds - absent)
         self._owed -= prefill

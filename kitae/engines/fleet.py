@@ -3,15 +3,15 @@
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from kitae.engines.base import Completion, Engine, EngineStats, Request, Sampled, WeightUpdate
-from kitae.errors import EngineError, RequestError
+from kitae.engines.base import Capabilities, Completion, Engine, EngineStats, Request, Sampled, WeightUpdate
+from kitae.errors import EngineError, RequestError, WeightsDamaged
+
+if TYPE_CHECKING:
+    from kitae.weights.probe import Probe
 
 T = TypeVar("T")
-
-_SUMS = ("sync_bytes", "sync_resent")
-_LONGEST = ("sync_seconds",)
 
 
 class Fleet:
@@ -19,18 +19,23 @@ class Fleet:
 
     A request goes to the engine that has the fewest; but requests with the same share key go where the first of them
     went while any of them is in flight, so that their prompt is computed once. `busy_seconds` of its stats is the mean
-    of the engines, so that it is a share of the time that passed; other counters are sums. Of the sync metrics, bytes
-    and repetitions are sums, seconds those of the slowest, the others means.
+    of the engines, so that it is a share of the time that passed; other counters are sums. It can do what all of them
+    can. An update goes to all at the same time; if it reaches some damaged, those stand still and it must be repeated.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         if not engines:
             raise EngineError("a fleet needs at least 1 engine, got 0")
-        kinds = {engine.shares_weights for engine in engines}
-        if len(kinds) > 1:
+        found = [engine.capabilities for engine in engines]
+        if len({c.shares_weights for c in found}) > 1:
             raise EngineError("all engines of a fleet must share the trainer's weights, or none, got both kinds")
         self.engines = tuple(engines)
-        self.shares_weights = kinds.pop()
+        self.capabilities = Capabilities(
+            shares_weights=found[0].shares_weights,
+            scores=all(c.scores for c in found),
+            seeded=all(c.seeded for c in found),
+            stop_strings=all(c.stop_strings for c in found),
+        )
         self._load = [0] * len(self.engines)
         self._homes: dict[str, int] = {}  # where requests with a share key go
         self._sharing: Counter[str] = Counter()
@@ -58,6 +63,9 @@ class Fleet:
         if len(versions) > 1:
             raise EngineError(f"all engines of a fleet must serve version {update.version}, got {sorted(versions)}")
         return versions.pop()
+
+    async def probe(self) -> "tuple[Probe, ...]":
+        return tuple(probe for found in await _all(e.probe() for e in self.engines) for probe in found)
 
     async def pause(self) -> None:
         await _all(engine.pause() for engine in self.engines)
@@ -87,31 +95,18 @@ class Fleet:
             waiting=sum(s.waiting for s in found),
             busy_seconds=sum(s.busy_seconds for s in found) / len(found),
             restarts=sum(s.restarts for s in found),
-            resent=sum(s.resent for s in found),
+            repaired=sum(s.repaired for s in found),
         )
-
-    def sync_metrics(self) -> dict[str, float]:
-        found = [metrics for engine in self.engines if (metrics := engine.sync_metrics())]
-        merged = {}
-        for name in {name: None for metrics in found for name in metrics}:
-            values = [metrics[name] for metrics in found if name in metrics]
-            mean = sum(values) / len(values)
-            merged[name] = sum(values) if name in _SUMS else max(values) if name in _LONGEST else mean
-        return merged
 
     async def close(self) -> None:
         await _all(engine.close() for engine in self.engines)
 
 
-def members(engine: Engine) -> tuple[Engine, ...]:
-    """The engines of a fleet; an engine alone is its only member."""
-    return engine.engines if isinstance(engine, Fleet) else (engine,)
-
-
 async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Every result; if some fail, the first error, after all have ended: none is left half done."""
+    """Every result; if some fail, the first error, after all have ended: none is left half done. Damaged weights, which
+    can be sent again, come after errors that cannot be helped."""
     found = await asyncio.gather(*work, return_exceptions=True)
-    for result in found:
-        if isinstance(result, BaseException):
-            raise result
+    errors = [result for result in found if isinstance(result, BaseException)]
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, WeightsDamaged))
     return [result for result in found if not isinstance(result, BaseException)]

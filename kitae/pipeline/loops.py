@@ -27,9 +27,7 @@ import torch
 from kitae.clock import now
 from kitae.config.root import RLConfig
 from kitae.data.prompts import PromptStream
-from kitae.engines.base import Engine, WeightUpdate
-from kitae.engines.fleet import members
-from kitae.engines.probe import ProbedEngine, check_engine
+from kitae.engines.base import Engine
 from kitae.envs.rollout import Parked, Runner
 from kitae.errors import DataError, RequestError, root_cause
 from kitae.observe.observer import Observer
@@ -38,11 +36,14 @@ from kitae.pipeline import report
 from kitae.pipeline.buffer import Buffer, Outcome, Slot
 from kitae.pipeline.evaluate import evaluation_due
 from kitae.pipeline.watch import Watch, whereabouts
+from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import Frontier
 from kitae.store.journal import PendingSlot
 from kitae.store.run import RunStore
 from kitae.trainer.learner import Learner
 from kitae.types import Group, Prompt
+from kitae.weights.base import Manifest, Publisher
+from kitae.weights.probe import probe_tolerance, score_probe
 
 T = TypeVar("T")
 
@@ -63,6 +64,7 @@ class Pipeline:
         observer: Observer,
         frontier: Frontier,
         evaluate: Callable[[int], Any],
+        publisher: Publisher | None = None,
     ) -> None:
         t, p = config.training, config.pipeline
         self.config = config
@@ -98,6 +100,12 @@ class Pipeline:
         self._stop = asyncio.Event()
         threads = torch.get_num_threads()
         self._compute = ThreadPoolExecutor(1, _TRAINER, initializer=torch.set_num_threads, initargs=(threads,))
+        self.weights = WeightSync(
+            _TrainerWeights(learner, publisher, self._in_trainer),
+            engine,
+            recompute=p.in_flight == "recompute",
+            tolerance=0.0 if publisher is None else probe_tolerance(learner.trainer.policy),
+        )
 
     async def _catch_up(self) -> None:
         """Train the steps again that the journal has and the checkpoint has not: same groups, same weights.
@@ -337,7 +345,7 @@ class Pipeline:
         groups = sorted((o.group for o in outcomes if o.group), key=lambda g: g.id)
         rest = sorted((g for o in outcomes for g, _ in o.dropped), key=lambda g: g.id)
         self.observer.status(f"step {step}: training on {len(groups)} groups")
-        shared = self.engine.shares_weights
+        shared = self.engine.capabilities.shares_weights
         hold = partial(self._hold_engine, asyncio.get_running_loop()) if shared else lambda: None
         if not self.config.engine.keep_cache:
             await self.engine.pause()  # its memory is free for all of the step, not only for the update
@@ -362,26 +370,6 @@ class Pipeline:
 
     # Loop 4
 
-    async def hand_over(self, version: int) -> dict[str, float]:
-        """Let the engine serve the trainer's weights under this version, and go on.
-
-        One with weights of its own stands still meanwhile: no token is sampled before the probe has agreed.
-        """
-        recompute = self.config.pipeline.in_flight == "recompute"
-        tensors = None
-        if not self.engine.shares_weights:
-            tensors = self.learner.trainer.export_weights()
-            await self.engine.pause()
-        served = await self.engine.update_weights(WeightUpdate(version, tensors, recompute))
-        assert served == version, f"the engine serves version {served}, expected {version}"
-        metrics = self.engine.sync_metrics()
-        for engine in members(self.engine):
-            if isinstance(engine, ProbedEngine):
-                gap = await check_engine(engine, self.learner.trainer.policy, version=version)
-                metrics["probe_gap"] = max(gap, metrics.get("probe_gap", 0.0))
-        await self.engine.resume()
-        return metrics
-
     async def _sync_loop(self) -> None:
         t = self.config.training
         for _ in range(t.steps - self.frontier.step):
@@ -393,10 +381,9 @@ class Pipeline:
 
     async def _finish_step(self, row: dict[str, Any], logged: bool = False) -> None:
         """What follows the updates of a step. logged: the metrics have it already."""
-        step, began = row["step"], now()
+        step = row["step"]
         with self.timeline.span("sync", step), self.watch.waits("sync", f"the engine to serve version {step}"):
-            row |= await self.hand_over(step)
-        row["sync_seconds"] = now() - began
+            row |= await self.weights.hand_over(step)
         if not logged:
             self.store.metrics.append(row)
             self.observer.step(row)
@@ -433,6 +420,26 @@ class Pipeline:
         finally:
             task.cancel()
             stop.cancel()
+
+
+class _TrainerWeights:
+    """Implements `WeightSource`, in the trainer's thread."""
+
+    def __init__(self, learner: Learner, publisher: Publisher | None, in_trainer: Callable[..., Any]) -> None:
+        self._trainer = learner.trainer
+        self._publisher = publisher
+        self._in_trainer = in_trainer
+
+    async def publish(self, version: int, *, in_full: bool = False) -> Manifest | None:
+        if self._publisher is None:
+            return None
+        tensors = self._trainer.export_weights()
+        found: Manifest = await self._in_trainer(partial(self._publisher.publish, version, tensors, in_full=in_full))
+        return found
+
+    async def probe(self) -> tuple[float, ...]:
+        found: tuple[float, ...] = await self._in_trainer(partial(score_probe, self._trainer.policy))
+        return found
 
 
 _TRAINER = "kitae-trainer"  # the name of its thread

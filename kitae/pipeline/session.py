@@ -5,25 +5,22 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from kitae.algorithms.objective import Objective
 from kitae.config.root import RLConfig
 from kitae.data.chat import Chat
 from kitae.data.prompts import PromptStream, eval_prompts, open_stream
 from kitae.engines.base import Engine, SamplingParams
-from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.process import ProcessEngine
+from kitae.engines.start import start_engine
 from kitae.envs.rollout import Runner
 from kitae.envs.single_turn import SingleTurn
-from kitae.errors import ConfigError, VerifierError, root_cause
+from kitae.errors import ConfigError, VerifierError
 from kitae.models.load import export_policy, load_policy
 from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
@@ -112,7 +109,9 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         for change in store.changes.values():
             observer.note(f"changed for this run from here on: {change}")
         await store.begin(frontier.step, forget)  # nothing of the run was touched so far
-        engine = await _start_engine(config, policy, frontier.step)
+        engine, publisher = await start_engine(config.model, config.engine, policy, frontier.step)
+        if publisher is not None:
+            stack.callback(publisher.close)
         stack.push_async_callback(engine.close)
         chat = Chat(policy.tokenizer, policy.base.generation_config)
         runner = _runner(config, engine, chat, pool)
@@ -129,10 +128,12 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
             observer.evaluated(row)
             return row
 
-        pipeline = Pipeline(config, store, sources.stream, runner, engine, learner, observer, frontier, evaluate_at)
+        pipeline = Pipeline(
+            config, store, sources.stream, runner, engine, learner, observer, frontier, evaluate_at, publisher
+        )
         stack.callback(pipeline.close)
-        if not engine.shares_weights:
-            await pipeline.hand_over(frontier.step)
+        if not engine.capabilities.shares_weights:
+            await pipeline.weights.hand_over(frontier.step)
         if evaluation_due(config, frontier.step):  # of a resumed run, it may have been lost
             await evaluate_at(frontier.step)
         before = _eval_row(store, 0)
@@ -179,52 +180,6 @@ def _where_it_stands(store: RunStore, checkpoint: str | None, forget: bool) -> t
             f"and make it after a Ctrl-C, which saves a checkpoint; or give those steps up: {way_out}"
         )
     return frontier, state
-
-
-async def _start_engine(config: RLConfig, policy: Policy, version: int) -> Engine:
-    """In this process, on the policy's own weights; or in processes of their own, on cores that the trainer leaves."""
-    e = config.engine
-    if e.kind == "native":
-        return NativeEngine(policy, config.engine, version)
-    available = sorted(os.sched_getaffinity(0)) if policy.device.type == "cpu" else []
-    rest, shares = share_cores(available, e.count, e.threads)
-    if rest:
-        torch.set_num_threads(len(rest))
-    engines = [
-        ProcessEngine(
-            config.model,
-            config.engine,
-            threads=len(cores) or None,
-            cores=cores or None,
-            version=version,
-            sync=e.sync,
-        )
-        for cores in shares
-    ]
-    fleet = engines[0] if e.count == 1 else Fleet(engines)
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for engine in engines:
-                tasks.create_task(engine.start())
-    except BaseExceptionGroup as group:
-        await fleet.close()
-        raise root_cause(group) from None
-    return fleet
-
-
-def share_cores(cores: Sequence[int], engines: int, threads: int) -> tuple[list[int], list[list[int]]]:
-    """The cores of the trainer and of each engine: `threads` for an engine (0: half of all for all of them), from the
-    end; at least one is left for the trainer, and where there are too few, engines share theirs.
-
-    Nothing is assigned (empty lists) where there are not two cores.
-    """
-    if len(cores) < 2:
-        return [], [[]] * engines
-    each = threads or max(1, len(cores) // 2 // engines)
-    used = min(each * engines, len(cores) - 1)
-    rest, own = list(cores[: len(cores) - used]), cores[len(cores) - used :]
-    each = min(each, used)
-    return rest, [sorted(own[(i * each + j) % used] for j in range(each)) for i in range(engines)]
 
 
 def make_learner(config: RLConfig, policy: Policy) -> Learner:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-from kitae.engines.base import Completion, EngineStats, Request, Sampled, WeightUpdate
+from kitae.engines.base import Capabilities, Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.cache import KVCache, PagePool
 from kitae.engines.native.decoding import Decoding
@@ -27,6 +27,7 @@ from kitae.engines.native.scheduler import Scheduler
 from kitae.errors import EngineError, RequestError
 from kitae.models.policy import Policy
 from kitae.types import FinishReason
+from kitae.weights.probe import Probe
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ _CLOSE_LIMIT = 60.0  # seconds for the step that is running
 class NativeEngine:
     """Implements `kitae.engines.base.Engine`. `close` it when done; pending requests then raise `EngineError`."""
 
-    shares_weights = True
+    capabilities = Capabilities(shares_weights=True)
 
     def __init__(self, policy: Policy, config: EngineConfig, version: int = 0) -> None:
         self.policy = policy
@@ -84,6 +85,9 @@ class NativeEngine:
     async def update_weights(self, update: WeightUpdate) -> int:
         return await self._command(lambda: self._update(update))
 
+    async def probe(self) -> tuple[Probe, ...]:
+        return ()
+
     async def pause(self) -> None:
         await self._command(lambda: self._set_paused(True))
 
@@ -105,9 +109,6 @@ class NativeEngine:
     def in_flight(self) -> list[Decoding]:
         """The sequences that are not done. They grow meanwhile: a token counts once it is in `versions`."""
         return list(self._sequences.values())
-
-    def sync_metrics(self) -> dict[str, float]:
-        return {}
 
     async def close(self) -> None:
         if not self._closed:
@@ -266,12 +267,10 @@ class NativeEngine:
             self._finish(sequence, "parked")
 
     def _update(self, update: WeightUpdate) -> int:
-        if update.tensors is not None:
-            parameters = dict(self.policy.model.named_parameters())
-            for name, tensor in update.tensors.items():
-                if name not in parameters:
-                    raise EngineError(f"weight update {update.version} names an unknown parameter {name!r}")
-                parameters[name].data.copy_(tensor)
+        if update.manifest is not None:
+            raise EngineError(
+                f"weight update {update.version} must have no manifest: the native engine shares the trainer's weights"
+            )
         self.version = update.version
         self.runner.weights_changed()
         self.scheduler.forget_prefixes()

@@ -1,8 +1,8 @@
-"""Messages between an engine's process and its owner: a JSON header, then arrays of numbers as they lie in memory.
+"""Frames between an engine's process and its owner: a JSON header, then arrays of numbers as they lie in memory.
 
     8 bytes: lengths of header and body │ {"done": 7, "finish": "stop", "arrays": [["tokens", "<i8", 12], …]} │ body
 
-Nothing in a message is code, so neither side can be made to run what the other sent.
+Nothing in a frame is code, so neither side can be made to run what the other sent.
 """
 
 import asyncio
@@ -14,16 +14,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kitae.engines.base import Completion, Request, Sampled, SamplingParams
-from kitae.types import FinishReason
+from kitae.engines.base import Request, Sampled, SamplingParams
 
 _LENGTHS = struct.Struct("<II")
 _DTYPES = {"prompt": "<i8", "tokens": "<i8", "versions": "<i8", "logprobs": "<f8"}  # of Python's own numbers: exact
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """`Message({"done": 7, "finish": "stop"}, {"tokens": array([4, 2]), …})`."""
+class Frame:
+    """`Frame({"done": 7, "finish": "stop"}, {"tokens": array([4, 2]), …})`."""
 
     header: dict[str, Any]
     arrays: dict[str, npt.NDArray[Any]]
@@ -45,13 +44,6 @@ class Message:
             share=self.header["share"],
             prior=self.sampled,
         )
-
-    def completion(self, request_id: str) -> Completion:
-        return completion(request_id, self.sampled, self.header["finish"])
-
-
-def completion(request_id: str, sampled: Sampled, finish: FinishReason) -> Completion:
-    return Completion(request_id, sampled.tokens, sampled.logprobs, sampled.versions, finish)
 
 
 def pack(header: dict[str, Any], **arrays: tuple[int, ...] | tuple[float, ...]) -> bytes:
@@ -78,8 +70,8 @@ def pack_request(number: int, request: Request) -> bytes:
     )
 
 
-async def read(reader: asyncio.StreamReader) -> Message | None:
-    """The next message; None when the other side has closed the connection, or died in the middle of one."""
+async def read(reader: asyncio.StreamReader) -> Frame | None:
+    """The next frame; None when the other side has closed the connection, or died in the middle of one."""
     try:
         head, body = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
         header = json.loads(await reader.readexactly(head))
@@ -90,4 +82,4 @@ async def read(reader: asyncio.StreamReader) -> Message | None:
     for name, dtype, count in header.pop("arrays"):
         arrays[name] = np.frombuffer(data, dtype, count, offset)
         offset += arrays[name].nbytes
-    return Message(header, arrays)
+    return Frame(header, arrays)

@@ -16,12 +16,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from kitae.engines import wire
 from kitae.engines.base import EngineStats
+from kitae.engines.process import wire
 from kitae.errors import EngineError
 from kitae.verifiers.processes import describe, within
 
-_BOOT = "import sys; sys.path[:] = sys.argv[2:]; from kitae.engines.serve import main; main()"  # our imports work
+_BOOT = (
+    "import sys; sys.path[:] = sys.argv[2:]; from kitae.engines.process.serve import main; main()"  # our imports work
+)
 _SLICES = 10  # of the longest silence
 _WORDS = 4_000  # bytes of stderr that are remembered
 
@@ -47,14 +49,12 @@ class ChildLost(Exception):
 
 
 class Child:
-    """Made by `start`. `hear` is called with every message that answers no call, `lost` once, when it is lost."""
+    """Made by `start`. `hear` is called with every frame that answers no call, `lost` once, when it is lost."""
 
     def __init__(self, process: asyncio.subprocess.Process, limits: Limits) -> None:
         self.pid = process.pid
         self.lost: str | None = None
         self.stats = EngineStats(0, 0, 0, 0, 0, 0, 0, 0.0)
-        self.parameters: Mapping[str, tuple[str, tuple[int, ...]]] = {}
-        self.loaded: tuple[int, int] | None = None  # version and checksum of the published weights it has
         self._process = process
         self._limits = limits
         self._words = b""
@@ -65,7 +65,7 @@ class Child:
         self._tasks: list[asyncio.Task[None]] = []
         self._heard = False
         self._rests = False  # paused
-        self._hear: Callable[[Child, wire.Message], None]
+        self._hear: Callable[[Child, wire.Frame], None]
         self._on_loss: Callable[[Child], None]
 
     @classmethod
@@ -74,7 +74,7 @@ class Child:
         setup: Mapping[str, Any],
         descriptors: tuple[int, ...],
         limits: Limits,
-        hear: "Callable[[Child, wire.Message], None]",
+        hear: "Callable[[Child, wire.Frame], None]",
         on_loss: "Callable[[Child], None]",
     ) -> "Child":
         """Launch it and wait until it serves; `EngineError`: it refuses the model; `ChildLost`: it does not come up."""
@@ -108,7 +108,7 @@ class Child:
     async def _greet(
         self,
         stream: socket.socket,
-        hear: "Callable[[Child, wire.Message], None]",
+        hear: "Callable[[Child, wire.Frame], None]",
         on_loss: "Callable[[Child], None]",
     ) -> None:
         reader, self._writer = await asyncio.open_connection(sock=stream)
@@ -120,8 +120,6 @@ class Child:
             raise ChildLost(await self._post_mortem())
         if "refused" in first.header:
             raise EngineError(first.header["refused"])
-        listed = first.header["parameters"].items()
-        self.parameters = {name: (dtype, tuple(shape)) for name, (dtype, shape) in listed}
         self._hear, self._on_loss = hear, on_loss
         self._tasks = [asyncio.create_task(self._listen(reader)), asyncio.create_task(self._watch())]
 
@@ -131,10 +129,10 @@ class Child:
         words = self._words.decode(errors="replace").strip()
         return f"; its stderr ends with:\n{words}" if words else ""
 
-    def send(self, message: bytes) -> None:
+    def send(self, frame: bytes) -> None:
         assert self._writer is not None
         if self.lost is None:
-            self._writer.write(message)
+            self._writer.write(frame)
 
     async def call(self, op: str, **fields: Any) -> dict[str, Any]:
         """The answer to a call; `EngineError` if it says that the call failed, `ChildLost` if there is none in time."""
@@ -195,15 +193,15 @@ class Child:
         await asyncio.gather(*self._tasks, self._reading, return_exceptions=True)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        while (message := await wire.read(reader)) is not None:
+        while (frame := await wire.read(reader)) is not None:
             self._heard = True
-            self.stats = EngineStats(**message.header.pop("stats"))
-            self._rests = message.header.pop("rests")
-            future = self._calls.get(message.header.get("re", -1))
+            self.stats = EngineStats(**frame.header.pop("stats"))
+            self._rests = frame.header.pop("rests")
+            future = self._calls.get(frame.header.get("re", -1))
             if future is not None and not future.done():
-                future.set_result(message.header)
+                future.set_result(frame.header)
             elif self.lost is None:
-                self._hear(self, message)
+                self._hear(self, frame)
         self.lose(await self._post_mortem())
 
     async def _watch(self) -> None:

@@ -12,12 +12,12 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from kitae.engines import wire
 from kitae.engines.base import Sampled, WeightUpdate
 from kitae.engines.config import EngineConfig
+from kitae.engines.process import wire
 from kitae.errors import EngineError, KitaeError, RequestError
 from kitae.models.config import ModelConfig
 
@@ -57,8 +57,8 @@ async def _serve(policy: "Policy", setup: dict[str, Any], stream: socket.socket)
     server = Server(policy, setup, writer)
     ticks = asyncio.create_task(server.tick())
     with suppress(ConnectionError):
-        while not server.closing and (message := await wire.read(reader)) is not None:
-            await server.handle(message)
+        while not server.closing and (frame := await wire.read(reader)) is not None:
+            await server.handle(frame)
     ticks.cancel()
     await server.engine.close()
     with suppress(ConnectionError):
@@ -68,13 +68,12 @@ async def _serve(policy: "Policy", setup: dict[str, Any], stream: socket.socket)
 class Server:
     def __init__(self, policy: "Policy", setup: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         from kitae.engines.native.engine import NativeEngine
-        from kitae.engines.transport import WeightReceiver
+        from kitae.weights.memory import MemoryReceiver
 
         self.policy = policy
         self.closing = False
-        parameters = dict(policy.model.named_parameters())
         image, delta = setup["descriptors"]
-        self.receiver = WeightReceiver(image, delta, parameters)
+        self.receiver = MemoryReceiver(image, delta, dict(policy.model.named_parameters()))
         self.engine = NativeEngine(policy, EngineConfig(**setup["engine"]), setup["version"])
         self._writer = writer
         self._paused = False  # by the owner
@@ -82,13 +81,12 @@ class Server:
         self._numbers: dict[str, int] = {}
         self._told: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        listed = {name: [str(p.dtype).removeprefix("torch."), list(p.shape)] for name, p in parameters.items()}
-        self._send({"ready": True, "parameters": listed})
+        self._send({"ready": True})
 
-    async def handle(self, message: wire.Message) -> None:
-        header = message.header
+    async def handle(self, frame: wire.Frame) -> None:
+        header = frame.header
         if "generate" in header:
-            task = asyncio.create_task(self._generate(header["generate"], message))
+            task = asyncio.create_task(self._generate(header["generate"], frame))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
             await asyncio.sleep(0)  # a call that follows must find it
@@ -112,8 +110,8 @@ class Server:
                     self._send({"progress": self._numbers[key], "start": start}, news)
             self._send({"tick": True})
 
-    async def _generate(self, number: int, message: wire.Message) -> None:
-        request = message.request
+    async def _generate(self, number: int, frame: wire.Frame) -> None:
+        request = frame.request
         known = request.id in self._numbers
         if not known:
             self._numbers[request.id] = number
@@ -131,7 +129,7 @@ class Server:
     async def _call(self, header: dict[str, Any]) -> dict[str, Any]:
         match header["op"]:
             case "load":
-                return await self._load(header["published"], header["recompute"])
+                return await self._load(header["manifest"], header["recompute"])
             case "pause":
                 self._paused = True
                 await self.engine.pause()
@@ -151,23 +149,27 @@ class Server:
         return {}
 
     async def _load(self, record: dict[str, Any], recompute: bool) -> dict[str, Any]:
-        from kitae.engines.transport import Published
+        from kitae.weights.base import Manifest
 
-        published = Published.of(record)
+        manifest = Manifest.of(record)
         await self.engine.pause()
-        found = await asyncio.to_thread(self.receiver.fetch, published)
-        self._broken = found != published.checksum
-        if not self._broken:
-            await self.engine.update_weights(WeightUpdate(published.version, recompute=recompute))
-        await self._go_on()
-        return {"version": published.version, "checksum": found}
+        try:
+            damaged = await asyncio.to_thread(self.receiver.fetch, manifest)
+            self._broken = bool(damaged)
+            if not damaged:
+                await self.engine.update_weights(WeightUpdate(manifest.version, recompute=recompute))
+        finally:
+            await self._go_on()
+        return {"damaged": damaged}
 
     async def _probe(self) -> dict[str, Any]:
-        from kitae.engines.probe import score_probe
+        from kitae.weights.probe import score_probe
 
         await self.engine.pause()
-        logprobs = await asyncio.to_thread(score_probe, self.policy)
-        await self._go_on()
+        try:
+            logprobs = await asyncio.to_thread(score_probe, self.policy)
+        finally:
+            await self._go_on()
         return {"version": self.engine.version, "logprobs": logprobs}
 
     async def _go_on(self) -> None:
@@ -175,7 +177,8 @@ class Server:
             await self.engine.resume()
 
     def _send(self, header: dict[str, Any], sampled: Sampled | None = None) -> None:
-        header |= {"stats": asdict(self.engine.stats()), "rests": self._paused or self._broken}
+        stats = replace(self.engine.stats(), repaired=self.receiver.repaired)
+        header |= {"stats": asdict(stats), "rests": self._paused or self._broken}
         self._writer.write(wire.pack(header) if sampled is None else wire.pack_sampled(header, sampled))
 
 

@@ -1,0 +1,350 @@
+"""An engine in a process of its own, beside the trainer: generation and training do not wait for each other.
+
+    ProcessEngine   ── requests, calls ──► socket ──► `serve`: a NativeEngine on its own cores or device
+                    ◄── results, progress, signs of life ──┘
+    MemoryPublisher ── weights ──────────► shared memory, with checksums (see `kitae.weights`)
+
+The process is expendable. What is needed to start another is here: the requests in flight, what they had sampled when
+it last said so, and, in shared memory, the weights. A new process loads these and continues the requests with the same
+seeds; the random numbers of a token depend on its position alone, so nothing shows but a delay.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from kitae.engines.base import Capabilities, Completion, EngineStats, Request, Sampled, WeightUpdate
+from kitae.engines.config import EngineConfig
+from kitae.engines.ledger import Flight, Ledger
+from kitae.engines.process import wire
+from kitae.engines.process.child import Child, ChildLost, Limits
+from kitae.errors import EngineError, RequestError, WeightsDamaged
+from kitae.models.config import ModelConfig
+from kitae.weights.base import Manifest
+from kitae.weights.memory import MemoryPublisher
+from kitae.weights.probe import Probe
+
+_MAX_RESTARTS = 3  # within
+_MINUTE = 60.0  # seconds
+
+log = logging.getLogger("kitae")
+
+
+class ProcessEngine:
+    """Implements `kitae.engines.base.Engine`. `close` it when done.
+
+        publisher = MemoryPublisher()
+        engine = ProcessEngine(config.model, config.engine, publisher, threads=1, cores=[1], version=0)
+        await engine.start()
+
+    model: what the process loads, onto `model.device`. It serves the weights of that folder as `version` until the
+    first is published, so a resumed run must send its weights before anything else.
+    config: of the native engine.
+    publisher: where its weights come from; any number of engines may have the same. It is the caller's to close, after
+    the engine.
+    threads: of torch in the process; None: as many as torch likes.
+    cores: the processors it may use (Linux); None: all that this process may use.
+    limits: how long the process may take for what.
+
+    The process starts with `start` or the first use, and then belongs to that event loop. A process that is lost is
+    replaced, `_MAX_RESTARTS` times within a minute; after that, as when the process never comes up, every call raises
+    `EngineError`, with the last that the process wrote to stderr. A process that starts late or again loads what was
+    published last: an engine that is not paused meanwhile may serve that before its `update_weights` is called.
+
+    `update_weights` takes only the manifest that was published last. It does its work even if its caller is cancelled.
+    """
+
+    capabilities = Capabilities(shares_weights=False, scores=True)
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        publisher: MemoryPublisher,
+        *,
+        threads: int | None = None,
+        cores: Sequence[int] | None = None,
+        version: int = 0,
+        limits: Limits | None = None,
+    ) -> None:
+        if threads is not None and threads < 1:
+            raise EngineError(f"threads of the engine's process must be at least 1, got {threads}")
+        if cores is not None:
+            allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+            if not cores or not set(cores) <= allowed:
+                raise EngineError(f"cores of the engine's process must be some of {sorted(allowed)}, got {list(cores)}")
+        self._setup = {
+            "model": model.model_dump(),
+            "engine": config.model_dump(),
+            "threads": threads,
+            "cores": None if cores is None else list(cores),
+        }
+        self._publisher = publisher
+        self._version = version
+        self._limits = limits or Limits()
+        self._ledger: Ledger[Child] = Ledger()
+        self._starting: asyncio.Task[Child] | None = None  # also when it has started
+        self._past = EngineStats(version, 0, 0, 0, 0, 0, 0, 0.0)  # counters of lost processes
+        self._restarts: list[float] = []  # when
+        self._paused = False
+        self._closed = False
+        self._failure: EngineError | None = None
+        self._updating = asyncio.Lock()
+
+    # The face.
+
+    async def start(self) -> None:
+        """Start the process and wait until it can serve; `EngineError` if it cannot."""
+        await self._ready()
+
+    async def generate(self, request: Request) -> Completion:
+        self._check_open()
+        with self._ledger.enter(request) as flight:
+            if (child := self._current()) is not None:
+                self._issue(flight, child)
+            elif self._starting is None:
+                self._launch(None)
+            try:
+                return await flight.future  # a process that starts takes up all that is in flight
+            except asyncio.CancelledError:
+                if flight.holder is not None:
+                    flight.holder.send(wire.pack({"call": -1, "op": "abort", "id": request.id}))
+                raise
+
+    async def update_weights(self, update: WeightUpdate) -> int:
+        self._check_open()
+        return await asyncio.shield(asyncio.create_task(self._update(update)))
+
+    async def probe(self) -> tuple[Probe, ...]:
+        reply = await self._call("probe")
+        return (Probe(reply["version"], tuple(reply["logprobs"])),)
+
+    async def pause(self) -> None:
+        self._paused = True
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        self._paused = False
+        await self._call("resume")
+
+    async def abort(self, request_id: str) -> None:
+        self._check_open()
+        child = self._current()
+        if self._ledger.end_early("abort", child, request_id) and child is not None:
+            with suppress(ChildLost):  # then it has ended with what it had
+                await child.call("abort", id=request_id)
+
+    async def park(self) -> None:
+        self._check_open()
+        child = self._current()
+        if self._ledger.end_early("parked", child) and child is not None:
+            with suppress(ChildLost):
+                await child.call("park")
+
+    def progress(self, known: Mapping[str, int]) -> dict[str, Sampled]:
+        return self._ledger.progress(known)
+
+    def stats(self) -> EngineStats:
+        """As the process last told, a moment ago; counters go on over restarts."""
+        child = self._current()
+        running = 0 if child is None else min(child.stats.running, len(self._ledger))
+        return replace(
+            self._past if child is None else _add(self._past, child.stats),
+            version=self._version,
+            running=running,
+            waiting=len(self._ledger) - running,
+            restarts=len(self._restarts),
+        )
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._ledger.fail(EngineError("the engine was closed"))
+        if self._starting is not None:
+            if not self._starting.done():
+                self._starting.cancel()
+            (child,) = await asyncio.gather(self._starting, return_exceptions=True)
+            if isinstance(child, Child):
+                await child.close()
+
+    # The process.
+
+    async def _ready(self) -> Child:
+        """The process, once it serves; started if there is none."""
+        self._check_open()
+        if self._starting is None:
+            self._launch(None)
+        starting = self._starting
+        assert starting is not None
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            if starting.cancelled():  # by `close`, not the caller
+                self._check_open()
+            raise
+
+    def _launch(self, lost: Child | None) -> None:
+        self._starting = asyncio.create_task(self._start(lost))
+        self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, if by nobody else
+
+    async def _start(self, lost: Child | None) -> Child:
+        """The first process (lost: None), which has one chance, or one in place of another."""
+        try:
+            if lost is not None:
+                await lost.end()
+                self._count_restart(lost.obituary)
+            while True:
+                try:
+                    return await self._start_one()
+                except ChildLost as error:
+                    if lost is None:
+                        raise EngineError(f"the engine's process could not start: {error}") from None
+                    self._count_restart(str(error))
+        except EngineError as error:
+            self._fail(error)
+            raise
+
+    async def _start_one(self) -> Child:
+        """A process with the current weights, at work on all that is in flight."""
+        descriptors = self._publisher.descriptors
+        setup = {**self._setup, "version": self._version, "descriptors": descriptors, "parent": os.getpid()}
+        child = await Child.start(setup, descriptors, self._limits, self._hear, self._on_loss)
+        try:
+            await self._load_current(child)
+            if self._paused:
+                await child.call("pause")
+            if child.lost is not None:
+                raise ChildLost(child.obituary)
+        except BaseException:
+            await child.end()
+            raise
+        for flight in self._ledger.open():
+            self._issue(flight, child)
+        return child
+
+    async def _load_current(self, child: Child) -> None:
+        """What was published last. Damaged weights end the engine, unless an update is under way, which sees it too."""
+        async with self._publisher.hold() as manifest:
+            if manifest is None:
+                return
+            damaged = await _load(child, manifest)
+            if damaged and not self._updating.locked():
+                raise EngineError(
+                    f"the shared copy of version {manifest.version} is damaged, and a new process needs it"
+                )
+            if not damaged:
+                self._version = manifest.version
+
+    def _count_restart(self, why: str) -> None:
+        now = time.monotonic()
+        self._restarts.append(now)
+        recent = sum(now - then < _MINUTE for then in self._restarts)
+        if recent > _MAX_RESTARTS:
+            raise EngineError(f"the engine's process was lost {recent} times within a minute, the last time: {why}")
+        log.warning("the engine's process is replaced: %s", why)
+
+    def _on_loss(self, child: Child) -> None:
+        self._past = _add(self._past, child.stats)
+        self._ledger.lose(child)
+        if not self._closed and self._starting is not None and self._starting.done():  # else `_start` deals with it
+            self._launch(child)
+
+    def _current(self) -> Child | None:
+        task = self._starting
+        if task is None or not task.done() or task.cancelled() or task.exception() is not None:
+            return None
+        return task.result() if task.result().lost is None else None
+
+    def _issue(self, flight: Flight[Child], child: Child) -> None:
+        child.send(wire.pack_request(flight.number, self._ledger.issue(flight, child)))
+
+    def _hear(self, child: Child, frame: wire.Frame) -> None:
+        match frame.header:
+            case {"failed": _, "alone": False, "text": text}:
+                self._fail(EngineError(text))
+            case {"failed": number, "text": text}:
+                if (flight := self._ledger.find(number)) is not None:
+                    flight.settle(RequestError(text))
+            case {"done": number, "finish": finish}:
+                if (flight := self._ledger.find(number)) is not None:
+                    flight.complete(frame.sampled, finish)
+            case {"progress": number, "start": start}:
+                self._ledger.grow(number, start, frame.sampled)
+            case _:  # a sign of life
+                pass
+
+    async def _call(self, op: str) -> dict[str, Any]:
+        """Ask whichever process there is."""
+        while True:
+            child = await self._ready()
+            try:
+                return await child.call(op)
+            except ChildLost:
+                continue
+
+    # Weights.
+
+    async def _update(self, update: WeightUpdate) -> int:
+        """Have it loaded, by whichever process there is."""
+        if update.manifest is None:
+            raise EngineError(
+                f"weight update {update.version} must have a manifest: the engine's process does not share the "
+                "trainer's weights"
+            )
+        async with self._updating:
+            while True:
+                child = await self._ready()
+                async with self._publisher.hold() as current:
+                    if update.manifest != current:
+                        raise EngineError(
+                            f"weight update {update.version} must be what was published last, got the manifest of "
+                            f"version {update.manifest.version}"
+                        )
+                    try:
+                        damaged = await _load(child, update.manifest, update.recompute)
+                    except ChildLost:
+                        continue
+                if damaged:
+                    raise WeightsDamaged(
+                        f"version {update.version} did not reach the engine's process whole: damaged are "
+                        f"{len(damaged)} of {len(update.manifest.buckets)} buckets"
+                    )
+                self._version = update.manifest.version
+                return self._version
+
+    # Endings.
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise EngineError(f"the engine is closed: {self._failure}") from self._failure
+        if self._closed:
+            raise EngineError("the engine is closed")
+
+    def _fail(self, error: EngineError) -> None:
+        self._failure = self._failure or error
+        self._ledger.fail(error)
+
+
+async def _load(child: Child, manifest: Manifest, recompute: bool = False) -> list[int]:
+    """The buckets that are damaged in the process."""
+    reply = await child.call("load", manifest=manifest.record(), recompute=recompute)
+    damaged: list[int] = reply["damaged"]
+    return damaged
+
+
+def _add(past: EngineStats, more: EngineStats) -> EngineStats:
+    return replace(
+        past,
+        prompt_tokens=past.prompt_tokens + more.prompt_tokens,
+        prompt_tokens_shared=past.prompt_tokens_shared + more.prompt_tokens_shared,
+        generated_tokens=past.generated_tokens + more.generated_tokens,
+        preemptions=past.preemptions + more.preemptions,
+        busy_seconds=past.busy_seconds + more.busy_seconds,
+        repaired=past.repaired + more.repaired,
+    )

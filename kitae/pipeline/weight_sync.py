@@ -1,0 +1,113 @@
+"""Let the engine serve the trainer's weights: publish a version once, have it loaded everywhere, check it."""
+
+import logging
+from typing import Protocol
+
+from kitae.clock import now
+from kitae.engines.base import Engine, WeightUpdate
+from kitae.errors import EngineError, WeightsDamaged
+from kitae.weights.base import Manifest
+
+_MAX_RESENT = 2  # times that one version is sent again
+
+log = logging.getLogger("kitae")
+
+
+class WeightSource(Protocol):
+    """The trainer, as the sync sees it. Nobody may train meanwhile.
+
+    `publish` makes the current weights available as a version: the manifest for engines with weights of their own, or
+    None where there is nothing to load. `probe`: the trainer's log-probs of the fixed sequence (`kitae.weights.probe`).
+    """
+
+    async def publish(self, version: int, *, in_full: bool = False) -> Manifest | None: ...
+    async def probe(self) -> tuple[float, ...]: ...
+
+
+class WeightSync:
+    """Hands versions from a source to an engine.
+
+    recompute: what is in flight is computed again with the new weights. tolerance: the largest difference between the
+    log-probs of engine and trainer that rounding explains.
+    """
+
+    def __init__(self, source: WeightSource, engine: Engine, *, recompute: bool, tolerance: float) -> None:
+        self._source = source
+        self._engine = engine
+        self._recompute = recompute
+        self._tolerance = tolerance
+
+    async def hand_over(self, version: int) -> dict[str, float]:
+        """Let the engine serve the trainer's weights under this version, and go on. Returns metrics:
+
+        sync_seconds: of all this. Of an engine with weights of its own also: sync_bytes (published for all engines
+        together), sync_delta (1: what changed was enough), sync_unchanged (share of values, where they were compared),
+        sync_resent (times it had to be published again), sync_repaired (buckets that engines had to load twice) and
+        probe_gap (largest difference of log-probs).
+
+        Such an engine stands still meanwhile: no token is sampled before the probe has agreed. Damaged weights are sent
+        again in full, at most twice; an engine that serves others than the trainer's gets a second sync. `EngineError`
+        if that does not help.
+        """
+        began, metrics = now(), {}
+        if self._engine.capabilities.shares_weights:
+            await self._update(WeightUpdate(version, None, self._recompute))
+        else:
+            await self._engine.pause()
+            metrics = await self._send(version)
+        await self._engine.resume()
+        return {**metrics, "sync_seconds": now() - began}
+
+    async def _send(self, version: int) -> dict[str, float]:
+        repaired = self._engine.stats().repaired
+        manifest, resent = await self._deliver(version, recompute=self._recompute)
+        if manifest is None:
+            return {}
+        metrics: dict[str, float] = {}
+        if self._engine.capabilities.scores:
+            ours = await self._source.probe()
+            gap, wrong = await self._compare(version, ours)
+            if wrong:
+                log.warning("%s: it is sent again", wrong)
+                again, more = await self._deliver(version, recompute=True, in_full=True)
+                manifest, resent = again or manifest, resent + 1 + more
+                gap, wrong = await self._compare(version, ours)
+            if wrong:
+                raise EngineError(f"{wrong}, also after a new sync")
+            metrics["probe_gap"] = gap
+        if manifest.unchanged is not None:
+            metrics["sync_unchanged"] = manifest.unchanged
+        return metrics | {
+            "sync_bytes": float(manifest.bytes),
+            "sync_delta": float(manifest.mode == "delta"),
+            "sync_resent": float(resent),
+            "sync_repaired": float(self._engine.stats().repaired - repaired),
+        }
+
+    async def _deliver(self, version: int, *, recompute: bool, in_full: bool = False) -> tuple[Manifest | None, int]:
+        """Publish a version and have it loaded; what was published, and how often it had to be published again."""
+        for resent in range(_MAX_RESENT + 1):
+            manifest = await self._source.publish(version, in_full=in_full or resent > 0)
+            try:
+                await self._update(WeightUpdate(version, manifest, recompute))
+                return manifest, resent
+            except WeightsDamaged as error:
+                log.warning("%s: it is sent again", error)
+        raise EngineError(f"version {version} does not reach the engine whole, sent {_MAX_RESENT + 1} times")
+
+    async def _update(self, update: WeightUpdate) -> None:
+        served = await self._engine.update_weights(update)
+        assert served == update.version, f"the engine serves version {served}, expected {update.version}"
+
+    async def _compare(self, version: int, ours: tuple[float, ...]) -> tuple[float, str]:
+        """The largest difference of all engines behind this one, and what is wrong with one of them, if anything is."""
+        largest, wrong = 0.0, ""
+        for probe in await self._engine.probe():
+            gap = probe.gap(ours)
+            largest = max(largest, gap)
+            if probe.version != version or gap > self._tolerance:
+                wrong = (
+                    f"the engine must serve version {version} with log-probs within {self._tolerance:g} of the "
+                    f"trainer's; it serves version {probe.version} with a difference of {gap:.3g}"
+                )
+        return largest, wrong

@@ -1,0 +1,269 @@
+"""Weights through shared memory: from the trainer's process to engines' processes on the same machine.
+
+One publisher writes the image and the delta, any number of receivers map the same descriptors: a version is copied into
+the memory once, however many engines fetch it. The memory has no name in any file system: it is gone when the last
+process that holds it is.
+
+Nobody may fetch while the next version is written. The publisher sees to that: whoever tells a receiver to fetch does
+so inside `hold`, which gives the manifest of what the memory has now, and `publish` waits until nobody holds it.
+"""
+
+import asyncio
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from kitae.errors import EngineError
+from kitae.weights import delta
+from kitae.weights.base import Bucket, Entry, Manifest, Mode
+from kitae.weights.bits import Bits, bits, copy, integers, raw
+from kitae.weights.checksum import Checksum
+from kitae.weights.layout import LIMIT, Piece, lay_out, pieces, starts
+
+_BYTE = np.dtype(np.uint8)
+_POLL = 0.005  # seconds
+
+
+class MemoryPublisher:
+    """Implements `kitae.weights.base.Publisher`. `close` it when done.
+
+    mode: "full" always sends everything; "delta" sends what changed where no more than the share `dense` of all values
+    did. On one machine "full" is faster: copying everything costs less than looking for what changed. A delta is for
+    memory or a wire that must carry fewer bytes. limit: bytes of a bucket.
+    """
+
+    def __init__(self, mode: Mode = "full", *, dense: float = 0.5, limit: int = LIMIT) -> None:
+        self.mode = mode
+        self.dense = dense
+        self._limit = limit
+        self._manifest: Manifest | None = None  # of the last version that was written whole
+        self._whole = False  # the image holds what the manifest says
+        self._image, self._delta = _Memory("image"), _Memory("delta")
+        self._entries: tuple[Entry, ...] = ()
+        self._sizes: tuple[int, ...] = ()
+        self._starts: tuple[int, ...] = ()
+        self._gate = _Gate()
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """Of the image and the delta: what a `MemoryReceiver` in another process needs, and must inherit."""
+        return self._image.descriptor, self._delta.descriptor
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[Manifest | None]:
+        """What the memory has, which stays so meanwhile; None: nothing was published yet."""
+        while not self._gate.enter():  # the other side of the gate is a thread
+            await asyncio.sleep(_POLL)
+        try:
+            yield self._manifest
+        finally:
+            self._gate.leave()
+
+    def publish(self, version: int, tensors: Mapping[str, Tensor], *, in_full: bool = False) -> Manifest:
+        with self._gate.closed():
+            began = time.perf_counter()
+            self._lay_out(tensors)
+            base = self._manifest if self.mode == "delta" and self._whole and not in_full else None
+            self._whole = False
+            written = self._write(version, tensors, base)
+            self._manifest = replace(written, seconds=time.perf_counter() - began)
+            self._whole = True
+            return self._manifest
+
+    def close(self) -> None:
+        with self._gate.closed():
+            self._image.close()
+            self._delta.close()
+
+    def _write(self, version: int, tensors: Mapping[str, Tensor], base: Manifest | None) -> Manifest:
+        total = sum(tensor.numel() for tensor in tensors.values())
+        changed = 0
+        encoder, sums = delta.Encoder(), [Checksum() for _ in self._sizes]
+        for entry in self._entries:
+            source = tensors[entry.name].detach().to("cpu").contiguous()
+            for piece in pieces(entry, self._sizes):
+                sums[piece.bucket].add(raw(source)[piece.start : piece.end])
+            new, old = bits(source).numpy(), self._view(entry, source.element_size())
+            if base is not None and changed <= self.dense * total:
+                positions = delta.changed_positions(new, old)
+                changed += len(positions)
+                encoder.add(entry.name, positions, new)
+                old[positions] = new[positions]
+            else:
+                np.copyto(old, new)
+        buckets = tuple(Bucket(size, found.value) for size, found in zip(self._sizes, sums, strict=True))
+        whole = Manifest(version, None, self._entries, buckets, bytes=sum(entry.nbytes for entry in self._entries))
+        if base is None or changed > self.dense * total:
+            return whole
+        self._delta.write(encoder.chunks)
+        unchanged = 1 - changed / max(1, total)
+        return replace(whole, base=base.version, parts=tuple(encoder.parts), bytes=encoder.bytes, unchanged=unchanged)
+
+    def _lay_out(self, tensors: Mapping[str, Tensor]) -> None:
+        entries, sizes = lay_out(tensors, self._limit)
+        if not self._sizes:
+            self._image.reserve(starts(sizes)[-1])
+            self._entries, self._sizes, self._starts = entries, sizes, starts(sizes)
+        elif entries != self._entries:
+            ours, theirs = ({entry.name: (entry.dtype, entry.shape) for entry in e} for e in (self._entries, entries))
+            differ = sorted(name for name in ours | theirs if ours.get(name) != theirs.get(name))
+            what = f"{differ[0]!r} differs" if differ else "their order differs"
+            raise EngineError(f"every weight update must have the same tensors as the first; {what}")
+
+    def _view(self, entry: Entry, width: int) -> Bits:
+        return self._image.array(integers(width), entry.nbytes // width, self._starts[entry.bucket] + entry.offset)
+
+
+class MemoryReceiver:
+    """Implements `kitae.weights.base.Receiver` over the descriptors of a `MemoryPublisher`."""
+
+    def __init__(self, image: int, delta: int, parameters: Mapping[str, Tensor]) -> None:
+        self.parameters = parameters
+        self.version: int | None = None  # that was fetched whole
+        self.repaired = 0
+        self._image, self._delta = _Memory("image", image), _Memory("delta", delta)
+        for tensor in parameters.values():
+            if not tensor.is_contiguous():
+                tensor.data = tensor.data.contiguous()
+
+    def fetch(self, manifest: Manifest) -> tuple[int, ...]:
+        manifest.check(self.parameters)
+        base, self.version = self.version, None
+        contents = _contents(manifest)
+        if manifest.base is not None and manifest.base == base:
+            self._apply(manifest)
+            wrong = [number for number in contents if not self._is_whole(manifest, contents, number)]
+            damaged = self._load(manifest, contents, wrong)
+            self.repaired += len(wrong) - len(damaged)
+        else:
+            damaged = self._load(manifest, contents, contents)
+        if not damaged:
+            self.version = manifest.version
+        return damaged
+
+    def _apply(self, manifest: Manifest) -> None:
+        for part in manifest.parts:
+            try:
+                delta.apply(part, self.parameters[part.name], self._delta.array)
+            except (ValueError, IndexError, RuntimeError):  # positions or sizes that cannot be: it is damaged
+                continue  # the checksums tell
+
+    def _load(self, manifest: Manifest, contents: Mapping[int, list[Piece]], wanted: Iterable[int]) -> tuple[int, ...]:
+        """Load buckets from the image; those that are damaged."""
+        begin = starts([bucket.bytes for bucket in manifest.buckets])
+        damaged = []
+        for number in wanted:
+            try:
+                for piece in contents[number]:
+                    values = self._image.array(_BYTE, piece.end - piece.start, begin[number] + piece.offset)
+                    copy(values, raw(self.parameters[piece.name])[piece.start : piece.end])
+            except ValueError:  # the memory is too small
+                damaged.append(number)
+                continue
+            if not self._is_whole(manifest, contents, number):
+                damaged.append(number)
+        return tuple(damaged)
+
+    def _is_whole(self, manifest: Manifest, contents: Mapping[int, list[Piece]], number: int) -> bool:
+        found = Checksum()
+        for piece in contents[number]:
+            found.add(raw(self.parameters[piece.name])[piece.start : piece.end])
+        return found.value == manifest.buckets[number].checksum
+
+
+def _contents(manifest: Manifest) -> dict[int, list[Piece]]:
+    """What is in each bucket, by its number."""
+    sizes = [bucket.bytes for bucket in manifest.buckets]
+    found: dict[int, list[Piece]] = {number: [] for number in range(len(sizes))}
+    for entry in manifest.entries:
+        for piece in pieces(entry, sizes):
+            found[piece.bucket].append(piece)
+    return found
+
+
+class _Gate:
+    """Many may be inside, or one, a thread, has closed it. Closing waits until all have left, and nobody new enters."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._closed = False
+
+    def enter(self) -> bool:
+        """Whether it was open; does not wait."""
+        with self._changed:
+            self._inside += not self._closed
+            return not self._closed
+
+    def leave(self) -> None:
+        with self._changed:
+            self._inside -= 1
+            self._changed.notify_all()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._closed)
+            self._closed = True
+            self._changed.wait_for(lambda: not self._inside)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._closed = False
+                self._changed.notify_all()
+
+
+class _Memory:
+    """Memory that processes share by its descriptor, without a name."""
+
+    def __init__(self, label: str, descriptor: int | None = None) -> None:
+        self._map: mmap.mmap | None = None
+        if descriptor is not None:
+            self.descriptor = descriptor
+        elif hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create(f"kitae-{label}")
+        else:
+            with tempfile.TemporaryFile(prefix=f"kitae-{label}-") as file:
+                self.descriptor = os.dup(file.fileno())
+
+    def reserve(self, size: int) -> None:
+        """Have at least so much; `EngineError` where there is not enough, now and not at some later access."""
+        if size > os.fstat(self.descriptor).st_size:
+            self._map = None
+            try:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self.descriptor, 0, size)
+                else:
+                    os.ftruncate(self.descriptor, size)
+            except OSError as error:
+                raise EngineError(f"no shared memory for {size} bytes of weights: {error}") from error
+
+    def array(self, dtype: np.dtype[Any], count: int, offset: int) -> Bits:
+        """A view; it changes with the memory."""
+        end = offset + count * dtype.itemsize
+        if count == 0:
+            return np.empty(0, dtype)
+        if self._map is None or len(self._map) < end:
+            self._map = mmap.mmap(self.descriptor, 0)
+        return np.frombuffer(self._map, dtype, count, offset)
+
+    def write(self, chunks: list[tuple[int, Bits]]) -> None:
+        if chunks:
+            offset, last = chunks[-1]
+            self.reserve(offset + last.nbytes)
+        for offset, values in chunks:
+            self.array(values.dtype, values.size, offset)[:] = values
+
+    def close(self) -> None:
+        self._map = None
+        os.close(self.descriptor)

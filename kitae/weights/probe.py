@@ -1,0 +1,38 @@
+"""Does the engine serve the weights that the trainer has? A short fixed sequence, scored on both sides, shows it.
+
+The checksums of a weight update say that bytes arrived; the probe says that the model they make, in the engine's own
+process and on its device, gives the trainer's log-probs under the version that is expected.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from kitae.models.policy import Policy
+
+_LENGTH = 16  # tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """`Probe(version=3, logprobs=(-5.1, -4.9, …))`: of the fixed sequence, at temperature 1."""
+
+    version: int
+    logprobs: tuple[float, ...]
+
+    def gap(self, other: tuple[float, ...]) -> float:
+        """The largest difference; infinite where either is not a number."""
+        gap = max(abs(a - b) for a, b in zip(self.logprobs, other, strict=True))
+        return gap if math.isfinite(gap) else math.inf
+
+
+def score_probe(policy: Policy) -> tuple[float, ...]:
+    """Log-probs of the fixed sequence under a policy. Nobody may change its weights meanwhile."""
+    tokens_T = (torch.arange(_LENGTH, device=policy.device) * 7 + 3) % policy.vocabulary
+    return tuple(policy.score(tokens_T).tolist())
+
+
+def probe_tolerance(policy: Policy) -> float:
+    """The largest gap that rounding can explain."""
+    return 1e-2 if policy.dtype == torch.float32 else 0.5
