@@ -35,7 +35,8 @@ from kitae.engines.native.sampler import stream_seed
 from kitae.models.tiny import make_tiny
 from kitae.observe import timeline
 from kitae.observe.observer import Silent
-from kitae.pipeline.session import prepare, train
+from kitae.pipeline.prepare import prepare
+from kitae.pipeline.session import train
 from kitae.pipeline.simulate import Hardware, Schedule, Times, Work, simulate
 from kitae.store.journal import Journal
 from kitae.store.run import Metrics, RunStore

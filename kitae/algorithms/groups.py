@@ -181,17 +181,13 @@ class GroupStages:
         self.reward_moments = self.reward_moments.add(sampled)
         return self.reward_moments.normalise(rewards_B)
 
-    def _group_advantages(
-        self, candidates: Sequence[Candidate], kl_coef: float
-    ) -> dict[tuple[int, int], FloatArray]:
+    def _group_advantages(self, candidates: Sequence[Candidate], kl_coef: float) -> dict[tuple[int, int], FloatArray]:
         groups: dict[int, list[Candidate]] = {}
         for c in candidates:
             groups.setdefault(c.group, []).append(c)
         found = {}
         for members in groups.values():
-            rewards = [
-                c.reward - (float(_penalty(c, kl_coef).sum()) if self.kl_in_reward else 0.0) for c in members
-            ]
+            rewards = [c.reward - (float(_penalty(c, kl_coef).sum()) if self.kl_in_reward else 0.0) for c in members]
             group = GroupRewards(
                 rewards_G=np.array(rewards, dtype=np.float32),
                 scores_G=np.array([c.score for c in members], dtype=np.float32),

@@ -92,20 +92,20 @@ class _Advantages:
     def _compute(self, step: int) -> dict[tuple[int, int], float]:
         if self._config is None:
             return {}
-        from kitae.algorithms.objective import Objective
+        from kitae.algorithms.groups import GroupStages
 
         try:
-            objective = Objective(self._config.algorithm, self._config.sampling.max_tokens)
+            stages = GroupStages(self._config.algorithm, self._config.sampling.max_tokens)
         except KitaeError:  # a stage of the user's own that is not here any more
             return {}
-        if objective.wants_values or objective.kl_in_reward or self._config.algorithm.reward_norm == "running":
+        if stages.wants_values or stages.wants_old or self._config.algorithm.reward_norm == "running":
             return {}
         by_fate: dict[str, list[Group]] = {"trained": [], "dropped": []}
         for group, _, fate, _ in self._journal.groups(step):
             if fate in by_fate:
                 by_fate[fate].append(self._journal.group(group))
-        samples = objective.advantages(objective.samples(by_fate["trained"], by_fate["dropped"]))
-        return {(s.group, s.index): float(s.advantage_T[s.mask_T].mean()) for s in samples}
+        candidates = stages.advantages(stages.candidates(by_fate["trained"], by_fate["dropped"]))
+        return {(c.group, c.index): float(c.column("advantage").mean()) for c in candidates}
 
 
 def plot(run: Path, output: Path | None) -> None:

@@ -13,7 +13,7 @@ from kitae.errors import ConfigError, Interrupted, KitaeError, StoreError
 from kitae.observe.console import Console
 
 if TYPE_CHECKING:
-    from kitae.pipeline.session import Sources
+    from kitae.pipeline.prepare import Sources
     from kitae.store.run import RunStore
 
 Evaluated = dict[str, Any] | None
@@ -72,7 +72,7 @@ def _is_finished(run: Path, config: RLConfig) -> bool:
 def _prepare(config: RLConfig, console: Console) -> "Sources":
     """Everything that can go wrong before the run folder is made or touched."""
     from kitae.models.load import check_model
-    from kitae.pipeline.session import prepare
+    from kitae.pipeline.prepare import prepare
     from kitae.store.run import is_run
 
     sources = prepare(config, console.say)

@@ -7,7 +7,7 @@ Each number knows how it is added up, so nobody has to tell that from its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -27,7 +27,6 @@ class Kind(Enum):
     MEAN = "Σ x n / Σ n; then the mean"
     TOTAL = "Σ x; then the mean"
     COUNT = "Σ x; then the sum"
-    TIME = "Σ x of a rank, the longest of all; then the sum"
     MAX = "the largest"
     SIZE = "effective sample size (Σ w)² / (n Σ w²); then the mean"
 
@@ -73,16 +72,9 @@ class Totals:
         return Totals({name: Entry(kind, (float(value),)) for name, value in values.items()})
 
     def __add__(self, other: Totals) -> Totals:
-        return self._merged(other, lambda a, b: a + b)
-
-    def beside(self, other: Totals) -> Totals:
-        """Together with the same of another rank, which worked at the same time."""
-        return self._merged(other, lambda a, b: max(a, b, key=_first) if a.kind is Kind.TIME else a + b)
-
-    def _merged(self, other: Totals, join: Callable[[Entry, Entry], Entry]) -> Totals:
         mine = dict(self.entries)
         for key, entry in other.entries.items():
-            mine[key] = join(mine[key], entry) if key in mine else entry
+            mine[key] = mine[key] + entry if key in mine else entry
         return Totals(mine)
 
     def __getitem__(self, key: Key) -> float | None:
@@ -105,7 +97,7 @@ def average(updates: Iterable[Totals]) -> Totals:
 
 def _average(entries: list[Entry]) -> Entry:
     kind = entries[0].kind
-    if kind in (Kind.COUNT, Kind.TIME, Kind.MAX):
+    if kind in (Kind.COUNT, Kind.MAX):
         total = entries[0]
         for entry in entries[1:]:
             total += entry
@@ -156,10 +148,6 @@ class Meter:
 def _largest(a: float, b: float) -> float:
     """One that is no number stays."""
     return a if a != a else b if b != b else max(a, b)
-
-
-def _first(entry: Entry) -> float:
-    return entry.sums[0]
 
 
 def _fetch(numbers: list[Number]) -> list[float]:

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any, Protocol
 
+from kitae.observe.report import StepReport
+
 
 class Observer(Protocol):
     def status(self, text: str) -> None:
@@ -11,8 +13,8 @@ class Observer(Protocol):
     def note(self, text: str) -> None:
         """Something worth keeping on the screen: a warning, a saved checkpoint."""
 
-    def step(self, row: dict[str, Any]) -> None:
-        """A training step ended; `row` is its line in metrics.jsonl."""
+    def step(self, report: StepReport) -> None:
+        """A training step ended; `report.row()` is its line in metrics.jsonl."""
 
     def evaluated(self, row: dict[str, Any]) -> None:
         """A held-out evaluation ended."""
@@ -30,7 +32,7 @@ class Silent:
     def note(self, text: str) -> None:
         pass
 
-    def step(self, row: dict[str, Any]) -> None:
+    def step(self, report: StepReport) -> None:
         pass
 
     def evaluated(self, row: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kitae.config.root import RLConfig
+from kitae.observe.report import StepReport
 
 _COLUMNS = (
     ("step", "step", "{:.0f}"),
@@ -78,7 +79,8 @@ class Progress:
     def show(self, text: str) -> None:
         print(text, flush=True)
 
-    def step(self, row: dict[str, Any]) -> None:
+    def step(self, report: StepReport) -> None:
+        row = report.row()
         eta = self._eta(row)
         cells = [f"{title} {_cell(row, key, form)}" for title, key, form in self.columns[1:]]
         line = "  ".join([f"step {row['step']}/{self.config.training.steps}", *cells, f"ETA {eta}", *remarks(row)])

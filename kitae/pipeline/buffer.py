@@ -1,9 +1,10 @@
 """The buffer between generation and training: what bounds staleness.
 
 A prompt is issued into a slot, and the slot is stamped with the version that the engine serves at that moment, so no
-token sampled for it is older. A slot comes back only after the engine serves the version that was trained from it.
-There are `(max_staleness + 1) × prompts_per_step` slots. With n prompts per step and the bound k, a slot issued at
-version v must be trained while the policy is at most at version v + k: that is its deadline.
+token sampled for it is older. A slot comes back only after the engine serves the version that was trained from it; the
+next batch may be taken a moment before that. There are `(max_staleness + 1) × prompts_per_step` slots. With n prompts
+per step and the bound k, a slot issued at version v must be trained while the policy is at most at version v + k: that
+is its deadline.
 
 Batches are taken oldest slot first from what is ready, but only if what is left behind can still make its deadlines,
 n slots a step: after the batch of version t, at most m × n slots with a deadline up to t + m, for m = 0 … k. Else the
@@ -17,6 +18,7 @@ a prompt is trained on, never whether.
 
 import asyncio
 from bisect import insort
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,7 +26,7 @@ from kitae.types import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Harvest:
     """What became of one slot: a group to train on, or nothing (every group tried was dropped)."""
 
     group: Group | None
@@ -37,11 +39,12 @@ class Slot:
 
     number: int
     version: int
-    outcome: Outcome | None = field(default=None, repr=False)
+    harvest: Harvest | None = field(default=None, repr=False)
 
 
 class Buffer:
-    """`version` is the policy that the engine serves; `release` moves it on.
+    """`version` is the policy that the next batch trains from, which `train` moves on; `served` is the one that the
+    engine serves, at most one behind it, which `release` moves on.
 
     on_overdue: is told of each slot that is given up because a batch would have to wait for it; None: batches wait.
     """
@@ -55,12 +58,12 @@ class Buffer:
     ) -> None:
         self.size = prompts_per_step
         self.bound = max_staleness
-        self.version = version
+        self.version = self.served = version
         self.on_overdue = on_overdue
         self.slots = (max_staleness + 1) * prompts_per_step
         self.open: list[Slot] = []  # issued and not trained yet, oldest first
-        self._ready = 0  # open slots with an outcome, at most
-        self._taken = 0  # of a batch whose version is not served yet
+        self._ready = 0  # open slots that are filled, at most
+        self._taken: deque[int] = deque()  # slots of each batch whose version is not served yet
         self._changed = asyncio.Event()
 
     async def reserve(self, number: int, version: int | None = None) -> Slot:
@@ -69,15 +72,15 @@ class Buffer:
         Such a token may be of a version that the run has lost and not trained again yet; then the slot is as new as it
         can be.
         """
-        while len(self.open) + self._taken >= self.slots:
+        while len(self.open) + sum(self._taken) >= self.slots:
             await self._change()
-        slot = Slot(number, self.version if version is None else min(version, self.version))
+        slot = Slot(number, self.served if version is None else min(version, self.served))
         insort(self.open, slot, key=lambda s: (s.version, s.number))
         return slot
 
-    def put(self, slot: Slot, outcome: Outcome) -> None:
-        assert slot.outcome is None, f"slot {slot.number} has an outcome already"
-        slot.outcome = outcome
+    def put(self, slot: Slot, harvest: Harvest) -> None:
+        assert slot.harvest is None, f"slot {slot.number} has been filled already"
+        slot.harvest = harvest
         self._ready += 1
         self._wake()
 
@@ -89,7 +92,7 @@ class Buffer:
         gone = {*batch, *overdue}
         self.open = [slot for slot in self.open if slot not in gone]
         self._ready -= len(batch)
-        self._taken += len(batch)
+        self._taken.append(len(batch))
         if self.on_overdue and overdue:
             for slot in overdue:
                 self.on_overdue(slot)
@@ -100,7 +103,7 @@ class Buffer:
         """The slots of the next batch; None: it has to wait."""
         if self._ready < self.size:  # asked after every `put`: most answers must not look at all slots
             return None
-        batch = [slot for slot in self.open if slot.outcome is not None][: self.size]
+        batch = [slot for slot in self.open if slot.harvest is not None][: self.size]
         if len(batch) < self.size or (self.on_overdue is None and self._late(batch)):
             return None
         return batch
@@ -108,13 +111,18 @@ class Buffer:
     @property
     def awaited(self) -> list[Slot]:
         """The slots that keep the next batch waiting: for the watchdog's message."""
-        ready = [slot for slot in self.open if slot.outcome is not None][: self.size]
-        return self._late(ready) or [slot for slot in self.open if slot.outcome is None]
+        ready = [slot for slot in self.open if slot.harvest is not None][: self.size]
+        return self._late(ready) or [slot for slot in self.open if slot.harvest is None]
+
+    def train(self, version: int) -> None:
+        """The batch that was taken has become `version`."""
+        self.version = version
 
     def release(self, version: int) -> None:
         """The engine serves `version`: the slots it was trained from are free."""
-        self.version = version
-        self._taken = 0
+        self.served = version
+        if self._taken:
+            self._taken.popleft()
         self._wake()
 
     def _late(self, batch: list[Slot]) -> list[Slot]:

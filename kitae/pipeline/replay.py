@@ -5,19 +5,22 @@ on, with the number of threads that each of them had. On the same machine the di
 on anything else, not on the engine either, of which there is none here.
 """
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kitae.config.root import RLConfig
 from kitae.errors import StoreError
 from kitae.models.load import load_policy
-from kitae.pipeline.session import make_learner
 from kitae.store.checkpoint import Checkpoints, Frontier, step_of
 from kitae.store.journal import Journal
 from kitae.store.run import Metrics, changes_of_learning, read_config
+from kitae.trainer.learner import Learnt
+from kitae.trainer.start import make_learner, start_trainer
 
 COMPARED = ("samples_trained", "loss", "grad_norm", "entropy", "ratio", "logp_gap")
 
@@ -45,7 +48,6 @@ def replay(folder: Path, step: int, note: Callable[[str], None]) -> Replay:
     before = [name for name in checkpoints.names() if step_of(name) < step]
     frontier, state = checkpoints.load(before[-1]) if before else (Frontier(0, 0), None)
     journal = Journal(folder / "journal.sqlite", read_only=True)
-    threads = torch.get_num_threads()
     try:
         if changed := changes_of_learning(journal, frontier.step):
             raise StoreError(
@@ -53,17 +55,35 @@ def replay(folder: Path, step: int, note: Callable[[str], None]) -> Replay:
                 f"now: {'; '.join(changed)}"
             )
         note(f"loading {config.model.path} at step {frontier.step}")
-        learner = make_learner(config, load_policy(config.model, config.run.seed))
-        if state is not None:
-            learner.load_state(state, frontier.updates)
-        now: dict[str, Any] = {}
-        for each in range(frontier.step + 1, step + 1):
-            note(f"training step {each} again")
-            groups, dropped = journal.batch(each)
-            torch.set_num_threads(int(logged[each].get("threads", threads)))
-            now = learner.learn(each, groups, [group for group, _ in dropped])
+        found = asyncio.run(_train_again(config, journal, frontier.step, state, step, logged, note))
     finally:
-        torch.set_num_threads(threads)
         journal.close()
     then = logged[step]
+    now = {"samples_trained": float(found.samples), **found.numbers}
     return Replay(step, frontier.step, {key: (then[key], now[key]) for key in COMPARED if key in then and key in now})
+
+
+async def _train_again(
+    config: RLConfig,
+    journal: Journal,
+    start: int,
+    state: Path | None,
+    step: int,
+    logged: Mapping[int, Mapping[str, Any]],
+    note: Callable[[str], None],
+) -> Learnt:
+    """The steps after `start`, up to `step`; what the last of them gave."""
+    trainer = start_trainer(config, load_policy(config.model, config.run.seed))
+    try:
+        learner = make_learner(config, trainer)
+        if state is not None:
+            await learner.load(state)
+        found = Learnt(0, 0)
+        for each in range(start + 1, step + 1):
+            note(f"training step {each} again")
+            groups, dropped = journal.batch(each)
+            await trainer.use_threads(int(logged[each].get("threads", torch.get_num_threads())))
+            found = await learner.learn(each, groups, [group for group, _ in dropped])
+        return found
+    finally:
+        await trainer.close()

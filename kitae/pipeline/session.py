@@ -2,42 +2,33 @@
 
 import asyncio
 import json
-import os
 import signal
-import threading
-from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kitae.algorithms.objective import Objective
+import torch
+
 from kitae.config.root import RLConfig
 from kitae.data.chat import Chat
-from kitae.data.prompts import PromptStream, eval_prompts, open_stream
-from kitae.engines.base import Engine, SamplingParams
+from kitae.data.prompts import eval_prompts
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.start import start_engine
-from kitae.envs.rollout import Runner
-from kitae.envs.single_turn import SingleTurn
-from kitae.errors import ConfigError, VerifierError
+from kitae.errors import ConfigError
 from kitae.models.load import export_policy, load_policy
 from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
 from kitae.pipeline.evaluate import Evaluation, evaluate, evaluation_due
+from kitae.pipeline.interrupts import Interrupts
 from kitae.pipeline.loops import Pipeline, Stopped
+from kitae.pipeline.prepare import Sources, evaluation_episodes, make_episodes, make_pool
+from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import START, Frontier
 from kitae.store.disk import flush
 from kitae.store.run import LEARNING, RunStore, changes_of_learning
-from kitae.trainer.critic import Critic
-from kitae.trainer.learner import Learner
-from kitae.trainer.reference import Reference
-from kitae.trainer.trainer import Trainer
-from kitae.types import Prompt
-from kitae.verifiers.pool import VerifierPool, validate
-
-_GOLD_CHECKS = 16
-_GRACE = 3.0  # seconds for an interrupted run to say goodbye
+from kitae.trainer.start import make_learner, start_trainer
+from kitae.weights.probe import probe_tolerance
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,37 +43,6 @@ class Result:
     step: int
     before: dict[str, Any] | None
     after: dict[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """What a run reads: its prompts, and those held out."""
-
-    stream: PromptStream
-    held_out: list[Prompt]
-
-
-def prepare(config: RLConfig, note: Callable[[str], None]) -> Sources:
-    """Open the data, try the verifier on reference answers, load stages: all that can fail before a model loads."""
-    Objective(config.algorithm, config.sampling.max_tokens)  # finds a user's own stages and checks their signatures
-    a, stale = config.algorithm, config.pipeline.max_staleness
-    if stale and a.correction == "none" and a.anchor != "behaviour":
-        note(
-            f"pipeline.max_staleness is {stale} and algorithm.correction is 'none': stale samples are trained on as if "
-            "the policy had just sampled them"
-        )
-    held_out = eval_prompts(config.data, config.run.seed, config.eval.prompts) if config.eval.prompts else []
-    sources = Sources(open_stream(config.data, config.run.seed), held_out)
-    if sources.stream.skipped:
-        note(sources.stream.skipped)
-
-    async def try_verifier() -> None:
-        async with _pool(config, note, workers=1) as pool:
-            if config.verifier.check_gold:
-                await _check_gold(pool, [sources.stream.at(i) for i in range(_GOLD_CHECKS)], note)
-
-    asyncio.run(try_verifier())
-    return sources
 
 
 def train(
@@ -100,12 +60,14 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
     config, held_out = store.config, sources.held_out
     frontier, state = _where_it_stands(store, checkpoint, forget)
     async with AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(_pool(config, observer.note))
+        pool = await stack.enter_async_context(make_pool(config, observer.note))
         observer.note(f"loading {config.model.path}")
         policy = load_policy(config.model, config.run.seed)
-        learner = make_learner(config, policy)
+        trainer = start_trainer(config, policy)
+        stack.push_async_callback(trainer.close)
+        learner = make_learner(config, trainer)
         if state is not None:
-            learner.load_state(state, frontier.updates)
+            await learner.load(state)
         for change in store.changes.values():
             observer.note(f"changed for this run from here on: {change}")
         await store.begin(frontier.step, forget)  # nothing of the run was touched so far
@@ -113,8 +75,15 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         if publisher is not None:
             stack.callback(publisher.close)
         stack.push_async_callback(engine.close)
-        chat = Chat(policy.tokenizer, policy.base.generation_config)
-        runner = _runner(config, engine, chat, pool)
+        trainer.publisher = publisher
+        await trainer.use_threads(torch.get_num_threads())  # an engine may have got some of the cores
+        weights = WeightSync(
+            trainer,
+            engine,
+            recompute=config.pipeline.in_flight == "recompute",
+            tolerance=probe_tolerance(policy),
+        )
+        episodes = make_episodes(config, engine, Chat(policy.tokenizer, policy.base.generation_config), pool)
 
         async def evaluate_at(step: int) -> dict[str, Any]:
             """Evaluate once per step: a resumed run finds what is in the metrics already."""
@@ -122,22 +91,26 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
                 if row["step"] == step:
                     return row
             observer.note(f"evaluating on {len(held_out)} held-out prompts")
-            found = await evaluate(_evaluation_runner(config, runner), held_out, config.eval.samples)
+            found = await evaluate(evaluation_episodes(config, episodes), held_out, config.eval.samples)
             row = {"kind": "eval", "step": step, **found.row()}
             store.metrics.append(row)
             observer.evaluated(row)
             return row
 
         pipeline = Pipeline(
-            config, store, sources.stream, runner, engine, learner, observer, frontier, evaluate_at, publisher
+            config, store, sources.stream, episodes, engine, learner, weights, observer, frontier, evaluate_at
         )
-        stack.callback(pipeline.close)
         if not engine.capabilities.shares_weights:
-            await pipeline.weights.hand_over(frontier.step)
+            await weights.hand_over(frontier.step)
         if evaluation_due(config, frontier.step):  # of a resumed run, it may have been lost
             await evaluate_at(frontier.step)
         before = _eval_row(store, 0)
-        with _interrupts(pipeline) as interrupts:
+
+        def stop() -> None:
+            observer.note("stopping at the next safe point; press Ctrl-C again to stop at once")
+            pipeline.stop()
+
+        with Interrupts(stop) as interrupts:
             try:
                 await pipeline.run()
             except Stopped:
@@ -182,115 +155,23 @@ def _where_it_stands(store: RunStore, checkpoint: str | None, forget: bool) -> t
     return frontier, state
 
 
-def make_learner(config: RLConfig, policy: Policy) -> Learner:
-    """The trainer and what else the algorithm needs: a reference and a critic are made only if it reads them."""
-    a, t, temperature = config.algorithm, config.training, config.sampling.temperature
-    objective = Objective(a, config.sampling.max_tokens)
-    reference = Reference(policy, a, t, temperature) if objective.wants_reference else None
-    critic = None
-    if objective.wants_values:
-        assert a.critic_lr is not None and a.critic_clip is not None and a.critic_warmup is not None
-        model = load_policy(config.model.model_copy(update={"lora_rank": 0, "exact": False}), config.run.seed)
-        critic = Critic(model, t, lr=a.critic_lr, clip=a.critic_clip, warmup=a.critic_warmup)
-    trainer = Trainer(
-        policy,
-        t,
-        temperature=temperature,
-        entropy_grad=objective.wants_entropy_gradient,
-        idle_steps=critic.warmup if critic else 0,
-    )
-    return Learner(trainer, objective, config.run.seed, reference, critic)
-
-
 def evaluate_model(config: RLConfig, policy: Policy | None = None) -> Evaluation:
     """Evaluate `config.model` on the held-out prompts of `config.data`."""
 
     async def run() -> Evaluation:
         prompts = eval_prompts(config.data, config.run.seed, config.eval.prompts)
-        async with _pool(config) as pool:
+        async with make_pool(config) as pool:
             loaded = policy or load_policy(config.model, config.run.seed)
             engine = NativeEngine(loaded, config.engine)
             try:
                 chat = Chat(loaded.tokenizer, loaded.base.generation_config)
-                runner = _evaluation_runner(config, _runner(config, engine, chat, pool))
-                return await evaluate(runner, prompts, config.eval.samples)
+                episodes = evaluation_episodes(config, make_episodes(config, engine, chat, pool))
+                return await evaluate(episodes, prompts, config.eval.samples)
             finally:
                 await engine.close()
 
     return asyncio.run(run())
 
 
-def _pool(config: RLConfig, note: Callable[[str], None] | None = None, workers: int | None = None) -> VerifierPool:
-    v = config.verifier
-    return VerifierPool(v.name, v.params, workers or v.workers, v.timeout, note)
-
-
-def _runner(config: RLConfig, engine: Engine, chat: Chat, pool: VerifierPool) -> Runner:
-    sampling = SamplingParams(
-        temperature=config.sampling.temperature,
-        max_tokens=config.sampling.max_tokens,
-        stop_tokens=chat.stop_tokens,
-        stop_strings=config.sampling.stop,
-    )
-    return Runner(engine, chat, pool, SingleTurn, sampling, config.run.seed)
-
-
-def _evaluation_runner(config: RLConfig, runner: Runner) -> Runner:
-    e = config.eval
-    sampling = replace(runner.sampling, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k, min_p=e.min_p)
-    return replace(runner, sampling=sampling, label="eval", begun={}, copied={})
-
-
-async def _check_gold(pool: VerifierPool, prompts: list[Prompt], note: Callable[[str], None]) -> None:
-    """The gold answers must score 1, and references must be readable: anything else would teach nonsense."""
-    bad = await validate(pool, prompts)
-    if not bad:
-        return
-    prompt, score = bad[0]
-    verdict = f"{score.value:g} {score.detail}".strip() if score.valid else f"not judged: {score.detail}"
-    message = (
-        f"{len(bad)} of {len(prompts)} reference answers do not score 1 under this verifier; the first: "
-        f"{prompt.id} with reference {str(prompt.reference)[:80]!r} → {verdict}"
-    )
-    if len(bad) == len(prompts):
-        raise VerifierError(f"{message}. If references are no answers, set verifier.check_gold=false")
-    note(message)
-
-
 def _eval_row(store: RunStore, step: int) -> dict[str, Any] | None:
     return next((r for r in store.metrics.rows("eval") if r["step"] == step), None)
-
-
-class _interrupts:
-    """The first Ctrl-C (or SIGTERM) stops at the next safe point; the second ends the process, whatever it is doing."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self.pipeline = pipeline
-        self.loop = asyncio.get_running_loop()
-        self.received: int | None = None  # the first signal
-
-    def __enter__(self) -> "_interrupts":
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self.loop.add_signal_handler(number, self._interrupt, number)
-            except (ValueError, NotImplementedError, RuntimeError):  # not the main thread
-                break
-        return self
-
-    def _interrupt(self, number: signal.Signals) -> None:
-        if self.received is not None:
-            # The trainer's thread cannot be interrupted and would be waited for. The journal survives a killed process.
-            end = threading.Timer(_GRACE, os._exit, (128 + number,))
-            end.daemon = True
-            end.start()
-            raise KeyboardInterrupt
-        self.received = number
-        self.pipeline.observer.note("stopping at the next safe point; press Ctrl-C again to stop at once")
-        self.pipeline.stop()
-
-    def __exit__(self, *_: object) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            try:
-                self.loop.remove_signal_handler(number)
-            except (ValueError, NotImplementedError, RuntimeError):
-                return

@@ -9,16 +9,16 @@ evaluation, checkpoints, the journal. Assumed: trainers scale without loss, and 
 import asyncio
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
 from statistics import NormalDist
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-from kitae.algorithms.objective import Objective
+from kitae.algorithms.control import Control
+from kitae.algorithms.groups import GroupStages
 from kitae.clock import VirtualLoop, now
 from kitae.config.load import override_config
 from kitae.config.root import RLConfig
@@ -31,11 +31,13 @@ from kitae.envs.rollout import Runner
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import ConfigError
 from kitae.observe.observer import Silent
+from kitae.observe.report import StepReport
 from kitae.pipeline.loops import Pipeline
+from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import Frontier
 from kitae.store.journal import NoJournal
 from kitae.store.run import RunStore
-from kitae.trainer.learner import Learner
+from kitae.trainer.learner import Learner, Learnt, at_once
 from kitae.types import Group, Message, Prompt, Score
 
 _STALL = 60.0  # real seconds without any movement: then there is a deadlock
@@ -273,13 +275,11 @@ async def _run(store: RunStore, hardware: Hardware, times: Times, work: Work) ->
     runner = Runner(engine, chat, _Judge(times.verify), SingleTurn, sampling, config.run.seed)
     stream = PromptStream(_prompts(work.signal), None, seed=config.run.seed, shuffle=False)
     learner = _Learner(config, times, hardware.training)
+    weights = WeightSync(_NoWeights(), engine, recompute=config.pipeline.in_flight == "recompute", tolerance=0.0)
     watch = _Watch()
-    pipeline = Pipeline(config, store, stream, runner, engine, learner, watch, Frontier(0, 0), _no_evaluation)
-    try:
-        await pipeline.run()
-    finally:
-        pipeline.close()
-    return watch, pipeline.cursor - pipeline.issued, engine.stats().restarts
+    pipeline = Pipeline(config, store, stream, runner, engine, learner, weights, watch, Frontier(0, 0), _no_evaluation)
+    await pipeline.run()
+    return watch, pipeline.issuing.cursor - pipeline.issuing.issued, engine.stats().restarts
 
 
 def _best_split(schedule: Schedule, base: Outcome) -> int:
@@ -322,37 +322,44 @@ def _total(rows: Sequence[Mapping[str, Any]], key: str) -> float:
 # What stands in for the slow parts.
 
 
+class _NoWeights:
+    """A `WeightSource` that has nothing to load."""
+
+    async def publish(self, version: int, *, in_full: bool = False) -> None:
+        return None
+
+    async def probe(self) -> tuple[float, ...]:
+        return ()
+
+
 class _Learner(Learner):
     """Drops groups as the algorithm does; a batch takes time, and changes nothing."""
 
+    updates = 0
+
     def __init__(self, config: RLConfig, times: Times, devices: int) -> None:
-        nothing = SimpleNamespace(optimizer=SimpleNamespace(updates=0), export_weights=dict)
-        super().__init__(cast(Any, nothing), Objective(config.algorithm, config.sampling.max_tokens), config.run.seed)
-        self._loop = cast(VirtualLoop, asyncio.get_running_loop())
+        self.groups = GroupStages(config.algorithm, config.sampling.max_tokens)
+        self.control = Control(config.algorithm)
         self._fixed, self._rate, self._epochs = times.fixed, times.train * devices, config.training.epochs
 
-    def learn(
+    async def learn(
         self,
         step: int,
         groups: Sequence[Group],
         dropped: Sequence[Group] = (),
-        before_update: Callable[[], None] = lambda: None,
-    ) -> dict[str, float]:
+        before_update: Callable[[], Awaitable[None]] = at_once,
+    ) -> Learnt:
         rollouts = [r for g in groups for r in g.rollouts]
         response = sum(r.response_length for r in rollouts)
         tokens = response + sum(len(g.rollouts[0].chains[0].prompt_tokens) for g in groups)  # each prompt once
         seconds = self._fixed + self._epochs * tokens / self._rate if tokens else 0.0
-        self._loop.sleep(seconds)
-        before_update()
-        return {
-            "train_seconds": seconds,
-            "train_tokens": float(tokens),
-            "response_tokens": float(response),
-            "samples_trained": float(len(rollouts)),
-            "updates": 1.0,
-        }
+        await asyncio.sleep(seconds)
+        began = now()
+        await before_update()
+        numbers = {"train_tokens": float(tokens), "response_tokens": float(response)}
+        return Learnt(1, len(rollouts), 0, numbers, {"train": seconds, "hold": now() - began})
 
-    def save_state(self, folder: Path) -> None:
+    async def save(self, folder: Path, state: str) -> None:
         pass
 
 
@@ -399,8 +406,8 @@ class _Watch(Silent):
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
-    def step(self, row: dict[str, Any]) -> None:
-        self.rows.append({**row, "ended": now()})
+    def step(self, report: StepReport) -> None:
+        self.rows.append({**report.row(), "ended": now()})
 
 
 async def _no_evaluation(step: int) -> None:

@@ -5,10 +5,11 @@ there completely or not at all. What was issued and not trained needs no file of
 journal must be on the disk first (`Journal.sync`).
 """
 
+import asyncio
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -51,7 +52,7 @@ class Checkpoints:
             return []
         return sorted((p.name for p in self.folder.iterdir() if p.name.startswith("step-")), key=step_of)
 
-    def save(self, frontier: Frontier, write: Callable[[Path], None]) -> Path:
+    async def save(self, frontier: Frontier, write: Callable[[Path], Awaitable[None]]) -> Path:
         """`write` fills the folder with the trainer's state. Old checkpoints go only after the new one is safe."""
         target = self.folder / f"step-{frontier.step:06d}"
         if target.exists():
@@ -60,14 +61,8 @@ class Checkpoints:
         shutil.rmtree(scratch, ignore_errors=True)
         try:
             scratch.mkdir(parents=True)
-            write(scratch)
-            (scratch / _FRONTIER).write_text(json.dumps(asdict(frontier)))
-            sums = {p.name: _checksum(p) for p in sorted(scratch.iterdir())}
-            (scratch / _MANIFEST).write_text(json.dumps(sums, indent=2))
-            for path in (*scratch.iterdir(), scratch):
-                flush(path)
-            scratch.rename(target)
-            flush(self.folder)
+            await write(scratch)
+            await asyncio.to_thread(self._commit, frontier, scratch, target)
         except BaseException as error:
             shutil.rmtree(scratch, ignore_errors=True)
             if is_full(error):
@@ -80,6 +75,15 @@ class Checkpoints:
         for name in self.names()[: -self.keep]:
             shutil.rmtree(self.folder / name)
         return target
+
+    def _commit(self, frontier: Frontier, scratch: Path, target: Path) -> None:
+        (scratch / _FRONTIER).write_text(json.dumps(asdict(frontier)))
+        sums = {p.name: _checksum(p) for p in sorted(scratch.iterdir())}
+        (scratch / _MANIFEST).write_text(json.dumps(sums, indent=2))
+        for path in (*scratch.iterdir(), scratch):
+            flush(path)
+        scratch.rename(target)
+        flush(self.folder)
 
     def load(self, name: str | None = None) -> tuple[Frontier, Path]:
         """The newest checkpoint, or the named one, after its checksums were compared."""

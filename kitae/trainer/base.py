@@ -5,7 +5,7 @@ calls back: who must stand still while weights change is stopped by the driver b
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
@@ -13,6 +13,7 @@ from typing import Protocol
 from kitae.algorithms.control import Coefficients
 from kitae.observe.meter import Totals
 from kitae.types import Sample
+from kitae.weights.base import Manifest
 
 
 class Column(Enum):
@@ -44,7 +45,7 @@ class Conditions:
     """
 
     version: int = 0
-    coefficients: Coefficients = Coefficients()
+    coefficients: Coefficients = field(default_factory=Coefficients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ class Batch:
     """
 
     samples: tuple[Sample, ...]
-    conditions: Conditions = Conditions()
+    conditions: Conditions = field(default_factory=Conditions)
     roles: tuple[Role, ...] = (Role.POLICY,)
 
     @property
@@ -67,11 +68,14 @@ class Trainer(Protocol):
     """Async. `forward_backward` adds the gradients of a batch, `optim_step` applies and clears them.
 
     A batch's gradient does not depend on how it is cut into rows, nor on how these are shared out. `annotate` returns
-    the samples, in order, with columns added. `save` and `weights` may run beside everything but `optim_step`, which
-    waits for them. `updates` counts the optimizer steps of the policy.
+    the samples, in order, with columns added. `publish` makes the current weights available as a version: the manifest
+    for engines with weights of their own, None where there are none. `probe` gives log-probs of a fixed sequence under
+    them (`kitae.weights.probe`). `publish`, `probe` and `save` may run beside everything but `optim_step` and
+    `finish_step`, which wait for them. `updates` counts the optimizer steps of the policy.
     """
 
-    updates: int
+    @property
+    def updates(self) -> int: ...
 
     async def annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]: ...
     async def forward_backward(self, batch: Batch) -> Totals: ...
@@ -79,6 +83,8 @@ class Trainer(Protocol):
     async def finish_step(self, step: int) -> None:
         """After all updates of a step: a reference that moves does so now."""
 
+    async def publish(self, version: int, *, in_full: bool = False) -> Manifest | None: ...
+    async def probe(self) -> tuple[float, ...]: ...
     async def save(self, folder: Path) -> None: ...
     async def load(self, folder: Path) -> None: ...
     async def close(self) -> None: ...

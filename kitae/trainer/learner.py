@@ -43,7 +43,7 @@ class Learnt:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
-async def _at_once() -> None:
+async def at_once() -> None:
     pass
 
 
@@ -68,11 +68,12 @@ class Learner:
         step: int,
         groups: Sequence[Group],
         dropped: Sequence[Group] = (),
-        before_update: Callable[[], Awaitable[None]] = _at_once,
+        before_update: Callable[[], Awaitable[None]] = at_once,
     ) -> Learnt:
         """All updates of one batch. A batch without any sample leaves the weights alone.
 
-        `before_update` is awaited once, before the first optimizer step changes the policy.
+        `before_update` is awaited once, before the first optimizer step, and in any case before the step is finished:
+        until then nothing has changed that a checkpoint holds, but for `state`.
         """
         watch = _Stopwatch()
         candidates = await asyncio.to_thread(self.groups.candidates, groups, dropped)
@@ -85,12 +86,18 @@ class Learner:
             totals, updates = await self._update(step, candidates, before_update, watch)
             numbers |= self.control.used
             self.control.finish_step(totals, len(candidates))
+        else:
+            await watch.over("hold", before_update())
         await self.trainer.finish_step(step)
-        return Learnt(updates, len(candidates), int(totals[Mark.SKIPPED] or 0), totals.numbers() | numbers, watch.seconds)
+        numbers = totals.numbers() | numbers
+        return Learnt(updates, len(candidates), int(totals[Mark.SKIPPED] or 0), numbers, watch.seconds)
 
-    async def save(self, folder: Path) -> None:
-        """Beside everything but the next update."""
-        state = json.dumps({**self.groups.state(), "coefficients": self.control.state()})
+    def state(self) -> str:
+        """What the driver has learnt, as it is between two steps."""
+        return json.dumps({**self.groups.state(), "coefficients": self.control.state()})
+
+    async def save(self, folder: Path, state: str) -> None:
+        """Beside everything but the next update; `state` is of the step that is saved."""
         await self.trainer.save(folder)
         (folder / STATE_FILE).write_text(state)
 
@@ -121,15 +128,13 @@ class Learner:
     ) -> tuple[Totals, int]:
         roles = self._roles(step)
         found: list[Totals] = []
-        untouched = Role.POLICY in roles
         for part in self._minibatches(step, candidates):
             samples = await asyncio.to_thread(self.groups.weighted, part)
             samples = _for_critic(samples) if Role.CRITIC in roles else samples
             conditions = Conditions(step, self.control.coefficients)
             passed = await watch.over("train", self.trainer.forward_backward(Batch(samples, conditions, roles)))
-            if untouched:
+            if not found:
                 await watch.over("hold", before_update())
-                untouched = False
             found.append(passed + await watch.over("update", self.trainer.optim_step()))
         return average(found), len(found)
 

@@ -1,19 +1,20 @@
 """A trainer in this process: one worker, in a thread of its own."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from kitae.observe.meter import Totals
 from kitae.trainer.base import Batch, Column
 from kitae.trainer.forward import pack_rows
 from kitae.trainer.worker import Worker
 from kitae.types import Sample
+from kitae.weights.base import Manifest, Publisher
+from kitae.weights.probe import score_probe
 
 T = TypeVar("T")
 
@@ -26,9 +27,10 @@ class LocalTrainer:
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
+        self.publisher: Publisher | None = None  # for engines with weights of their own
         threads = torch.get_num_threads()  # a thread begins with as many as there are cores
         self._compute = ThreadPoolExecutor(1, THREAD, initializer=torch.set_num_threads, initargs=(threads,))
-        self._look = ThreadPoolExecutor(2, f"{THREAD}-reads")
+        self._look = ThreadPoolExecutor(2, f"{THREAD}-reads", torch.set_num_threads, (threads,))
         self._reading: set[asyncio.Future[Any]] = set()
         self._changing = asyncio.Lock()
 
@@ -68,8 +70,14 @@ class LocalTrainer:
     async def load(self, folder: Path) -> None:
         await self._run(self._compute, lambda: self.worker.load(folder))
 
-    async def weights(self) -> Mapping[str, Tensor]:
-        return self.worker.weights()
+    async def publish(self, version: int, *, in_full: bool = False) -> Manifest | None:
+        publisher = self.publisher
+        if publisher is None:
+            return None
+        return await self._read(lambda: publisher.publish(version, self.worker.weights(), in_full=in_full))
+
+    async def probe(self) -> tuple[float, ...]:
+        return await self._read(lambda: score_probe(self.worker.policy))
 
     async def close(self) -> None:
         self._compute.shutdown(wait=False)

@@ -93,9 +93,7 @@ class Values:
         self._clip = clip
 
     def outputs(self, micro: MicroBatch) -> Tensor:
-        found: Tensor = self.model(
-            micro.tokens_T, micro.positions_T, attention(self.policy, micro), micro.source_N
-        )
+        found: Tensor = self.model(micro.tokens_T, micro.positions_T, attention(self.policy, micro), micro.source_N)
         return found
 
     def loss(self, micro: MicroBatch, conditions: Conditions, meter: Meter) -> Tensor:

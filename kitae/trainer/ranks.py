@@ -59,5 +59,5 @@ class Distributed:
         dist.all_gather_object(found, totals, group=self._group)
         merged = Totals()
         for each in found:
-            merged = merged.beside(each or Totals())
+            merged += each or Totals()
         return merged

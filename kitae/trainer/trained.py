@@ -1,6 +1,5 @@
 """A model that learns, on one rank: its objective, its gradients, its optimizer. Policy and critic are one each."""
 
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -42,7 +41,7 @@ class Trained:
     def forward_backward(self, rows: Iterable[Row], conditions: Conditions) -> Totals:
         """Add the gradient of these rows; the numbers of their tokens."""
         meter = Meter()
-        policy, tokens, began = self.objective.policy, 0, time.perf_counter()
+        policy, tokens = self.objective.policy, 0
         with training_mode(policy, self.config):
             for row in rows:
                 micro = MicroBatch.of(row, policy.device)
@@ -50,9 +49,7 @@ class Trained:
                 self._finite.append(loss.detach().isfinite())
                 loss.backward()  # type: ignore[no-untyped-call]
                 tokens += len(row.tokens_T)
-        totals = meter.totals()  # waits for the device
-        totals += Totals.of(Kind.TIME, **{f"{self.name}train_seconds": time.perf_counter() - began})
-        return totals + Totals.of(Kind.COUNT, **{f"{self.name}train_tokens": tokens})
+        return meter.totals() + Totals.of(Kind.COUNT, **{f"{self.name}train_tokens": tokens})
 
     def _nothing(self, micro: MicroBatch) -> Tensor:
         """The loss of a row without loss tokens. It is computed, because the other ranks wait for this one's part."""
@@ -74,7 +71,7 @@ class Trained:
 
     def load(self, file: Path) -> None:
         with safe_open(file, framework="pt") as saved:
-            tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118: no mapping
+            tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
             self.optimizer.load_state(tensors, int(saved.metadata()["updates"]))
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from kitae.config.load import load_config
 from kitae.config.root import RLConfig
 from kitae.observe.observer import Silent
-from kitae.pipeline.session import Result, prepare, train
+from kitae.pipeline.prepare import prepare
+from kitae.pipeline.session import Result, train
 from kitae.store.run import Metrics, RunStore
 
 HERE = Path(__file__).parent

@@ -12,7 +12,8 @@ from kitae.algorithms.presets import PRESETS
 from kitae.config.load import load_config
 from kitae.errors import ConfigError
 from kitae.observe.observer import Silent
-from kitae.pipeline.session import prepare, train
+from kitae.pipeline.prepare import prepare
+from kitae.pipeline.session import train
 from kitae.store.journal import Journal
 from kitae.store.run import RunStore
 

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kitae.config.load import load_config
 from kitae.errors import DataError, VerifierError
 from kitae.observe.observer import Silent
-from kitae.pipeline.session import evaluate_model, prepare, train
+from kitae.pipeline.prepare import prepare
+from kitae.pipeline.session import evaluate_model, train
 from kitae.store.journal import Journal
 from kitae.store.run import RunStore
 

@@ -5,7 +5,8 @@ from pathlib import Path
 from harness import toy_config
 
 from kitae.observe.observer import Silent
-from kitae.pipeline.session import prepare, train
+from kitae.pipeline.prepare import prepare
+from kitae.pipeline.session import train
 from kitae.store.run import RunStore
 
 LOUD = """

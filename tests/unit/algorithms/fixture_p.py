@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.objective import Objective
+from objective import Objective
 from kitae.algorithms.tokens import TokenBatch
 from kitae.data.packing import collate
 from kitae.observe.meter import Meter
@@ -172,7 +172,7 @@ def with_kl(samples: Sequence[Sample], d: Sequence[Sequence[float]]) -> list[Sam
 
 def advantages(objective: Objective, *groups: Group) -> list[list[float]]:
     """The advantages of the loss tokens of every sample that is trained on."""
-    return loss_values(objective.advantages(objective.samples(groups)))
+    return loss_values(objective.advantages(objective.candidates(groups)))
 
 
 def loss_values(samples: Sequence[Sample], name: str = "advantage_T") -> list[list[float]]:
@@ -189,7 +189,7 @@ def of_samples(rows: Sequence[Sequence[float]]) -> list[float]:
 
 def trainable(objective: Objective, *groups: Group) -> tuple[Sample, ...]:
     """S1 to S3 and S7, as for one optimizer step on these groups."""
-    return objective.batch(objective.advantages(objective.samples(groups))).samples
+    return objective.batch(objective.advantages(objective.candidates(groups))).samples
 
 
 # From samples to a loss.
@@ -267,7 +267,7 @@ def loss_of(objective: Objective, tokens: TokenBatch) -> tuple[float, Tensor, di
     meter = Meter()
     loss = objective.loss(tokens, meter)
     (gradient_N,) = torch.autograd.grad(loss, tokens.logp_N, retain_graph=True)
-    return loss.item(), gradient_N, meter.result()
+    return loss.item(), gradient_N, meter.totals().numbers()
 
 
 def token_losses(objective: Objective, tokens: TokenBatch) -> list[float]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.objective import Objective
+from objective import Objective
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.tokens import TokenBatch
 from kitae.data.packing import collate
@@ -75,7 +75,7 @@ def golden_row(preset: str, device: str = "cpu") -> dict[str, Any]:
             logp_ref_T=golden_logprobs(s, "ref"),
             value_T=golden_values(s),
         )
-        for s in objective.samples([g for g in groups if g.id not in dropped])
+        for s in objective.candidates([g for g in groups if g.id not in dropped])
     ]
     batch = objective.batch(objective.advantages(samples))
     micro = collate(batch.samples, torch.device(device))

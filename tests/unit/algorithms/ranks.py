@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.objective import Objective
+from objective import Objective
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy

@@ -166,7 +166,7 @@ def test_leave_one_out_with_the_penalty_in_the_reward() -> None:
     d = [[0.1, 0.2], [-0.3, 0.1, 0.1]]  # sums .3 and -.1
     for choices, expected in (({"advantage": "reward"}, example["shaped"]), ({}, example["adv"])):
         objective = make_objective(preset="rloo", kl_coef=0.05, **choices)
-        samples = with_kl(objective.samples([make_group([1, 0], lengths=[2, 3])]), d)
+        samples = with_kl(objective.candidates([make_group([1, 0], lengths=[2, 3])]), d)
         assert of_samples(loss_values(objective.advantages(samples))) == close(expected)
 
 
@@ -184,7 +184,7 @@ def test_return_less_the_reward_of_the_greedy_response() -> None:
     k1 = [[0.1, 0.2, -0.1]]
     remax = make_objective(preset="remax", kl_coef=0.1)
     assert remax.wants_greedy
-    samples = with_kl(remax.samples([with_greedy(1.0, 3, 0.4)]), k1)
+    samples = with_kl(remax.candidates([with_greedy(1.0, 3, 0.4)]), k1)
     assert flat(loss_values(remax.advantages(samples))) == close(example["adv"])
     returns = make_objective(preset="reinforce++", kl_coef=0.1, whiten="none")
     assert flat(loss_values(returns.advantages(samples))) == close(example["returns"])
@@ -198,7 +198,7 @@ def test_returns_whitened_over_all_tokens() -> None:
 
     def found(**choices: Any) -> list[list[float]]:
         objective = make_objective(preset="reinforce++", kl_coef=0.1, **choices)
-        return loss_values(objective.advantages(with_kl(objective.samples(groups), d)))
+        return loss_values(objective.advantages(with_kl(objective.candidates(groups), d)))
 
     returns = found(whiten="none")
     for mine, theirs in zip(returns, example["returns"], strict=True):
@@ -235,7 +235,7 @@ def gae_of(values: list[float], score: float = 1.0, **choices: Any) -> tuple[lis
     """Advantages and returns of one response, with these values of the critic."""
     objective = make_objective(preset="ppo", kl_coef=0.0, **{"whiten": "none", **choices})
     assert objective.wants_values
-    samples = objective.samples([make_group([score], lengths=[len(values)])])
+    samples = objective.candidates([make_group([score], lengths=[len(values)])])
     (sample,) = objective.advantages(with_numbers(samples, value_T=[values]))
     return flat(loss_values([sample])), flat(loss_values([sample], "return_T"))
 
@@ -265,7 +265,7 @@ def test_tokens_of_an_environment_are_skipped() -> None:
     )
     episode = Rollout.of(0, 0, (1, 2), turns, "stop", "", Score(1.0))
     objective = make_objective(preset="ppo", kl_coef=0.0, gae_lambda=0.95, whiten="none")
-    (sample,) = objective.samples([as_group([episode])])
+    (sample,) = objective.candidates([as_group([episode])])
     values = f32([0, 0, 0.5, 9, 9, 0.8])  # a critic says something of the environment's tokens too
     (sample,) = objective.advantages([replace(sample, value_T=values)])
     assert sample.advantage_T[2:].tolist() == close(example["masked"])
@@ -280,7 +280,7 @@ def test_a_response_that_was_cut_off_ends_its_episode() -> None:
     values = [0.5, 0.6, 0.8]
     cut = make_group([0], lengths=[3], truncated=[0])
     objective = make_objective(preset="ppo", kl_coef=0.0, gae_lambda=0.95, whiten="none")
-    (sample,) = objective.advantages(with_numbers(objective.samples([cut]), value_T=[values]))
+    (sample,) = objective.advantages(with_numbers(objective.candidates([cut]), value_T=[values]))
     assert flat(loss_values([sample])) == close(example["terminal0"])
     going_on = SequenceRewards(f32([0, 0, 0]), f32(values), bootstrap=0.9)
     assert gae(going_on, gamma=1.0, gae_lambda=0.95).tolist() == close(example["bootstrap09"])
@@ -311,7 +311,7 @@ def test_rewards_are_clipped_before_they_are_normalised() -> None:
     scores = [0.0, 1.0, 2.0, 37.0]
 
     def rewards(**choices: Any) -> list[float]:
-        return [s.reward for s in make_objective(**choices).samples([make_group(scores)])]
+        return [s.reward for s in make_objective(**choices).candidates([make_group(scores)])]
 
     assert rewards(reward_norm="batch") == close(example["z"])
     assert rewards(reward_norm="batch", reward_clip=10.0) == close(example["clip_then_z"])
@@ -329,7 +329,7 @@ def test_soft_length_penalty() -> None:
         assert overlong_penalty(int(length), 20480, 4096) == close(max(-1.0, wrong)), "it never exceeds 1"
     # Through the pipeline: cap 20, buffer 8, in tokens.
     objective = make_objective(max_tokens=20, overlong_buffer=8)
-    samples = objective.samples([make_group([1, 1, 1, 1], lengths=[2, 12, 16, 20])])
+    samples = objective.candidates([make_group([1, 1, 1, 1], lengths=[2, 12, 16, 20])])
     assert [s.reward for s in samples] == [1, 1, 0.5, 0]
 
 

@@ -446,7 +446,7 @@ def test_prompt_mean(order: tuple[int, ...]) -> None:
     ratios = [*RATIOS_P, [1.0, 1.0, 1.0], [1.0]]
     for aggregation, key in (("prompt-mean", "prompt_mean"), ("token-mean", "token_mean")):
         objective = plain(aggregation=aggregation)
-        samples = objective.advantages(objective.samples([group_p(), make_group([0, 1], group=1, lengths=[3, 1])]))
+        samples = objective.advantages(objective.candidates([group_p(), make_group([0, 1], group=1, lengths=[3, 1])]))
         batch = objective.batch([samples[i] for i in order])
         loss, _, _ = loss_of(objective, as_tokens(batch.samples, [ratios[i] for i in order]))
         assert loss == close(EXAMPLES["prompt_mean"][key])

@@ -90,7 +90,7 @@ def test_an_impossible_token_leaves_loss_gradient_and_metrics_finite(gate: str, 
 
 def test_a_penalty_in_the_reward_of_an_impossible_token_is_zero() -> None:
     objective = make_objective(preset="rloo", kl_coef=0.5)
-    samples = with_kl(objective.samples([make_group([1.0, 0.0], lengths=[2, 2])]), [[0.0, 0.0], [0.0, 0.0]])
+    samples = with_kl(objective.candidates([make_group([1.0, 0.0], lengths=[2, 2])]), [[0.0, 0.0], [0.0, 0.0]])
     for s in samples:
         assert s.logp_old_T is not None and s.logp_ref_T is not None
         s.logp_old_T[-1] = s.logp_ref_T[-1] = -INF
@@ -123,7 +123,7 @@ def test_k3_pulls_back_a_token_however_far_it_drifted() -> None:
 
 def test_a_penalty_in_the_reward_is_not_clamped() -> None:
     objective = make_objective(preset="rloo", kl_coef=0.5)
-    samples = with_kl(objective.samples([make_group([1.0, 0.0], lengths=[1, 1])]), [[50.0], [0.0]])
+    samples = with_kl(objective.candidates([make_group([1.0, 0.0], lengths=[1, 1])]), [[50.0], [0.0]])
     first, second = objective.advantages(samples)
     assert (first.advantage_T[-1], second.advantage_T[-1]) == (-24.0, 24.0)
 
@@ -193,14 +193,14 @@ def test_huge_rewards_of_either_sign_vary() -> None:
 def test_shaping_that_leaves_what_a_float_holds_is_refused_and_clipping_comes_first() -> None:
     group = make_group([3e38, 0.0])
     with pytest.raises(ConfigError, match="the shaping function must return 2 finite numbers"):
-        make_objective(reward_scale=2.0).samples([group])
-    first, second = make_objective(reward_scale=2.0, reward_clip=5.0).samples([group])
+        make_objective(reward_scale=2.0).candidates([group])
+    first, second = make_objective(reward_scale=2.0, reward_clip=5.0).candidates([group])
     assert (first.reward, second.reward) == (5.0, 0.0)
 
 
 def test_a_score_that_a_float_does_not_hold_is_refused() -> None:
     with pytest.raises(VerifierError, match=r"a score must be a number within ± 3.4e\+38, got 1e\+39"):
-        make_objective().samples([make_group([1e39, 0.0])])
+        make_objective().candidates([make_group([1e39, 0.0])])
     with pytest.raises(VerifierError, match="a score must be a number within"):
         make_objective().drop_reason(make_group([1e39, 0.0]))
 
@@ -213,7 +213,7 @@ def test_a_score_that_a_float_does_not_hold_is_refused() -> None:
 def test_one_sample_and_equal_samples_are_finite_under_every_method(preset: str, size: int) -> None:
     greedy = make_rollout(1.0, group=0, index=-1)
     objective = make_objective(preset=preset)
-    samples = objective.samples([make_group([1.0] * size, lengths=[2] * size, greedy=greedy)])
+    samples = objective.candidates([make_group([1.0] * size, lengths=[2] * size, greedy=greedy)])
     samples = with_numbers(
         samples, logp_old_T=[[-1.0] * 2] * size, logp_ref_T=[[-1.0] * 2] * size, value_T=[[0.5] * 2] * size
     )
@@ -228,7 +228,7 @@ def test_empty_and_wholly_masked_responses_are_not_trained_on_and_spoil_nothing(
     good, bad = make_rollout(1.0, [-1.0] * 3, index=2), make_rollout(0.0, index=3)
     group = as_group([make_rollout(1.0, []), observed, good, bad], greedy=make_rollout(0.0, index=-1))
     objective = make_objective(preset=preset)
-    samples = objective.samples([group])
+    samples = objective.candidates([group])
     assert [s.kept for s in samples][:2] == [False, False]
     samples = with_numbers(
         samples,

@@ -47,7 +47,7 @@ from kitae.algorithms.advantages import (
     whiten,
 )
 from kitae.algorithms.config import AlgorithmConfig, needs_group
-from kitae.algorithms.objective import Objective
+from objective import Objective
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.ratios import token as token_ratio
 from kitae.algorithms.rewards import Moments, overlong_penalty
@@ -64,7 +64,7 @@ def by_index(samples: Sequence[Sample]) -> dict[int, float]:
 
 
 def trained(objective: Objective, *groups: Group) -> dict[int, float]:
-    return by_index(objective.advantages(objective.samples(groups)))
+    return by_index(objective.advantages(objective.candidates(groups)))
 
 
 # Verifiers that failed.
@@ -100,13 +100,13 @@ def test_methods_without_a_baseline_train_on_a_single_rollout(advantage: str) ->
 def test_a_group_without_any_verdict_is_dropped_as_errors(filter_: str, scores: list[None]) -> None:
     objective = make_objective(filter=filter_)
     assert objective.drop_reason(make_group(scores)) == "errors"
-    assert objective.samples([make_group(scores)]) == []
+    assert objective.candidates([make_group(scores)]) == []
 
 
 def test_an_unscored_rollout_counts_as_failed() -> None:
     unscored = Rollout.of(0, 1, (1,), (Segment("model", (5,), (-1.0,), (0,)),), "stop", "")
     assert make_objective().drop_reason(as_group([unscored])) == "errors"
-    assert [s.index for s in make_objective().samples([as_group([make_rollout(1.0), unscored])])] == [0]
+    assert [s.index for s in make_objective().candidates([as_group([make_rollout(1.0), unscored])])] == [0]
 
 
 # Groups are known by their id.
@@ -114,7 +114,7 @@ def test_an_unscored_rollout_counts_as_failed() -> None:
 
 def test_samples_of_several_groups_may_stand_in_any_order() -> None:
     objective = make_objective(**CENTRED)
-    samples = objective.samples([make_group([1, 0], group=7), make_group([1, 1, 0], group=3)])
+    samples = objective.candidates([make_group([1, 0], group=7), make_group([1, 1, 0], group=3)])
     mixed = [samples[i] for i in (4, 0, 2, 3, 1)]
     found = {(s.group, s.index): s.advantage_T[-1] for s in objective.advantages(mixed)}
     expected = {(7, 0): 1 / 2, (7, 1): -1 / 2, (3, 0): 1 / 3, (3, 1): 1 / 3, (3, 2): -2 / 3}
@@ -124,7 +124,7 @@ def test_samples_of_several_groups_may_stand_in_any_order() -> None:
 def test_groups_may_be_of_different_sizes() -> None:
     """Nothing is reshaped to (groups, G): a failed rollout does not move those behind it."""
     objective = make_objective(**CENTRED)
-    found = objective.advantages(objective.samples([make_group([1, None, 0]), make_group([0, 0, 1], group=1)]))
+    found = objective.advantages(objective.candidates([make_group([1, None, 0]), make_group([0, 0, 1], group=1)]))
     assert of_samples(loss_values(found)) == pytest.approx([0.5, -0.5, -1 / 3, -1 / 3, 2 / 3])
 
 
@@ -165,7 +165,7 @@ def test_truncated_responses_keep_their_score_by_default() -> None:
 
 def test_truncated_responses_may_get_a_fixed_reward() -> None:
     objective = make_objective(**CENTRED, truncation="reward", truncation_reward=-2.0, reward_scale=2.0)
-    samples = objective.samples([make_group([1, 0, 1], truncated=[2])])
+    samples = objective.candidates([make_group([1, 0, 1], truncated=[2])])
     assert [s.score for s in samples] == [1, 0, 1], "the score is what the verifier said"
     assert [s.reward for s in samples] == [2, 0, -4], "the rule comes before bias and scale"
     # The filter judges what the verifier said: one of two equal scores does not become different.
@@ -210,7 +210,7 @@ def test_the_length_penalty_lies_between_minus_one_and_zero(length: int, cap: in
 def test_shaping_reaches_the_reward_and_not_the_score_nor_the_filter() -> None:
     group = make_group([1, 1, 1], lengths=[12, 16, 20])
     objective = make_objective(max_tokens=20, overlong_buffer=8, **CENTRED)
-    assert [s.score for s in objective.samples([group])] == [1, 1, 1]
+    assert [s.score for s in objective.candidates([group])] == [1, 1, 1]
     assert trained(objective, group) == pytest.approx({0: 0.5, 1: 0.0, 2: -0.5})
     filtered = make_objective(max_tokens=20, overlong_buffer=8, filter="zero-variance")
     assert filtered.drop_reason(group) == "zero-variance"
@@ -218,33 +218,33 @@ def test_shaping_reaches_the_reward_and_not_the_score_nor_the_filter() -> None:
 
 def test_bias_scale_and_clip_in_this_order() -> None:
     objective = make_objective(reward_bias=-0.5, reward_scale=10.0, reward_clip=4.0)
-    samples = objective.samples([make_group([0, 0.25, 0.5, 0.75, 1])])
+    samples = objective.candidates([make_group([0, 0.25, 0.5, 0.75, 1])])
     assert [s.reward for s in samples] == [-4, -2.5, 0, 2.5, 4]
 
 
 def test_batch_normalisation_is_over_all_groups_of_the_step() -> None:
     objective = make_objective(reward_norm="batch", advantage="reward")
-    rewards = [s.reward for s in objective.samples([make_group([1, 0]), make_group([3, 4], group=1)])]
+    rewards = [s.reward for s in objective.candidates([make_group([1, 0]), make_group([3, 4], group=1)])]
     assert rewards == pytest.approx(((np.array([1, 0, 3, 4]) - 2) / np.std([1, 0, 3, 4])).tolist())
-    assert [s.reward for s in objective.samples([make_group([7, 7])])] == [0, 0], "nothing varies"
+    assert [s.reward for s in objective.candidates([make_group([7, 7])])] == [0, 0], "nothing varies"
 
 
 def test_running_normalisation_remembers_and_survives_a_checkpoint() -> None:
     objective = make_objective(reward_norm="running", advantage="reward")
-    first = [s.reward for s in objective.samples([make_group([1, 0])])]
+    first = [s.reward for s in objective.candidates([make_group([1, 0])])]
     assert first == pytest.approx([1, -1])
     saved = json.loads(json.dumps(objective.state()))
-    then = [s.reward for s in objective.samples([make_group([3, 4], group=1)])]
+    then = [s.reward for s in objective.candidates([make_group([3, 4], group=1)])]
     everything = np.array([1, 0, 3, 4])
     assert then == pytest.approx(((everything - everything.mean()) / everything.std())[2:].tolist())
 
     resumed = make_objective(reward_norm="running", advantage="reward")
     resumed.load_state(saved)
     assert resumed.state() == saved
-    assert [s.reward for s in resumed.samples([make_group([3, 4], group=1)])] == then
+    assert [s.reward for s in resumed.candidates([make_group([3, 4], group=1)])] == then
     assert resumed.state() == objective.state()
     fresh = make_objective(reward_norm="running", advantage="reward")
-    assert [s.reward for s in fresh.samples([make_group([3, 4], group=1)])] != pytest.approx(then)
+    assert [s.reward for s in fresh.candidates([make_group([3, 4], group=1)])] != pytest.approx(then)
 
 
 @fast
@@ -367,7 +367,7 @@ def test_pass_at_k_is_the_normalised_gain_of_drawing_a_sample(correct: int, wron
 def test_the_greedy_response_is_the_baseline_and_never_trained_on() -> None:
     objective = make_objective(preset="remax", kl_coef=0.0)
     group = make_group([1, 0], lengths=[2, 3], greedy=make_rollout(1.0, index=-1))
-    samples = objective.advantages(objective.samples([group]))
+    samples = objective.advantages(objective.candidates([group]))
     assert loss_values(samples) == [[0, 0], [-1, -1, -1]]
     assert [(s.index, s.baseline) for s in samples] == [(0, 1.0), (1, 1.0)]
 
@@ -400,7 +400,7 @@ def test_each_group_has_its_own_greedy_response_and_without_one_it_is_dropped() 
 def test_the_kl_penalty_of_a_group_is_summed_over_each_response() -> None:
     objective = make_objective(preset="rloo", kl_coef=0.5, **CENTRED)
     assert objective.kl_in_reward and objective.wants_reference
-    samples = with_kl(objective.samples([make_group([1, 0], lengths=[2, 3])]), [[0.2, 0.4], [0.0, 0.1, -0.3]])
+    samples = with_kl(objective.candidates([make_group([1, 0], lengths=[2, 3])]), [[0.2, 0.4], [0.0, 0.1, -0.3]])
     # 1 − .5 × .6 = .7 and 0 + .5 × .2 = .1
     assert by_index(objective.advantages(samples)) == pytest.approx({0: 0.3, 1: -0.3}, abs=1e-6)
     assert [s.reward for s in samples] == [1, 0], "the reward itself is not changed"
@@ -408,7 +408,7 @@ def test_the_kl_penalty_of_a_group_is_summed_over_each_response() -> None:
 
 def test_the_kl_penalty_of_token_advantages_is_spread_over_the_response() -> None:
     objective = make_objective(preset="reinforce++", kl_coef=0.5, whiten="none", gamma=0.5)
-    samples = with_kl(objective.samples([make_group([1], lengths=[3])]), [[0.2, 0.4, -0.2]])
+    samples = with_kl(objective.candidates([make_group([1], lengths=[3])]), [[0.2, 0.4, -0.2]])
     last = 1 + 0.1
     assert flat(loss_values(objective.advantages(samples))) == pytest.approx(
         [-0.1 + 0.5 * (-0.2 + 0.5 * last), -0.2 + 0.5 * last, last], abs=1e-6
@@ -418,15 +418,15 @@ def test_the_kl_penalty_of_token_advantages_is_spread_over_the_response() -> Non
 def test_dropped_groups_count_in_the_statistics_of_rewards_only() -> None:
     """What rewards are normalised by must not depend on the filter."""
     mixed, right, wrong = make_group([1, 0, 0, 0]), make_group([1] * 4, group=1), make_group([0] * 4, group=2)
-    everything = make_objective(reward_norm="batch").samples([mixed, right, wrong])
-    filtered = make_objective(reward_norm="batch").samples([mixed], [right, wrong])
+    everything = make_objective(reward_norm="batch").candidates([mixed, right, wrong])
+    filtered = make_objective(reward_norm="batch").candidates([mixed], [right, wrong])
     assert [s.group for s in filtered] == [0] * 4
     assert [s.reward for s in filtered] == pytest.approx([s.reward for s in everything[:4]])
 
 
 def test_samples_that_are_not_trained_on_pay_the_penalty_in_the_baseline() -> None:
     objective = make_objective(preset="rloo", kl_coef=1.0, filter="keep-best")
-    samples = with_kl(objective.samples([make_group([1, 0])]), [[0.0], [0.5]])
+    samples = with_kl(objective.candidates([make_group([1, 0])]), [[0.0], [0.5]])
     assert by_index(objective.advantages(samples)) == pytest.approx({0: 1.5})
 
 
@@ -476,7 +476,7 @@ def test_gae_skips_what_the_environment_says(data: st.DataObject) -> None:
             segments.append(Segment.observed((20,) * observed))
     rollout = Rollout.of(0, 0, (1, 2, 3), tuple(segments), "stop", "", Score(1.0))
     objective = make_objective(preset="ppo", kl_coef=0.0, gae_lambda=0.9, gamma=0.95, whiten="none")
-    (sample,) = objective.samples([as_group([rollout])])
+    (sample,) = objective.candidates([as_group([rollout])])
     values = data.draw(st.lists(st.floats(-1, 1), min_size=sample.loss_tokens, max_size=sample.loss_tokens))
     (found,) = objective.advantages(with_numbers([sample], value_T=[values]))
     rewards = [0.0] * (len(values) - 1) + [1.0]
@@ -667,7 +667,7 @@ def test_effective_sample_size_is_exact_over_micro_batches() -> None:
     for i in range(2):
         objective.loss(some_sequences(tokens, [i]), meter)
         parts.append(loss_of(objective, some_sequences(tokens, [i]))[2]["ess"])
-    found, all_ = meter.result(), flat(weights)
+    found, all_ = meter.totals().numbers(), flat(weights)
     assert found["ess"] == pytest.approx(sum(all_) ** 2 / (6 * sum(w**2 for w in all_)), abs=1e-5)
     capped = [min(w, 2.0) for w in all_]
     assert found["ess_corrected"] == pytest.approx(sum(capped) ** 2 / (6 * sum(w**2 for w in capped)), abs=1e-5)
@@ -679,8 +679,8 @@ def test_effective_sample_size_lies_between_one_of_n_and_one(weights: list[float
     meter = Meter()
     meter.sample_size("ess", sum(weights), sum(w**2 for w in weights), len(weights))
     meter.sample_size("equal", weights[0] * len(weights), weights[0] ** 2 * len(weights), len(weights))
-    assert 1 / len(weights) - 1e-9 <= meter.result()["ess"] <= 1 + 1e-9
-    assert meter.result()["equal"] == pytest.approx(1)
+    assert 1 / len(weights) - 1e-9 <= meter.totals().numbers()["ess"] <= 1 + 1e-9
+    assert meter.totals().numbers()["equal"] == pytest.approx(1)
 
 
 @pytest.mark.parametrize("correction", ["tis", "icepop", "sequence-tis", "geometric", "opsm", "total"])
@@ -706,7 +706,7 @@ def test_log_ratios_are_clamped_before_the_exponential() -> None:
         objective = make_objective(preset=preset)
         far = as_tokens(
             objective.batch(
-                with_numbers(objective.samples([make_group([1], lengths=[3])]), advantage_T=[[1.0] * 3])
+                with_numbers(objective.candidates([make_group([1], lengths=[3])]), advantage_T=[[1.0] * 3])
             ).samples,
             [[math.exp(200), math.exp(-200), 1.0]],
             d_ref=[300.0, -300.0, 0.0] if objective.wants_reference else None,

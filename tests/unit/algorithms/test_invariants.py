@@ -58,7 +58,7 @@ from kitae.algorithms.advantages import (
 from kitae.algorithms.config import AlgorithmConfig, needs_group
 from kitae.algorithms.corrections import CORRECTIONS
 from kitae.algorithms.gates import clip, geometric_clip, mask, weight_clip
-from kitae.algorithms.objective import Objective
+from objective import Objective
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.ratios import ANCHORS
 from kitae.algorithms.regularisers import REGULARISERS
@@ -105,7 +105,7 @@ def test_01_on_policy_every_algorithm_is_the_plain_policy_gradient(
 ) -> None:
     """r = w = 1, π = π_ref: d loss / d logp is −A times the weight of the token, whatever the gate."""
     objective = make_objective(preset=preset, **aggregation)
-    samples = objective.samples([make_group([1.0] * len(rows), lengths=[n for _, n in rows])])
+    samples = objective.candidates([make_group([1.0] * len(rows), lengths=[n for _, n in rows])])
     given_ = with_numbers(samples, advantage_T=[[a] * n for a, n in rows])
     ones = [[1.0] * n for _, n in rows]
     d_ref = [0.0] * sum(n for _, n in rows) if objective.wants_reference else None
@@ -253,7 +253,7 @@ def test_02_metrics_do_not_depend_on_the_cut_either(data: st.DataObject) -> None
         if piece:
             objective.loss(some_sequences(tokens, piece), meter)
     whole = loss_of(objective, tokens)[2]
-    assert meter.result() == pytest.approx(whole, rel=1e-4, abs=1e-5)
+    assert meter.totals().numbers() == pytest.approx(whole, rel=1e-4, abs=1e-5)
 
 
 # 3
@@ -298,7 +298,7 @@ def numbers_of(s: Sample, offset: int) -> list[float]:
 
 def trained_on(objective: Objective, groups: Sequence[Group], order: Callable[[list[Sample]], list[Sample]]) -> Any:
     """Advantages, weights and gradients by (group, index, token)."""
-    samples = order(objective.samples(groups))
+    samples = order(objective.candidates(groups))
     names = ("logp_old_T", "logp_ref_T", "value_T")
     samples = with_numbers(samples, **{n: [numbers_of(s, i) for s in samples] for i, n in enumerate(names)})
     batch = objective.batch(order(objective.advantages(samples)))
@@ -347,7 +347,7 @@ def draw_tokens(data: st.DataObject, objective: Objective, d_ref: bool = False) 
     ]
     groups = [as_group(rollouts[i : i + 2], i // 2) for i in range(0, len(rollouts), 2)]
     samples = with_numbers(
-        objective.samples(groups), advantage_T=[[a] * n for a, n in zip(values, lengths, strict=True)]
+        objective.candidates(groups), advantage_T=[[a] * n for a, n in zip(values, lengths, strict=True)]
     )
     ratios = [np.exp(rng.normal(0, 0.3, n)).tolist() for n in lengths]
     ref = rng.normal(0, 0.5, sum(lengths)).tolist() if d_ref else None
@@ -549,7 +549,7 @@ def test_10_through_the_pipeline_ppo_without_a_critic_is_reinforce_plus_plus() -
         for a, b in zip(with_critic, plain.advantages(plain.samples(groups)), strict=True):
             np.testing.assert_allclose(a.advantage_T, b.advantage_T, atol=1e-6)
         if whiten == "none":
-            assert [s.advantage_T[s.mask_T].tolist() for s in with_critic] == [[1, 1], [0, 0, 0], [0.5] * 4]
+            assert [s.column("advantage").tolist() for s in with_critic] == [[1, 1], [0, 0, 0], [0.5] * 4]
 
 
 # 11

@@ -23,7 +23,7 @@ from fixture_p import (
 )
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.objective import Objective
+from objective import Objective
 from kitae.algorithms.stages import STAGES
 from kitae.config.load import parse_config
 from kitae.errors import ConfigError
@@ -86,14 +86,14 @@ def test_true_is_no_number_where_the_function_says_number(file: Write, kind: str
 
 def test_shaping_of_ones_own(file: Write) -> None:
     objective = make_objective(shaping=file(EVERY_STAGE) + ":shaping", reward_norm="none")
-    samples = objective.samples([make_group([1, 0], lengths=[2, 5])])
+    samples = objective.candidates([make_group([1, 0], lengths=[2, 5])])
     assert [(s.score, s.reward) for s in samples] == [(1, 8), (0, -5)]
 
 
 def test_filter_of_ones_own_is_the_reason_by_its_name(file: Write) -> None:
     name = file(EVERY_STAGE) + ":keep"
     objective = make_objective(filter=name, advantage="one")
-    assert [s.index for s in objective.advantages(objective.samples([make_group([1, 0, 1])]))] == [0, 2]
+    assert [s.index for s in objective.advantages(objective.candidates([make_group([1, 0, 1])]))] == [0, 2]
     assert objective.drop_reason(make_group([0, 0])) == name
 
 

@@ -76,18 +76,17 @@ def some(*values: float) -> Totals:
         meter.total("loss", value)
         meter.max("max", value)
         meter.mean(Signal.KL, value)
-    return meter.totals() + Totals.of(Kind.COUNT, tokens=len(values)) + Totals.of(Kind.TIME, seconds=sum(values))
+    return meter.totals() + Totals.of(Kind.COUNT, tokens=len(values))
 
 
-def test_ranks_and_micro_batches_add_up_alike_but_for_time() -> None:
-    together = some(1.0, 3.0).beside(some(8.0))
-    assert together.numbers() == {"mean": 4.0, "loss": 12.0, "max": 8.0, "tokens": 3.0, "seconds": 8.0}
-    assert (some(1.0, 3.0) + some(8.0)).numbers() == {**together.numbers(), "seconds": 12.0}
+def test_parts_of_ranks_and_micro_batches_add_up() -> None:
+    together = some(1.0, 3.0) + some(8.0)
+    assert together.numbers() == {"mean": 4.0, "loss": 12.0, "max": 8.0, "tokens": 3.0} == some(1.0, 3.0, 8.0).numbers()
 
 
 def test_each_update_of_a_step_counts_once() -> None:
     step = average([some(1.0, 3.0), some(8.0)])
-    assert step.numbers() == {"mean": 5.0, "loss": 6.0, "max": 8.0, "tokens": 3.0, "seconds": 12.0}
+    assert step.numbers() == {"mean": 5.0, "loss": 6.0, "max": 8.0, "tokens": 3.0}
 
 
 def test_what_steers_is_no_metric() -> None:

@@ -1,0 +1,124 @@
+"""What a step has to say for itself: frozen records, and the row of metrics.jsonl that they make together."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What was sampled for a step, dropped groups included: the reward curve must not depend on the filter.
+
+    `Sampled(reward=0.4, reward_std=0.5, length=31.0, rollouts=64, groups=8, …)`; components: means of those of scores.
+    """
+
+    reward: float | None
+    reward_std: float | None
+    length: float
+    length_max: int
+    truncated: float
+    rollouts: int
+    groups: int
+    groups_dropped: int
+    groups_with_signal: int
+    errors: int
+    error_share: float
+    first_error: str
+    components: Mapping[str, float] = field(default_factory=dict)
+
+    def row(self) -> Row:
+        numbers = {name: getattr(self, name) for name in self.__slots__ if name != "components"}
+        return numbers | {f"reward/{name}": value for name, value in self.components.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Staleness:
+    """How old the tokens of a batch are, in versions: `Staleness(mean=0.3, oldest=1, shares={1: 0.3})`."""
+
+    mean: float
+    oldest: int
+    shares: Mapping[int, float]
+
+    def row(self) -> Row:
+        shares = {f"staleness/{age}": share for age, share in self.shares.items()}
+        return {"staleness": self.mean, "staleness_max": self.oldest, **shares}
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What the engine did meanwhile: `Generation(seconds=2.1, tokens=4096, restarts=0)`."""
+
+    seconds: float
+    tokens: int
+    restarts: int
+
+    def row(self) -> Row:
+        return {
+            "generate_seconds": self.seconds,
+            "generated_tokens": self.tokens,
+            "generate_tokens_per_second": rate(self.tokens, self.seconds),
+            "engine_restarts": self.restarts,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Where the seconds between two steps went: `Times(step=3.0, parts={"wait": 1.1, "train": 1.4, …})`.
+
+    Parts follow each other and add up to `step`, with what is left as `other`. wait: for a batch; annotate, train,
+    update: the trainer's work; hold: until the engine stood still, and what must end before an update; sync: until the
+    engine served the new version; save, evaluate: those of the step before, where training waits for them.
+    """
+
+    step: float
+    parts: Mapping[str, float]
+
+    @property
+    def trainer_busy(self) -> float:
+        return sum(self.parts.get(part, 0.0) for part in ("annotate", "train", "update"))
+
+    def row(self) -> Row:
+        other = max(0.0, self.step - sum(self.parts.values()))
+        seconds = {f"{part}_seconds": value for part, value in self.parts.items()}
+        idle = max(0.0, 1 - rate(self.trainer_busy, self.step))
+        return {"step_seconds": self.step, **seconds, "other_seconds": other, "trainer_idle": idle}
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """All of it. numbers: what the trainer measured; sync: what handing over the weights took."""
+
+    step: int
+    sampled: Sampled
+    staleness: Staleness
+    generation: Generation
+    times: Times
+    overdue: int
+    updates: int
+    samples: int
+    skipped: int
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    sync: Mapping[str, float] = field(default_factory=dict)
+
+    def row(self) -> Row:
+        return {
+            "kind": "step",
+            "step": self.step,
+            **self.sampled.row(),
+            **self.staleness.row(),
+            **self.generation.row(),
+            "overdue": self.overdue,
+            **self.numbers,
+            "updates": float(self.updates),
+            "samples_trained": float(self.samples),
+            **self.sync,
+            **self.times.row(),
+            "engine_idle": max(0.0, 1 - rate(self.generation.seconds, self.times.step)),
+            "train_tokens_per_second": rate(self.numbers.get("train_tokens", 0.0), self.times.parts.get("train", 0.0)),
+        }
+
+
+def rate(count: float, seconds: float) -> float:
+    return count / seconds if seconds > 0 else 0.0

@@ -1,0 +1,43 @@
+"""Ctrl-C and SIGTERM while a run trains."""
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+_GRACE = 3.0  # seconds for an interrupted run to say goodbye
+
+
+class Interrupts:
+    """The first Ctrl-C (or SIGTERM) stops at the next safe point; the second ends the process, whatever it is doing."""
+
+    def __init__(self, stop: Callable[[], None]) -> None:
+        self._stop = stop
+        self.loop = asyncio.get_running_loop()
+        self.received: int | None = None  # the first signal
+
+    def __enter__(self) -> "Interrupts":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self.loop.add_signal_handler(number, self._interrupt, number)
+            except (ValueError, NotImplementedError, RuntimeError):  # not the main thread
+                break
+        return self
+
+    def _interrupt(self, number: signal.Signals) -> None:
+        if self.received is not None:
+            # The trainer's thread cannot be interrupted and would be waited for. The journal survives a killed process.
+            end = threading.Timer(_GRACE, os._exit, (128 + number,))
+            end.daemon = True
+            end.start()
+            raise KeyboardInterrupt
+        self.received = number
+        self._stop()
+
+    def __exit__(self, *_: object) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            try:
+                self.loop.remove_signal_handler(number)
+            except (ValueError, NotImplementedError, RuntimeError):
+                return

@@ -1,0 +1,86 @@
+"""What comes before a model loads, and what episodes are made of: data, verifier, sampling."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kitae.algorithms.functions import Functions
+from kitae.config.root import RLConfig
+from kitae.data.chat import Chat
+from kitae.data.prompts import PromptStream, eval_prompts, open_stream
+from kitae.engines.base import Engine, SamplingParams
+from kitae.envs.rollout import Runner
+from kitae.envs.single_turn import SingleTurn
+from kitae.errors import VerifierError
+from kitae.types import Prompt
+from kitae.verifiers.pool import VerifierPool, validate
+
+_GOLD_CHECKS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What a run reads: its prompts, and those held out."""
+
+    stream: PromptStream
+    held_out: list[Prompt]
+
+
+def prepare(config: RLConfig, note: Callable[[str], None]) -> Sources:
+    """Open the data, try the verifier on reference answers, load stages: all that can fail before a model loads."""
+    Functions(config.algorithm, config.sampling.max_tokens)  # finds a user's own stages and checks their signatures
+    a, stale = config.algorithm, config.pipeline.max_staleness
+    if stale and a.correction == "none" and a.anchor != "behaviour":
+        note(
+            f"pipeline.max_staleness is {stale} and algorithm.correction is 'none': stale samples are trained on as if "
+            "the policy had just sampled them"
+        )
+    held_out = eval_prompts(config.data, config.run.seed, config.eval.prompts) if config.eval.prompts else []
+    sources = Sources(open_stream(config.data, config.run.seed), held_out)
+    if sources.stream.skipped:
+        note(sources.stream.skipped)
+
+    async def try_verifier() -> None:
+        async with make_pool(config, note, workers=1) as pool:
+            if config.verifier.check_gold:
+                await _check_gold(pool, [sources.stream.at(i) for i in range(_GOLD_CHECKS)], note)
+
+    asyncio.run(try_verifier())
+    return sources
+
+
+def make_pool(config: RLConfig, note: Callable[[str], None] | None = None, workers: int | None = None) -> VerifierPool:
+    v = config.verifier
+    return VerifierPool(v.name, v.params, workers or v.workers, v.timeout, note)
+
+
+def make_episodes(config: RLConfig, engine: Engine, chat: Chat, pool: VerifierPool) -> Runner:
+    sampling = SamplingParams(
+        temperature=config.sampling.temperature,
+        max_tokens=config.sampling.max_tokens,
+        stop_tokens=chat.stop_tokens,
+        stop_strings=config.sampling.stop,
+    )
+    return Runner(engine, chat, pool, SingleTurn, sampling, config.run.seed)
+
+
+def evaluation_episodes(config: RLConfig, runner: Runner) -> Runner:
+    e = config.eval
+    sampling = replace(runner.sampling, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k, min_p=e.min_p)
+    return replace(runner, sampling=sampling, label="eval", begun={}, copied={})
+
+
+async def _check_gold(pool: VerifierPool, prompts: list[Prompt], note: Callable[[str], None]) -> None:
+    """The gold answers must score 1, and references must be readable: anything else would teach nonsense."""
+    bad = await validate(pool, prompts)
+    if not bad:
+        return
+    prompt, score = bad[0]
+    verdict = f"{score.value:g} {score.detail}".strip() if score.valid else f"not judged: {score.detail}"
+    message = (
+        f"{len(bad)} of {len(prompts)} reference answers do not score 1 under this verifier; the first: "
+        f"{prompt.id} with reference {str(prompt.reference)[:80]!r} → {verdict}"
+    )
+    if len(bad) == len(prompts):
+        raise VerifierError(f"{message}. If references are no answers, set verifier.check_gold=false")
+    note(message)
