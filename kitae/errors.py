@@ -7,6 +7,8 @@
     ├── EngineError          the rollout engine cannot go on
     │   └── RequestError     one request is impossible; the other requests are unharmed
     ├── VerifierError        a verifier is unknown or breaks its contract
+    ├── SandboxError         code cannot be run in a sandbox on this machine
+    ├── RemoteError          a server does not answer, or with what is no use
     ├── StalledError         nothing in the run has moved for too long
     ├── Interrupted          the user or the system stopped the command
     └── StoreError           the run folder cannot be read or written
@@ -46,6 +48,14 @@ class VerifierError(KitaeError):
     pass
 
 
+class SandboxError(KitaeError):
+    pass
+
+
+class RemoteError(KitaeError):
+    pass
+
+
 class StalledError(KitaeError):
     pass
 
@@ -72,6 +82,10 @@ class CorruptError(StoreError):
 
 class ConfigChangedError(StoreError):
     pass
+
+
+class KitaeWarning(UserWarning):
+    """What a part has to say while it is loaded or warmed up; whoever loads it shows it to the user."""
 
 
 def root_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -19,7 +19,8 @@ from typing import Any
 from kitae.engines import wire
 from kitae.engines.base import EngineStats
 from kitae.errors import EngineError
-from kitae.verifiers.processes import describe, within
+from kitae.processes.deadlines import within
+from kitae.processes.status import describe
 
 _BOOT = "import sys; sys.path[:] = sys.argv[2:]; from kitae.engines.serve import main; main()"  # our imports work
 _SLICES = 10  # of the longest silence

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kitae.data.boxes import last_boxed
 from kitae.errors import VerifierError
 from kitae.verifiers.answers import (
     DEFAULT_ORDER,
@@ -15,7 +16,6 @@ from kitae.verifiers.answers import (
     clean,
     find_answers,
     hash_answer,
-    last_boxed,
     last_expression,
     parse_order,
     phrase_answer,

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kitae.data.boxes import last_boxed
 from kitae.errors import VerifierError
-from kitae.verifiers.answers import last_boxed
 from kitae.verifiers.math import math, same_answer
 from kitae.verifiers.math.fallback import math_verify_agrees
 

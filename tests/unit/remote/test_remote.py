@@ -1,4 +1,4 @@
-"""The HTTP client of verifiers, against a real server on loopback that is slow, broken or hostile."""
+"""The HTTP client, against a real server on loopback that is slow, broken or hostile."""
 
 import asyncio
 import gc
@@ -19,9 +19,10 @@ from typing import Any, Self
 
 import pytest
 
-from kitae.errors import VerifierError
-from kitae.verifiers import remote
-from kitae.verifiers.remote import Service, ask, close_clients
+from kitae.errors import RemoteError
+from kitae.remote import cache, client
+from kitae.remote.client import ask, close_clients
+from kitae.remote.service import Service
 
 KEY = "sk-Zr8-very-secret/0123456789+abc"
 
@@ -140,7 +141,7 @@ def run_tidily(body: Coroutine[Any, Any, Any]) -> None:
         asyncio.run(body)
         gc.collect()
     assert [str(w.message) for w in caught] == []
-    assert remote._LIFETIMES == {}
+    assert client._LIFETIMES == {}
 
 
 @pytest.fixture(autouse=True)
@@ -232,7 +233,7 @@ def test_what_may_pass_is_tried_again(failure: Reply) -> None:
 def test_what_will_not_pass_is_not_tried_again(reply: Reply, reason: str) -> None:
     async def body() -> None:
         async with FakeServer(script(reply)) as server:
-            with pytest.raises(VerifierError, match=reason):
+            with pytest.raises(RemoteError, match=reason):
                 await number(service(server.url))
             assert len(server.requests) == 1
 
@@ -242,7 +243,7 @@ def test_what_will_not_pass_is_not_tried_again(reply: Reply, reason: str) -> Non
 def test_retries_end_and_give_the_last_reason() -> None:
     async def body() -> None:
         async with FakeServer(script(Reply({"error": "overloaded"}, status=503))) as server:
-            with pytest.raises(VerifierError, match=r"within 2 retries: HTTP 503: .*overloaded.* \(try 3\)"):
+            with pytest.raises(RemoteError, match=r"within 2 retries: HTTP 503: .*overloaded.* \(try 3\)"):
                 await number(service(server.url, retries=2))
             assert len(server.requests) == 3
 
@@ -255,7 +256,7 @@ def test_a_server_that_is_not_there() -> None:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
 
     async def body() -> None:
-        with pytest.raises(VerifierError, match="within 1 retries: ConnectError"):
+        with pytest.raises(RemoteError, match="within 1 retries: ConnectError"):
             await number(service(url, retries=1))
 
     run(body())
@@ -275,7 +276,7 @@ def test_a_wait_past_the_deadline_is_refused_at_once() -> None:
         async with FakeServer(script(Reply(status=429, headers={"Retry-After": "86400"}))) as server:
             start = time.monotonic()
             with pytest.raises(
-                VerifierError, match=r"deadline of 5 s: HTTP 429.*the next try is due only in 8.64e\+04 s"
+                RemoteError, match=r"deadline of 5 s: HTTP 429.*the next try is due only in 8.64e\+04 s"
             ):
                 await number(service(server.url, deadline=5))
             assert time.monotonic() - start < 2
@@ -287,7 +288,7 @@ def test_the_deadline_covers_all_tries() -> None:
     async def body() -> None:
         async with FakeServer(script(Reply({"n": 1}, delay=60))) as server:
             start = time.monotonic()
-            with pytest.raises(VerifierError, match=r"within the deadline of 0.5 s: no answer within 0.2 s \(try \d\)"):
+            with pytest.raises(RemoteError, match=r"within the deadline of 0.5 s: no answer within 0.2 s \(try \d\)"):
                 await number(service(server.url, request_timeout=0.2, deadline=0.5, retries=100))
             assert 0.4 < time.monotonic() - start < 2
 
@@ -308,19 +309,19 @@ def test_waiting_for_a_slot_has_no_deadline() -> None:
     [("3", 3), ("0.5", 0.5), ("-1", 0), ("inf", 0), ("nan", 0), ("", 0), ("soon", 0), ("1e999", 0)],
 )
 def test_retry_after(header: str, seconds: float) -> None:
-    assert remote._retry_after(header) == seconds
+    assert client._retry_after(header) == seconds
 
 
 def test_retry_after_of_a_date() -> None:
     later = datetime.now(UTC) + timedelta(seconds=20)
-    assert 15 < remote._retry_after(format_datetime(later, usegmt=True)) <= 20
-    assert 15 < remote._retry_after(later.strftime("%a, %d %b %Y %H:%M:%S -0000")) <= 20
-    assert remote._retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert 15 < client._retry_after(format_datetime(later, usegmt=True)) <= 20
+    assert 15 < client._retry_after(later.strftime("%a, %d %b %Y %H:%M:%S -0000")) <= 20
+    assert client._retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
 
 
 def test_pauses_grow_and_differ() -> None:
     for tries, most in ((1, 1.0), (2, 2.0), (4, 8.0), (50, 30.0)):
-        pauses = {remote._pause(1.0, tries) for _ in range(50)}
+        pauses = {client._pause(1.0, tries) for _ in range(50)}
         assert len(pauses) > 40 and most / 2 <= min(pauses) and max(pauses) <= most
 
 
@@ -362,7 +363,7 @@ def test_limits_of_one_model_must_agree() -> None:
         async with FakeServer(script(Reply({"n": 1}))) as server:
             await number(service(server.url, concurrency=2))
             await number(service(server.url, concurrency=3, model="another"))
-            with pytest.raises(VerifierError, match=r"'m' at .* must be the same everywhere, got \(3, 0.0\)"):
+            with pytest.raises(RemoteError, match=r"'m' at .* must be the same everywhere, got \(3, 0.0\)"):
                 await number(service(server.url, concurrency=3))
 
     run(body())
@@ -409,7 +410,7 @@ def test_closing_ends_calls_with_an_error_and_the_next_call_opens_again() -> Non
             while not server.requests:
                 await asyncio.sleep(0.01)
             await close_clients()
-            with pytest.raises(VerifierError):
+            with pytest.raises(RemoteError):
                 await call
             assert await number(service(server.url)) == 7
 
@@ -460,11 +461,11 @@ def test_failures_are_not_cached(tmp_path: Path) -> None:
 
             def read(answer: Any) -> Any:
                 if "n" not in answer:
-                    raise VerifierError("no n")
+                    raise RemoteError("no n")
                 return answer["n"]
 
             for _ in range(2):
-                with pytest.raises(VerifierError):
+                with pytest.raises(RemoteError):
                     await ask(which, "/n", {}, read)
             assert await ask(which, "/n", {}, read) == 7
 
@@ -487,7 +488,7 @@ def test_a_cache_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 
     async def body() -> None:
         async with FakeServer(script(Reply({"n": 7}))) as server:
-            with pytest.raises(VerifierError, match="the cache must be a folder, got"):
+            with pytest.raises(RemoteError, match="the cache must be a folder, got"):
                 await number(service(server.url, cache=str(tmp_path / "file")))
             assert server.requests == []
 
@@ -496,7 +497,7 @@ def test_a_cache_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 
 def _write_many(folder: str, first: int) -> None:
     for i in range(first, first + 40):
-        remote._remember(Path(folder), f"key {i}", json.dumps(i))
+        cache.remember(Path(folder), f"key {i}", json.dumps(i))
 
 
 def test_several_processes_share_a_cache(tmp_path: Path) -> None:
@@ -507,7 +508,7 @@ def test_several_processes_share_a_cache(tmp_path: Path) -> None:
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
-    assert [remote._recall(tmp_path, f"key {i}") for i in range(60)] == [str(i) for i in range(60)]
+    assert [cache.recall(tmp_path, f"key {i}") for i in range(60)] == [str(i) for i in range(60)]
 
 
 @pytest.mark.parametrize("key", [KEY, 'sk-"quoted"\\and\\back', "sk-" + "a" * 300])
@@ -538,7 +539,7 @@ def test_the_key_is_nowhere(
                         service(server.url, key_env="SOME_KEY", retries=1, cache=str(tmp_path)), {"q": i}
                     )
                     said.append(json.dumps(found))
-                except VerifierError as error:
+                except RemoteError as error:
                     said.append(f"{error!r} {error.__cause__!r}")
                 assert server.requests[0].headers["authorization"] == f"Bearer {key}"
 
@@ -568,7 +569,7 @@ def test_a_key_that_is_no_header_is_refused_unseen(key: str, monkeypatch: pytest
 
     async def body() -> None:
         async with FakeServer(script(Reply({"n": 7}))) as server:
-            with pytest.raises(VerifierError, match=r"the key in \$SOME_KEY must be printable ASCII") as caught:
+            with pytest.raises(RemoteError, match=r"the key in \$SOME_KEY must be printable ASCII") as caught:
                 await number(service(server.url, key_env="SOME_KEY"))
             assert key not in str(caught.value) and server.requests == []
 
@@ -594,7 +595,7 @@ def test_a_key_that_is_no_header_is_refused_unseen(key: str, monkeypatch: pytest
     ],
 )
 def test_settings_are_checked(options: dict[str, Any], rule: str) -> None:
-    with pytest.raises(VerifierError, match=rule) as caught:
+    with pytest.raises(RemoteError, match=rule) as caught:
         Service(**{"base_url": "http://host", "model": "m", **options})
     assert "SECRET" not in str(caught.value)
 
@@ -614,7 +615,7 @@ def test_urls(base: str, path: str, url: str) -> None:
 
 def test_a_url_that_only_the_client_refuses() -> None:
     async def body() -> None:
-        with pytest.raises(VerifierError):
+        with pytest.raises(RemoteError):
             await number(service("http://a b.invalid/v1", retries=0))
 
     run(body())
