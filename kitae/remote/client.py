@@ -58,7 +58,8 @@ async def ask(service: Service, path: str, body: Mapping[str, Any], read: Callab
     async with channel.turn(key):
         found = await asyncio.to_thread(recall, folder, key)
         if found is not None:
-            return json.loads(found)  # type: ignore[no-any-return]
+            kept: T = json.loads(found)
+            return kept
         result = read(await channel.post(service, url, body))
         await asyncio.to_thread(remember, folder, key, json.dumps(result))
         return result

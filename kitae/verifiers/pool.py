@@ -230,13 +230,12 @@ class VerifierPool:
         self._watch(worker, usual.patience())
         healthy = False
         try:
-            reply = await worker.ask(next(self._job_ids), job, allowance, self.timeout)
+            checked = await worker.ask(next(self._job_ids), job, allowance, self.timeout)
             healthy = True
-            if reply["score"] is None:
-                return None
-            usual.add(monotonic() - began)
-            self._processor.add(reply["seconds"])
-            return Score(**reply["score"])
+            if checked.score is not None:
+                usual.add(monotonic() - began)
+                self._processor.add(checked.seconds)
+            return checked.score
         finally:
             worker.watch.cancel()
             self.stats.restarts += self._running and not healthy
@@ -437,6 +436,14 @@ class _Usual:
         return min(self._most, max(self._least, self._times * self._mean))
 
 
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """`_Checked(Score(1.0), seconds=0.002)` of processor time; no score: the check was interrupted."""
+
+    score: Score | None
+    seconds: float
+
+
 class _Worker:
     """One place in the pool, and the process that fills it at the moment: `answered` so many checks, and is `spoilt` by
     an interrupt, or `ended` by itself.
@@ -466,16 +473,17 @@ class _Worker:
             self._absence = str(error)
             raise
 
-    async def ask(self, job_id: int, job: str, allowance: float | None, timeout: float) -> dict[str, Any]:
-        """The reply to a job; `OutOfTimeError` or `WorkerDied` mean that the worker must be replaced."""
+    async def ask(self, job_id: int, job: str, allowance: float | None, timeout: float) -> "_Checked":
+        """The answer to a job; `OutOfTimeError` or `WorkerDied` mean that the worker must be replaced."""
         if self._process is None:
             raise WorkerDied(self._absence)
         head = json.dumps({"id": job_id, "allowance": allowance})
         try:
             reply = await self._process.ask(f"{head[:-1]}, {job[1:]}\n".encode(), job_id, timeout)
+            checked = _Checked(Score(**reply["score"]) if reply["score"] else None, reply["seconds"])
             self.answered += 1
             self.spoilt = reply["spoilt"]
-            return reply
+            return checked
         except EOFError:
             raise WorkerDied(await self._process.post_mortem() if self._process else self._absence) from None
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitae.data.boxes import last_boxed
 from kitae.errors import VerifierError
 from kitae.verifiers.answers import (
     DEFAULT_ORDER,
@@ -57,10 +56,6 @@ from kitae.verifiers.answers import (
 )
 def test_boxed(text: str, answer: str | None) -> None:
     assert boxed_answer(text) == answer
-
-
-def test_last_boxed_never_joins() -> None:
-    assert last_boxed(r"\boxed{1} and \boxed{2}") == "2"
 
 
 @pytest.mark.parametrize(

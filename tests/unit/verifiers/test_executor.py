@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_remote import FakeServer, Handler, Reply, Request, run, script
+from fake_server import FakeServer, Handler, Reply, Request, run, script
 
 from kitae.errors import VerifierError
 from kitae.sandbox.session import Report

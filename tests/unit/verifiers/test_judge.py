@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_server import KEY, FakeServer, Handler, Reply, Request, run, run_tidily, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_remote import KEY, FakeServer, Handler, Reply, Request, run, run_tidily, script
 
 from kitae.remote.service import Service
 from kitae.types import Score
