@@ -26,7 +26,7 @@ from kitae.processes.words import Words
 from kitae.processes.worker import WorkerProcess
 
 GreetingT = TypeVar("GreetingT")
-Request = Literal["spawn"] | Mapping[Literal["reap"], int]
+_Request = Literal["spawn"] | Mapping[Literal["reap"], int]
 
 _START_LIMIT = 60.0  # seconds for the template to import what it needs
 _ANSWER_LIMIT = 60.0  # seconds for the template to fork a worker, or to see one end that was killed
@@ -154,11 +154,11 @@ class Template(Generic[GreetingT]):
             raise self._error(problem)
         self._greeting = self._read(ready)
 
-    async def _ask(self, request: Request, *descriptors: int) -> dict[str, Any]:
+    async def _ask(self, request: _Request, *descriptors: int) -> dict[str, Any]:
         """A question and its answer belong together, even if whoever asked is cancelled meanwhile."""
         return await asyncio.shield(asyncio.create_task(self._exchange(request, [os.dup(d) for d in descriptors])))
 
-    async def _exchange(self, request: Request, descriptors: list[int]) -> dict[str, Any]:
+    async def _exchange(self, request: _Request, descriptors: list[int]) -> dict[str, Any]:
         try:
             async with self._lock:
                 if self._control is None:

@@ -49,7 +49,7 @@ from kitae.sandbox.backends import (
     user_namespace,
 )
 from kitae.sandbox.boot import inside_code
-from kitae.sandbox.inside.meter import Clock
+from kitae.sandbox.inside.usage import Clock
 from kitae.sandbox.orders import Limits, Order, complete_order, packed
 from kitae.sandbox.seccomp import filter_fd
 

@@ -38,17 +38,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from kitae.sandbox.inside.meter import Meter
+    from kitae.sandbox.inside.usage import Usage
     from kitae.sandbox.orders import Job
 
 
-def check(fd: int, meter: Meter, job: Job, report: Callable[[str, str], None]) -> None:
+def check(fd: int, usage: Usage, job: Job, report: Callable[[str, str], None]) -> None:
     """Wait for the candidate to load, then run `job["tests"]` one by one and report on each as it ends.
 
     Reports: "loaded" or "unloadable" once; then "passed" or "failed" for each test. "timeout" and "gone" end it all:
     the test that was running has failed, and those after it have not been run. "error": the tests are at fault.
     """
-    port = CheckerPort(fd, meter, job["time_limit"])
+    port = CheckerPort(fd, usage, job["time_limit"])
     try:
         port.restart_clock()
         status, rest = port.trust(port.hear_loaded)

@@ -8,8 +8,8 @@ import select
 import sys
 
 from kitae.sandbox.inside.candidate import KINDS, NAME
-from kitae.sandbox.inside.meter import Clock
 from kitae.sandbox.inside.remotes import Inert, Remote, generator, result_of
+from kitae.sandbox.inside.usage import Clock
 from kitae.sandbox.inside.wire import NotData, Port, frame_size, hides, pack, shareable, unpack
 
 TYPE_CHECKING = False
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-    from kitae.sandbox.inside.meter import Meter
+    from kitae.sandbox.inside.usage import Usage
     from kitae.sandbox.inside.wire import Node
 
 _MAX_LOANS, _SMALL = 8, 1000  # containers of the candidate's that are watched, and items in all of one answer
@@ -54,10 +54,10 @@ class CheckerPort(Port):
     catches that. `lost`: an assertion that failed in the candidate's hands.
     """
 
-    def __init__(self, fd: int, meter: Meter, time_limit: float) -> None:
+    def __init__(self, fd: int, usage: Usage, time_limit: float) -> None:
         super().__init__(fd)
         os.set_blocking(fd, False)
-        self._meter, self._limit = meter, time_limit
+        self._usage, self._limit = usage, time_limit
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(fd, select.POLLIN)
         self._writable.register(fd, select.POLLOUT)
@@ -80,7 +80,7 @@ class CheckerPort(Port):
         self.end: TimeUp | Gone | None = None
 
     def restart_clock(self) -> None:
-        self._meter.restart()
+        self._usage.restart()
         self._clock, self._looked = Clock(), 0.0
 
     def trust(self, step: Callable[..., Any], *arguments: Any) -> Any:
@@ -104,8 +104,8 @@ class CheckerPort(Port):
         if now - self._looked < _TICK:
             return
         self._looked = now
-        problem = self._meter.look()
-        if now > 2 * self._limit or self._meter.seconds > self._limit:
+        problem = self._usage.look()
+        if now > 2 * self._limit or self._usage.seconds > self._limit:
             raise TimeUp(f"more than {self._limit:g} s")
         if problem:
             raise Gone(problem)

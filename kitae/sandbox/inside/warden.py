@@ -16,7 +16,7 @@ import sys
 
 from kitae.sandbox.inside.candidate import compile_first, furnish, serve
 from kitae.sandbox.inside.checker import check
-from kitae.sandbox.inside.meter import SCRATCH, Clock, Meter
+from kitae.sandbox.inside.usage import SCRATCH, Clock, Usage
 from kitae.sandbox.inside.wire import read_frame, write_frame
 
 TYPE_CHECKING = False
@@ -112,7 +112,7 @@ def _check(order: FullOrder) -> None:
     _die_when_deserted()
     _limit_memory(order["memory_mb"])
     _limit_processor(2 * order["time_limit"] * (len(job["tests"]) + 1) + _SPARE)
-    check(ours.fileno(), Meter(pid, order["memory_mb"], order["files_limit"]), job, _report)
+    check(ours.fileno(), Usage(pid, order["memory_mb"], order["files_limit"]), job, _report)
     _sweep(pid)
 
 
@@ -296,7 +296,7 @@ def _follow(pid: int, taken: dict[int, bytearray], out: int, order: FullOrder) -
         os.set_blocking(fd, False)
         poll.register(fd, select.POLLIN)
     clock, open_fds, code = Clock(), set(taken), None
-    meter, looked = Meter(pid, order["memory_mb"], order["files_limit"]), 0.0
+    usage, looked = Usage(pid, order["memory_mb"], order["files_limit"]), 0.0
     while True:
         ready = poll.poll(1 if code is not None or not open_fds else _TICK * 1000)
         for fd, _ in ready:
@@ -315,8 +315,8 @@ def _follow(pid: int, taken: dict[int, bytearray], out: int, order: FullOrder) -
             code = _exit_code(pid)
         wall, broken = clock.read(), ""
         if code is None and wall - looked > _TICK:
-            looked, broken = wall, meter.look()
-        if wall > 2 * order["time_limit"] or meter.seconds > order["time_limit"]:
+            looked, broken = wall, usage.look()
+        if wall > 2 * order["time_limit"] or usage.seconds > order["time_limit"]:
             return "timeout", f"more than {order['time_limit']:g} s", None
         if broken:
             return "crashed", broken, None

@@ -31,7 +31,7 @@ from kitae.types import Score
 from kitae.verifiers.code.extraction import Source
 from kitae.verifiers.code.plans import COMPILE_LIMIT, plan, prepare
 from kitae.verifiers.code.readings import variants
-from kitae.verifiers.code.references import Asserts, Check, Stdio
+from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio
 from kitae.verifiers.code.verdicts import Verdict, judge_case, take_verdicts, total_score
 from kitae.verifiers.options import service_options
 
@@ -115,7 +115,7 @@ async def _run_cases(service: Service, language: str, source: Source, tests: Std
 
 
 async def _run_tests(
-    service: Service, source: Source, tests: Asserts | Check, limits: Limits, total_limit: float
+    service: Service, source: Source, tests: Asserts | CheckFunction, limits: Limits, total_limit: float
 ) -> list[Verdict]:
     """Like the local ones: what comes after a test that hangs or kills the candidate runs in a new program."""
     order, job = plan(source, tests, limits.time_limit)

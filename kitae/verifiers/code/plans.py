@@ -12,7 +12,7 @@ from kitae.verifiers.code.analysis import as_assert, names_of, settled, visible_
 from kitae.verifiers.code.extraction import Source, defines, extract_code
 from kitae.verifiers.code.languages import LANGUAGES
 from kitae.verifiers.code.readings import completions, typing_names, variants
-from kitae.verifiers.code.references import Asserts, Check, Stdio, Tests, read_tests
+from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio, Tests, read_tests
 from kitae.verifiers.code.verdicts import wrong
 
 COMPILE_LIMIT = 30.0
@@ -37,7 +37,7 @@ def prepare(response: str, reference: Any, language: str, reward: str) -> tuple[
     return source, tests
 
 
-def plan(source: Source, tests: Asserts | Check, time_limit: float) -> tuple[Order, Job]:
+def plan(source: Source, tests: Asserts | CheckFunction, time_limit: float) -> tuple[Order, Job]:
     """The order that loads the candidate, and the job of the checker, which the candidate must not see."""
     if isinstance(tests, Asserts):
         return (
@@ -116,7 +116,7 @@ def program(language: str, source: Source, limits: Limits) -> Order:
 
 def _wanted_names(tests: Tests) -> list[str]:
     match tests:
-        case Check():
+        case CheckFunction():
             return [tests.entry_point]
         case Asserts():
             found = names_of(tests.setup, tests.asserts)

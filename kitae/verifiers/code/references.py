@@ -12,23 +12,29 @@ from kitae.verifiers.code.verdicts import brief
 
 @dataclass(frozen=True, slots=True)
 class Asserts:
+    """`Asserts(("assert f(1) == 2",), setup="import math")`."""
+
     asserts: tuple[str, ...]
     setup: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stdio:
-    cases: tuple[tuple[str, str], ...]  # stdin, stdout
+    """Pairs of stdin and stdout: `Stdio((("1 2\\n", "3\\n"),))`."""
+
+    cases: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckFunction:
+    """`CheckFunction("def f(x):…", "def check(candidate): …", entry_point="f")`."""
+
     prompt: str
     check: str
     entry_point: str
 
 
-Tests = Asserts | Stdio | Check
+Tests = Asserts | Stdio | CheckFunction
 
 
 def read_tests(reference: Any) -> Tests | str:
@@ -77,7 +83,7 @@ def _read_stdio(tests: Mapping[str, Any]) -> Stdio | str:
     return Stdio(tuple(pairs))
 
 
-def _read_check(tests: Mapping[str, Any]) -> Check | str:
+def _read_check(tests: Mapping[str, Any]) -> CheckFunction | str:
     prompt, check, entry_point = tests.get("prompt") or "", tests.get("check"), tests.get("entry_point")
     if not isinstance(entry_point, str) or not entry_point.isidentifier():
         return f"entry_point must be the name of a function, got {str(entry_point)[:100]!r}"
@@ -87,7 +93,7 @@ def _read_check(tests: Mapping[str, Any]) -> Check | str:
         return problem
     if "check" not in names_bound(list(ast.walk(ast.parse(check)))):
         return "check must define a function check(candidate)"
-    return Check(prompt, check, entry_point)
+    return CheckFunction(prompt, check, entry_point)
 
 
 def _bad_python(texts: Sequence[str]) -> str:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kitae.errors import SandboxError, VerifierError
-from kitae.sandbox.inside.meter import Clock
+from kitae.sandbox.inside.usage import Clock
 from kitae.sandbox.orders import Limits, Order, packed
 from kitae.sandbox.session import Report, SandboxChoice, Session, open_session
 from kitae.types import Score
 from kitae.verifiers.code.extraction import Source
 from kitae.verifiers.code.languages import LANGUAGES
 from kitae.verifiers.code.plans import COMPILE_LIMIT, plan, prepare, program
-from kitae.verifiers.code.references import Asserts, Check, Stdio
+from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio
 from kitae.verifiers.code.verdicts import Verdict, all_failed, complaint, judge_case, take_verdicts, total_score
 
 _SLACK = 5.0  # seconds that the sandbox may need beyond the candidate's limit
@@ -103,7 +103,7 @@ class _Run:
             yield self.hear(session)
 
 
-def _run_tests(run: _Run, source: Source, tests: Asserts | Check) -> list[Verdict]:
+def _run_tests(run: _Run, source: Source, tests: Asserts | CheckFunction) -> list[Verdict]:
     """One verdict per test. A test that hangs or kills the candidate costs a sandbox; the next begins in a new one."""
     order, job = plan(source, tests, run.limits.time_limit)
     verdicts: list[Verdict] = []

@@ -16,7 +16,7 @@ from kitae.errors import KitaeWarning, SandboxError
 from kitae.sandbox import backends
 from kitae.sandbox import session as session_module
 from kitae.sandbox.backends import Backend, find_program
-from kitae.sandbox.inside.meter import Meter
+from kitae.sandbox.inside.usage import Usage
 from kitae.sandbox.orders import Limits, Order
 from kitae.sandbox.session import Report, find_backend, open_session
 from kitae.verifiers.code.verifier import code
@@ -323,10 +323,10 @@ def test_processor_time_of_children_counts() -> None:
         [sys.executable, "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
         assert child.stdin is not None and child.stdout is not None
-        meter = Meter(child.pid, 1024, 1000)
+        usage = Usage(child.pid, 1024, 1000)
         child.stdout.readline()
-        assert meter.look() == "" and meter.seconds >= 0.3
-        meter.restart()
-        assert meter.seconds == 0
-        assert "more than 0 MiB of memory" in Meter(child.pid, 0, 1000).look()
+        assert usage.look() == "" and usage.seconds >= 0.3
+        usage.restart()
+        assert usage.seconds == 0
+        assert "more than 0 MiB of memory" in Usage(child.pid, 0, 1000).look()
         child.stdin.close()
