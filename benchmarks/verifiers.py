@@ -43,7 +43,7 @@ HANGING_MATH = """
 from contextlib import nullcontext
 
 from kitae.verifiers.base import repeatable
-from kitae.verifiers.interrupts import foreign
+from kitae.processes.interrupts import foreign
 from kitae.verifiers.math import math
 from kitae.verifiers.registry import VERIFIERS
 

@@ -8,6 +8,8 @@
     │   ├── RequestError     one request is impossible; the other requests are unharmed
     │   └── WeightsDamaged   new weights did not arrive whole; the engine stands still until whole ones come
     ├── VerifierError        a verifier is unknown or breaks its contract
+    ├── SandboxError         code cannot be run in a sandbox on this machine
+    ├── RemoteError          a server does not answer, or with what is no use
     ├── StalledError         nothing in the run has moved for too long
     ├── Interrupted          the user or the system stopped the command
     └── StoreError           the run folder cannot be read or written
@@ -51,6 +53,14 @@ class VerifierError(KitaeError):
     pass
 
 
+class SandboxError(KitaeError):
+    pass
+
+
+class RemoteError(KitaeError):
+    pass
+
+
 class StalledError(KitaeError):
     pass
 
@@ -77,6 +87,10 @@ class CorruptError(StoreError):
 
 class ConfigChangedError(StoreError):
     pass
+
+
+class KitaeWarning(UserWarning):
+    """What a part has to say while it is loaded or warmed up; whoever loads it shows it to the user."""
 
 
 def root_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -88,7 +88,8 @@ def check(config: RLConfig) -> None:
     from kitae.data.prompts import open_stream
     from kitae.data.tasks import find_task
     from kitae.models.load import find_model
-    from kitae.verifiers.registry import check_params, resolve
+    from kitae.verifiers.calls import check_params
+    from kitae.verifiers.registry import resolve
 
     resolve_stages(config.algorithm.model_dump())
     if config.data.task is not None:

@@ -13,6 +13,7 @@ an `Example`, or to a mapping with its keys.
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from kitae.data.boxes import last_boxed
 from kitae.errors import DataError
 from kitae.plugins import is_plugin, load_function, nearest
 
@@ -58,8 +59,6 @@ def read_row(reader: Reader, row: Mapping[str, Any]) -> Example:
 
 
 def math(row: Mapping[str, Any]) -> Example:
-    from kitae.verifiers.answers import last_boxed
-
     problem, answer = row["problem"], row.get("answer")
     if answer is None and "solution" in row:
         answer = last_boxed(row["solution"])

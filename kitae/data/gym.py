@@ -9,8 +9,10 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, Self, TypedDict
 
 from kitae.data.tasks import HELD_OUT, MAX_DRAWS, Split
 from kitae.errors import DataError
@@ -20,6 +22,48 @@ from kitae.types import Message, Prompt
 INSTALL = "pip install reasoning-gym"
 CHUNK = 500
 """Entries that are made under one seed: some data sets have no more."""
+
+
+class Entry(TypedDict):
+    """One puzzle: `{"question": "1 + 1 = ?", "answer": "2", "metadata": {…}}`."""
+
+    question: str
+    answer: str | None
+    metadata: dict[str, Any]
+
+
+class Dataset(Protocol):
+    """A data set of reasoning-gym, as far as it is used here."""
+
+    def __getitem__(self, index: int) -> Entry: ...
+
+    def score_answer(self, answer: str, entry: Entry) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How an entry is made again: `Origin("chain_sum", '{"max_terms": 4}', seed=7, index=17)`.
+
+    A prompt's context holds it as a mapping, under "gym"; `config` is JSON text.
+    """
+
+    dataset: str
+    config: str
+    seed: int
+    index: int
+
+    @classmethod
+    def of(cls, context: Mapping[str, Any]) -> Self:
+        """What a prompt's context says; `DataError` where it does not."""
+        match context.get("gym"):
+            case {"dataset": dataset, "config": config, "seed": seed, "index": index}:
+                with suppress(TypeError, ValueError):
+                    return cls(str(dataset), str(config), int(seed), int(index))
+        found = f"{context.get('gym')!r}"[:200]
+        raise DataError(f"context['gym'] must hold dataset, config, seed and index, got {found}")
+
+    def entry(self) -> Entry:
+        return gym_dataset(self.dataset, self.config, self.seed)[self.index]
 
 
 def gym_prompt(
@@ -41,12 +85,11 @@ def gym_prompt(
     spelled = json.dumps(dict(config or {}), sort_keys=True)
     for draw in range(MAX_DRAWS):
         chunk, entry_index = divmod(turn, CHUNK)
-        entry_seed = _seed(name, seed, split, chunk, draw)
-        entry = gym_entry(name, spelled, entry_seed, entry_index)
+        origin = Origin(name, spelled, _seed(name, seed, split, chunk, draw), entry_index)
+        entry = origin.entry()
         question = str(entry["question"])
         if _split_of(name, question) == split and question not in taken:
-            made_from = {"dataset": name, "config": spelled, "seed": entry_seed, "index": entry_index}
-            context = {"gym": made_from}
+            context = {"gym": asdict(origin)}
             return Prompt(f"gym/{name}/{split}/{turn}", (Message("user", question),), entry["answer"], context)
     raise DataError(f"reasoning-gym data set {name!r} has no further question for the {split} split")
 
@@ -61,14 +104,8 @@ def gym_prompts(names: Sequence[str], seed: int, count: int, config: Mapping[str
     return prompts
 
 
-def gym_entry(name: str, config: str, seed: int, index: int) -> dict[str, Any]:
-    """One entry, made from what a prompt's context says: its question, its answer (or None) and its metadata."""
-    entry: dict[str, Any] = gym_dataset(name, config, seed)[index]
-    return entry
-
-
 @lru_cache(maxsize=64)
-def gym_dataset(name: str, config: str, seed: int) -> Any:
+def gym_dataset(name: str, config: str, seed: int) -> Dataset:
     """A data set of reasoning-gym; `config` is JSON text. `DataError` where there is none."""
     try:
         import reasoning_gym
@@ -78,9 +115,10 @@ def gym_dataset(name: str, config: str, seed: int) -> Any:
     if name not in DATASETS:
         raise DataError(f"reasoning-gym has no data set {name!r}{nearest(name, DATASETS)}")
     try:
-        return reasoning_gym.create_dataset(name, seed=seed, size=CHUNK, **json.loads(config))
+        dataset: Dataset = reasoning_gym.create_dataset(name, seed=seed, size=CHUNK, **json.loads(config))
     except Exception as error:  # its configs assert, and raise whatever dataclasses and json do
         raise DataError(f"reasoning-gym data set {name!r} refuses the config {config}: {error}") from error
+    return dataset
 
 
 def _seed(name: str, seed: int, split: Split, chunk: int, draw: int) -> int:

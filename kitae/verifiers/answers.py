@@ -12,6 +12,7 @@ import unicodedata
 from collections import deque
 from collections.abc import Callable, Iterator
 
+from kitae.data.boxes import boxes
 from kitae.errors import VerifierError
 
 _TAIL = 4_000  # characters at the end of a response that are searched for phrases and expressions
@@ -20,9 +21,6 @@ _MARKS = 8  # so many of the last phrases are looked at
 _FEW_WORDS = 6
 _MAX_BOX = 4_000  # characters; what is longer is no answer
 
-_BOX = r"(?:\\(?:boxed|fbox|framebox)|\x08oxed)(?![A-Za-z])"  # \x08: "\boxed" of a JSON writer that did not escape it
-_BRACE_RE = re.compile(rf"{_BOX}\s*\{{|\\.|[{{}}]", re.DOTALL)
-_BARE_BOX_RE = re.compile(rf"{_BOX}\s*([-+]?[0-9][0-9.,/]*|[A-Za-z](?![A-Za-z]))")
 _JOINT_RE = re.compile(
     r"(?:[\s$,;&]|\\[()\[\],;:!~ ]|\\q?quad|\\(?:text|mbox)\s*\{|\}|and|or|und|oder|et|ou|y|o|и|和|或|、|，)*"
 )
@@ -176,32 +174,6 @@ def parse_order(extract: str, *, strict: bool = False) -> tuple[str, ...]:
     if not kept:
         raise VerifierError(f"strict extraction needs one of {', '.join(STRICT_WAYS)} in extract, got {extract!r}")
     return kept
-
-
-def boxes(text: str) -> list[tuple[int, int, str]]:
-    r"""The complete outermost \boxed{}, \fbox{} and `\boxed 5` of a text as (start, end, inside), in order.
-
-    Of boxes in boxes, the innermost is the answer: `"\boxed{x = \boxed{5}}"` → `"5"`.
-    """
-    text = text.replace(r"\\boxed", r" \boxed")  # a backslash that was escaped
-    found: list[tuple[int, int, str]] = []
-    opened: list[tuple[int, int, bool]] = []  # start of the command, start of the inside, is it a box
-    for brace in _BRACE_RE.finditer(text):
-        if brace[0] == "}":
-            start, inside, boxed = opened.pop() if opened else (-1, -1, False)
-            if boxed and not (found and found[-1][0] > start):
-                found.append((start, brace.end(), text[inside : brace.start()]))
-        elif brace[0].endswith("{") and brace[0] != r"\{":
-            opened.append((brace.start(), brace.end(), brace[0] != "{"))
-    if not found:
-        found = [(bare.start(), bare.end(), bare[1].rstrip(".,")) for bare in _BARE_BOX_RE.finditer(text)]
-    return found
-
-
-def last_boxed(text: str) -> str | None:
-    r"""What is in the last complete \boxed{}: `"\boxed{1}, so \boxed{\frac{1}{2}}"` → `"\frac{1}{2}"`."""
-    found = boxes(text)
-    return found[-1][2] if found else None
 
 
 def boxed_answer(text: str) -> str | None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 from kitae.types import Score
 
 TimeoutMeaning = Literal["wrong", "error"]
-Example = tuple[str, Any]
+ScoredPair = tuple[str, Any]
 """A response and the reference that gives it a 1: `("It is 12", "12")`."""
 
 
@@ -22,10 +22,6 @@ through JSON: tuples as lists, keys of mappings as strings. What only waits for 
 FunctionT = TypeVar("FunctionT", bound=ScoreFunction)
 
 
-class VerifierWarning(UserWarning):
-    """What a verifier says while it is loaded or warmed up; the pool shows it to the user."""
-
-
 @dataclass(frozen=True, slots=True)
 class Verifier:
     """A named score function.
@@ -34,17 +30,19 @@ class Verifier:
     response can be to blame (a symbolic bomb), "error" where the checker may be. `example` scores 1, for any params
     where it is made from them: the template checks it before the first job, which loads what the function needs and
     proves the params. `gold` says that a reference which is text or a number is itself a response that must score 1; a
-    rule for responses is none. `repeatable`: see the decorator.
+    rule for responses is none. `repeatable`: see the decorator. `prepare` makes the verifier for given params, and
+    checks what can be checked before the first response; for a verifier that does not depend on them it is None.
     """
 
     name: str
     score: ScoreFunction
     on_timeout: TimeoutMeaning
-    example: Example | Callable[..., Example] | None = None
+    example: ScoredPair | Callable[..., ScoredPair] | None = None
     gold: bool = True
     repeatable: bool = False
+    prepare: "Callable[[Mapping[str, Any]], Verifier] | None" = None
 
-    def example_for(self, params: Mapping[str, Any]) -> Example | None:
+    def example_for(self, params: Mapping[str, Any]) -> ScoredPair | None:
         return self.example(**params) if callable(self.example) else self.example
 
 
@@ -52,8 +50,8 @@ def repeatable(function: FunctionT) -> FunctionT:
     """Declare that a check may be interrupted at any point and made again from its start.
 
     The function has no effects, and keeps nothing between calls that an exception could leave half done, but where
-    `interrupts.foreign` says so. A check that takes longer than most is then put off until the others have their
-    scores, at the cost of a moment instead of a process.
+    `foreign` of `kitae.processes.interrupts` says so. A check that takes longer than most is then put off until the
+    others have their scores, at the cost of a moment instead of a process.
     """
     function.repeatable = True  # type: ignore[attr-defined]
     return function

@@ -20,7 +20,7 @@ one worker; one that only waits for a server (`async def`) is waited for there.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -29,6 +29,7 @@ from kitae.errors import VerifierError
 from kitae.plugins import is_plugin, nearest
 from kitae.types import Score
 from kitae.verifiers.base import TimeoutMeaning, Verifier
+from kitae.verifiers.calls import call_score, check_params, try_example
 from kitae.verifiers.text import inside_tag
 
 _KEYS = ("name", "label", "weight", "gate", "clip", "inside", "params")
@@ -50,87 +51,91 @@ class Part:
     params: dict[str, Any]
 
 
-def compose(response: str, reference: Any, context: Mapping[str, Any], *, parts: Any, clip: Any = None) -> Score:
+Plan = tuple[tuple[Part, ...], tuple[float, float] | None]
+"""The parts, and the bounds of their sum."""
+
+
+class Composition:
     """The weighted sum of the parts; see the module for their form."""
-    try:
-        planned, bounds = plan(parts, clip)
-    except VerifierError as error:
-        return Score.error(str(error))
-    return _run(planned, bounds, response, reference, context)
 
+    def __init__(self, find: Callable[[str], Verifier]) -> None:
+        """`Composition(resolve)`: `find` knows the verifiers that parts name, among which a composition may be."""
+        self._find = find
+        self._read = lru_cache(maxsize=16)(self._read_parts)
 
-def prepare(params: Mapping[str, Any]) -> Verifier:
-    """The composition as one verifier, with everything checked that can be checked before the first response.
-
-    Raises `VerifierError` for unknown names, wrong params and numbers that make no sense, and where the example of a
-    part is an error under its params: a library that is missing, an option without meaning. A check that is out of
-    time counts as wrong only where that holds for every part.
-    """
-    from kitae.verifiers.worker import try_example  # which imports the registry, and that this module
-
-    planned, bounds = plan(params.get("parts"), params.get("clip"))
-    for part in planned:
-        if problem := try_example(part.verifier, part.params):
-            raise VerifierError(f"part {part.label!r} of 'compose' {problem}")
-
-    def score_all(response: str, reference: Any, context: Mapping[str, Any], **_: Any) -> Score:
+    def __call__(
+        self, response: str, reference: Any, context: Mapping[str, Any], *, parts: Any, clip: Any = None
+    ) -> Score:
+        try:
+            planned, bounds = self.plan(parts, clip)
+        except VerifierError as error:
+            return Score.error(str(error))
         return _run(planned, bounds, response, reference, context)
 
-    meanings = {part.verifier.on_timeout for part in planned}
-    on_timeout: TimeoutMeaning = "wrong" if meanings == {"wrong"} else "error"
-    return Verifier("compose", score_all, on_timeout, repeatable=all(part.verifier.repeatable for part in planned))
+    def prepare(self, params: Mapping[str, Any]) -> Verifier:
+        """The composition as one verifier, with everything checked that can be checked before the first response.
 
+        Raises `VerifierError` for unknown names, wrong params and numbers that make no sense, and where the example of
+        a part is an error under its params: a library that is missing, an option without meaning. A check that is out
+        of time counts as wrong only where that holds for every part.
+        """
+        planned, bounds = self.plan(params.get("parts"), params.get("clip"))
+        for part in planned:
+            if problem := try_example(part.verifier, part.params):
+                raise VerifierError(f"part {part.label!r} of 'compose' {problem}")
 
-def plan(parts: Any, clip: Any = None) -> tuple[tuple[Part, ...], tuple[float, float] | None]:
-    """The checked parts and the bounds of the sum; `VerifierError` for the first thing that is wrong with them."""
-    try:
-        key = json.dumps([parts, clip])
-    except (TypeError, ValueError) as error:
-        raise VerifierError(f"parts of 'compose' must be plain values, got {parts!r}: {error}") from None
-    return _plan(key)
+        def score_all(response: str, reference: Any, context: Mapping[str, Any], **_: Any) -> Score:
+            return _run(planned, bounds, response, reference, context)
 
+        meanings = {part.verifier.on_timeout for part in planned}
+        on_timeout: TimeoutMeaning = "wrong" if meanings == {"wrong"} else "error"
+        return Verifier("compose", score_all, on_timeout, repeatable=all(part.verifier.repeatable for part in planned))
 
-@lru_cache(maxsize=16)
-def _plan(key: str) -> tuple[tuple[Part, ...], tuple[float, float] | None]:
-    entries, clip = json.loads(key)
-    if not isinstance(entries, list) or not entries:
-        raise VerifierError(f"parts of 'compose' must be a list of tables with a name, got {entries!r}")
-    parts = tuple(_part(entry, number) for number, entry in enumerate(entries, start=1))
-    labels = [part.label for part in parts]
-    if twice := {label for label in labels if labels.count(label) > 1}:
-        raise VerifierError(f"labels of the parts of 'compose' must differ, got {min(twice)!r} twice; set label")
-    if not any(part.weight for part in parts):
-        raise VerifierError("at least one part of 'compose' must have a weight that is not 0, got none")
-    return parts, _bounds(clip, "clip of 'compose'")
+    def plan(self, parts: Any, clip: Any = None) -> Plan:
+        """The checked parts and the bounds of the sum; `VerifierError` for the first thing that is wrong with them."""
+        try:
+            key = json.dumps([parts, clip])
+        except (TypeError, ValueError) as error:
+            raise VerifierError(f"parts of 'compose' must be plain values, got {parts!r}: {error}") from None
+        return self._read(key)
 
+    def _read_parts(self, key: str) -> Plan:
+        entries, clip = json.loads(key)
+        if not isinstance(entries, list) or not entries:
+            raise VerifierError(f"parts of 'compose' must be a list of tables with a name, got {entries!r}")
+        parts = tuple(self._part(entry, number) for number, entry in enumerate(entries, start=1))
+        labels = [part.label for part in parts]
+        if twice := {label for label in labels if labels.count(label) > 1}:
+            raise VerifierError(f"labels of the parts of 'compose' must differ, got {min(twice)!r} twice; set label")
+        if not any(part.weight for part in parts):
+            raise VerifierError("at least one part of 'compose' must have a weight that is not 0, got none")
+        return parts, _bounds(clip, "clip of 'compose'")
 
-def _part(entry: Any, number: int) -> Part:
-    from kitae.verifiers.registry import check_params, resolve  # which imports this module
-
-    where = f"part {number} of 'compose'"
-    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-        raise VerifierError(f"{where} must be a table with a name, got {entry!r}")
-    where = f"part {number} ({entry['name']}) of 'compose'"
-    for key in entry:
-        if key not in _KEYS:
-            raise VerifierError(f"{where} has no key {key!r}; it takes {', '.join(_KEYS)}{nearest(key, _KEYS)}")
-    label, inside, params = entry.get("label", _short(entry["name"])), entry.get("inside"), entry.get("params", {})
-    if not isinstance(label, str) or not label or "/" in label:
-        raise VerifierError(f"label of {where} must be a text without '/', got {label!r}")
-    if not (inside is None or (isinstance(inside, str) and inside)):
-        raise VerifierError(f"inside of {where} must be the name of a tag, got {inside!r}")
-    if not isinstance(params, dict):
-        raise VerifierError(f"params of {where} must be a table, got {params!r}")
-    weight = _number(entry.get("weight", 1.0), f"weight of {where}")
-    gate = None if entry.get("gate") is None else _number(entry["gate"], f"gate of {where}")
-    try:
-        verifier = resolve(entry["name"])
-        check_params(verifier, params)
-        if verifier.score is compose:
-            plan(params.get("parts"), params.get("clip"))
-    except VerifierError as error:
-        raise VerifierError(f"{where}: {error}") from None
-    return Part(verifier, label, weight, gate, _bounds(entry.get("clip"), f"clip of {where}"), inside, params)
+    def _part(self, entry: Any, number: int) -> Part:
+        where = f"part {number} of 'compose'"
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            raise VerifierError(f"{where} must be a table with a name, got {entry!r}")
+        where = f"part {number} ({entry['name']}) of 'compose'"
+        for key in entry:
+            if key not in _KEYS:
+                raise VerifierError(f"{where} has no key {key!r}; it takes {', '.join(_KEYS)}{nearest(key, _KEYS)}")
+        label, inside, params = entry.get("label", _short(entry["name"])), entry.get("inside"), entry.get("params", {})
+        if not isinstance(label, str) or not label or "/" in label:
+            raise VerifierError(f"label of {where} must be a text without '/', got {label!r}")
+        if not (inside is None or (isinstance(inside, str) and inside)):
+            raise VerifierError(f"inside of {where} must be the name of a tag, got {inside!r}")
+        if not isinstance(params, dict):
+            raise VerifierError(f"params of {where} must be a table, got {params!r}")
+        weight = _number(entry.get("weight", 1.0), f"weight of {where}")
+        gate = None if entry.get("gate") is None else _number(entry["gate"], f"gate of {where}")
+        try:
+            verifier = self._find(entry["name"])
+            check_params(verifier, params)
+            if verifier.score is self:
+                self.plan(params.get("parts"), params.get("clip"))
+        except VerifierError as error:
+            raise VerifierError(f"{where}: {error}") from None
+        return Part(verifier, label, weight, gate, _bounds(entry.get("clip"), f"clip of {where}"), inside, params)
 
 
 def _short(name: str) -> str:
@@ -162,8 +167,6 @@ def _run(
     reference: Any,
     context: Mapping[str, Any],
 ) -> Score:
-    from kitae.verifiers.worker import judge
-
     total, closed = 0.0, ""
     components: dict[str, float] = {}
     details: list[str] = []
@@ -172,7 +175,7 @@ def _run(
             components[part.label] = 0.0
             continue
         text = response if part.inside is None else inside_tag(response, part.inside) or ""
-        score = judge(part.verifier.score, text, reference, context, part.params)
+        score = call_score(part.verifier.score, text, reference, context, part.params)
         if not score.valid:
             return Score.error(f"part {part.label!r}: {score.detail}")
         value = _clipped(score.value, part.clip)

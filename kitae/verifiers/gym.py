@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from kitae.data.gym import gym_dataset, gym_entry
+from kitae.data.gym import Dataset, Entry, Origin, gym_dataset
 from kitae.errors import DataError
 from kitae.types import Score
 from kitae.verifiers.text import inside_tag
@@ -37,22 +37,19 @@ _MAX_EVALUATED = 5_000  # characters
 def gym(response: str, reference: Any, context: Mapping[str, Any], *, tag: str = "answer") -> Score:
     """What the data set itself says of the answer, from 0 to 1; some give a hundredth for trying.
 
-    The answer is the inside of the last `<answer>` tag, or the whole response without one. `context["gym"]` names the
-    data set, config, seed and index, as `kitae.data.gym` writes it. The reference must be the entry's own answer:
+    The answer is the inside of the last `<answer>` tag, or the whole response without one. `context["gym"]` is the
+    entry's `Origin`, as `kitae.data.gym` writes it. The reference must be the entry's own answer:
     another one comes from another version of the package, and is an error.
     """
-    origin = context.get("gym")
     try:
-        name, config = str(origin["dataset"]), str(origin["config"])  # type: ignore[index]
-        seed, index = int(origin["seed"]), int(origin["index"])  # type: ignore[index]
-    except (TypeError, KeyError, ValueError):
-        return Score.error(f"context['gym'] must hold dataset, config, seed and index, got {origin!r}"[:300])
-    try:
-        dataset, entry = gym_dataset(name, config, seed), gym_entry(name, config, seed, index)
+        origin = Origin.of(context)
+        dataset, entry = gym_dataset(origin.dataset, origin.config, origin.seed), origin.entry()
     except DataError as error:
         return Score.error(str(error))
     if entry["answer"] != reference:
-        return Score.error(f"entry {index} of {name!r} has another answer here: is reasoning-gym the same version?")
+        return Score.error(
+            f"entry {origin.index} of {origin.dataset!r} has another answer here: is reasoning-gym the same version?"
+        )
     answer = inside_tag(response, tag)
     answer = response.strip() if answer is None else answer
     if answer != reference and not _harmless(answer, _evaluators(type(dataset).__module__)):
@@ -62,11 +59,11 @@ def gym(response: str, reference: Any, context: Mapping[str, Any], *, tag: str =
         return Score(value)
     probe = _scored(dataset, entry, reference if isinstance(reference, str) else "")
     if isinstance(probe, float):  # the scorer is sound: it is the answer that it cannot read
-        return Score(0.0, detail=f"the scorer of {name!r} cannot read it: {value}")
-    return Score.error(f"the scorer of {name!r} fails on its own answer: {probe}")
+        return Score(0.0, detail=f"the scorer of {origin.dataset!r} cannot read it: {value}")
+    return Score.error(f"the scorer of {origin.dataset!r} fails on its own answer: {probe}")
 
 
-def _scored(dataset: Any, entry: dict[str, Any], answer: str) -> float | str:
+def _scored(dataset: Dataset, entry: Entry, answer: str) -> float | str:
     """The value of an answer, or what its scorer raised."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the compiler, about the answer as a piece of Python

@@ -23,9 +23,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from kitae.errors import VerifierError
+from kitae.errors import RemoteError, VerifierError
+from kitae.remote.client import ask
+from kitae.remote.service import Service
 from kitae.types import Score
-from kitae.verifiers.remote import Service, ask, service_options
+from kitae.verifiers.options import service_options
 
 RUBRICS: Mapping[str, str] = {
     "reference": (
@@ -84,8 +86,8 @@ _BRACE_RE = re.compile(r'\\.|["{}]', re.DOTALL)
 _STRAY_COMMA_RE = re.compile(r'\\.|"(?:[^"\\]|\\.)*+"|(,)(?=\s*+[}\]])', re.DOTALL)
 
 
-class Verdict(NamedTuple):
-    """A grade on the judge's own scale, and its reason: `Verdict(7.0, "The method is right, the sum is not.")`"""
+class Grade(NamedTuple):
+    """A grade on the judge's own scale, and its reason: `Grade(7.0, "The method is right, the sum is not.")`"""
 
     raw: float
     reason: str
@@ -139,7 +141,7 @@ async def judge(
             "max_tokens": max_tokens,
         }
 
-        def read(answer: Any) -> Verdict:
+        def read(answer: Any) -> Grade:
             text, complete = _message(answer)
             verdict = read_verdict(text, scale_min, scale_max, mark, response, complete)
             if verdict is None:
@@ -150,7 +152,7 @@ async def judge(
 
         raw, reason = await ask(service, "/chat/completions", _merge(body, extra), read)
         value = scale(raw)
-    except VerifierError as error:
+    except (VerifierError, RemoteError) as error:
         return Score.error(f"judge: {error}")
     return Score(value, {"judge": value, "judge_raw": raw}, detail=reason)
 
@@ -201,17 +203,17 @@ async def reward_model(
         path, body, pick = _adapter(style, parts, template)
         raw = await ask(service, path, _merge({"model": model, **body}, extra), lambda got: _reward(got, pick, index))
         value = squashed(raw)
-    except VerifierError as error:
+    except (VerifierError, RemoteError) as error:
         return Score.error(f"reward_model: {error}")
     return Score(value, {"reward_model": value, "reward_raw": raw})
 
 
 def read_verdict(
     text: str, low: float, high: float, mark: str = "", response: str = "", complete: bool = True
-) -> Verdict | None:
+) -> Grade | None:
     """The verdict in a judge's message, or None where there is none that is beyond doubt.
 
-    `read_verdict('Good.\\n```json\\n{"reason": "It holds.", "score": 9,}\\n```', 0, 10)` → `Verdict(9.0, "It holds.")`
+    `read_verdict('Good.\\n```json\\n{"reason": "It holds.", "score": 9,}\\n```', 0, 10)` → `Grade(9.0, "It holds.")`
     Prose that is not `complete`, cut off at max_tokens, may still quote others and is not read.
     """
     text = text.rpartition("</think>")[2][-_MAX_MESSAGE:]
@@ -231,18 +233,18 @@ def read_verdict(
     return _spoken_verdict(text, low, high, echo) if complete else None
 
 
-def _verdict(found: Mapping[str, Any], low: float, high: float) -> Verdict | None:
+def _verdict(found: Mapping[str, Any], low: float, high: float) -> Grade | None:
     raw, reason = _number(_grade_of(found), low, high), found.get("reason")
-    return None if raw is None else Verdict(raw, reason[:_MAX_REASON] if isinstance(reason, str) else "")
+    return None if raw is None else Grade(raw, reason[:_MAX_REASON] if isinstance(reason, str) else "")
 
 
-def _spoken_verdict(text: str, low: float, high: float, echo: str) -> Verdict | None:
+def _spoken_verdict(text: str, low: float, high: float, echo: str) -> Grade | None:
     """A score in prose ("Score: 7/10"), or a message that is a number; several that differ are none."""
     only = _GRADE_RE.fullmatch(text.strip())
     said = [only] if only else [m for m in _SPOKEN_GRADE_RE.finditer(text) if _squeezed(m[0]) not in echo]
     grades = {_fraction(match[1], match[2], low, high) for match in said}
     raw = grades.pop() if len(grades) == 1 else None
-    return None if raw is None else Verdict(raw, "" if only else text.strip()[:_MAX_REASON])
+    return None if raw is None else Grade(raw, "" if only else text.strip()[:_MAX_REASON])
 
 
 def _squeezed(text: str) -> str:

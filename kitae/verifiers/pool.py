@@ -31,11 +31,14 @@ from typing import Any, Self
 
 from kitae.errors import VerifierError
 from kitae.plugins import is_plugin
+from kitae.processes.serve import MAX_CONTROL
+from kitae.processes.template import Template
+from kitae.processes.worker import OutOfTimeError, WorkerDied, WorkerProcess
+from kitae.remote.client import close_clients
 from kitae.types import Prompt, Score
-from kitae.verifiers.processes import OutOfTimeError, Process, Template, WorkerDied
-from kitae.verifiers.registry import VERIFIERS, check_params
-from kitae.verifiers.remote import close_clients
-from kitae.verifiers.worker import as_score
+from kitae.verifiers.base import TimeoutMeaning
+from kitae.verifiers.calls import as_score, check_params
+from kitae.verifiers.registry import VERIFIERS
 
 _PATIENCE = 2.5  # times the usual duration, after which a check is set aside
 _SHORTEST, _LONGEST, _FIRST = 0.015, 0.5, 5.0  # seconds between which that lies; the first check may have to import
@@ -60,6 +63,19 @@ class PoolStats:
     timeouts: int = 0
     retries: int = 0
     restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What the template says of the verifier: `Loaded("wrong", repeatable=True, warnings=())`."""
+
+    on_timeout: TimeoutMeaning
+    repeatable: bool
+    warnings: tuple[str, ...]
+
+    @classmethod
+    def of(cls, greeting: Mapping[str, Any]) -> Self:
+        return cls(greeting["on_timeout"], greeting["repeatable"], tuple(greeting["warnings"]))
 
 
 class VerifierPool:
@@ -87,7 +103,15 @@ class VerifierPool:
         self._waiting = found if found is not None and inspect.iscoroutinefunction(found.score) else None
         self._note = note or _to_stderr
         self._prints = _Prints(name, self._note)
-        self._template = Template({"name": name, "params": self._params}, self._prints.hear)
+        self._setup = {"name": name, "params": self._params}
+        self._template = Template(
+            "kitae.verifiers.worker",
+            self._setup,
+            read=Loaded.of,
+            hear=self._prints.hear,
+            what="verifier worker",
+            error=VerifierError,
+        )
         self._workers = {_Worker(self._template) for _ in range(0 if self._waiting else workers)}
         self._size = len(self._workers)
         self._aside: set[_Worker] = set()
@@ -113,8 +137,9 @@ class VerifierPool:
             if self._waiting:
                 check_params(self._waiting, self._params)
             else:
+                _check_setup(self._setup)
                 await self._template.start()
-                for warning in self._template.warnings:
+                for warning in self._template.greeting.warnings:
                     self._note(f"warning: {warning}")
             for worker in self._workers:
                 await worker.start()
@@ -168,13 +193,14 @@ class VerifierPool:
         except (TypeError, ValueError, RecursionError) as error:
             return Score.error(f"reference and context must be JSON values: {error}")
         score, starved = None, False
-        lane = 0 if self._template.repeatable else len(_TRIES)
+        loaded = self._template.greeting
+        lane = 0 if loaded.repeatable else len(_TRIES)
         while score is None:
             try:
                 score = await self._attempt(job, lane)
                 lane += 1
             except OutOfTimeError as late:
-                if late.reason == "computed" or (late.reason == "waited" and self._template.on_timeout == "error"):
+                if late.reason == "computed" or (late.reason == "waited" and loaded.on_timeout == "error"):
                     score = self._timed_out(late.reason)
                 elif starved:
                     why = "kept from the processor" if late.reason == "starved" else "waiting"
@@ -189,7 +215,7 @@ class VerifierPool:
     def _timed_out(self, reason: str) -> Score:
         self.stats.timeouts += 1
         detail = f"timed out after {self.timeout:g} s"
-        wrong = self._template.on_timeout == "wrong" and reason == "computed"
+        wrong = self._template.greeting.on_timeout == "wrong" and reason == "computed"
         return Score(0.0, detail=detail) if wrong else Score.error(detail)
 
     async def _attempt(self, job: str, lane: int) -> Score | None:
@@ -204,13 +230,12 @@ class VerifierPool:
         self._watch(worker, usual.patience())
         healthy = False
         try:
-            reply = await worker.ask(next(self._job_ids), job, allowance, self.timeout)
+            checked = await worker.ask(next(self._job_ids), job, allowance, self.timeout)
             healthy = True
-            if reply["score"] is None:
-                return None
-            usual.add(monotonic() - began)
-            self._processor.add(reply["seconds"])
-            return Score(**reply["score"])
+            if checked.score is not None:
+                usual.add(monotonic() - began)
+                self._processor.add(checked.seconds)
+            return checked.score
         finally:
             worker.watch.cancel()
             self.stats.restarts += self._running and not healthy
@@ -318,6 +343,16 @@ async def validate(pool: VerifierPool, prompts: Iterable[Prompt]) -> list[tuple[
     return [(p, score) for p, score in results if not score.valid or (pool.gold(p) is not None and score.value != 1)]
 
 
+def _check_setup(setup: Mapping[str, Any]) -> None:
+    where = f"params of verifier {setup['name']!r}"
+    try:
+        size = len(json.dumps(setup))  # which is ASCII
+    except (TypeError, ValueError) as error:
+        raise VerifierError(f"{where} must be JSON values, got {str(setup['params'])[:200]}: {error}") from None
+    if size > MAX_CONTROL:
+        raise VerifierError(f"{where} must have at most {MAX_CONTROL} bytes as JSON, got {size}")
+
+
 class _Desk:
     """Idle workers, and who waits for one: checks at their first try come before those that took longer than that."""
 
@@ -401,17 +436,25 @@ class _Usual:
         return min(self._most, max(self._least, self._times * self._mean))
 
 
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """`_Checked(Score(1.0), seconds=0.002)` of processor time; no score: the check was interrupted."""
+
+    score: Score | None
+    seconds: float
+
+
 class _Worker:
     """One place in the pool, and the process that fills it at the moment: `answered` so many checks, and is `spoilt` by
     an interrupt, or `ended` by itself.
     """
 
-    def __init__(self, template: Template) -> None:
+    def __init__(self, template: Template[Loaded]) -> None:
         self.answered = 0
         self.spoilt = False
         self.watch: asyncio.Handle  # of its check
         self._template = template
-        self._process: Process | None = None
+        self._process: WorkerProcess | None = None
         self._absence = "it was never started"
 
     @property
@@ -430,16 +473,17 @@ class _Worker:
             self._absence = str(error)
             raise
 
-    async def ask(self, job_id: int, job: str, allowance: float | None, timeout: float) -> dict[str, Any]:
-        """The reply to a job; `OutOfTimeError` or `WorkerDied` mean that the worker must be replaced."""
+    async def ask(self, job_id: int, job: str, allowance: float | None, timeout: float) -> "_Checked":
+        """The answer to a job; `OutOfTimeError` or `WorkerDied` mean that the worker must be replaced."""
         if self._process is None:
             raise WorkerDied(self._absence)
         head = json.dumps({"id": job_id, "allowance": allowance})
         try:
             reply = await self._process.ask(f"{head[:-1]}, {job[1:]}\n".encode(), job_id, timeout)
+            checked = _Checked(Score(**reply["score"]) if reply["score"] else None, reply["seconds"])
             self.answered += 1
             self.spoilt = reply["spoilt"]
-            return reply
+            return checked
         except EOFError:
             raise WorkerDied(await self._process.post_mortem() if self._process else self._absence) from None
 

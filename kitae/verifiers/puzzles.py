@@ -14,8 +14,8 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+from kitae.data.boxes import last_boxed
 from kitae.types import Score
-from kitae.verifiers.answers import last_boxed
 from kitae.verifiers.text import after_thought, inside_tag
 
 _KNIGHTS = (

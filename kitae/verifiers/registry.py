@@ -3,16 +3,14 @@
 Importing this module is cheap: what a verifier needs (sympy, for one) is imported by its first check.
 """
 
-import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from kitae.errors import VerifierError
 from kitae.plugins import is_plugin, load_function, nearest
-from kitae.verifiers.base import Example, Verifier
-from kitae.verifiers.code import code
-from kitae.verifiers.compose import compose
-from kitae.verifiers.executor import remote_code
+from kitae.verifiers.base import ScoredPair, Verifier
+from kitae.verifiers.code.executor import remote_code
+from kitae.verifiers.code.verifier import code
+from kitae.verifiers.compose import Composition
 from kitae.verifiers.gym import gym
 from kitae.verifiers.instructions.verifier import instructions
 from kitae.verifiers.judge import judge, reward_model
@@ -52,17 +50,33 @@ _FOLLOWED = (  # the first two need a language detector, the third a table of ve
 )
 
 
-def _program(language: str = "python", **_: Any) -> Example:
+def _program(language: str = "python", **_: Any) -> ScoredPair:
     if language not in _PRINTS_1:
         return _PYTHON
     tests = {"kind": "stdio", "cases": [{"stdin": "", "stdout": "1"}]}
     return f"```{language}\n{_PRINTS_1[language]}\n```", {"tests": tests}
 
 
-def _choice(letters: str = "ABCD", **_: Any) -> Example:
+def _choice(letters: str = "ABCD", **_: Any) -> ScoredPair:
     letter = str(letters)[-1:].upper()
     return f"The answer is ({letter}).", letter
 
+
+def resolve(name: str) -> Verifier:
+    """The verifier called `name`: a key of `VERIFIERS`, or `path/to/file.py:function`.
+
+    The file of the user is executed: call this where it may do so, as the workers of the pool do.
+    """
+    if name in VERIFIERS:
+        return VERIFIERS[name]
+    if not is_plugin(name):
+        hint = nearest(name, VERIFIERS)
+        raise VerifierError(f"a verifier is one of {', '.join(VERIFIERS)} or file.py:function, got {name!r}{hint}")
+    score = load_function(name, "verifier", ("response", "reference", "context"), VerifierError)
+    return Verifier(name, score, on_timeout="error", repeatable=getattr(score, "repeatable", False))
+
+
+_composition = Composition(resolve)
 
 VERIFIERS: dict[str, Verifier] = {
     verifier.name: verifier
@@ -93,32 +107,6 @@ VERIFIERS: dict[str, Verifier] = {
         Verifier("gym", gym, "wrong"),
         Verifier("judge", judge, "error", gold=False),
         Verifier("reward_model", reward_model, "error", gold=False),
-        Verifier("compose", compose, "error", gold=False),
+        Verifier("compose", _composition, "error", gold=False, prepare=_composition.prepare),
     )
 }
-
-
-def resolve(name: str) -> Verifier:
-    """The verifier called `name`: a key of `VERIFIERS`, or `path/to/file.py:function`.
-
-    The file of the user is executed: call this where it may do so, as the workers of the pool do.
-    """
-    if name in VERIFIERS:
-        return VERIFIERS[name]
-    if not is_plugin(name):
-        hint = nearest(name, VERIFIERS)
-        raise VerifierError(f"a verifier is one of {', '.join(VERIFIERS)} or file.py:function, got {name!r}{hint}")
-    score = load_function(name, "verifier", ("response", "reference", "context"), VerifierError)
-    return Verifier(name, score, on_timeout="error", repeatable=getattr(score, "repeatable", False))
-
-
-def check_params(verifier: Verifier, params: Mapping[str, Any]) -> None:
-    """Refuse params that the score function does not take, or lacks."""
-    signature = inspect.signature(verifier.score)
-    try:
-        signature.bind("", None, {}, **params)
-    except TypeError as error:
-        valid = [p.name for p in signature.parameters.values()][3:]
-        takes = f"takes {', '.join(valid)}" if valid else "takes none"
-        hint = next((h for key in params if key not in valid and (h := nearest(key, valid))), "")
-        raise VerifierError(f"params of verifier {verifier.name!r}: {error}; it {takes}{hint}") from None

@@ -19,7 +19,8 @@ from typing import Any
 from kitae.engines.base import EngineStats
 from kitae.engines.process import wire
 from kitae.errors import EngineError
-from kitae.verifiers.processes import describe, within
+from kitae.processes.deadlines import within
+from kitae.processes.status import describe
 
 _BOOT = (
     "import sys; sys.path[:] = sys.argv[2:]; from kitae.engines.process.serve import main; main()"  # our imports work

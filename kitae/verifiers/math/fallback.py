@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from kitae.verifiers.interrupts import foreign
+from kitae.processes.interrupts import foreign
 from kitae.verifiers.math.cleanup import tidy
 from kitae.verifiers.math.numbers import DIGITS, Point
 from kitae.verifiers.math.reading import LIMIT_RE

@@ -4,12 +4,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from kitae.data.boxes import boxes
 from kitae.types import Score
 from kitae.verifiers.answers import (
     DEFAULT_ORDER,
     MARKED_WAYS,
     boxed_answer,
-    boxes,
     chosen_letter,
     find_answers,
     hash_answer,

@@ -15,7 +15,6 @@ from kitae.verifiers.answers import (
     clean,
     find_answers,
     hash_answer,
-    last_boxed,
     last_expression,
     parse_order,
     phrase_answer,
@@ -57,10 +56,6 @@ from kitae.verifiers.answers import (
 )
 def test_boxed(text: str, answer: str | None) -> None:
     assert boxed_answer(text) == answer
-
-
-def test_last_boxed_never_joins() -> None:
-    assert last_boxed(r"\boxed{1} and \boxed{2}") == "2"
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kitae.sandbox.backends import find_program
+from kitae.sandbox.inside.port import CheckerPort, Gone
+from kitae.sandbox.inside.usage import Usage
 from kitae.types import Score
-from kitae.verifiers.code import Asserts, Check, Stdio, code, extract_code, read_tests, same_output, visible_setup
-from kitae.verifiers.runners.checker import CheckerPort, Gone
-from kitae.verifiers.runners.meter import Meter
-from kitae.verifiers.sandbox import find_program
+from kitae.verifiers.code.analysis import visible_setup
+from kitae.verifiers.code.extraction import extract_code
+from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio, read_tests
+from kitae.verifiers.code.verdicts import same_output
+from kitae.verifiers.code.verifier import code
 
 needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 PYTHON = ("python", "py", "python3")
@@ -98,7 +102,7 @@ CHECK = {
 def test_read_tests_with_and_without_wrapping(wrap: Any) -> None:
     assert read_tests(wrap(ASSERTS)) == Asserts(("assert f(1) == 2",), "")
     assert read_tests(wrap(STDIO)) == Stdio((("1 2\n", "3\n"), ("4 5", "9")))
-    assert read_tests(wrap(CHECK)) == Check(CHECK["prompt"], CHECK["check"], "f")
+    assert read_tests(wrap(CHECK)) == CheckFunction(CHECK["prompt"], CHECK["check"], "f")
     assert read_tests({"tests": json.dumps(ASSERTS)}) == read_tests(ASSERTS)
 
 
@@ -1021,7 +1025,7 @@ def test_any_message_is_data_or_the_end(refs: Any, nodes: Any) -> None:
     """Nothing that a program sends raises anything else where the tests run, or becomes an object of a library."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        port = CheckerPort(ours.fileno(), Meter(1, 1024, 1000), 1.0)
+        port = CheckerPort(ours.fileno(), Usage(1, 1024, 1000), 1.0)
         port.namespace = {"Node": type("Node", (), {"__module__": "tests"})}
         port.common = {"Node"}
         try:
@@ -1042,5 +1046,5 @@ def test_any_message_is_data_or_the_end(refs: Any, nodes: Any) -> None:
             "tests",
         )
         kind = type(value)
-        assert kind.__module__ in allowed or kind.__module__.startswith("kitae.verifiers.runners"), kind
+        assert kind.__module__ in allowed or kind.__module__.startswith("kitae.sandbox.inside"), kind
         assert not isinstance(value, types.ModuleType | types.FunctionType | types.BuiltinFunctionType)

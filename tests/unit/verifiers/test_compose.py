@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from kitae.errors import VerifierError
 from kitae.types import Score
 from kitae.verifiers.base import Verifier
-from kitae.verifiers.compose import compose, plan, prepare
-from kitae.verifiers.registry import VERIFIERS
+from kitae.verifiers.compose import Composition
+from kitae.verifiers.registry import VERIFIERS, resolve
 from kitae.verifiers.shape import tags
 
+compose = Composition(resolve)
 GOOD = "<think>2 + 2</think><answer>4</answer>"
 FORMAT_FIRST: list[dict[str, Any]] = [
     {"name": "tags", "weight": 0.2, "gate": 1.0, "params": {"names": "think answer", "partial": True}},
@@ -176,10 +177,10 @@ def test_nested() -> None:
 )
 def test_bad_parts(parts: Any, message: str) -> None:
     with pytest.raises(VerifierError) as caught:
-        plan(parts)
+        compose.plan(parts)
     assert message in str(caught.value)
     with pytest.raises(VerifierError):
-        prepare({"parts": parts})
+        compose.prepare({"parts": parts})
     score = compose("4", "4", {}, parts=parts)
     assert not score.valid and message in score.detail
 
@@ -187,19 +188,19 @@ def test_bad_parts(parts: Any, message: str) -> None:
 @pytest.mark.parametrize("clip", [[1, 0], 1, [1, 2, 3], ["a", "b"], [0, float("inf")]])
 def test_bad_clip(clip: Any) -> None:
     with pytest.raises(VerifierError, match="clip of 'compose'"):
-        plan([{"name": "exact"}], clip)
+        compose.plan([{"name": "exact"}], clip)
 
 
 def test_prepare_proves_the_params_of_the_parts() -> None:
     with pytest.raises(VerifierError, match=r"part 'tags' of 'compose' must score its example, got names must be"):
-        prepare({"parts": [{"name": "tags", "params": {"names": "1 2"}}]})
-    prepared = prepare({"parts": FORMAT_FIRST})
+        compose.prepare({"parts": [{"name": "tags", "params": {"names": "1 2"}}]})
+    prepared = compose.prepare({"parts": FORMAT_FIRST})
     assert prepared.score(GOOD, "4", {}) == compose(GOOD, "4", {}, parts=FORMAT_FIRST)
 
 
 def test_what_a_timeout_means(mine: str) -> None:
-    assert prepare({"parts": FORMAT_FIRST}).on_timeout == "wrong"
-    assert prepare({"parts": [*FORMAT_FIRST, {"name": f"{mine}:half"}]}).on_timeout == "error"
+    assert compose.prepare({"parts": FORMAT_FIRST}).on_timeout == "wrong"
+    assert compose.prepare({"parts": [*FORMAT_FIRST, {"name": f"{mine}:half"}]}).on_timeout == "error"
 
 
 @settings(max_examples=100, deadline=None)

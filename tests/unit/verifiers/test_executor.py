@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_remote import FakeServer, Handler, Reply, Request, run, script
+from fake_server import FakeServer, Handler, Reply, Request, run, script
 
 from kitae.errors import VerifierError
+from kitae.sandbox.session import Report
 from kitae.types import Score
-from kitae.verifiers.executor import read_answer, read_reports, remote_code
-from kitae.verifiers.sandbox import Report
+from kitae.verifiers.code.executor import read_answer, read_reports, remote_code
 
 ASSERTS = {"kind": "asserts", "asserts": ["assert f(1) == 2", "assert f(2) == 3"]}
 STDIO = {"kind": "stdio", "cases": [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "4 5", "stdout": "9"}]}

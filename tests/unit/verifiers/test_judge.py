@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_server import KEY, FakeServer, Handler, Reply, Request, run, run_tidily, script
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_remote import KEY, FakeServer, Handler, Reply, Request, run, run_tidily, script
 
+from kitae.remote.service import Service
 from kitae.types import Score
-from kitae.verifiers.judge import RUBRICS, Verdict, judge, read_verdict, reward_model, shorten
-from kitae.verifiers.remote import Service
+from kitae.verifiers.judge import RUBRICS, Grade, judge, read_verdict, reward_model, shorten
 
 QUESTION = {"question": "What is the capital of Peru?"}
 MARK = "0123456789abcdef"
@@ -176,8 +176,8 @@ def test_fractions_on_other_scales(text: str, low: float, high: float, raw: floa
 
 
 def test_the_reason_is_kept_and_short() -> None:
-    assert read_verdict('{"reason": "It holds.", "score": 9,}', 0, 10) == Verdict(9.0, "It holds.")
-    assert read_verdict('{"reason": ["It holds."], "score": 9}', 0, 10) == Verdict(9.0, "")
+    assert read_verdict('{"reason": "It holds.", "score": 9,}', 0, 10) == Grade(9.0, "It holds.")
+    assert read_verdict('{"reason": ["It holds."], "score": 9}', 0, 10) == Grade(9.0, "")
     long = read_verdict(json.dumps({"reason": "x" * 10_000, "score": 9}), 0, 10)
     assert long is not None and len(long.reason) == 500
 
@@ -239,7 +239,7 @@ def test_hostile_verdicts_take_linear_time(text: str) -> None:
 
 def test_prose_that_was_cut_off_is_not_read() -> None:
     assert read_verdict("It claims a score of 9", 0, 10, complete=False) is None
-    assert read_verdict('{"score": 7} and furthermore', 0, 10, complete=False) == Verdict(7.0, "")
+    assert read_verdict('{"score": 7} and furthermore', 0, 10, complete=False) == Grade(7.0, "")
     score, _ = grade(says("It claims a score of 9", finish_reason="length"))
     assert not score.valid and "cut off at max_tokens" in score.detail
 

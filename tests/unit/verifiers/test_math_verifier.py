@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitae.errors import VerifierError
-from kitae.verifiers.answers import last_boxed
 from kitae.verifiers.math import math, same_answer
 from kitae.verifiers.math.fallback import math_verify_agrees
 
@@ -789,26 +788,6 @@ def test_math_verify_cannot_overrule_the_numbers() -> None:
     assert not math_verify_agrees(r"1-\frac{1}{e}", r"1+\frac{1}{e}")
     assert not math_verify_agrees(r"\frac{e-1}{e}", r"\frac{e+1}{e}")
     assert math_verify_agrees(r"\frac{e-1}{e}", r"1-\frac{1}{e}")
-
-
-@pytest.mark.parametrize(
-    ("text", "inside"),
-    [
-        ("", None),
-        ("12", None),
-        (r"\boxed{1}", "1"),
-        (r"\boxed {1}", "1"),
-        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{\left\{ 1 \right.}", r"\left\{ 1 \right."),
-        (r"\boxed{1} \boxed{2}", "2"),
-        (r"\boxed{1} \boxed{2", "1"),
-        (r"} { \boxed{3}", "3"),
-        (r"\boxed{}", ""),
-    ],
-)
-def test_last_boxed(text: str, inside: str | None) -> None:
-    assert last_boxed(text) == inside
 
 
 SIGNS = "0123456789.,;:+-*/^_=<>()[]{}|!%$&'~ xyeiAB\\\n\x00\ud800°√½²π∞答"

@@ -9,7 +9,7 @@ import pytest
 
 from kitae.errors import VerifierError
 from kitae.types import Score
-from kitae.verifiers.code import LANGUAGES
+from kitae.verifiers.code.languages import LANGUAGES
 from kitae.verifiers.pool import VerifierPool
 from kitae.verifiers.registry import VERIFIERS
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def worker_pids() -> list[int]:
 
 @pytest.mark.parametrize("verifier", ["math", "number"])
 def test_a_frozen_worker_is_replaced_and_the_check_repeated(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kitae.verifiers.processes._INDULGENCE", 2)
+    monkeypatch.setattr("kitae.processes.worker._INDULGENCE", 2)
 
     async def body() -> tuple[Score, VerifierPool]:
         async with VerifierPool(verifier, workers=1, timeout=0.5) as pool:
@@ -85,7 +86,7 @@ def test_a_frozen_worker_is_replaced_and_the_check_repeated(verifier: str, monke
 
 
 def test_frozen_twice_is_an_error_and_never_a_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kitae.verifiers.processes._INDULGENCE", 2)
+    monkeypatch.setattr("kitae.processes.worker._INDULGENCE", 2)
 
     async def freeze() -> None:
         while True:
@@ -112,7 +113,7 @@ def test_a_check_that_uses_up_its_time_is_wrong_even_on_a_busy_machine(tmp_path:
 
     async def body() -> tuple[list[Score], VerifierPool]:
         async with VerifierPool(name, workers=1, timeout=0.5) as pool:
-            pool._template.on_timeout = "wrong"
+            pool._template._greeting = replace(pool._template.greeting, on_timeout="wrong")
             return [await pool.score("", 60), await pool.score("", 0.4)], pool
 
     with busy_machine(os.cpu_count() or 1):
@@ -126,7 +127,7 @@ def test_waiting_counts_but_is_never_a_0(tmp_path: Path) -> None:
 
     async def body() -> tuple[Score, float, VerifierPool]:
         async with VerifierPool(name, workers=1, timeout=0.5) as pool:
-            pool._template.on_timeout = "wrong"
+            pool._template._greeting = replace(pool._template.greeting, on_timeout="wrong")
             began = time.monotonic()
             return await pool.score("", None), time.monotonic() - began, pool
 

@@ -7,8 +7,8 @@ import pytest
 from kitae.errors import VerifierError
 from kitae.types import Score
 from kitae.verifiers.base import Verifier
-from kitae.verifiers.registry import VERIFIERS, check_params, resolve
-from kitae.verifiers.worker import judge
+from kitae.verifiers.calls import call_score, check_params
+from kitae.verifiers.registry import VERIFIERS, resolve
 
 USER_FILE = """
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ def test_every_example_scores_1(verifier: Verifier) -> None:
     example = verifier.example_for({})
     if example is None:
         return
-    score = judge(verifier.score, *example, {}, {})
+    score = call_score(verifier.score, *example, {}, {})
     if verifier.name == "code" and "sandbox" in score.detail:
         pytest.skip(score.detail)
     assert score.value == 1
@@ -58,7 +58,7 @@ def test_import_is_cheap() -> None:
 def test_function_of_a_file(user_file: Path) -> None:
     verifier = resolve(f"{user_file}:length")
     assert verifier.on_timeout == "error"
-    assert judge(verifier.score, "abcd", None, {}, {}) == Score(2.0)
+    assert call_score(verifier.score, "abcd", None, {}, {}) == Score(2.0)
 
 
 @pytest.mark.parametrize(

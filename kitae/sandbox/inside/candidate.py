@@ -10,20 +10,21 @@ import _operator
 import builtins
 import sys
 
-from kitae.verifiers.runners.wire import Port, shareable
+from kitae.sandbox.inside.wire import Port, shareable
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from kitae.verifiers.runners.wire import Node
+    from kitae.sandbox.inside.wire import Node
+    from kitae.sandbox.orders import Order
 
 NAME = "candidate"  # the module name of the code
 KINDS = ("class", "method", "generator", "coroutine", "object")
 _CUTS = 20  # attempts to find where the code of a text ends
 
 
-def serve(fd: int, order: dict[str, Any]) -> None:
+def serve(fd: int, order: Order) -> None:
     """Load the code, tell the checker how that went, and answer until it hangs up."""
     port = CandidatePort(fd)
     sys.modules[NAME] = module = type(sys)(NAME)
@@ -63,7 +64,7 @@ def prepare(port: CandidatePort, setup: list[str]) -> None:
     }
 
 
-def furnish(namespace: dict[str, Any], order: dict[str, Any]) -> None:
+def furnish(namespace: dict[str, Any], order: Order) -> None:
     """What scripts find without an import, and names of `typing` that a candidate uses without one."""
 
     def leave(code: Any = None) -> None:
@@ -76,7 +77,7 @@ def furnish(namespace: dict[str, Any], order: dict[str, Any]) -> None:
         namespace.update({name: getattr(typing, name) for name in order["typing"]})
 
 
-def compile_first(order: dict[str, Any], name: str) -> Any:
+def compile_first(order: Order, name: str) -> Any:
     """The first of the variants that is Python, compiled; of loose ones else the longest head; or else the error."""
     problem: Exception | None = None
     for variant in order["variants"]:

@@ -18,30 +18,24 @@ the memory of the process with the tests: give it a user without rights. Times a
 import asyncio
 import base64
 import itertools
-import marshal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
-from kitae.errors import VerifierError
+from kitae.errors import RemoteError, VerifierError
+from kitae.remote.client import ask
+from kitae.remote.service import Service
+from kitae.sandbox.boot import PACKAGES, inside_sources
+from kitae.sandbox.orders import Limits, complete_order, packed
+from kitae.sandbox.session import Report
 from kitae.types import Score
-from kitae.verifiers.code import (
-    Asserts,
-    Check,
-    Source,
-    Stdio,
-    Verdict,
-    judge_case,
-    plan,
-    prepare,
-    take_verdicts,
-    total_score,
-    variants,
-)
-from kitae.verifiers.remote import Service, ask, service_options
-from kitae.verifiers.sandbox import Limits, Report, complete_order, runner_sources
+from kitae.verifiers.code.extraction import Source
+from kitae.verifiers.code.plans import COMPILE_LIMIT, plan, prepare
+from kitae.verifiers.code.readings import variants
+from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio
+from kitae.verifiers.code.verdicts import Verdict, judge_case, take_verdicts, total_score
+from kitae.verifiers.options import service_options
 
 _NAMES = {"javascript": "nodejs"}  # languages that the API calls otherwise
-_COMPILE_LIMIT = 30.0
 _SLACK = 5.0  # seconds for the start of a program on the server
 _MARK = "report "  # before each line of reports
 _MARSHAL = 2  # a version that every Python 3 reads
@@ -55,7 +49,7 @@ if os.fork() == 0:
     os.dup2(orders, 0)
     os.dup2(reports, 1)
     os.closerange(3, 256)
-    for name in ("kitae", "kitae.verifiers", "kitae.verifiers.runners"):
+    for name in PACKAGES:
         sys.modules[name] = module = type(sys)(name)
         module.__path__ = []
     for name, source in SOURCES:
@@ -100,13 +94,13 @@ async def remote_code(
     source, tests = prepared
     limits = Limits(time_limit=time_limit, memory_mb=memory_mb)
     try:
-        request_timeout = _COMPILE_LIMIT + max(total_limit, time_limit) + _SLACK
+        request_timeout = COMPILE_LIMIT + max(total_limit, time_limit) + _SLACK
         service = Service(base_url=url, model="run_code", key_env=key_env, request_timeout=request_timeout, **options)
         if isinstance(tests, Stdio):
             verdicts = await _run_cases(service, language, source, tests, limits)
         else:
             verdicts = await _run_tests(service, source, tests, limits, total_limit)
-    except VerifierError as error:
+    except (VerifierError, RemoteError) as error:
         return Score.error(f"executor: {error}")
     return total_score(verdicts, reward)
 
@@ -121,16 +115,16 @@ async def _run_cases(service: Service, language: str, source: Source, tests: Std
 
 
 async def _run_tests(
-    service: Service, source: Source, tests: Asserts | Check, limits: Limits, total_limit: float
+    service: Service, source: Source, tests: Asserts | CheckFunction, limits: Limits, total_limit: float
 ) -> list[Verdict]:
     """Like the local ones: what comes after a test that hangs or kills the candidate runs in a new program."""
-    order, job = plan(source, tests)
-    program = f"SOURCES = {runner_sources()!r}\nMARK = {_MARK!r}\n{_PROGRAM}"
+    order, job = plan(source, tests, limits.time_limit)
+    program = f"PACKAGES = {PACKAGES}\nSOURCES = {inside_sources()!r}\nMARK = {_MARK!r}\n{_PROGRAM}"
     verdicts: list[Verdict] = []
-    waiting: Sequence[str] = job["tests"]
+    waiting = job["tests"]
     while waiting:
-        parts = (complete_order(order, limits), job | {"tests": list(waiting), "time_limit": limits.time_limit})
-        frames = b"".join(_frame(marshal.dumps(part, _MARSHAL)) for part in parts)
+        parts = (packed(complete_order(order, limits), _MARSHAL), packed({**job, "tests": waiting}, _MARSHAL))
+        frames = b"".join(map(_frame, parts))
         stdin = base64.b64encode(frames).decode()
         report = await _post(service, "python", program, stdin, total_limit, 2 * limits.memory_mb)
         reports = read_reports(report.output.decode(errors="replace"))
@@ -169,7 +163,7 @@ async def _post(service: Service, language: str, program: str, stdin: str, time_
         "code": program,
         "language": _NAMES.get(language, language),
         "stdin": stdin,
-        "compile_timeout": _COMPILE_LIMIT,
+        "compile_timeout": COMPILE_LIMIT,
         "run_timeout": time_limit,
         "memory_limit_MB": memory_mb,
     }

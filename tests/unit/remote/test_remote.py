@@ -1,146 +1,24 @@
-"""The HTTP client of verifiers, against a real server on loopback that is slow, broken or hostile."""
+"""The HTTP client, against a real server on loopback that is slow, broken or hostile."""
 
 import asyncio
-import gc
 import json
 import logging
 import multiprocessing
 import socket
 import sqlite3
-import struct
 import time
-import warnings
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pytest
+from fake_server import KEY, FakeServer, Reply, run, run_tidily, script
 
-from kitae.errors import VerifierError
-from kitae.verifiers import remote
-from kitae.verifiers.remote import Service, ask, close_clients
-
-KEY = "sk-Zr8-very-secret/0123456789+abc"
-
-
-@dataclass
-class Request:
-    path: str
-    headers: dict[str, str]
-    body: Any
-
-
-@dataclass
-class Reply:
-    """What the server does with a request; a reset tears the connection, half of the body sent or none."""
-
-    body: Any = field(default_factory=dict)
-    status: int = 200
-    headers: dict[str, str] = field(default_factory=dict)
-    delay: float = 0.0
-    drip: float = 0.0
-    reset: bool = False
-    half: bool = False
-    reason: str = "Reason"
-
-
-Handler = Callable[[Request], Reply | Awaitable[Reply]]
-
-
-class FakeServer:
-    """`async with FakeServer(lambda request: Reply({"n": 1})) as server: … server.url, server.requests, server.peak`"""
-
-    def __init__(self, handler: Handler) -> None:
-        self.handler = handler
-        self.requests: list[Request] = []
-        self.times: list[float] = []
-        self.busy = self.peak = self.lost = 0
-        self._connections: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await close_clients()
-        self._server.close()
-        for connection in self._connections:
-            connection.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._connections.add(task)
-        try:
-            while await self._answer(reader, writer):
-                pass
-        except (ConnectionError, asyncio.IncompleteReadError):
-            self.lost += 1
-        except asyncio.CancelledError:
-            pass
-        finally:
-            self._connections.discard(task)
-            writer.close()
-
-    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
-        headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:] if line)}
-        body = json.loads(await reader.readexactly(int(headers["content-length"])))
-        request = Request(head[0].split()[1], headers, body)
-        self.requests.append(request)
-        self.times.append(time.monotonic())
-        self.busy += 1
-        self.peak = max(self.peak, self.busy)
-        try:
-            made = self.handler(request)
-            reply = made if isinstance(made, Reply) else await made
-            await asyncio.sleep(reply.delay)
-        finally:
-            self.busy -= 1
-        return await self._send(reply, writer)
-
-    async def _send(self, reply: Reply, writer: asyncio.StreamWriter) -> bool:
-        content = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
-        lines = [f"HTTP/1.1 {reply.status} {reply.reason}", f"Content-Length: {len(content)}"]
-        lines += [f"{name}: {value}" for name, value in reply.headers.items()]
-        if not reply.reset:
-            writer.write("\r\n".join([*lines, "", ""]).encode())
-        if reply.drip:
-            for byte in content:
-                writer.write(bytes([byte]))
-                await writer.drain()
-                await asyncio.sleep(reply.drip)
-            return True
-        if reply.reset or reply.half:
-            if reply.half:
-                writer.write(content[: len(content) // 2])
-                await writer.drain()
-            sock = writer.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            writer.transport.abort()
-            return False
-        writer.write(content)
-        await writer.drain()
-        return True
-
-
-def run(body: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(body)
-
-
-def run_tidily(body: Coroutine[Any, Any, Any]) -> None:
-    """`asyncio.run` that also fails on anything left open."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", ResourceWarning)
-        asyncio.run(body)
-        gc.collect()
-    assert [str(w.message) for w in caught] == []
-    assert remote._LIFETIMES == {}
+from kitae.errors import RemoteError
+from kitae.remote import cache, client
+from kitae.remote.client import ask, close_clients
+from kitae.remote.service import Service
 
 
 @pytest.fixture(autouse=True)
@@ -156,12 +34,6 @@ def service(url: str, **options: Any) -> Service:
 
 async def number(which: Service, body: Any = None) -> Any:
     return await ask(which, "/n", {"q": 1} if body is None else body, lambda answer: answer["n"])
-
-
-def script(*replies: Reply) -> Handler:
-    """The replies one after the other, the last of them for ever."""
-    left = list(replies)
-    return lambda request: left.pop(0) if len(left) > 1 else left[0]
 
 
 def test_one_request_has_path_body_and_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +104,7 @@ def test_what_may_pass_is_tried_again(failure: Reply) -> None:
 def test_what_will_not_pass_is_not_tried_again(reply: Reply, reason: str) -> None:
     async def body() -> None:
         async with FakeServer(script(reply)) as server:
-            with pytest.raises(VerifierError, match=reason):
+            with pytest.raises(RemoteError, match=reason):
                 await number(service(server.url))
             assert len(server.requests) == 1
 
@@ -242,7 +114,7 @@ def test_what_will_not_pass_is_not_tried_again(reply: Reply, reason: str) -> Non
 def test_retries_end_and_give_the_last_reason() -> None:
     async def body() -> None:
         async with FakeServer(script(Reply({"error": "overloaded"}, status=503))) as server:
-            with pytest.raises(VerifierError, match=r"within 2 retries: HTTP 503: .*overloaded.* \(try 3\)"):
+            with pytest.raises(RemoteError, match=r"within 2 retries: HTTP 503: .*overloaded.* \(try 3\)"):
                 await number(service(server.url, retries=2))
             assert len(server.requests) == 3
 
@@ -255,7 +127,7 @@ def test_a_server_that_is_not_there() -> None:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
 
     async def body() -> None:
-        with pytest.raises(VerifierError, match="within 1 retries: ConnectError"):
+        with pytest.raises(RemoteError, match="within 1 retries: ConnectError"):
             await number(service(url, retries=1))
 
     run(body())
@@ -275,7 +147,7 @@ def test_a_wait_past_the_deadline_is_refused_at_once() -> None:
         async with FakeServer(script(Reply(status=429, headers={"Retry-After": "86400"}))) as server:
             start = time.monotonic()
             with pytest.raises(
-                VerifierError, match=r"deadline of 5 s: HTTP 429.*the next try is due only in 8.64e\+04 s"
+                RemoteError, match=r"deadline of 5 s: HTTP 429.*the next try is due only in 8.64e\+04 s"
             ):
                 await number(service(server.url, deadline=5))
             assert time.monotonic() - start < 2
@@ -287,7 +159,7 @@ def test_the_deadline_covers_all_tries() -> None:
     async def body() -> None:
         async with FakeServer(script(Reply({"n": 1}, delay=60))) as server:
             start = time.monotonic()
-            with pytest.raises(VerifierError, match=r"within the deadline of 0.5 s: no answer within 0.2 s \(try \d\)"):
+            with pytest.raises(RemoteError, match=r"within the deadline of 0.5 s: no answer within 0.2 s \(try \d\)"):
                 await number(service(server.url, request_timeout=0.2, deadline=0.5, retries=100))
             assert 0.4 < time.monotonic() - start < 2
 
@@ -308,19 +180,19 @@ def test_waiting_for_a_slot_has_no_deadline() -> None:
     [("3", 3), ("0.5", 0.5), ("-1", 0), ("inf", 0), ("nan", 0), ("", 0), ("soon", 0), ("1e999", 0)],
 )
 def test_retry_after(header: str, seconds: float) -> None:
-    assert remote._retry_after(header) == seconds
+    assert client._retry_after(header) == seconds
 
 
 def test_retry_after_of_a_date() -> None:
     later = datetime.now(UTC) + timedelta(seconds=20)
-    assert 15 < remote._retry_after(format_datetime(later, usegmt=True)) <= 20
-    assert 15 < remote._retry_after(later.strftime("%a, %d %b %Y %H:%M:%S -0000")) <= 20
-    assert remote._retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert 15 < client._retry_after(format_datetime(later, usegmt=True)) <= 20
+    assert 15 < client._retry_after(later.strftime("%a, %d %b %Y %H:%M:%S -0000")) <= 20
+    assert client._retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
 
 
 def test_pauses_grow_and_differ() -> None:
     for tries, most in ((1, 1.0), (2, 2.0), (4, 8.0), (50, 30.0)):
-        pauses = {remote._pause(1.0, tries) for _ in range(50)}
+        pauses = {client._pause(1.0, tries) for _ in range(50)}
         assert len(pauses) > 40 and most / 2 <= min(pauses) and max(pauses) <= most
 
 
@@ -362,7 +234,7 @@ def test_limits_of_one_model_must_agree() -> None:
         async with FakeServer(script(Reply({"n": 1}))) as server:
             await number(service(server.url, concurrency=2))
             await number(service(server.url, concurrency=3, model="another"))
-            with pytest.raises(VerifierError, match=r"'m' at .* must be the same everywhere, got \(3, 0.0\)"):
+            with pytest.raises(RemoteError, match=r"'m' at .* must be the same everywhere, got \(3, 0.0\)"):
                 await number(service(server.url, concurrency=3))
 
     run(body())
@@ -409,7 +281,7 @@ def test_closing_ends_calls_with_an_error_and_the_next_call_opens_again() -> Non
             while not server.requests:
                 await asyncio.sleep(0.01)
             await close_clients()
-            with pytest.raises(VerifierError):
+            with pytest.raises(RemoteError):
                 await call
             assert await number(service(server.url)) == 7
 
@@ -460,11 +332,11 @@ def test_failures_are_not_cached(tmp_path: Path) -> None:
 
             def read(answer: Any) -> Any:
                 if "n" not in answer:
-                    raise VerifierError("no n")
+                    raise RemoteError("no n")
                 return answer["n"]
 
             for _ in range(2):
-                with pytest.raises(VerifierError):
+                with pytest.raises(RemoteError):
                     await ask(which, "/n", {}, read)
             assert await ask(which, "/n", {}, read) == 7
 
@@ -487,7 +359,7 @@ def test_a_cache_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 
     async def body() -> None:
         async with FakeServer(script(Reply({"n": 7}))) as server:
-            with pytest.raises(VerifierError, match="the cache must be a folder, got"):
+            with pytest.raises(RemoteError, match="the cache must be a folder, got"):
                 await number(service(server.url, cache=str(tmp_path / "file")))
             assert server.requests == []
 
@@ -496,7 +368,7 @@ def test_a_cache_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 
 def _write_many(folder: str, first: int) -> None:
     for i in range(first, first + 40):
-        remote._remember(Path(folder), f"key {i}", json.dumps(i))
+        cache.remember(Path(folder), f"key {i}", json.dumps(i))
 
 
 def test_several_processes_share_a_cache(tmp_path: Path) -> None:
@@ -507,7 +379,7 @@ def test_several_processes_share_a_cache(tmp_path: Path) -> None:
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
-    assert [remote._recall(tmp_path, f"key {i}") for i in range(60)] == [str(i) for i in range(60)]
+    assert [cache.recall(tmp_path, f"key {i}") for i in range(60)] == [str(i) for i in range(60)]
 
 
 @pytest.mark.parametrize("key", [KEY, 'sk-"quoted"\\and\\back', "sk-" + "a" * 300])
@@ -538,7 +410,7 @@ def test_the_key_is_nowhere(
                         service(server.url, key_env="SOME_KEY", retries=1, cache=str(tmp_path)), {"q": i}
                     )
                     said.append(json.dumps(found))
-                except VerifierError as error:
+                except RemoteError as error:
                     said.append(f"{error!r} {error.__cause__!r}")
                 assert server.requests[0].headers["authorization"] == f"Bearer {key}"
 
@@ -568,7 +440,7 @@ def test_a_key_that_is_no_header_is_refused_unseen(key: str, monkeypatch: pytest
 
     async def body() -> None:
         async with FakeServer(script(Reply({"n": 7}))) as server:
-            with pytest.raises(VerifierError, match=r"the key in \$SOME_KEY must be printable ASCII") as caught:
+            with pytest.raises(RemoteError, match=r"the key in \$SOME_KEY must be printable ASCII") as caught:
                 await number(service(server.url, key_env="SOME_KEY"))
             assert key not in str(caught.value) and server.requests == []
 
@@ -594,7 +466,7 @@ def test_a_key_that_is_no_header_is_refused_unseen(key: str, monkeypatch: pytest
     ],
 )
 def test_settings_are_checked(options: dict[str, Any], rule: str) -> None:
-    with pytest.raises(VerifierError, match=rule) as caught:
+    with pytest.raises(RemoteError, match=rule) as caught:
         Service(**{"base_url": "http://host", "model": "m", **options})
     assert "SECRET" not in str(caught.value)
 
@@ -614,7 +486,7 @@ def test_urls(base: str, path: str, url: str) -> None:
 
 def test_a_url_that_only_the_client_refuses() -> None:
     async def body() -> None:
-        with pytest.raises(VerifierError):
+        with pytest.raises(RemoteError):
             await number(service("http://a b.invalid/v1", retries=0))
 
     run(body())

@@ -23,7 +23,7 @@ class Clock:
         return self._seconds
 
 
-class Meter:
+class Usage:
     """The processes that a candidate has become, which are all in the sandbox but us.
 
     `seconds` of processor time since `restart`, those of children included, whether their parent waits for them or not;

@@ -14,15 +14,16 @@ import os
 import select
 import sys
 
-from kitae.verifiers.runners.candidate import compile_first, furnish, serve
-from kitae.verifiers.runners.checker import check
-from kitae.verifiers.runners.meter import SCRATCH, Clock, Meter
-from kitae.verifiers.runners.wire import read_frame, write_frame
+from kitae.sandbox.inside.candidate import compile_first, furnish, serve
+from kitae.sandbox.inside.checker import check
+from kitae.sandbox.inside.usage import SCRATCH, Clock, Usage
+from kitae.sandbox.inside.wire import read_frame, write_frame
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
+
+    from kitae.sandbox.orders import FullOrder
 
 _NOBODY = 65534
 _TICK = 0.02  # seconds between two looks at a silent program's clock
@@ -93,7 +94,7 @@ def _report(status: str, detail: str, output: bytes = b"") -> None:
         write_frame(_reports, part)
 
 
-def _check(order: dict[str, Any]) -> None:
+def _check(order: FullOrder) -> None:
     import _socket
 
     ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
@@ -111,11 +112,11 @@ def _check(order: dict[str, Any]) -> None:
     _die_when_deserted()
     _limit_memory(order["memory_mb"])
     _limit_processor(2 * order["time_limit"] * (len(job["tests"]) + 1) + _SPARE)
-    check(ours.fileno(), Meter(pid, order["memory_mb"], order["files_limit"]), job, _report)
+    check(ours.fileno(), Usage(pid, order["memory_mb"], order["files_limit"]), job, _report)
     _sweep(pid)
 
 
-def _run(order: dict[str, Any]) -> None:
+def _run(order: FullOrder) -> None:
     """Write the files, compile, then run the program once for each further frame, which is its stdin.
 
     Each run has a new folder with the program as it was compiled, and finds nothing that another run has written.
@@ -233,7 +234,7 @@ def _command(words: list[str]) -> Callable[[], None]:
     return program
 
 
-def _python(order: dict[str, Any]) -> Callable[[], None]:
+def _python(order: FullOrder) -> Callable[[], None]:
     """Run the code as a script in this very fork, which saves the start of an interpreter."""
 
     def program() -> None:
@@ -258,7 +259,7 @@ def _last_line(detail: str) -> str:
     return f"{cause}{colon}{words[words.rfind(chr(10)) + 1 :]}"
 
 
-def _watch(program: Callable[[], None], stdin: bytes, order: dict[str, Any]) -> tuple[str, str, bytes]:
+def _watch(program: Callable[[], None], stdin: bytes, order: FullOrder) -> tuple[str, str, bytes]:
     """Run a program to its end: how it ended ("ended" is well), why, and what it wrote to stdout."""
     out, out_end = os.pipe()
     err, err_end = os.pipe()
@@ -288,14 +289,14 @@ def _watch(program: Callable[[], None], stdin: bytes, order: dict[str, Any]) -> 
     return "ended", "", output
 
 
-def _follow(pid: int, taken: dict[int, bytearray], out: int, order: dict[str, Any]) -> tuple[str, str, int | None]:
+def _follow(pid: int, taken: dict[int, bytearray], out: int, order: FullOrder) -> tuple[str, str, int | None]:
     """Collect output until the program ends, or breaks a limit: which kind of end that is, why, or its exit code."""
     poll = select.poll()
     for fd in taken:
         os.set_blocking(fd, False)
         poll.register(fd, select.POLLIN)
     clock, open_fds, code = Clock(), set(taken), None
-    meter, looked = Meter(pid, order["memory_mb"], order["files_limit"]), 0.0
+    usage, looked = Usage(pid, order["memory_mb"], order["files_limit"]), 0.0
     while True:
         ready = poll.poll(1 if code is not None or not open_fds else _TICK * 1000)
         for fd, _ in ready:
@@ -314,8 +315,8 @@ def _follow(pid: int, taken: dict[int, bytearray], out: int, order: dict[str, An
             code = _exit_code(pid)
         wall, broken = clock.read(), ""
         if code is None and wall - looked > _TICK:
-            looked, broken = wall, meter.look()
-        if wall > 2 * order["time_limit"] or meter.seconds > order["time_limit"]:
+            looked, broken = wall, usage.look()
+        if wall > 2 * order["time_limit"] or usage.seconds > order["time_limit"]:
             return "timeout", f"more than {order['time_limit']:g} s", None
         if broken:
             return "crashed", broken, None
@@ -359,7 +360,7 @@ def _keep_only(*keep: int) -> None:
     os.closerange(len(streams), 1024)
 
 
-def _fork(body: Callable[[], None], order: dict[str, Any]) -> int:
+def _fork(body: Callable[[], None], order: FullOrder) -> int:
     """Start a candidate: a child with limits that leaves by the interpreter's own exit, as a script would."""
     pid = os.fork()
     if pid:
@@ -372,7 +373,7 @@ def _fork(body: Callable[[], None], order: dict[str, Any]) -> int:
     sys.exit(0)
 
 
-def _limit(order: dict[str, Any]) -> None:
+def _limit(order: FullOrder) -> None:
     import resource
 
     seconds = int(order["time_limit"]) + 2

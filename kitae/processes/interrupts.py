@@ -1,13 +1,13 @@
-"""Checks that can be interrupted, so that a long one costs the others a moment and no process.
+"""Calls that can be interrupted, so that a long one costs the others a moment and no process.
 
-    score = briefly(0.001, lambda: function(response, …))      raises `Interrupted` after a millisecond of the processor
+    score = briefly(0.001, lambda: function(response, …))      raises `CutShort` after a millisecond of the processor
 
 An exception that may come between any two instructions leaves pure functions as they were. It may leave the state that
 a library keeps between calls half changed: such code runs inside `foreign()`. A process that was interrupted there is
-spoilt: it goes on with what needs no such code, `foreign()` interrupts what does, and the pool replaces it before it
-gives it a check that must not be put off again.
+spoilt: it goes on with what needs no such code, `foreign()` interrupts what does, and whoever gave it the work replaces
+it before it gets a call that must not be put off again.
 
-Covered: code in Python. Not covered: a call into C that does not return; for that the pool has its own deadline.
+Covered: code in Python. Not covered: a call into C that does not return; for that whoever waits has a deadline.
 """
 
 import signal
@@ -21,8 +21,8 @@ T = TypeVar("T")
 _AGAIN = 0.05  # seconds of processor time until an interrupt that was swallowed (in a destructor, say) is repeated
 
 
-class Interrupted(BaseException):
-    """The check takes longer than it may now. No `Exception`: libraries catch those and go on."""
+class CutShort(BaseException):
+    """The call takes longer than it may now. No `Exception`: libraries catch those and go on."""
 
 
 class _State:
@@ -34,7 +34,7 @@ def is_spoilt() -> bool:
 
 
 def briefly(seconds: float, call: Callable[[], T]) -> T:
-    """The result of `call()`; `Interrupted` once it has used so much processor time. In the main thread only.
+    """The result of `call()`; `CutShort` once it has used so much processor time. In the main thread only.
 
     The clock that rings is that of the wall, because timers of processor time are as coarse as the scheduler's tick;
     what others had of the processor meanwhile does not count.
@@ -45,7 +45,7 @@ def briefly(seconds: float, call: Callable[[], T]) -> T:
         nonlocal end
         if armed and (now := process_time()) >= end:
             end = now + _AGAIN
-            raise Interrupted
+            raise CutShort
 
     previous = signal.signal(signal.SIGALRM, ring)
     _State.brief = True
@@ -65,7 +65,7 @@ def briefly(seconds: float, call: Callable[[], T]) -> T:
 def foreign() -> Iterator[None]:
     """Around code that keeps state which an interrupt may leave half changed."""
     if _State.spoilt and _State.brief:
-        raise Interrupted
+        raise CutShort
     try:
         yield
     except Exception:

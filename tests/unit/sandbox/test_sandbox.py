@@ -12,18 +12,23 @@ from typing import Any
 
 import pytest
 
-from kitae.errors import VerifierError
-from kitae.verifiers import sandbox
-from kitae.verifiers.base import VerifierWarning
-from kitae.verifiers.code import code
-from kitae.verifiers.runners.meter import Meter
-from kitae.verifiers.sandbox import Backend, Limits, Report, find_backend, find_program, open_session
+from kitae.errors import KitaeWarning, SandboxError
+from kitae.sandbox import backends
+from kitae.sandbox import session as session_module
+from kitae.sandbox.backends import Backend, find_program
+from kitae.sandbox.inside.usage import Usage
+from kitae.sandbox.orders import Limits, Order
+from kitae.sandbox.session import Report, find_backend, open_session
+from kitae.verifiers.code.verifier import code
 
 needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
-unprotected = pytest.mark.filterwarnings("ignore::kitae.verifiers.base.VerifierWarning")
+unprotected = pytest.mark.filterwarnings("ignore::kitae.errors.KitaeWarning")
 ASSERTS = {"kind": "asserts", "asserts": ["assert f(1) == 2"]}
 RIGHT = "def f(x): return x + 1"
-RUN: dict[str, Any] = {"mode": "run", "files": {}, "compile": None, "command": None}
+
+
+def run_python(source: str) -> Order:
+    return {"mode": "run", "variants": [source], "files": {}, "compile": None, "command": None}
 
 
 @pytest.fixture
@@ -35,8 +40,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_without_a_sandbox_code_is_refused_with_the_install_command(fresh: pytest.MonkeyPatch) -> None:
-    fresh.setattr(sandbox.shutil, "which", lambda *_, **__: None)
-    with pytest.raises(VerifierError, match="apt-get install bubblewrap") as refusal:
+    fresh.setattr(session_module.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(SandboxError, match="apt-get install bubblewrap") as refusal:
         find_backend("auto")
     assert "bwrap is not installed; unshare is not installed" in str(refusal.value)
     score = code(RIGHT, ASSERTS, {})
@@ -47,8 +52,8 @@ def test_a_sandbox_that_does_not_work_is_refused_with_its_reason(fresh: pytest.M
     broken = tmp_path / "bwrap"
     broken.write_text("#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n")
     broken.chmod(0o755)
-    fresh.setattr(sandbox.shutil, "which", lambda name, **_: str(broken) if name == "bwrap" else None)
-    with pytest.raises(VerifierError, match="bwrap does not work here: No permissions to create new namespace"):
+    fresh.setattr(session_module.shutil, "which", lambda name, **_: str(broken) if name == "bwrap" else None)
+    with pytest.raises(SandboxError, match="bwrap does not work here: No permissions to create new namespace"):
         find_backend("auto")
 
 
@@ -58,34 +63,34 @@ def test_a_program_that_isolates_nothing_is_refused(fresh: pytest.MonkeyPatch, t
     fake = tmp_path / "bwrap"
     fake.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$@"\n')
     fake.chmod(0o755)
-    fresh.setattr(sandbox.shutil, "which", lambda name, **_: str(fake) if name == "bwrap" else None)
-    fresh.setattr(sandbox.os, "geteuid", lambda: 1000)  # or root would become 65534 all the same
+    fresh.setattr(session_module.shutil, "which", lambda name, **_: str(fake) if name == "bwrap" else None)
+    fresh.setattr(backends.os, "geteuid", lambda: 1000)  # or root would become 65534 all the same
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "mine").write_text("x")
     fresh.chdir(folder)
-    with pytest.raises(VerifierError, match="bwrap does not work here"):
+    with pytest.raises(SandboxError, match="bwrap does not work here"):
         find_backend("auto")
     assert [path.name for path in folder.iterdir()] == ["mine"]  # it cleans up where it is alone, and nowhere else
 
 
 def test_unknown_choice_is_refused() -> None:
-    with pytest.raises(VerifierError, match="auto, bwrap, unshare, none, got 'docker'"):
+    with pytest.raises(SandboxError, match="auto, bwrap, unshare, none, got 'docker'"):
         find_backend("docker")  # type: ignore[arg-type]
 
 
 def test_none_warns_at_every_start(fresh: pytest.MonkeyPatch) -> None:
-    with pytest.warns(VerifierWarning, match="with your rights"):
+    with pytest.warns(KitaeWarning, match="with your rights"):
         assert code(RIGHT, ASSERTS, {}, sandbox="none").value == 1
     code(RIGHT, ASSERTS, {}, sandbox="none")  # once per process: a second warning would fail the test
     find_backend.cache_clear()  # another process
-    with pytest.warns(VerifierWarning, match="with your rights"):
+    with pytest.warns(KitaeWarning, match="with your rights"):
         code(RIGHT, ASSERTS, {}, sandbox="none")
 
 
 @unprotected
 def test_none_leaves_no_folder_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(session_module.tempfile, "tempdir", str(tmp_path))
     source = "open('left', 'w').write('x')\nprint(3)"
     assert code(source, {"kind": "stdio", "cases": [{"stdin": "", "stdout": "3"}]}, {}, sandbox="none").value == 1
     assert list(tmp_path.iterdir()) == []
@@ -109,7 +114,7 @@ def test_none_kills_the_group_and_nothing_else() -> None:
 def test_both_sandboxes_isolate(choice: Any, tmp_path: Path) -> None:
     try:
         find_backend(choice)
-    except VerifierError as problem:
+    except SandboxError as problem:
         pytest.skip(str(problem))
     (tmp_path / "secret").write_text("x")
     checks = {
@@ -149,19 +154,19 @@ def test_bwrap_is_told_to_cut_everything_off() -> None:
         assert word in words
     assert words[words.index("--cap-drop") + 1] == "ALL"
     bound = {words[i + 1] for i, word in enumerate(words) if word in ("--ro-bind", "--ro-bind-try", "--bind")}
-    assert bound <= {"/home/me/py/lib", *sandbox._SYSTEM, *sandbox._SETTINGS, *map(str, Path("/etc").glob("java-*"))}
+    assert bound <= {"/home/me/py/lib", *backends._SYSTEM, *backends._SETTINGS, *map(str, Path("/etc").glob("java-*"))}
     assert "--bind" not in words and "--share-net" not in words
 
 
 def test_no_virtual_environment_is_handed_in() -> None:
-    folders = sandbox._python_folders()
+    folders = backends.python_folders()
     assert not any(folder.startswith(sys.prefix + "/") for folder in folders) or sys.prefix == sys.base_prefix
     assert str(Path.home()) not in folders and "/" not in folders
 
 
 @pytest.mark.parametrize("root", [True, False])
 def test_users_get_a_namespace_of_their_own(root: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox.os, "geteuid", lambda: 0 if root else 1000)
+    monkeypatch.setattr(backends.os, "geteuid", lambda: 0 if root else 1000)
     words = Backend("bwrap", "bwrap", "--size --disable-userns").command(Limits(), [], 7 if root else None, None)
     if root:
         assert words[words.index("--userns") + 1] == "7"
@@ -176,13 +181,13 @@ def test_users_get_a_namespace_of_their_own(root: bool, monkeypatch: pytest.Monk
 def test_a_fork_makes_a_namespace_of_its_own() -> None:
     """Workers of a pool are forks of a process that has already run a check."""
     code(RIGHT, ASSERTS, {})
-    mine = os.fstat(sandbox._user_namespace(os.getpid()) or 0).st_ino
+    mine = os.fstat(backends.user_namespace(os.getpid()) or 0).st_ino
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             value = code(RIGHT, ASSERTS, {}).value
-            os.write(write, f"{value} {os.fstat(sandbox._user_namespace(os.getpid()) or 0).st_ino}".encode())
+            os.write(write, f"{value} {os.fstat(backends.user_namespace(os.getpid()) or 0).st_ino}".encode())
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
@@ -194,7 +199,7 @@ def test_a_fork_makes_a_namespace_of_its_own() -> None:
 @needs_sandbox
 def test_a_bomb_next_door_does_not_starve_honest_threads() -> None:
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    program = f"from kitae.verifiers.code import code\ncode({bomb!r}, {ASSERTS!r}, {{}}, time_limit=2.0)"
+    program = f"from kitae.verifiers.code.verifier import code\ncode({bomb!r}, {ASSERTS!r}, {{}}, time_limit=2.0)"
     honest = (
         "import threading\ndef f(x):\n    ts = [threading.Thread(target=lambda: None) for _ in range(20)]\n"
         "    [t.start() for t in ts]; [t.join() for t in ts]\n    return x + 1"
@@ -212,13 +217,13 @@ def test_a_bomb_next_door_does_not_starve_honest_threads() -> None:
 
 @needs_sandbox
 def test_session_reports_in_order_and_says_when_it_has_ended() -> None:
-    with open_session("auto", RUN | {"variants": ["print(int(input()) * 2)"]}, Limits()) as session:
+    with open_session("auto", run_python("print(int(input()) * 2)"), Limits()) as session:
         assert [session.hear(10), session.hear(10)] == [Report("ready", "", b""), Report("loaded", "", b"")]
         for number in (1, 21):
             session.send(str(number).encode())
             assert session.hear(10) == Report("ended", "", f"{2 * number}\n".encode())
         assert session.hear(0.05) is None
-        for pid in sandbox._children(session._process.pid):
+        for pid in session_module._children(session._process.pid):
             os.kill(pid, 9)
         with pytest.raises(EOFError):
             session.hear(5)
@@ -234,13 +239,13 @@ def test_nothing_outlives_its_session(choice: Any, how: str) -> None:
     """Even a program that hangs, and even where we vanish without a word, which closes our pipes and no more."""
     try:
         find_backend(choice)
-    except VerifierError as problem:
+    except SandboxError as problem:
         pytest.skip(str(problem))
-    session = open_session(choice, RUN | {"variants": ["while True: pass"]}, Limits(time_limit=60))
+    session = open_session(choice, run_python("while True: pass"), Limits(time_limit=60))
     assert session.hear(10) and session.hear(10)
     session.send(b"")
     time.sleep(0.3)
-    inside = sandbox._children(session._process.pid)
+    inside = session_module._children(session._process.pid)
     assert inside
     if how == "desert":
         assert session._process.stdin is not None
@@ -264,7 +269,7 @@ def _alive(pid: int) -> bool:
 @needs_sandbox
 def test_large_input_and_output_pass_through() -> None:
     text = "x" * (3 * 2**20)
-    with open_session("auto", RUN | {"variants": ["print(input())"]}, Limits()) as session:
+    with open_session("auto", run_python("print(input())"), Limits()) as session:
         assert session.hear(10) and session.hear(10)
         session.send(text.encode())
         report = session.hear(10)
@@ -273,7 +278,7 @@ def test_large_input_and_output_pass_through() -> None:
 
 @needs_sandbox
 def test_output_is_cut_off() -> None:
-    order = RUN | {"variants": ["while True: print('x' * 10**6)"]}
+    order = run_python("while True: print('x' * 10**6)")
     with open_session("auto", order, Limits(output_mb=2)) as session:
         assert session.hear(10) and session.hear(10)
         session.send(b"")
@@ -318,10 +323,10 @@ def test_processor_time_of_children_counts() -> None:
         [sys.executable, "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
         assert child.stdin is not None and child.stdout is not None
-        meter = Meter(child.pid, 1024, 1000)
+        usage = Usage(child.pid, 1024, 1000)
         child.stdout.readline()
-        assert meter.look() == "" and meter.seconds >= 0.3
-        meter.restart()
-        assert meter.seconds == 0
-        assert "more than 0 MiB of memory" in Meter(child.pid, 0, 1000).look()
+        assert usage.look() == "" and usage.seconds >= 0.3
+        usage.restart()
+        assert usage.seconds == 0
+        assert "more than 0 MiB of memory" in Usage(child.pid, 0, 1000).look()
         child.stdin.close()

@@ -15,113 +15,39 @@ looked for; a server that sends the key back in disguise (base64); limits across
 
 import asyncio
 import hashlib
-import inspect
 import json
 import logging
-import os
 import random
-import sqlite3
 import ssl
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import closing
-from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
-from kitae.errors import VerifierError
+from kitae.errors import RemoteError
+from kitae.remote.cache import recall, remember
+from kitae.remote.service import Service
 
 if TYPE_CHECKING:
     import httpx
 
 T = TypeVar("T")
-ScoreT = TypeVar("ScoreT", bound=Callable[..., Any])
 
-_IDENTITY = ("base_url", "model", "key_env")  # of a service, for which verifiers have options and defaults of their own
-_LOG = logging.getLogger(__name__)
 _MAX_BODY = 2**23  # bytes of an answer
 _MAX_WAIT = 30.0  # seconds between two tries, where the server does not ask for more
 _EXCERPT = 200  # characters of an answer that are quoted in a message
 _REAL_KEY = 8  # characters; what is shorter ("EMPTY") is a dummy that any text may contain
-_CACHE_FILE = "replies.sqlite3"
-_CACHE_PATIENCE = 10.0  # seconds to wait for another process that writes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
-    """A model behind an HTTP server, and how to treat it.
-
-    `Service(base_url="http://localhost:8000/v1", model="qwen3-8b", key_env="OPENAI_API_KEY")`
-    key_env: the environment variable with the key; "" or an unset variable: none is sent. requests_per_minute: evenly
-    spaced; 0: no limit. backoff: seconds before the first retry, doubled for each further one. request_timeout: of one
-    try; deadline: of all of them. cache: a folder, "": none.
-    """
-
-    base_url: str
-    model: str
-    key_env: str = ""
-    concurrency: int = 16
-    requests_per_minute: float = 0.0
-    retries: int = 4
-    backoff: float = 0.5
-    request_timeout: float = 60.0
-    deadline: float = 180.0
-    cache: str = ""
-
-    def __post_init__(self) -> None:
-        _check_url(self.base_url)
-        for name, least in (("concurrency", 1), ("requests_per_minute", 0), ("retries", 0), ("backoff", 0)):
-            if not getattr(self, name) >= least:
-                raise VerifierError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        for name in ("request_timeout", "deadline"):
-            if not getattr(self, name) > 0:
-                raise VerifierError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
-
-    @property
-    def key(self) -> str:
-        key = os.environ.get(self.key_env, "").strip() if self.key_env else ""
-        if not (key.isascii() and key.isprintable()):
-            raise VerifierError(f"the key in ${self.key_env} must be printable ASCII, got other characters")
-        return key
-
-    def url(self, path: str) -> str:
-        base = self.base_url.rstrip("/")
-        return base if base.endswith(path) else base + path
-
-
-def service_options(*names: str) -> Callable[[ScoreT], ScoreT]:
-    """Give a verifier fields of `Service` as options: these, or else all from `concurrency` on.
-
-    They take the place of its `**options` in its signature, by which params are checked and documented: with
-    `@service_options("retries", "backoff")`, that of `f(*, url: str, **options)` ends in `url: str, retries: int = 4,
-    backoff: float = 0.5`.
-    """
-    known = {field.name: field for field in fields(Service)}
-    chosen = [known[name] for name in names or known if name not in _IDENTITY]
-    options = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for field in chosen
-    ]
-
-    def declare(score: ScoreT) -> ScoreT:
-        signature = inspect.signature(score)
-        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        score.__signature__ = signature.replace(parameters=own + options)  # type: ignore[attr-defined]
-        return score
-
-    return declare
 
 
 async def ask(service: Service, path: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
-    """POST `body` and return what `read` makes of the JSON answer; `VerifierError` with the reason where that fails.
+    """POST `body` and return what `read` makes of the JSON answer; `RemoteError` with the reason where that fails.
 
-    `read` returns a JSON value, which is what the cache keeps; it raises `VerifierError` for an answer that is no use,
-    which the cache then forgets. With a cache, equal requests at the same time are sent once.
+    `read` returns a JSON value, which is what the cache keeps; what it raises for an answer that is no use is the
+    caller's to catch, and nothing is kept. With a cache, equal requests at the same time are sent once.
     """
     channel = await _open(service)
     url = service.url(path)
@@ -130,11 +56,12 @@ async def ask(service: Service, path: str, body: Mapping[str, Any], read: Callab
     key = hashlib.sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
     folder = Path(service.cache).expanduser()
     async with channel.turn(key):
-        found = await asyncio.to_thread(_recall, folder, key)
+        found = await asyncio.to_thread(recall, folder, key)
         if found is not None:
-            return json.loads(found)  # type: ignore[no-any-return]
+            kept: T = json.loads(found)
+            return kept
         result = read(await channel.post(service, url, body))
-        await asyncio.to_thread(_remember, folder, key, json.dumps(result))
+        await asyncio.to_thread(remember, folder, key, json.dumps(result))
         return result
 
 
@@ -202,17 +129,17 @@ class _Channel:
                             _refuse_wait_past(deadline, wait)
                             await asyncio.sleep(wait)
                             await self._pace.wait()
-                raise VerifierError(f"{url} must answer within {service.retries} retries: {problem}")
+                raise RemoteError(f"{url} must answer within {service.retries} retries: {problem}")
             except TimeoutError as late:
                 reason = f"; {late}" if str(late) else ""
                 limit = f"{url} must answer within the deadline of {service.deadline:g} s"
-                raise VerifierError(f"{limit}: {problem}{reason}") from None
+                raise RemoteError(f"{limit}: {problem}{reason}") from None
 
     async def _post_once(self, service: Service, url: str, body: Mapping[str, Any], key: str) -> Any:
         import httpx
 
         if self._client.is_closed:
-            raise VerifierError(f"the client of {url} was closed during the call")
+            raise RemoteError(f"the client of {url} was closed during the call")
         try:
             async with asyncio.timeout(service.request_timeout):
                 status, headers, answer = await self._send(url, body, key)
@@ -221,16 +148,16 @@ class _Channel:
         except httpx.TransportError as error:
             raise _TryAgainError(_without(key, f"{type(error).__name__}: {error}")[:_EXCERPT]) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise VerifierError(f"{url} failed: {_without(key, repr(error))[:_EXCERPT]}") from None
+            raise RemoteError(f"{url} failed: {_without(key, repr(error))[:_EXCERPT]}") from None
         said = " ".join(_without(key, answer.decode(errors="replace")).split())[:_EXCERPT]
         if status in (408, 429) or status >= 500:
             raise _TryAgainError(f"HTTP {status}: {said}", _retry_after(headers.get("retry-after", "")))
         if status != 200:
-            raise VerifierError(f"{url} refused the request{_about_key(service, key, status)}: HTTP {status}: {said}")
+            raise RemoteError(f"{url} refused the request{_about_key(service, key, status)}: HTTP {status}: {said}")
         try:
             return _without(key, json.loads(answer))
         except (ValueError, RecursionError):
-            raise VerifierError(f"{url} must answer with JSON, got {said!r}") from None
+            raise RemoteError(f"{url} must answer with JSON, got {said!r}") from None
 
     async def _send(self, url: str, body: Mapping[str, Any], key: str) -> tuple[int, Mapping[str, str], bytes]:
         headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {key}"} if key else {})
@@ -240,7 +167,7 @@ class _Channel:
             async for chunk in response.aiter_bytes():
                 answer += chunk
                 if len(answer) > _MAX_BODY:
-                    raise VerifierError(f"an answer must be at most {_MAX_BODY} bytes, got more from {url}")
+                    raise RemoteError(f"an answer must be at most {_MAX_BODY} bytes, got more from {url}")
             return response.status_code, response.headers, bytes(answer)
 
 
@@ -256,7 +183,7 @@ async def _open(service: Service) -> _Channel:
     channel = _LIFETIMES[key][0]
     limits = (service.concurrency, service.requests_per_minute)
     if channel.limits != limits:
-        raise VerifierError(
+        raise RemoteError(
             f"concurrency and requests_per_minute of {service.model!r} at {service.base_url} must be the same "
             f"everywhere, got {limits} beside {channel.limits}"
         )
@@ -286,19 +213,6 @@ def _tls() -> ssl.SSLContext:
     import httpx
 
     return httpx.create_ssl_context()
-
-
-def _check_url(url: str) -> None:
-    """Refuse what is no base URL; the message never repeats the part in which secrets are written."""
-    try:
-        parts = urlsplit(url)
-        host, _ = parts.hostname, parts.port
-    except ValueError:
-        raise VerifierError("base_url must be an http or https URL, got one that cannot be read") from None
-    if "@" in parts.netloc or parts.query or parts.fragment:
-        raise VerifierError("base_url must have no user, password, query or fragment; the key belongs in key_env")
-    if parts.scheme not in ("http", "https") or not host:
-        raise VerifierError(f"base_url must be an http or https URL, got {url!r}")
 
 
 def _about_key(service: Service, key: str, status: int) -> str:
@@ -348,37 +262,3 @@ def _without(key: str, value: Any) -> Any:
             return {_without(key, name): _without(key, item) for name, item in value.items()}
         case _:
             return value
-
-
-def _recall(folder: Path, key: str) -> str | None:
-    """The cached text. A folder that cannot be made is a mistake; a cache that fails later is only a miss."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise VerifierError(f"the cache must be a folder, got {str(folder)!r}: {error.strerror}") from None
-    try:
-        with closing(_connect(folder)) as database:
-            row = database.execute("SELECT reply FROM replies WHERE key = ?", (key,)).fetchone()
-    except sqlite3.Error as error:
-        _LOG.warning("the cache in %s cannot be read and is passed over: %s", folder, error)
-        return None
-    return str(row[0]) if row else None
-
-
-def _remember(folder: Path, key: str, reply: str) -> None:
-    try:
-        with closing(_connect(folder)) as database, database:
-            database.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (key, reply))
-    except sqlite3.Error as error:
-        _LOG.warning("the cache in %s cannot be written: %s", folder, error)
-
-
-def _connect(folder: Path) -> sqlite3.Connection:
-    """A connection per use: safe in any thread and after a fork. No WAL: it fails on network drives."""
-    database = sqlite3.connect(folder / _CACHE_FILE, timeout=_CACHE_PATIENCE)
-    try:
-        database.execute("CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, reply TEXT NOT NULL) WITHOUT ROWID")
-    except sqlite3.Error:
-        database.close()
-        raise
-    return database

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from kitae.processes import interrupts
+from kitae.processes.interrupts import CutShort, briefly, foreign, is_spoilt
 from kitae.types import Score
-from kitae.verifiers import interrupts
-from kitae.verifiers.interrupts import Interrupted, briefly, foreign, is_spoilt
 from kitae.verifiers.pool import VerifierPool
 
 CHECKS = """
 import os, time
 from kitae.verifiers.base import repeatable
-from kitae.verifiers.interrupts import foreign
+from kitae.processes.interrupts import foreign
 
 CALLS = []
 
@@ -73,7 +73,7 @@ def test_an_interrupt_comes_soon_and_passes_through_what_catches_exceptions() ->
 
     for call in (loop_for_ever, stubborn):
         began = time.process_time()
-        with pytest.raises(Interrupted):
+        with pytest.raises(CutShort):
             briefly(0.002, call)
         assert time.process_time() - began < 0.05
 
@@ -84,7 +84,7 @@ def test_an_interrupt_that_is_swallowed_is_repeated() -> None:
             loop_for_ever()
         loop_for_ever()
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(CutShort):
         briefly(0.002, swallow)
 
 
@@ -101,12 +101,12 @@ def test_an_interrupt_in_foreign_code_spoils_the_process() -> None:
         with foreign():
             raise ValueError
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(CutShort):
         briefly(0.002, loop_for_ever)
     with pytest.raises(ValueError):
         fail()
     assert not is_spoilt()
-    with pytest.raises(Interrupted):
+    with pytest.raises(CutShort):
         briefly(0.002, hang)
     assert is_spoilt()
 
@@ -114,7 +114,7 @@ def test_an_interrupt_in_foreign_code_spoils_the_process() -> None:
         with foreign():
             return "entered"
 
-    with pytest.raises(Interrupted):
+    with pytest.raises(CutShort):
         briefly(1.0, enter)
     assert enter() == "entered", "who does not ask for a brief answer cannot be put off"
 
@@ -217,5 +217,5 @@ def test_the_hanging_share_costs_little(checks: str) -> None:
 
 
 def test_import_is_cheap() -> None:
-    code = "import sys, kitae.verifiers.interrupts; print('sympy' in sys.modules)"
+    code = "import sys, kitae.processes.interrupts; print('sympy' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"

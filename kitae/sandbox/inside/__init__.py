@@ -1,8 +1,8 @@
 """What runs inside the sandbox: `warden` is its first process, `candidate` and `checker` the two ends of a `wire`,
-`meter` says what they use.
+`usage` says what they use. `port`, `remotes` and `precautions` are the checker's.
 
 These modules are sent to a bare interpreter as code and not as files, so they import nothing but C modules that start
 in no time, and each other. `MODULES` names them in the order in which they can be loaded.
 """
 
-MODULES = ("meter", "wire", "candidate", "checker", "warden")
+MODULES = ("usage", "wire", "candidate", "remotes", "port", "precautions", "checker", "warden")

@@ -1,0 +1,44 @@
+"""What the system says of a process: its descendants, its state, the time it used, and how it ended."""
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+
+def describe(status: int | None) -> str:
+    """A wait status in words."""
+    if status is None:
+        return "its template ended"
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        return f"killed by signal {number} ({signal.strsignal(number)})"
+    return f"exit status {os.WEXITSTATUS(status)}"
+
+
+def family_of(pid: int) -> list[int]:
+    """A process and all its descendants."""
+    found = [pid]
+    for parent in found:
+        with suppress(OSError):
+            for children in Path(f"/proc/{parent}/task").glob("*/children"):
+                found += map(int, children.read_text().split())
+    return found
+
+
+def state_of(pid: int) -> str:
+    """The letter that Linux gives to the state of a process; "": there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except OSError:
+        return ""
+
+
+def processor_time(pid: int) -> float:
+    """The processor time of a process in seconds, by the clock that Linux has for each: files in /proc count ticks."""
+    try:
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError:
+        return 0.0

@@ -1,0 +1,142 @@
+"""The tests' side: runs them, and reaches the candidate only by questions whose answers are plain data.
+
+The rule: tests, their setup and what they expect are here, where the candidate cannot reach; what crosses the line is
+data of a closed set of types, by value, and built here from types of our own. An object that is not data is a `Remote`.
+It can be called, read, iterated and passed back, but it equals nothing the tests bring along, and an operator with such
+an operand gives a `Remote` that no comparison or conversion accepts: otherwise an object of the candidate's would be
+shown the expected value and asked whether it is right. Whatever the candidate sends that is not an answer fails the
+test that asked, and never is an error: that word is for tests that nobody could pass here.
+
+What holds over there holds here: identity, hashes and equality among the candidate's own objects, isinstance and
+issubclass among its own classes, copies, docstrings, signatures (without annotations), generators, exceptions with
+their attributes, causes and bases. What the tests do to a list, dict or set that an object has handed out reaches it
+before the next question, for the last 8 answers of up to 1000 items. random.seed, a redirected sys.stdout or sys.stdin
+hold for calls to the candidate as well. What a call changes in its arguments is seen from the next statement of the
+tests on, so that `assert f(xs) == sorted(xs)` sorts what f was given, and not what f has made of it.
+
+What cannot pass: an exception that a context manager of the candidate's swallows; an AssertionError in a function that
+the tests have handed to the candidate, whoever catches it; SystemExit; StopIteration out of a call, which would end a
+`map` of the tests early; text of the candidate's that the tests give to exec, and to eval unless it is arithmetic.
+
+Not covered: a test that derives a class from the candidate's (an error), `type(x) is C`, dataclasses.asdict and others
+that look at the type of an object, `in` where a class defines it without being iterable, a list of an object's that
+the candidate changes after it was handed out, attributes set on its modules, mock.patch of what the candidate calls,
+objects of libraries as arguments, output of generators, the state of random after the candidate has used it.
+"""
+
+from __future__ import annotations
+
+import builtins
+import sys
+
+from kitae.sandbox.inside.port import TESTS, CheckerPort, Gone, TimeUp, describe, is_own
+from kitae.sandbox.inside.precautions import attend
+from kitae.sandbox.inside.wire import NotData
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from kitae.sandbox.inside.usage import Usage
+    from kitae.sandbox.orders import Job
+
+
+def check(fd: int, usage: Usage, job: Job, report: Callable[[str, str], None]) -> None:
+    """Wait for the candidate to load, then run `job["tests"]` one by one and report on each as it ends.
+
+    Reports: "loaded" or "unloadable" once; then "passed" or "failed" for each test. "timeout" and "gone" end it all:
+    the test that was running has failed, and those after it have not been run. "error": the tests are at fault.
+    """
+    port = CheckerPort(fd, usage, job["time_limit"])
+    try:
+        port.restart_clock()
+        status, rest = port.trust(port.hear_loaded)
+    except (TimeUp, Gone) as end:
+        report("timeout" if isinstance(end, TimeUp) else "unloadable", str(end))
+        return
+    if status != "loaded":
+        report("unloadable", rest)
+        return
+    port.common = set(rest)
+    report("loaded", "")
+    texts = "\n".join([job["setup"], *job["tests"]])
+    namespace: dict[str, Any] = {}
+    for test in (None, *job["tests"]):
+        port.restart_clock()
+        status, detail = "passed", ""
+        try:
+            if test is None:
+                namespace = make_namespace(port, job, texts)
+                continue
+            exec(compile(test, "tests", "exec", dont_inherit=True), namespace)
+        except NotData as problem:
+            status, detail = "error", str(problem)
+        except BaseException as error:
+            status, detail = _judge(port, error, job["imports"])
+            if test is None and status == "failed":
+                status, detail = "broken", f"the setup of the tests raised {detail}"
+        if port.lost:  # even if the candidate has caught it
+            status, detail, port.lost = "failed", port.lost, ""
+        if port.end is not None:  # even if a test has caught it
+            status, detail = "timeout" if isinstance(port.end, TimeUp) else "gone", str(port.end)
+        report(status, detail)
+        if status not in ("passed", "failed"):
+            return
+
+
+def _judge(port: CheckerPort, error: BaseException, imports: list[str]) -> tuple[str, str]:
+    """What an exception says: that the candidate has failed, or that the tests cannot be run here."""
+    detail = describe(error)
+    if not is_own(error) or isinstance(error, SystemExit):
+        return "failed", detail
+    if isinstance(error, ImportError) and (not port.used or str(error.name).partition(".")[0] in imports):
+        return "error", f"the tests must be able to import what they need (see the option packages), got {detail}"
+    if not port.used and not isinstance(error, AssertionError | NameError):
+        return "error", f"the tests must reach the response, but raised {detail}"
+    return "failed", detail
+
+
+def make_namespace(port: CheckerPort, job: Job, texts: str) -> dict[str, Any]:
+    """What the tests see: their own setup first, then built-ins and libraries, then what only the candidate can have.
+
+    The prompt and the setup run here too, so that their helpers are the trusted ones and not the candidate's.
+    """
+    sys.modules[TESTS] = sys.modules["__main__"] = module = type(sys)(TESTS)  # where unittest.main() looks
+    port.namespace = namespace = module.__dict__
+    namespace["__builtins__"] = builtins
+    if job["prompt"]:
+        try:
+            exec(compile(job["prompt"], "prompt", "exec", dont_inherit=True), namespace)
+        except Exception:  # a prompt may be text, or a function without a body
+            namespace.clear()
+            namespace.update(__name__=TESTS, __builtins__=builtins)
+    attend(port, texts, job["constants"])
+    for name, (path, wanted) in job["library"].items():
+        found = _import(path, wanted, name in job["aliases"])
+        if found is not None:
+            namespace.setdefault(name, found)
+    trusted = set(namespace) - {job["entry_point"]}
+    for name in job["names"]:
+        free = name not in trusted and not hasattr(builtins, name)
+        if name in job["shadows"] or (free and port.ask("has", name)):
+            namespace[name] = port.lookup(name)
+    if job["entry_point"]:
+        namespace["__candidate__"] = port.lookup(job["entry_point"])
+    namespace["__settle__"] = port.settle
+    exec(compile(job["setup"], "setup", "exec", dont_inherit=True), namespace)
+    return namespace
+
+
+def _import(path: str, wanted: list[str], needed: bool) -> Any:
+    """`"math:isclose"` or `"math"` from a library; None where it has not what the tests want of it."""
+    module, _, name = path.partition(":")
+    try:
+        found: Any = __import__(module, fromlist=["*"])
+    except ImportError as error:
+        if needed:
+            problem = f"the tests must be able to import what they need (see the option packages), got {error}"
+            raise NotData(problem) from None
+        return None
+    found = getattr(found, name, None) if name else found
+    return found if all(hasattr(found, attribute) for attribute in wanted) else None

@@ -1,0 +1,389 @@
+"""The checker's end of the wire: asks the candidate, and builds what it answers from types of our own."""
+
+from __future__ import annotations
+
+import _thread
+import os
+import select
+import sys
+
+from kitae.sandbox.inside.candidate import KINDS, NAME
+from kitae.sandbox.inside.remotes import Inert, Remote, generator, result_of
+from kitae.sandbox.inside.usage import Clock
+from kitae.sandbox.inside.wire import NotData, Port, frame_size, hides, pack, shareable, unpack
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from kitae.sandbox.inside.usage import Usage
+    from kitae.sandbox.inside.wire import Node
+
+_MAX_LOANS, _SMALL = 8, 1000  # containers of the candidate's that are watched, and items in all of one answer
+TESTS = "tests"  # the module name of the tests
+OURS = __name__.rpartition(".")[0]
+_TICK = 0.05  # seconds between two looks at what the candidate uses
+_EXCEPTIONS = {  # modules whose exceptions are known by their names
+    *(
+        "builtins",
+        "decimal",
+        "json.decoder",
+        "queue",
+        "_queue",
+        "struct",
+        "binascii",
+        "re",
+        "statistics",
+        "dataclasses",
+    ),
+    *("asyncio.exceptions", "concurrent.futures._base", "_csv", "configparser", "subprocess", "graphlib", "ipaddress"),
+}
+
+
+class TimeUp(BaseException):
+    """The candidate did not answer in time; a BaseException, so that no test can catch it."""
+
+
+class Gone(BaseException):
+    """The candidate has ended or broken the protocol."""
+
+
+class CheckerPort(Port):
+    """`used`: the tests have reached the candidate. `told`: it has answered with text. `end`: it is over, whoever
+    catches that. `lost`: an assertion that failed in the candidate's hands.
+    """
+
+    def __init__(self, fd: int, usage: Usage, time_limit: float) -> None:
+        super().__init__(fd)
+        os.set_blocking(fd, False)
+        self._usage, self._limit = usage, time_limit
+        self._readable, self._writable = select.poll(), select.poll()
+        self._readable.register(fd, select.POLLIN)
+        self._writable.register(fd, select.POLLOUT)
+        self._buffer = bytearray()
+        self._exceptions: dict[int, type[BaseException]] = {}
+        self._adopted: dict[int, Any] = {}
+        self._twins: dict[int, tuple[Any, int]] = {}  # generators and coroutines that stand for the candidate's
+        self._loans: list[
+            tuple[list[Any], list[int], Any]
+        ] = []  # values of the candidate's, their handles, as they were
+        self._changes: list[tuple[list[Any], list[Node], dict[int, Any], list[Any]]] = []  # of arguments, not yet seen
+        self._clock, self._looked = Clock(), 0.0
+        self._turn = _thread.RLock()  # the tests may have threads
+        self.namespace: dict[str, Any] = {}
+        self.constants: set[str] | None = None  # texts of the tests, where they run any
+        self.common: set[str] = set()  # names of classes that the candidate has too
+        self.stdin, self.stdout = sys.stdin, sys.stdout
+        self.used = self.told = False
+        self.lost = ""
+        self.end: TimeUp | Gone | None = None
+
+    def restart_clock(self) -> None:
+        self._usage.restart()
+        self._clock, self._looked = Clock(), 0.0
+
+    def trust(self, step: Callable[..., Any], *arguments: Any) -> Any:
+        """Do something with what the candidate has sent. Where that fails, it has not answered, and that is the end."""
+        try:
+            return step(*arguments)
+        except (TimeUp, Gone) as end:
+            self.end = end
+            raise
+        except (OSError, EOFError):
+            self.end = Gone("the candidate ended its process")
+        except BaseException as problem:
+            self.end = Gone(f"the candidate broke the protocol: {describe(problem)}")
+        raise self.end from None
+
+    def _watch(self) -> None:
+        """What is left of its time: `time_limit` of processor, twice that of day, as the clock on the wall runs faster
+        than the candidate can on a busy machine.
+        """
+        now = self._clock.read()
+        if now - self._looked < _TICK:
+            return
+        self._looked = now
+        problem = self._usage.look()
+        if now > 2 * self._limit or self._usage.seconds > self._limit:
+            raise TimeUp(f"more than {self._limit:g} s")
+        if problem:
+            raise Gone(problem)
+
+    def receive(self) -> Any:
+        return unpack(self._take(frame_size(self._take(8))))
+
+    def _take(self, size: int) -> bytes:
+        while len(self._buffer) < size:
+            ready = self._readable.poll(_TICK * 1000)
+            self._watch()
+            if ready:
+                part = os.read(self.fd, 2**16)
+                if not part:
+                    raise EOFError
+                self._buffer += part
+        taken = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return taken
+
+    def send(self, message: Any) -> None:
+        data = pack(message)
+        view = memoryview(len(data).to_bytes(8, "little") + data)
+        while view:
+            try:
+                view = view[os.write(self.fd, view) :]
+            except BlockingIOError:
+                self._writable.poll(_TICK * 1000)
+                self._watch()
+
+    def hear_loaded(self) -> tuple[str, Any]:
+        """`("loaded", names of classes)`, or `("failed", why)`."""
+        kind, rest = self.receive()
+        return kind, [str(name) for name in rest] if kind == "loaded" else str(rest)
+
+    def ask(self, op: str, *values: Any) -> Any:
+        with self._turn:
+            self._return_loans()
+            self.used = self.used or op not in ("has", "name", "seed")
+            refs, nodes, given = self.encode(values)
+            return self.trust(self._accept, self._exchange([op, refs, nodes]), given)
+
+    def _accept(self, message: Any, given: list[Any]) -> Any:
+        """The result in an answer; what the call has changed in its arguments waits for the end of the statement."""
+        answer, nodes, *handles = message
+        (result, *_), mutable = self.decode(answer, nodes, lent=given)
+        self._note(answer, nodes)
+        if len(answer) > 1:
+            old = {ref[0]: value for ref, value in zip(answer[1:], given, strict=True)}
+            self._changes.append((answer, nodes, old, given))
+        if handles:
+            self._borrow(mutable, handles[0])
+        return result
+
+    def _note(self, refs: list[Any], nodes: list[Node]) -> None:
+        """Remember that the candidate has told us some text, where the tests might run it."""
+        if self.constants is not None:
+            self.told = self.told or _has_text(refs) or any(_has_text(node[1:]) for node in nodes)
+
+    def settle(self) -> None:
+        """Show the tests what the calls of their last statement have changed in its arguments."""
+        while self._changes:
+            self.trust(self.decode, *self._changes.pop(0))
+
+    def _exchange(self, question: list[Any]) -> Any:
+        """The candidate's answer, after it has asked what it wants to know in turn."""
+        if self.end is not None:
+            raise self.end
+        self.trust(self.send, question)
+        while True:
+            kind, message = self.trust(self._hear)
+            if kind == "ask":
+                self.trust(self.send, self._serve(*message))
+            elif kind == "raised":
+                raise self._escaped(question[0], self.trust(self._exception, *message))
+            else:
+                return message
+
+    def _hear(self) -> tuple[str, Any]:
+        kind, *message = self.receive()
+        if kind not in ("ok", "raised", "ask") or (kind == "ask" and len(message) != 3):
+            raise ValueError(f"an answer of kind {kind!r}")
+        return kind, message
+
+    def _escaped(self, op: str, error: BaseException) -> BaseException:
+        """StopIteration that leaves a function would end a loop of the tests early: Python's generators do the same."""
+        if isinstance(error, StopIteration | StopAsyncIteration) and op in ("call", "method"):
+            return RuntimeError(f"the candidate raised {type(error).__name__}")
+        return error
+
+    def _borrow(self, values: list[Any], handles: list[int]) -> None:
+        """Remember containers that belong to an object of the candidate's; the last few, if they are small."""
+        pairs = [(value, handle) for value, handle in zip(values, handles, strict=True) if handle]
+        if pairs and sum(len(value) for value, _ in pairs if type(value).__module__ != TESTS) <= _SMALL:
+            lent = [value for value, _ in pairs]
+            self._loans = [*self._loans[1 - _MAX_LOANS :], (lent, [h for _, h in pairs], self.encode(lent)[:2])]
+
+    def _return_loans(self) -> None:
+        """Tell the candidate what the tests have done to its containers: `t.items.append(2)`."""
+        for i, (values, handles, before) in enumerate(self._loans):
+            refs, nodes, _ = self.encode(values)
+            if (refs, nodes) != before:
+                self._loans[i] = (values, handles, (refs, nodes))
+                self._exchange(["update", refs, nodes, handles])
+
+    def lookup(self, name: str) -> Any:
+        """The candidate's global `name`."""
+        found = self.ask("name", name)
+        self.used = self.used or type(found) is not Remote  # a value, which the tests may look at without asking
+        return found
+
+    def class_of(self, name: str) -> Any:
+        found = self.namespace[name]
+        if self.name_of(found) != name:
+            raise KeyError(name)
+        return found
+
+    def name_of(self, kind: type) -> str | None:
+        name = kind.__qualname__
+        mine = kind.__module__ == TESTS and name in self.common and self.namespace.get(name) is kind
+        return name if mine and shareable(kind) else None
+
+    def offer(self, value: Any) -> Node:
+        """What the candidate may call or iterate. What is a library's is its own one, by name, and never runs here."""
+        ours = str(getattr(value, "__module__", "")).startswith(OURS)
+        path = _library_path(getattr(value, "__wrapped__", value) if ours else value)
+        if path is not None:
+            return ["library", *path]
+        if ours:
+            raise TypeError("what stands for a type of the candidate's cannot be handed to it")
+        if type(value).__module__ == TESTS or callable(value) or hasattr(value, "__next__"):
+            return ["ref", self.export(value)]
+        raise NotData(f"the tests hand a {type(value).__name__} to the candidate, which cannot leave their process")
+
+    def adopt(self, node: Node) -> Any:
+        if node[0] == "error":
+            return self._exception_class(node[2])
+        _, handle, kind = node
+        if type(handle) is not int or kind not in KINDS:
+            raise ValueError(f"a handle {handle!r} of kind {kind!r}")
+        if handle not in self._adopted:  # one object over there is one object here: `C.A is C.A`
+            self._adopted[handle] = self._stand_in(Remote(self, handle, kind, tainted=False))
+        return self._adopted[handle]
+
+    def _stand_in(self, remote: Remote) -> Any:
+        if remote._kind not in ("generator", "coroutine"):
+            return remote
+        twin = generator(remote) if remote._kind == "generator" else result_of(remote)
+        self._twins[id(twin)] = (twin, remote._handle)
+        return twin
+
+    def inert(self, node: Node) -> Any:
+        """In an attribute of an object of the tests' there is only data: their methods must not run the candidate's."""
+        return Inert(int(node[1]))
+
+    def home(self, value: Any) -> int | None:
+        if type(value) is Remote or type(value) is Inert:
+            handle: int = value._handle
+            return handle
+        if id(value) in self._twins:
+            return self._twins[id(value)][1]
+        remote = vars(type(value)).get("_wire_home")
+        if remote is not None and not isinstance(value, list | dict | set):
+            return self.home(remote)
+        if isinstance(value, BaseException):
+            return vars(value).get("_handle")
+        if isinstance(value, type) and issubclass(value, BaseException):
+            return next((handle for handle, known in self._exceptions.items() if known is value), None)
+        return None
+
+    def _serve(self, op: str, refs: Any, nodes: Any) -> Any:
+        """Let the candidate use what it was handed: call, iterate, read public attributes of the tests' objects."""
+        (target, *rest), _ = self.trust(self.decode, refs, nodes)
+        self._note(refs, nodes)
+        try:
+            if id(target) not in self.exports:
+                raise TypeError("not an object of the tests")
+            match op:
+                case "call":
+                    result = target(*rest[0], **rest[1])
+                case "iter":
+                    result = iter(target)
+                case "next":
+                    result = next(target)
+                case "getattr" if type(target).__module__ == TESTS and not rest[0].startswith("_"):
+                    result = getattr(target, rest[0])
+                case _:
+                    raise AttributeError(f"{op} {rest[:1]}")
+            return ["ok", *self.encode([result])[:2]]
+        except Exception as error:
+            if isinstance(error, AssertionError) and is_own(error):
+                self.lost = self.lost or describe(error)
+            kind = next(c.__name__ for c in type(error).__mro__ if c.__module__ == "builtins")
+            try:
+                return ["raised", kind, *self.encode(error.args)[:2]]
+            except NotData:
+                return ["raised", kind, [str(error)], []]
+
+    def _exception(
+        self, kinds: Any, refs: Any, nodes: Any, names: list[str], handle: int, cause: list[Any] | None
+    ) -> BaseException:
+        kind = self._exception_class(kinds)
+        values = self.decode(refs, nodes)[0]
+        self._note(refs, nodes)
+        arguments, attributes = values[: len(values) - len(names)], values[len(values) - len(names) :]
+        built_in: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
+        try:
+            error: BaseException = built_in.__new__(kind, *arguments)
+            built_in.__init__(error, *arguments)  # some keep a copy: the code of SystemExit
+        except Exception:
+            error = built_in.__new__(kind)
+        error.args = tuple(arguments)
+        vars(error).update({n: v for n, v in zip(names, attributes, strict=True) if not hides(kind, n)})
+        vars(error)["_handle"] = handle
+        if cause is not None:
+            error.__cause__ = self._exception(*cause[1:])
+        return error
+
+    def _exception_class(self, kinds: list[Any]) -> type[BaseException]:
+        """The class that stands for the first of `kinds`, whose bases are the others: a known one, or one made here."""
+        module, name, handle = kinds[0]
+        own = self.namespace.get(name) if module == NAME else None
+        if isinstance(own, type) and issubclass(own, BaseException) and own.__module__ == TESTS:
+            return own
+        if module in _EXCEPTIONS:
+            found = getattr(__import__(module, fromlist=["*"]), name, None)
+            safe = BaseException if module == "builtins" else Exception
+            if isinstance(found, type) and issubclass(found, safe):
+                return found
+        if handle not in self._exceptions:
+            parent = self._exception_class(kinds[1:]) if len(kinds) > 1 else Exception
+            self._exceptions[handle] = type(str(name), (parent,), self._exception_methods())
+        return self._exceptions[handle]
+
+    def _exception_methods(self) -> dict[str, Any]:
+        def read(error: BaseException, name: str) -> Any:
+            if name.startswith("_") or "_handle" not in vars(error):
+                raise AttributeError(name)
+            return self.ask("getattr", error, name)
+
+        def say(error: BaseException) -> Any:
+            return self.ask("builtin", "str", error) if "_handle" in vars(error) else BaseException.__str__(error)
+
+        return {"__getattr__": read, "__str__": say}
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether an exception came up in the code of the tests, and not while the candidate was asked."""
+    step, ours = error.__traceback__, []
+    while step is not None:
+        ours.append(str(step.tb_frame.f_globals.get("__name__")).startswith(OURS))
+        step = step.tb_next
+    return True not in ours[ours.index(False) :] if False in ours else False
+
+
+def _library_path(value: Any) -> tuple[str, str] | None:
+    """Where a function, class or module of a library is to be found: `("builtins", "str.upper")`."""
+    if isinstance(value, type(sys)):
+        return (value.__name__, "") if value.__name__ in sys.stdlib_module_names else None
+    path = getattr(value, "__qualname__", None)
+    module = getattr(value, "__module__", None) or getattr(
+        getattr(value, "__objclass__", None), "__module__", "builtins"
+    )
+    if not isinstance(path, str) or not isinstance(module, str) or module == TESTS or module.startswith(OURS):
+        return None
+    found: Any = sys.modules.get(module)
+    for name in path.split("."):
+        found = getattr(found, name, None)
+    same = found is value or (type(value) is type(len) and found == value)  # `dict.fromkeys` is made anew each time
+    return (module, path) if found is not None and same else None
+
+
+def _has_text(parts: list[Any]) -> bool:
+    return any(type(part) is str or (type(part) is list and _has_text(part)) for part in parts)
+
+
+def describe(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"[:500].removesuffix(": ")
+    except BaseException:
+        return type(error).__name__

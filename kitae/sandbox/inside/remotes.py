@@ -1,0 +1,231 @@
+"""What stands here for an object of the candidate's: it asks, and never shows the other side a value of the tests."""
+
+from __future__ import annotations
+
+import sys
+
+from kitae.sandbox.inside.wire import NotData
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any, Protocol, TextIO
+
+    class Line(Protocol):
+        """What a remote object needs of the port: `ask` the candidate; the streams that the tests began with."""
+
+        stdin: TextIO
+        stdout: TextIO
+
+        @property
+        def end(self) -> BaseException | None: ...
+
+        def ask(self, op: str, *values: Any) -> Any: ...
+
+
+_BATCH = 256  # items of a remote iterator that travel at once, at most
+_SINGLES = 32  # items of a remote generator that come one by one before they come in batches
+
+
+class Inert:
+    """An object of the candidate's that can only be passed back."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+
+class Remote:
+    # An object of the candidate's. `_tainted`: the tests' values went into it. A docstring would be taken for its own.
+
+    __slots__ = ("_handle", "_kind", "_port", "_tainted")
+
+    def __init__(self, port: Line, handle: int, kind: str, tainted: bool) -> None:
+        for name, value in zip(Remote.__slots__, (handle, kind, port, tainted), strict=True):
+            object.__setattr__(self, name, value)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        port = self._port
+        op = "method" if self._kind == "method" else "call"
+        if sys.stdin is not port.stdin:
+            port.ask("stdin", sys.stdin.read())
+        if sys.stdout is port.stdout:
+            return port.ask(op, self, list(arguments), keywords)
+        port.ask("capture")
+        try:
+            return port.ask(op, self, list(arguments), keywords)
+        finally:
+            if port.end is None:
+                sys.stdout.write(port.ask("captured"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__signature__":
+            return _signature(self._port.ask("signature", self))
+        return self._port.ask("getattr", self, name)
+
+    @property
+    def __doc__(self) -> Any:  # type: ignore[override]
+        return self._port.ask("getattr", self, "__doc__")
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        if self._kind == "class":
+            return type
+        found = self._port.ask("getattr", self, "__class__")
+        return found if type(found) is Remote else Remote
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._port.ask("setattr", self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._port.ask("delattr", self, name)
+
+    def __copy__(self) -> Any:
+        return self._port.ask("copy", self, False)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._port.ask("copy", self, True)
+
+    def __mro_entries__(self, bases: Any) -> Any:
+        raise NotData("the tests derive a class from one of the candidate's, which cannot leave its process")
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._port.ask("operator", "getitem", self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._port.ask("operator", "setitem", self, key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._port.ask("operator", "delitem", self, key)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._refuse_taint("iterate")
+        iterator = self._port.ask("builtin", "iter", self)
+        if type(iterator) is not Remote:
+            yield from iterator
+            return
+        count, more = 1, True
+        while more:
+            items, more = self._port.ask("items", iterator, count)
+            yield from items
+            count = min(2 * count, _BATCH)
+
+    def __next__(self) -> Any:
+        self._refuse_taint("iterate")
+        return self._port.ask("builtin", "next", self)
+
+    def __contains__(self, item: Any) -> bool:
+        return any(item is other or item == other for other in self)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return type(value) is Remote and bool(self._port.ask("builtin", "isinstance", value, self))
+
+    def __subclasscheck__(self, value: Any) -> bool:
+        return type(value) is Remote and bool(self._port.ask("builtin", "issubclass", value, self))
+
+    def __enter__(self) -> Any:
+        return self._port.ask("getattr", self, "__enter__")()
+
+    def __exit__(self, *details: object) -> None:
+        self._port.ask("getattr", self, "__exit__")(None, None, None)  # whatever it says, it swallows nothing of ours
+
+    def __hash__(self) -> int:
+        self._refuse_taint("hash")
+        return int(self._port.ask("builtin", "hash", self))
+
+    def __eq__(self, other: object) -> bool:
+        return self._compare("eq", other, False)
+
+    def __ne__(self, other: object) -> bool:
+        return self._compare("ne", other, True)
+
+    def _compare(self, name: str, other: object, otherwise: bool) -> bool:
+        if type(other) is not Remote or self._tainted or other._tainted:
+            return otherwise
+        return bool(self._port.ask("operator", name, self, other))
+
+    def _refuse_taint(self, what: str) -> None:
+        if self._tainted:
+            raise TypeError(f"cannot {what} an object of the candidate that was combined with a value of the tests")
+
+
+def generator(remote: Remote) -> Any:
+    """Stands for a generator of the candidate's. Items come one by one at first, and later in batches."""
+    port, count, more, singles = remote._port, 1, True, 0
+    sent = None
+    while more:
+        if sent is not None or singles < _SINGLES:
+            singles += 1
+            try:
+                items, sent = [port.ask("send", remote, sent)], None
+            except StopIteration as end:
+                return end.value
+        else:
+            items, more = port.ask("items", remote, count)
+            count = min(2 * count, _BATCH)
+        for i, item in enumerate(items):
+            sent = yield item
+            if sent is not None and i + 1 < len(items):
+                raise NotData("the tests send a value to a generator of the candidate's that is already further on")
+    return None
+
+
+def _signature(parameters: list[list[Any]]) -> Any:
+    """A signature without annotations, from names, kinds and defaults."""
+    import inspect
+
+    return inspect.Signature(
+        [
+            inspect.Parameter(name, inspect._ParameterKind(kind), default=default[0] if default else inspect._empty)
+            for name, kind, *default in parameters
+        ]
+    )
+
+
+async def result_of(coroutine: Remote) -> Any:
+    """Stands for a coroutine of the candidate's, which runs over there from start to end."""
+    return coroutine._port.ask("await", coroutine)
+
+
+def _order(name: str) -> Callable[..., bool]:
+    def method(self: Remote, other: object) -> bool:
+        if type(other) is not Remote or self._tainted or other._tainted:
+            raise TypeError("an object of the candidate has no order among the values of the tests")
+        return bool(self._port.ask("operator", name, self, other))
+
+    return method
+
+
+def _binary(name: str, reflected: bool) -> Callable[..., Any]:
+    def method(self: Remote, other: object) -> Any:
+        left, right = (other, self) if reflected else (self, other)
+        if type(other) is Remote and not (self._tainted or other._tainted):
+            return self._port.ask("operator", name, left, right)
+        result = self._port.ask("opaque", name, left, right)
+        assert type(result) is Remote
+        return Remote(self._port, result._handle, result._kind, tainted=True)
+
+    return method
+
+
+def _unary(op: str, name: str) -> Callable[..., Any]:
+    def method(self: Remote, *arguments: Any) -> Any:
+        self._refuse_taint(name)
+        return self._port.ask(op, name, self, *arguments)
+
+    return method
+
+
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(Remote, f"__{_name}__", _order(_name))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "lshift", "rshift", "xor"):
+    setattr(Remote, f"__{_name}__", _binary(_name, reflected=False))
+    setattr(Remote, f"__r{_name}__", _binary(_name, reflected=True))
+for _name in ("and", "or"):
+    setattr(Remote, f"__{_name}__", _binary(f"{_name}_", reflected=False))
+    setattr(Remote, f"__r{_name}__", _binary(f"{_name}_", reflected=True))
+for _name in ("len", "bool", "int", "float", "complex", "str", "repr", "abs", "round", "reversed", "format"):
+    setattr(Remote, f"__{_name}__", _unary("builtin", _name))
+for _name in ("neg", "pos", "invert", "index"):
+    setattr(Remote, f"__{_name}__", _unary("operator", _name))

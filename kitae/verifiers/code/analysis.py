@@ -1,0 +1,193 @@
+"""What the text of the tests says: whose names they use, what of their setup the code under test may see, and where
+what a call has changed is to be shown."""
+
+import ast
+import builtins
+import functools
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from kitae.sandbox.orders import Names
+
+SETTLE = "__settle__()"
+_SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_CALLING = (ast.Expr, ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Assert, ast.Delete, ast.For, ast.While, ast.With)
+_DEFINING = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+_TYPE_MAKERS = ("namedtuple", "NamedTuple", "Enum", "IntEnum", "NewType", "TypeVar", "TypedDict", "make_dataclass")
+_TYPE_NODES = (ast.Name, ast.Attribute, ast.Subscript, ast.Tuple, ast.Load)
+
+
+@functools.lru_cache(maxsize=4096)
+def settled(text: str) -> str:
+    """Tests that call `__settle__()` between statements: what a call changes in its arguments is seen from then on.
+
+    So `assert f(xs) == sorted(xs)` does not sort what f has made of xs.
+    """
+    try:
+        return ast.unparse(_Settle().visit(ast.parse(text)))
+    except RecursionError:  # too deep to be written
+        return text
+
+
+class _Settle(ast.NodeTransformer):
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        super().generic_visit(node)
+        for field in ("body", "orelse", "finalbody"):
+            block = getattr(node, field, None)
+            if isinstance(block, list) and block:
+                setattr(node, field, list(self._woven(block, not isinstance(node, _SCOPES))))
+        return node
+
+    def _woven(self, block: list[ast.stmt], inside: bool) -> Iterator[ast.stmt]:
+        if inside:
+            yield _settle()
+        for statement in block:
+            yield statement
+            if isinstance(statement, _CALLING) and any(isinstance(part, ast.Call) for part in ast.walk(statement)):
+                yield _settle()
+
+
+def _settle() -> ast.stmt:
+    return ast.parse(SETTLE).body[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def visible_setup(setup: str) -> list[str]:
+    """What of a setup the code under test sees, statement by statement: imports and types, and what types are made of.
+
+    A type is a class that has bases, decorators, attributes, `__init__` or `__new__`, but no test case; an assignment
+    that calls namedtuple, Enum, NewType or the like; or one of nothing but names (`Grid = List[Row]`). A class of
+    nothing but functions is none: reference solutions are written that way. What a type uses of the setup's other
+    functions and values comes along.
+    """
+    statements = ast.parse(setup).body
+    wanted = {i for i, statement in enumerate(statements) if _is_import(statement) or _is_type(statement)}
+    queue = [i for i in sorted(wanted) if not _is_import(statements[i])]
+    for i in queue:  # grows on the way
+        used = {node.id for node in ast.walk(statements[i]) if isinstance(node, ast.Name)}
+        for j, other in enumerate(statements):
+            if j not in wanted and isinstance(other, _DEFINING) and used & set(names_bound(_surface(other))):
+                wanted.add(j)
+                queue.append(j)
+    return [ast.unparse(statement) for i, statement in enumerate(statements) if i in wanted]
+
+
+def _is_import(statement: ast.stmt) -> bool:
+    if isinstance(statement, ast.Try):
+        return all(map(_is_import, statement.body))
+    return isinstance(statement, ast.Import | ast.ImportFrom)
+
+
+def _is_type(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.ClassDef(bases=bases, body=body):
+            if any("Test" in ast.unparse(base) for base in bases):
+                return False
+            made = [f for f in body if isinstance(f, ast.FunctionDef) and f.name in ("__init__", "__new__")]
+            fields = [part for part in body if isinstance(part, ast.Assign | ast.AnnAssign)]
+            based = [base for base in bases if ast.unparse(base) != "object"]
+            return bool(made or fields or based or statement.decorator_list or statement.keywords)
+        case ast.Assign(value=ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name))):
+            return name in _TYPE_MAKERS
+        case ast.Assign(value=value):
+            return all(isinstance(node, _TYPE_NODES) for node in ast.walk(value))
+        case _:
+            return False
+
+
+def _surface(statement: ast.stmt) -> list[ast.AST]:
+    """What a statement itself binds, without what is bound inside a function or class that it defines."""
+    return [statement, *(ast.walk(statement) if isinstance(statement, ast.Assign | ast.AnnAssign) else ())]
+
+
+# What tests use without importing it: they were written for a file that the code under test begins.
+_ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas", "pytest": "pytest", "torch": "torch"}
+_LIBRARY = {
+    name: module
+    for module, names in {
+        "math": "isclose sqrt pi inf nan isnan isinf ceil floor",
+        "collections": "Counter defaultdict deque OrderedDict namedtuple",
+        "decimal": "Decimal",
+        "fractions": "Fraction",
+        "datetime": "datetime date timedelta timezone",
+        "copy": "deepcopy",
+        "functools": "reduce partial cmp_to_key",
+        "itertools": "chain islice",
+        "dataclasses": "dataclass",
+        "enum": "Enum",
+        "pathlib": "Path",
+        "uuid": "UUID",
+        "io": "StringIO BytesIO",
+        "contextlib": "redirect_stdout suppress",
+        "typing": "Any Dict List Optional Set Tuple Union Callable Iterable Iterator Sequence",
+        "unittest": "TestCase",
+        "unittest.mock": "patch MagicMock Mock",
+    }.items()
+    for name in names.split()
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(setup: str, asserts: tuple[str, ...], entry_point: str = "") -> Names:
+    """Where tests take names from that they do not define, decided by the tests alone.
+
+    `library`: names of well-known functions and types, and of modules where only attributes of theirs are used that
+    they really have (the checker looks); `aliases` of them are packages. `names`: the candidate's. `shadows`: those of
+    them that hide something of Python's or of the library's. Such a name is the candidate's only where the tests use
+    nothing else that could be: in `assert sum(10, 15) == 6`, but not in `assert abs(f(2) - 4) < 1e-6`. Of several it
+    is the innermost call. `imports`: what the tests import. `constants`: their texts, where they run any.
+    """
+    nodes = [node for text in (setup, *asserts) for node in ast.walk(ast.parse(text))]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    loads = Counter(node.id for node in nodes if isinstance(node, ast.Name))
+    read: dict[str, list[str]] = {}  # attributes by name
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            read.setdefault(node.value.id, []).append(node.attr)
+    bound = {*names_bound(nodes), "__name__", "__file__"}
+    free = set(loads) - bound
+    packages = free & {*_ALIASES, *sys.stdlib_module_names}
+    modules = {name for name in packages if len(read.get(name, ())) == loads[name]}
+    known = (free & {*_LIBRARY, *vars(builtins)}) - {entry_point}
+    shadows: set[str] = set()
+    if not free - known - modules and not entry_point:
+        inner = [node for node in calls if not any(isinstance(n, ast.Call) for n in ast.walk(node) if n is not node)]
+        shadows = {node.func.id for node in inner if isinstance(node.func, ast.Name)} & known
+    library = {name: (_ALIASES.get(name, name), sorted(set(read[name]))) for name in modules}
+    library |= {name: (f"{_LIBRARY[name]}:{name}", []) for name in (known & set(_LIBRARY)) - shadows - modules}
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {
+        "library": library,
+        "aliases": sorted(modules & set(_ALIASES)),
+        "names": sorted((free - set(library) - set(vars(builtins))) | shadows | (modules - set(_ALIASES))),
+        "shadows": sorted(shadows),
+        "imports": sorted(_imports(nodes)),
+        "constants": sorted(texts) if {"eval", "exec", "compile"} & set(loads) else [],
+    }
+
+
+def _imports(nodes: Sequence[ast.AST]) -> set[str]:
+    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in found}
+
+
+def names_bound(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    """Names that the tests define themselves."""
+    for node in nodes:
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+                yield name
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.alias(name=name, asname=other):
+                yield other or name.partition(".")[0]
+
+
+def as_assert(test: str) -> str:
+    """A bare comparison would pass whatever it says."""
+    body = ast.parse(test).body
+    if len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Compare):
+        return f"assert ({test.strip()}\n)"
+    return test

@@ -1,0 +1,126 @@
+"""Where the program in a response is."""
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kitae.verifiers.text import after_thought
+
+_FENCE_RE = re.compile(r"^([ \t>]*)(`{3,}|~{3,})[ \t]*\{?\.?([\w+#-]*)(.*)$")
+_LATE_FENCE_RE = re.compile(r"(?<!`)(`{3,})([\w+#-]*)[ \t]*$")  # after other text on its line
+_AFTER_FENCE_RE = re.compile(r"[ \t]*$|[ \t]*<|[ \t]+(?!\S+[ \t]*$)")  # no tag: nothing, <|im_end|>, or several words
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The code of a response: `Source("print(1)\\n", fenced=True)`. What is not fenced may have prose around it."""
+
+    text: str
+    fenced: bool
+
+
+def extract_code(response: str, tags: Sequence[str], wanted: Sequence[str] = ()) -> Source:
+    """The program in a response: its last fenced block of the language, or of none; the whole text without fences.
+
+    Of several such blocks it is the last that defines one of the `wanted` names, if any does: an example of use often
+    follows the solution. What comes before `</think>` is not looked at. A block that is never closed reaches to the
+    end. A console session (>>>) is no program. Where there are no blocks, [BEGIN] and [DONE] or <code> make one.
+    """
+    text = after_thought(response).replace("\r\n", "\n").removeprefix("\ufeff")
+    blocks = [(tag, body) for tag, body in _blocks(text) if not body.lstrip().startswith(">>>")]
+    if not blocks:
+        return _unfenced(text, tags)
+    tagged = [body for tag, body in blocks if tag in tags]
+    untagged = [body for tag, body in blocks if not tag]
+    candidates = tagged or untagged or [body for _, body in blocks]
+    chosen = next((body for body in reversed(candidates) if defines(body, wanted)), candidates[-1])
+    return Source(chosen, fenced=True)
+
+
+def _unfenced(text: str, tags: Sequence[str]) -> Source:
+    end = text.rfind("</code>")
+    start = text.rfind("<code", 0, max(end, 0))
+    if start >= 0:
+        return Source(text[start:end].partition(">")[2], fenced=True)
+    said, _, _ = f"\n{text}".partition("\n[DONE]")
+    _, begin, said = said.rpartition("\n[BEGIN]")
+    if begin:
+        return Source(said.removeprefix("\n"), fenced=True)
+    first, _, rest = text.partition("\n")
+    return Source(rest if first.strip().lower() in tags else said.removeprefix("\n"), fenced=False)
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """The fenced blocks of a text as (tag in lower case, body), those in a block of Markdown included.
+
+    A fence may open after text on its line, and close before text, or at the end of a line of code. There it only
+    counts where the bare fences that follow pair up without it.
+    """
+    fence = tag = indent = ""
+    body: list[str] = []
+    lines = text.split("\n")
+    for line, paired in zip(lines, _pairs_follow(lines), strict=True):
+        match = _FENCE_RE.match(line) if "```" in line or "~~~" in line else None
+        late = _LATE_FENCE_RE.search(line) if "```" in line and line.count("```") == 1 and not match else None
+        if not fence:
+            if match and "`" not in match[4]:
+                indent, fence, tag, body = match[1], match[2], match[3].lower(), []
+            elif late:
+                indent, fence, tag, body = "", late[1], late[2].lower(), []
+        elif match and _closes(match, indent, fence):
+            yield from _block(tag, body)
+            fence = ""
+        elif late and late[1].startswith(fence) and not late[2] and paired:
+            yield from _block(tag, [*body, line[: late.start()].removeprefix(indent)])
+            fence = ""
+        else:
+            body.append(line.removeprefix(indent))
+    if fence:
+        yield from _block(tag, _without_far_fence(body, fence))
+
+
+def _without_far_fence(body: list[str], fence: str) -> list[str]:
+    """Of a block that nothing closed: without what follows its last bare fence, if that pairs with no other one. Models
+    indent the closing fence like the code before it."""
+    bare = [i for i, line in enumerate(body) if line.strip() == fence]
+    return body[: bare[-1]] if len(bare) % 2 else body
+
+
+def _block(tag: str, lines: list[str]) -> Iterator[tuple[str, str]]:
+    body = "\n".join(lines) + "\n"
+    inner = list(_blocks(body)) if tag in ("markdown", "md") else []
+    yield from inner or [(tag, body)]
+
+
+def _closes(match: re.Match[str], indent: str, fence: str) -> bool:
+    """Whether a line that begins with a fence closes a block; one further in belongs to a string or a comment."""
+    after = match.string[match.end(2) :]
+    return match[2].startswith(fence) and len(match[1]) < len(indent) + 4 and bool(_AFTER_FENCE_RE.match(after))
+
+
+def _pairs_follow(lines: Sequence[str]) -> list[bool]:
+    """For each line, whether an even number of bare fences follows it before the next one with a tag."""
+    even, found = True, []
+    for line in reversed(lines):
+        found.append(even)
+        match = _FENCE_RE.match(line) if "```" in line or "~~~" in line else None
+        if match and len(match[1]) < 4:
+            even = True if match[3] else not even
+    return found[::-1]
+
+
+def defines(source: str, names: Sequence[str]) -> bool:
+    """Whether a line at the left margin defines one of the names: `f = f(3)` and imports from elsewhere do not."""
+    for name in names:
+        word = re.escape(name)
+        if re.search(
+            rf"^(?:(?:async\s+)?def\s+{word}\b|class\s+{word}\b|{word}\s*(?::[^=\n]*)?=(?!=)(?!.*\b{word}\b))",
+            source,
+            re.MULTILINE,
+        ):
+            return True
+        imports = re.finditer(rf"^(?:from|import)\s+(\w+).*\b{word}\b", source, re.MULTILINE)
+        if any(found[1] in sys.stdlib_module_names for found in imports):
+            return True
+    return False

@@ -1,0 +1,133 @@
+"""What is to be run for a response and its reference: the order for the warden, and the job for the checker."""
+
+import functools
+import re
+from typing import Any
+
+from kitae.errors import VerifierError
+from kitae.sandbox.backends import find_program
+from kitae.sandbox.orders import Job, Limits, Order
+from kitae.types import Score
+from kitae.verifiers.code.analysis import as_assert, names_of, settled, visible_setup
+from kitae.verifiers.code.extraction import Source, defines, extract_code
+from kitae.verifiers.code.languages import LANGUAGES
+from kitae.verifiers.code.readings import completions, typing_names, variants
+from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio, Tests, read_tests
+from kitae.verifiers.code.verdicts import wrong
+
+COMPILE_LIMIT = 30.0
+_MAX_CODE = 2**20  # characters
+_JAVA_CLASS_RE = re.compile(r"\bpublic\s+(?:final\s+|abstract\s+)*class\s+(\w+)")
+
+
+def prepare(response: str, reference: Any, language: str, reward: str) -> tuple[Source, Tests] | Score:
+    """The code and its tests; or the score, where something in options, reference or response settles it."""
+    if problem := _check_options(language, reward):
+        return Score.error(problem)
+    tests = read_tests(reference)
+    if isinstance(tests, str):
+        return Score.error(tests)
+    if not isinstance(tests, Stdio) and language != "python":
+        return Score.error(f"tests of kind asserts or check must be for language 'python', got {language!r}")
+    source = extract_code(response, LANGUAGES[language].tags, _wanted_names(tests))
+    if not source.text.strip():
+        return wrong("no code in the response")
+    if len(source.text) > _MAX_CODE:
+        return wrong(f"more than {_MAX_CODE} characters of code")
+    return source, tests
+
+
+def plan(source: Source, tests: Asserts | CheckFunction, time_limit: float) -> tuple[Order, Job]:
+    """The order that loads the candidate, and the job of the checker, which the candidate must not see."""
+    if isinstance(tests, Asserts):
+        return (
+            {
+                "mode": "check",
+                "variants": variants(source),
+                "loose": not source.fenced,
+                "typing": typing_names(source.text, tests.setup),
+                "setup": visible_setup(tests.setup),
+            },
+            {
+                **names_of(tests.setup, tests.asserts),
+                "prompt": "",
+                "setup": settled(tests.setup),
+                "entry_point": "",
+                "tests": [settled(as_assert(test)) for test in tests.asserts],
+                "time_limit": time_limit,
+            },
+        )
+    names = names_of(tests.check, (), tests.entry_point)
+    whole = defines(source.text, [tests.entry_point])
+    return (
+        {
+            "mode": "check",
+            "variants": variants(source) if whole else completions(tests.prompt, source.text),
+            "loose": not source.fenced,
+            "typing": typing_names(source.text, tests.prompt),
+            "setup": [tests.prompt] if whole else [],
+        },
+        {
+            **names,
+            "prompt": tests.prompt if names["names"] or names["library"] else "",
+            "setup": settled(tests.check),
+            "entry_point": tests.entry_point,
+            "tests": ["check(__candidate__)"],
+            "time_limit": time_limit,
+        },
+    )
+
+
+def program(language: str, source: Source, limits: Limits) -> Order:
+    """The order that runs a program; `VerifierError` names a program that is not installed."""
+    if language == "python":
+        return {
+            "mode": "run",
+            "variants": variants(source),
+            "loose": not source.fenced,
+            "typing": typing_names(source.text),
+            "files": {},
+            "compile": None,
+            "command": None,
+        }
+    entry = LANGUAGES[language]
+    found = _JAVA_CLASS_RE.search(source.text)
+    fill = {"{class}": found[1] if found else "Main", "{heap}": str(limits.memory_mb * 3 // 4)}
+
+    def words(template: tuple[str, ...]) -> list[str] | None:
+        if not template:
+            return None
+        filled = [functools.reduce(lambda word, key: word.replace(key, fill[key]), fill, word) for word in template]
+        program = filled[0] if filled[0].startswith("./") else find_program(filled[0])
+        if program is None:
+            raise VerifierError(f"language {language!r} needs {filled[0]!r} in /usr/local/bin, /usr/bin or /bin")
+        return [program, *filled[1:]]
+
+    file = entry.file.replace("{class}", fill["{class}"])
+    return {
+        "mode": "run",
+        "variants": [],
+        "files": {file: source.text},
+        "compile": words(entry.compile),
+        "compile_limit": COMPILE_LIMIT,
+        "command": words(entry.run),
+    }
+
+
+def _wanted_names(tests: Tests) -> list[str]:
+    match tests:
+        case CheckFunction():
+            return [tests.entry_point]
+        case Asserts():
+            found = names_of(tests.setup, tests.asserts)
+            return [name for name in found["names"] if name not in found["library"]]
+        case Stdio():
+            return []
+
+
+def _check_options(language: str, reward: str) -> str:
+    if language not in LANGUAGES:
+        return f"language must be one of {', '.join(LANGUAGES)}, got {language!r}"
+    if reward not in ("all", "rate"):
+        return f"reward must be 'all' or 'rate', got {reward!r}"
+    return ""

@@ -1,0 +1,89 @@
+"""What the reports of a sandbox say of the tests, and the score that they add up to."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kitae.errors import VerifierError
+from kitae.sandbox.session import Report
+from kitae.types import Score
+from kitae.verifiers.code.analysis import SETTLE
+
+_MAX_DETAIL = 300
+
+
+def same_output(got: str, want: str) -> bool:
+    """Whether two outputs have the same words on the same lines; blank lines and the width of gaps do not matter."""
+    return _words(got) == _words(want)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """On one test: `Verdict(False, "assert f(1) == 2: AssertionError")`."""
+
+    passed: bool
+    detail: str = ""
+
+
+def take_verdicts(reports: Iterator[Report], tests: list[str]) -> tuple[list[Verdict], list[str]]:
+    """What the reports of a checker say of the tests, and which of them it did not come to."""
+    loaded = next(reports)
+    if loaded.status != "loaded":
+        return all_failed(tests, complaint(loaded)), []
+    verdicts: list[Verdict] = []
+    for number, test in enumerate(tests):
+        report = next(reports)
+        if report.status == "error":
+            raise VerifierError(report.detail)
+        if report.status == "broken":
+            return verdicts + all_failed(tests[number:], report.detail), []
+        told = brief(test.replace(SETTLE, ""))
+        verdicts.append(Verdict(report.status == "passed", f"{told}: {complaint(report)}"))
+        if report.status not in ("passed", "failed"):
+            return verdicts, tests[number + 1 :]
+    return verdicts, []
+
+
+def judge_case(report: Report, stdout: str, name: str) -> Verdict:
+    """Whether a run ended well and printed what it should."""
+    output = report.output.decode(errors="replace")
+    if report.status == "ended" and not same_output(output, stdout):
+        return Verdict(False, f"{name}: wrong output {brief(output[:1000].strip())!r}")
+    return Verdict(report.status == "ended", f"{name}: {complaint(report)}")
+
+
+def all_failed(tests: Sequence[Any], reason: str) -> list[Verdict]:
+    return [Verdict(False, reason) for _ in tests]
+
+
+def total_score(verdicts: Sequence[Verdict], reward: str) -> Score:
+    rate = sum(verdict.passed for verdict in verdicts) / len(verdicts)
+    detail = next((verdict.detail for verdict in verdicts if not verdict.passed), "")
+    return Score(rate if reward == "rate" else float(rate == 1), {"pass_rate": rate}, detail=_printable(detail))
+
+
+def wrong(reason: str) -> Score:
+    return Score(0.0, {"pass_rate": 0.0}, detail=reason)
+
+
+def complaint(report: Report) -> str:
+    match report.status:
+        case "timeout":
+            return f"out of time ({report.detail})"
+        case "output":
+            return "too much output"
+        case _:
+            return report.detail or report.status
+
+
+def _words(text: str) -> list[list[str]]:
+    return [words for line in text.splitlines() if (words := line.split())]
+
+
+def brief(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_DETAIL else line[:_MAX_DETAIL] + "…"
+
+
+def _printable(text: str) -> str:
+    return text.encode(errors="replace").decode()

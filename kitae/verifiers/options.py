@@ -1,0 +1,35 @@
+"""Options that verifiers share because they ask the same kind of server."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, TypeVar
+
+from kitae.remote.service import Service
+
+ScoreT = TypeVar("ScoreT", bound=Callable[..., Any])
+
+_IDENTITY = ("base_url", "model", "key_env")  # of a service, for which verifiers have options and defaults of their own
+
+
+def service_options(*names: str) -> Callable[[ScoreT], ScoreT]:
+    """Give a verifier fields of `Service` as options: these, or else all from `concurrency` on.
+
+    They take the place of its `**options` in its signature, by which params are checked and documented: with
+    `@service_options("retries", "backoff")`, that of `f(*, url: str, **options)` ends in `url: str, retries: int = 4,
+    backoff: float = 0.5`.
+    """
+    known = {field.name: field for field in fields(Service)}
+    chosen = [known[name] for name in names or known if name not in _IDENTITY]
+    options = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in chosen
+    ]
+
+    def declare(score: ScoreT) -> ScoreT:
+        signature = inspect.signature(score)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        score.__signature__ = signature.replace(parameters=own + options)  # type: ignore[attr-defined]
+        return score
+
+    return declare
