@@ -15,7 +15,7 @@ from kitae.errors import ConfigError
 from kitae.plugins import nearest
 
 if TYPE_CHECKING:
-    from kitae.pipeline.simulate import LogNormal, Outcome, Schedule, Times
+    from kitae.pipeline.simulate import LogNormal, Steady, Schedule, Times
 
 _TAIL = 8  # the cap of lengths over their median, unless they are given
 
@@ -181,7 +181,7 @@ def _describe(schedule: "Schedule", lengths: "LogNormal") -> None:
     print("  ".join(_COLUMNS))
 
 
-def _row(o: "Outcome") -> str:
+def _row(o: "Steady") -> str:
     split = f"{o.engines}+{o.trainers}" if o.trainers else f"{o.engines} in turns"
     cells = (
         str(o.devices),

@@ -118,7 +118,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Steady:
     """How a schedule went, in its steady state: the first and the last steps do not count.
 
     tokens_per_second, samples_per_second: of what was trained on. engine_idle, trainer_idle: shares of the time.
@@ -177,7 +177,7 @@ def study(
     sequences: int | None = None,
     trainers: int | None = None,
     generation_share: float | None = None,
-) -> Iterator[tuple[Schedule, Outcome]]:
+) -> Iterator[tuple[Schedule, Steady]]:
     """Each bound of staleness on each number of devices.
 
     With max_staleness = 0, all devices generate and then all train. With more, `trainers` of them train while the
@@ -211,7 +211,7 @@ def study(
             yield schedule, replace(found, speedup=found.tokens_per_second / base.tokens_per_second)
 
 
-def simulate(schedule: Schedule, folder: Path | None = None) -> Outcome:
+def simulate(schedule: Schedule, folder: Path | None = None) -> Steady:
     """Run a schedule; `folder`, if given, gets the metrics and the timeline."""
     hardware, steps = schedule.hardware, schedule.steps
     bound = schedule.config.pipeline.max_staleness
@@ -237,7 +237,7 @@ def simulate(schedule: Schedule, folder: Path | None = None) -> Outcome:
             store.close()
     rows = watch.rows[edge : edge + steps]
     seconds = rows[-1]["ended"] - watch.rows[edge - 1]["ended"]
-    return Outcome(
+    return Steady(
         devices=hardware.devices,
         engines=hardware.engines,
         trainers=hardware.trainers,
@@ -282,7 +282,7 @@ async def _run(store: RunStore, hardware: Hardware, times: Times, work: Work) ->
     return watch, pipeline.issuing.cursor - pipeline.issuing.issued, engine.stats().restarts
 
 
-def _best_split(schedule: Schedule, base: Outcome) -> int:
+def _best_split(schedule: Schedule, base: Steady) -> int:
     """The number of trainers with the highest throughput, to a sixteenth of the devices: up and down from what the
     synchronous run suggests, in short runs."""
     devices = base.devices

@@ -9,10 +9,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kitae.pipeline.buffer import Buffer, Outcome, Slot
+from kitae.pipeline.buffer import Buffer, Harvest, Slot
 
 T = TypeVar("T")
-NOTHING = Outcome(None, ())
+NOTHING = Harvest(None, ())
+
+
+def trained(buffer: Buffer, version: int) -> None:
+    """A batch has become this version, and the engine serves it."""
+    buffer.train(version)
+    buffer.release(version)
 
 
 async def now(work: Coroutine[Any, Any, T]) -> T | None:
@@ -38,10 +44,11 @@ class Schedule(RuleBasedStateMachine):
         self.issued = 0
         self.in_flight: list[Slot] = []
         self.trained: list[int] = []
-        self.batch: list[Slot] = []
+        self.batch: list[Slot] = []  # being trained
+        self.unserved: list[Slot] = []  # trained, and the engine does not serve that version yet
 
     def give_up(self, slot: Slot) -> None:
-        assert slot.outcome is None and slot.version < self.buffer.version, "only old ones that are not ready"
+        assert slot.harvest is None and slot.version < self.buffer.version, "only old ones that are not ready"
         self.in_flight.remove(slot)
         self.given_up.append(slot.number)
         self.total += 1  # another takes its place
@@ -49,11 +56,11 @@ class Schedule(RuleBasedStateMachine):
     @precondition(lambda self: self.issued < self.total)
     @rule()
     def issue(self) -> None:
-        is_full = len(self.buffer.open) + len(self.batch) == self.buffer.slots
+        is_full = len(self.buffer.open) + len(self.batch) + len(self.unserved) == self.buffer.slots
         slot = self.loop.run_until_complete(now(self.buffer.reserve(self.issued)))
         assert (slot is None) == is_full
         if slot is not None:
-            assert slot.version == self.buffer.version
+            assert slot.version == self.buffer.served
             self.issued += 1
             self.in_flight.append(slot)
 
@@ -63,35 +70,43 @@ class Schedule(RuleBasedStateMachine):
         slot = self.in_flight.pop(data.draw(st.integers(0, len(self.in_flight) - 1)))
         self.buffer.put(slot, NOTHING)
 
-    @precondition(lambda self: not self.batch)
+    @precondition(lambda self: not self.batch and (not self.unserved or self.buffer.bound))
     @rule()
-    def train(self) -> None:
+    def take(self) -> None:
+        """Where generation may run ahead, also a moment before the engine serves the last version."""
         batch = self.loop.run_until_complete(now(self.buffer.take()))
         if batch is None:
             return
         assert len(batch) == self.buffer.size
         for slot in batch:
-            assert slot.outcome is not None
+            assert slot.harvest is not None
             assert 0 <= self.buffer.version - slot.version <= self.buffer.bound, "the bound"
             assert slot.number not in self.trained, "trained twice"
             self.trained.append(slot.number)
         self.batch = batch
 
-    @precondition(lambda self: self.batch)
+    @precondition(lambda self: self.batch and not self.unserved)
+    @rule()
+    def train(self) -> None:
+        self.batch, self.unserved = [], self.batch
+        self.buffer.train(self.buffer.version + 1)
+
+    @precondition(lambda self: self.unserved)
     @rule()
     def serve(self) -> None:
-        self.batch = []
-        self.buffer.release(self.buffer.version + 1)
+        self.unserved = []
+        self.buffer.release(self.buffer.version)
 
-    @precondition(lambda self: not self.batch)
+    @precondition(lambda self: not self.batch and not self.unserved)
     @rule(slow=st.integers(0, 6))
     def a_step_while_the_oldest_are_slow(self, slow: int) -> None:
         while self.issued < self.total and len(self.buffer.open) < self.buffer.slots:
             self.issue()
         while len(self.in_flight) > slow:
             self.buffer.put(self.in_flight.pop(), NOTHING)
-        self.train()
+        self.take()
         if self.batch:
+            self.train()
             self.serve()
 
     @invariant()
@@ -99,17 +114,17 @@ class Schedule(RuleBasedStateMachine):
         if hasattr(self, "buffer"):
             open_now = [slot.number for slot in self.buffer.open]
             assert sorted([*open_now, *self.trained, *self.given_up]) == list(range(self.issued))
-            assert len(self.buffer.open) + len(self.batch) <= self.buffer.slots
+            assert len(self.buffer.open) + len(self.batch) + len(self.unserved) <= self.buffer.slots
 
     @invariant()
     def nothing_gets_stuck(self) -> None:
         """With everything issued that may be, and all of it ready, there is a batch."""
-        if not hasattr(self, "buffer") or self.batch:
+        if not hasattr(self, "buffer") or self.batch or self.unserved:
             return
         full = len(self.buffer.open) == self.buffer.slots or self.issued == self.total
         if full and not self.in_flight and self.buffer.open:
             assert self.buffer.pick() is not None
-        ready = sum(slot.outcome is not None for slot in self.buffer.open)
+        ready = sum(slot.harvest is not None for slot in self.buffer.open)
         if self.buffer.on_overdue and ready >= self.buffer.size:
             assert self.buffer.pick() is not None, "it waits for nobody"
 
@@ -118,7 +133,10 @@ class Schedule(RuleBasedStateMachine):
         if not hasattr(self, "buffer"):
             return
         for _ in range(10 * self.total + 10):
+            if self.unserved:
+                self.serve()
             if self.batch:
+                self.train()
                 self.serve()
             while self.in_flight:
                 self.buffer.put(self.in_flight.pop(), NOTHING)
@@ -126,7 +144,7 @@ class Schedule(RuleBasedStateMachine):
                 self.issue()
             while self.in_flight:
                 self.buffer.put(self.in_flight.pop(0), NOTHING)
-            self.train()
+            self.take()
         self.loop.close()
         assert sorted([*self.trained, *self.given_up]) == list(range(self.total))
 
@@ -151,7 +169,7 @@ def test_slots(prompts: int, staleness: int, slots: int) -> None:
         batch = await buffer.take()
         await asyncio.sleep(0.01)
         assert len(batch) == prompts and not waiting.done(), "not before the engine serves the new version"
-        buffer.release(1)
+        trained(buffer, 1)
         slot = await waiting
         assert (slot.number, slot.version) == (slots, 1)
 
@@ -167,7 +185,7 @@ def test_a_cancelled_reserve_takes_no_slot() -> None:
         waiting.cancel()
         buffer.put(slot, NOTHING)
         await buffer.take()
-        buffer.release(1)
+        trained(buffer, 1)
         await asyncio.wait_for(buffer.reserve(2), 1)
 
     asyncio.run(body())
@@ -181,7 +199,7 @@ def test_the_old_are_waited_for_only_when_they_must_be() -> None:
         assert buffer.pick() is None
         buffer.put(f, NOTHING)
         assert await buffer.take() == [e, f], "those that finish first need not wait"
-        buffer.release(1)
+        trained(buffer, 1)
         g, h = await buffer.reserve(6), await buffer.reserve(7)
         buffer.put(h, NOTHING)
         buffer.put(g, NOTHING)
@@ -190,11 +208,29 @@ def test_the_old_are_waited_for_only_when_they_must_be() -> None:
         assert buffer.pick() is None
         buffer.put(b, NOTHING)
         assert await buffer.take() == [b, d]
-        buffer.release(2)
+        trained(buffer, 2)
         buffer.put(a, NOTHING)
         assert buffer.pick() is None
         buffer.put(c, NOTHING)
         assert await buffer.take() == [a, c]
+
+    asyncio.run(body())
+
+
+def test_the_next_batch_may_be_taken_before_the_last_is_served() -> None:
+    async def body() -> None:
+        buffer = Buffer(1, 1)
+        first, second = await buffer.reserve(0), await buffer.reserve(1)
+        buffer.put(first, NOTHING)
+        buffer.put(second, NOTHING)
+        assert await buffer.take() == [first]
+        buffer.train(1)
+        assert await buffer.take() == [second]
+        waiting = asyncio.create_task(buffer.reserve(2))
+        await asyncio.sleep(0)
+        assert not waiting.done(), "no slot is free before its version is served"
+        buffer.release(1)
+        assert (await waiting).version == 1
 
     asyncio.run(body())
 
@@ -211,9 +247,9 @@ def test_a_resumed_slot_keeps_its_version() -> None:
     asyncio.run(body())
 
 
-def test_a_slot_has_one_outcome() -> None:
+def test_a_slot_is_filled_once() -> None:
     buffer = Buffer(1, 0)
     slot = asyncio.run(buffer.reserve(0))
     buffer.put(slot, NOTHING)
-    with pytest.raises(AssertionError, match="has an outcome already"):
+    with pytest.raises(AssertionError, match="has been filled already"):
         buffer.put(slot, NOTHING)
