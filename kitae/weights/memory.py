@@ -34,7 +34,7 @@ _POLL = 0.005  # seconds
 
 
 class MemoryPublisher:
-    """Implements `kitae.weights.base.Publisher`. `close` it when done.
+    """Implements `kitae.weights.base.Publisher`. `close` it when done, after the engines that fetch from it.
 
     mode: "full" always sends everything; "delta" sends what changed where no more than the share `dense` of all values
     did. On one machine "full" is faster: copying everything costs less than looking for what changed. A delta is for
@@ -47,6 +47,7 @@ class MemoryPublisher:
         self._limit = limit
         self._manifest: Manifest | None = None  # of the last version that was written whole
         self._whole = False  # the image holds what the manifest says
+        self._closed = False
         self._image, self._delta = _Memory("image"), _Memory("delta")
         self._entries: tuple[Entry, ...] = ()
         self._sizes: tuple[int, ...] = ()
@@ -70,6 +71,8 @@ class MemoryPublisher:
 
     def publish(self, version: int, tensors: Mapping[str, Tensor], *, in_full: bool = False) -> Manifest:
         with self._gate.closed():
+            if self._closed:
+                raise EngineError(f"version {version} cannot be published: the publisher is closed")
             began = time.perf_counter()
             self._lay_out(tensors)
             base = self._manifest if self.mode == "delta" and self._whole and not in_full else None
@@ -80,7 +83,9 @@ class MemoryPublisher:
             return self._manifest
 
     def close(self) -> None:
+        """After a `publish` that is under way."""
         with self._gate.closed():
+            self._closed = True
             self._image.close()
             self._delta.close()
 

@@ -23,8 +23,8 @@ class Probe:
 
     def gap(self, other: tuple[float, ...]) -> float:
         """The largest difference; infinite where either is not a number."""
-        gap = max(abs(a - b) for a, b in zip(self.logprobs, other, strict=True))
-        return gap if math.isfinite(gap) else math.inf
+        gaps = [abs(a - b) for a, b in zip(self.logprobs, other, strict=True)]
+        return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
 
 def score_probe(policy: Policy) -> tuple[float, ...]:

@@ -172,6 +172,8 @@ class ProcessEngine:
             (child,) = await asyncio.gather(self._starting, return_exceptions=True)
             if isinstance(child, Child):
                 await child.close()
+        async with self._updating:  # an update whose caller is gone finds the engine closed and lets go of the memory
+            pass
 
     # The process.
 
