@@ -2,7 +2,6 @@
 
 import asyncio
 import selectors
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -26,9 +25,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
             runner.run(asyncio.sleep(3600))     # returns at once
 
-    Work in threads (`run_in_executor`) takes no time on that clock, unless it calls `sleep`; the clock stands still
-    until it is done. `RuntimeError` if everything waits and neither a timer nor a thread is left to end that. What
-    waits for the world outside, sockets or processes, does not belong here.
+    Work in threads (`run_in_executor`) takes no time on that clock: it stands still until that is done. `RuntimeError`
+    if everything waits and neither a timer nor a thread is left to end that. What waits for the world outside, sockets
+    or processes, does not belong here.
     """
 
     def __init__(self) -> None:
@@ -45,20 +44,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         future.add_done_callback(lambda _: self._add_working(-1))
         return future
 
-    def sleep(self, seconds: float) -> None:
-        """Called by a thread that `run_in_executor` started: let so much time pass on this clock."""
-        over = threading.Event()
-
-        def begin() -> None:
-            self._add_working(-1)
-            self.call_later(seconds, end)
-
-        def end() -> None:
-            self._add_working(1)
-            over.set()
-
-        self.call_soon_threadsafe(begin)
-        over.wait()
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Its threads are waited for by one that nobody counts."""
+        self._working += 1
+        await super().shutdown_default_executor()
+        self._working -= 1
 
     def _add_working(self, count: int) -> None:
         self._working += count

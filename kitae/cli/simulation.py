@@ -15,7 +15,7 @@ from kitae.errors import ConfigError
 from kitae.plugins import nearest
 
 if TYPE_CHECKING:
-    from kitae.pipeline.simulate import LogNormal, Steady, Schedule, Times
+    from kitae.pipeline.simulate import LogNormal, Schedule, Steady, Times
 
 _TAIL = 8  # the cap of lengths over their median, unless they are given
 

@@ -260,11 +260,11 @@ def test_rows_of_a_step_are_launched_without_waiting(tiny_policy: TinyPolicy) ->
     """Forward and backward of all micro-batches; only the metrics at the end wait for the device."""
     import warnings
 
+    from kitae.algorithms.objective import Objective
+    from kitae.trainer.trainer import Trainer
     from test_gradient import make_samples
 
-    from kitae.algorithms.objective import Objective
     from kitae.trainer.config import TrainingConfig
-    from kitae.trainer.trainer import Trainer
 
     policy = tiny_policy("qwen2", device="cuda", dtype="bfloat16")
     objective = Objective(AlgorithmConfig(preset="grpo"), 64)

@@ -22,8 +22,8 @@ from kitae.errors import ConfigError, StoreError, VerifierError
 from kitae.models.load import find_model
 from kitae.observe.observer import Silent
 from kitae.pipeline.loops import Pipeline
-from kitae.pipeline.replay import replay
 from kitae.pipeline.prepare import prepare
+from kitae.pipeline.replay import replay
 from kitae.pipeline.session import Result, train
 from kitae.store.checkpoint import Checkpoints
 from kitae.store.journal import Journal

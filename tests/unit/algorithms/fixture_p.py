@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from objective import Objective
 from torch import Tensor
 
 from kitae.algorithms.config import AlgorithmConfig
-from objective import Objective
 from kitae.algorithms.tokens import TokenBatch
 from kitae.data.packing import collate
 from kitae.observe.meter import Meter

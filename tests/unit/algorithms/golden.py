@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from objective import Objective
 
 from kitae.algorithms.config import AlgorithmConfig
-from objective import Objective
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.tokens import TokenBatch
 from kitae.data.packing import collate

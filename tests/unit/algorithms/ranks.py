@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from kitae.trainer.trainer import Trainer
+from objective import Objective
 from torch import Tensor
 
 from kitae.algorithms.config import AlgorithmConfig
-from objective import Objective
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.trainer import Trainer
 from kitae.types import Batch, Sample
 
 

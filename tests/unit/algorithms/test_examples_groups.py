@@ -22,12 +22,12 @@ from fixture_p import (
     with_kl,
     with_numbers,
 )
+from kitae.trainer.critic import value_loss
 
 from kitae.algorithms.advantages import SequenceRewards, gae
 from kitae.algorithms.filters import has_variance
 from kitae.algorithms.rewards import Moments, overlong_penalty
 from kitae.pipeline.buffer import Buffer, Outcome
-from kitae.trainer.critic import value_loss
 from kitae.types import Group, Rollout, Score, Segment
 
 SCORES = {"A": [1, 0, 0, 0], "B": [1, 1, 1, 0], "C": [1, 1, 1, 1], "D": [0, 0, 0, 0]}

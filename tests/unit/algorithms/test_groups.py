@@ -35,6 +35,7 @@ from fixture_p import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from objective import Objective
 
 from kitae.algorithms.advantages import (
     GROUP_ADVANTAGES,
@@ -47,7 +48,6 @@ from kitae.algorithms.advantages import (
     whiten,
 )
 from kitae.algorithms.config import AlgorithmConfig, needs_group
-from objective import Objective
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.ratios import token as token_ratio
 from kitae.algorithms.rewards import Moments, overlong_penalty

@@ -44,6 +44,8 @@ from fixture_p import (
 )
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from kitae.trainer.trainer import Trainer
+from objective import Objective
 from torch import Tensor
 
 from kitae.algorithms.advantages import (
@@ -58,7 +60,6 @@ from kitae.algorithms.advantages import (
 from kitae.algorithms.config import AlgorithmConfig, needs_group
 from kitae.algorithms.corrections import CORRECTIONS
 from kitae.algorithms.gates import clip, geometric_clip, mask, weight_clip
-from objective import Objective
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.ratios import ANCHORS
 from kitae.algorithms.regularisers import REGULARISERS
@@ -67,7 +68,6 @@ from kitae.algorithms.tokens import TokenBatch
 from kitae.models.policy import Policy
 from kitae.observe.meter import Meter
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.trainer import Trainer
 from kitae.types import Batch, Group, Sample
 
 fast = settings(deadline=None, max_examples=40)

@@ -327,12 +327,15 @@ def trained(tmp_path: Path) -> Callable[..., Path]:
             speed = {"generate_tokens_per_second": 100.0, "train_tokens_per_second": 50.0, "step_seconds": 2.0}
             store.metrics.append({"kind": "step", "step": step, "reward": step / 4, "length": 5.0, **speed})
         for step in range(steps + 1):
-            store.checkpoints.save(Frontier(step, 0), lambda folder: void(folder / "weights", 1000))
+            asyncio.run(store.checkpoints.save(Frontier(step, 0), weights))
         if event == "finished":
             store.metrics.append({**evaluation, "step": steps, "avg": 0.75})
             void(store.folder / "model" / "config.json", 10)
         store.close()
         return store.folder
+
+    async def weights(folder: Path) -> None:
+        void(folder / "weights", 1000)
 
     def void(path: Path, size: int) -> None:
         path.parent.mkdir(exist_ok=True)

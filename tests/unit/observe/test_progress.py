@@ -3,7 +3,8 @@
 import io
 import threading
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.console import Console
 from kitae.config.load import parse_config
 from kitae.config.root import RLConfig
 from kitae.observe.progress import LiveProgress, Progress, make_progress, peak_memory_gb
+from kitae.observe.report import StepReport
 
 ROW = {
     "kind": "step",
@@ -27,6 +29,11 @@ ROW = {
 EVAL = {"kind": "eval", "step": 0, "avg": 0.5, "avg_low": 0.4, "avg_high": 0.6, "prompts": 128}
 
 
+def reported(row: dict[str, Any]) -> StepReport:
+    """A report that makes this row, whatever it is."""
+    return cast(StepReport, SimpleNamespace(row=lambda: row))
+
+
 @pytest.fixture
 def config() -> RLConfig:
     return parse_config({"data": {"task": "reverse"}, "training": {"steps": 12}})
@@ -38,9 +45,9 @@ def everything(progress: Progress) -> None:
         progress.status("loading")
         progress.evaluated(EVAL)
         progress.status("step 1: 3/64 rollouts")
-        progress.step(ROW)
+        progress.step(reported(ROW))
         progress.note("prompt [x/y] was skipped: [/red]")
-        progress.step({"kind": "step", "step": 3, "reward": float("nan"), "step_seconds": 1.0})
+        progress.step(reported({"kind": "step", "step": 3, "reward": float("nan"), "step_seconds": 1.0}))
         progress.finished(Path("runs/r-001"))
 
 
@@ -72,8 +79,8 @@ UNUSUAL = {
 def test_what_is_out_of_the_ordinary_is_on_the_line(config: RLConfig, capsys: pytest.CaptureFixture[str]) -> None:
     logged: list[str] = []
     progress = Progress(config, Path("runs/r-001"), logged.append)
-    progress.step(UNUSUAL)
-    progress.step({**UNUSUAL, "step": 3, "updates": 1.0, "staleness": 0.0, "staleness_max": 0})
+    progress.step(reported(UNUSUAL))
+    progress.step(reported({**UNUSUAL, "step": 3, "updates": 1.0, "staleness": 0.0, "staleness_max": 0}))
     first, why, second = capsys.readouterr().out.splitlines()
     assert first.endswith(
         "gen tok/s –  train tok/s –  s/step 3.0  ETA 30 s  errors 3 of 64  no update  staleness 0.50 (at most 1)"
@@ -88,10 +95,10 @@ def test_the_live_table_has_remarks_where_there_are_any_and_logs_lines(config: R
     progress = LiveProgress(config, Path("runs/r-001"), logged.append)
     output = io.StringIO()
     progress.console = Console(file=output, width=200)
-    progress.step(ROW)
+    progress.step(reported(ROW))
     progress.console.print(progress._draw())
     assert "remarks" not in output.getvalue()
-    progress.step({**UNUSUAL, "step": 3})
+    progress.step(reported({**UNUSUAL, "step": 3}))
     progress.console.print(progress._draw())
     assert "remarks" in output.getvalue() and "errors 3 of 64, no update" in output.getvalue()
     assert [line.split("  ")[0] for line in logged] == [
@@ -147,7 +154,7 @@ def test_the_table_can_be_drawn_while_steps_arrive(config: RLConfig) -> None:
     thread = threading.Thread(target=draw)
     thread.start()
     for step in range(3000):
-        progress.step({**ROW, "step": step})
+        progress.step(reported({**ROW, "step": step}))
     stop.set()
     thread.join()
     assert problems == []

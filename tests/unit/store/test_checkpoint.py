@@ -1,5 +1,6 @@
 """Checkpoints are there completely or not at all, and a damaged one is never used."""
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -19,7 +20,14 @@ def checkpoints(tmp_path: Path) -> Checkpoints:
 
 
 def save(checkpoints: Checkpoints, step: int) -> Path:
-    return checkpoints.save(Frontier(step, 2 * step), lambda folder: write(folder, str(step)))
+    return save_with(checkpoints, Frontier(step, 2 * step), lambda folder: write(folder, str(step)))
+
+
+def save_with(checkpoints: Checkpoints, frontier: Frontier, write: Callable[[Path], object]) -> Path:
+    async def written(folder: Path) -> None:
+        write(folder)
+
+    return asyncio.run(checkpoints.save(frontier, written))
 
 
 def write(folder: Path, content: str) -> None:
@@ -55,7 +63,7 @@ def test_the_old_one_is_pruned_only_after_the_new_one_is_safe(tmp_path: Path) ->
         assert checkpoints.names() == ["step-000001"]
         write(folder, "2")
 
-    checkpoints.save(Frontier(2, 4), look)
+    save_with(checkpoints, Frontier(2, 4), look)
     assert checkpoints.names() == ["step-000002"]
 
 
@@ -71,7 +79,7 @@ def test_a_write_that_fails_leaves_no_trace(checkpoints: Checkpoints, error: Bas
         raise error
 
     with pytest.raises(type(error)):
-        checkpoints.save(Frontier(2, 4), fail)
+        save_with(checkpoints, Frontier(2, 4), fail)
     assert snapshot(checkpoints.folder) == before
     assert [p.name for p in checkpoints.folder.iterdir()] == ["step-000001"]
     assert checkpoints.load()[0].step == 1
@@ -97,7 +105,7 @@ def test_a_saved_step_is_not_written_again(checkpoints: Checkpoints) -> None:
     def unexpected(folder: Path) -> None:
         raise AssertionError("written twice")
 
-    assert checkpoints.save(Frontier(1, 2), unexpected) == target
+    assert save_with(checkpoints, Frontier(1, 2), unexpected) == target
 
 
 def _flip(folder: Path) -> None:
@@ -188,15 +196,15 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(checkpoints: Checkpoints, w
     save(checkpoints, 1)
     before = snapshot(checkpoints.folder)
     code = f"""
-import json, resource, sys
+import asyncio, json, resource, sys
 from pathlib import Path
 from kitae.errors import KitaeError
 from kitae.store.checkpoint import Checkpoints, Frontier
-def write(folder):
+async def write(folder):
     {WRITERS[writer]}
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
 try:
-    Checkpoints(Path(sys.argv[1]), 1).save(Frontier(2, 4), write)
+    asyncio.run(Checkpoints(Path(sys.argv[1]), 1).save(Frontier(2, 4), write))
 except KitaeError as error:
     print(json.dumps([type(error).__name__, str(error)]))
 """

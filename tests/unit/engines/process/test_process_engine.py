@@ -17,16 +17,16 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from kitae.engines.child import Limits
+from kitae.engines.probe import Probe, check_engine, score_probe
+from kitae.engines.transport import Published, WeightTransport
 
 from kitae.engines import child as child_module
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
-from kitae.engines.child import Limits
 from kitae.engines.config import EngineConfig
 from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.probe import Probe, check_engine, score_probe
 from kitae.engines.process import ProcessEngine
-from kitae.engines.transport import Published, WeightTransport
 from kitae.errors import EngineError, RequestError
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
