@@ -30,7 +30,7 @@ from kitae.data.prompts import PromptStream
 from kitae.engines.base import Engine, WeightUpdate
 from kitae.engines.fleet import members
 from kitae.engines.probe import ProbedEngine, check_engine
-from kitae.envs.rollout import Parked, Runner
+from kitae.envs.episode import Episodes, Parked
 from kitae.errors import DataError, RequestError, root_cause
 from kitae.observe.observer import Observer
 from kitae.observe.timeline import Timeline
@@ -57,7 +57,7 @@ class Pipeline:
         config: RLConfig,
         store: RunStore,
         stream: PromptStream,
-        runner: Runner,
+        runner: Episodes,
         engine: Engine,
         learner: Learner,
         observer: Observer,
@@ -411,7 +411,7 @@ class Pipeline:
     async def _park(self) -> None:
         """Journal what is being sampled. What is complete is there already; verdicts that are still out after a while
         are asked for again on resume."""
-        await self.engine.park()
+        await self.runner.park()
         if self._fills:
             await asyncio.wait(self._fills.values(), timeout=_PARK_LIMIT)
 

@@ -21,7 +21,8 @@ from kitae.engines.base import Engine, SamplingParams
 from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.process import ProcessEngine
-from kitae.envs.rollout import Runner
+from kitae.envs.base import Limits
+from kitae.envs.episode import Episodes, Running
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import ConfigError, VerifierError, root_cause
 from kitae.models.load import export_policy, load_policy
@@ -115,7 +116,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         engine = await _start_engine(config, policy, frontier.step)
         stack.push_async_callback(engine.close)
         chat = Chat(policy.tokenizer, policy.base.generation_config)
-        runner = _runner(config, engine, chat, pool)
+        runner = _runner(config, engine, chat, pool, policy)
 
         async def evaluate_at(step: int) -> dict[str, Any]:
             """Evaluate once per step: a resumed run finds what is in the metrics already."""
@@ -257,7 +258,7 @@ def evaluate_model(config: RLConfig, policy: Policy | None = None) -> Evaluation
             engine = NativeEngine(loaded, config.engine)
             try:
                 chat = Chat(loaded.tokenizer, loaded.base.generation_config)
-                runner = _evaluation_runner(config, _runner(config, engine, chat, pool))
+                runner = _evaluation_runner(config, _runner(config, engine, chat, pool, loaded))
                 return await evaluate(runner, prompts, config.eval.samples)
             finally:
                 await engine.close()
@@ -270,20 +271,21 @@ def _pool(config: RLConfig, note: Callable[[str], None] | None = None, workers: 
     return VerifierPool(v.name, v.params, workers or v.workers, v.timeout, note)
 
 
-def _runner(config: RLConfig, engine: Engine, chat: Chat, pool: VerifierPool) -> Runner:
+def _runner(config: RLConfig, engine: Engine, chat: Chat, pool: VerifierPool, policy: Policy) -> Episodes:
     sampling = SamplingParams(
         temperature=config.sampling.temperature,
         max_tokens=config.sampling.max_tokens,
         stop_tokens=chat.stop_tokens,
         stop_strings=config.sampling.stop,
     )
-    return Runner(engine, chat, pool, SingleTurn, sampling, config.run.seed)
+    limits = Limits(context=policy.max_context)
+    return Episodes(engine, chat, pool, SingleTurn, sampling, config.run.seed, limits=limits)
 
 
-def _evaluation_runner(config: RLConfig, runner: Runner) -> Runner:
+def _evaluation_runner(config: RLConfig, runner: Episodes) -> Episodes:
     e = config.eval
     sampling = replace(runner.sampling, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k, min_p=e.min_p)
-    return replace(runner, sampling=sampling, label="eval", begun={}, copied={})
+    return replace(runner, sampling=sampling, label="eval", running=Running())
 
 
 async def _check_gold(pool: VerifierPool, prompts: list[Prompt], note: Callable[[str], None]) -> None:
