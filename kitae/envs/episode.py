@@ -335,7 +335,7 @@ class Episode:
         before = len(self._context)
         if len(tokens) > before and not self._has_room(len(tokens)):
             raise _Failure(
-                f"an observation of {len(tokens)} tokens, after {before} of all that was said before, leaves no room in "
+                f"an observation of {len(tokens)} tokens, after {before} that were said before, leaves no room in "
                 f"the context of {limits.context}"
             )
         return tokens
