@@ -505,6 +505,67 @@ def test_a_turn_that_was_copied_at_its_last_token_is_not_sampled_further() -> No
     assert run(talks(Engine(), Script(), Recorder(), sampling=used_up), copied) == whole
 
 
+def test_a_turn_that_ended_without_a_stop_token_is_known_to_have_ended() -> None:
+    record = recorded(MORE)
+    bare = [
+        replace(t, tokens=t.tokens[:-1], logprobs=t.logprobs[:-1], versions=t.versions[:-1]) for t in record.segments
+    ]
+    record = replace(record, chains=(replace(record.chains[0], segments=tuple(bare)),))
+    engine, script = Engine(), Script(MORE, DONE)
+    rollout = run(talks(engine, script, Recorder()), record)
+    assert engine.requests == [] and rollout.chains == record.chains and len(script.heard) == 2
+
+
+@pytest.mark.parametrize("finish", ["stop", "parked"])
+def test_a_run_that_stops_again_before_it_got_anywhere_keeps_the_record(finish: Any) -> None:
+    record = replace(recorded(MORE, MORE), finish=finish)
+    for script in (Script(opening=hang), Script(hang), Script(MORE, hang)):
+
+        async def body(script: Script = script) -> Rollout:
+            episodes = talks(Engine(), script, Recorder())
+            episode = asyncio.create_task(Episode(episodes, 7, 0, PROMPT, record).run())
+            while script.answers[:1] not in ([], [hang]) or not (script.heard or script.opening is hang):
+                await asyncio.sleep(0)
+            assert episodes.grown(1) == [], "there is nothing new"
+            await episodes.park()
+            return await episode
+
+        assert asyncio.run(body()) == record
+
+
+def test_only_what_is_new_of_a_conversation_is_copied(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.sqlite")
+
+    async def body() -> None:
+        engine, script = Engine(), Script(MORE, hang)
+        episodes = talks(engine, script, Recorder())
+        copies = list[tuple[Rollout, int]]()
+        engine.tick = lambda: copies.extend(episodes.grown(1))
+        episode = asyncio.create_task(Episode(episodes, 7, 0, PROMPT).run())
+        while len(script.heard) < 2:
+            await asyncio.sleep(0)
+        copies += episodes.grown(1)
+        shapes = [(len(r.segments), len(r.segments[-1].tokens), known, r.finish) for r, known in copies]
+        one, two = (len(engine.answers[f"train/7/0/{n}"].tokens) for n in (0, 2))
+        assert shapes == [
+            *((1, 1, known, "parked") for known in range(one - 1)),
+            (2, len("\ngo on"), 0, "stop"),  # the end of a turn comes with what was answered to it
+            *((3, 1, known, "parked") for known in range(two - 1)),
+            (3, 1, two - 1, "stop"),
+        ]
+        for rollout, known in copies:
+            await journal.extend_parked((rollout, known))
+            (found,) = journal.parked(7)
+            assert len(found.segments[-1].tokens) == known + len(rollout.segments[-1].tokens)
+            assert (found.finish, found.transcript) == (rollout.finish, rollout.transcript)
+        await episodes.park()
+        parked = await episode
+        assert (found.chains, found.finish, found.transcript) == (parked.chains, parked.finish, parked.transcript)
+
+    asyncio.run(body())
+    journal.close()
+
+
 def test_a_stop_string_ends_a_turn_that_has_to_be_closed() -> None:
     class Chatty(Engine):
         async def generate(self, request: Request) -> Completion:
