@@ -134,13 +134,11 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _joined(messages: Sequence[Message]) -> str:
-    return "\n".join(text for m in messages for text in _texts(m))
+    return "\n".join(map(_text, messages))
 
 
-def _texts(message: Message) -> list[str]:
-    if not message.parts:
-        return [message.content]
-    return [part["text"] for part in message.parts if part.get("type") == "text"]
+def _text(message: Message) -> str:
+    return "".join(part.get("text", "") for part in message.parts) if message.parts else message.content
 
 
 def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 import asyncio
 import math
 import random
-import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -14,9 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-from talk import PROMPT, SAMPLING, STOP, Engine, Fickle, Recorder, check_requests, check_tokens, talks
+from talk import PROMPT, SAMPLING, STOP, Engine, Fickle, Recorder, Tokenizer, check_requests, check_tokens, talks
 
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Request
@@ -577,8 +574,6 @@ def test_a_stop_string_ends_a_turn_that_has_to_be_closed() -> None:
         def encode_turn(self, messages: Any, *, closed: bool = True) -> tuple[int, ...]:
             closings.append(closed)
             return super().encode_turn(messages, closed=closed)
-
-    from talk import Tokenizer
 
     script = Script(MORE, DONE)
     sampling = replace(SAMPLING, stop_strings=(". ",))
