@@ -220,7 +220,7 @@ class Episode:
     # The turns.
 
     async def _start(self) -> None:
-        self._environment = await self._call("making it", self._make)
+        self._environment = self._make()
         answer = await self._call("start", self._environment.start)
         if self._record is None:
             messages = answer if answer is self._prompt.messages else _messages("start", answer)
@@ -228,8 +228,13 @@ class Episode:
             self._transcript = list(messages)
             self._read = len(messages)
 
-    async def _make(self) -> Environment:
-        return self._on.environment(self._prompt)
+    def _make(self) -> Environment:
+        try:
+            return self._on.environment(self._prompt)
+        except Exception as error:
+            if not _is_its_own(error):
+                raise
+            raise _Failure(f"making it raised {_told(error)}") from error
 
     async def _say(self) -> bool:
         """A turn of the model, from the record as far as that has it. Whether the model ended it itself."""
