@@ -314,7 +314,7 @@ def test_every_call_is_watched() -> None:
     run(talks(Engine(), Script(MORE, DONE), Recorder(), waiting=waiting))
     environment = ("the environment", "7/0")
     assert seen == [
-        *[environment] * 2,
+        environment,
         ("the engine", "train/7/0/0"),
         environment,
         ("the engine", "train/7/0/2"),
