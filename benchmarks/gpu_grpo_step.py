@@ -31,7 +31,7 @@ from kitae.config.root import RLConfig
 from kitae.data.chat import Chat
 from kitae.engines.base import SamplingParams
 from kitae.engines.native.engine import NativeEngine
-from kitae.envs.rollout import Runner
+from kitae.envs.episode import Episodes
 from kitae.envs.single_turn import SingleTurn
 from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
@@ -134,7 +134,7 @@ async def run(config: RLConfig, policy: Policy, watch: Watch) -> tuple[list[dict
     try:
         async with VerifierPool(v.name, v.params, v.workers, v.timeout) as pool:
             sampling = SamplingParams(max_tokens=config.sampling.max_tokens)
-            runner = Runner(engine, Chat(policy.tokenizer), pool, SingleTurn, sampling, config.run.seed)
+            runner = Episodes(engine, Chat(policy.tokenizer), pool, SingleTurn, sampling, config.run.seed)
             stream: Any = Words(policy.vocabulary)
             frontier = Frontier(0, 0)
             pipeline = Pipeline(config, store, stream, runner, engine, learner, watch, frontier, lambda step: None)

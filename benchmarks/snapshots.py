@@ -16,9 +16,9 @@ from typing import Any, cast
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.engine import NativeEngine
-from kitae.envs.rollout import Runner
+from kitae.envs.episode import Episode, Episodes
 from kitae.store.journal import Journal
-from kitae.types import Rollout
+from kitae.types import Prompt, Rollout
 
 
 def in_flight(count: int, tokens: int) -> list[Decoding]:
@@ -33,17 +33,18 @@ async def measure(count: int, tokens: int, grown: int, folder: Path) -> None:
     sequences = in_flight(count, tokens)
     stand_in = SimpleNamespace(in_flight=lambda: sequences)  # the engine's own function, without a model
     engine = SimpleNamespace(progress=lambda known: NativeEngine.progress(cast(NativeEngine, stand_in), known))
-    ids = [s.request.id for s in sequences]
-    begun = {id: Rollout.of(i // 8, i % 8, (1,) * 200, (), "parked", "") for i, id in enumerate(ids)}
     unused = cast(Any, None)
-    runner = Runner(
-        cast(Any, engine), unused, unused, unused, SamplingParams(), 0, begun=begun, copied=dict.fromkeys(ids, 0)
-    )
+    episodes = Episodes(cast(Any, engine), unused, unused, unused, SamplingParams(), 0)
+    for i, sequence in enumerate(sequences):
+        begun = Rollout.of(i // 8, i % 8, (1,) * 200, (), "parked", "")
+        episode = Episode(episodes, i // 8, i % 8, Prompt("p", (), None), begun)
+        episode.asking = sequence.request.id
+        episodes.running.episodes[episode.id] = episode
     journal = Journal(folder / "journal.sqlite")
     for copy in ("all of them", f"{grown:,} tokens more"):
         before = sum(p.stat().st_size for p in folder.iterdir())
         began = time.perf_counter()
-        written = asyncio.ensure_future(journal.extend_parked(*runner.grown(32)))
+        written = asyncio.ensure_future(journal.extend_parked(*episodes.grown(32)))
         await asyncio.sleep(0)  # here the rows are made; the writing is another thread's
         stood = time.perf_counter() - began
         await written

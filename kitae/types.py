@@ -21,8 +21,8 @@ FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
 FinishReason = Literal["stop", "length", "abort", "parked"]
-"""stop: a stop token or stop string; length: max_tokens or the context is used up; abort: cancelled by the caller;
-parked: interrupted, to be continued later."""
+"""stop: a stop token or stop string; length: max_tokens, the context or the turns are used up; abort: cancelled by the
+caller; parked: interrupted, to be continued later."""
 
 Status = Literal["complete", "parked", "failed"]
 
@@ -78,12 +78,14 @@ class Segment:
 
     `Segment("model", tokens=(42, 7, 2), logprobs=(-0.1, -0.7, -0.01), versions=(3, 3, 3))`
     Tokens of an environment (tool output, observations) have log-prob 0 and version -1 and are never trained on.
+    reward: what the environment gave for this turn of the model; None: it did not say.
     """
 
     source: Literal["model", "environment"]
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
+    reward: float | None = None
 
     @staticmethod
     def observed(tokens: Sequence[int]) -> "Segment":
@@ -132,8 +134,11 @@ class Rollout:
 
     `Rollout(17, 3, (Chain((1, 5, 9), (Segment("model", …),)),), finish="stop", text="56, 34, 12", score=Score(1.0))`
     Most episodes have one chain; one whose context was rewritten on the way has several, and counts once all the same.
-    finish: how the last turn of the model ended. text: what the model said, all its turns. status: complete; parked, to
-    be continued; or failed, because its environment did, which its score then says.
+    finish: how the last turn of the model ended. text: what the model said, its turns with an empty line between them.
+    status: complete; parked, to be continued (where the last turn has ended, with the environment's answer); or failed,
+    because its environment did, which its score then says.
+    transcript: who said what, prompt included; empty where there is nothing beyond the messages of the prompt and one
+    answer.
     """
 
     group: int
@@ -143,6 +148,7 @@ class Rollout:
     text: str
     score: Score | None = None
     status: Status = "complete"
+    transcript: tuple[Message, ...] = ()
 
     @staticmethod
     def of(

@@ -9,7 +9,7 @@ from kitae.errors import KitaeError, StoreError
 
 if TYPE_CHECKING:
     from kitae.store.journal import Journal
-    from kitae.types import Group
+    from kitae.types import Group, Message
 
 
 def show(run: Path, step: int | None, best: bool, worst: bool, errors: bool, one_per_prompt: bool, limit: int) -> None:
@@ -55,22 +55,35 @@ def _print_sample(
     prompt = journal.prompt(group)
     rollout = next(r for r in journal.rollouts(group) if r.index == sample)
     assert prompt is not None and rollout.score is not None
+    failed = rollout.status == "failed"
+    said = [(m.role, _spoken(m)) for m in rollout.transcript]
+    said = said or [(prompt.messages[-1].role, _spoken(prompt.messages[-1])), ("answer", rollout.text)]
     body = Text()
-    body.append(f"{prompt.messages[-1].role}: ", style="bold").append(prompt.messages[-1].content + "\n")
-    body.append("answer: ", style="bold").append(rollout.text + "\n")
-    body.append("reference: ", style="bold").append(str(prompt.reference))
+    for who, text in [*said, ("reference", str(prompt.reference))]:
+        body.append(f"{who}: ", style="bold").append(f"{text}\n")
     if rollout.score.detail:
-        body.append("\nverifier: ", style="bold").append(rollout.score.detail)
+        body.append("failed: " if failed else "verifier: ", style="bold").append(f"{rollout.score.detail}\n")
+    turns = sum(s.source == "model" for s in rollout.segments)
     facts = [
-        "not judged" if value is None else f"reward {value:g}",
+        "failed" if failed else "not judged" if value is None else f"reward {value:g}",
         *([] if advantage is None else [f"advantage {advantage:+.2f}"]),
+        *([f"{turns} turns"] if turns > 1 else []),
         f"{rollout.response_length} tokens",
         "cut off" if rollout.finish == "length" else rollout.finish,
     ]
-    body.append("\n" + " · ".join(facts), style="dim")
+    body.append(" · ".join(facts), style="dim")
     title = Text(f"step {step} · {prompt.id} · {'greedy' if sample == GREEDY else f'sample {sample}'}")
     colour = "yellow" if value is None else "green" if value >= 1 else "red"
     Console().print(Panel(body, title=title, title_align="left", border_style=colour))
+
+
+def _spoken(message: "Message") -> str:
+    """What a message says, with the calls of tools in it."""
+    parts = [str(part.get("text", f"[{part.get('type')}]")) for part in message.parts] or [message.content]
+    calls = [
+        f"{c.name}({', '.join(f'{name}={value!r}' for name, value in c.arguments.items())})" for c in message.calls
+    ]
+    return " ".join(filter(None, [*parts, *calls]))
 
 
 class _Advantages:

@@ -4,11 +4,14 @@ Text becomes tokens only on its way in. What the model sampled stays the tokens 
 is encoded on its own and appended, and the conversation so far is never rendered again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kitae.errors import DataError
-from kitae.types import Message
+from kitae.types import Message, ToolCall
+
+Tool = Mapping[str, Any]
+"""A function as JSON schema, as chat templates take it: `{"type": "function", "function": {"name": "add", …}}`."""
 
 _QUESTION = Message("user", "q")
 _ANSWER = Message("assistant", "answerendshere")
@@ -25,25 +28,28 @@ class Chat:
     def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
         self._tokenizer = tokenizer
         self._plain = not getattr(tokenizer, "chat_template", None)
-        self._last: tuple[tuple[Message, ...] | None, tuple[int, ...]] = (None, ())  # a group asks for one many times
+        self._last: tuple[object, tuple[int, ...]] = (None, ())  # a group asks for one many times
         eos = _ids(tokenizer.eos_token_id) + _ids(getattr(generation_config, "eos_token_id", None))
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys(eos))
         """The tokens that end a turn: the tokenizer's and the generation config's, without repeats."""
 
-    def encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """The tokens up to where the model's answer starts; never empty."""
-        key = tuple(messages)
+    def encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
+        """The tokens up to where the model's answer starts; never empty. `tools` are those that the template is to tell
+        the model of."""
+        key = tuple(messages), tuple(tools)
         if self._last[0] != key:
-            self._last = (key, self._encode_prompt(key))
+            self._last = (key, self._encode_prompt(*key))
         return self._last[1]
 
-    def _encode_prompt(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def _encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         if not messages:
             raise DataError("a prompt must have at least one message, got none")
         if self._plain:
+            if tools:
+                raise DataError(f"a model needs a chat template to be told of tools, and it has none; got {len(tools)}")
             tokens = self._begin() + self._encode(_joined(messages))
         else:
-            tokens = self._encode(self._render(messages))
+            tokens = self._encode(self._render(messages, tools=tools))
         if not tokens:
             raise DataError(f"a prompt must have at least one token, got none from {list(messages)}")
         return tokens
@@ -80,10 +86,13 @@ class Chat:
             raise DataError("the chat template must show the content of assistant messages, but it leaves it out")
         return tail
 
-    def _render(self, messages: Sequence[Message], *, generate: bool = True) -> str:
-        turns = [{"role": m.role, "content": m.content} for m in messages]
+    def _render(self, messages: Sequence[Message], *, generate: bool = True, tools: Sequence[Tool] = ()) -> str:
+        turns = [as_dict(m) for m in messages]
+        told = {"tools": [dict(tool) for tool in tools]} if tools else {}
         try:
-            text: str = self._tokenizer.apply_chat_template(turns, add_generation_prompt=generate, tokenize=False)
+            text: str = self._tokenizer.apply_chat_template(
+                turns, add_generation_prompt=generate, tokenize=False, **told
+            )
         except Exception as error:  # the template is a program that came with the model
             raise DataError(f"the chat template refuses the roles {[m.role for m in messages]}: {error}") from error
         return text
@@ -101,8 +110,35 @@ class Chat:
         return added[:1] if added and added[0] == self._tokenizer.bos_token_id else ()
 
 
+def as_dict(message: Message) -> dict[str, Any]:
+    """A message in the shape that chat templates and OpenAI's API have for it, with what it has.
+
+    `{"role": "tool", "content": "42", "tool_call_id": "call_0", "name": "python"}`; the arguments of calls are objects,
+    not JSON in a text.
+    """
+    row: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.parts:
+        row["content"] = [dict(part) for part in message.parts]
+    if message.calls:
+        row["tool_calls"] = [_call(call) for call in message.calls]
+    if message.call_id:
+        row["tool_call_id"] = message.call_id
+    if message.name:
+        row["name"] = message.name
+    return row
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    row: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+    return {"id": call.id, **row} if call.id else row
+
+
 def _joined(messages: Sequence[Message]) -> str:
-    return "\n".join(m.content for m in messages)
+    return "\n".join(map(_text, messages))
+
+
+def _text(message: Message) -> str:
+    return "".join(part.get("text", "") for part in message.parts) if message.parts else message.content
 
 
 def _ids(value: int | Sequence[int] | None) -> tuple[int, ...]:

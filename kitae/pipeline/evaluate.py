@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kitae.config.root import RLConfig
-from kitae.envs.rollout import Runner
+from kitae.envs.episode import Episodes
 from kitae.errors import DataError, RequestError, root_cause
 from kitae.types import FloatArray, Group, Prompt
 
@@ -60,7 +60,7 @@ def evaluation_due(config: RLConfig, step: int) -> bool:
     return e.prompts > 0 and (step in (0, config.training.steps) or bool(e.every and step % e.every == 0))
 
 
-async def evaluate(runner: Runner, prompts: Sequence[Prompt], samples: int) -> Evaluation:
+async def evaluate(runner: Episodes, prompts: Sequence[Prompt], samples: int) -> Evaluation:
     """Sample every prompt and score the answers. Answers that could not be judged are counted and left out.
 
     All answers to a prompt that the engine cannot take (longer than the context, say) count as such.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from kitae.config.root import RLConfig
 from kitae.data.prompts import PromptStream
-from kitae.envs.rollout import Parked, Runner
+from kitae.envs.episode import Episodes, Parked
 from kitae.errors import DataError, RequestError
 from kitae.observe.observer import Observer
 from kitae.pipeline.buffer import Buffer, Harvest, Slot
@@ -33,7 +33,7 @@ class Issuing:
         config: RLConfig,
         journal: Journal,
         stream: PromptStream,
-        episodes: Runner,
+        episodes: Episodes,
         buffer: Buffer,
         curriculum: Curriculum,
         observer: Observer,
@@ -109,8 +109,9 @@ class Issuing:
         self._fills[slot].cancel()
 
     async def park(self) -> None:
-        """Once the engine was told to: wait until what was being sampled is journalled. What is complete is there
-        already; verdicts that are still out after a while are asked for again on resume."""
+        """Journal what is being sampled. What is complete is there already; verdicts that are still out after a while
+        are asked for again on resume."""
+        await self._episodes.park()
         if self._fills:
             await asyncio.wait(self._fills.values(), timeout=_PARK_LIMIT)
 

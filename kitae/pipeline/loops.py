@@ -25,7 +25,7 @@ from kitae.clock import now
 from kitae.config.root import RLConfig
 from kitae.data.prompts import PromptStream
 from kitae.engines.base import Engine
-from kitae.envs.rollout import Runner
+from kitae.envs.episode import Episodes
 from kitae.errors import root_cause
 from kitae.observe.observer import Observer
 from kitae.observe.report import Sampled, StepReport
@@ -83,7 +83,7 @@ class Pipeline:
         config: RLConfig,
         store: RunStore,
         stream: PromptStream,
-        episodes: Runner,
+        episodes: Episodes,
         engine: Engine,
         learner: Learner,
         weights: WeightSync,
@@ -259,7 +259,6 @@ class Pipeline:
                 task.cancel()
                 await asyncio.wait({task})  # verdicts that come in now must not make a batch, which may give up slots
                 await self._settled()
-                await self.engine.park()
                 await self.issuing.park()
                 raise Stopped
             return await task

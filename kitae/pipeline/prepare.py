@@ -9,9 +9,11 @@ from kitae.config.root import RLConfig
 from kitae.data.chat import Chat
 from kitae.data.prompts import PromptStream, eval_prompts, open_stream
 from kitae.engines.base import Engine, SamplingParams
-from kitae.envs.rollout import Runner
+from kitae.envs.base import Limits
+from kitae.envs.episode import Episodes, Running
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import VerifierError
+from kitae.models.policy import Policy
 from kitae.types import Prompt
 from kitae.verifiers.pool import VerifierPool, validate
 
@@ -54,20 +56,22 @@ def make_pool(config: RLConfig, note: Callable[[str], None] | None = None, worke
     return VerifierPool(v.name, v.params, workers or v.workers, v.timeout, note)
 
 
-def make_episodes(config: RLConfig, engine: Engine, chat: Chat, pool: VerifierPool) -> Runner:
+def make_episodes(config: RLConfig, engine: Engine, pool: VerifierPool, policy: Policy) -> Episodes:
+    chat = Chat(policy.tokenizer, policy.base.generation_config)
     sampling = SamplingParams(
         temperature=config.sampling.temperature,
         max_tokens=config.sampling.max_tokens,
         stop_tokens=chat.stop_tokens,
         stop_strings=config.sampling.stop,
     )
-    return Runner(engine, chat, pool, SingleTurn, sampling, config.run.seed)
+    limits = Limits(context=policy.max_context)
+    return Episodes(engine, chat, pool, SingleTurn, sampling, config.run.seed, limits=limits)
 
 
-def evaluation_episodes(config: RLConfig, runner: Runner) -> Runner:
+def evaluation_episodes(config: RLConfig, episodes: Episodes) -> Episodes:
     e = config.eval
-    sampling = replace(runner.sampling, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k, min_p=e.min_p)
-    return replace(runner, sampling=sampling, label="eval", begun={}, copied={})
+    sampling = replace(episodes.sampling, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k, min_p=e.min_p)
+    return replace(episodes, sampling=sampling, label="eval", running=Running())
 
 
 async def _check_gold(pool: VerifierPool, prompts: list[Prompt], note: Callable[[str], None]) -> None:

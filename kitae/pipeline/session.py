@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from kitae.config.root import RLConfig
-from kitae.data.chat import Chat
 from kitae.data.prompts import eval_prompts
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.start import start_engine
@@ -83,7 +82,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
             recompute=config.pipeline.in_flight == "recompute",
             tolerance=probe_tolerance(policy),
         )
-        episodes = make_episodes(config, engine, Chat(policy.tokenizer, policy.base.generation_config), pool)
+        episodes = make_episodes(config, engine, pool, policy)
 
         async def evaluate_at(step: int) -> dict[str, Any]:
             """Evaluate once per step: a resumed run finds what is in the metrics already."""
@@ -164,8 +163,7 @@ def evaluate_model(config: RLConfig, policy: Policy | None = None) -> Evaluation
             loaded = policy or load_policy(config.model, config.run.seed)
             engine = NativeEngine(loaded, config.engine)
             try:
-                chat = Chat(loaded.tokenizer, loaded.base.generation_config)
-                episodes = evaluation_episodes(config, make_episodes(config, engine, chat, pool))
+                episodes = evaluation_episodes(config, make_episodes(config, engine, pool, loaded))
                 return await evaluate(episodes, prompts, config.eval.samples)
             finally:
                 await engine.close()

@@ -40,11 +40,12 @@ CREATE TABLE IF NOT EXISTS rollouts (
     group_id INTEGER NOT NULL, sample INTEGER NOT NULL, prompt_tokens BLOB NOT NULL, chains TEXT NOT NULL,
     tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, finish TEXT NOT NULL, text TEXT NOT NULL,
     value REAL, outcome TEXT NOT NULL, components TEXT NOT NULL, detail TEXT NOT NULL, status TEXT NOT NULL,
+    transcript TEXT NOT NULL,
     PRIMARY KEY (group_id, sample)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS parked (
     group_id INTEGER NOT NULL, sample INTEGER NOT NULL, start INTEGER NOT NULL, prompt_tokens BLOB NOT NULL,
-    chains TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL,
-    PRIMARY KEY (group_id, sample, start)) WITHOUT ROWID;
+    chains TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, finish TEXT NOT NULL,
+    transcript TEXT NOT NULL, PRIMARY KEY (group_id, sample, start)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS fates (
     group_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, fate TEXT NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL);
@@ -53,6 +54,7 @@ CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, kind TEXT NOT NULL, detai
 _CLOSE_LIMIT = 60.0  # seconds for what is still to be written
 _NO_VERSION = 2**31 - 1
 _ADD_FATE = "INSERT INTO fates VALUES (?,?,?,?)"
+_ADD_PIECE = "INSERT INTO parked VALUES (?,?,?,?,?,?,?,?,?,?)"
 
 Statement = tuple[str, tuple[Any, ...]]
 
@@ -107,7 +109,7 @@ class Journal:
 
     async def add_prompt(self, group: int, prompt: Prompt, version: int, slot: int, skipped: str = "") -> None:
         """Record that a prompt was issued, or in the same moment that it was skipped, with the reason."""
-        messages = json.dumps([asdict(m) for m in prompt.messages])
+        messages = _messages(prompt.messages)
         context = json.dumps(dict(prompt.context))
         row = (group, prompt.id, messages, json.dumps(prompt.reference), context, version, slot, time.time())
         fate = [(_ADD_FATE, (group, version + 1, "skipped", skipped))] if skipped else []
@@ -118,7 +120,7 @@ class Journal:
         where = (rollout.group, rollout.index)
         await self._write(
             [
-                ("INSERT INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)", _rollout_row(rollout)),
+                ("INSERT INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", _rollout_row(rollout)),
                 ("DELETE FROM parked WHERE group_id = ? AND sample = ?", where),
             ]
         )
@@ -134,7 +136,7 @@ class Journal:
 
     async def update_score(self, rollout: Rollout) -> None:
         """The verdict on a rollout that had none, or that could not be judged before."""
-        value, outcome, components, detail, _ = _rollout_row(rollout)[9:]
+        value, outcome, components, detail = _rollout_row(rollout)[9:13]
         where = (rollout.group, rollout.index)
         sql = "UPDATE rollouts SET value=?, outcome=?, components=?, detail=? WHERE group_id=? AND sample=?"
         await self._write([(sql, (value, outcome, components, detail, *where))])
@@ -258,17 +260,19 @@ class Journal:
         return [_read_rollout(row) for row in rows]
 
     def parked(self, group: int) -> list[Rollout]:
-        """What was sampled of incomplete rollouts; their finish is "parked"."""
+        """What there is of incomplete rollouts. Their finish is "parked" where the last turn has not ended."""
         rows = self._reader.execute("SELECT * FROM parked WHERE group_id = ? ORDER BY sample, start", (group,))
         pieces: dict[int, list[tuple[Any, ...]]] = {}
         for _, sample, _, *piece in rows:
             pieces.setdefault(sample, []).append(tuple(piece))
         found = []
         for sample, parts in pieces.items():
-            prompt, chains = parts[0][0], parts[-1][1]  # the last piece knows all segments
+            first, last = parts[0], parts[-1]  # the last piece knows all segments
             joined = (b"".join(part[i] for part in parts) for i in (2, 3, 4))
-            row = (group, sample, prompt, chains, *joined, "parked", "", None, "error", "{}", "parked", "parked")
-            found.append(_read_rollout(row))
+            score = (None, "error", "{}", "parked")
+            found.append(
+                _read_rollout((group, sample, first[0], last[1], *joined, last[5], "", *score, "parked", first[6]))
+            )
         return found
 
     def pending(self) -> list[PendingSlot]:
@@ -300,8 +304,7 @@ class Journal:
         row = self._reader.execute("SELECT * FROM prompts WHERE group_id = ?", (group,)).fetchone()
         if row is None:
             return None
-        messages = tuple(map(_read_message, json.loads(row[2])))
-        return Prompt(row[1], messages, json.loads(row[3]), json.loads(row[4]))
+        return Prompt(row[1], _read_messages(row[2]), json.loads(row[3]), json.loads(row[4]))
 
     def group(self, group: int) -> Group:
         """A group that was issued, with the rollouts that are complete."""
@@ -412,16 +415,22 @@ def _event(kind: str, detail: str) -> Statement:
     return "INSERT INTO events VALUES (?,?,?)", (time.time(), kind, detail)
 
 
-def _read_message(row: dict[str, Any]) -> Message:
-    calls = tuple(ToolCall(**call) for call in row.pop("calls"))
-    return Message(**{**row, "calls": calls, "parts": tuple(row["parts"])})
+def _messages(messages: Sequence[Message]) -> str:
+    return json.dumps([asdict(m) for m in messages])
+
+
+def _read_messages(text: str) -> tuple[Message, ...]:
+    return tuple(
+        Message(**{**row, "calls": tuple(ToolCall(**call) for call in row["calls"]), "parts": tuple(row["parts"])})
+        for row in json.loads(text)
+    )
 
 
 def _park(r: Rollout) -> list[Statement]:
-    piece = (r.group, r.index, 0, *_rollout_row(r)[2:7])
+    piece = (r.group, r.index, 0, *_rollout_row(r)[2:8], _messages(r.transcript))
     return [
         ("DELETE FROM parked WHERE group_id = ? AND sample = ?", (r.group, r.index)),
-        ("INSERT INTO parked VALUES (?,?,?,?,?,?,?,?)", piece),
+        (_ADD_PIECE, piece),
     ]
 
 
@@ -431,13 +440,18 @@ def _extend(r: Rollout, known: int) -> list[Statement]:
     start = sum(len(s.tokens) for s in before) + known
     shapes = _shapes(r)
     shapes[-1][1][-1][1] += known
-    piece = (r.group, r.index, start, b"", json.dumps(shapes), *_arrays([last]))
-    return [("INSERT INTO parked VALUES (?,?,?,?,?,?,?,?)", piece)]
+    piece = (r.group, r.index, start, b"", json.dumps(shapes), *_arrays([last]), r.finish, "")
+    return [(_ADD_PIECE, piece)]
 
 
 def _shapes(r: Rollout) -> list[Any]:
-    """`[[3, [["model", 5], ["environment", 2]]]]`: for each chain, the length of its prompt, and its segments."""
-    return [[len(chain.prompt_tokens), [[s.source, len(s.tokens)] for s in chain.segments]] for chain in r.chains]
+    """`[[3, [["model", 5, 0.5], ["environment", 2], ["model", 4]]]]`: for each chain, the length of its prompt, and its
+    segments, with their rewards where there are any."""
+
+    def shape(s: Segment) -> list[Any]:
+        return [s.source, len(s.tokens), *([] if s.reward is None else [s.reward])]
+
+    return [[len(chain.prompt_tokens), [shape(s) for s in chain.segments]] for chain in r.chains]
 
 
 def _arrays(segments: Sequence[Segment]) -> tuple[bytes, bytes, bytes]:
@@ -464,12 +478,13 @@ def _rollout_row(r: Rollout) -> tuple[Any, ...]:
         json.dumps(dict(score.components)),
         score.detail,
         r.status,
+        _messages(r.transcript),
     )
 
 
 def _read_rollout(row: tuple[Any, ...]) -> Rollout:
     group, sample, prompts, shapes, tokens, logprobs, versions, finish, text, *rest = row
-    value, outcome, components, detail, status = rest
+    value, outcome, components, detail, status, transcript = rest
     all_prompts = np.frombuffer(prompts, dtype=np.int32).tolist()
     all_tokens = np.frombuffer(tokens, dtype=np.int32).tolist()
     all_logprobs = np.frombuffer(logprobs, dtype=np.float32).tolist()
@@ -478,13 +493,12 @@ def _read_rollout(row: tuple[Any, ...]) -> Rollout:
     read = start = 0
     for prompt, segments in json.loads(shapes):
         pieces = []
-        for source, length in segments:
+        for source, length, *reward in segments:
             part = slice(start, start + length)
-            pieces.append(
-                Segment(source, tuple(all_tokens[part]), tuple(all_logprobs[part]), tuple(all_versions[part]))
-            )
+            own = tuple(all_tokens[part]), tuple(all_logprobs[part]), tuple(all_versions[part])
+            pieces.append(Segment(source, *own, reward[0] if reward else None))
             start += length
         chains.append(Chain(tuple(all_prompts[read : read + prompt]), tuple(pieces)))
         read += prompt
     score = Score(float("nan") if value is None else value, json.loads(components), outcome, detail)
-    return Rollout(group, sample, tuple(chains), finish, text, score, status)
+    return Rollout(group, sample, tuple(chains), finish, text, score, status, _read_messages(transcript))

@@ -22,7 +22,7 @@ from kitae.pipeline.replay import Replay
 from kitae.store.checkpoint import Frontier
 from kitae.store.journal import Journal
 from kitae.store.run import RunStore
-from kitae.types import Message, Prompt, Rollout, Score, Segment
+from kitae.types import Message, Prompt, Rollout, Score, Segment, ToolCall
 
 COMMANDS = (
     *("train", "resume", "runs", "compare", "clean", "eval", "show", "replay", "plot", "simulate", "recipes"),
@@ -463,6 +463,44 @@ def test_show_the_last_step(cli: Cli, run_folder: Path) -> None:
         "reward 0.25",
     ):
         assert text in result.out
+
+
+def test_show_a_conversation(cli: Cli, run_folder: Path) -> None:
+    """Who said what, turn by turn; of an episode that failed, why."""
+    said = (
+        Segment("model", (5, 6), (-1.0,) * 2, (0,) * 2),
+        Segment.observed((7,)),
+        Segment("model", (8,), (-1.0,), (0,)),
+    )
+    transcript = (
+        Message("user", "question 4"),
+        Message("assistant", "let me see", calls=(ToolCall("add", {"a": 2, "b": "[red]"}),)),
+        Message("tool", "four"),
+        Message("assistant", "it is 4"),
+    )
+    rollout = Rollout.of(4, 0, (1,), said, "stop", "let me see\n\nit is 4", Score(1.0))
+    failed = replace(rollout, index=1, status="failed", score=Score.error("environment: step raised ValueError: boom"))
+
+    async def write() -> None:
+        store = RunStore.open(run_folder)
+        await store.journal.add_prompt(4, Prompt("p4", (Message("user", "question 4"),), "4"), 0, 4)
+        for r in (rollout, failed):
+            await store.journal.add_rollout(replace(r, transcript=transcript))
+        await store.journal.add_fates(3, trained=[4], dropped=[])
+        store.close()
+
+    asyncio.run(write())
+    good, bad = cli("show", run_folder).out.split("sample 1")
+    lines = [line.strip("│ ") for line in good.splitlines()]
+    assert lines[1:5] == [
+        "user: question 4",
+        "assistant: let me see add(a=2, b='[red]')",
+        "tool: four",
+        "assistant: it is 4",
+    ]
+    assert "reward 1 · " in good and "2 turns · 3 tokens · stop" in good and "answer:" not in good
+    assert "failed: environment: step raised ValueError: boom" in bad and "failed · 2 turns · 3 tokens" in bad
+    assert "verifier:" not in bad
 
 
 def test_show_by_step_and_rank(cli: Cli, run_folder: Path) -> None:

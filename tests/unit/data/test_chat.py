@@ -3,11 +3,12 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
-from kitae.data.chat import Chat
-from kitae.errors import DataError
-from kitae.types import Message
+from kitae.data.chat import Chat, as_dict
+from kitae.errors import DataError, ModelError
+from kitae.models.load import SMOLLM2, find_model
+from kitae.types import Message, ToolCall
 
 CHATML = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nBe good.<|im_end|>\n{% endif %}"
@@ -131,3 +132,78 @@ def test_stop_tokens_come_from_both_and_only_once():
     assert Chat(tok, SimpleNamespace(eos_token_id=start)).stop_tokens == (end, start)
     tok.eos_token = None
     assert Chat(tok, GenerationConfig()).stop_tokens == ()
+
+
+# Tools.
+
+WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\n"
+    "{% for t in tools %}{{ t.function.name }}: {{ t | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}"
+    "{% if m.tool_call_id %} ({{ m.tool_call_id }}){% endif %}{{ '\n' }}"
+    "{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}[{{ p.type }}]{{ p.text }}{% endfor %}{% endif %}"
+    "{% for c in m.tool_calls %}<call {{ c.id }}>{{ c.function.name }}{{ c.function.arguments | tojson }}"
+    "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+CALLING = Message("assistant", "Wait.", calls=(ToolCall("add", {"b": 2, "a": [1, False]}, id="call_0"),))
+RESULT = Message("tool", "3", call_id="call_0", name="add")
+
+
+def test_messages_have_the_shape_that_templates_know():
+    assert as_dict(USER) == {"role": "user", "content": "How many?"}
+    assert as_dict(RESULT) == {"role": "tool", "content": "3", "tool_call_id": "call_0", "name": "add"}
+    call = {"type": "function", "function": {"name": "add", "arguments": {"b": 2, "a": [1, False]}}}
+    assert as_dict(CALLING) == {"role": "assistant", "content": "Wait.", "tool_calls": [{"id": "call_0", **call}]}
+    assert as_dict(Message("assistant", calls=(ToolCall("f", {}),)))["tool_calls"] == [
+        {"type": "function", "function": {"name": "f", "arguments": {}}}
+    ]
+    parts = ({"type": "text", "text": "Look:"}, {"type": "image", "url": "a.png"})
+    assert as_dict(Message("user", parts=parts)) == {"role": "user", "content": list(parts)}
+
+
+def test_tools_calls_and_results_are_rendered():
+    tok = tokenizer(WITH_TOOLS)
+    chat = Chat(tok)
+    parts = Message("user", parts=({"type": "text", "text": "1 + "}, {"type": "text", "text": "2"}))
+    text = raw(tok, chat.encode_prompt([parts, CALLING, RESULT], [ADD]))
+    assert text.startswith("<|im_start|>system\nadd: {") and '"description": "Add."' in text
+    assert "<|im_start|>user\n[text]1 + [text]2<|im_end|>" in text
+    assert 'Wait.<call call_0>add{"b": 2, "a": [1, false]}<|im_end|>' in text
+    assert text.endswith("<|im_start|>tool add (call_0)\n3<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_the_last_prompt_is_remembered_with_its_tools():
+    tok = tokenizer(WITH_TOOLS)
+    chat = Chat(tok)
+    plain, told = chat.encode_prompt([USER]), chat.encode_prompt([USER], [ADD])
+    assert plain != told and raw(tok, told).endswith(raw(tok, plain)) and chat.encode_prompt([USER]) == plain
+
+
+def test_a_result_follows_what_the_model_sampled():
+    tok = tokenizer(WITH_TOOLS)
+    chat = Chat(tok)
+    call = 'Wait.<call call_0>add{"b": 2, "a": [1, false]}<|im_end|>'
+    grown = chat.encode_prompt([USER], [ADD]) + sampled(tok, call) + chat.encode_turn([RESULT])
+    assert grown == chat.encode_prompt([USER, CALLING, RESULT], [ADD])
+
+
+def test_without_a_template_parts_are_their_texts_and_tools_are_refused():
+    tok = tokenizer(None)
+    parts = Message("user", parts=({"type": "text", "text": "1 + "}, {"type": "text", "text": "2"}))
+    assert raw(tok, Chat(tok).encode_prompt([parts])) == "1 + 2"
+    with pytest.raises(DataError, match="needs a chat template to be told of tools"):
+        Chat(tok).encode_prompt([USER], [ADD])
+
+
+def test_a_real_tokenizer_adds_turns_up():
+    try:
+        folder = find_model(SMOLLM2, download=False)
+    except ModelError:
+        pytest.skip("the demo model is not installed")
+    tok = AutoTokenizer.from_pretrained(folder)
+    chat = Chat(tok)
+    said = sampled(tok, ANSWER.content + "<|im_end|>")
+    grown = chat.encode_prompt([USER]) + said + chat.encode_turn([RESULT])
+    assert grown == chat.encode_prompt([USER, ANSWER, RESULT])

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from kitae.data.chat import Chat
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.fake import FakeEngine
-from kitae.envs.rollout import Runner
+from kitae.envs.episode import Episodes
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import EngineError, RequestError
 from kitae.pipeline.evaluate import Evaluation, estimate, evaluate, pass_at_k
@@ -106,7 +106,7 @@ def evaluated(
     async def body() -> Evaluation:
         async with VerifierPool(verifier, workers=1) as pool:
             sampling = SamplingParams(max_tokens=max_tokens, stop_tokens=chat.stop_tokens)
-            runner = Runner(FakeEngine(respond), chat, pool, SingleTurn, sampling, seed=0, label="eval")
+            runner = Episodes(FakeEngine(respond), chat, pool, SingleTurn, sampling, seed=0, label="eval")
             return await evaluate(runner, prompts, len(answers[0]))
 
     return asyncio.run(body())

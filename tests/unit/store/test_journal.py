@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from kitae.errors import DiskFullError, StoreError
 from kitae.store.journal import Journal
-from kitae.types import Chain, Message, Prompt, Rollout, Score, Segment
+from kitae.types import Chain, FinishReason, Message, Prompt, Rollout, Score, Segment, ToolCall
 
 PROMPT = Prompt("reverse/train/17", (Message("system", "Be brief."), Message("user", "Reverse 1, 2")), "2, 1", {"n": 2})
 
@@ -63,9 +63,26 @@ float32 = st.floats(width=32, allow_nan=False)
 
 def segments(source: str) -> st.SearchStrategy[Segment]:
     tokens = st.lists(st.tuples(ids, float32, st.integers(-1, 10_000)), max_size=5)
-    return tokens.map(
-        lambda rows: Segment(source, *([tuple(c) for c in zip(*rows, strict=True)] if rows else ((),) * 3))
+    rewards = st.none() | st.floats(allow_nan=False, allow_infinity=False)
+    return st.builds(
+        lambda rows, reward: Segment(source, *(map(tuple, zip(*rows, strict=True)) if rows else ((),) * 3), reward),
+        tokens,
+        rewards,
     )  # type: ignore[arg-type]
+
+
+words = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
+values = st.none() | st.booleans() | st.integers() | words
+calls = st.builds(ToolCall, words, st.dictionaries(words, values, max_size=2), words)
+messages = st.builds(
+    Message,
+    words,
+    words,
+    st.lists(calls, max_size=2).map(tuple),
+    words,
+    words,
+    st.lists(st.dictionaries(words, values, max_size=2), max_size=2).map(tuple),
+)
 
 
 scores = st.builds(
@@ -88,6 +105,7 @@ rollouts = st.builds(
     text=st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
     score=scores,
     status=st.sampled_from(["complete", "failed"]),
+    transcript=st.lists(messages, max_size=3).map(tuple),
 )
 
 
@@ -188,6 +206,31 @@ def test_unfinished_responses_are_kept_in_pieces(journal: Journal) -> None:
     assert journal.parked(6)[1].segments[-1].tokens == whole.tokens[:7] and journal.counts()["parked"] == 2
     asyncio.run(journal.add_rollout(rollout(6, 1)))
     assert [r.index for r in journal.parked(6)] == [0]
+
+
+def test_a_conversation_is_parked_with_all_that_was_said(journal: Journal) -> None:
+    said = Segment("model", (1, 2, 3, 4), (-0.5,) * 4, (3,) * 4, reward=0.5)
+    answer = Segment.observed((9,))
+    before = (Message("user", "2 + 2"), Message("assistant", "4"), Message("tool", "go on", name="t"))
+
+    def parked(segments: tuple[Segment, ...], finish: FinishReason) -> Rollout:
+        return Rollout(6, 1, (Chain((1, 2), segments),), finish, "", None, "parked", before)
+
+    async def write() -> None:
+        await journal.extend_parked((parked((said, answer), "stop"), 0))
+        (found,) = journal.parked(6)
+        assert (found.segments, found.finish, found.transcript) == ((said, answer), "stop", before)
+        turn = replace(said, reward=None)
+        await journal.extend_parked((parked((said, answer, cut(turn, 0, 3)), "parked"), 0))
+        await journal.extend_parked((parked((said, answer, cut(turn, 3, 4)), "stop"), 3))  # it is the end of the turn
+        (found,) = journal.parked(6)
+        assert (found.segments, found.finish, found.transcript) == ((said, answer, turn), "stop", before)
+
+    asyncio.run(write())
+
+
+def cut(s: Segment, start: int, end: int) -> Segment:
+    return Segment(s.source, s.tokens[start:end], s.logprobs[start:end], s.versions[start:end])
 
 
 def test_what_was_synced_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

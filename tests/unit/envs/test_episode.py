@@ -8,7 +8,7 @@ from typing import Any
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Request, Sampled, SamplingParams
 from kitae.engines.fake import FakeEngine
-from kitae.envs.rollout import Runner
+from kitae.envs.episode import Episode, Episodes
 from kitae.envs.single_turn import SingleTurn
 from kitae.store.journal import Journal
 from kitae.types import Message, Prompt, Score
@@ -41,15 +41,15 @@ class Judge:
         return Score(1.0)
 
 
-def runner_of(engine: Any, judge: Any) -> Runner:
-    return Runner(engine, Chat(Tokenizer()), judge, SingleTurn, SamplingParams(max_tokens=200), 0)
+def episodes_of(engine: Any, judge: Any) -> Episodes:
+    return Episodes(engine, Chat(Tokenizer()), judge, SingleTurn, SamplingParams(max_tokens=200), 0)
 
 
 def test_complete_rollouts_are_journalled_before_they_are_judged(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.sqlite")
     judge = Judge(journal)
     engine = FakeEngine(lambda request: [65 + int(request.id.split("/")[2])] * 3)
-    group = asyncio.run(runner_of(engine, judge).group(7, PROMPT, 3, journal))
+    group = asyncio.run(episodes_of(engine, judge).group(7, PROMPT, 3, journal))
     assert judge.found == [True] * 3, "each was in the journal, without a verdict"
     assert [r.score for r in journal.rollouts(7)] == [Score(1.0)] * 3 == [r.score for r in group.rollouts]
     journal.close()
@@ -84,12 +84,12 @@ def test_only_what_grew_is_copied(tmp_path: Path) -> None:
 
     async def body() -> None:
         engine = Growing()
-        runner = runner_of(engine, None)
-        sampling = asyncio.create_task(runner.rollout(7, 0, PROMPT))
+        episodes = episodes_of(engine, None)
+        sampling = asyncio.create_task(Episode(episodes, 7, 0, PROMPT).run())
         await asyncio.sleep(0)
         sizes = []
         for _ in range(6):
-            grown = runner.grown(15)
+            grown = episodes.grown(15)
             sizes.append([(len(r.segments[-1].tokens), known) for r, known in grown])
             await journal.extend_parked(*grown)
         assert sizes == [[], [(20, 0)], [], [(20, 20)], [], [(20, 40)]], "and not what is not worth it"
@@ -98,15 +98,15 @@ def test_only_what_grew_is_copied(tmp_path: Path) -> None:
         assert parked.segments[0].tokens == tuple(range(60))
         engine.done.set()
         await sampling
-        assert runner.copied == {} == runner.begun
+        assert episodes.running.episodes == {}
         # Another run continues it, and copies only what it adds.
         engine = Growing()
         engine.tokens = 60
-        runner = runner_of(engine, None)
-        sampling = asyncio.create_task(runner.rollout(7, 0, PROMPT, parked))
+        episodes = episodes_of(engine, None)
+        sampling = asyncio.create_task(Episode(episodes, 7, 0, PROMPT, parked).run())
         await asyncio.sleep(0)
         assert engine.request.prior.tokens == tuple(range(60))
-        await journal.extend_parked(*runner.grown(5))
+        await journal.extend_parked(*episodes.grown(5))
         assert engine.asked == [60] and journal.parked(7)[0].segments[0].tokens == tuple(range(70))
         engine.done.set()
         await sampling

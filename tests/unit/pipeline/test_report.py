@@ -1,0 +1,55 @@
+"""What a step says of itself where episodes have several turns, several chains, or have failed."""
+
+from kitae.algorithms.config import AlgorithmConfig
+from kitae.algorithms.objective import Objective
+from kitae.pipeline.buffer import Outcome
+from kitae.pipeline.report import describe, staleness
+from kitae.types import Chain, Group, Message, Prompt, Rollout, Score, Segment
+
+PROMPT = Prompt("p", (Message("user", "2 + 2"),), "4")
+
+
+def said(count: int, version: int) -> Segment:
+    return Segment("model", (5,) * count, (-1.0,) * count, (version,) * count)
+
+
+def talk(index: int, score: Score, version: int = 3) -> Rollout:
+    """Nine tokens of the model and a hundred of others."""
+    segments = (said(4, version), Segment.observed((7,) * 100), said(5, version))
+    return Rollout.of(0, index, (1, 2), segments, "stop", "", score)
+
+
+def failed(index: int, version: int = 3) -> Rollout:
+    chains = (Chain((1, 2), (said(3, version),)),)
+    return Rollout(0, index, chains, "stop", "", Score.error("environment: boom"), "failed")
+
+
+def forked(index: int, version: int) -> Rollout:
+    """Its context was rewritten on the way: two chains."""
+    chains = (Chain((1, 2), (said(2, version),)), Chain((1, 9), (Segment.observed((8,)), said(4, version + 1))))
+    return Rollout(0, index, chains, "stop", "", Score(1.0))
+
+
+def test_failed_episodes_are_counted_and_their_group_goes_on() -> None:
+    group = Group(0, PROMPT, (talk(0, Score(1.0)), failed(1), talk(2, Score(0.0)), failed(3)))
+    row = describe(1, [Outcome(group, ())])
+    assert (row["errors"], row["error_share"], row["first_error"]) == (2, 0.5, "environment: boom")
+    assert (row["rollouts"], row["reward"], row["groups_with_signal"]) == (4, 0.5, 1)
+    assert row["length"] == (9 + 3 + 9 + 3) / 4 and row["length_max"] == 9, "observations do not count"
+    objective = Objective(AlgorithmConfig(), max_tokens=16)
+    assert objective.drop_reason(group) is None
+    samples = objective.samples([group])
+    assert [s.index for s in samples] == [0, 2] and [s.loss_tokens for s in samples] == [9, 9]
+    assert objective.drop_reason(Group(0, PROMPT, (failed(0), failed(1)))) == "errors"
+
+
+def test_a_failed_greedy_episode_is_an_error() -> None:
+    group = Group(0, PROMPT, (talk(0, Score(1.0)), talk(1, Score(0.0))), greedy=failed(-1))
+    assert describe(1, [Outcome(group, ())])["error_share"] == 1 / 3
+
+
+def test_the_age_of_tokens_is_that_of_all_chains_and_of_nothing_that_failed() -> None:
+    group = Group(0, PROMPT, (forked(0, version=2), failed(1, version=0)))
+    row = staleness([Outcome(group, ())], version=4, bound=2)
+    assert (row["staleness_max"], row["staleness/2"], row["staleness/1"]) == (2, 2 / 6, 4 / 6)
+    assert describe(1, [Outcome(group, ())])["length_max"] == 6
