@@ -99,9 +99,8 @@ async def main() -> None:
     finally:
         await asyncio.gather(full.close(), delta.close())
     print(f"\n{a.model}, bf16, {values / 1e6:.0f} M values, {a.engines} engine(s); bytes are published once for all\n")
-    print(
-        "| lr | step | values unchanged | full: MB | publish, s | load, s | delta: MB | publish, s | load, s | sent as |"
-    )
+    costs = "MB | publish, s | load, s"
+    print(f"| lr | step | values unchanged | full: {costs} | delta: {costs} | sent as |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     for rate, step, f, d in rows:
         same = "" if d.manifest.unchanged is None else f"{d.manifest.unchanged:.2%}"
