@@ -23,6 +23,7 @@ from kitae.engines.config import EngineConfig
 from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.process import child as child_module
+from kitae.engines.process import engine as engine_module
 from kitae.engines.process.child import Limits
 from kitae.engines.process.engine import ProcessEngine
 from kitae.errors import EngineError, RequestError, WeightsDamaged
@@ -254,6 +255,33 @@ def test_a_process_lost_in_a_damaged_update(engine: ProcessEngine, policy: Polic
         assert (await engine.generate(requests(1)[0])).versions == (2,) * 40
 
     run(body())
+
+
+def test_nothing_is_published_while_a_process_loads(
+    engine: ProcessEngine, policy: Policy, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for an update nor when a process is replaced."""
+    honest, early, writing = engine_module._load, [], []
+
+    async def slow(*arguments: Any) -> list[int]:
+        writing.append(asyncio.create_task(publish(engine, policy, 9)))
+        await asyncio.sleep(0.2)
+        early.append(writing[-1].done())
+        return await honest(*arguments)
+
+    async def body() -> None:
+        manifest = await publish(engine, policy, 1)
+        monkeypatch.setattr(engine_module, "_load", slow)
+        assert await engine.update_weights(WeightUpdate(1, manifest)) == 1
+        assert (await writing[-1]).version == 9
+        os.kill(process_of(engine), signal.SIGKILL)
+        while engine._current() is not None:
+            await asyncio.sleep(0.01)
+        assert (await engine.probe())[0].version == 9
+        await asyncio.gather(*writing)
+
+    run(body())
+    assert early == [False, False]
 
 
 def test_a_new_process_needs_whole_weights(model: ModelConfig, policy: Policy, run: Run[Any]) -> None:
