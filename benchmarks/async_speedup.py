@@ -52,12 +52,13 @@ def train(settings: list[str], median: int) -> None:
     from kitae.pipeline import session
     from kitae.store.run import RunStore
 
-    start = session._start_engine
+    start = session.start_engine
 
     async def start_with_lengths(*arguments: Any) -> Any:
-        return Lengths(await start(*arguments), median)
+        engine, publisher = await start(*arguments)
+        return Lengths(engine, median), publisher
 
-    session._start_engine = start_with_lengths  # type: ignore[assignment]
+    session.start_engine = start_with_lengths
     config = load_config(ROOT / "kitae" / "recipes" / "quickstart.toml", settings)
     sources = session.prepare(config, print)
     session.train(RunStore.create(config), sources, Silent())

@@ -145,8 +145,8 @@ class Engine(Protocol):
     a fixed sequence (`kitae.weights.probe`), once for each engine behind this one that has weights of its own and
     scores; an engine that shares the trainer's gives none.
 
-    After `close`, and for what is in flight then, everything raises `EngineError`. A caller that is cancelled leaves
-    nothing behind.
+    `close` fails what is in flight with `EngineError`, and whatever would begin or change something raises it
+    afterwards. A caller that is cancelled leaves nothing behind.
     """
 
     @property

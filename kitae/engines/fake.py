@@ -149,6 +149,8 @@ class FakeEngine:
         return update.version
 
     def _fetch(self, update: WeightUpdate) -> None:
+        if update.manifest is not None and self.capabilities.shares_weights:
+            raise EngineError(f"weight update {update.version} must have no manifest: the engine shares the trainer's")
         if self._receiver is None or update.manifest is None:
             return
         damaged = self._receiver.fetch(update.manifest)
@@ -174,10 +176,12 @@ class FakeEngine:
         self._move()
 
     async def abort(self, request_id: str) -> None:
+        self._check_open()
         if request_id in self._flights:
             self._end_early([self._flights[request_id]], "abort")
 
     async def park(self) -> None:
+        self._check_open()
         self._end_early(list(self._flights.values()), "parked")
 
     def progress(self, known: Mapping[str, int]) -> dict[str, Sampled]:

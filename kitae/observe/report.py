@@ -63,13 +63,17 @@ class Generation:
         }
 
 
+PARTS = ("wait", "annotate", "train", "hold", "update", "sync", "save", "evaluate")
+"""Of the time of a step, in which they follow each other."""
+
+
 @dataclass(frozen=True, slots=True)
 class Times:
     """Where the seconds between two steps went: `Times(step=3.0, parts={"wait": 1.1, "train": 1.4, …})`.
 
-    Parts follow each other and add up to `step`, with what is left as `other`. wait: for a batch; annotate, train,
-    update: the trainer's work; hold: until the engine stood still, and what must end before an update; sync: until the
-    engine served the new version; save, evaluate: those of the step before, where training waits for them.
+    Parts add up to `step`, with what is left as `other`. wait: for a batch; annotate, train, update: the trainer's
+    work; hold: until the engine stood still, and what must end before an update. sync: until the engine served the new
+    version; save, evaluate: those of the step before: all three only where training waits for them.
     """
 
     step: float
@@ -81,7 +85,7 @@ class Times:
 
     def row(self) -> Row:
         other = max(0.0, self.step - sum(self.parts.values()))
-        seconds = {f"{part}_seconds": value for part, value in self.parts.items()}
+        seconds = {f"{part}_seconds": self.parts.get(part, 0.0) for part in PARTS}
         idle = max(0.0, 1 - rate(self.trainer_busy, self.step))
         return {"step_seconds": self.step, **seconds, "other_seconds": other, "trainer_idle": idle}
 
@@ -113,8 +117,8 @@ class StepReport:
             **self.numbers,
             "updates": float(self.updates),
             "samples_trained": float(self.samples),
-            **self.sync,
             **self.times.row(),
+            **self.sync,
             "engine_idle": max(0.0, 1 - rate(self.generation.seconds, self.times.step)),
             "train_tokens_per_second": rate(self.numbers.get("train_tokens", 0.0), self.times.parts.get("train", 0.0)),
         }

@@ -33,7 +33,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from harness import RECIPE, assert_same_metrics, rows, toy_config
 
 PROMPTS, SAMPLES = 3, 3
@@ -161,12 +160,13 @@ METHODS = (
 
 def _points(steps: int) -> list[tuple[Any, str, int]]:
     """Functions of a run at which a fault may strike, with about how often they are called."""
+    from kitae.trainer.trainer import Trainer
+
     from kitae.pipeline import session
     from kitae.store.checkpoint import Checkpoints
     from kitae.store.journal import Journal
     from kitae.store.run import Metrics, RunStore
     from kitae.trainer.learner import Learner
-    from kitae.trainer.trainer import Trainer
 
     return [
         (Journal, "add_prompt", steps * PROMPTS),
@@ -197,9 +197,11 @@ def strike(kind: str, rng: random.Random, steps: int, folder: Path) -> None:
         jumps, real = rng.choice([-1e6, 1e6]), time.time
         time.time = lambda: real() + (jumps if rng.random() < 0.5 else 0.0)
     elif kind == "delay an update":
-        _around("kitae.engines.process:ProcessEngine", "update_weights", rng.randint(0, steps), _delay(rng.random()))
+        _around(
+            "kitae.engines.process.engine:ProcessEngine", "update_weights", rng.randint(0, steps), _delay(rng.random())
+        )
     elif kind == "corrupt an update":
-        _around("kitae.engines.transport:WeightTransport", "publish", rng.randint(1, steps), _corrupt)
+        _around("kitae.weights.memory:MemoryPublisher", "publish", rng.randint(1, steps), _corrupt)
     else:
         if kind == "cut the power":
             _remember_what_lasts(folder)
@@ -223,7 +225,7 @@ def _now(kind: str, folder: Path) -> None:
         subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {me}"])
         os.kill(me, signal.SIGSTOP)
     elif kind in ("kill a verifier", "kill the engine"):
-        mark = "kitae.engines.serve" if "engine" in kind else "kitae.verifiers"
+        mark = "kitae.engines.process.serve" if "engine" in kind else "kitae.verifiers"
         victims = [pid for pid in _descendants(me) if mark in _command(pid)]
         for pid in victims[-1:]:
             with contextlib.suppress(ProcessLookupError):
@@ -328,15 +330,13 @@ def _delay(seconds: float) -> Callable[..., Any]:
     return late
 
 
-def _corrupt(original: Callable[..., Any], transport: Any, *arguments: Any, **settings: Any) -> Any:
+def _corrupt(original: Callable[..., Any], publisher: Any, *arguments: Any, **settings: Any) -> Any:
     """One byte of what was written is another one."""
-    published = original(transport, *arguments, **settings)
-    if published.parts:
-        written = transport._delta.array(np.dtype(np.uint8), 1, published.parts[0].offset)
-    else:
-        written = transport._view(published.names[0]).view(np.uint8)
-    written[0] ^= 0x40
-    return published
+    manifest = original(publisher, *arguments, **settings)
+    image, delta = publisher.descriptors
+    where, offset = (delta, manifest.parts[0].offset) if manifest.parts else (image, manifest.entries[0].offset)
+    os.pwrite(where, bytes([os.pread(where, 1, offset)[0] ^ 0x40]), offset)
+    return manifest
 
 
 def _descendants(pid: int) -> list[int]:

@@ -13,7 +13,8 @@ from test_async import check_ledger
 from kitae.engines.native.engine import NativeEngine
 from kitae.errors import StalledError
 from kitae.store.journal import Journal
-from kitae.trainer.learner import Learner
+from kitae.trainer.base import Column
+from kitae.trainer.worker import Worker
 from kitae.verifiers.pool import VerifierPool
 
 SETTINGS = ("training.steps=3", "checkpoint.every=1", "eval.prompts=0", "pipeline.max_staleness=1")
@@ -43,9 +44,9 @@ async def _never(*_: Any, **__: Any) -> Any:
             r"a rollout \(\d+ of them\) waits \d+ s for the journal: \d+/\d",
             marks=pytest.mark.slow,
         ),
-        (Learner, "learn", 1, "train waits [0-9]+ s for the trainer to learn step 2"),
+        (Worker, "forward_backward", 1, "train waits [0-9]+ s for the trainer to learn step 2"),
         pytest.param(Journal, "add_fates", 1, "train waits [0-9]+ s for the journal", marks=pytest.mark.slow),
-        (NativeEngine, "update_weights", 1, "sync waits [0-9]+ s for the engine to serve version 2"),
+        (NativeEngine, "update_weights", 1, "settle waits [0-9]+ s for the engine to serve version 2"),
     ],
 )
 def test_a_loop_that_hangs(
@@ -60,7 +61,7 @@ def test_a_loop_that_hangs(
         calls += 1
         if calls <= after:
             return original(*arguments, **settings)
-        return let_go.wait(60) if owner is Learner else _never()
+        return let_go.wait(60) if owner is Worker else _never()
 
     monkeypatch.setattr(owner, method, hang)
     with pytest.raises(StalledError, match=message):
@@ -73,15 +74,15 @@ def test_a_loop_that_hangs(
 
 def test_a_long_step_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer works on one batch for longer than the limit: it moves, though no loop does."""
-    learn = Learner.learn
+    forward_backward = Worker.forward_backward
 
-    def slowly(self: Learner, step: int, groups: Any, *rest: Any) -> Any:
+    def slowly(self: Worker, rows: Any, *rest: Any) -> Any:
         ends = time.monotonic() + 4
         while time.monotonic() < ends:
-            self.trainer.logprobs(self.objective.samples(groups, ()))
-        return learn(self, step, groups, *rest)
+            self.annotate(rows, [Column.OLD])
+        return forward_backward(self, rows, *rest)
 
-    monkeypatch.setattr(Learner, "learn", slowly)
+    monkeypatch.setattr(Worker, "forward_backward", slowly)
     run_toy(tmp_path, "training.steps=1", "eval.prompts=0", "pipeline.stall_limit=2")
 
 

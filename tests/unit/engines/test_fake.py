@@ -1,4 +1,4 @@
-"""The fake engine keeps the contract of `Engine`, so that what is tested with it holds with a real one."""
+"""What the fake engine answers, and when. That it keeps the contract of `Engine` is in `test_conformance`."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 import pytest
 
 from kitae.clock import VirtualLoop, now
-from kitae.engines.base import Completion, Engine, EngineStats, Request, SamplingParams, WeightUpdate
+from kitae.engines.base import Completion, EngineStats, Request, SamplingParams, WeightUpdate
 from kitae.engines.fake import FakeEngine, Pace
-from kitae.errors import EngineError, RequestError
+from kitae.errors import RequestError
 
 T = TypeVar("T")
 STOP = 2
@@ -27,15 +27,6 @@ def run(body: Callable[[], Awaitable[Any]]) -> Any:
             return await body()
 
     return asyncio.run(limited())
-
-
-def slow(**options: Any) -> FakeEngine:
-    return FakeEngine(lambda _: LONG, Pace(step=0.002), **options)
-
-
-async def generated(engine: Engine, tokens: int) -> None:
-    while engine.stats().generated_tokens < tokens:
-        await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize(
@@ -68,108 +59,6 @@ def test_the_answer_is_a_function_of_the_request() -> None:
     assert [c.tokens for c in found] == [(i + 10, i + 50) for i in range(20)]
 
 
-def test_a_weight_update_in_flight_changes_the_version_of_later_tokens() -> None:
-    engine = slow(version=4)
-
-    async def body() -> Completion:
-        running = asyncio.create_task(engine.generate(request()))
-        await generated(engine, 3)
-        assert await engine.update_weights(WeightUpdate(5)) == 5
-        assert engine.stats().version == 5
-        return await running
-
-    found = run(body)
-    assert found.tokens == tuple(LONG)
-    assert set(found.versions) == {4, 5}
-    assert list(found.versions) == sorted(found.versions)
-    assert found.versions.count(4) >= 3
-
-
-def test_no_token_is_sampled_between_pause_and_resume() -> None:
-    engine = slow()
-
-    async def body() -> None:
-        before = asyncio.create_task(engine.generate(request("before")))
-        await generated(engine, 3)
-        await engine.pause()
-        count = engine.stats().generated_tokens
-        during = asyncio.create_task(engine.generate(request("during")))
-        await asyncio.sleep(0.03)
-        assert engine.stats().generated_tokens == count
-        assert not before.done() and not during.done()
-        assert engine.stats().running == 2
-        await engine.update_weights(WeightUpdate(1))
-        await engine.resume()
-        first, second = await before, await during
-        assert first.tokens == second.tokens == tuple(LONG)
-        assert first.versions == (0,) * count + (1,) * (len(LONG) - count)
-        assert second.versions == (1,) * len(LONG)
-
-    run(body)
-
-
-@pytest.mark.parametrize("paused", [False, True])
-def test_abort_returns_what_was_sampled(paused: bool) -> None:
-    engine = slow()
-
-    async def body() -> None:
-        running = asyncio.create_task(engine.generate(request("a")))
-        other = asyncio.create_task(engine.generate(request("b")))
-        await generated(engine, 6)
-        if paused:
-            await engine.pause()
-        await engine.abort("a")
-        found = await running
-        assert found.finish == "abort"
-        assert found.tokens == tuple(LONG[: len(found.tokens)])
-        assert 0 < len(found.tokens) < len(LONG)
-        await engine.resume()
-        assert (await other).tokens == tuple(LONG)
-
-    run(body)
-
-
-def test_park_and_continue() -> None:
-    async def run() -> None:
-        engine = FakeEngine(lambda r: [1, 2, 3, 4, 5, 6], Pace(step=0.01))
-        request = Request("a", (1,), SamplingParams(max_tokens=10), 0)
-        task = asyncio.create_task(engine.generate(request))
-        while engine.stats().generated_tokens < 2:
-            await asyncio.sleep(0.001)
-        await engine.park()
-        part = await task
-        assert part.finish == "parked" and 2 <= len(part.tokens) < 6
-        await engine.update_weights(WeightUpdate(5))
-        whole = await engine.generate(replace(request, prior=part.sampled))
-        assert whole.tokens == (1, 2, 3, 4, 5, 6) and whole.finish == "stop"
-        assert whole.versions == part.versions + (5,) * (6 - len(part.tokens))
-
-    asyncio.run(run())
-
-
-def test_abort_before_the_first_token() -> None:
-    engine = slow()
-
-    async def body() -> Completion:
-        await engine.pause()
-        running = asyncio.create_task(engine.generate(request("a")))
-        await asyncio.sleep(0.01)
-        await engine.abort("a")
-        return await running
-
-    assert run(body) == Completion("a", (), (), (), "abort")
-
-
-def test_abort_of_nobody_is_nothing() -> None:
-    engine = FakeEngine(lambda _: [7])
-
-    async def body() -> Completion:
-        await engine.abort("0/0")
-        return await engine.generate(request())
-
-    assert run(body).finish == "stop"
-
-
 def test_an_impossible_request_leaves_the_others_alone() -> None:
     def respond(r: Request) -> list[int]:
         if r.id == "bad":
@@ -188,54 +77,6 @@ def test_an_impossible_request_leaves_the_others_alone() -> None:
     assert isinstance(empty, RequestError)
     assert "'empty'" in str(empty) and "empty" in str(empty)
     assert engine.stats().running == 0
-
-
-def test_an_id_is_unique_in_flight_and_free_again_afterwards() -> None:
-    engine = slow()
-
-    async def body() -> None:
-        running = asyncio.create_task(engine.generate(request("a", max_tokens=5)))
-        await generated(engine, 1)
-        with pytest.raises(RequestError, match="'a' is in flight already"):
-            await engine.generate(request("a"))
-        await running
-        assert (await engine.generate(request("a", max_tokens=5))).finish == "length"
-
-    run(body)
-
-
-def test_a_cancelled_caller_leaves_nothing_behind() -> None:
-    engine = slow()
-
-    async def body() -> None:
-        running = asyncio.create_task(engine.generate(request("a")))
-        await generated(engine, 2)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert engine.stats().running == 0
-        assert (await engine.generate(request("a", max_tokens=2))).tokens == tuple(LONG[:2])
-
-    run(body)
-
-
-@pytest.mark.parametrize("paused", [False, True])
-def test_close_fails_what_is_pending_and_refuses_what_comes(paused: bool) -> None:
-    engine = slow()
-
-    async def body() -> None:
-        running = asyncio.create_task(engine.generate(request("a")))
-        await generated(engine, 2)
-        if paused:
-            await engine.pause()
-        await engine.close()
-        with pytest.raises(EngineError, match="closed"):
-            await running
-        with pytest.raises(EngineError, match="closed"):
-            await engine.generate(request("b"))
-        await engine.close()
-
-    run(body)
 
 
 def virtual(body: Callable[[], Awaitable[T]]) -> T:

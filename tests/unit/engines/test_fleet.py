@@ -1,4 +1,4 @@
-"""Several engines behave as one. `test_process_engine` has a fleet of real ones."""
+"""Several engines behave as one. `test_conformance` and `test_process_engine` have fleets of real ones."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from kitae.clock import VirtualLoop, now
-from kitae.engines.base import Request, SamplingParams, WeightUpdate
+from kitae.engines.base import Capabilities, Request, SamplingParams, WeightUpdate
 from kitae.engines.fake import FakeEngine, Pace
 from kitae.engines.fleet import Fleet
-from kitae.errors import EngineError, RequestError
+from kitae.errors import EngineError, RequestError, WeightsDamaged
+from kitae.weights.probe import Probe
 
 
 def request(id: str, share: str = "", tokens: int = 8) -> Request:
@@ -81,36 +82,49 @@ def test_everything_else_is_for_all() -> None:
 
 
 class Odd(FakeEngine):
-    """Reports a sync, and may serve whatever it likes."""
+    """May serve whatever it likes, and fail."""
 
-    def __init__(self, metrics: dict[str, float], version: int | None = None, **options: Any) -> None:
+    def __init__(self, version: int | None = None, error: Exception | None = None, **options: Any) -> None:
         super().__init__(lambda r: (1,), **options)
-        self.metrics, self.other = metrics, version
-
-    def sync_metrics(self) -> dict[str, float]:
-        return self.metrics
+        self.other, self.error, self.updates = version, error, 0
 
     async def update_weights(self, update: WeightUpdate) -> int:
+        self.updates += 1
+        if self.error is not None:
+            raise self.error
         return await super().update_weights(replace(update, version=self.other or update.version))
 
+    async def probe(self) -> tuple[Probe, ...]:
+        return (Probe(self.other or 0, (-1.0,)),)
 
-def test_sync_metrics_are_merged() -> None:
-    one = {"sync_bytes": 10.0, "sync_seconds": 0.5, "sync_delta": 1.0, "sync_resent": 1.0, "sync_unchanged": 0.9}
-    two = {"sync_bytes": 30.0, "sync_seconds": 0.7, "sync_delta": 0.0, "sync_resent": 0.0}
-    assert Fleet([Odd(one), Odd(two), Odd({})]).sync_metrics() == {
-        "sync_bytes": 40.0,
-        "sync_seconds": 0.7,
-        "sync_delta": 0.5,
-        "sync_resent": 1.0,
-        "sync_unchanged": 0.9,
-    }
-    assert Fleet([Odd({})]).sync_metrics() == {}
+
+def test_it_can_do_what_all_of_them_can() -> None:
+    engines = [Odd(), Odd(), Odd()]
+    engines[0].capabilities = Capabilities(shares_weights=True, scores=True, seeded=False)
+    engines[1].capabilities = Capabilities(shares_weights=True, scores=True)
+    assert Fleet(engines[:2]).capabilities == Capabilities(shares_weights=True, scores=True, seeded=False)
+    assert Fleet(engines).capabilities == Capabilities(shares_weights=True, seeded=False, stop_strings=False)
+
+
+def test_every_engine_is_probed() -> None:
+    found = asyncio.run(Fleet([Odd(version=3), Odd(version=4)]).probe())
+    assert found == (Probe(3, (-1.0,)), Probe(4, (-1.0,)))
+
+
+def test_an_update_goes_to_all_before_an_error_is_raised_and_the_worst_counts() -> None:
+    damaged, gone = WeightsDamaged("damaged"), EngineError("gone")
+    engines = [Odd(error=damaged), Odd(error=gone), Odd()]
+    with pytest.raises(EngineError, match="gone"):
+        asyncio.run(Fleet(engines).update_weights(WeightUpdate(3)))
+    assert [engine.updates for engine in engines] == [1, 1, 1] and engines[2].stats().version == 3
+    with pytest.raises(WeightsDamaged):
+        asyncio.run(Fleet([engines[2], engines[0]]).update_weights(WeightUpdate(4)))
 
 
 def test_what_is_no_fleet_is_refused() -> None:
     with pytest.raises(EngineError, match="at least 1 engine, got 0"):
         Fleet([])
     with pytest.raises(EngineError, match="share the trainer's weights, or none, got both"):
-        Fleet([Odd({}), Odd({}, shares_weights=False)])
+        Fleet([Odd(), Odd(shares_weights=False)])
     with pytest.raises(EngineError, match=r"must serve version 3, got \[3, 5\]"):
-        asyncio.run(Fleet([Odd({}), Odd({}, version=5)]).update_weights(WeightUpdate(3)))
+        asyncio.run(Fleet([Odd(), Odd(version=5)]).update_weights(WeightUpdate(3)))

@@ -1,8 +1,24 @@
-"""Who runs on which processor cores when engines have processes of their own."""
+"""Every kind of engine starts from its settings, on the cores that are left for it."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
 
 import pytest
+import torch
 
-from kitae.pipeline.session import share_cores
+from kitae.engines.config import EngineConfig
+from kitae.engines.fleet import Fleet
+from kitae.engines.native.engine import NativeEngine
+from kitae.engines.process import child
+from kitae.engines.process.engine import ProcessEngine
+from kitae.engines.start import KINDS, share_cores, start_engine
+from kitae.errors import EngineError
+from kitae.models.config import ModelConfig
+from kitae.models.load import load_policy
+from kitae.weights.memory import MemoryPublisher
 
 
 @pytest.mark.parametrize(
@@ -21,3 +37,52 @@ from kitae.pipeline.session import share_cores
 )
 def test_share_cores(cores: int, engines: int, threads: int, trainer: list[int], shares: list[list[int]]) -> None:
     assert share_cores(range(cores), engines, threads) == (trainer, shares)
+
+
+@pytest.fixture
+def model(tiny_folder: Callable[[str], Path]) -> ModelConfig:
+    return ModelConfig(path=str(tiny_folder("llama")), dtype="float32", device="cpu")
+
+
+def test_every_kind_of_the_settings_can_be_started() -> None:
+    assert set(KINDS) == set(get_args(EngineConfig.model_fields["kind"].annotation))
+
+
+def test_the_native_engine_has_no_publisher(model: ModelConfig) -> None:
+    async def body() -> None:
+        policy = load_policy(model)
+        engine, publisher = await start_engine(model, EngineConfig(memory_gb=0.02), policy, version=3)
+        assert isinstance(engine, NativeEngine) and engine.policy is policy and publisher is None
+        assert engine.stats().version == 3
+        await engine.close()
+
+    asyncio.run(body())
+
+
+def test_processes_share_one_publisher(model: ModelConfig) -> None:
+    config = EngineConfig(kind="process", count=2, threads=1, sync="delta", memory_gb=0.02)
+
+    async def body() -> None:
+        engine, publisher = await start_engine(model, config, load_policy(model), version=3)
+        assert isinstance(engine, Fleet) and isinstance(publisher, MemoryPublisher) and publisher.mode == "delta"
+        for each in engine.engines:
+            assert isinstance(each, ProcessEngine) and each._publisher is publisher
+        assert [probe.version for probe in await engine.probe()] == [3, 3]
+        await engine.close()
+        publisher.close()
+
+    threads = torch.get_num_threads()
+    asyncio.run(asyncio.wait_for(body(), 100))
+    torch.set_num_threads(threads)
+
+
+def test_an_engine_that_does_not_start_leaves_nothing_behind(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "_BOOT", "import sys; sys.exit('boom')")
+    policy, threads = load_policy(model), torch.get_num_threads()
+    files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(EngineError, match="could not start: exit status 1"):
+        asyncio.run(start_engine(model, EngineConfig(kind="process", count=2), policy, version=0))
+    assert len(os.listdir("/proc/self/fd")) == files
+    torch.set_num_threads(threads)

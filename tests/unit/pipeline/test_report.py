@@ -1,9 +1,10 @@
 """What a step says of itself where episodes have several turns, several chains, or have failed."""
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.objective import Objective
-from kitae.pipeline.buffer import Outcome
-from kitae.pipeline.report import describe, staleness
+from kitae.algorithms.groups import GroupStages
+from kitae.observe.report import Generation, StepReport, Times
+from kitae.pipeline.buffer import Harvest
+from kitae.pipeline.report import sampled, staleness
 from kitae.types import Chain, Group, Message, Prompt, Rollout, Score, Segment
 
 PROMPT = Prompt("p", (Message("user", "2 + 2"),), "4")
@@ -32,24 +33,38 @@ def forked(index: int, version: int) -> Rollout:
 
 def test_failed_episodes_are_counted_and_their_group_goes_on() -> None:
     group = Group(0, PROMPT, (talk(0, Score(1.0)), failed(1), talk(2, Score(0.0)), failed(3)))
-    row = describe(1, [Outcome(group, ())])
-    assert (row["errors"], row["error_share"], row["first_error"]) == (2, 0.5, "environment: boom")
-    assert (row["rollouts"], row["reward"], row["groups_with_signal"]) == (4, 0.5, 1)
-    assert row["length"] == (9 + 3 + 9 + 3) / 4 and row["length_max"] == 9, "observations do not count"
-    objective = Objective(AlgorithmConfig(), max_tokens=16)
+    found = sampled([Harvest(group, ())])
+    assert (found.errors, found.error_share, found.first_error) == (2, 0.5, "environment: boom")
+    assert (found.rollouts, found.reward, found.groups_with_signal) == (4, 0.5, 1)
+    assert found.length == (9 + 3 + 9 + 3) / 4 and found.length_max == 9, "observations do not count"
+    objective = GroupStages(AlgorithmConfig(), max_tokens=16)
     assert objective.drop_reason(group) is None
-    samples = objective.samples([group])
+    samples = objective.candidates([group])
     assert [s.index for s in samples] == [0, 2] and [s.loss_tokens for s in samples] == [9, 9]
     assert objective.drop_reason(Group(0, PROMPT, (failed(0), failed(1)))) == "errors"
 
 
 def test_a_failed_greedy_episode_is_an_error() -> None:
     group = Group(0, PROMPT, (talk(0, Score(1.0)), talk(1, Score(0.0))), greedy=failed(-1))
-    assert describe(1, [Outcome(group, ())])["error_share"] == 1 / 3
+    assert sampled([Harvest(group, ())]).error_share == 1 / 3
 
 
 def test_the_age_of_tokens_is_that_of_all_chains_and_of_nothing_that_failed() -> None:
     group = Group(0, PROMPT, (forked(0, version=2), failed(1, version=0)))
-    row = staleness([Outcome(group, ())], version=4, bound=2)
-    assert (row["staleness_max"], row["staleness/2"], row["staleness/1"]) == (2, 2 / 6, 4 / 6)
-    assert describe(1, [Outcome(group, ())])["length_max"] == 6
+    ages = staleness([Harvest(group, ())], version=4, bound=2)
+    assert (ages.oldest, ages.shares) == (2, {1: 4 / 6, 2: 2 / 6})
+    assert sampled([Harvest(group, ())]).length_max == 6
+
+
+def test_the_parts_of_a_step_add_up() -> None:
+    parts = {"wait": 1.0, "annotate": 0.5, "train": 2.0, "hold": 0.25, "update": 0.5, "sync": 0.25}
+    found = sampled([Harvest(Group(0, PROMPT, (talk(0, Score(1.0)),)), ())])
+    ages = staleness([], version=1, bound=1)
+    made = StepReport(
+        1, found, ages, Generation(2.5, 100, 0), Times(5.0, parts), 0, 1, 1, 0, {"train_tokens": 50.0}, {}
+    )
+    row = made.row()
+    seconds = {key: value for key, value in row.items() if key.endswith("_seconds")}
+    assert seconds.pop("step_seconds") == 5.0 and seconds.pop("generate_seconds") == 2.5
+    assert sum(seconds.values()) == 5.0 and seconds["other_seconds"] == 0.5
+    assert row["trainer_idle"] == 0.4 and row["engine_idle"] == 0.5 and row["train_tokens_per_second"] == 25.0

@@ -1,6 +1,7 @@
 """The engine in its own process against the native engine in this one, and against everything that can happen to it.
 
-A process takes seconds to start, so most tests share one; each begins by sending it the weights it wants.
+A process takes seconds to start, so most tests share one; each begins by sending it the weights it wants. The contract
+that all engines have is in `test_conformance`.
 """
 
 import asyncio
@@ -11,26 +12,28 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 import torch
-from kitae.engines.child import Limits
-from kitae.engines.probe import Probe, check_engine, score_probe
-from kitae.engines.transport import Published, WeightTransport
 
-from kitae.engines import child as child_module
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.process import ProcessEngine
-from kitae.errors import EngineError, RequestError
+from kitae.engines.process import child as child_module
+from kitae.engines.process import engine as engine_module
+from kitae.engines.process.child import Limits
+from kitae.engines.process.engine import ProcessEngine
+from kitae.errors import EngineError, RequestError, WeightsDamaged
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
+from kitae.pipeline.weight_sync import WeightSync
+from kitae.weights.base import Manifest
+from kitae.weights.memory import MemoryPublisher
+from kitae.weights.probe import Probe, score_probe
 
 T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], T]
@@ -49,12 +52,21 @@ def run() -> Iterator[Run[Any]]:
 
 
 @pytest.fixture(scope="module")
-def engines(model: ModelConfig, run: Run[Any]) -> Iterator[tuple[ProcessEngine, ProcessEngine]]:
-    """Two, started together; the second has little patience."""
+def publisher() -> Iterator[MemoryPublisher]:
+    found = MemoryPublisher("delta")
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def engines(
+    model: ModelConfig, publisher: MemoryPublisher, run: Run[Any]
+) -> Iterator[tuple[ProcessEngine, ProcessEngine]]:
+    """Two, started together, with one publisher; the second has little patience."""
     cores = [max(os.sched_getaffinity(0))]
     both = (
-        ProcessEngine(model, CONFIG, threads=1, cores=cores, sync="delta"),
-        ProcessEngine(model, CONFIG, threads=1, sync="full", limits=Limits(silence=4.0, answer=30.0)),
+        ProcessEngine(model, CONFIG, publisher, threads=1, cores=cores),
+        ProcessEngine(model, CONFIG, publisher, threads=1, limits=Limits(silence=4.0, answer=30.0)),
     )
     run(_all(engine.start() for engine in both))
     yield both
@@ -69,7 +81,7 @@ def policy(model: ModelConfig) -> Policy:
 @pytest.fixture
 def engine(engines: tuple[ProcessEngine, ProcessEngine], policy: Policy, run: Run[Any]) -> ProcessEngine:
     """With the weights of `policy`, as version 0."""
-    run(engines[0].update_weights(update(policy, 0)))
+    run(send(engines[0], policy, 0))
     return engines[0]
 
 
@@ -77,8 +89,16 @@ async def _all(work: Any) -> list[Any]:
     return await asyncio.gather(*work)
 
 
-def update(policy: Policy, version: int, recompute: bool = False) -> WeightUpdate:
-    return WeightUpdate(version, {n: p.detach() for n, p in policy.model.named_parameters()}, recompute)
+async def publish(engine: ProcessEngine, policy: Policy, version: int, in_full: bool = False) -> Manifest:
+    tensors = {name: p.detach() for name, p in policy.model.named_parameters()}
+    return await asyncio.to_thread(engine._publisher.publish, version, tensors, in_full=in_full)
+
+
+async def send(engine: ProcessEngine, policy: Policy, version: int) -> Manifest:
+    """Publish the weights of a policy, and have them served."""
+    manifest = await publish(engine, policy, version)
+    assert await engine.update_weights(WeightUpdate(version, manifest)) == version
+    return manifest
 
 
 def requests(count: int = 6, tokens: int = 40, name: str = "") -> list[Request]:
@@ -135,107 +155,166 @@ def test_same_answers_as_the_native_engine(engine: ProcessEngine, policy: Policy
     assert os.sched_getaffinity(process_of(engine)) == {max(os.sched_getaffinity(0))}
 
 
-def test_stop_tokens_and_strings_travel(engine: ProcessEngine, run: Run[Any]) -> None:
-    (free,) = run(_all([engine.generate(requests(1)[0])]))
-    stopping = SamplingParams(
-        temperature=0.8, top_k=4, max_tokens=40, stop_tokens=(free.tokens[7],), stop_strings=("\0\0",)
-    )
-    (done,) = run(_all([engine.generate(Request("x", tuple(range(5, 20)), stopping, seed=0))]))
-    assert done.finish == "stop" and done.tokens == free.tokens[: free.tokens.index(free.tokens[7]) + 1]
-
-
-@pytest.mark.parametrize("which", [0, 1], ids=["delta", "full"])
+@pytest.mark.parametrize("mode", ["full", "delta"])
 def test_new_weights_bit_for_bit(
-    engines: tuple[ProcessEngine, ProcessEngine], policy: Policy, run: Run[Any], which: int
+    engine: ProcessEngine, publisher: MemoryPublisher, policy: Policy, run: Run[Any], mode: Any
 ) -> None:
-    engine = engines[which]
-    run(engine.update_weights(update(policy, 0)))
+    publisher.mode, before = mode, engine.stats().repaired
     modes = []
     for version, share in enumerate([0.001, 0.0, 0.3, 0.01, 0.9, 0.02], 1):
         shift(policy, share, seed=version)
-        assert run(engine.update_weights(update(policy, version))) == version
-        assert run(engine.probe()) == Probe(version, score_probe(policy))
-        assert engine.last_sync is not None
-        modes.append(engine.last_sync.mode)
-        assert engine.last_sync.resent == 0
-    assert modes == (["full"] * 6 if which else ["delta", "delta", "delta", "delta", "full", "delta"])
+        modes.append(run(send(engine, policy, version)).mode)
+        assert run(engine.probe()) == (Probe(version, score_probe(policy)),)
+    assert modes == (["full"] * 6 if mode == "full" else ["delta", "delta", "delta", "delta", "full", "delta"])
+    assert engine.stats().repaired == before
     asked = requests()
     got = run(_all(engine.generate(r) for r in asked))
     assert tokens(got) == tokens(run(native(policy, asked))) and set(got[0].versions) == {6}
+    publisher.mode = "delta"
 
 
-def test_an_update_in_flight(engine: ProcessEngine, policy: Policy, run: Run[Any]) -> None:
-    """The same weights under a new number, computed again: nothing but the versions shows."""
-
-    async def body() -> list[Completion]:
-        asked = asyncio.gather(*(engine.generate(r) for r in requests(tokens=300)))
-        await until_generated(engine, 60)
-        await engine.update_weights(update(policy, 1, recompute=True))
-        return await asked
-
-    got = run(body())
-    assert tokens(got) == tokens(run(native(policy, requests(tokens=300))))
-    assert all(set(c.versions) == {0, 1} and list(c.versions) == sorted(c.versions) for c in got)
-
-
-def test_wrong_updates_are_refused(engine: ProcessEngine, policy: Policy, run: Run[Any]) -> None:
-    good = dict(update(policy, 3).tensors or {})
-    with pytest.raises(EngineError, match="must have tensors"):
+def test_only_what_was_published_last_can_be_served(engine: ProcessEngine, policy: Policy, run: Run[Any]) -> None:
+    with pytest.raises(EngineError, match="weight update 3 must have a manifest"):
         run(engine.update_weights(WeightUpdate(3)))
-    with pytest.raises(EngineError, match="unknown parameter 'nonsense'"):
-        run(engine.update_weights(WeightUpdate(3, {**good, "nonsense": torch.ones(1)})))
-    name = next(iter(good))
-    with pytest.raises(EngineError, match=rf"'{name}' must have shape \(\d+, 64\), got \(2,\)"):
-        run(engine.update_weights(WeightUpdate(3, {**good, name: torch.ones(2)})))
-    assert run(engine.probe()).version == 0
+    old = run(publish(engine, policy, 3))
+    run(publish(engine, policy, 4))
+    with pytest.raises(EngineError, match="update 3 must be what was published last, got the manifest of version 3"):
+        run(engine.update_weights(WeightUpdate(3, old)))
+    assert run(engine.probe())[0].version == 0
 
 
-def test_park_and_continue(engine: ProcessEngine, policy: Policy, run: Run[Any]) -> None:
-    async def body() -> list[Completion]:
-        asked = requests(tokens=200)
-        tasks = [asyncio.create_task(engine.generate(r)) for r in asked]
-        await until_generated(engine, 60)
-        await engine.park()
-        assert all(task.done() for task in tasks)
-        parked = [task.result() for task in tasks]
-        assert {c.finish for c in parked} == {"parked"} and 0 < len(parked[0].tokens) < 200
-        again = [replace(r, prior=c.sampled) for r, c in zip(asked, parked, strict=True)]
-        return await asyncio.gather(*(engine.generate(r) for r in again))
+class Source:
+    """A policy as a source of weights, which arrive damaged as often as it is told."""
 
-    assert tokens(run(body())) == tokens(run(native(policy, requests(tokens=200))))
+    def __init__(self, engine: ProcessEngine, policy: Policy, damage: int = 0) -> None:
+        self.engine, self.policy, self.damage = engine, policy, damage
+
+    async def publish(self, version: int, *, in_full: bool = False) -> Manifest:
+        manifest = await publish(self.engine, self.policy, version, in_full)
+        if self.damage:
+            self.damage -= 1
+            flip(self.engine._publisher.descriptors[0])
+            if manifest.parts:
+                flip(self.engine._publisher.descriptors[1])
+        return manifest
+
+    async def probe(self) -> tuple[float, ...]:
+        return score_probe(self.policy)
 
 
-def test_abort_and_cancel(engine: ProcessEngine, run: Run[Any]) -> None:
+def flip(descriptor: int) -> None:
+    byte = os.pread(descriptor, 1, 0)
+    os.pwrite(descriptor, bytes([byte[0] ^ 1]), 0)
+
+
+def test_damaged_memory_is_noticed_and_sent_again(engine: ProcessEngine, policy: Policy, run: Run[Any]) -> None:
+    shift(policy, 0.01, seed=7)
+    sync = WeightSync(Source(engine, policy, damage=1), engine, recompute=False, tolerance=1e-5)
+    metrics = run(sync.hand_over(1))
+    assert metrics["sync_resent"] == 1 and metrics["sync_delta"] == 0 and metrics["probe_gap"] == 0
+    shift(policy, 0.01, seed=8)
+    metrics = run(sync.hand_over(2))
+    assert metrics["sync_resent"] == 0 and metrics["sync_delta"] == 1 and metrics["probe_gap"] == 0
+
+
+def test_the_probe_catches_wrong_weights_under_the_right_number(
+    engine: ProcessEngine, model: ModelConfig, policy: Policy, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shift(policy, 0.5, seed=1)
+    wrong = load_policy(model)
+    source, published = Source(engine, policy), []
+    honest = source.publish
+
+    async def first_wrong(version: int, *, in_full: bool = False) -> Manifest:
+        source.policy = policy if published else wrong
+        published.append((version, in_full))
+        manifest = await honest(version, in_full=in_full)
+        source.policy = policy
+        return manifest
+
+    monkeypatch.setattr(source, "publish", first_wrong)
+    metrics = run(WeightSync(source, engine, recompute=False, tolerance=1e-5).hand_over(1))
+    assert published == [(1, False), (1, True)] and metrics["probe_gap"] == 0 and metrics["sync_resent"] == 1
+    assert run(engine.probe()) == (Probe(1, score_probe(policy)),)
+
+
+def test_a_process_lost_in_a_damaged_update(engine: ProcessEngine, policy: Policy, run: Run[Any]) -> None:
+    """The one that takes its place stands still as well, until the weights come whole."""
+
     async def body() -> None:
-        one, two, three = (asyncio.create_task(engine.generate(r)) for r in requests(3, tokens=400))
-        await until_generated(engine, 30)
-        await engine.abort("0")
-        await engine.abort("unknown")
-        assert one.done() and one.result().finish == "abort" and 0 < len(one.result().tokens) < 400
-        two.cancel()
-        await asyncio.gather(two, return_exceptions=True)
-        again = await engine.generate(requests(2, tokens=10)[1])  # its id is free at once
-        assert again.finish == "length" and len(again.tokens) == 10
-        assert len((await three).tokens) == 400
+        manifest = await publish(engine, policy, 1, in_full=True)
+        flip(engine._publisher.descriptors[0])
+        os.kill(process_of(engine), signal.SIGSTOP)
+        updating = asyncio.create_task(engine.update_weights(WeightUpdate(1, manifest)))
+        await asyncio.sleep(0.1)
+        os.kill(process_of(engine), signal.SIGKILL)
+        with pytest.raises(WeightsDamaged, match=r"version 1 .* damaged are 1 of 1 buckets"):
+            await updating
+        assert engine.stats().version == 0
+        await send(engine, policy, 2)
+        assert (await engine.generate(requests(1)[0])).versions == (2,) * 40
 
     run(body())
 
 
-def test_pause_and_resume(engine: ProcessEngine, run: Run[Any]) -> None:
+def test_nothing_is_published_while_a_process_loads(
+    engine: ProcessEngine, policy: Policy, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither for an update nor when a process is replaced."""
+    honest, early, writing = engine_module._load, [], []
+
+    async def slow(*arguments: Any) -> list[int]:
+        writing.append(asyncio.create_task(publish(engine, policy, 9)))
+        await asyncio.sleep(0.2)
+        early.append(writing[-1].done())
+        return await honest(*arguments)
+
     async def body() -> None:
-        task = asyncio.create_task(engine.generate(requests(1, tokens=300)[0]))
-        await until_generated(engine, 10)
-        await engine.pause()
-        halted = engine.stats().generated_tokens
-        await asyncio.sleep(0.6)
-        assert engine.stats().generated_tokens == halted and not task.done()
-        await engine.probe()  # pauses and goes on by itself, unless paused
-        await asyncio.sleep(0.3)
-        assert engine.stats().generated_tokens == halted
-        await engine.resume()
-        assert len((await task).tokens) == 300
+        manifest = await publish(engine, policy, 1)
+        monkeypatch.setattr(engine_module, "_load", slow)
+        assert await engine.update_weights(WeightUpdate(1, manifest)) == 1
+        assert (await writing[-1]).version == 9
+        os.kill(process_of(engine), signal.SIGKILL)
+        while engine._current() is not None:
+            await asyncio.sleep(0.01)
+        assert (await engine.probe())[0].version == 9
+        await asyncio.gather(*writing)
 
     run(body())
+    assert early == [False, False]
+
+
+def test_a_new_process_needs_whole_weights(model: ModelConfig, policy: Policy, run: Run[Any]) -> None:
+    publisher = MemoryPublisher()
+
+    async def body() -> None:
+        engine = ProcessEngine(model, CONFIG, publisher, threads=1)
+        await publish(engine, policy, 7)
+        flip(publisher.descriptors[0])
+        with pytest.raises(EngineError, match="the shared copy of version 7 is damaged, and a new process needs it"):
+            await engine.start()
+        await engine.close()
+
+    run(body())
+    publisher.close()
+
+
+def test_a_late_process_serves_what_was_published_last(
+    engine: ProcessEngine, model: ModelConfig, policy: Policy, run: Run[Any]
+) -> None:
+    shift(policy, 0.5, seed=11)
+    run(send(engine, policy, 8))
+
+    async def body() -> tuple[Probe, ...]:
+        late = ProcessEngine(model, CONFIG, engine._publisher, threads=1)
+        try:
+            await late.start()
+            assert late.stats().version == 8
+            return await late.probe()
+        finally:
+            await late.close()
+
+    assert run(body()) == (Probe(8, score_probe(policy)),)
 
 
 def test_bad_requests_fail_alone(engine: ProcessEngine, run: Run[Any]) -> None:
@@ -252,63 +331,9 @@ def test_bad_requests_fail_alone(engine: ProcessEngine, run: Run[Any]) -> None:
     assert len(fine.tokens) == 30
 
 
-@pytest.mark.parametrize("sync", ["delta", "full"])
-def test_damaged_memory_is_noticed_and_repaired(
-    engine: ProcessEngine, policy: Policy, run: Run[Any], monkeypatch: pytest.MonkeyPatch, sync: str
-) -> None:
-    before = engine.stats().resent
-    engine._transport.mode = sync  # type: ignore[assignment]
-    _damage(engine, monkeypatch, times=1)
-    shift(policy, 0.01, seed=7)
-    run(engine.update_weights(update(policy, 1)))
-    assert engine.last_sync is not None and engine.last_sync.mode == "full" and engine.last_sync.resent == 1
-    assert engine.stats().resent == before + 1
-    assert run(engine.probe()) == Probe(1, score_probe(policy))
-    engine._transport.mode = "delta"
-
-
-def _damage(engine: ProcessEngine, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    left = [times]
-    honest = WeightTransport.publish
-
-    def publish(transport: WeightTransport, *args: Any, **kwargs: Any) -> Published:
-        published = honest(transport, *args, **kwargs)
-        if left[0]:
-            left[0] -= 1
-            descriptor = transport.descriptors[published.base is not None]
-            byte = os.pread(descriptor, 1, 0)
-            os.pwrite(descriptor, bytes([byte[0] ^ 1]), 0)
-        return published
-
-    monkeypatch.setattr(WeightTransport, "publish", publish)
-
-
-def test_the_probe_catches_an_old_and_a_wrong_version(engine: ProcessEngine, policy: Policy, run: Run[Any]) -> None:
-    assert run(check_engine(engine, policy, tolerance=1e-5, version=0)) == 0
-    shift(policy, 0.5, seed=1)  # trained, and not sent
-    assert run(engine.probe()).gap(score_probe(policy)) > 0.01
-    assert run(check_engine(engine, policy, tolerance=1e-5, version=1)) == 0
-    assert engine.stats().version == 1
-    shift(policy, 0.5, seed=2)  # the number is right, the weights are not
-    assert run(check_engine(engine, policy, tolerance=1e-5, version=1)) == 0
-    assert run(engine.probe()) == Probe(1, score_probe(policy))
-
-
-def test_a_probe_that_no_sync_helps_raises(policy: Policy, run: Run[Any]) -> None:
-    class Stubborn:
-        async def probe(self) -> Probe:
-            return Probe(2, tuple(x + 1 for x in score_probe(policy)))
-
-        async def update_weights(self, update: WeightUpdate) -> int:
-            return update.version
-
-    with pytest.raises(EngineError, match=r"must serve version 3 .* serves version 2 with a difference of 1, also"):
-        run(check_engine(Stubborn(), policy, tolerance=1e-3, version=3))  # type: ignore[arg-type]
-
-
 def test_a_killed_process_is_replaced_and_nothing_shows(engine: ProcessEngine, policy: Policy, run: Run[Any]) -> None:
     shift(policy, 0.5, seed=3)
-    run(engine.update_weights(update(policy, 5)))
+    run(send(engine, policy, 5))
     asked = requests(8, tokens=450)
 
     async def body() -> list[Completion]:
@@ -324,16 +349,16 @@ def test_a_killed_process_is_replaced_and_nothing_shows(engine: ProcessEngine, p
     assert after.restarts == before.restarts + 1 and after.version == 5
     spent = after.generated_tokens - before.generated_tokens
     assert spent < 2 * 8 * 450 - 8 * 50, "what had been reported was not sampled again"
-    assert run(engine.probe()) == Probe(5, score_probe(policy))
+    assert run(engine.probe()) == (Probe(5, score_probe(policy)),)
     shift(policy, 0.01, seed=4)
-    run(engine.update_weights(update(policy, 6)))
-    assert engine.last_sync is not None and engine.last_sync.mode == "delta"  # the new one has the base
+    assert run(send(engine, policy, 6)).mode == "delta"
+    assert run(engine.probe()) == (Probe(6, score_probe(policy)),)
 
 
 def test_a_hanging_process_is_replaced(engines: tuple[ProcessEngine, ProcessEngine], run: Run[Any]) -> None:
     _, engine = engines
     policy = load_policy(ModelConfig(**engine._setup["model"]))  # type: ignore[arg-type]
-    run(engine.update_weights(update(policy, 0)))
+    run(send(engine, policy, 0))
 
     async def body() -> list[Any]:
         tasks = [asyncio.create_task(engine.generate(r)) for r in requests(3, tokens=450)]
@@ -341,7 +366,7 @@ def test_a_hanging_process_is_replaced(engines: tuple[ProcessEngine, ProcessEngi
         before = process_of(engine)
         os.kill(before, signal.SIGSTOP)
         aborted = asyncio.create_task(engine.abort("1"))
-        synced = asyncio.create_task(engine.update_weights(update(policy, 1)))
+        synced = asyncio.create_task(send(engine, policy, 1))
         done = await asyncio.gather(*tasks)
         await asyncio.gather(aborted, synced)
         assert not Path(f"/proc/{before}").exists()
@@ -352,13 +377,16 @@ def test_a_hanging_process_is_replaced(engines: tuple[ProcessEngine, ProcessEngi
     assert time.monotonic() - began > 3
     assert two.finish == "abort"
     assert tokens([one, three]) == tokens(run(native(policy, requests(3, tokens=450)))[::2])
-    assert engine.stats().restarts == 1 and run(engine.probe()).version == 1
+    assert engine.stats().restarts == 1 and run(engine.probe())[0].version == 1
 
 
-def test_two_engines_at_once(engines: tuple[ProcessEngine, ProcessEngine], policy: Policy, run: Run[Any]) -> None:
-    changed = load_policy(ModelConfig(**engines[0]._setup["model"]))  # type: ignore[arg-type]
+def test_each_engine_serves_what_it_was_told(
+    engines: tuple[ProcessEngine, ProcessEngine], model: ModelConfig, policy: Policy, run: Run[Any]
+) -> None:
+    changed = load_policy(model)
     shift(changed, 0.5, seed=9)
-    run(_all([engines[0].update_weights(update(policy, 0)), engines[1].update_weights(update(changed, 3))]))
+    run(send(engines[0], policy, 0))
+    run(send(engines[1], changed, 3))
     got = run(_all(engine.generate(r) for engine in engines for r in requests(4)))
     assert tokens(got) == tokens(run(native(policy, requests(4))) + run(native(changed, requests(4))))
     assert {c.versions[0] for c in got[:4]} == {0} and {c.versions[0] for c in got[4:]} == {3}
@@ -372,7 +400,8 @@ def test_a_fleet_of_two_and_one_is_lost(
 
     async def body() -> list[Completion]:
         before = [engine.stats().restarts for engine in engines]
-        assert await fleet.update_weights(update(policy, 7)) == 7
+        manifest = await publish(engines[0], policy, 7)
+        assert await fleet.update_weights(WeightUpdate(7, manifest)) == 7
         tasks = [asyncio.create_task(fleet.generate(r)) for r in asked]
         await _all(until_generated(engine, 1) for engine in engines)
         os.kill(process_of(engines[1]), signal.SIGKILL)
@@ -383,7 +412,7 @@ def test_a_fleet_of_two_and_one_is_lost(
     got = run(body())
     assert tokens(got) == tokens(run(native(policy, asked)))
     assert {v for c in got for v in c.versions} == {7} and fleet.stats().version == 7
-    assert fleet.sync_metrics()["sync_bytes"] == sum(e.sync_metrics()["sync_bytes"] for e in engines) > 0
+    assert run(fleet.probe()) == (Probe(7, score_probe(policy)),) * 2
 
 
 def test_too_many_losses_end_it_with_the_last_words(
@@ -391,9 +420,10 @@ def test_too_many_losses_end_it_with_the_last_words(
 ) -> None:
     """And whatever happened, nothing is left behind."""
     files, shared = len(os.listdir("/proc/self/fd")), os.listdir("/dev/shm")
+    publisher = MemoryPublisher()
 
     async def body() -> tuple[int, BaseException | None]:
-        engine = ProcessEngine(model, CONFIG, threads=1)
+        engine = ProcessEngine(model, CONFIG, publisher, threads=1)
         try:
             task = asyncio.create_task(engine.generate(requests(1, tokens=490)[0]))
             await until_generated(engine, 1)
@@ -406,6 +436,7 @@ def test_too_many_losses_end_it_with_the_last_words(
             return process, task.exception()
         finally:
             await engine.close()
+            publisher.close()
 
     process, error = run(body())
     assert isinstance(error, EngineError)
@@ -416,7 +447,7 @@ def test_too_many_losses_end_it_with_the_last_words(
 
 
 def test_a_process_that_never_comes_up(
-    model: ModelConfig, run: Run[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    model: ModelConfig, publisher: MemoryPublisher, run: Run[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async def start(engine: ProcessEngine) -> None:
         try:
@@ -425,20 +456,22 @@ def test_a_process_that_never_comes_up(
             await engine.close()
 
     with pytest.raises(EngineError, match=r"no config\.json"):
-        run(start(ProcessEngine(ModelConfig(path=str(tmp_path)), CONFIG)))
+        run(start(ProcessEngine(ModelConfig(path=str(tmp_path)), CONFIG, publisher)))
     monkeypatch.setattr(child_module, "_BOOT", "import sys; sys.exit('boom')")
     with pytest.raises(EngineError, match=r"could not start: exit status 1; its stderr ends with:\nboom"):
-        run(start(ProcessEngine(model, CONFIG)))
+        run(start(ProcessEngine(model, CONFIG, publisher)))
     monkeypatch.setattr(child_module, "_BOOT", "import time; time.sleep(60)")
     with pytest.raises(EngineError, match=r"not ready within 0\.3 s"):
-        run(start(ProcessEngine(model, CONFIG, limits=Limits(start=0.3))))
+        run(start(ProcessEngine(model, CONFIG, publisher, limits=Limits(start=0.3))))
 
 
-def test_close_while_it_starts(model: ModelConfig, run: Run[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_while_it_starts(
+    model: ModelConfig, publisher: MemoryPublisher, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(child_module, "_BOOT", "import time; time.sleep(60)")
 
     async def body() -> BaseException | None:
-        engine = ProcessEngine(model, CONFIG)
+        engine = ProcessEngine(model, CONFIG, publisher)
         task = asyncio.create_task(engine.generate(requests(1)[0]))
         parked = asyncio.create_task(engine.generate(requests(1, name="p")[0]))
         await asyncio.sleep(0.3)
@@ -452,11 +485,11 @@ def test_close_while_it_starts(model: ModelConfig, run: Run[Any], monkeypatch: p
     assert isinstance(run(body()), EngineError)
 
 
-def test_impossible_settings_are_refused(model: ModelConfig) -> None:
+def test_impossible_settings_are_refused(model: ModelConfig, publisher: MemoryPublisher) -> None:
     with pytest.raises(EngineError, match=r"threads .* at least 1, got 0"):
-        ProcessEngine(model, CONFIG, threads=0)
+        ProcessEngine(model, CONFIG, publisher, threads=0)
     with pytest.raises(EngineError, match=r"cores .* must be some of \[.*\], got \[9999\]"):
-        ProcessEngine(model, CONFIG, cores=[9999])
+        ProcessEngine(model, CONFIG, publisher, cores=[9999])
 
 
 def test_the_process_dies_with_its_owner(model: ModelConfig) -> None:
@@ -464,10 +497,12 @@ def test_the_process_dies_with_its_owner(model: ModelConfig) -> None:
         import asyncio, os
         from kitae.engines.config import EngineConfig
         from kitae.models.config import ModelConfig
-        from kitae.engines.process import ProcessEngine
+        from kitae.engines.process.engine import ProcessEngine
+        from kitae.weights.memory import MemoryPublisher
 
         async def body():
-            engine = ProcessEngine(ModelConfig(path={model.path!r}), EngineConfig(memory_gb=0.02), threads=1)
+            model, config = ModelConfig(path={model.path!r}), EngineConfig(memory_gb=0.02)
+            engine = ProcessEngine(model, config, MemoryPublisher(), threads=1)
             await engine.start()
             print(engine._current().pid, flush=True)
             await asyncio.sleep(60)
@@ -490,11 +525,11 @@ def test_the_process_dies_with_its_owner(model: ModelConfig) -> None:
 STUCK = """
 import os, socket, sys, time
 sys.path[:] = sys.argv[2:]
-from kitae.engines import wire
+from kitae.engines.process import wire
 names = "version prompt_tokens prompt_tokens_shared generated_tokens preemptions running waiting busy_seconds"
 life = {"stats": dict.fromkeys(names.split(), 1), "rests": RESTS}
 stream = socket.socket(fileno=os.dup(0))
-stream.sendall(wire.pack({"ready": True, "parameters": {}, **life}))
+stream.sendall(wire.pack({"ready": True, **life}))
 while True:
     time.sleep(0.02)
     stream.sendall(wire.pack({"tick": True, **life}))
@@ -509,7 +544,8 @@ def test_a_process_without_progress(
     monkeypatch.setattr(child_module, "_BOOT", STUCK.replace("RESTS", str(rests)))
 
     async def body() -> EngineError | None:
-        engine = ProcessEngine(model, CONFIG, limits=Limits(silence=2.0, stall=0.4, close=0.2))
+        publisher = MemoryPublisher()
+        engine = ProcessEngine(model, CONFIG, publisher, limits=Limits(silence=2.0, stall=0.4, close=0.2))
         try:
             await engine.start()
             await asyncio.wait_for(engine.generate(requests(1)[0]), 1.5 if rests else 60)
@@ -520,6 +556,7 @@ def test_a_process_without_progress(
             return error
         finally:
             await engine.close()
+            publisher.close()
         raise AssertionError("nobody could have answered")
 
     error = run(body())

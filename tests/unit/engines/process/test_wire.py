@@ -5,14 +5,14 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kitae.engines import wire
 from kitae.engines.base import Request, Sampled, SamplingParams
+from kitae.engines.process import wire
 
 tokens = st.lists(st.tuples(st.integers(0, 2**40), st.floats(allow_nan=False), st.integers(0, 2**40)), max_size=9)
 
 
-def read(data: bytes) -> wire.Message | None:
-    async def body() -> wire.Message | None:
+def read(data: bytes) -> wire.Frame | None:
+    async def body() -> wire.Frame | None:
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
@@ -32,9 +32,9 @@ def test_requests_and_results_travel_exactly(
     got = read(wire.pack_request(7, request))
     assert got is not None and got.header["generate"] == 7 and got.request == request
     done = read(wire.pack_sampled({"done": 7, "finish": "stop"}, prior))
-    assert done is not None and done.completion(name) == wire.completion(name, prior, "stop")
+    assert done is not None and done.header == {"done": 7, "finish": "stop"} and done.sampled == prior
 
 
-def test_half_a_message_is_none() -> None:
+def test_half_a_frame_is_none() -> None:
     whole = wire.pack({"tick": True}, tokens=(1, 2, 3))
     assert all(read(whole[:end]) is None for end in range(len(whole))) and read(whole) is not None
