@@ -123,7 +123,7 @@ class Plan:
             *rng.choice(METHODS),
         ]
         own_process = kind in OWN_PROCESS or chance(0.1)
-        if chance(0.35):
+        if chance(0.35) and "algorithm.reference=ema" not in settings:
             settings += ["model.lora_rank=4", "training.lr=1e-2"]
         if stale and chance(0.4):
             settings.append("pipeline.overdue=drop")
@@ -155,12 +155,13 @@ METHODS = (
     ["algorithm.preset=remax"],
     ["algorithm.preset=ppo", "algorithm.critic_warmup=1"],
     ["algorithm.preset=grpo", "algorithm.kl_coef=0.05", "algorithm.reference=reset", "algorithm.reference_every=2"],
+    ["algorithm.kl_coef=0.05", "algorithm.reference=ema", "algorithm.reference_every=1", "algorithm.reference_mix=0.3"],
+    ["algorithm.reward_norm=running", "algorithm.kl_coef=0.05", "algorithm.kl_target=0.1"],
 )
 
 
 def _points(steps: int) -> list[tuple[Any, str, int]]:
     """Functions of a run at which a fault may strike, with about how often they are called."""
-    from kitae.trainer.trainer import Trainer
 
     from kitae.pipeline import session
     from kitae.store.checkpoint import Checkpoints
@@ -176,9 +177,13 @@ def _points(steps: int) -> list[tuple[Any, str, int]]:
         (Journal, "skip_slot", 1),
         (Journal, "sync", 2),
         (Learner, "learn", steps),
-        (Learner, "save_state", 2),
-        (Trainer, "optim_step", steps),
+        (Learner, "save", 2),
+        (Worker, "forward_backward", steps),
+        (Worker, "optim_step", steps),
+        (Worker, "save", 2),
+        (WeightSync, "hand_over", steps),
         (Checkpoints, "save", 2),
+        (Checkpoints, "_commit", 2),
         (Checkpoints, "forget_after", 1),
         (RunStore, "begin", 1),
         (Metrics, "append", steps),

@@ -233,9 +233,9 @@ def test_responses_that_wait_for_a_verdict_are_saved(tmp_path: Path) -> None:
 def test_the_second_ctrl_c_does_not_wait_for_the_step(tmp_path: Path) -> None:
     """The trainer's thread is in a step that takes a minute."""
     script = (
-        "import time; from kitae.trainer.learner import Learner; from pathlib import Path\n"
+        "import time; from kitae.trainer.worker import Worker; from pathlib import Path\n"
         f"def learn(*_, **__): Path({str(tmp_path / 'learning')!r}).touch(); time.sleep(60)\n"
-        "Learner.learn = learn\n"
+        "Worker.forward_backward = learn\n"
         "from kitae.cli.main import run; run()"
     )
     settings = (f"verifier.name={HERE / 'toy.py'}:digits", f"run.dir={tmp_path}", "eval.prompts=0")
