@@ -147,6 +147,7 @@ class Plan:
         return Plan(settings, steps, folder / "outage", repeats, later, rng.choice([1, 3]) if chance(0.12) else 0)
 
 
+KL = ("algorithm.kl_coef=0.05", "algorithm.reference=frozen")
 METHODS = (
     [],
     ["algorithm.preset=grpo", "algorithm.kl_coef=0.05", "algorithm.reference=frozen"],
@@ -156,7 +157,7 @@ METHODS = (
     ["algorithm.preset=ppo", "algorithm.critic_warmup=1"],
     ["algorithm.preset=grpo", "algorithm.kl_coef=0.05", "algorithm.reference=reset", "algorithm.reference_every=2"],
     ["algorithm.kl_coef=0.05", "algorithm.reference=ema", "algorithm.reference_every=1", "algorithm.reference_mix=0.3"],
-    ["algorithm.reward_norm=running", "algorithm.kl_coef=0.05", "algorithm.kl_target=0.1"],
+    ["algorithm.reward_norm=running", *KL, "algorithm.kl_target=0.1"],
 )
 
 
@@ -164,10 +165,12 @@ def _points(steps: int) -> list[tuple[Any, str, int]]:
     """Functions of a run at which a fault may strike, with about how often they are called."""
 
     from kitae.pipeline import session
+    from kitae.pipeline.weight_sync import WeightSync
     from kitae.store.checkpoint import Checkpoints
     from kitae.store.journal import Journal
     from kitae.store.run import Metrics, RunStore
     from kitae.trainer.learner import Learner
+    from kitae.trainer.worker import Worker
 
     return [
         (Journal, "add_prompt", steps * PROMPTS),

@@ -32,6 +32,7 @@ from kitae.weights.probe import Probe
 T = TypeVar("T")
 
 _CLOSE_LIMIT = 60.0  # seconds for the step that is running
+_LONGEST_BURST = 25  # times the lingering over one request
 
 
 class NativeEngine:
@@ -178,14 +179,20 @@ class NativeEngine:
     def _take_commands(self) -> None:
         """Run what is queued; sleep on the queue when there is nothing else to do.
 
-        An idle engine lingers a moment over the first request, so that a burst of them is computed as one batch: that
-        is faster, and the same requests make the same batches again.
+        An idle engine lingers a moment over each request, so that a burst of them is computed as one batch: that is
+        faster, and the same requests make the same batches again. A stream of them that does not end is not waited for.
         """
         lingers = self.scheduler.idle
+        longest: float | None = None
         while True:
             nothing_to_do = not self._closed and (self._paused or self.scheduler.idle)
+            if nothing_to_do:
+                longest = None
+            elif longest is None:
+                longest = time.monotonic() + _LONGEST_BURST * self.runner.linger
+            waits = lingers and (longest is None or time.monotonic() < longest)
             try:
-                command = self._commands.get(nothing_to_do or lingers, None if nothing_to_do else self.runner.linger)
+                command = self._commands.get(nothing_to_do or waits, None if nothing_to_do else self.runner.linger)
             except queue.Empty:
                 return
             self._collect(0)
