@@ -21,9 +21,9 @@ from fixture_p import (
     tokens_p,
     trainable,
 )
+from objective import Objective
 
 from kitae.algorithms.config import AlgorithmConfig
-from objective import Objective
 from kitae.algorithms.stages import STAGES
 from kitae.config.load import parse_config
 from kitae.errors import ConfigError

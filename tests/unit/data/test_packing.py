@@ -13,8 +13,7 @@ def make(group: int, index: int, prompt: int, response: int) -> Sample:
     tokens = np.concatenate([np.full(prompt, group), np.arange(response)])
     mask = np.arange(prompt + response) >= prompt
     blank = np.zeros(len(tokens), dtype=np.float32)
-    versions = np.zeros(len(tokens), dtype=np.int64)
-    return Sample(group, index, tokens, prompt, mask, blank, versions, 0.0, 0.0, blank, blank)
+    return Sample(group, index, tokens, prompt, mask, blank)
 
 
 def row_tokens(part: list[Sample]) -> int:

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kitae.algorithms.objective import Objective
+from kitae.trainer.critic import Critic, value_loss
+from kitae.trainer.trainer import Trainer
 from test_gradient import SHAPES, make_samples
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.objective import Objective
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.critic import Critic, value_loss
 from kitae.trainer.learner import Learner
 from kitae.trainer.reference import Reference
-from kitae.trainer.trainer import Trainer
 from kitae.types import Batch, Group, Message, Prompt, Rollout, Sample, Score, Segment
 
 TinyPolicy = Callable[..., Policy]
