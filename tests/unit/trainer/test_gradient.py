@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from workers import column_of, forward_backward, make_worker, weighted
 
 from kitae.algorithms.config import AlgorithmConfig
+from kitae.algorithms.control import Control
 from kitae.models.policy import Policy
 from kitae.models.tiny import ARCHITECTURES
 from kitae.trainer.base import Role
@@ -47,7 +48,7 @@ def gradient(
 ) -> dict[str, torch.Tensor]:
     policy.model.zero_grad(set_to_none=True)
     worker = make_worker(policy, TrainingConfig(**config), algorithm, temperature=TEMPERATURE)
-    forward_backward(worker, weighted(samples, algorithm))
+    forward_backward(worker, weighted(samples, algorithm), coefficients=Control(algorithm).coefficients)
     found = {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
     assert found
     return found

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from kitae.algorithms.config import AlgorithmConfig
+from kitae.algorithms.control import Coefficients
 from kitae.algorithms.groups import Candidate, GroupStages
 from kitae.models.policy import Policy
 from kitae.observe.meter import Totals
@@ -41,10 +42,14 @@ def weighted(samples: Sequence[Sample], algorithm: AlgorithmConfig) -> tuple[Sam
 
 
 def forward_backward(
-    worker: Worker, samples: Sequence[Sample], version: int = 0, roles: Collection[Role] = (Role.POLICY,)
+    worker: Worker,
+    samples: Sequence[Sample],
+    version: int = 0,
+    roles: Collection[Role] = (Role.POLICY,),
+    coefficients: Coefficients | None = None,
 ) -> Totals:
     _, rows = pack_rows(samples, worker.training, worker.policy.device)
-    return worker.forward_backward(rows, Conditions(version), roles)
+    return worker.forward_backward(rows, Conditions(version, coefficients or Coefficients()), roles)
 
 
 def column_of(worker: Worker, samples: Sequence[Sample], column: Column = Column.OLD) -> list[FloatArray]:
