@@ -19,6 +19,7 @@ from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
+from kitae.models.scalar import ScalarModel
 from kitae.trainer.base import Column, Role
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
@@ -135,7 +136,7 @@ def critic_of(
     policy: Policy, critic: Policy, training: TrainingConfig = TRAINING, *, lr: float = 1e-2, clip: float = 0.0
 ) -> Worker:
     algorithm = AlgorithmConfig(preset="ppo", kl_coef=0.0, critic_lr=lr, critic_clip=clip)
-    return make_worker(policy, training, algorithm, critic=critic)
+    return make_worker(policy, training, algorithm, critic=ScalarModel(critic))
 
 
 def test_the_critic_starts_at_zero_and_learns_returns(tiny_policy: TinyPolicy, tmp_path: Path) -> None:
@@ -197,7 +198,8 @@ def some_groups(count: int = 4) -> list[Group]:
 def make(policy: Policy, training: TrainingConfig, critic: Policy | None = None, **choices: Any) -> Learner:
     algorithm = AlgorithmConfig(**choices)
     groups = GroupStages(algorithm, 8)
-    worker = make_worker(policy, training, algorithm, reference=groups.wants_reference, critic=critic)
+    values = None if critic is None else ScalarModel(critic)
+    worker = make_worker(policy, training, algorithm, reference=groups.wants_reference, critic=values)
     return Learner(LocalTrainer(worker), groups, Control(algorithm), training, seed=0)
 
 
