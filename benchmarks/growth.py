@@ -32,7 +32,7 @@ from kitae.engines.native.scheduler import Scheduler
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy, pick_device
 from kitae.observe.plots import load_pyplot
-from kitae.pipeline.buffer import Buffer, Outcome
+from kitae.pipeline.buffer import Buffer, Harvest
 from kitae.store.journal import Journal
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 
@@ -127,7 +127,7 @@ async def pass_buffer(rollouts: int) -> float:
     groups = rollouts // GROUP
     size = max(1, groups // 16)
     buffer = Buffer(size, max_staleness=1)
-    nothing = Outcome(Group(0, Prompt("0", (), ""), ()), ())
+    nothing = Harvest(Group(0, Prompt("0", (), ""), ()), ())
 
     async def produce() -> None:
         for number in range(groups // size * size):
@@ -138,6 +138,7 @@ async def pass_buffer(rollouts: int) -> float:
     async def consume() -> None:
         for step in range(groups // size):
             assert len(await buffer.take()) == size
+            buffer.train(step + 1)
             buffer.release(step + 1)
 
     began = time.perf_counter()
