@@ -40,7 +40,7 @@ class Alone:
 
 
 class Distributed:
-    """The ranks of torch's process group, each with a part of the gradient of its own: some tensors, or shards of all."""
+    """The ranks of torch's process group. Each has its own part of a gradient: some of the tensors, or shards."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
