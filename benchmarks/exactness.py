@@ -19,9 +19,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from training import forward_backward, log_probs, make_worker, prepared
 
-from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.objective import Objective
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
@@ -32,7 +31,6 @@ from kitae.models.fuse import fuse
 from kitae.models.load import load_policy, pick_device
 from kitae.models.policy import Policy
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.trainer import Trainer
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 
 SHAPE = "qwen2.5-1.5b-shape"
@@ -66,8 +64,7 @@ class Case:
             self.policy, EngineConfig(memory_gb=a.memory_gb, max_batch=batch, fast=path != "plain")
         )
         settings = TrainingConfig(lr=1e-9, token_budget=a.token_budget)  # the policy stays what it is
-        self.trainer = Trainer(self.policy, settings, temperature=1.0)
-        self.objective = Objective(AlgorithmConfig(preset="grpo"), a.tokens)
+        self.worker = make_worker(self.policy, settings, a.tokens)
 
     async def sample(self, step: int, tokens: int) -> list[Group]:
         async def one(p: int, i: int) -> Rollout:
@@ -90,14 +87,14 @@ class Case:
         began = self.clock()
         groups = await self.sample(step, tokens)
         self.figures.rollout_seconds.append(self.clock() - began)
-        samples = self.objective.advantages(self.objective.samples(groups))
-        found = self.trainer.logprobs(samples)
-        gaps = np.concatenate([np.abs(f - s.logp_mu_T)[s.mask_T] for f, s in zip(found, samples, strict=True)])
+        samples = prepared(groups, self.a.tokens)
+        found = log_probs(self.worker, samples)
+        gaps = np.concatenate([np.abs(f - s.loss("logp_mu")) for f, s in zip(found, samples, strict=True)])
         self.figures.gap_mean = float(gaps.mean())
         self.figures.gap_max = max(self.figures.gap_max, float(gaps.max()))
         began = self.clock()
-        self.trainer.forward_backward(self.objective.batch(samples), self.objective)
-        self.trainer.optim_step()
+        forward_backward(self.worker, samples)
+        self.worker.optim_step()
         if self.policy.device.type == "cuda":
             torch.cuda.synchronize()
         self.figures.train_seconds.append(self.clock() - began)

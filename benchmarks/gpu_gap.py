@@ -18,6 +18,7 @@ import random
 import numpy as np
 import torch
 from gpu_rollouts import qwen_policy
+from training import log_probs, make_worker
 
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
@@ -25,7 +26,6 @@ from kitae.engines.native.engine import NativeEngine
 from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.trainer import Trainer
 from kitae.types import Sample
 
 
@@ -44,9 +44,7 @@ def to_sample(request: Request, done: Completion, group: int) -> Sample:
     tokens = np.array([*request.prompt_tokens, *done.tokens])
     mask = np.arange(len(tokens)) >= prompt
     mu = np.concatenate([np.zeros(prompt), done.logprobs]).astype(np.float32)
-    blank = np.zeros(len(tokens), dtype=np.float32)
-    index = int(request.id)
-    return Sample(group, index, tokens, prompt, mask, mu, blank.astype(np.int64), 0.0, 0.0, blank, blank)
+    return Sample(group, int(request.id), tokens, prompt, mask, np.zeros_like(mu), {"logp_mu": mu})
 
 
 def measure(dtype: torch.dtype, path: str, args: argparse.Namespace) -> None:
@@ -61,10 +59,9 @@ def measure(dtype: torch.dtype, path: str, args: argparse.Namespace) -> None:
     requests = [Request(str(i), prompts[i // 8], sampling, i, share=str(i // 8)) for i in range(len(prompts) * 8)]
     done = asyncio.run(sample(policy, path, requests))
     samples = [to_sample(r, c, int(r.share)) for r, c in zip(requests, done, strict=True)]
-    trainer = Trainer(policy, TrainingConfig(token_budget=8192), temperature=1.0)
-    found = trainer.logprobs(samples)
-    gaps = np.concatenate([np.abs(f - s.logp_mu_T)[s.mask_T] for f, s in zip(found, samples, strict=True)])
-    sure = -np.concatenate([s.logp_mu_T[s.mask_T] for s in samples]).mean()
+    found = log_probs(make_worker(policy, TrainingConfig(token_budget=8192), args.tokens), samples)
+    gaps = np.concatenate([np.abs(f - s.loss("logp_mu")) for f, s in zip(found, samples, strict=True)])
+    sure = -np.concatenate([s.loss("logp_mu") for s in samples]).mean()
     print(f"{str(dtype)[6:]:9} {path:8} {gaps.mean():10.2e} {np.quantile(gaps, 0.99):10.2e} {gaps.max():10.2e} "
           f"{sure:7.2f} {len(gaps):7}", flush=True)  # fmt: skip
 

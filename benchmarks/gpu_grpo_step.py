@@ -18,7 +18,6 @@ import argparse
 import asyncio
 import contextlib
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +28,22 @@ from gpu_training import operations
 from kitae.config.load import parse_config
 from kitae.config.root import RLConfig
 from kitae.data.chat import Chat
-from kitae.engines.base import SamplingParams
 from kitae.engines.native.engine import NativeEngine
-from kitae.envs.episode import Episodes
-from kitae.envs.single_turn import SingleTurn
 from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
 from kitae.observe import timeline
+from kitae.observe.meter import Totals
 from kitae.observe.observer import Silent
+from kitae.observe.report import StepReport
 from kitae.pipeline.loops import Pipeline, Stopped
-from kitae.pipeline.session import make_learner
+from kitae.pipeline.prepare import make_episodes, make_pool
+from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import Frontier
 from kitae.store.run import RunStore
-from kitae.types import Batch, Message, Prompt
-from kitae.verifiers.pool import VerifierPool
+from kitae.trainer.base import Batch
+from kitae.trainer.start import make_learner, start_trainer
+from kitae.types import Message, Prompt, Sample
+from kitae.weights.probe import probe_tolerance
 
 PARTS = ("generate", "score", "prepare", "passes", "update", "sync")
 VERIFIER = '''
@@ -82,9 +83,9 @@ class Watch(Silent):
         self.rows: list[dict[str, Any]] = []
         self.pipeline: Pipeline | None = None
 
-    def step(self, row: dict[str, Any]) -> None:
+    def step(self, report: StepReport) -> None:
         gpu = torch.cuda.is_available()
-        self.rows.append({**row, "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0})
+        self.rows.append({**report.row(), "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if gpu else 0.0})
         if gpu:
             torch.cuda.reset_peak_memory_stats()
         if len(self.rows) == self.steps and self.pipeline is not None:
@@ -108,46 +109,42 @@ def make_config(folder: Path, args: argparse.Namespace) -> RLConfig:
     })  # fmt: skip
 
 
-async def run(config: RLConfig, policy: Policy, watch: Watch) -> tuple[list[dict[str, Any]], list[float], Batch]:
-    """The rows of timeline.jsonl, the seconds of each optimizer step, and the last batch."""
+async def run(config: RLConfig, policy: Policy, watch: Watch) -> tuple[list[dict[str, Any]], tuple[Sample, ...]]:
+    """The rows of timeline.jsonl, and the samples of the last batch."""
     store = RunStore.create(config)
-    learner = make_learner(config, policy)
-    updates: list[float] = []
-    batches: list[Batch] = []
-    optim_step, make_batch = learner.trainer.optim_step, learner.objective.batch
+    trainer = start_trainer(config, policy)
+    learner = make_learner(config, trainer)
+    last: list[Batch] = []
+    forward_backward = trainer.forward_backward
 
-    def timed() -> dict[str, float]:
-        began = time.perf_counter()
-        result = optim_step()  # reads the norm: the device is done
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        updates.append(time.perf_counter() - began)
-        return result
+    async def kept(batch: Batch) -> Totals:
+        last[:] = [batch]
+        return await forward_backward(batch)
 
-    def kept(samples: Any) -> Batch:
-        batches[:] = [make_batch(samples)]
-        return batches[0]
+    async def evaluate(step: int) -> None:
+        """There is nothing to evaluate on."""
 
-    learner.trainer.optim_step, learner.objective.batch = timed, kept  # type: ignore[method-assign]
+    trainer.forward_backward = kept  # type: ignore[method-assign]
     engine = NativeEngine(policy, config.engine)
-    v = config.verifier
+    weights = WeightSync(trainer, engine, recompute=False, tolerance=probe_tolerance(policy))
     try:
-        async with VerifierPool(v.name, v.params, v.workers, v.timeout) as pool:
-            sampling = SamplingParams(max_tokens=config.sampling.max_tokens)
-            runner = Episodes(engine, Chat(policy.tokenizer), pool, SingleTurn, sampling, config.run.seed)
+        async with make_pool(config) as pool:
+            episodes = make_episodes(config, engine, Chat(policy.tokenizer), pool)
             stream: Any = Words(policy.vocabulary)
-            frontier = Frontier(0, 0)
-            pipeline = Pipeline(config, store, stream, runner, engine, learner, watch, frontier, lambda step: None)
+            pipeline = Pipeline(
+                config, store, stream, episodes, engine, learner, weights, watch, Frontier(0, 0), evaluate
+            )
             watch.pipeline = pipeline
             with contextlib.suppress(Stopped):
                 await pipeline.run()
     finally:
         await engine.close()
+        await trainer.close()
         store.close()
-    return timeline.read(store.folder), updates, batches[0]
+    return timeline.read(store.folder), last[0].samples
 
 
-def split(rows: list[dict[str, Any]], metrics: list[dict[str, Any]], updates: list[float]) -> list[dict[str, float]]:
+def split(rows: list[dict[str, Any]], metrics: list[dict[str, Any]]) -> list[dict[str, float]]:
     """Seconds of each part, for each step."""
 
     def times(part: str, step: int, which: str) -> list[float]:
@@ -155,14 +152,15 @@ def split(rows: list[dict[str, Any]], metrics: list[dict[str, Any]], updates: li
 
     found = []
     began = min(times("generate", 0, "start"))
-    for row, update in zip(metrics, updates, strict=False):
+    for row in metrics:
         step = row["step"]
         sampled = max(times("generate", step - 1, "end"))
         (train,), (trained,), (synced,) = (
             times("train", step, "start"), times("train", step, "end"), times("sync", step, "end"),
         )  # fmt: skip
-        prepare = trained - train - row["train_seconds"] - update
-        parts = (sampled - began, train - sampled, prepare, row["train_seconds"], update, synced - trained)
+        passes, update = row["train_seconds"], row["update_seconds"]
+        prepare = trained - train - passes - update
+        parts = (sampled - began, train - sampled, prepare, passes, update, synced - trained)
         found.append(dict(zip(PARTS, parts, strict=True)))
         began = synced
     return found
@@ -206,8 +204,8 @@ def main() -> None:
     watch = Watch(args.steps)
     with tempfile.TemporaryDirectory() as scratch:
         config = make_config(Path(scratch), args)
-        rows, updates, batch = asyncio.run(run(config, policy, watch))
-    splits = split(rows, watch.rows, updates)
+        rows, samples = asyncio.run(run(config, policy, watch))
+    splits = split(rows, watch.rows)
     title = f"{args.prompts} prompts × {args.group} samples × {args.tokens} tokens"
     name = torch.cuda.get_device_name() if device == "cuda" else device
     print(f"{name} torch {torch.__version__}; {title}")
@@ -217,7 +215,7 @@ def main() -> None:
         print(f"{i:4} {total:7.2f} " + " ".join(f"{s[part]:8.3f}" for part in PARTS)
               + f" {row['generated_tokens'] / total:8,.0f} {row['peak_gib']:9.1f}")  # fmt: skip
     best = min(splits[1:] or splits, key=lambda s: sum(s.values()))
-    tokens, work = operations(batch, policy, config.training)
+    tokens, work = operations(samples, policy, config.training)
     train = best["passes"] + best["update"]
     last = watch.rows[-1]
     print(f"best: sampling {last['generated_tokens'] / best['generate']:,.0f} tok/s; training {tokens / train:,.0f}"

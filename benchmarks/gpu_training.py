@@ -11,19 +11,18 @@ measured rate of bf16 matrix products on an H200.
 import argparse
 import random
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from gpu_rollouts import FLOPS, qwen_policy
+from training import forward_backward, make_worker, weighted
 
-from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.objective import Objective
-from kitae.data.packing import collate, pack
+from kitae.data.packing import lay_out, pack
 from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.trainer import Trainer
-from kitae.types import Batch, Sample
+from kitae.types import Sample
 
 
 def make_samples(tokens: int, rng: random.Random, first_group: int) -> list[Sample]:
@@ -45,20 +44,20 @@ def make_samples(tokens: int, rng: random.Random, first_group: int) -> list[Samp
             blank = np.zeros(len(all_tokens), dtype=np.float32)
             mu = np.where(mask, np.float32(-12), blank)
             advantage = np.where(mask, np.float32(rng.gauss(0, 1)), blank)
-            versions = np.zeros(len(all_tokens), dtype=np.int64)
-            samples.append(Sample(group, index, all_tokens, 128, mask, mu, versions, 0, 0, advantage, blank))
+            columns = {"logp_mu": mu, "version": blank, "score": blank, "advantage": advantage}
+            samples.append(Sample(group, index, all_tokens, 128, mask, blank, columns))
         group += 1
 
 
-def operations(batch: Batch, policy: Policy, config: TrainingConfig) -> tuple[int, float]:
+def operations(samples: Sequence[Sample], policy: Policy, config: TrainingConfig) -> tuple[int, float]:
     """Tokens of all rows, and the floating-point operations that the step needs."""
     body = sum(p.numel() for p in policy.base.parameters()) - policy.head.weight.numel()
     tokens, total = 0, 0.0
-    for part in pack(batch.samples, config.token_budget, config.share_prompts):
-        micro = collate(part, torch.device("cpu"), config.share_prompts)
-        tokens += len(micro.tokens_T)
-        total += 6.0 * body * len(micro.tokens_T) + 6.0 * policy.head.weight.numel() * len(micro.target_N)
-        pairs = sum(s.length * s.prefix_length + s.length * (s.length + 1) / 2 for s in micro.spans)
+    for part in pack(samples, config.token_budget, config.share_prompts):
+        row = lay_out(part, config.share_prompts)
+        tokens += len(row.tokens_T)
+        total += 6.0 * body * len(row.tokens_T) + 6.0 * policy.head.weight.numel() * row.loss_tokens
+        pairs = sum(s.length * s.prefix_length + s.length * (s.length + 1) / 2 for s in row.spans)
         total += 12.0 * pairs * policy.heads * policy.head_dim * policy.layers
     return tokens, total
 
@@ -76,25 +75,23 @@ def main() -> None:
     fused = 0 if args.no_fuse else fuse(policy.model, policy.device, policy.dtype)
     config = TrainingConfig(token_budget=args.tokens, logit_chunk=args.chunk)
     rng = random.Random(0)
-    samples = [s for row in range(args.rows) for s in make_samples(args.tokens, rng, 100 * row)]
-    objective = Objective(AlgorithmConfig(preset="grpo"), 2048)
-    batch = objective.batch(samples)
-    trainer = Trainer(policy, config, temperature=1.0)
+    samples = weighted([s for row in range(args.rows) for s in make_samples(args.tokens, rng, 100 * row)], 2048)
+    worker = make_worker(policy, config, 2048)
     rows = len(pack(samples, args.tokens))
-    tokens, work = operations(batch, policy, config)
+    tokens, work = operations(samples, policy, config)
     print(f"{torch.cuda.get_device_name()} torch {torch.__version__}; {len(samples)} sequences, {tokens} tokens in "
-          f"{rows} rows, {batch.loss_tokens} with a loss; {fused} modules fused")  # fmt: skip
+          f"{rows} rows, {sum(s.loss_tokens for s in samples)} with a loss; {fused} modules fused")  # fmt: skip
     times: list[tuple[float, float]] = []
     for step in range(args.steps + 2):
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
         began = time.perf_counter()
-        trainer.forward_backward(batch, objective)
+        forward_backward(worker, samples)
         torch.cuda.synchronize()
         middle = time.perf_counter()
         if step == 0:
             print(f"peak before the optimizer has any state: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
-        trainer.optim_step()
+        worker.optim_step()
         torch.cuda.synchronize()
         times.append((time.perf_counter() - began, middle - began))
     whole, passes = (min(t[i] for t in times[2:]) for i in (0, 1))
@@ -105,8 +102,8 @@ def main() -> None:
         from torch.profiler import ProfilerActivity
 
         with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profile:
-            trainer.forward_backward(batch, objective)
-            trainer.optim_step()
+            forward_backward(worker, samples)
+            worker.optim_step()
         kernels = sum(row.self_device_time_total for row in profile.key_averages())
         print(f"all kernels: {kernels / 1e3:.0f} ms")
         for row in sorted(profile.key_averages(), key=lambda r: -r.self_device_time_total)[:30]:

@@ -138,6 +138,7 @@ async def pass_buffer(rollouts: int) -> float:
     async def consume() -> None:
         for step in range(groups // size):
             assert len(await buffer.take()) == size
+            buffer.train(step + 1)
             buffer.release(step + 1)
 
     began = time.perf_counter()

@@ -16,8 +16,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.objective import Objective
+from training import forward_backward, make_worker, prepared
+
 from kitae.data.chat import Chat
 from kitae.engines.base import Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
@@ -25,7 +25,6 @@ from kitae.engines.native.engine import NativeEngine
 from kitae.models.config import ModelConfig
 from kitae.models.load import find_model, load_policy
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.trainer import Trainer
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 
 PEERS = Path(__file__).parent / "peers"
@@ -35,8 +34,7 @@ def kitae_steps(prompts: int, group: int, tokens: int, steps: int) -> list[dict[
     """Seconds of sampling, training and update of each step, after one warm-up step."""
     policy = load_policy(ModelConfig())
     engine = NativeEngine(policy, EngineConfig(memory_gb=1.0))
-    trainer = Trainer(policy, TrainingConfig(), temperature=1.0)
-    objective = Objective(AlgorithmConfig(preset="grpo"), tokens)
+    worker = make_worker(policy, TrainingConfig(), tokens)
     chat = Chat(policy.tokenizer)
     conversations = json.loads((PEERS / "prompts.json").read_text())[:prompts]
     encoded = [chat.encode_prompt([Message(**m) for m in messages]) for messages in conversations]
@@ -63,10 +61,9 @@ def kitae_steps(prompts: int, group: int, tokens: int, steps: int) -> list[dict[
             began, processor = time.perf_counter(), time.process_time()
             groups = await sample(step)
             sampled = time.perf_counter()
-            samples = objective.advantages(objective.samples(groups))
-            trainer.forward_backward(objective.batch(samples), objective)
+            forward_backward(worker, prepared(groups, tokens))
             trained = time.perf_counter()
-            trainer.optim_step()
+            worker.optim_step()
             await engine.update_weights(WeightUpdate(step + 1))
             ended = time.perf_counter()
             rows.append(

@@ -10,23 +10,26 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from training import GRPO, forward_backward, make_worker, prepared
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.objective import Objective
+from kitae.algorithms.control import Control
+from kitae.algorithms.groups import Candidate, GroupStages
+from kitae.algorithms.loss import PolicyLoss
 from kitae.algorithms.presets import BASE
 from kitae.algorithms.stages import STAGES
 from kitae.algorithms.tokens import TokenBatch
-from kitae.data.packing import collate
+from kitae.data.packing import lay_out
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.observe.meter import Meter
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.trainer import Trainer
+from kitae.trainer.forward import MicroBatch
+from kitae.trainer.objectives import tokens_of
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 
 
@@ -39,11 +42,10 @@ def main() -> None:
     a = parser.parse_args()
     groups = make_groups(a.prompts, a.group, a.tokens)
     policy = load_policy(ModelConfig(path=a.model))
-    trainer = Trainer(policy, TrainingConfig(steps=1), temperature=1.0)
-    objective = Objective(AlgorithmConfig(preset="grpo"), a.tokens)
-    batch = objective.batch(objective.advantages(objective.samples(groups)))
-    trainer.forward_backward(batch, objective)
-    model_seconds = min(_seconds(lambda: trainer.forward_backward(batch, objective)) for _ in range(3))
+    worker = make_worker(policy, TrainingConfig(steps=1), a.tokens)
+    samples = prepared(groups, a.tokens)
+    forward_backward(worker, samples)
+    model_seconds = min(_seconds(lambda: forward_backward(worker, samples)) for _ in range(3))
 
     print(f"\n{a.prompts} × {a.group} samples of {a.tokens} tokens; forward and backward of {a.model}: ", end="")
     print(f"{model_seconds:.2f} s, {torch.get_num_threads()} threads\n")
@@ -57,19 +59,16 @@ def stage_seconds(groups: list[Group], max_tokens: int) -> dict[str, float]:
     """Seconds of each stage on one step."""
     found: dict[str, float] = {}
     for preset, label in (("grpo", "group z-score"), ("ppo", "GAE, whitening")):
-        objective = Objective(AlgorithmConfig(preset=preset), max_tokens)
-        raw = [
-            replace(s, logp_old_T=s.logp_mu_T, logp_ref_T=s.logp_mu_T, value_T=s.logp_mu_T)
-            for s in objective.samples(groups)
-        ]
+        stages = GroupStages(GRPO if preset == "grpo" else AlgorithmConfig(preset=preset), max_tokens)
+        raw = [annotated(c) for c in stages.candidates(groups)]
         if preset == "grpo":
-            found["S1 + S2: shaping, filter, records for the trainer"] = _median(lambda o=objective: o.samples(groups))
-        found[f"S3: {label}"] = _median(lambda o=objective, s=raw: o.advantages(s))
-        samples = objective.advantages(raw)
-    found["S7: aggregation"] = _median(lambda: objective.batch(samples))
-    ranked = Objective(AlgorithmConfig(preset="clip-cov"), max_tokens)
-    found["S7: aggregation, with the covariances of clip-cov"] = _median(lambda: ranked.batch(samples))
-    tokens = as_tokens(ranked.batch(samples).samples)
+            found["S1 + S2: shaping, filter, records for the trainer"] = _median(lambda s=stages: s.candidates(groups))
+        found[f"S3: {label}"] = _median(lambda s=stages, c=raw: s.advantages(c))
+        candidates = stages.advantages(raw)
+    found["S7: aggregation"] = _median(lambda: stages.weighted(candidates))
+    ranked = GroupStages(AlgorithmConfig(preset="clip-cov"), max_tokens)
+    found["S7: aggregation, with the covariances of clip-cov"] = _median(lambda: ranked.weighted(candidates))
+    tokens = as_tokens(ranked.weighted(candidates))
     settings = {**BASE, "constant_length": max_tokens}
     for key in ("ratio", "gate", "correction", "kl"):
         stage = STAGES[key]
@@ -81,11 +80,19 @@ def stage_seconds(groups: list[Group], max_tokens: int) -> dict[str, float]:
             costs[name] = _median(lambda f=function, i=inputs: f(*i))
         dearest = max(costs, key=lambda n: costs[n])
         found[f"{stage.number}: {key}, dearest of {len(costs)} ({dearest})"] = costs[dearest]
-    whole = Objective(AlgorithmConfig(preset="opsm", kl_coef=0.01, reference="frozen"), max_tokens)
+    config = AlgorithmConfig(preset="opsm", kl_coef=0.01, reference="frozen")
+    loss, coefficients = PolicyLoss(config, max_tokens), Control(config).coefficients
     found["S4 + S5 + S6 + S8 with metrics and gradient, all in one"] = _median(
-        lambda: torch.autograd.grad(whole.loss(tokens, Meter()), tokens.logp_N)
+        lambda: torch.autograd.grad(loss(tokens, coefficients, Meter()), tokens.logp_N)
     )
     return found
+
+
+def annotated(candidate: Candidate) -> Candidate:
+    """As if every policy had given what the engine did, and the critic too."""
+    for name in ("logp_old", "logp_ref", "value"):
+        candidate = candidate.with_column(name, candidate.column("logp_mu"))
+    return candidate
 
 
 def make_groups(prompts: int, size: int, tokens: int) -> list[Group]:
@@ -110,23 +117,10 @@ def make_groups(prompts: int, size: int, tokens: int) -> list[Group]:
 
 
 def as_tokens(samples: Any) -> TokenBatch:
-    micro = collate(samples, torch.device("cpu"))
-    assert micro.logp_old_N is not None
-    moved = torch.randn(len(micro.logp_old_N), generator=torch.Generator().manual_seed(0)) * 0.3
-    return TokenBatch(
-        logp_N=(micro.logp_old_N + moved).requires_grad_(),
-        entropy_N=moved.abs(),
-        logp_old_N=micro.logp_old_N,
-        logp_mu_N=micro.logp_mu_N,
-        advantage_N=micro.advantage_N,
-        weight_N=micro.weight_N,
-        sample_N=micro.sample_N,
-        sequences=len(micro.samples),
-        logp_ref_N=micro.logp_ref_N,
-        lag_N=1 - micro.version_N,
-        score_N=micro.score_N,
-        cov_rank_N=micro.cov_rank_N,
-    )
+    micro = MicroBatch.of(lay_out(samples), torch.device("cpu"))
+    old_N = micro.columns["logp_old"]
+    moved_N = torch.randn(len(old_N), generator=torch.Generator().manual_seed(0)) * 0.3
+    return tokens_of(micro, (old_N + moved_N).requires_grad_(), moved_N.abs(), version=1)
 
 
 def _median(work: Callable[[], Any], repeats: int = 15) -> float:

@@ -15,9 +15,8 @@ import time
 from dataclasses import dataclass, replace
 
 import numpy as np
+from training import forward_backward, make_worker, prepared
 
-from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.objective import Objective
 from kitae.engines.base import Engine, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.fleet import Fleet
@@ -25,7 +24,7 @@ from kitae.engines.process.engine import ProcessEngine
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.trainer import Trainer
+from kitae.trainer.worker import Worker
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 from kitae.weights.base import Manifest, Mode
 from kitae.weights.memory import MemoryPublisher
@@ -53,8 +52,8 @@ class Side:
         config = EngineConfig(memory_gb=0.25)
         self.engine: Engine = Fleet([ProcessEngine(model, config, self.publisher, threads=1) for _ in range(count)])
 
-    async def update(self, version: int, trainer: Trainer) -> Update:
-        manifest = await asyncio.to_thread(self.publisher.publish, version, trainer.export_weights())
+    async def update(self, version: int, worker: Worker) -> Update:
+        manifest = await asyncio.to_thread(self.publisher.publish, version, worker.weights())
         began = time.perf_counter()
         await self.engine.update_weights(WeightUpdate(version, manifest))
         return Update(manifest, time.perf_counter() - began)
@@ -81,15 +80,12 @@ async def main() -> None:
         rows: list[tuple[float, int, Update, Update]] = []
         for rate in a.rates:
             policy = load_policy(model)
-            trainer = Trainer(policy, TrainingConfig(steps=a.steps, lr=rate), temperature=1.0)
+            worker = make_worker(policy, TrainingConfig(steps=a.steps, lr=rate), TOKENS)
             for step in range(a.steps + 1):
                 if step:
-                    objective = Objective(AlgorithmConfig(preset="grpo"), TOKENS)
-                    scored = with_random_scores(groups, seed=step)
-                    batch = objective.batch(objective.advantages(objective.samples(scored)))
-                    trainer.forward_backward(batch, objective)
-                    trainer.optim_step()
-                found = await full.update(version, trainer), await delta.update(version, trainer)
+                    forward_backward(worker, prepared(with_random_scores(groups, seed=step), TOKENS))
+                    worker.optim_step()
+                found = await full.update(version, worker), await delta.update(version, worker)
                 version += 1
                 if step:
                     rows.append((rate, step, *found))

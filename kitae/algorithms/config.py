@@ -370,7 +370,7 @@ _CONDITIONS = {
     "reference_mix": "reference = 'ema'",
     "entropy_rate": "entropy_target above 0",
     "correct_above": "sft_coef above 0",
-    **dict.fromkeys(_CRITIC, "advantages that need values"),
+    **dict.fromkeys(_CRITIC, "advantage = 'gae', or one of your own that needs values"),
 }
 
 

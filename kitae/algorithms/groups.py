@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from kitae.algorithms.advantages import GroupRewards, SequenceRewards, whiten
-from kitae.algorithms.config import AlgorithmConfig, needs_group
+from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.covariance import covariance_ranks
 from kitae.algorithms.functions import Functions
 from kitae.algorithms.returned import numbers
@@ -80,8 +80,8 @@ class GroupStages:
 
     @property
     def wants_reference(self) -> bool:
-        asked = Trait.REFERENCE in self._functions.traits
-        return self.config.reference not in (None, "none") or (asked and self.config.reference is None)
+        """Where a function needs one and the settings name none, it is the frozen one."""
+        return self.config.reference not in (None, "none") or Trait.REFERENCE in self._functions.traits
 
     @property
     def kl_in_reward(self) -> bool:
@@ -136,7 +136,8 @@ class GroupStages:
 
     def group_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Groups of a step whose advantages are 0 because one sample is no baseline."""
-        short = sum(len(self._judged(g)) < 2 for g in groups) if needs_group(self.config) else 0
+        compares = Trait.PEERS in self._functions.of("advantage")
+        short = sum(len(self._judged(g)) < 2 for g in groups) if compares else 0
         return {"groups_too_small": float(short)}
 
     def _judged(self, group: Group) -> list[Rollout]:
@@ -232,6 +233,7 @@ class GroupStages:
             replace(s, weight_T=s.spread(np.float32(w)))
             for c, w in zip(candidates, weights_B, strict=True)
             for s in c.samples
+            if s.loss_tokens
         )
 
     def state(self) -> dict[str, Any]:

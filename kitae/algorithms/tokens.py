@@ -1,6 +1,6 @@
 """The loss tokens of a micro-batch, as the stages S4, S5, S6 and S8 see them.
 
-Legend: N loss tokens, S sequences. Nothing in this package but `objective.py` imports torch: stages use methods of the
+Legend: N loss tokens, S sequences. Nothing in this package but `loss.py` imports torch: stages use methods of the
 tensors that they are given, so that reading a recipe or listing the algorithms costs nothing.
 """
 

@@ -50,6 +50,10 @@ class Row:
         token = np.zeros(1, dtype=np.int64)
         return Row(token, token, (Span(0, 1),), nothing, nothing, none, {}, ())
 
+    @property
+    def loss_tokens(self) -> int:
+        return len(self.target_N)
+
     def split(self, values_N: FloatArray) -> list[FloatArray]:
         """Cut a vector over loss tokens into one piece per sample."""
         return np.split(values_N, np.cumsum(self.lengths)[:-1]) if self.lengths else []

@@ -15,7 +15,7 @@ from torch import Tensor
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.memory import set_master
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.ranks import Ranks
+from kitae.trainer.ranks import Alone, Ranks
 
 
 def learning_rate(config: TrainingConfig, update: int, total_updates: int) -> float:
@@ -71,8 +71,7 @@ class Optimizer:
         ranks: those that have the other parts of the gradient; None: this is all of it. skip: the loss was not finite,
         so the gradient means nothing whatever it is.
         """
-        norm = torch.nn.utils.get_total_norm([m.grad for m in self.masters if m.grad is not None])
-        norm = norm if ranks is None else ranks.norm(norm)
+        norm = (ranks or Alone()).norm([m.grad for m in self.masters if m.grad is not None])
         rate = learning_rate(self.config, self.updates, self.total_updates)
         if self._one_pass is not None and not skip:
             finite = self._update_in_one_pass(norm, rate)

@@ -1,10 +1,12 @@
 """What ranks must agree about: the norm of a gradient, whether it is finite, and metrics."""
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from kitae.observe.meter import Totals
 
@@ -15,8 +17,8 @@ class Ranks(Protocol):
     rank: int
     size: int
 
-    def norm(self, own: Tensor) -> Tensor:
-        """Of the whole gradient, from that of a rank's part."""
+    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        """Of the whole gradient, from a rank's part of it."""
 
     def every(self, flag: bool) -> bool: ...
     def together(self, totals: Totals) -> Totals: ...
@@ -27,8 +29,8 @@ class Alone:
 
     rank, size = 0, 1
 
-    def norm(self, own: Tensor) -> Tensor:
-        return own
+    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        return torch.nn.utils.get_total_norm(gradients)
 
     def every(self, flag: bool) -> bool:
         return flag
@@ -38,14 +40,15 @@ class Alone:
 
 
 class Distributed:
-    """The ranks of torch's process group, each with a part of the gradient of its own."""
+    """The ranks of torch's process group. Each has its own part of a gradient: some of the tensors, or shards."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def norm(self, own: Tensor) -> Tensor:
-        squares = own.detach().double() ** 2
+    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        own = torch.nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
+        squares = own.double() ** 2
         dist.all_reduce(squares, group=self._group)
         return squares.sqrt().to(own.dtype)
 

@@ -5,6 +5,7 @@ from kitae.algorithms.groups import GroupStages
 from kitae.config.root import RLConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
+from kitae.models.scalar import ScalarModel
 from kitae.trainer.base import Trainer
 from kitae.trainer.learner import Learner
 from kitae.trainer.local import LocalTrainer
@@ -22,7 +23,7 @@ def start_trainer(config: RLConfig, policy: Policy) -> LocalTrainer:
         max_tokens=config.sampling.max_tokens,
         temperature=config.sampling.temperature,
         reference=groups.wants_reference,
-        critic=load_policy(plain, config.run.seed) if groups.wants_values else None,
+        critic=ScalarModel(load_policy(plain, config.run.seed)) if groups.wants_values else None,
     )
     return LocalTrainer(worker)
 

@@ -45,10 +45,10 @@ class Trained:
         with training_mode(policy, self.config):
             for row in rows:
                 micro = MicroBatch.of(row, policy.device)
-                loss = self.objective.loss(micro, conditions, meter) if row.lengths else self._nothing(micro)
+                loss = self.objective.loss(micro, conditions, meter) if row.loss_tokens else self._nothing(micro)
                 self._finite.append(loss.detach().isfinite())
                 loss.backward()  # type: ignore[no-untyped-call]
-                tokens += len(row.tokens_T)
+                tokens += len(row.tokens_T) if row.loss_tokens else 0
         return meter.totals() + Totals.of(Kind.COUNT, **{f"{self.name}train_tokens": tokens})
 
     def _nothing(self, micro: MicroBatch) -> Tensor:

@@ -24,7 +24,7 @@ _FILES = {Role.POLICY: "optimizer.safetensors", Role.CRITIC: "critic.safetensors
 
 
 class Worker:
-    """reference: whether the algorithm wants one. critic: the model that becomes one, where it wants values."""
+    """reference: whether the algorithm wants one. critic: where it wants values. Models may be sharded already."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Worker:
         max_tokens: int,
         temperature: float,
         reference: bool = False,
-        critic: Policy | None = None,
+        critic: ScalarModel | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.policy = policy
@@ -49,7 +49,7 @@ class Worker:
         }
         if critic is not None:
             assert algorithm.critic_lr is not None and algorithm.critic_clip is not None
-            values = Values(ScalarModel(critic), algorithm.critic_clip)
+            values = Values(critic, algorithm.critic_clip)
             config = training.model_copy(update={"lr": algorithm.critic_lr})
             self.trained[Role.CRITIC] = Trained(
                 values, config, self.ranks, total_updates=training.steps * updates, name="critic_"

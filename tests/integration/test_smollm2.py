@@ -9,6 +9,7 @@ import torch
 from harness import rows, run_config
 from transformers import AutoModelForCausalLM
 
+from kitae.algorithms.config import AlgorithmConfig
 from kitae.cli.locate import find_recipe
 from kitae.config.load import load_config
 from kitae.data.chat import Chat
@@ -19,9 +20,12 @@ from kitae.engines.native.engine import NativeEngine
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
 from kitae.models.load import SMOLLM2, find_model, load_policy
+from kitae.models.policy import Policy
 from kitae.pipeline.replay import replay
+from kitae.trainer.base import Column
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.trainer import Trainer
+from kitae.trainer.local import LocalTrainer
+from kitae.trainer.worker import Worker
 from kitae.types import Sample
 
 
@@ -69,8 +73,7 @@ def test_engine_trainer_and_generate_agree_in_fp32() -> None:
         expected = model.generate(row, attention_mask=whole, do_sample=False, max_new_tokens=12, eos_token_id=None)
         assert list(completion.tokens) == expected[0, len(prompt) :].tolist()
     samples = [_sample(i, r.prompt_tokens, c) for i, (r, c) in enumerate(zip(sampled, done[3:], strict=True))]
-    logp = Trainer(policy, TrainingConfig(), temperature=1.0).logprobs(samples)
-    gap = max(float(np.abs(a - s.logp_mu_T)[s.mask_T].max()) for a, s in zip(logp, samples, strict=True))
+    gap = max(float(np.abs(s.loss("logp_old") - s.loss("logp_mu")).max()) for s in _annotated(policy, samples))
     assert gap < 1e-4, gap
 
 
@@ -95,8 +98,13 @@ def test_exact_mode_leaves_no_gap() -> None:
     done = asyncio.run(run(asked))
     assert asyncio.run(run(asked[4:5])) == done[4:5]
     samples = [_sample(i, r.prompt_tokens, c) for i, (r, c) in enumerate(zip(asked, done, strict=True))]
-    found = Trainer(policy, TrainingConfig(), temperature=1.0).logprobs(samples)
-    assert all((a == s.logp_mu_T)[s.mask_T].all() for a, s in zip(found, samples, strict=True))
+    assert all((s.loss("logp_old") == s.loss("logp_mu")).all() for s in _annotated(policy, samples))
+
+
+def _annotated(policy: Policy, samples: list[Sample]) -> list[Sample]:
+    """With the trainer's log-probs."""
+    worker = Worker(policy, TrainingConfig(), AlgorithmConfig(), max_tokens=12, temperature=1.0)
+    return asyncio.run(LocalTrainer(worker).annotate(samples, [Column.OLD]))
 
 
 def _sample(index: int, prompt: tuple[int, ...], done: Completion) -> Sample:
@@ -104,7 +112,7 @@ def _sample(index: int, prompt: tuple[int, ...], done: Completion) -> Sample:
     mask = np.arange(len(tokens)) >= len(prompt)
     mu = np.zeros(len(tokens), dtype=np.float32)
     mu[mask] = done.logprobs
-    return Sample(index // 3, index, tokens, len(prompt), mask, mu, np.zeros_like(tokens), 0.0, 0.0, mu * 0, mu * 0)
+    return Sample(index // 3, index, tokens, len(prompt), mask, np.zeros_like(mu), {"logp_mu": mu})
 
 
 def test_the_quickstart_recipe_takes_a_step(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Worked examples, and the way from scores to a loss that the trainer goes too: Group → Sample → Batch → tokens.
+"""Worked examples, and the way from scores to a loss that the trainer goes too: Group → Sample → Row → tokens.
 
 Fixture P: two responses to one prompt, with advantages +1 and -1, every token at π_old = 0.2. The scores 1 and -1 give
 those advantages under group-centred.
@@ -18,9 +18,12 @@ from objective import Objective
 from torch import Tensor
 
 from kitae.algorithms.config import AlgorithmConfig
+from kitae.algorithms.groups import Candidate
 from kitae.algorithms.tokens import TokenBatch
-from kitae.data.packing import collate
+from kitae.data.packing import lay_out
 from kitae.observe.meter import Meter
+from kitae.trainer.forward import MicroBatch
+from kitae.trainer.objectives import tokens_of
 from kitae.types import FinishReason, FloatArray, Group, Message, Prompt, Rollout, Sample, Score, Segment
 
 Test = TypeVar("Test", bound=Callable[..., None])
@@ -152,21 +155,18 @@ def group_p(scores: Sequence[float] = (1.0, -1.0)) -> Group:
     return as_group(rollouts)
 
 
-def with_numbers(samples: Sequence[Sample], **rows: Sequence[Sequence[float]]) -> list[Sample]:
-    """Samples that carry these numbers at their loss tokens: `logp_old_T=[[…], […]]`, `value_T=…`."""
-    made = []
-    for i, s in enumerate(samples):
-        laid_out: dict[str, Any] = {name: np.zeros(s.length, dtype=np.float32) for name in rows}
-        for name, values in laid_out.items():
-            values[s.mask_T] = rows[name][i]
-        made.append(replace(s, **laid_out))
+def with_numbers(candidates: Sequence[Candidate], **rows: Sequence[Sequence[float]]) -> list[Candidate]:
+    """Candidates that carry these numbers at their loss tokens: `logp_old=[[…], […]]`, `value=…`."""
+    made = list(candidates)
+    for name, values in rows.items():
+        made = [c.with_column(name, f32(values[i])) for i, c in enumerate(made)]
     return made
 
 
-def with_kl(samples: Sequence[Sample], d: Sequence[Sequence[float]]) -> list[Sample]:
-    """Samples whose log π_old − log π_ref is d."""
+def with_kl(candidates: Sequence[Candidate], d: Sequence[Sequence[float]]) -> list[Candidate]:
+    """Candidates whose log π_old − log π_ref is d."""
     return with_numbers(
-        samples, logp_old_T=[[-1.0] * len(row) for row in d], logp_ref_T=[[-1 - x for x in r] for r in d]
+        candidates, logp_old=[[-1.0] * len(row) for row in d], logp_ref=[[-1 - x for x in r] for r in d]
     )
 
 
@@ -175,10 +175,10 @@ def advantages(objective: Objective, *groups: Group) -> list[list[float]]:
     return loss_values(objective.advantages(objective.candidates(groups)))
 
 
-def loss_values(samples: Sequence[Sample], name: str = "advantage_T") -> list[list[float]]:
-    for s in samples:
-        assert (getattr(s, name)[~s.mask_T] == 0).all(), f"{name} is not 0 outside of the loss"
-    return [getattr(s, name)[s.mask_T].tolist() for s in samples]
+def loss_values(candidates: Sequence[Candidate], name: str = "advantage") -> list[list[float]]:
+    for s in (s for c in candidates for s in c.samples):
+        assert (s.columns[name][~s.mask_T] == 0).all(), f"{name} is not 0 outside of the loss"
+    return [c.column(name).tolist() for c in candidates]
 
 
 def of_samples(rows: Sequence[Sequence[float]]) -> list[float]:
@@ -189,7 +189,7 @@ def of_samples(rows: Sequence[Sequence[float]]) -> list[float]:
 
 def trainable(objective: Objective, *groups: Group) -> tuple[Sample, ...]:
     """S1 to S3 and S7, as for one optimizer step on these groups."""
-    return objective.batch(objective.advantages(objective.candidates(groups))).samples
+    return objective.weighted(objective.advantages(objective.candidates(groups)))
 
 
 # From samples to a loss.
@@ -205,23 +205,13 @@ def as_tokens(
 
     d_ref: log π_θ − log π_ref of each token.
     """
-    with_old = [replace(s, logp_old_T=np.where(s.mask_T, np.float32(logp_old), np.float32(0))) for s in samples]
-    micro = collate(with_old, torch.device("cpu"))
-    assert micro.logp_old_N is not None
+    with_old = [s.with_columns(logp_old=s.spread(np.float32(logp_old))) for s in samples]
+    micro = MicroBatch.of(lay_out(with_old), torch.device("cpu"))
     logp_N = torch.tensor([logp_old + math.log(r) for row in ratios for r in row]).requires_grad_()
-    return TokenBatch(
-        logp_N=logp_N,
-        entropy_N=torch.zeros_like(logp_N),
-        logp_old_N=micro.logp_old_N,
-        logp_mu_N=micro.logp_mu_N,
-        advantage_N=micro.advantage_N,
-        weight_N=micro.weight_N,
-        sample_N=micro.sample_N,
-        sequences=len(samples),
+    return replace(
+        tokens_of(micro, logp_N, torch.zeros_like(logp_N), version=1),
         logp_ref_N=None if d_ref is None else logp_N.detach() - torch.tensor(d_ref),
         lag_N=torch.ones(len(logp_N), dtype=torch.int64),
-        score_N=micro.score_N,
-        cov_rank_N=micro.cov_rank_N,
     )
 
 

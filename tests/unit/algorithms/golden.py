@@ -7,7 +7,6 @@ log-probs under π_θ, π_old, μ and π_ref, and values, are drawn once from a 
 """
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,12 @@ import torch
 from objective import Objective
 
 from kitae.algorithms.config import AlgorithmConfig
+from kitae.algorithms.groups import replace_samples
 from kitae.algorithms.presets import PRESETS
-from kitae.algorithms.tokens import TokenBatch
-from kitae.data.packing import collate
+from kitae.data.packing import lay_out
 from kitae.observe.meter import Meter
+from kitae.trainer.forward import MicroBatch
+from kitae.trainer.objectives import tokens_of
 from kitae.types import FloatArray, Group, Message, Prompt, Rollout, Sample, Score, Segment
 
 FILE = Path(__file__).parents[2] / "data" / "golden_presets.json"
@@ -51,7 +52,7 @@ def golden_groups() -> list[Group]:
 
 def golden_logprobs(sample: Sample, name: str) -> FloatArray:
     """Log-probs of one sample under one policy: π_old near μ, π_θ and π_ref near π_old, whatever a preset keeps."""
-    near = sample.logp_mu_T if name == "old" else golden_logprobs(sample, "old")
+    near = sample.columns["logp_mu"] if name == "old" else golden_logprobs(sample, "old")
     spread = {"old": 0.7, "theta": 0.4, "ref": 0.5}[name]
     random = np.random.default_rng([sample.group, sample.index, *name.encode()])
     moved = near + random.normal(0, spread, sample.length)
@@ -68,39 +69,23 @@ def golden_row(preset: str, device: str = "cpu") -> dict[str, Any]:
     objective = Objective(AlgorithmConfig(preset=preset, **OVERRIDES.get(preset, {})), MAX_TOKENS)
     groups = golden_groups()
     dropped = {g.id: reason for g in groups if (reason := objective.drop_reason(g))}
-    samples = [
-        replace(
-            s,
-            logp_old_T=golden_logprobs(s, "old"),
-            logp_ref_T=golden_logprobs(s, "ref"),
-            value_T=golden_values(s),
-        )
-        for s in objective.candidates([g for g in groups if g.id not in dropped])
+    candidates = objective.candidates([g for g in groups if g.id not in dropped])
+    annotated = [
+        s.with_columns(logp_old=golden_logprobs(s, "old"), logp_ref=golden_logprobs(s, "ref"), value=golden_values(s))
+        for c in candidates
+        for s in c.samples
     ]
-    batch = objective.batch(objective.advantages(samples))
-    micro = collate(batch.samples, torch.device(device))
-    theta = np.concatenate([golden_logprobs(s, "theta")[s.mask_T] for s in batch.samples])
+    samples = objective.weighted(objective.advantages(replace_samples(candidates, annotated)))
+    row = lay_out(samples)
+    theta = np.concatenate([golden_logprobs(s, "theta")[s.mask_T] for s in samples])
     logp_N = torch.from_numpy(theta).to(device).requires_grad_()
-    assert micro.logp_old_N is not None
-    tokens = TokenBatch(
-        logp_N=logp_N,
-        entropy_N=-logp_N,  # stands in for the entropy: what counts is that a bonus reaches the gradient
-        logp_old_N=micro.logp_old_N,
-        logp_mu_N=micro.logp_mu_N,
-        advantage_N=micro.advantage_N,
-        weight_N=micro.weight_N,
-        sample_N=micro.sample_N,
-        sequences=len(micro.samples),
-        logp_ref_N=micro.logp_ref_N,
-        lag_N=5 - micro.version_N,
-        score_N=micro.score_N,
-        cov_rank_N=micro.cov_rank_N,
-    )
+    # -logp stands in for the entropy: what counts is that a bonus reaches the gradient.
+    tokens = tokens_of(MicroBatch.of(row, torch.device(device)), logp_N, -logp_N, version=5)
     loss = objective.loss(tokens, Meter())
     (gradient_N,) = torch.autograd.grad(loss, logp_N)
     gradient = {
         f"{s.group}/{s.index}": [round(float(x), 6) + 0.0 for x in part]
-        for s, part in zip(micro.samples, micro.split(gradient_N.cpu().numpy()), strict=True)
+        for s, part in zip(samples, row.split(gradient_N.cpu().numpy()), strict=True)
     }
     return {
         "loss": round(loss.item(), 6),

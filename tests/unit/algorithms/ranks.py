@@ -14,16 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from kitae.trainer.trainer import Trainer
-from objective import Objective
 from torch import Tensor
 
 from kitae.algorithms.config import AlgorithmConfig
+from kitae.algorithms.control import Control
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
+from kitae.trainer.base import Conditions, Role
 from kitae.trainer.config import TrainingConfig
-from kitae.types import Batch, Sample
+from kitae.trainer.forward import pack_rows
+from kitae.trainer.worker import Worker
+from kitae.types import Sample
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,12 @@ def load(folder: str) -> Policy:
 
 def gradient(policy: Policy, samples: list[Sample], choices: dict[str, Any], **training: Any) -> tuple[Tensor, float]:
     """The gradient of all parameters as one vector, and the loss. Samples carry their weights already."""
-    objective = Objective(AlgorithmConfig.model_validate(choices), 64)
-    entropy_grad = objective.wants_entropy_gradient
-    trainer = Trainer(policy, TrainingConfig(**training), temperature=0.8, entropy_grad=entropy_grad)
+    algorithm, config = AlgorithmConfig.model_validate(choices), TrainingConfig(**training)
+    worker = Worker(policy, config, algorithm, max_tokens=64, temperature=0.8)
     policy.model.zero_grad(set_to_none=True)
-    metrics = trainer.forward_backward(Batch(tuple(samples)), objective, version=3)
+    _, rows = pack_rows(samples, config, policy.device)
+    conditions = Conditions(3, Control(algorithm).coefficients)
+    metrics = worker.forward_backward(rows, conditions, [Role.POLICY]).numbers()
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.model.parameters()]
     return torch.cat([part.flatten() for part in parts]).clone(), metrics.get("loss", 0.0)
 

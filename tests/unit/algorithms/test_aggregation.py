@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitae.algorithms.aggregation import AGGREGATIONS
+from kitae.trainer.base import Batch
 
 fast = settings(deadline=None, max_examples=60)
 shapes = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=1, max_size=8)
@@ -73,11 +74,11 @@ def test_a_batch_without_any_token_is_finite(kind: str) -> None:
 
 def test_weights_land_on_loss_tokens_only() -> None:
     objective = make_objective(aggregation="token-mean")
-    batch = objective.batch(trainable(objective, make_group([1, 0], lengths=[2, 4])))
-    for s in batch.samples:
+    samples = trainable(objective, make_group([1, 0], lengths=[2, 4]))
+    for s in samples:
         assert (s.weight_T[~s.mask_T] == 0).all()
         assert s.weight_T[s.mask_T] == pytest.approx(np.float32(1 / 6))
-    assert batch.loss_tokens == 6
+    assert Batch(samples).loss_tokens == 6
 
 
 def test_constant_length_is_a_setting_and_not_the_width_of_the_batch() -> None:

@@ -219,4 +219,4 @@ def test_covariance_is_that_of_the_whole_step() -> None:
 
 
 def test_covariance_is_computed_only_where_it_is_read() -> None:
-    assert all(s.cov_rank_T is None for s in trainable(make_objective(**PLAIN), group_p()))
+    assert all("cov_rank" not in s.columns for s in trainable(make_objective(**PLAIN), group_p()))

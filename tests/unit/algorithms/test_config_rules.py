@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from objective import Objective
+from objective import GROUP_ADVANTAGES, NO_BASELINE, TOKEN_ADVANTAGES, Objective
 from pydantic import ValidationError
 
-from kitae.algorithms.advantages import GROUP_ADVANTAGES, NO_BASELINE, TOKEN_ADVANTAGES
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.presets import BASE, PRESETS
 from kitae.algorithms.stages import STAGES, keyword_settings

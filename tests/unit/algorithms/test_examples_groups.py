@@ -22,12 +22,12 @@ from fixture_p import (
     with_kl,
     with_numbers,
 )
-from kitae.trainer.critic import value_loss
 
 from kitae.algorithms.advantages import SequenceRewards, gae
 from kitae.algorithms.filters import has_variance
 from kitae.algorithms.rewards import Moments, overlong_penalty
-from kitae.pipeline.buffer import Buffer, Outcome
+from kitae.pipeline.buffer import Buffer, Harvest
+from kitae.trainer.objectives import value_loss
 from kitae.types import Group, Rollout, Score, Segment
 
 SCORES = {"A": [1, 0, 0, 0], "B": [1, 1, 1, 0], "C": [1, 1, 1, 1], "D": [0, 0, 0, 0]}
@@ -236,8 +236,8 @@ def gae_of(values: list[float], score: float = 1.0, **choices: Any) -> tuple[lis
     objective = make_objective(preset="ppo", kl_coef=0.0, **{"whiten": "none", **choices})
     assert objective.wants_values
     samples = objective.candidates([make_group([score], lengths=[len(values)])])
-    (sample,) = objective.advantages(with_numbers(samples, value_T=[values]))
-    return flat(loss_values([sample])), flat(loss_values([sample], "return_T"))
+    (sample,) = objective.advantages(with_numbers(samples, value=[values]))
+    return flat(loss_values([sample])), flat(loss_values([sample], "return"))
 
 
 @covers("gae")
@@ -267,9 +267,10 @@ def test_tokens_of_an_environment_are_skipped() -> None:
     objective = make_objective(preset="ppo", kl_coef=0.0, gae_lambda=0.95, whiten="none")
     (sample,) = objective.candidates([as_group([episode])])
     values = f32([0, 0, 0.5, 9, 9, 0.8])  # a critic says something of the environment's tokens too
-    (sample,) = objective.advantages([replace(sample, value_T=values)])
-    assert sample.advantage_T[2:].tolist() == close(example["masked"])
-    assert sample.return_T is not None and sample.return_T[2:].tolist() == close([0.99, 0, 0, 1.0])
+    (sample,) = objective.advantages([replace(sample, samples=(sample.samples[0].with_columns(value=values),))])
+    columns = sample.samples[0].columns
+    assert columns["advantage"][2:].tolist() == close(example["masked"])
+    assert columns["return"][2:].tolist() == close([0.99, 0, 0, 1.0])
     seen = SequenceRewards(f32([0, 0, 0, 1]), values[2:])
     assert gae(seen, gamma=1.0, gae_lambda=0.95).tolist() == close(example["unmasked_wrong"])
 
@@ -280,7 +281,7 @@ def test_a_response_that_was_cut_off_ends_its_episode() -> None:
     values = [0.5, 0.6, 0.8]
     cut = make_group([0], lengths=[3], truncated=[0])
     objective = make_objective(preset="ppo", kl_coef=0.0, gae_lambda=0.95, whiten="none")
-    (sample,) = objective.advantages(with_numbers(objective.candidates([cut]), value_T=[values]))
+    (sample,) = objective.advantages(with_numbers(objective.candidates([cut]), value=[values]))
     assert flat(loss_values([sample])) == close(example["terminal0"])
     going_on = SequenceRewards(f32([0, 0, 0]), f32(values), bootstrap=0.9)
     assert gae(going_on, gamma=1.0, gae_lambda=0.95).tolist() == close(example["bootstrap09"])
@@ -345,9 +346,10 @@ def test_slots_of_the_buffer() -> None:
 
         async def train() -> None:
             for slot in buffer.open[:32]:
-                buffer.put(slot, Outcome(None, ()))
+                buffer.put(slot, Harvest(None, ()))
             await buffer.take()
-            buffer.release(buffer.version + 1)
+            buffer.train(buffer.version + 1)
+            buffer.release(buffer.version)
 
         for number in range(issued):
             if len(buffer.open) == buffer.slots and buffer.version < version:

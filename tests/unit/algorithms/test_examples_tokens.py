@@ -5,8 +5,7 @@ A loss as such is easy to get right by accident; d loss / d log π is the quanti
 
 import math
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -33,8 +32,10 @@ from fixture_p import (
     trainable,
     unreduced_gradient,
 )
+from objective import as_candidates
 from pydantic import ValidationError
 
+from kitae.algorithms.control import Signal
 from kitae.algorithms.corrections import CORRECTIONS, sequence_drift
 from kitae.algorithms.gates import asymmetric, clip, sigmoid, weight_clip
 from kitae.algorithms.ratios import RATIOS, interpolated, proximal_share
@@ -434,7 +435,7 @@ def test_micro_batches_and_ranks() -> None:
     assert sum(2 * x for x in parts) / 2 == close(example["dp_avg"])
     means = []  # what a mean over each micro-batch would be
     for i in range(2):
-        alone = as_tokens(objective.batch([trainable(objective, group_p())[i]]).samples, [RATIOS_P[i]])
+        alone = as_tokens(objective.weighted(as_candidates([trainable(objective, group_p())[i]])), [RATIOS_P[i]])
         means.append(loss_of(objective, alone)[0])
     assert sum(means) / 2 == close(example["mean_of_means"])
 
@@ -447,8 +448,8 @@ def test_prompt_mean(order: tuple[int, ...]) -> None:
     for aggregation, key in (("prompt-mean", "prompt_mean"), ("token-mean", "token_mean")):
         objective = plain(aggregation=aggregation)
         samples = objective.advantages(objective.candidates([group_p(), make_group([0, 1], group=1, lengths=[3, 1])]))
-        batch = objective.batch([samples[i] for i in order])
-        loss, _, _ = loss_of(objective, as_tokens(batch.samples, [ratios[i] for i in order]))
+        weighted = objective.weighted([samples[i] for i in order])
+        loss, _, _ = loss_of(objective, as_tokens(weighted, [ratios[i] for i in order]))
         assert loss == close(EXAMPLES["prompt_mean"][key])
 
 
@@ -514,7 +515,7 @@ def test_kl_controller() -> None:
     assert example["raw_err"] == 9 / 6 - 1  # more than .2, so it is clipped
     assert adapt_kl(0.2, 9.0, 6.0, 256, 10_000) == close(example["beta"])
     objective = plain(kl="k2", kl_coef=0.2, kl_target=6.0, kl_horizon=10_000.0, reference="frozen")
-    assert objective.finish_step({"kl_per_response": 9.0}, 256) == {"kl_coef": 0.2}
+    assert objective.finish_step({Signal.KL: 9.0}, 256) == {"kl_coef": 0.2}
     assert objective.kl_coef == close(example["beta"])
 
 
@@ -526,9 +527,13 @@ def test_entropy_of_the_head(temperature: float) -> None:
     head = torch.nn.Linear(1, 3, bias=False)
     with torch.no_grad():
         head.weight[:, 0] = p.log() * temperature
-    policy = cast(Policy, SimpleNamespace(head=head, transform=HeadTransform(), exact=False))
     logp, entropy = token_logprobs(
-        policy, torch.ones(2, 1), torch.tensor([0, 2]), temperature=temperature, chunk=1, entropy_grad=True
+        Head(head.weight, None, HeadTransform(), exact=False),
+        torch.ones(2, 1),
+        torch.tensor([0, 2]),
+        temperature=temperature,
+        chunk=1,
+        entropy_grad=True,
     )
     assert entropy.tolist() == close([EXAMPLES["entropy"]] * 2)
     assert logp.tolist() == close([math.log(0.7), math.log(0.1)])

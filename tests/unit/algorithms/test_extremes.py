@@ -19,9 +19,10 @@ from fixture_p import (
     with_kl,
     with_numbers,
 )
+from objective import GROUP_ADVANTAGES
 from torch import Tensor
 
-from kitae.algorithms.advantages import GROUP_ADVANTAGES, GroupRewards, whiten
+from kitae.algorithms.advantages import ADVANTAGES, GroupRewards, whiten
 from kitae.algorithms.corrections import CORRECTIONS
 from kitae.algorithms.filters import has_variance
 from kitae.algorithms.presets import PRESETS
@@ -91,11 +92,10 @@ def test_an_impossible_token_leaves_loss_gradient_and_metrics_finite(gate: str, 
 def test_a_penalty_in_the_reward_of_an_impossible_token_is_zero() -> None:
     objective = make_objective(preset="rloo", kl_coef=0.5)
     samples = with_kl(objective.candidates([make_group([1.0, 0.0], lengths=[2, 2])]), [[0.0, 0.0], [0.0, 0.0]])
-    for s in samples:
-        assert s.logp_old_T is not None and s.logp_ref_T is not None
-        s.logp_old_T[-1] = s.logp_ref_T[-1] = -INF
+    for s in (s for c in samples for s in c.samples):
+        s.columns["logp_old"][-1] = s.columns["logp_ref"][-1] = -INF
     first, second = objective.advantages(samples)
-    assert (first.advantage_T[-1], second.advantage_T[-1]) == (1.0, -1.0)
+    assert (first.column("advantage")[-1], second.column("advantage")[-1]) == (1.0, -1.0)
 
 
 # Far from 0, only exponentials are clamped.
@@ -125,7 +125,7 @@ def test_a_penalty_in_the_reward_is_not_clamped() -> None:
     objective = make_objective(preset="rloo", kl_coef=0.5)
     samples = with_kl(objective.candidates([make_group([1.0, 0.0], lengths=[1, 1])]), [[50.0], [0.0]])
     first, second = objective.advantages(samples)
-    assert (first.advantage_T[-1], second.advantage_T[-1]) == (-24.0, 24.0)
+    assert (first.column("advantage")[-1], second.column("advantage")[-1]) == (-24.0, 24.0)
 
 
 def test_the_mismatch_is_clamped_where_it_is_an_exponent_and_not_before() -> None:
@@ -163,7 +163,7 @@ def huge_group(scale: float = 1.0) -> GroupRewards:
 def test_group_statistics_of_huge_rewards_are_those_of_small_ones(name: str) -> None:
     """Scaled by a power of two, which floats do not round: the results are in proportion, bit for bit."""
     settings = {"advantage_ddof": 1, "advantage_epsilon": 0.0, "pass_k": 2, "correct_above": 0.5}
-    function = GROUP_ADVANTAGES[name]
+    function = ADVANTAGES[name]
     read = {key: settings[key] for key in keyword_settings(function)}
     small, huge = (function(huge_group(scale), **read) for scale in (2.0**-100, 1.0))
     factor = 2.0**100 if name in ("reward", "group-centred", "leave-one-out", "length-weighted") else 1.0
@@ -215,10 +215,10 @@ def test_one_sample_and_equal_samples_are_finite_under_every_method(preset: str,
     objective = make_objective(preset=preset)
     samples = objective.candidates([make_group([1.0] * size, lengths=[2] * size, greedy=greedy)])
     samples = with_numbers(
-        samples, logp_old_T=[[-1.0] * 2] * size, logp_ref_T=[[-1.0] * 2] * size, value_T=[[0.5] * 2] * size
+        samples, logp_old=[[-1.0] * 2] * size, logp_ref=[[-1.0] * 2] * size, value=[[0.5] * 2] * size
     )
     for s in objective.advantages(samples):
-        assert np.isfinite(s.advantage_T).all()
+        assert np.isfinite(s.column("advantage")).all()
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -232,8 +232,8 @@ def test_empty_and_wholly_masked_responses_are_not_trained_on_and_spoil_nothing(
     assert [s.kept for s in samples][:2] == [False, False]
     samples = with_numbers(
         samples,
-        **{name: [[-1.0] * s.loss_tokens for s in samples] for name in ("logp_old_T", "logp_ref_T", "value_T")},
+        **{name: [[-1.0] * s.loss_tokens for s in samples] for name in ("logp_old", "logp_ref", "value")},
     )
-    batch = objective.batch(objective.advantages(samples))
-    assert all(np.isfinite(s.advantage_T).all() and np.isfinite(s.weight_T).all() for s in batch.samples)
-    assert all(s.loss_tokens for s in batch.samples)
+    trained = objective.weighted(objective.advantages(samples))
+    assert all(np.isfinite(s.columns["advantage"]).all() and np.isfinite(s.weight_T).all() for s in trained)
+    assert all(s.loss_tokens for s in trained)

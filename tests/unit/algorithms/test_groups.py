@@ -35,10 +35,9 @@ from fixture_p import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective import Objective
+from objective import GROUP_ADVANTAGES, Objective
 
 from kitae.algorithms.advantages import (
-    GROUP_ADVANTAGES,
     GroupRewards,
     SequenceRewards,
     gae,
@@ -48,17 +47,19 @@ from kitae.algorithms.advantages import (
     whiten,
 )
 from kitae.algorithms.config import AlgorithmConfig, needs_group
+from kitae.algorithms.control import Signal
+from kitae.algorithms.groups import Candidate
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.ratios import token as token_ratio
 from kitae.algorithms.rewards import Moments, overlong_penalty
 from kitae.observe.meter import Meter
-from kitae.types import Group, Rollout, Sample, Score, Segment
+from kitae.types import Group, Rollout, Score, Segment
 
 fast = settings(deadline=None, max_examples=40)
 CENTRED: dict[str, Any] = {"advantage": "group-centred"}
 
 
-def by_index(samples: Sequence[Sample]) -> dict[int, float]:
+def by_index(samples: Sequence[Candidate]) -> dict[int, float]:
     """One advantage per sample that is trained on."""
     return dict(zip([s.index for s in samples], of_samples(loss_values(samples)), strict=True))
 
@@ -116,7 +117,7 @@ def test_samples_of_several_groups_may_stand_in_any_order() -> None:
     objective = make_objective(**CENTRED)
     samples = objective.candidates([make_group([1, 0], group=7), make_group([1, 1, 0], group=3)])
     mixed = [samples[i] for i in (4, 0, 2, 3, 1)]
-    found = {(s.group, s.index): s.advantage_T[-1] for s in objective.advantages(mixed)}
+    found = {(s.group, s.index): s.column("advantage")[-1] for s in objective.advantages(mixed)}
     expected = {(7, 0): 1 / 2, (7, 1): -1 / 2, (3, 0): 1 / 3, (3, 1): 1 / 3, (3, 2): -2 / 3}
     assert found == pytest.approx(expected)
 
@@ -138,16 +139,23 @@ def test_what_the_trainer_gets_of_a_rollout_with_an_environment_turn() -> None:
         return Rollout.of(7, index, (1, 2), turns, "stop", "", Score(score))
 
     objective = make_objective(**CENTRED, reward_scale=3.0)
-    first, second = trainable(objective, as_group([episode(0, 1.0), episode(1, 0.0)], 7))
-    assert (first.group, first.index, first.prompt_length, first.score, first.reward) == (7, 0, 2, 1.0, 3.0)
+    candidates = objective.advantages(objective.candidates([as_group([episode(0, 1.0), episode(1, 0.0)], 7)]))
+    rollout = candidates[0]
+    assert (rollout.group, rollout.index, rollout.score, rollout.reward) == (7, 0, 1.0, 3.0)
+    assert (rollout.loss_tokens, rollout.kept, rollout.baseline) == (3, True, None)
+    first, second = objective.weighted(candidates)
+    assert (first.group, first.index, first.chain, first.prompt_length) == (7, 0, 0, 2)
     assert first.tokens_T.tolist() == [1, 2, 10, 11, 20, 21, 22, 12]
     assert first.mask_T.tolist() == [False, False, True, True, False, False, False, True]
-    assert first.logp_mu_T.tolist() == [0, 0, -0.5, -0.25, 0, 0, 0, -2.0]
-    assert first.versions_T.tolist() == [-1, -1, 3, 4, -1, -1, -1, 5]
-    assert first.advantage_T.tolist() == [0, 0, 1.5, 1.5, 0, 0, 0, 1.5]
-    assert second.advantage_T.tolist() == [0, 0, -1.5, -1.5, 0, 0, 0, -1.5]
+    assert {name: values.tolist() for name, values in first.columns.items()} == {
+        "logp_mu": [0, 0, -0.5, -0.25, 0, 0, 0, -2.0],
+        "version": [0, 0, 3, 4, 0, 0, 0, 5],
+        "score": [0, 0, 1, 1, 0, 0, 0, 1],
+        "advantage": [0, 0, 1.5, 1.5, 0, 0, 0, 1.5],
+    }
+    assert second.columns["advantage"].tolist() == [0, 0, -1.5, -1.5, 0, 0, 0, -1.5]
     assert (first.weight_T > 0).tolist() == first.mask_T.tolist()
-    assert (first.loss_tokens, first.kept, first.baseline, first.logp_old_T) == (3, True, None, None)
+    assert first.loss_tokens == 3
 
 
 def test_a_response_without_tokens_counts_in_the_baseline_but_is_not_trained_on() -> None:
@@ -377,10 +385,10 @@ def test_the_greedy_response_is_shaped_as_the_others_are_but_counts_in_no_statis
     group = make_group([1, 0], greedy=make_rollout(0.0, index=-1))
     assert of_samples(advantages(scaled, group)) == [2, 0]
     normed = make_objective(preset="remax", kl_coef=0.0, reward_norm="batch")
-    (sample, *_) = normed.samples([make_group([1, 0], greedy=make_rollout(5.0, index=-1))])
+    (sample, *_) = normed.candidates([make_group([1, 0], greedy=make_rollout(5.0, index=-1))])
     assert (sample.reward, sample.baseline) == pytest.approx((1, 9))  # mean .5, deviation .5 of the sampled ones
     running = make_objective(preset="remax", kl_coef=0.0, reward_norm="running")
-    running.samples([make_group([1, 0], greedy=make_rollout(5.0, index=-1))])
+    running.candidates([make_group([1, 0], greedy=make_rollout(5.0, index=-1))])
     assert running.reward_moments.count == 2
 
 
@@ -478,13 +486,11 @@ def test_gae_skips_what_the_environment_says(data: st.DataObject) -> None:
     objective = make_objective(preset="ppo", kl_coef=0.0, gae_lambda=0.9, gamma=0.95, whiten="none")
     (sample,) = objective.candidates([as_group([rollout])])
     values = data.draw(st.lists(st.floats(-1, 1), min_size=sample.loss_tokens, max_size=sample.loss_tokens))
-    (found,) = objective.advantages(with_numbers([sample], value_T=[values]))
+    (found,) = objective.advantages(with_numbers([sample], value=[values]))
     rewards = [0.0] * (len(values) - 1) + [1.0]
     alone = gae(SequenceRewards(f32(rewards), f32(values)), gamma=0.95, gae_lambda=0.9)
     assert flat(loss_values([found])) == pytest.approx(alone.tolist(), abs=1e-6)
-    assert found.return_T is not None
-    assert found.return_T[found.mask_T] == pytest.approx(alone + f32(values), abs=1e-6)
-    assert not found.return_T[~found.mask_T].any()
+    assert flat(loss_values([found], "return")) == pytest.approx((alone + f32(values)).tolist(), abs=1e-6)
 
 
 def test_kinds_of_whitening() -> None:
@@ -523,10 +529,10 @@ def test_whitening_is_over_the_samples_that_are_trained_on_and_over_all_groups()
 def test_the_kl_coefficient_is_steered_to_its_target() -> None:
     choices = {**PLAIN, "kl": "k2", "kl_coef": 0.1, "kl_target": 2.0, "kl_horizon": 100.0, "reference": "frozen"}
     objective = make_objective(**choices)
-    assert objective.finish_step({"kl_per_response": 2.2}, 50) == {"kl_coef": 0.1}, "what the step used"
+    assert objective.finish_step({Signal.KL: 2.2}, 50) == {"kl_coef": 0.1}, "what the step used"
     assert objective.kl_coef == pytest.approx(0.1 * (1 + 0.1 * 50 / 100))
     before = objective.kl_coef
-    objective.finish_step({"kl_per_response": 0.0}, 50)
+    objective.finish_step({Signal.KL: 0.0}, 50)
     assert objective.kl_coef == pytest.approx(before * (1 - 0.2 * 50 / 100)), "never faster than 20 %"
     saved = json.loads(json.dumps(objective.state()))
     resumed = make_objective(**choices)
@@ -542,26 +548,26 @@ def test_the_kl_coefficient_is_steered_to_its_target() -> None:
 
 def test_a_fixed_coefficient_stays() -> None:
     objective = make_objective(**PLAIN, kl="k2", kl_coef=0.1, reference="frozen", entropy_coef=0.2)
-    used = objective.finish_step({"kl_per_response": 99.0, "entropy": 0.0}, 50)
+    used = objective.finish_step({Signal.KL: 99.0, Signal.ENTROPY: 0.0}, 50)
     assert used == {"kl_coef": 0.1, "entropy_coef": 0.2}
     assert (objective.kl_coef, objective.entropy_coef) == (0.1, 0.2)
-    assert make_objective(**PLAIN).finish_step({"entropy": 1.0}, 50) == {}
+    assert make_objective(**PLAIN).finish_step({Signal.ENTROPY: 1.0}, 50) == {}
 
 
 def test_the_entropy_bonus_is_raised_below_its_target_and_lowered_above_it() -> None:
     choices = {"entropy_coef": 0.0, "entropy_target": 0.5, "entropy_rate": 0.01}
     objective = make_objective(**PLAIN, **choices)
     assert objective.wants_entropy_gradient, "from the first step on, although the bonus starts at 0"
-    assert objective.finish_step({"entropy": 0.1}, 8) == {"entropy_coef": 0}
-    objective.finish_step({"entropy": 0.1}, 8)
+    assert objective.finish_step({Signal.ENTROPY: 0.1}, 8) == {"entropy_coef": 0}
+    objective.finish_step({Signal.ENTROPY: 0.1}, 8)
     assert objective.entropy_coef == pytest.approx(0.02)
-    objective.finish_step({"entropy": 0.9}, 8)
+    objective.finish_step({Signal.ENTROPY: 0.9}, 8)
     assert objective.entropy_coef == pytest.approx(0.01)
     resumed = make_objective(**PLAIN, **choices)
     resumed.load_state(json.loads(json.dumps(objective.state())))
     assert resumed.entropy_coef == objective.entropy_coef
     for _ in range(3):
-        objective.finish_step({"entropy": 0.9}, 8)
+        objective.finish_step({Signal.ENTROPY: 0.9}, 8)
     assert objective.entropy_coef == 0, "never below 0"
 
 
@@ -705,9 +711,9 @@ def test_log_ratios_are_clamped_before_the_exponential() -> None:
     for preset in PRESETS:
         objective = make_objective(preset=preset)
         far = as_tokens(
-            objective.batch(
-                with_numbers(objective.candidates([make_group([1], lengths=[3])]), advantage_T=[[1.0] * 3])
-            ).samples,
+            objective.weighted(
+                with_numbers(objective.candidates([make_group([1], lengths=[3])]), advantage=[[1.0] * 3])
+            ),
             [[math.exp(200), math.exp(-200), 1.0]],
             d_ref=[300.0, -300.0, 0.0] if objective.wants_reference else None,
         )

@@ -14,6 +14,7 @@
 12  replayed native routing is the identity: see tests/unit/models/test_routing.py
 """
 
+import asyncio
 import math
 import os
 import pickle
@@ -44,8 +45,7 @@ from fixture_p import (
 )
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from kitae.trainer.trainer import Trainer
-from objective import Objective
+from objective import Objective, as_candidates
 from torch import Tensor
 
 from kitae.algorithms.advantages import (
@@ -58,8 +58,11 @@ from kitae.algorithms.advantages import (
     returns,
 )
 from kitae.algorithms.config import AlgorithmConfig, needs_group
+from kitae.algorithms.control import Coefficients
 from kitae.algorithms.corrections import CORRECTIONS
 from kitae.algorithms.gates import clip, geometric_clip, mask, weight_clip
+from kitae.algorithms.groups import Candidate
+from kitae.algorithms.loss import PolicyLoss
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.ratios import ANCHORS
 from kitae.algorithms.regularisers import REGULARISERS
@@ -67,8 +70,15 @@ from kitae.algorithms.stages import keyword_settings
 from kitae.algorithms.tokens import TokenBatch
 from kitae.models.policy import Policy
 from kitae.observe.meter import Meter
+from kitae.trainer.base import Column, Conditions
 from kitae.trainer.config import TrainingConfig
-from kitae.types import Batch, Group, Sample
+from kitae.trainer.forward import pack_rows
+from kitae.trainer.local import LocalTrainer
+from kitae.trainer.objectives import PolicyGradient
+from kitae.trainer.ranks import Alone
+from kitae.trainer.trained import Trained
+from kitae.trainer.worker import Worker
+from kitae.types import Group, Sample
 
 fast = settings(deadline=None, max_examples=40)
 signed = st.floats(0.05, 4).flatmap(lambda a: st.sampled_from([a, -a]))
@@ -106,10 +116,10 @@ def test_01_on_policy_every_algorithm_is_the_plain_policy_gradient(
     """r = w = 1, π = π_ref: d loss / d logp is −A times the weight of the token, whatever the gate."""
     objective = make_objective(preset=preset, **aggregation)
     samples = objective.candidates([make_group([1.0] * len(rows), lengths=[n for _, n in rows])])
-    given_ = with_numbers(samples, advantage_T=[[a] * n for a, n in rows])
+    given_ = with_numbers(samples, advantage=[[a] * n for a, n in rows])
     ones = [[1.0] * n for _, n in rows]
     d_ref = [0.0] * sum(n for _, n in rows) if objective.wants_reference else None
-    tokens = as_tokens(objective.batch(given_).samples, ones, logp_old=-1.0, d_ref=d_ref)
+    tokens = as_tokens(objective.weighted(given_), ones, logp_old=-1.0, d_ref=d_ref)
     _, gradient, metrics = loss_of(objective, tokens)
     torch.testing.assert_close(gradient, -tokens.advantage_N * tokens.weight_N, rtol=1e-5, atol=1e-7)
     assert gradient.abs().min() > 0
@@ -153,9 +163,10 @@ def make_samples(shapes: Sequence[tuple[int, int, int]], gaps: bool = False) -> 
         if gaps and response > 3:
             mask_T[prompt + 1 : prompt + 3] = False
         blank = np.zeros(len(tokens), dtype=np.float32)
-        versions = np.where(mask_T, rng.integers(0, 3, len(tokens)), -1)
+        versions = np.where(mask_T, rng.integers(0, 3, len(tokens)), 0).astype(np.float32)
         advantage = np.where(mask_T, rng.normal(), 0).astype(np.float32)
-        samples.append(Sample(group, index, tokens, prompt, mask_T, blank, versions, 0.0, 0.0, advantage, blank))
+        columns = {"version": versions, "advantage": advantage, "score": blank}
+        samples.append(Sample(group, index, tokens, prompt, mask_T, blank, columns))
     return samples
 
 
@@ -163,13 +174,14 @@ def off_policy(policy: Policy, samples: Sequence[Sample], seed: int = 0) -> list
     """Log-probs of μ, π_old and π_ref that are near to those of the policy: some tokens are clipped, most are not."""
     rng = np.random.default_rng(seed)
     found = []
-    live = Trainer(policy, TrainingConfig(), temperature=0.8).logprobs(samples)
-    for s, logp_T in zip(samples, live, strict=True):
-        near: dict[str, Any] = {
+    worker = Worker(policy, TrainingConfig(), AlgorithmConfig(), max_tokens=64, temperature=0.8)
+    for s in asyncio.run(LocalTrainer(worker).annotate(samples, [Column.OLD])):
+        logp_T = s.columns["logp_old"]
+        near = {
             name: np.where(s.mask_T, logp_T + rng.normal(0, spread, s.length), 0).astype(np.float32)
-            for name, spread in (("logp_mu_T", 0.3), ("logp_old_T", 0.15), ("logp_ref_T", 0.5))
+            for name, spread in (("logp_mu", 0.3), ("logp_old", 0.15), ("logp_ref", 0.5))
         }
-        found.append(replace(s, **near))
+        found.append(s.with_columns(**near))
     return found
 
 
@@ -194,7 +206,7 @@ def test_02_the_cut_into_micro_batches_and_ranks_changes_nothing(policy: Policy,
     choices = data.draw(st.sampled_from(EVERYTHING))
     samples = off_policy(policy, make_samples(shapes, gaps=data.draw(st.booleans())))
     objective = Objective(AlgorithmConfig.model_validate(choices), 64)
-    weighted = list(objective.batch(samples).samples)
+    weighted = list(objective.weighted(as_candidates(samples)))
     whole, loss = ranks.gradient(policy, weighted, choices, token_budget=10_000)
     assume(whole.abs().max() > 1e-3)  # all advantages may be clipped away
 
@@ -219,7 +231,8 @@ def test_02_two_processes_that_add_or_average_gradients(
     samples = off_policy(policy, make_samples(shapes, gaps=True))
     cases, wholes = [], []
     for choices in EVERYTHING:
-        weighted = list(Objective(AlgorithmConfig.model_validate(choices), 64).batch(samples).samples)
+        objective = Objective(AlgorithmConfig.model_validate(choices), 64)
+        weighted = list(objective.weighted(as_candidates(samples)))
         wholes.append(ranks.gradient(policy, weighted, choices))
         cases.append(ranks.Case(choices, [weighted[:2], weighted[2:]]))
     job = ranks.Job(str(tiny_folder("llama")), str(tmp_path / "rendezvous"), cases)
@@ -291,24 +304,26 @@ def draw_groups(data: st.DataObject) -> list[Group]:
     return groups
 
 
-def numbers_of(s: Sample, offset: int) -> list[float]:
+def numbers_of(s: Sample | Candidate, offset: int) -> list[float]:
     """Some numbers of a sample that do not depend on where it stands."""
     return np.random.default_rng((s.group, s.index, offset)).normal(-1.0, 0.3, s.loss_tokens).tolist()  # type: ignore[no-any-return]
 
 
-def trained_on(objective: Objective, groups: Sequence[Group], order: Callable[[list[Sample]], list[Sample]]) -> Any:
+def trained_on(
+    objective: Objective, groups: Sequence[Group], order: Callable[[list[Candidate]], list[Candidate]]
+) -> Any:
     """Advantages, weights and gradients by (group, index, token)."""
     samples = order(objective.candidates(groups))
-    names = ("logp_old_T", "logp_ref_T", "value_T")
+    names = ("logp_old", "logp_ref", "value")
     samples = with_numbers(samples, **{n: [numbers_of(s, i) for s in samples] for i, n in enumerate(names)})
-    batch = objective.batch(order(objective.advantages(samples)))
-    if not batch.samples:
+    weighted = objective.weighted(order(objective.advantages(samples)))
+    if not weighted:
         return {}
-    ratios = [[math.exp(x + 1) for x in numbers_of(s, 3)] for s in batch.samples]
-    d_ref = [x for s in batch.samples for x in numbers_of(s, 4)] if objective.wants_reference else None
-    tokens = as_tokens(batch.samples, ratios, logp_old=-1.1, d_ref=d_ref)
+    ratios = [[math.exp(x + 1) for x in numbers_of(s, 3)] for s in weighted]
+    d_ref = [x for s in weighted for x in numbers_of(s, 4)] if objective.wants_reference else None
+    tokens = as_tokens(weighted, ratios, logp_old=-1.1, d_ref=d_ref)
     _, gradient, _ = loss_of(objective, tokens)
-    keys = [(s.group, s.index, t) for s in batch.samples for t in range(s.loss_tokens)]
+    keys = [(s.group, s.index, t) for s in weighted for t in range(s.loss_tokens)]
     rows = zip(tokens.advantage_N.tolist(), tokens.weight_N.tolist(), gradient.tolist(), strict=True)
     return {key: pytest.approx(row, rel=1e-4, abs=1e-5) for key, row in zip(keys, rows, strict=True)}
 
@@ -326,7 +341,7 @@ def test_04_order_of_samples_and_groups_permutes_results_only(preset: str, data:
     ]
     seed = data.draw(st.integers(0, 5))
 
-    def shuffle(samples: list[Sample]) -> list[Sample]:
+    def shuffle(samples: list[Candidate]) -> list[Candidate]:
         return [samples[i] for i in np.random.default_rng(seed).permutation(len(samples))]
 
     again = trained_on(objective, mixed, shuffle)
@@ -347,11 +362,11 @@ def draw_tokens(data: st.DataObject, objective: Objective, d_ref: bool = False) 
     ]
     groups = [as_group(rollouts[i : i + 2], i // 2) for i in range(0, len(rollouts), 2)]
     samples = with_numbers(
-        objective.candidates(groups), advantage_T=[[a] * n for a, n in zip(values, lengths, strict=True)]
+        objective.candidates(groups), advantage=[[a] * n for a, n in zip(values, lengths, strict=True)]
     )
     ratios = [np.exp(rng.normal(0, 0.3, n)).tolist() for n in lengths]
     ref = rng.normal(0, 0.5, sum(lengths)).tolist() if d_ref else None
-    return as_tokens(objective.batch(samples).samples, ratios, d_ref=ref)
+    return as_tokens(objective.weighted(samples), ratios, d_ref=ref)
 
 
 @fast
@@ -370,8 +385,8 @@ def test_05_gspo_and_gspo_token_have_the_same_gradient(data: st.DataObject) -> N
 
 def test_05_they_differ_where_advantages_differ_by_token() -> None:
     whole, by_token = make_objective(preset="gspo"), make_objective(preset="gspo-token")
-    samples = with_numbers(whole.samples([make_group([1.0], lengths=[2])]), advantage_T=[[1.0, -1.0]])
-    tokens = as_tokens(whole.batch(samples).samples, [[1.0, 1.0]], logp_old=-1.0)
+    samples = with_numbers(whole.candidates([make_group([1.0], lengths=[2])]), advantage=[[1.0, -1.0]])
+    tokens = as_tokens(whole.weighted(samples), [[1.0, 1.0]], logp_old=-1.0)
     assert loss_of(whole, tokens)[1].tolist() == pytest.approx([0, 0], abs=1e-7)
     assert loss_of(by_token, tokens)[1].tolist() == pytest.approx([-0.5, 0.5], abs=1e-6)
 
@@ -445,17 +460,20 @@ def test_07_weights_and_anchors_carry_no_gradient(data: st.DataObject) -> None:
 def test_07_the_trainer_hands_out_gradients_of_the_policy_only(policy: Policy, entropy_coef: float) -> None:
     seen: list[TokenBatch] = []
 
-    class Spy(Objective):
-        def loss(self, tokens: TokenBatch, meter: Meter) -> Tensor:
+    class Spy(PolicyLoss):
+        def __call__(self, tokens: TokenBatch, coefficients: Coefficients, meter: Meter) -> Tensor:
             seen.append(tokens)
-            return super().loss(tokens, meter)
+            return super().__call__(tokens, coefficients, meter)
 
     choices = {"preset": "grpo", "kl_coef": 0.1, "kl": "k2", "reference": "frozen", "entropy_coef": entropy_coef}
-    objective = Spy(AlgorithmConfig.model_validate(choices), 64)
+    algorithm, training = AlgorithmConfig.model_validate(choices), TrainingConfig()
+    objective = Objective(algorithm, 64)
     samples = off_policy(policy, make_samples([(0, 5, 3), (0, 5, 9), (1, 2, 4)]))
-    trainer = Trainer(policy, TrainingConfig(), temperature=0.8, entropy_grad=objective.wants_entropy_gradient)
-    for batch in (samples, [replace(s, logp_old_T=None) for s in samples]):  # one update: π_old is π_θ, detached
-        trainer.forward_backward(Batch(objective.batch(batch).samples), objective)
+    trained = Trained(PolicyGradient(policy, training, 0.8, Spy(algorithm, 64)), training, Alone(), total_updates=1)
+    without = [replace(s, columns={k: v for k, v in s.columns.items() if k != "logp_old"}) for s in samples]
+    for batch in (samples, without):  # one update: π_old is π_θ, detached
+        _, rows = pack_rows(objective.weighted(as_candidates(batch)), training, policy.device)
+        trained.forward_backward(rows, Conditions(coefficients=objective.control.coefficients))
     policy.model.zero_grad(set_to_none=True)
     assert len(seen) == 2
     for tokens in seen:
@@ -544,10 +562,10 @@ def test_10_through_the_pipeline_ppo_without_a_critic_is_reinforce_plus_plus() -
     for whiten in ("none", "tokens"):
         ppo = make_objective(preset="ppo", kl_coef=0.0, whiten=whiten)
         blank = [np.zeros(n).tolist() for n in (2, 3, 4)]
-        with_critic = ppo.advantages(with_numbers(ppo.samples(groups), value_T=blank))
+        with_critic = ppo.advantages(with_numbers(ppo.candidates(groups), value=blank))
         plain = make_objective(preset="reinforce++", kl_coef=0.0, whiten=whiten)
-        for a, b in zip(with_critic, plain.advantages(plain.samples(groups)), strict=True):
-            np.testing.assert_allclose(a.advantage_T, b.advantage_T, atol=1e-6)
+        for a, b in zip(with_critic, plain.advantages(plain.candidates(groups)), strict=True):
+            np.testing.assert_allclose(a.column("advantage"), b.column("advantage"), atol=1e-6)
         if whiten == "none":
             assert [s.column("advantage").tolist() for s in with_critic] == [[1, 1], [0, 0, 0], [0.5] * 4]
 

@@ -67,7 +67,7 @@ def test_an_impossible_token_adds_nothing_to_entropy_and_gradient(
 ) -> None:
     """Rows with a logit of -inf have the statistics of rows without that column; its gradient is 0."""
     if not compiled:
-        monkeypatch.setattr("kitae.trainer.logprobs.training_kernels", lambda device, dtype: None)
+        monkeypatch.setattr("kitae.models.logprobs.training_kernels", lambda device, dtype: None)
     torch.manual_seed(0)
     kept = torch.randn(4, 50).mul(3).to(dtype)
     targets = torch.randint(0, 50, (4,))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from kitae.algorithms.config import AlgorithmConfig
 from kitae.config.load import load_config
 from kitae.engines.base import Completion, EngineStats, Request, SamplingParams
 from kitae.engines.config import EngineConfig
@@ -19,8 +20,15 @@ from kitae.models.config import ModelConfig
 from kitae.models.exact import check
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
+from kitae.observe.meter import Meter
+from kitae.trainer.base import Column, Conditions
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.trainer import Trainer
+from kitae.trainer.forward import MicroBatch, pack_rows
+from kitae.trainer.local import LocalTrainer
+from kitae.trainer.objectives import Scored
+from kitae.trainer.ranks import Alone
+from kitae.trainer.trained import Trained
+from kitae.trainer.worker import Worker
 from kitae.types import Sample
 
 TinyPolicy = Callable[..., Policy]
@@ -57,13 +65,15 @@ def to_samples(asked: list[Request], done: list[Completion]) -> list[Sample]:
         mu = np.zeros(len(tokens), dtype=np.float32)
         mu[mask] = c.logprobs
         group, length = int(str(r.share)), len(r.prompt_tokens)
-        samples.append(Sample(group, i, tokens, length, mask, mu, np.zeros_like(tokens), 0.0, 0.0, mu + 1, mu + 1))
+        samples.append(Sample(group, i, tokens, length, mask, mu + 1, {"logp_mu": mu}))
     return samples
 
 
 def gap(policy: Policy, samples: list[Sample], **settings: Any) -> float:
-    found = Trainer(policy, TrainingConfig(**settings), temperature=TEMPERATURE).logprobs(samples)
-    return max(float(np.abs(a - s.logp_mu_T)[s.mask_T].max()) for a, s in zip(found, samples, strict=True))
+    algorithm, training = AlgorithmConfig(), TrainingConfig(**settings)
+    trainer = LocalTrainer(Worker(policy, training, algorithm, max_tokens=64, temperature=TEMPERATURE))
+    found = asyncio.run(trainer.annotate(samples, [Column.OLD]))
+    return max(float(np.abs(s.loss("logp_old") - s.loss("logp_mu")).max()) for s in found)
 
 
 def with_adapters(policy: Policy) -> Policy:
@@ -125,23 +135,19 @@ def test_gradients_are_those_of_the_plain_model(architecture: str, tiny_policy: 
     grads = []
     for exact in (True, False):
         policy = tiny_policy(architecture, exact=exact)
-        trainer = Trainer(policy, TrainingConfig(token_budget=120), temperature=TEMPERATURE, entropy_grad=True)
-        trainer.forward_backward(_batch(samples), _Objective())
+        training = TrainingConfig(token_budget=120)
+        trained = Trained(_Objective(policy, training, TEMPERATURE), training, Alone(), total_updates=1)
+        trained.forward_backward(pack_rows(samples, training, policy.device)[1], Conditions())
         grads.append({n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys() and len(grads[0]) > 10
     for name, grad in grads[0].items():
         torch.testing.assert_close(grad, grads[1][name], rtol=1e-3, atol=3e-5)
 
 
-def _batch(samples: list[Sample]) -> Any:
-    from kitae.types import Batch
-
-    return Batch(tuple(samples))
-
-
-class _Objective:
-    def loss(self, tokens: Any, meter: Any) -> torch.Tensor:
-        return -(tokens.logp_N * (1 + tokens.sample_N)).sum() + 0.1 * tokens.entropy_N.sum()  # type: ignore[no-any-return]
+class _Objective(Scored):
+    def loss(self, micro: MicroBatch, conditions: Conditions, meter: Meter) -> torch.Tensor:
+        logp_N, entropy_N = self.score(micro, entropy_grad=True)
+        return -(logp_N * (1 + micro.sample_N)).sum() + 0.1 * entropy_N.sum()
 
 
 def test_the_probe_finds_a_module_that_looks_at_its_neighbours(tiny_policy: TinyPolicy) -> None:

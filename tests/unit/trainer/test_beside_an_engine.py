@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from test_gradient import make_samples
+from workers import column_of, forward_backward, make_worker, weighted
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.objective import Objective
 from kitae.engines.base import Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
@@ -18,9 +18,8 @@ from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.models.tiny import make_tiny
+from kitae.trainer.base import Column
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.reference import Reference
-from kitae.trainer.trainer import Trainer
 
 SHAPES = [(g, 5 + 9 * g, 10 + (13 * g + 29 * i) % 40) for g in range(4) for i in range(4)]  # 480 tokens
 WHEN = ("before the trainer", "after the trainer", "having generated")
@@ -29,20 +28,20 @@ WHEN = ("before the trainer", "after the trainer", "having generated")
 def numbers(policy: Policy, when: str | None) -> list[dict[str, float]]:
     """What two updates report, with an engine beside them from some moment on, or with none."""
 
+    algorithm = AlgorithmConfig(preset="grpo")
+
     async def run() -> list[dict[str, float]]:
         engine = NativeEngine(policy, EngineConfig(memory_gb=0.01)) if when and when != WHEN[1] else None
-        trainer = Trainer(policy, TrainingConfig(lr=1e-3), temperature=1.0)
+        worker = make_worker(policy, TrainingConfig(lr=1e-3), algorithm)
         if when == WHEN[1]:
             engine = NativeEngine(policy, EngineConfig(memory_gb=0.01))
-        objective = Objective(AlgorithmConfig(preset="grpo"), 64)
-        samples = make_samples(SHAPES, gaps=True)
+        samples = weighted(make_samples(SHAPES, gaps=True), algorithm)
         found = []
         for version in (1, 2):
             if engine is not None and when == WHEN[2]:
                 asked = [Request(f"{i}", (5, 6, 7, 8 + i), SamplingParams(1.0, 8), i) for i in range(3)]
                 await asyncio.gather(*(engine.generate(r) for r in asked))
-            metrics = trainer.forward_backward(objective.batch(samples), objective, version=version)
-            metrics |= trainer.optim_step()
+            metrics = (forward_backward(worker, samples, version) + worker.optim_step()).numbers()
             found.append({key: metrics[key] for key in ("loss", "grad_norm", "entropy", "ratio", "logp_gap")})
             if engine is not None:
                 await engine.update_weights(WeightUpdate(version))
@@ -89,11 +88,9 @@ def test_an_engine_changes_no_bit(architecture: str, settings: dict[str, Any], l
 def test_a_copy_computes_what_the_policy_does(architecture: str, loaded: Callable[..., Policy]) -> None:
     """The reference starts as the policy: no KL, to the last bit."""
     policy = loaded(architecture)
-    training = TrainingConfig()
-    reference = Reference(policy, AlgorithmConfig(kl_coef=0.1, reference="frozen"), training, 1.0)
+    worker = make_worker(policy, algorithm=AlgorithmConfig(kl_coef=0.1, reference="frozen"), reference=True)
     samples = make_samples(SHAPES)
     engine = NativeEngine(policy, EngineConfig(memory_gb=0.01))
     asyncio.run(engine.close())
-    mine = Trainer(policy, training, temperature=1.0).logprobs(samples)
-    theirs = reference.logprobs(samples)
+    mine, theirs = (column_of(worker, samples, column) for column in (Column.OLD, Column.REFERENCE))
     assert all((torch.from_numpy(a) == torch.from_numpy(b)).all() for a, b in zip(mine, theirs, strict=True))

@@ -1,7 +1,6 @@
 """The gradient of a step: equal to plain autograd, and independent of how the step is cut."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
+from workers import column_of, forward_backward, make_worker, weighted
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.objective import Objective
+from kitae.algorithms.control import Control
 from kitae.models.policy import Policy
 from kitae.models.tiny import ARCHITECTURES
+from kitae.trainer.base import Role
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.trainer import Trainer
 from kitae.types import Sample
 
 TinyPolicy = Callable[..., Policy]
@@ -37,9 +37,9 @@ def make_samples(shapes: list[tuple[int, int, int]], seed: int = 0, gaps: bool =
             mask[prompt + 1 : prompt + 3] = False
         mu = np.where(mask, rng.normal(-5, 0.3, len(tokens)), 0).astype(np.float32)
         advantage = np.where(mask, rng.normal(), 0).astype(np.float32)
-        versions = np.zeros(len(tokens), dtype=np.int64)
         blank = np.zeros(len(tokens), dtype=np.float32)
-        samples.append(Sample(group, index, tokens, prompt, mask, mu, versions, 0.0, 0.0, advantage, blank))
+        columns = {"logp_mu": mu, "version": blank, "score": blank, "advantage": advantage}
+        samples.append(Sample(group, index, tokens, prompt, mask, blank, columns))
     return samples
 
 
@@ -47,11 +47,8 @@ def gradient(
     policy: Policy, samples: list[Sample], algorithm: AlgorithmConfig, **config: Any
 ) -> dict[str, torch.Tensor]:
     policy.model.zero_grad(set_to_none=True)
-    objective = Objective(algorithm, 64)
-    trainer = Trainer(
-        policy, TrainingConfig(**config), temperature=TEMPERATURE, entropy_grad=bool(algorithm.entropy_coef)
-    )
-    trainer.forward_backward(objective.batch(samples), objective)
+    worker = make_worker(policy, TrainingConfig(**config), algorithm, temperature=TEMPERATURE)
+    forward_backward(worker, weighted(samples, algorithm), coefficients=Control(algorithm).coefficients)
     found = {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
     assert found
     return found
@@ -75,21 +72,21 @@ def test_logprobs_and_gradient_equal_plain_autograd(
     algorithm = AlgorithmConfig(preset="grpo", entropy_coef=0.01)
     policy = tiny_policy(architecture)
     got = gradient(policy, samples, algorithm)
-    ours = Trainer(policy, TrainingConfig(), temperature=TEMPERATURE).logprobs(samples)
+    ours = column_of(make_worker(policy, temperature=TEMPERATURE), samples)
 
     model = AutoModelForCausalLM.from_pretrained(
         tiny_folder(architecture), dtype=torch.float32, attn_implementation="eager"
     )
     total = torch.zeros(())
-    for s, weighted, logp_T in zip(samples, Objective(algorithm, 64).batch(samples).samples, ours, strict=True):
+    for s, logp_T in zip(weighted(samples, algorithm), ours, strict=True):
         logp_all = torch.log_softmax(model(torch.tensor(s.tokens_T[None])).logits[0, :-1] / TEMPERATURE, -1)
         mask = torch.tensor(s.mask_T[1:])
         logp = logp_all.gather(1, torch.tensor(s.tokens_T[1:, None]))[:, 0]
         torch.testing.assert_close(torch.tensor(logp_T[1:])[mask], logp.detach()[mask], atol=1e-4, rtol=0)
         entropy = -(logp_all.exp() * logp_all).sum(-1)
-        correction = (logp.detach() - torch.tensor(s.logp_mu_T[1:])).exp().clamp(max=2.0)
-        loss = -torch.tensor(s.advantage_T[1:]) * (logp - logp.detach()).exp() * correction - 0.01 * entropy
-        total = total + (loss * torch.tensor(weighted.weight_T[1:]))[mask].sum()
+        correction = (logp.detach() - torch.tensor(s.columns["logp_mu"][1:])).exp().clamp(max=2.0)
+        loss = -torch.tensor(s.columns["advantage"][1:]) * (logp - logp.detach()).exp() * correction - 0.01 * entropy
+        total = total + (loss * torch.tensor(s.weight_T[1:]))[mask].sum()
     total.backward()
     assert_same(got, {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
 
@@ -126,12 +123,12 @@ def test_old_logprobs_make_the_ratio(tiny_policy: TinyPolicy) -> None:
     """With stored old log-probs far away, clipped tokens lose their gradient."""
     policy = tiny_policy()
     samples = make_samples([(0, 4, 5), (0, 4, 6)])
-    logp = Trainer(policy, TrainingConfig(), temperature=TEMPERATURE).logprobs(samples)
-    positive = [replace(s, advantage_T=np.where(s.mask_T, np.float32(1), np.float32(0))) for s in samples]
-    far = [replace(s, logp_old_T=old - 1.0) for s, old in zip(positive, logp, strict=True)]  # ratio e > 1.2
+    logp = column_of(make_worker(policy, temperature=TEMPERATURE), samples)
+    positive = [s.with_columns(advantage=s.spread(np.float32(1))) for s in samples]
+    far = [s.with_columns(logp_old=old - 1.0) for s, old in zip(positive, logp, strict=True)]  # ratio e > 1.2
     for name, grad in gradient(policy, far, AlgorithmConfig(preset="grpo")).items():
         assert not grad.any(), name
-    near = [replace(s, logp_old_T=old) for s, old in zip(positive, logp, strict=True)]
+    near = [s.with_columns(logp_old=old) for s, old in zip(positive, logp, strict=True)]
     assert_same(
         gradient(policy, near, AlgorithmConfig(preset="grpo")),
         gradient(policy, positive, AlgorithmConfig(preset="grpo")),
@@ -152,11 +149,11 @@ def test_bfloat16_gradients_are_as_close_to_fp32_as_those_of_plain_torch(
 
     def error(fuse: bool) -> float:
         policy = tiny_policy(architecture, dtype="bfloat16", fuse=fuse)
-        objective = Objective(algorithm, 64)
-        trainer = Trainer(policy, TrainingConfig(token_budget=60), temperature=TEMPERATURE)
-        trainer.forward_backward(objective.batch(samples), objective)
-        masters = dict(zip(trainer.optimizer.names, trainer.optimizer.masters, strict=True))
-        assert all(p.grad is None for p in trainer.optimizer.parameters)
+        worker = make_worker(policy, TrainingConfig(token_budget=60), algorithm, temperature=TEMPERATURE)
+        forward_backward(worker, weighted(samples, algorithm))
+        optimizer = worker.trained[Role.POLICY].optimizer
+        masters = dict(zip(optimizer.names, optimizer.masters, strict=True))
+        assert all(p.grad is None for p in optimizer.parameters)
         assert masters.keys() == expected.keys()
         gaps = [(m.grad - expected[n]).pow(2).sum() for n, m in masters.items() if m.grad is not None]
         return float((torch.stack(gaps).sum() / sum(g.pow(2).sum() for g in expected.values())).sqrt())

@@ -1,9 +1,8 @@
-"""What surrounds the trainer: the reference, the critic, and the order in which a step of learning uses them."""
+"""What surrounds the policy: the reference, the critic, and the order in which a step of learning uses them."""
 
 import asyncio
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +10,26 @@ import numpy as np
 import pytest
 import torch
 from test_gradient import SHAPES, make_samples
+from workers import column_of, forward_backward, make_worker
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.objective import Objective
+from kitae.algorithms.control import Control
+from kitae.algorithms.groups import GroupStages
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
+from kitae.models.scalar import ScalarModel
+from kitae.trainer.base import Column, Role
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.critic import Critic, value_loss
-from kitae.trainer.learner import Learner
+from kitae.trainer.forward import pack_rows
+from kitae.trainer.learner import Learner, Learnt
+from kitae.trainer.local import LocalTrainer
+from kitae.trainer.objectives import value_loss
 from kitae.trainer.reference import Reference
-from kitae.trainer.trainer import Trainer
-from kitae.types import Batch, Group, Message, Prompt, Rollout, Sample, Score, Segment
+from kitae.trainer.trained import outputs
+from kitae.trainer.worker import Worker
+from kitae.types import FloatArray, Group, Message, Prompt, Rollout, Sample, Score, Segment
 
 TinyPolicy = Callable[..., Policy]
 TRAINING = TrainingConfig(steps=10, lr=1e-2)
@@ -41,16 +47,22 @@ def reference_of(policy: Policy, **choices: Any) -> Reference:
     return Reference(policy, algorithm, TRAINING, temperature=1.0)
 
 
+def scores(reference: Reference, samples: list[Sample]) -> list[FloatArray]:
+    """Log-probs of the loss tokens under the reference, row by row."""
+    return outputs(reference.scores, pack_rows(samples, TRAINING, reference.scores.policy.device)[1])
+
+
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 4}], ids=["copy", "adapters"])
 def test_a_frozen_reference_stays_the_initial_model(settings: dict[str, Any], tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy(**settings)
     samples = make_samples(SHAPES)
-    trainer = Trainer(policy, TRAINING, temperature=1.0)
-    reference = reference_of(policy)
-    before = trainer.logprobs(samples)
+    algorithm = AlgorithmConfig(kl_coef=0.1, reference="frozen")
+    worker = make_worker(policy, TRAINING, algorithm, reference=True)
+    before = column_of(worker, samples)
     move(policy)
-    reference.finish_step(400)
-    for initial, held, moved in zip(before, reference.logprobs(samples), trainer.logprobs(samples), strict=True):
+    worker.finish_step(400)
+    after = column_of(worker, samples, Column.REFERENCE), column_of(worker, samples)
+    for initial, held, moved in zip(before, *after, strict=True):
         np.testing.assert_allclose(held, initial, atol=1e-5)
         assert np.abs(moved - initial).max() > 1e-3
 
@@ -77,7 +89,7 @@ def test_the_reference_is_computed_while_the_engine_samples(settings: dict[str, 
 
         def keep_computing() -> None:
             while not ended.is_set():
-                reference.logprobs(samples)
+                scores(reference, samples)
 
         computing = asyncio.create_task(asyncio.to_thread(keep_computing))
         sampling = SamplingParams(max_tokens=200)
@@ -114,37 +126,45 @@ def test_a_reference_that_moves(tiny_policy: TinyPolicy, tmp_path: Path) -> None
         torch.testing.assert_close(a, b)
 
 
-def with_values(samples: list[Sample], target: float) -> Batch:
-    def laid_out(s: Sample, value: float) -> Any:
-        return np.where(s.mask_T, np.float32(value), np.float32(0))
+def with_values(samples: list[Sample], target: float) -> list[Sample]:
+    """What a critic learns from: old values of 0 and these returns, averaged over all tokens."""
+    columns = {"value": 0.0, "return": target, "value_weight": 1 / sum(s.loss_tokens for s in samples)}
+    return [s.with_columns(**{n: s.spread(np.float32(x)) for n, x in columns.items()}) for s in samples]
 
-    return Batch(tuple(replace(s, value_T=laid_out(s, 0.0), return_T=laid_out(s, target)) for s in samples))
+
+def critic_of(
+    policy: Policy, critic: Policy, training: TrainingConfig = TRAINING, *, lr: float = 1e-2, clip: float = 0.0
+) -> Worker:
+    algorithm = AlgorithmConfig(preset="ppo", kl_coef=0.0, critic_lr=lr, critic_clip=clip)
+    return make_worker(policy, training, algorithm, critic=ScalarModel(critic))
 
 
 def test_the_critic_starts_at_zero_and_learns_returns(tiny_policy: TinyPolicy, tmp_path: Path) -> None:
     samples = make_samples(SHAPES, gaps=True)
-    critic = Critic(tiny_policy(), TRAINING, lr=1e-2, clip=0.0)
-    assert all((v == 0).all() for v in critic.values(samples))
+    worker = critic_of(tiny_policy(), tiny_policy())
+    assert all((v == 0).all() for v in column_of(worker, samples, Column.VALUE))
     for _ in range(25):
-        critic.forward_backward(with_values(samples, 0.7))
-        critic.optim_step()
-    for s, values in zip(samples, critic.values(samples), strict=True):
+        forward_backward(worker, with_values(samples, 0.7), roles=[Role.CRITIC])
+        worker.optim_step()
+    for s, values in zip(samples, column_of(worker, samples, Column.VALUE), strict=True):
         np.testing.assert_allclose(values[s.mask_T], 0.7, atol=0.1)
         assert (values[~s.mask_T] == 0).all()
-    critic.save_state(tmp_path)
-    fresh = Critic(tiny_policy(), TRAINING, lr=1e-2, clip=0.0)
-    fresh.load_state(tmp_path, 25)
-    for a, b in zip(fresh.values(samples), critic.values(samples), strict=True):
+    worker.save(tmp_path)
+    fresh = critic_of(tiny_policy(), tiny_policy())
+    fresh.load(tmp_path)
+    assert (fresh.trained[Role.CRITIC].optimizer.updates, fresh.updates) == (25, 0)
+    for a, b in zip(*(column_of(w, samples, Column.VALUE) for w in (fresh, worker)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 def test_the_critics_gradient_does_not_depend_on_the_cut(tiny_policy: TinyPolicy) -> None:
-    batch = with_values(make_samples(SHAPES), 0.7)
+    samples = with_values(make_samples(SHAPES), 0.7)
     found = []
     for budget, share in ((10_000, True), (40, False)):
-        critic = Critic(tiny_policy(), TrainingConfig(token_budget=budget, share_prompts=share), lr=1e-2, clip=0.2)
-        critic.forward_backward(batch)
-        found.append([p.grad for p in critic.optimizer.masters])
+        training = TrainingConfig(token_budget=budget, share_prompts=share)
+        worker = critic_of(tiny_policy(), tiny_policy(), training, clip=0.2)
+        forward_backward(worker, samples, roles=[Role.CRITIC])
+        found.append([p.grad for p in worker.trained[Role.CRITIC].optimizer.masters])
     assert any(g is not None and g.abs().max() > 0 for g in found[0])
     for a, b in zip(*found, strict=True):
         if a is not None and b is not None:
@@ -175,54 +195,63 @@ def some_groups(count: int = 4) -> list[Group]:
     ]
 
 
-def make(policy: Policy, training: TrainingConfig, critic: Critic | None = None, **choices: Any) -> Learner:
-    objective = Objective(AlgorithmConfig(**choices), 8)
-    reference = Reference(policy, objective.config, training, 1.0) if objective.wants_reference else None
-    trainer = Trainer(policy, training, temperature=1.0, entropy_grad=objective.wants_entropy_gradient)
-    return Learner(trainer, objective, 0, reference, critic)
+def make(policy: Policy, training: TrainingConfig, critic: Policy | None = None, **choices: Any) -> Learner:
+    algorithm = AlgorithmConfig(**choices)
+    groups = GroupStages(algorithm, 8)
+    values = None if critic is None else ScalarModel(critic)
+    worker = make_worker(policy, training, algorithm, reference=groups.wants_reference, critic=values)
+    return Learner(LocalTrainer(worker), groups, Control(algorithm), training, seed=0)
+
+
+def learn(learner: Learner, step: int, groups: list[Group] | None = None) -> Learnt:
+    return asyncio.run(learner.learn(step, some_groups() if groups is None else groups))
 
 
 def test_a_step_counts_its_updates_and_measures(tiny_policy: TinyPolicy) -> None:
     learner = make(tiny_policy(), TrainingConfig(steps=10, minibatches=2, epochs=2, lr=1e-3))
-    metrics = learner.learn(1, some_groups())
-    assert metrics["updates"] == 4 and learner.updates == 4
-    assert metrics["samples_trained"] == 12
-    assert metrics["ratio_max"] > 1.0 and metrics["clip_low"] >= 0
+    learnt = learn(learner, 1)
+    assert learnt.updates == 4 and learner.updates == 4
+    assert learnt.samples == 12
+    assert learnt.numbers["ratio_max"] > 1.0 and learnt.numbers["clip_low"] >= 0
 
 
 def test_no_samples_no_update(tiny_policy: TinyPolicy) -> None:
     learner = make(tiny_policy(), TRAINING, preset="raft", correct_above=2.0)
-    assert learner.learn(1, some_groups())["updates"] == 0
+    assert learn(learner, 1).updates == 0
     assert learner.updates == 0
 
 
 def test_rejected_samples_are_not_even_computed(tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = make(tiny_policy(), TrainingConfig(steps=10, epochs=2), preset="raft++")
-    asked: list[int] = []
-    logprobs = learner.trainer.logprobs
-    monkeypatch.setattr(learner.trainer, "logprobs", lambda samples: asked.append(len(samples)) or logprobs(samples))
-    assert learner.learn(1, some_groups())["samples_trained"] == 4
-    assert asked == [4]
+    asked: list[tuple[int, Any]] = []
+    annotate = learner.trainer.annotate
+
+    async def spy(samples: Any, columns: Any) -> list[Sample]:
+        asked.append((len(samples), columns))
+        return await annotate(samples, columns)
+
+    monkeypatch.setattr(learner.trainer, "annotate", spy)
+    assert learn(learner, 1).samples == 4
+    assert asked == [(4, [Column.OLD])]
 
 
 def test_the_critic_warms_up_while_the_policy_stands_still(tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy()
-    critic = Critic(tiny_policy(), TRAINING, lr=1e-2, clip=0.5, warmup=1)
-    choices = {"preset": "ppo", "kl_coef": 0.0}
-    learner = make(policy, TRAINING, critic, **choices)
+    choices = {"preset": "ppo", "kl_coef": 0.0, "critic_lr": 1e-2, "critic_clip": 0.5, "critic_warmup": 1}
+    learner = make(policy, TRAINING, tiny_policy(), **choices)
     before = [p.detach().clone() for p in policy.model.parameters()]
-    metrics = learner.learn(1, some_groups())
-    assert metrics["value_loss"] > 0 and "loss" not in metrics
+    numbers = learn(learner, 1).numbers
+    assert numbers["value_loss"] > 0 and "loss" not in numbers
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
-    assert "loss" in learner.learn(2, some_groups())
+    assert "loss" in learn(learner, 2).numbers
     assert any(not torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
 
 
 def test_an_estimate_replaces_the_extra_forward_pass(tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     learner = make(tiny_policy(), TrainingConfig(steps=10, epochs=2), anchor="interpolated")
-    monkeypatch.setattr(learner.trainer, "logprobs", None)
-    metrics = learner.learn(3, some_groups())
-    assert metrics["updates"] == 2 and metrics["logp_gap_max"] > 0
+    monkeypatch.setattr(learner.trainer, "annotate", None)
+    learnt = learn(learner, 3)
+    assert learnt.updates == 2 and learnt.numbers["logp_gap_max"] > 0
 
 
 def test_learning_state_round_trip(tiny_policy: TinyPolicy, tmp_path: Path) -> None:
@@ -232,13 +261,15 @@ def test_learning_state_round_trip(tiny_policy: TinyPolicy, tmp_path: Path) -> N
     }  # fmt: skip
     learner = make(tiny_policy(), TRAINING, **choices)
     for step in (1, 2):
-        learner.learn(step, some_groups())
-    learner.save_state(tmp_path)
+        learn(learner, step)
+    asyncio.run(learner.save(tmp_path, learner.state()))
     fresh = make(tiny_policy(), TRAINING, **choices)
-    fresh.load_state(tmp_path, learner.updates)
-    assert fresh.objective.state() == learner.objective.state()
-    assert fresh.objective.state()["entropy_coef"] > 0 and fresh.objective.kl_coef != 0.1
-    a, b = learner.learn(3, some_groups()), fresh.learn(3, some_groups())
+    asyncio.run(fresh.load(tmp_path))
+    assert fresh.updates == learner.updates == 2
+    assert fresh.state() == learner.state()
+    coefficients = fresh.control.coefficients
+    assert coefficients.entropy > 0 and coefficients.kl != 0.1 and fresh.groups.reward_moments.count > 0
+    a, b = learn(learner, 3).numbers, learn(fresh, 3).numbers
     for key in ("loss", "kl_k1", "kl_coef", "entropy_coef", "grad_norm"):
         assert a[key] == pytest.approx(b[key], abs=1e-5), key
 
@@ -251,5 +282,6 @@ def test_a_loss_that_is_no_number_leaves_the_weights_alone(tiny_policy: TinyPoli
     policy = tiny_policy()
     before = [p.detach().clone() for p in policy.model.parameters()]
     learner = make(policy, TRAINING, gate=f"{tmp_path / 'bad.py'}:gate")
-    assert learner.learn(1, some_groups())["skipped_updates"] == 1
+    learnt = learn(learner, 1)
+    assert learnt.skipped == 1 and learnt.numbers["skipped_updates"] == 1
     assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))

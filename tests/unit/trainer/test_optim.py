@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from workers import make_worker
 
+from kitae.data.packing import Row
 from kitae.models.policy import Policy
+from kitae.trainer.base import Conditions, Role
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.optim import Optimizer, learning_rate
-from kitae.trainer.trainer import Trainer
+from kitae.trainer.worker import Worker
 
 
 def test_schedules() -> None:
@@ -46,26 +49,29 @@ def test_clipping_and_non_finite_gradients() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     optimizer = Optimizer([("w", parameter)], TrainingConfig(lr=1e-2, clip_norm=1.0), 10)
     parameter.grad = torch.full((4,), 100.0)
-    assert optimizer.step()["grad_norm"] == pytest.approx(200.0)
+    assert optimizer.step().norm == pytest.approx(200.0)
     before = parameter.detach().clone()
     parameter.grad = torch.full((4,), float("nan"))
-    assert optimizer.step()["skipped_updates"] == 1.0
+    assert not optimizer.step().applied
     assert torch.equal(parameter, before)
 
 
 def test_state_round_trip(tiny_policy: Callable[..., Policy], tmp_path: Path) -> None:
     """A loaded trainer continues exactly as the saved one would have."""
 
-    def step(trainer: Trainer) -> None:
-        for p in trainer.optimizer.parameters:
+    def step(worker: Worker) -> None:
+        worker.forward_backward([Row.empty()], Conditions(), [Role.POLICY])
+        for p in worker.policy.model.parameters():
             p.grad = torch.ones_like(p)
-        trainer.optim_step()
+        assert worker.optim_step().numbers()["skipped_updates"] == 0
 
-    first = Trainer(tiny_policy(), TrainingConfig(lr=1e-3, schedule="linear", steps=9), temperature=1.0)
+    training = TrainingConfig(lr=1e-3, schedule="linear", steps=9)
+    first = make_worker(tiny_policy(), training)
     step(first), step(first)
-    first.save_state(tmp_path)
-    second = Trainer(tiny_policy(), TrainingConfig(lr=1e-3, schedule="linear", steps=9), temperature=1.0)
-    second.load_state(tmp_path, updates=2)
+    first.save(tmp_path)
+    second = make_worker(tiny_policy(), training)
+    second.load(tmp_path)
+    assert second.updates == 2
     step(first), step(second)
-    for a, b in zip(first.optimizer.parameters, second.optimizer.parameters, strict=True):
+    for a, b in zip(first.policy.model.parameters(), second.policy.model.parameters(), strict=True):
         assert torch.equal(a, b)
