@@ -37,9 +37,9 @@ from kitae.observe import timeline
 from kitae.observe.observer import Silent
 from kitae.pipeline.prepare import prepare
 from kitae.pipeline.session import train
-from kitae.pipeline.simulate import Hardware, Schedule, Times, Work, simulate
 from kitae.store.journal import Journal
 from kitae.store.run import Metrics, RunStore
+from kitae.study.simulate import Hardware, Schedule, Times, Work, simulate
 
 PUBLISHED = 46_100  # tokens/s: docs/performance.md, log-normal lengths of 16 to 2,048
 

@@ -6,11 +6,11 @@ from kitae.cli.text import as_size, as_time, table
 from kitae.config.root import RLConfig
 
 if TYPE_CHECKING:
-    from kitae.pipeline.estimate import Estimate, Range
+    from kitae.study.estimate import Estimate, Range
 
 
 def preview(config: RLConfig, full: bool) -> None:
-    from kitae.pipeline.estimate import estimate
+    from kitae.study.estimate import estimate
 
     print(summary(config))
     print(describe(config, estimate(config)))

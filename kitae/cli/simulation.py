@@ -15,7 +15,7 @@ from kitae.errors import ConfigError
 from kitae.plugins import nearest
 
 if TYPE_CHECKING:
-    from kitae.pipeline.simulate import LogNormal, Schedule, Steady, Times
+    from kitae.study.simulate import LogNormal, Schedule, Steady, Times
 
 _TAIL = 8  # the cap of lengths over their median, unless they are given
 
@@ -43,7 +43,7 @@ def simulate(
     if lengths is None:
         lengths = f"lognormal:median={max(1, most // _TAIL)}"
     from kitae.config.load import override_config
-    from kitae.pipeline.simulate import Work, study
+    from kitae.study.simulate import Work, study
 
     gc.freeze()  # what was imported stays: looking at it again and again would take a quarter of the time
     drawn = parse_lengths(lengths, most)
@@ -87,7 +87,7 @@ def whole_numbers(option: str, text: str, *, least: int) -> list[int]:
 
 def parse_lengths(text: str, cap: int) -> "LogNormal":
     """`lognormal:median=512,max=8x`, `lognormal:median=512,sigma=1` (capped at `cap`) or `constant:512`."""
-    from kitae.pipeline.simulate import LogNormal
+    from kitae.study.simulate import LogNormal
 
     kind, _, rest = text.partition(":")
     if kind == "constant":
@@ -114,7 +114,7 @@ def parse_lengths(text: str, cap: int) -> "LogNormal":
 
 def parse_times(text: str) -> "Times":
     """`train=25000,sync=2` → those, and the defaults for the others."""
-    from kitae.pipeline.simulate import Times
+    from kitae.study.simulate import Times
 
     given = _pairs("--times", text, [field.name for field in fields(Times)]) if text else {}
     rates = ("prefill", "train", "life")  # the others are seconds, and may be 0
@@ -205,7 +205,7 @@ def _row(o: "Steady") -> str:
 
 def _draw(schedule: "Schedule", target: Path) -> None:
     from kitae.observe.timeline import draw
-    from kitae.pipeline.simulate import simulate as run
+    from kitae.study.simulate import simulate as run
 
     hardware, bound = schedule.hardware, schedule.config.pipeline.max_staleness
     with tempfile.TemporaryDirectory() as scratch:

@@ -24,7 +24,7 @@ CHUNK = 500
 """Entries that are made under one seed: some data sets have no more."""
 
 
-class Entry(TypedDict):
+class GymEntry(TypedDict):
     """One puzzle: `{"question": "1 + 1 = ?", "answer": "2", "metadata": {…}}`."""
 
     question: str
@@ -35,9 +35,9 @@ class Entry(TypedDict):
 class Dataset(Protocol):
     """A data set of reasoning-gym, as far as it is used here."""
 
-    def __getitem__(self, index: int) -> Entry: ...
+    def __getitem__(self, index: int) -> GymEntry: ...
 
-    def score_answer(self, answer: str, entry: Entry) -> float: ...
+    def score_answer(self, answer: str, entry: GymEntry) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Origin:
         found = f"{context.get('gym')!r}"[:200]
         raise DataError(f"context['gym'] must hold dataset, config, seed and index, got {found}")
 
-    def entry(self) -> Entry:
+    def entry(self) -> GymEntry:
         return gym_dataset(self.dataset, self.config, self.seed)[self.index]
 
 

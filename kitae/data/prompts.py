@@ -108,7 +108,7 @@ class File(NamedTuple):
     name: str
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     """`number` is the line of a JSONL file or the row of a Parquet file, counted from 1."""
 
     file: File
@@ -194,8 +194,8 @@ def _hub_files(config: DataConfig, pattern: str) -> list[File]:
     return [File(folder / name, name) for name in names]
 
 
-def _read_rows(file: File) -> Iterator[Row | DataError]:
-    readers: dict[str, Callable[[File], Iterator[Row | DataError]]] = {
+def _read_rows(file: File) -> Iterator[DataRow | DataError]:
+    readers: dict[str, Callable[[File], Iterator[DataRow | DataError]]] = {
         ".jsonl": _read_jsonl,
         ".json": _read_json,
         ".parquet": _read_parquet,
@@ -205,14 +205,14 @@ def _read_rows(file: File) -> Iterator[Row | DataError]:
     return readers[file.path.suffix](file)
 
 
-def _read_jsonl(file: File) -> Iterator[Row | DataError]:
+def _read_jsonl(file: File) -> Iterator[DataRow | DataError]:
     """Lines that are no row come as what is wrong with them."""
     try:
         with file.path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.isspace():
                     try:
-                        yield Row(file, number, _parse(file, number, line))
+                        yield DataRow(file, number, _parse(file, number, line))
                     except DataError as error:
                         yield error
     except (OSError, UnicodeDecodeError) as error:
@@ -229,17 +229,17 @@ def _parse(file: File, number: int, line: str) -> dict[str, Any]:
     return values
 
 
-def _read_json(file: File) -> Iterator[Row | DataError]:
+def _read_json(file: File) -> Iterator[DataRow | DataError]:
     try:
         rows = json.loads(file.path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {file.path}: {error}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise DataError(f"{file.path}: a .json file must hold a list of objects; one object per line is a .jsonl file")
-    return (Row(file, number, values) for number, values in enumerate(rows, start=1))
+    return (DataRow(file, number, values) for number, values in enumerate(rows, start=1))
 
 
-def _read_parquet(file: File) -> Iterator[Row | DataError]:
+def _read_parquet(file: File) -> Iterator[DataRow | DataError]:
     import pyarrow
     import pyarrow.parquet
 
@@ -247,7 +247,7 @@ def _read_parquet(file: File) -> Iterator[Row | DataError]:
         rows = pyarrow.parquet.ParquetFile(file.path).read().to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"cannot read {file.path}: {error}") from error
-    return (Row(file, number, _as_json(values)) for number, values in enumerate(rows, start=1))
+    return (DataRow(file, number, _as_json(values)) for number, values in enumerate(rows, start=1))
 
 
 def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,7 +263,7 @@ def _as_text(value: Any) -> str:
     return value.isoformat() if isinstance(value, date | time) else str(value)
 
 
-def _row_prompt(config: DataConfig, reader: Reader, row: Row) -> Prompt:
+def _row_prompt(config: DataConfig, reader: Reader, row: DataRow) -> Prompt:
     """The question as text and the other columns become the verifier's context, but for the answer's."""
     where = f"{row.file.path}:{row.number}"
     try:

@@ -26,7 +26,7 @@ class Environment(Protocol):
     """A single-use episode: `start` once, `step` after each turn that the model ended itself until one is done, `close`
     always and last.
 
-    **Failures.** A call that raises, takes longer than `Limits.seconds` (its coroutine is then cancelled), or returns
+    **Failures.** A call that raises, takes longer than its limit (its coroutine is then cancelled), or returns
     something else than it should costs its own episode, never the group or the run: it is counted as an error, and not
     trained on. What fails in `close` changes nothing any more and is only noted beside the verdict. A call that blocks
     the event loop cannot be ended: whatever takes long must be awaited.
@@ -47,8 +47,8 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """How far an episode may go: `Limits(turns=8, seconds=30, tokens=2048, context=32_768)`.
+class EpisodeLimits:
+    """How far an episode may go: `EpisodeLimits(turns=8, seconds=30, tokens=2048, context=32_768)`.
 
     turns: of the model, at most; one that needs more is cut off, with finish "length".
     seconds: for each call of the environment.

@@ -20,7 +20,7 @@ from kitae.clock import now
 from kitae.data.chat import Chat, as_dict
 from kitae.engines.base import Completion, Engine, Request, Sampled, SamplingParams
 from kitae.engines.native.sampler import stream_seed
-from kitae.envs.base import Environment, Limits, Observation
+from kitae.envs.base import Environment, EpisodeLimits, Observation
 from kitae.errors import DataError, EngineError, Interrupted, RequestError, StalledError, StoreError, root_cause
 from kitae.store.journal import Journal
 from kitae.types import GREEDY, Chain, FinishReason, Group, Message, Prompt, Rollout, Score, Segment, Status
@@ -69,7 +69,7 @@ class Episodes:
     sampling: SamplingParams
     seed: int
     label: str = "train"
-    limits: Limits = field(default_factory=Limits)
+    limits: EpisodeLimits = field(default_factory=EpisodeLimits)
     span: Callable[[str, float, float], None] = lambda part, start, end: None
     waiting: Callable[[str, str], AbstractContextManager[None]] = lambda what, which: nullcontext()
     running: Running = field(default_factory=Running)

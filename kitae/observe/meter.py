@@ -32,17 +32,17 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """`Entry(Kind.MEAN, (48.0, 120.0))`: what is enough to go on adding."""
+class Sum:
+    """`Sum(Kind.MEAN, (48.0, 120.0))`: what is enough to go on adding."""
 
     kind: Kind
     sums: tuple[float, ...]
 
-    def __add__(self, other: Entry) -> Entry:
+    def __add__(self, other: Sum) -> Sum:
         assert self.kind is other.kind, f"{self.kind} is not added to {other.kind}"
         if self.kind is Kind.MAX:
-            return Entry(self.kind, (_largest(self.sums[0], other.sums[0]),))
-        return Entry(self.kind, tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)))
+            return Sum(self.kind, (_largest(self.sums[0], other.sums[0]),))
+        return Sum(self.kind, tuple(a + b for a, b in zip(self.sums, other.sums, strict=True)))
 
     @property
     def value(self) -> float | None:
@@ -64,12 +64,12 @@ class Entry:
 class Totals:
     """Numbers that can still be added to others."""
 
-    entries: Mapping[Key, Entry] = field(default_factory=dict)
+    entries: Mapping[Key, Sum] = field(default_factory=dict)
 
     @staticmethod
     def of(kind: Kind, **values: float) -> Totals:
         """`Totals.of(Kind.COUNT, skipped_updates=1)`; of kinds that one number makes."""
-        return Totals({name: Entry(kind, (float(value),)) for name, value in values.items()})
+        return Totals({name: Sum(kind, (float(value),)) for name, value in values.items()})
 
     def __add__(self, other: Totals) -> Totals:
         mine = dict(self.entries)
@@ -88,14 +88,14 @@ class Totals:
 
 def average(updates: Iterable[Totals]) -> Totals:
     """The numbers of a step from those of its updates, each of which counts once, however large it was."""
-    gathered: dict[Key, list[Entry]] = {}
+    gathered: dict[Key, list[Sum]] = {}
     for totals in updates:
         for key, entry in totals.entries.items():
             gathered.setdefault(key, []).append(entry)
     return Totals({key: _average(entries) for key, entries in gathered.items()})
 
 
-def _average(entries: list[Entry]) -> Entry:
+def _average(entries: list[Sum]) -> Sum:
     kind = entries[0].kind
     if kind in (Kind.COUNT, Kind.MAX):
         total = entries[0]
@@ -103,7 +103,7 @@ def _average(entries: list[Entry]) -> Entry:
             total += entry
         return total
     values = [value for entry in entries if (value := entry.value) is not None]
-    return Entry(Kind.MEAN, (sum(values), float(len(values))))
+    return Sum(Kind.MEAN, (sum(values), float(len(values))))
 
 
 class Meter:
@@ -136,11 +136,11 @@ class Meter:
         self._entries.append((Kind.SIZE, name, (total, squares, count)))
 
     def totals(self) -> Totals:
-        found: dict[Key, Entry] = {}
+        found: dict[Key, Sum] = {}
         numbers = iter(_fetch([number for _, _, group in self._entries for number in group]))
         for i, (kind, name, group) in enumerate(self._entries):
             first, *rest = (next(numbers) for _ in group)
-            entry = Entry(kind, (first * rest[0] if i in self._means else first, *rest))
+            entry = Sum(kind, (first * rest[0] if i in self._means else first, *rest))
             found[name] = found[name] + entry if name in found else entry
         return Totals(found)
 

@@ -8,10 +8,10 @@ Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class BatchStats:
     """What was sampled for a step, dropped groups included: the reward curve must not depend on the filter.
 
-    `Sampled(reward=0.4, reward_std=0.5, length=31.0, rollouts=64, groups=8, …)`; components: means of those of scores.
+    `BatchStats(reward=0.4, reward_std=0.5, length=31.0, rollouts=64, groups=8, …)`; components: their means.
     """
 
     reward: float | None
@@ -68,8 +68,8 @@ PARTS = ("wait", "annotate", "train", "hold", "update", "sync", "save", "evaluat
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """Where the seconds between two steps went: `Times(step=3.0, parts={"wait": 1.1, "train": 1.4, …})`.
+class Lap:
+    """Where the seconds between two steps went: `Lap(step=3.0, parts={"wait": 1.1, "train": 1.4, …})`.
 
     Parts add up to `step`, with what is left as `other`. wait: for a batch; annotate, train, update: the trainer's
     work; hold: until the engine stood still, and what must end before an update. sync: until the engine served the new
@@ -95,10 +95,10 @@ class StepReport:
     """All of it. numbers: what the trainer measured; sync: what handing over the weights took."""
 
     step: int
-    sampled: Sampled
+    sampled: BatchStats
     staleness: Staleness
     generation: Generation
-    times: Times
+    times: Lap
     overdue: int
     updates: int
     samples: int

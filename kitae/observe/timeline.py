@@ -17,7 +17,7 @@ PARTS = ("generate", "verify", "train", "sync", "save", "evaluate")
 FILE = "timeline.jsonl"
 _MOST_LINES = 16  # the height of a part in the picture, in lines
 
-Span = tuple[float, float]
+Period = tuple[float, float]
 
 
 class Timeline:
@@ -59,7 +59,7 @@ def busy_shares(rows: list[dict[str, Any]]) -> dict[str, float]:
     if not rows:
         return {}
     whole = max(r["end"] for r in rows) - min(r["start"] for r in rows)
-    spans: dict[str, list[Span]] = {part: [] for part in PARTS}
+    spans: dict[str, list[Period]] = {part: [] for part in PARTS}
     for row in rows:
         spans[row["part"]].append((row["start"], row["end"]))
     return {part: sum(end - start for start, end in _union(found)) / whole for part, found in spans.items() if found}
@@ -123,8 +123,8 @@ def _lane(ends: list[float], row: dict[str, Any]) -> int:
     return len(ends) - 1
 
 
-def _union(spans: list[Span]) -> list[Span]:
-    joined: list[Span] = []
+def _union(spans: list[Period]) -> list[Period]:
+    joined: list[Period] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(end, joined[-1][1]))

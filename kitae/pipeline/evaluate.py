@@ -16,8 +16,8 @@ _RESAMPLES = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over prompts and its 95 % interval: `Estimate(0.62, 0.54, 0.70)`."""
+class Interval:
+    """A mean over prompts and its 95 % interval: `Interval(0.62, 0.54, 0.70)`."""
 
     mean: float
     low: float
@@ -33,8 +33,8 @@ class Evaluation:
 
     prompts: int
     samples: int
-    avg: Estimate
-    passed: dict[int, Estimate]
+    avg: Interval
+    passed: dict[int, Interval]
     length: float
     truncated: float
     errors: int
@@ -86,11 +86,11 @@ async def evaluate(runner: Episodes, prompts: Sequence[Prompt], samples: int) ->
     for k in ks:
         enough = [g for g in judged if len(g.valid) >= k]
         chances = [pass_at_k(len(g.valid), int((g.rewards_G >= 1).sum()), k) for g in enough]
-        passed[k] = estimate(np.array(chances, dtype=np.float32))
+        passed[k] = interval_of(np.array(chances, dtype=np.float32))
     return Evaluation(
         prompts=len(prompts),
         samples=samples,
-        avg=estimate(averages),
+        avg=interval_of(averages),
         passed=passed,
         length=float(np.mean([r.response_length for r in rollouts])) if rollouts else 0.0,
         truncated=float(np.mean([r.finish == "length" for r in rollouts])) if rollouts else 0.0,
@@ -104,20 +104,20 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def estimate(values: FloatArray) -> Estimate:
+def interval_of(values: FloatArray) -> Interval:
     """Mean and 95 % interval over prompts: Wilson's where all values are 0 or 1, else a seeded bootstrap."""
     if len(values) == 0:
-        return Estimate(math.nan, math.nan, math.nan)
+        return Interval(math.nan, math.nan, math.nan)
     if np.isin(values, (0, 1)).all():
         return _wilson(float(values.mean()), len(values))
     rng = np.random.default_rng(0)
     means = values[rng.integers(0, len(values), (_RESAMPLES, len(values)))].mean(axis=1)
     low, high = np.percentile(means, [2.5, 97.5])
-    return Estimate(float(values.mean()), float(low), float(high))
+    return Interval(float(values.mean()), float(low), float(high))
 
 
-def _wilson(mean: float, n: int) -> Estimate:
+def _wilson(mean: float, n: int) -> Interval:
     z = 1.959964
     centre = (mean + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n))
-    return Estimate(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))  # rounding apart
+    return Interval(mean, max(0.0, min(mean, centre - half)), min(1.0, max(mean, centre + half)))  # rounding apart

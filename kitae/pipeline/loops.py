@@ -28,7 +28,7 @@ from kitae.engines.base import Engine
 from kitae.envs.episode import Episodes
 from kitae.errors import root_cause
 from kitae.observe.observer import Observer
-from kitae.observe.report import Sampled, StepReport
+from kitae.observe.report import BatchStats, StepReport
 from kitae.observe.timeline import Timeline
 from kitae.pipeline import report
 from kitae.pipeline.buffer import Buffer, Harvest
@@ -59,7 +59,7 @@ class _Work:
     logged: bool = False
 
     @cached_property
-    def sampled(self) -> Sampled:
+    def sampled(self) -> BatchStats:
         return report.sampled(self.harvests)
 
     @property

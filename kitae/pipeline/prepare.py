@@ -9,7 +9,7 @@ from kitae.config.root import RLConfig
 from kitae.data.chat import Chat
 from kitae.data.prompts import PromptStream, eval_prompts, open_stream
 from kitae.engines.base import Engine, SamplingParams
-from kitae.envs.base import Limits
+from kitae.envs.base import EpisodeLimits
 from kitae.envs.episode import Episodes, Running
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import VerifierError
@@ -64,7 +64,7 @@ def make_episodes(config: RLConfig, engine: Engine, pool: VerifierPool, policy: 
         stop_tokens=chat.stop_tokens,
         stop_strings=config.sampling.stop,
     )
-    limits = Limits(context=policy.max_context)
+    limits = EpisodeLimits(context=policy.max_context)
     return Episodes(engine, chat, pool, SingleTurn, sampling, config.run.seed, limits=limits)
 
 

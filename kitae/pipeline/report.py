@@ -13,7 +13,7 @@ from kitae.config.root import RLConfig
 from kitae.engines.base import Engine, EngineStats
 from kitae.errors import VerifierError
 from kitae.observe.observer import Observer
-from kitae.observe.report import Generation, Sampled, Staleness, StepReport, Times
+from kitae.observe.report import BatchStats, Generation, Lap, Staleness, StepReport
 from kitae.pipeline.buffer import Harvest
 from kitae.trainer.learner import Learnt
 from kitae.types import Rollout
@@ -21,7 +21,7 @@ from kitae.types import Rollout
 _SILENT_LIMIT = 5  # steps
 
 
-def sampled(harvests: Sequence[Harvest]) -> Sampled:
+def sampled(harvests: Sequence[Harvest]) -> BatchStats:
     groups = [h.group for h in harvests if h.group] + [g for h in harvests for g, _ in h.dropped]
     rollouts = [r for g in groups for r in g.rollouts]
     valid = [r for g in groups for r in g.valid]
@@ -29,7 +29,7 @@ def sampled(harvests: Sequence[Harvest]) -> Sampled:
     failed = [r for r in judged if r.score is None or not r.score.valid]
     rewards = [r.score.value for r in valid if r.score]
     lengths = [r.response_length for r in rollouts]
-    return Sampled(
+    return BatchStats(
         reward=float(np.mean(rewards)) if rewards else None,
         reward_std=float(np.std(rewards)) if rewards else None,
         length=float(np.mean(lengths)) if lengths else 0.0,
@@ -59,7 +59,7 @@ def staleness(harvests: Sequence[Harvest], version: int, bound: int) -> Stalenes
     return Staleness(mean, max(ages, default=0), {age: ages[age] / tokens for age in range(1, bound + 1)})
 
 
-def check_errors(step: int, found: Sampled, limit: float) -> None:
+def check_errors(step: int, found: BatchStats, limit: float) -> None:
     if found.error_share > limit:
         raise VerifierError(
             f"{found.error_share:.0%} of the answers of step {step} could not be judged "
@@ -74,10 +74,10 @@ class Laps:
         self._engine = engine
         self._began, self._stats = now(), engine.stats()
 
-    def lap(self, parts: Mapping[str, float]) -> tuple[Times, Generation]:
+    def lap(self, parts: Mapping[str, float]) -> tuple[Lap, Generation]:
         """Since the last one."""
         end, stats = now(), self._engine.stats()
-        times, generation = Times(end - self._began, parts), _generation(self._stats, stats)
+        times, generation = Lap(end - self._began, parts), _generation(self._stats, stats)
         self._began, self._stats = end, stats
         return times, generation
 
@@ -92,10 +92,10 @@ def _generation(before: EngineStats, after: EngineStats) -> Generation:
 
 def step_report(
     step: int,
-    found: Sampled,
+    found: BatchStats,
     ages: Staleness,
     learnt: Learnt,
-    lap: tuple[Times, Generation],
+    lap: tuple[Lap, Generation],
     overdue: int,
     sync: Mapping[str, float],
 ) -> StepReport:
@@ -125,7 +125,7 @@ class Complaints:
         self._silent_steps = 0
         self._idle_steps = 0
 
-    def about_rewards(self, found: Sampled) -> None:
+    def about_rewards(self, found: BatchStats) -> None:
         if not self._compares:
             return
         self._silent_steps = 0 if found.groups_with_signal else self._silent_steps + 1

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kitae.data.packing import Row
-from kitae.observe.meter import Entry, Kind, Meter, Totals
+from kitae.observe.meter import Kind, Meter, Sum, Totals
 from kitae.trainer.base import Conditions, Mark
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import MicroBatch, checkpoint_activations, training_mode
@@ -59,7 +59,7 @@ class Trained:
         finite, self._finite = all(bool(f) for f in self._finite), []
         update = self.optimizer.step(self._ranks, skip=not self._ranks.every(finite))
         numbers = Totals.of(Kind.TOTAL, **{f"{self.name}grad_norm": update.norm, f"{self.name}lr": update.rate})
-        skipped = Entry(Kind.COUNT, (float(not update.applied),))
+        skipped = Sum(Kind.COUNT, (float(not update.applied),))
         return numbers + Totals({f"{self.name}skipped_updates": skipped, Mark.SKIPPED: skipped})
 
     def outputs(self, rows: Sequence[Row]) -> list[FloatArray]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from kitae.data.gym import Dataset, Entry, Origin, gym_dataset
+from kitae.data.gym import Dataset, GymEntry, Origin, gym_dataset
 from kitae.errors import DataError
 from kitae.types import Score
 from kitae.verifiers.text import inside_tag
@@ -63,7 +63,7 @@ def gym(response: str, reference: Any, context: Mapping[str, Any], *, tag: str =
     return Score.error(f"the scorer of {origin.dataset!r} fails on its own answer: {probe}")
 
 
-def _scored(dataset: Dataset, entry: Entry, answer: str) -> float | str:
+def _scored(dataset: Dataset, entry: GymEntry, answer: str) -> float | str:
     """The value of an answer, or what its scorer raised."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the compiler, about the answer as a piece of Python

@@ -21,7 +21,7 @@ from torch import Tensor
 from kitae.errors import EngineError
 
 Mode = Literal["full", "delta"]
-Kind = Literal["positions", "bitmap", "whole"]
+Encoding = Literal["positions", "bitmap", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +52,15 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """The changes of one tensor: `Part("model.norm.weight", "positions", offset=0, changed=17)`.
+class DeltaPart:
+    """The changes of one tensor: `DeltaPart("model.norm.weight", "positions", offset=0, changed=17)`.
 
     At `offset` of the delta: the positions (uint32) and then the values, or one bit for each value of the tensor and
     then the values that changed, or all values; whichever is smallest.
     """
 
     name: str
-    kind: Kind
+    kind: Encoding
     offset: int
     changed: int
 
@@ -78,7 +78,7 @@ class Manifest:
     base: int | None
     entries: tuple[Entry, ...]
     buckets: tuple[Bucket, ...]
-    parts: tuple[Part, ...] = ()
+    parts: tuple[DeltaPart, ...] = ()
     bytes: int = 0
     seconds: float = 0.0
     unchanged: float | None = None
@@ -95,7 +95,7 @@ class Manifest:
     def of(cls, record: Mapping[str, Any]) -> "Manifest":
         entries = tuple(Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in record["entries"])
         buckets = tuple(Bucket(**bucket) for bucket in record["buckets"])
-        parts = tuple(Part(**part) for part in record["parts"])
+        parts = tuple(DeltaPart(**part) for part in record["parts"])
         return cls(**{**record, "entries": entries, "buckets": buckets, "parts": parts})
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:

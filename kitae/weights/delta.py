@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kitae.weights.base import Kind, Part
+from kitae.weights.base import DeltaPart, Encoding
 from kitae.weights.bits import Bits, bits, copy, integers
 from kitae.weights.layout import aligned
 
@@ -25,7 +25,7 @@ class Encoder:
     """Gathers the parts of a delta: `chunks` is what to write where."""
 
     def __init__(self) -> None:
-        self.parts: list[Part] = []
+        self.parts: list[DeltaPart] = []
         self.chunks: list[tuple[int, Bits]] = []
         self.bytes = 0
         self._end = 0
@@ -35,11 +35,11 @@ class Encoder:
         if not len(positions):
             return
         values = len(positions) * new.itemsize
-        sizes: dict[Kind, int] = {"bitmap": -(-len(new) // 8) + values, "whole": new.nbytes}
+        sizes: dict[Encoding, int] = {"bitmap": -(-len(new) // 8) + values, "whole": new.nbytes}
         if len(new) <= 2**32:
             sizes["positions"] = len(positions) * _POSITION.itemsize + values
         kind = min(sizes, key=lambda k: sizes[k])
-        self.parts.append(Part(name, kind, self._end, len(positions)))
+        self.parts.append(DeltaPart(name, kind, self._end, len(positions)))
         if kind == "positions":
             self._append(positions.astype(_POSITION))
         elif kind == "bitmap":
@@ -54,7 +54,7 @@ class Encoder:
         self.bytes += values.nbytes
 
 
-def apply(part: Part, tensor: Tensor, read: Read) -> None:
+def apply(part: DeltaPart, tensor: Tensor, read: Read) -> None:
     """Change a tensor. A damaged part may raise ValueError, IndexError or RuntimeError, or write nonsense."""
     found = bits(tensor)
     width, count = integers(tensor.element_size()), found.numel()

@@ -4,7 +4,7 @@ itself says, so a run that is interrupted has the same failures as one that is n
 import asyncio
 import zlib
 
-from kitae.envs.base import Limits, Observation
+from kitae.envs.base import EpisodeLimits, Observation
 from kitae.types import Message, Prompt
 
 TURNS = 3
@@ -50,4 +50,4 @@ def install() -> None:
     from kitae.pipeline import prepare
 
     prepare.SingleTurn = Dialogue  # type: ignore[misc, assignment]
-    prepare.Limits = lambda **settings: Limits(seconds=0.5, **settings)  # type: ignore[misc, assignment]
+    prepare.EpisodeLimits = lambda **settings: EpisodeLimits(seconds=0.5, **settings)  # type: ignore[misc, assignment]

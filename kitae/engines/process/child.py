@@ -30,8 +30,8 @@ _WORDS = 4_000  # bytes of stderr that are remembered
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Seconds: `Limits(start=300, answer=120, silence=60, stall=600, close=10)`.
+class Deadlines:
+    """Seconds: `Deadlines(start=300, answer=120, silence=60, stall=600, close=10)`.
 
     start: to load the model, and to build the kernels the first time; answer: to a call, a weight update included;
     silence: between two signs of life, of which there are four in a second; stall: in which a process that has work
@@ -52,7 +52,7 @@ class ChildLost(Exception):
 class Child:
     """Made by `start`. `hear` is called with every frame that answers no call, `lost` once, when it is lost."""
 
-    def __init__(self, process: asyncio.subprocess.Process, limits: Limits) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, limits: Deadlines) -> None:
         self.pid = process.pid
         self.lost: str | None = None
         self.stats = EngineStats(0, 0, 0, 0, 0, 0, 0, 0.0)
@@ -74,7 +74,7 @@ class Child:
         cls,
         setup: Mapping[str, Any],
         descriptors: tuple[int, ...],
-        limits: Limits,
+        limits: Deadlines,
         hear: "Callable[[Child, wire.Frame], None]",
         on_loss: "Callable[[Child], None]",
     ) -> "Child":

@@ -22,7 +22,7 @@ from kitae.engines.base import Capabilities, Completion, EngineStats, Request, S
 from kitae.engines.config import EngineConfig
 from kitae.engines.ledger import Flight, Ledger
 from kitae.engines.process import wire
-from kitae.engines.process.child import Child, ChildLost, Limits
+from kitae.engines.process.child import Child, ChildLost, Deadlines
 from kitae.errors import EngineError, RequestError, WeightsDamaged
 from kitae.models.config import ModelConfig
 from kitae.weights.base import Manifest
@@ -70,7 +70,7 @@ class ProcessEngine:
         threads: int | None = None,
         cores: Sequence[int] | None = None,
         version: int = 0,
-        limits: Limits | None = None,
+        limits: Deadlines | None = None,
     ) -> None:
         if threads is not None and threads < 1:
             raise EngineError(f"threads of the engine's process must be at least 1, got {threads}")
@@ -86,7 +86,7 @@ class ProcessEngine:
         }
         self._publisher = publisher
         self._version = version
-        self._limits = limits or Limits()
+        self._limits = limits or Deadlines()
         self._ledger: Ledger[Child] = Ledger()
         self._starting: asyncio.Task[Child] | None = None  # also when it has started
         self._past = EngineStats(version, 0, 0, 0, 0, 0, 0, 0.0)  # counters of lost processes

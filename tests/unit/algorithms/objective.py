@@ -12,7 +12,7 @@ from kitae.algorithms.groups import Candidate, GroupStages
 from kitae.algorithms.loss import PolicyLoss
 from kitae.algorithms.tokens import TokenBatch
 from kitae.algorithms.traits import Trait, traits_of
-from kitae.observe.meter import Entry, Kind, Meter, Totals
+from kitae.observe.meter import Kind, Meter, Sum, Totals
 from kitae.types import Sample
 
 GROUP_ADVANTAGES = [name for name, function in ADVANTAGES.items() if Trait.TOKENS not in traits_of(function)]
@@ -47,7 +47,7 @@ class Objective(GroupStages):
     def finish_step(self, signals: Mapping[Signal, float], responses: int) -> dict[str, float]:
         """Move what is under control; the coefficients that the step used."""
         used = self.control.used
-        measured = {signal: Entry(Kind.MEAN, (value, 1.0)) for signal, value in signals.items()}
+        measured = {signal: Sum(Kind.MEAN, (value, 1.0)) for signal, value in signals.items()}
         self.control.finish_step(Totals(measured), responses)
         return used
 

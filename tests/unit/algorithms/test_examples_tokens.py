@@ -40,7 +40,7 @@ from kitae.algorithms.corrections import CORRECTIONS, sequence_drift
 from kitae.algorithms.gates import asymmetric, clip, sigmoid, weight_clip
 from kitae.algorithms.ratios import RATIOS, interpolated, proximal_share
 from kitae.algorithms.regularisers import REGULARISERS, adapt_kl
-from kitae.models.logprobs import HeadTransform, token_logprobs
+from kitae.models.logprobs import Head, HeadTransform, token_logprobs
 from kitae.observe.meter import Meter
 
 TOLERANCE = 2e-6

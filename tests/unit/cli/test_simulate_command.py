@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from kitae.cli.main import app
 from kitae.cli.simulation import parse_lengths, parse_times, whole_numbers
 from kitae.errors import ConfigError
-from kitae.pipeline.simulate import LogNormal, Times
+from kitae.study.simulate import LogNormal, Times
 
 SMALL = ("simulate", "quickstart", "sampling.max_tokens=256", "--devices", "4", "--steps", "2", "--trainers", "2")
 

@@ -18,7 +18,7 @@ from talk import PROMPT, SAMPLING, STOP, Engine, Fickle, Recorder, Tokenizer, ch
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Request
 from kitae.engines.native.sampler import stream_seed
-from kitae.envs.base import Limits, Observation
+from kitae.envs.base import EpisodeLimits, Observation
 from kitae.envs.episode import Episode, Episodes, Parked
 from kitae.errors import DataError, EngineError, RequestError, StoreError
 from kitae.store.journal import Journal
@@ -67,7 +67,7 @@ async def hang() -> None:
 
 MORE = Observation((Message("tool", "go on"),))
 DONE = Observation(done=True)
-QUICK = Limits(seconds=0.05, tokens=50)
+QUICK = EpisodeLimits(seconds=0.05, tokens=50)
 
 
 # A conversation.
@@ -132,7 +132,7 @@ def test_a_turn_that_ends_with_the_last_token_is_still_heard() -> None:
 
 def test_turns_are_limited() -> None:
     script = Script(*[MORE] * 9)
-    rollout = run(talks(Engine(), script, Recorder(), limits=Limits(turns=4)))
+    rollout = run(talks(Engine(), script, Recorder(), limits=EpisodeLimits(turns=4)))
     assert len(script.heard) == 4 and rollout.finish == "length" and rollout.status == "complete"
     assert rollout.segments[-1].source == "model"
 
@@ -156,7 +156,7 @@ def test_the_context_fills_up_with_what_was_said() -> None:
     ends = set[int]()
     for context in range(30, 50):
         engine, script = Engine(context=context), Script(*[MORE] * 20)
-        rollout = run(talks(engine, script, Recorder(), limits=Limits(context=context)))
+        rollout = run(talks(engine, script, Recorder(), limits=EpisodeLimits(context=context)))
         assert (rollout.finish, rollout.status) == ("length", "complete")
         assert rollout.segments[-1].source == "model" and len(rollout.chains[0].tokens) <= context
         ends.add(rollout.segments[-1].tokens[-1])
@@ -165,7 +165,7 @@ def test_the_context_fills_up_with_what_was_said() -> None:
 
 def test_an_observation_that_is_most_of_the_context_is_a_flood() -> None:
     flood = Observation((Message("tool", "x" * 60),))
-    rollout = run(talks(Engine(context=40), Script(flood), Recorder(), limits=Limits(context=40)))
+    rollout = run(talks(Engine(context=40), Script(flood), Recorder(), limits=EpisodeLimits(context=40)))
     assert rollout.status == "failed" and rollout.score is not None
     assert "an observation of 61 tokens, after" in rollout.score.detail and "the context of 40" in rollout.score.detail
 
@@ -625,7 +625,7 @@ def test_any_episode_however_often_interrupted(
     async def one(journal: Journal | None, act: str, moment: int) -> Group | None:
         clock = Clock(moment)
         engine = Refusing(clock.tick)
-        limits = Limits(seconds=0.02 if way == "hang" else 30, tokens=50)
+        limits = EpisodeLimits(seconds=0.02 if way == "hang" else 30, tokens=50)
         episodes = talks(engine, lambda prompt: Failing(prompt, clock.tick), Recorder(), limits=limits)
         found = await interrupted(act, clock, episodes, 2, journal)
         check_requests(sorted(engine.requests, key=lambda r: r.id), engine.answers)

@@ -8,7 +8,7 @@ import pytest
 
 from kitae.errors import StoreError
 from kitae.observe.plots import load_pyplot, plot_run
-from kitae.pipeline.evaluate import estimate
+from kitae.pipeline.evaluate import interval_of
 from kitae.store.run import Metrics
 
 
@@ -83,7 +83,7 @@ def test_an_evaluation_that_nobody_could_judge(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("size", "correct"), [(3, False), (4, True)])
 def test_a_perfect_or_hopeless_model_can_be_drawn(tmp_path: Path, size: int, correct: bool) -> None:
     """Where all answers agree a bound of the interval is the mean itself, and must not miss it by rounding."""
-    found = estimate(np.full(size, correct, dtype=np.float32))
+    found = interval_of(np.full(size, correct, dtype=np.float32))
     fabricate(tmp_path, [*steps(2), evaluation(2, found.low, found.mean, found.high)])
     assert size_of(plot_run(tmp_path))
 

@@ -20,7 +20,7 @@ from kitae.engines.fake import FakeEngine
 from kitae.envs.episode import Episodes
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import EngineError, RequestError
-from kitae.pipeline.evaluate import Evaluation, estimate, evaluate, pass_at_k
+from kitae.pipeline.evaluate import Evaluation, evaluate, interval_of, pass_at_k
 from kitae.types import Message, Prompt
 from kitae.verifiers.pool import VerifierPool
 
@@ -41,7 +41,7 @@ shares = st.floats(0, 1, width=32)
 @fast
 @given(st.lists(shares, min_size=1, max_size=40) | st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=40))
 def test_interval_contains_the_mean_and_stays_between_0_and_1(values: list[float]) -> None:
-    found = estimate(np.array(values, dtype=np.float32))
+    found = interval_of(np.array(values, dtype=np.float32))
     assert found.mean == pytest.approx(np.mean(values), abs=1e-6)
     assert 0 <= found.low <= found.mean + 1e-6
     assert found.mean - 1e-6 <= found.high <= 1
@@ -51,28 +51,28 @@ def test_interval_contains_the_mean_and_stays_between_0_and_1(values: list[float
 
 def test_interval_of_right_and_wrong_is_wilsons() -> None:
     """Known values: 10 of 10 and 1 of 20; it does not shrink to a point where all agree."""
-    found = estimate(np.ones(10, dtype=np.float32))
+    found = interval_of(np.ones(10, dtype=np.float32))
     assert (found.low, found.high) == pytest.approx((0.7225, 1.0), abs=1e-4)
-    found = estimate(np.array([1.0] + [0.0] * 19, dtype=np.float32))
+    found = interval_of(np.array([1.0] + [0.0] * 19, dtype=np.float32))
     assert (found.low, found.high) == pytest.approx((0.0089, 0.2361), abs=1e-4)
 
 
 def test_interval_of_unanimous_answers_contains_their_mean_exactly() -> None:
     for size, value in itertools.product(range(1, 130), (0.0, 1.0)):
-        found = estimate(np.full(size, value, dtype=np.float32))
+        found = interval_of(np.full(size, value, dtype=np.float32))
         assert found.low <= found.mean <= found.high, (size, value)
 
 
 def test_bootstrap_interval_is_about_two_standard_errors_and_repeatable() -> None:
     values = np.array([0.25, 0.75] * 200, dtype=np.float32)
-    found = estimate(values)
+    found = interval_of(values)
     standard_error = 0.25 / math.sqrt(400)
     assert found.high - found.low == pytest.approx(2 * 1.96 * standard_error, rel=0.1)
-    assert estimate(values) == found
+    assert interval_of(values) == found
 
 
 def test_nothing_to_average_is_nan() -> None:
-    found = estimate(np.array([], dtype=np.float32))
+    found = interval_of(np.array([], dtype=np.float32))
     assert all(math.isnan(x) for x in (found.mean, found.low, found.high))
 
 

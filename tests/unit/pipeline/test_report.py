@@ -2,7 +2,7 @@
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.groups import GroupStages
-from kitae.observe.report import Generation, StepReport, Times
+from kitae.observe.report import Generation, Lap, StepReport
 from kitae.pipeline.buffer import Harvest
 from kitae.pipeline.report import sampled, staleness
 from kitae.types import Chain, Group, Message, Prompt, Rollout, Score, Segment
@@ -60,9 +60,7 @@ def test_the_parts_of_a_step_add_up() -> None:
     parts = {"wait": 1.0, "annotate": 0.5, "train": 2.0, "hold": 0.25, "update": 0.5, "sync": 0.25}
     found = sampled([Harvest(Group(0, PROMPT, (talk(0, Score(1.0)),)), ())])
     ages = staleness([], version=1, bound=1)
-    made = StepReport(
-        1, found, ages, Generation(2.5, 100, 0), Times(5.0, parts), 0, 1, 1, 0, {"train_tokens": 50.0}, {}
-    )
+    made = StepReport(1, found, ages, Generation(2.5, 100, 0), Lap(5.0, parts), 0, 1, 1, 0, {"train_tokens": 50.0}, {})
     row = made.row()
     seconds = {key: value for key, value in row.items() if key.endswith("_seconds")}
     assert seconds.pop("step_seconds") == 5.0 and seconds.pop("generate_seconds") == 2.5

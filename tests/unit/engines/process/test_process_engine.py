@@ -24,7 +24,7 @@ from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.process import child as child_module
 from kitae.engines.process import engine as engine_module
-from kitae.engines.process.child import Limits
+from kitae.engines.process.child import Deadlines
 from kitae.engines.process.engine import ProcessEngine
 from kitae.errors import EngineError, RequestError, WeightsDamaged
 from kitae.models.config import ModelConfig
@@ -66,7 +66,7 @@ def engines(
     cores = [max(os.sched_getaffinity(0))]
     both = (
         ProcessEngine(model, CONFIG, publisher, threads=1, cores=cores),
-        ProcessEngine(model, CONFIG, publisher, threads=1, limits=Limits(silence=4.0, answer=30.0)),
+        ProcessEngine(model, CONFIG, publisher, threads=1, limits=Deadlines(silence=4.0, answer=30.0)),
     )
     run(_all(engine.start() for engine in both))
     yield both
@@ -462,7 +462,7 @@ def test_a_process_that_never_comes_up(
         run(start(ProcessEngine(model, CONFIG, publisher)))
     monkeypatch.setattr(child_module, "_BOOT", "import time; time.sleep(60)")
     with pytest.raises(EngineError, match=r"not ready within 0\.3 s"):
-        run(start(ProcessEngine(model, CONFIG, publisher, limits=Limits(start=0.3))))
+        run(start(ProcessEngine(model, CONFIG, publisher, limits=Deadlines(start=0.3))))
 
 
 def test_close_while_it_starts(
@@ -545,7 +545,7 @@ def test_a_process_without_progress(
 
     async def body() -> EngineError | None:
         publisher = MemoryPublisher()
-        engine = ProcessEngine(model, CONFIG, publisher, limits=Limits(silence=2.0, stall=0.4, close=0.2))
+        engine = ProcessEngine(model, CONFIG, publisher, limits=Deadlines(silence=2.0, stall=0.4, close=0.2))
         try:
             await engine.start()
             await asyncio.wait_for(engine.generate(requests(1)[0]), 1.5 if rests else 60)

@@ -10,8 +10,8 @@ from kitae.config.load import parse_config
 from kitae.config.root import RLConfig
 from kitae.errors import ConfigError
 from kitae.observe.timeline import read
-from kitae.pipeline.simulate import Hardware, LogNormal, Schedule, Times, Work, simulate, study
 from kitae.store.run import Metrics
+from kitae.study.simulate import Hardware, LogNormal, Schedule, Times, Work, simulate, study
 
 EXACT = Times(step=0.01, sequence=0.001, prefill=1000, train=500, fixed=0.2, sync=0.3, verify=0.05)
 TAIL = Work(LogNormal(64, 512), prompt=16)

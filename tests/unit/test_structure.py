@@ -1,0 +1,109 @@
+"""The walls of the house: who may know whom, and that a name means one thing."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+import kitae
+
+ROOT = Path(kitae.__file__).parent
+MOST_IMPORTS = 22  # of one module; the one that puts a run together has the most
+
+FORBIDDEN = {
+    "kernels": {"models", "trainer", "engines", "pipeline", "data", "algorithms"},
+    "models": {"trainer", "engines", "pipeline", "envs", "verifiers", "algorithms"},
+    "data": {"verifiers", "trainer", "engines", "pipeline", "envs"},
+    "algorithms": {"trainer", "engines", "pipeline", "models", "kernels"},
+    "processes": {"verifiers", "engines", "sandbox", "remote"},
+    "remote": {"verifiers", "engines"},
+    "sandbox": {"verifiers", "engines"},
+    "engines": {"trainer", "pipeline", "verifiers", "algorithms", "envs"},
+    "weights": {"engines", "trainer", "pipeline"},
+    "trainer": {"engines", "pipeline", "envs", "verifiers"},
+    "store": {"trainer", "engines", "pipeline", "envs"},
+    "observe": {"pipeline", "trainer", "engines"},
+    "envs": {"pipeline", "trainer", "verifiers"},
+}
+"""A folder may not import these."""
+
+CONCRETE = {
+    "kitae.engines.native.engine",
+    "kitae.engines.process.engine",
+    "kitae.trainer.local",
+    "kitae.trainer.worker",
+    "kitae.weights.memory",
+}
+"""What the loops know by its protocol alone."""
+
+PUTS_TOGETHER = {"kitae.pipeline.session"}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        name = ".".join(("kitae", *path.relative_to(ROOT).with_suffix("").parts))
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def imports() -> dict[str, set[str]]:
+    """Of each module, those it imports, also inside functions and for types alone."""
+    known = modules()
+
+    def of(path: Path) -> set[str]:
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                full = [f"{node.module}.{alias.name}" for alias in node.names]
+                found |= {name if name in known else node.module for name in full}
+        return found & known.keys()
+
+    return {name: of(path) - {name} for name, path in known.items()}
+
+
+def room(module: str) -> str:
+    return module.split(".")[1] if module.count(".") else ""
+
+
+def test_nobody_imports_in_a_circle() -> None:
+    left = imports()
+    while free := [name for name, needs in left.items() if not needs & left.keys()]:
+        for name in free:
+            del left[name]
+    assert not left, f"these import each other, or something that does: {sorted(left)}"
+
+
+def test_walls_between_rooms() -> None:
+    broken = [
+        f"{name} imports {other}"
+        for name, others in imports().items()
+        for other in others
+        if room(other) in FORBIDDEN.get(room(name), ())
+    ]
+    assert not broken, "\n".join(broken)
+
+
+def test_the_loops_know_engines_trainers_and_transports_by_their_protocols() -> None:
+    found = [
+        f"{name} imports {other}"
+        for name, others in imports().items()
+        for other in others & CONCRETE
+        if room(name) == "pipeline" and name not in PUTS_TOGETHER
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_no_module_must_know_everybody() -> None:
+    name, others = max(imports().items(), key=lambda item: len(item[1]))
+    assert len(others) <= MOST_IMPORTS, f"{name} imports {len(others)} modules"
+
+
+def test_a_class_name_means_one_thing() -> None:
+    homes = defaultdict(list)
+    for name, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(name)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
