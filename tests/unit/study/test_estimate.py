@@ -9,7 +9,7 @@ import torch
 
 from kitae.config.load import parse_config
 from kitae.config.root import RLConfig
-from kitae.pipeline import estimate as module
+from kitae.study import estimate as module
 from kitae.study.estimate import Estimate, Machine, Model, Range, estimate, read_model
 
 SMOLLM2 = Model(parameters=134_515_008, hidden=576, inner=1536, layers=30, vocabulary=49152)
