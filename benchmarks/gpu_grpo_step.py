@@ -27,7 +27,6 @@ from gpu_training import operations
 
 from kitae.config.load import parse_config
 from kitae.config.root import RLConfig
-from kitae.data.chat import Chat
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
@@ -129,7 +128,7 @@ async def run(config: RLConfig, policy: Policy, watch: Watch) -> tuple[list[dict
     weights = WeightSync(trainer, engine, recompute=False, tolerance=probe_tolerance(policy))
     try:
         async with make_pool(config) as pool:
-            episodes = make_episodes(config, engine, Chat(policy.tokenizer), pool)
+            episodes = make_episodes(config, engine, pool, policy)
             stream: Any = Words(policy.vocabulary)
             pipeline = Pipeline(
                 config, store, stream, episodes, engine, learner, weights, watch, Frontier(0, 0), evaluate
