@@ -259,6 +259,7 @@ class Pipeline:
                 task.cancel()
                 await asyncio.wait({task})  # verdicts that come in now must not make a batch, which may give up slots
                 await self._settled()
+                await self._leave_evaluation()
                 await self.issuing.park()
                 raise Stopped
             return await task
@@ -312,3 +313,9 @@ class Pipeline:
     async def _evaluated(self) -> None:
         if self._evaluating is not None:
             await asyncio.wait({self._evaluating})
+
+    async def _leave_evaluation(self) -> None:
+        """It is made again when the run goes on from here; parked, its answers would be of no use."""
+        if self._evaluating is not None:
+            self._evaluating.cancel()
+            await self._evaluated()

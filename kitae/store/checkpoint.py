@@ -9,9 +9,10 @@ import asyncio
 import hashlib
 import json
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from kitae.errors import CorruptError, DiskFullError, StoreError
 from kitae.store.disk import flush, is_full
@@ -62,7 +63,7 @@ class Checkpoints:
         try:
             scratch.mkdir(parents=True)
             await write(scratch)
-            await asyncio.to_thread(self._commit, frontier, scratch, target)
+            await _to_its_end(asyncio.to_thread(self._commit, frontier, scratch, target))
         except BaseException as error:
             shutil.rmtree(scratch, ignore_errors=True)
             if is_full(error):
@@ -113,6 +114,16 @@ class Checkpoints:
         """Remove what a killed process had begun to write. The folder must be locked: nobody else is writing."""
         for scratch in self.folder.glob(f"{_SCRATCH}*"):
             shutil.rmtree(scratch)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Who is cancelled here leaves only after it: a thread goes on, and what it works on must stay as it is."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
 
 
 def _verify(folder: Path) -> str | None:

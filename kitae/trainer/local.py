@@ -100,6 +100,7 @@ class LocalTrainer:
             reading = asyncio.ensure_future(self._run(self._look, work))
             self._reading.add(reading)
             reading.add_done_callback(self._reading.discard)
+            reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if by nobody else
         return await asyncio.shield(reading)
 
     async def _run(self, executor: Executor, work: Callable[[], T]) -> T:

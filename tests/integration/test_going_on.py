@@ -21,6 +21,7 @@ from test_resume import rollouts_written
 from kitae.errors import ConfigError, StoreError, VerifierError
 from kitae.models.load import find_model
 from kitae.observe.observer import Silent
+from kitae.pipeline import session
 from kitae.pipeline.loops import Pipeline
 from kitae.pipeline.prepare import prepare
 from kitae.pipeline.replay import replay
@@ -189,8 +190,6 @@ def test_an_evaluation_that_was_lost_comes_back(tmp_path: Path, monkeypatch: pyt
         raise Crash
 
     calls = []
-    from kitae.pipeline import session
-
     evaluate = session.evaluate
 
     async def second_fails(*arguments: Any) -> Any:
@@ -202,6 +201,39 @@ def test_an_evaluation_that_was_lost_comes_back(tmp_path: Path, monkeypatch: pyt
         run_toy(tmp_path, *settings)
     assert [r["step"] for r in rows(tmp_path / "toy-001") if r["kind"] == "eval"] == [0]
     assert_same_metrics(go_on(tmp_path).folder, whole)
+
+
+@pytest.mark.parametrize("engine", ["native", "process"])
+def test_ctrl_c_during_an_evaluation_beside_training(
+    engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run stops and saves; the evaluation is made when it goes on."""
+    settings = (
+        f"engine.kind={engine}",
+        "pipeline.max_staleness=1",
+        "training.steps=3",
+        "sampling.max_tokens=200",
+        "eval.every=1",
+    )
+    or_stop = Pipeline._or_stop
+
+    async def while_it_evaluates(self: Pipeline, work: Any) -> Any:
+        await self._settled()
+        if self._evaluating is not None:
+            await asyncio.sleep(0.02)
+            assert not self._evaluating.done()
+            self.stop()
+        return await or_stop(self, work)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pipeline, "_or_stop", while_it_evaluates)
+        result = run_toy(tmp_path, *settings)
+    assert result.stopped_by and result.step == 1
+    assert Checkpoints(result.folder / "checkpoints", 1).load()[0].step == 1
+    go_on(tmp_path)
+    found = [(r["kind"], r["step"]) for r in rows(result.folder)]
+    assert found == [("eval", 0)] + [(kind, step) for step in range(1, 4) for kind in ("step", "eval")]
+    check_ledger(result.folder, toy_config(tmp_path, *settings))
 
 
 SLOW_VERDICT = "import time; time.sleep(60); return 1.0"
@@ -547,13 +579,13 @@ def test_a_stop_gives_no_slot_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "checkpoint.every=9",
         "eval.prompts=0",
     )
-    finish_step = Pipeline._finish_step
+    settle = Pipeline._settle
 
-    async def stop_soon(self: Pipeline, row: dict[str, Any], logged: bool = False) -> None:
-        await finish_step(self, row, logged)
+    async def stop_soon(self: Pipeline, *arguments: Any) -> None:
+        await settle(self, *arguments)
         asyncio.get_running_loop().call_later(0.05, self.stop)
 
-    monkeypatch.setattr(Pipeline, "_finish_step", stop_soon)
+    monkeypatch.setattr(Pipeline, "_settle", stop_soon)
     result = run_toy(tmp_path, *settings)
     assert result.after is None and result.step == 1
     journal = Journal(result.folder / "journal.sqlite", read_only=True)

@@ -118,7 +118,9 @@ class ProcessEngine:
 
     async def update_weights(self, update: WeightUpdate) -> int:
         self._check_open()
-        return await asyncio.shield(asyncio.create_task(self._update(update)))
+        updating = asyncio.create_task(self._update(update))
+        updating.add_done_callback(_see)
+        return await asyncio.shield(updating)
 
     async def probe(self) -> tuple[Probe, ...]:
         reply = await self._call("probe")
@@ -193,7 +195,7 @@ class ProcessEngine:
 
     def _launch(self, lost: Child | None) -> None:
         self._starting = asyncio.create_task(self._start(lost))
-        self._starting.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, if by nobody else
+        self._starting.add_done_callback(_see)
 
     async def _start(self, lost: Child | None) -> Child:
         """The first process (lost: None), which has one chance, or one in place of another."""
@@ -331,6 +333,12 @@ class ProcessEngine:
     def _fail(self, error: EngineError) -> None:
         self._failure = self._failure or error
         self._ledger.fail(error)
+
+
+def _see(task: "asyncio.Task[Any]") -> None:
+    """Its error, if nobody else does: then it is no news."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _load(child: Child, manifest: Manifest, recompute: bool = False) -> list[int]:

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 
 from kitae.errors import CorruptError, StoreError
 from kitae.store.checkpoint import Checkpoints, Frontier
+from kitae.store.disk import flush
 
 
 @pytest.fixture
@@ -83,6 +85,37 @@ def test_a_write_that_fails_leaves_no_trace(checkpoints: Checkpoints, error: Bas
     assert snapshot(checkpoints.folder) == before
     assert [p.name for p in checkpoints.folder.iterdir()] == ["step-000001"]
     assert checkpoints.load()[0].step == 1
+
+
+def test_a_save_that_is_cancelled_leaves_all_or_nothing(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that completes it goes on; nothing may be taken away from under it."""
+    flushing, go_on = threading.Event(), threading.Event()
+
+    def slow_flush(path: Path) -> None:
+        flushing.set()
+        assert go_on.wait(10)
+        flush(path)
+
+    async def written(folder: Path) -> None:
+        write(folder, "1")
+
+    async def cancel() -> None:
+        saving = asyncio.create_task(checkpoints.save(Frontier(1, 2), written))
+        await asyncio.to_thread(flushing.wait, 10)
+        saving.cancel()
+        await asyncio.sleep(0.05)
+        there = {p.name for p in checkpoints.folder.glob("*/*")}
+        go_on.set()
+        assert there == {"weights.bin", "frontier.json", "manifest.json"}
+        with pytest.raises(asyncio.CancelledError):
+            await saving
+
+    monkeypatch.setattr("kitae.store.checkpoint.flush", slow_flush)
+    asyncio.run(cancel())
+    assert checkpoints.load()[0].step == 1
+    assert [p.name for p in checkpoints.folder.iterdir()] == ["step-000001"]
 
 
 def test_what_a_killed_save_left_is_ignored_and_replaced(checkpoints: Checkpoints) -> None:
@@ -200,6 +233,7 @@ import asyncio, json, resource, sys
 from pathlib import Path
 from kitae.errors import KitaeError
 from kitae.store.checkpoint import Checkpoints, Frontier
+from kitae.store.disk import flush
 async def write(folder):
     {WRITERS[writer]}
 resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))

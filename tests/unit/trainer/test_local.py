@@ -1,6 +1,7 @@
 """A trainer in a thread: what runs beside what."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Coroutine
 from pathlib import Path
@@ -140,3 +141,27 @@ def test_a_save_that_fails_does_not_stop_updates() -> None:
         return worker.log
 
     assert asyncio.run(run()) == ["optim_step"]
+
+
+def test_a_save_that_fails_when_nobody_waits_for_it_any_more_is_no_news() -> None:
+    """A run that ends takes away the folder that is being written to."""
+
+    async def run() -> list[dict[str, Any]]:
+        complaints: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+        worker, trainer = start()
+
+        def fail(folder: Path) -> None:
+            worker.slowly("save")
+            raise OSError("no such folder")
+
+        worker.save = fail  # type: ignore[method-assign]
+        slow = await begun(worker, trainer.save(Path()))
+        slow.cancel()
+        worker.go_on.set()
+        await asyncio.wait_for(trainer.optim_step(), 30)
+        await trainer.close()
+        gc.collect()
+        return complaints
+
+    assert asyncio.run(run()) == []

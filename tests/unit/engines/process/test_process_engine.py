@@ -5,6 +5,7 @@ that all engines have is in `test_conformance`.
 """
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -282,6 +283,34 @@ def test_nothing_is_published_while_a_process_loads(
 
     run(body())
     assert early == [False, False]
+
+
+def test_an_update_that_fails_when_nobody_waits_for_it_any_more_is_no_news(
+    engine: ProcessEngine, policy: Policy, run: Run[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that ends closes the engine, and an update that is under way fails."""
+
+    async def fail(*_: Any) -> Any:
+        await asyncio.sleep(0.05)
+        raise EngineError("the engine is closed")
+
+    async def check() -> list[dict[str, Any]]:
+        complaints: list[dict[str, Any]] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: complaints.append(context))
+        try:
+            updating = asyncio.create_task(engine.update_weights(WeightUpdate(1, await publish(engine, policy, 1))))
+            await asyncio.sleep(0.01)
+            updating.cancel()
+            await asyncio.sleep(0.2)
+            assert updating.cancelled()
+            gc.collect()
+        finally:
+            loop.set_exception_handler(None)
+        return complaints
+
+    monkeypatch.setattr(engine_module, "_load", fail)
+    assert run(check()) == []
 
 
 def test_a_new_process_needs_whole_weights(model: ModelConfig, policy: Policy, run: Run[Any]) -> None:
