@@ -45,13 +45,23 @@ def parse_config(values: Any) -> RLConfig:
     if not isinstance(values, Mapping):
         raise ConfigError(f"settings are sections with keys, got {values!r}")
     problems = list(_unknown_keys(values))
-    if not problems:
-        values = _with_data_verifier(values)
-        try:
-            return RLConfig.model_validate({"data": {}, **values})
-        except ValidationError as error:
-            problems = [_describe(e) for e in error.errors()]
-    raise ConfigError("\n".join(problems))
+    try:
+        config = RLConfig.model_validate({"data": {}, **_with_data_verifier(_known(values))})
+    except ValidationError as error:
+        problems += [_describe(e) for e in error.errors()]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return config
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what does not exist: the rest may be wrong too."""
+    settings = _settings()
+    return {
+        section: {key: value for key, value in keys.items() if key in settings[section]}
+        for section, keys in values.items()
+        if section in settings and isinstance(keys, Mapping)
+    }
 
 
 def _with_data_verifier(values: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -30,6 +30,7 @@ MakeEnvironment = Callable[[Prompt], Environment]
 
 _OWN = (EngineError, StoreError, StalledError, Interrupted)  # they end the run, whoever calls into them
 _LONGEST_REASON = 500  # characters
+_LAST_SECONDS = 2.0  # to close an environment while the run is stopping
 
 
 class Judge(Protocol):
@@ -398,9 +399,12 @@ class Episode:
     async def _close(self) -> None:
         if self._environment is None:
             return
+        seconds = self._on.limits.seconds
+        if self._on.running.parking:  # what was sampled must be in the journal soon
+            seconds = min(seconds, _LAST_SECONDS)
         try:
             with self._on.waiting("the environment to close", self.id):
-                async with asyncio.timeout(self._on.limits.seconds):
+                async with asyncio.timeout(seconds):
                     await self._environment.close()
         except BaseException as error:
             if not _is_its_own(error):

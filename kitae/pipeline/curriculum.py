@@ -12,21 +12,21 @@ class Curriculum:
     """pass_rates: by prompt id, the group in which it was asked the last time, and its mean score there."""
 
     def __init__(self, config: PipelineConfig, seed: int, pass_rates: Mapping[str, tuple[int, float]]) -> None:
-        self._config = config
+        self.config = config
         self._seed = seed
         self._rates = dict(pass_rates)
 
     def skips(self, group_id: int, prompt: Prompt) -> str:
         """Why this visit is left out, by a coin that knows only the seed and the visit; empty: it is not."""
-        if not self.active(self._config):
+        if not self.active(self.config):
             return ""
         _, rate = self._rates.get(prompt.id, (-1, float("-inf")))
         coin = random.Random(f"{self._seed}/{group_id}").random()
-        return "mastered" if rate >= self._config.mastered and coin >= self._config.mastered_visits else ""
+        return "mastered" if rate >= self.config.mastered and coin >= self.config.mastered_visits else ""
 
     def hear(self, group: Group) -> None:
         """How a visit went."""
-        if not self.active(self._config) or not group.valid:
+        if not self.active(self.config) or not group.valid:
             return
         last, _ = self._rates.get(group.prompt.id, (-1, 0.0))
         if group.id >= last:

@@ -44,7 +44,7 @@ class Issuing:
     ) -> None:
         self.cursor, self.issued = journal.issued()
         self.overdue = 0  # slots given up since the last batch
-        self._config = config
+        self.config = config
         self._journal = journal
         self._stream = stream
         self._episodes = episodes
@@ -63,7 +63,7 @@ class Issuing:
 
     @property
     def _refill_limit(self) -> int:
-        return int(self._config.pipeline.max_refill * self._config.training.prompts_per_step)
+        return int(self.config.pipeline.max_refill * self.config.training.prompts_per_step)
 
     @property
     def _next_step(self) -> int:
@@ -71,7 +71,7 @@ class Issuing:
 
     async def feed(self, tasks: asyncio.TaskGroup) -> None:
         """First the slots that an interrupted run had issued and not trained, then new ones, as many as are wanted."""
-        needed = (self._config.training.steps - self._buffer.version) * self._buffer.size
+        needed = (self.config.training.steps - self._buffer.version) * self._buffer.size
         resumed = await self._resumed(needed)
         for _ in range(needed - len(resumed)):
             self._wanted.release()
@@ -91,7 +91,7 @@ class Issuing:
     async def snapshots(self) -> None:
         """Copy what grows into the journal: a killed run loses no more of a response than it sampled since."""
         while True:
-            await asyncio.sleep(self._config.pipeline.snapshot_seconds)
+            await asyncio.sleep(self.config.pipeline.snapshot_seconds)
             if grown := self._episodes.grown(_WORTH_A_COPY):
                 await self._journal.extend_parked(*grown)
 
@@ -180,7 +180,7 @@ class Issuing:
                     return
                 dropped.append((group, reason))
                 if not group_ids:
-                    if not self._config.pipeline.refill or self._refills_left <= 0:
+                    if not self.config.pipeline.refill or self._refills_left <= 0:
                         self._buffer.put(slot, Harvest(None, tuple(dropped)))
                         return
                     self._refills_left -= 1
@@ -195,7 +195,7 @@ class Issuing:
 
     async def _run_group(self, group_id: int) -> Group:
         prompt = self._stream.at(group_id)
-        size = self._config.training.group_size
+        size = self.config.training.group_size
         try:
             group = await self._episodes.group(group_id, prompt, size, self._journal, greedy=self._wants_greedy)
         except (RequestError, DataError) as problem:

@@ -167,6 +167,11 @@ def test_refusals_give_the_rule_and_the_value(values: dict[str, Any], message: s
     assert message in refused(values)
 
 
+def test_an_unknown_key_hides_no_wrong_value() -> None:
+    complaints = refused(with_(engine={"kind": "proces", "kinds": 1}, training={"steps": 0})).splitlines()
+    assert [line.split()[0] for line in complaints] == ["unknown", "engine.kind:", "training.steps:"]
+
+
 @pytest.mark.parametrize(
     "values",
     [
