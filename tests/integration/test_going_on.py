@@ -511,7 +511,7 @@ def test_refills_of_a_step_are_limited_across_crashes(tmp_path: Path, monkeypatc
 def test_given_up_and_killed_before_the_journal_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that a batch went without is too old for the next one, also when its verdict is there by then."""
     hurry = str(tmp_path / "fast")
-    slow = f"import os, time; time.sleep(60 * (not os.path.exists({hurry!r}) and str(reference)[0] == '1')); {PARITY}"
+    slow = f"import os, time; time.sleep(12 * (not os.path.exists({hurry!r}) and str(reference)[0] == '1')); {PARITY}"
     settings = (
         score_file(tmp_path, slow),
         "verifier.workers=16",
@@ -527,13 +527,16 @@ def test_given_up_and_killed_before_the_journal_knows(tmp_path: Path, monkeypatc
     skip = Journal.skip_slot
 
     async def late(self: Journal, *rest: Any) -> None:
-        await asyncio.sleep(30)
+        await asyncio.sleep(5)
         await skip(self, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "skip_slot", late)
         with crash_at(monkeypatch, 5):
             run_toy(tmp_path, *settings)
+    journal = Journal(tmp_path / "toy-001" / "journal.sqlite", read_only=True)
+    assert any(slot.oldest is not None and slot.oldest + 1 < 4 for slot in journal.pending()), "given up, and not known"
+    journal.close()
     (tmp_path / "fast").touch()
     run = go_on(tmp_path).folder
     check_ledger(run, toy_config(tmp_path, *settings))
