@@ -91,7 +91,9 @@ def count(run: Path, table: str) -> int:
         return -1
 
 
-@pytest.mark.parametrize(("number", "moment"), [(signal.SIGKILL, 53), (signal.SIGINT, 30)])
+@pytest.mark.parametrize(
+    ("number", "moment"), [(signal.SIGKILL, 53), pytest.param(signal.SIGINT, 30, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_run_resumes_to_the_same_numbers(
     number: signal.Signals, moment: int, whole: Path, tmp_path: Path
 ) -> None:

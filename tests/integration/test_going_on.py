@@ -203,7 +203,7 @@ def test_an_evaluation_that_was_lost_comes_back(tmp_path: Path, monkeypatch: pyt
     assert_same_metrics(go_on(tmp_path).folder, whole)
 
 
-@pytest.mark.parametrize("engine", ["native", "process"])
+@pytest.mark.parametrize("engine", ["native", pytest.param("process", marks=pytest.mark.slow)])
 def test_ctrl_c_during_an_evaluation_beside_training(
     engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,12 @@ from kitae.weights.memory import MemoryPublisher, MemoryReceiver
 from kitae.weights.probe import Probe, score_probe
 
 CONFIG = EngineConfig(memory_gb=0.02)
-OWN_WEIGHTS = ["process", "fleet of processes", "fake with weights", "fleet of fakes"]
+OWN_WEIGHTS = [
+    "process",
+    pytest.param("fleet of processes", marks=pytest.mark.slow),
+    "fake with weights",
+    "fleet of fakes",
+]
 KINDS = ["native", "fake", *OWN_WEIGHTS]
 LONG = 300  # tokens: a response that is still running when something happens to it
 
