@@ -39,12 +39,10 @@ from kitae.pipeline.watch import Watch, whereabouts
 from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import Frontier
 from kitae.store.run import RunStore
+from kitae.trainer.base import THREADS
 from kitae.trainer.learner import Learner, Learnt
 
 T = TypeVar("T")
-
-TRAINER = "kitae-trainer"
-"""How the names of a trainer's threads begin, where it has any."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +158,7 @@ class Pipeline:
     def _pulse(self) -> object:
         """Changes while the engine or the trainer works."""
         stats = self.engine.stats()
-        return stats.generated_tokens, stats.prompt_tokens, stats.restarts, whereabouts(TRAINER)
+        return stats.generated_tokens, stats.prompt_tokens, stats.restarts, whereabouts(THREADS)
 
     # Train.
 

@@ -15,6 +15,9 @@ from kitae.observe.meter import Totals
 from kitae.types import Sample
 from kitae.weights.base import Manifest
 
+THREADS = "kitae-trainer"
+"""How the names of a trainer's threads begin, where it has any: the watchdog looks whether they move."""
+
 
 class Column(Enum):
     """What a trainer can say about each loss token, by the name of the column it becomes."""

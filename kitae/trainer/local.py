@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from kitae.observe.meter import Totals
-from kitae.trainer.base import Batch, Column
+from kitae.trainer.base import THREADS, Batch, Column
 from kitae.trainer.forward import pack_rows
 from kitae.trainer.worker import Worker
 from kitae.types import Sample
@@ -17,9 +17,6 @@ from kitae.weights.base import Manifest, Publisher
 from kitae.weights.probe import score_probe
 
 T = TypeVar("T")
-
-THREAD = "kitae-trainer"
-"""How the names of its threads begin."""
 
 
 class LocalTrainer:
@@ -29,8 +26,8 @@ class LocalTrainer:
         self.worker = worker
         self.publisher: Publisher | None = None  # for engines with weights of their own
         threads = torch.get_num_threads()  # a thread begins with as many as there are cores
-        self._compute = ThreadPoolExecutor(1, THREAD, initializer=torch.set_num_threads, initargs=(threads,))
-        self._look = ThreadPoolExecutor(2, f"{THREAD}-reads", torch.set_num_threads, (threads,))
+        self._compute = ThreadPoolExecutor(1, THREADS, initializer=torch.set_num_threads, initargs=(threads,))
+        self._look = ThreadPoolExecutor(2, f"{THREADS}-reads", torch.set_num_threads, (threads,))
         self._reading: set[asyncio.Future[Any]] = set()
         self._changing = asyncio.Lock()
 
