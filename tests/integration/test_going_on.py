@@ -524,16 +524,13 @@ def test_given_up_and_killed_before_the_journal_knows(tmp_path: Path, monkeypatc
         "checkpoint.every=9",
         "eval.prompts=0",
     )
-    skip = Journal.skip_slot
 
-    async def late(self: Journal, *rest: Any) -> None:
-        await asyncio.sleep(5)
-        await skip(self, *rest)
+    async def crash(*_: Any) -> None:
+        raise Crash
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "skip_slot", late)
-        with crash_at(monkeypatch, 5):
-            run_toy(tmp_path, *settings)
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(Journal, "skip_slot", crash)
+        run_toy(tmp_path, *settings)
     journal = Journal(tmp_path / "toy-001" / "journal.sqlite", read_only=True)
     assert any(slot.oldest is not None and slot.oldest + 1 < 4 for slot in journal.pending()), "given up, and not known"
     journal.close()
