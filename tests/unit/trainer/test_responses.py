@@ -18,7 +18,7 @@ from kitae.models.scalar import ScalarModel
 from kitae.trainer.base import Conditions
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
-from kitae.trainer.preferences import PLACE, Preference, Rated, ScoredPairs
+from kitae.trainer.responses import PLACE, Preference, Rated, ScoredPairs
 from kitae.trainer.ranks import Alone
 from kitae.trainer.trained import Trained
 from kitae.types import Sample
