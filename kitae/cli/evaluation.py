@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kitae.cli.locate import find_recipe
-from kitae.cli.training import check
 from kitae.config.load import load_config, override_config
-from kitae.config.root import RLConfig
+from kitae.config.root import RLConfig, reinforcement
 from kitae.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,12 +17,13 @@ def evaluate(target: str, overrides: list[str], model: str | None, as_json: bool
     config = _config(target, overrides, model)
     if config.eval.prompts == 0:
         raise ConfigError("eval.prompts must be at least 1 for an evaluation, got 0")
-    check(config)
     from rich.console import Console
 
     from kitae.models.load import check_model
     from kitae.pipeline.session import evaluate_model
+    from kitae.stages.start import check
 
+    check(config)
     check_model(config.model)
     with Console(stderr=True).status(f"evaluating {config.model.path}"):
         found = evaluate_model(config)
@@ -54,5 +54,7 @@ def _config(target: str, overrides: list[str], model: str | None) -> RLConfig:
     folder = Path(target)
     if is_run(folder):
         chosen = [f"model.path={model}"] if model else [f"model.path={trained_model(folder)}", "model.lora_rank=0"]
-        return override_config(read_config(folder), [*chosen, *overrides])
-    return load_config(find_recipe(target), [*([f"model.path={model}"] if model else []), *overrides])
+        config = reinforcement(read_config(folder), "kitae eval")
+        return override_config(config, [*chosen, *overrides])
+    given = load_config(find_recipe(target), [*([f"model.path={model}"] if model else []), *overrides])
+    return reinforcement(given, "kitae eval")

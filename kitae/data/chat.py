@@ -27,7 +27,8 @@ class Chat:
 
     def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
         self._tokenizer = tokenizer
-        self._plain = not getattr(tokenizer, "chat_template", None)
+        self.plain = not getattr(tokenizer, "chat_template", None)
+        """Whether the model has no template."""
         self._last: tuple[object, tuple[int, ...]] = (None, ())  # a group asks for one many times
         eos = _ids(tokenizer.eos_token_id) + _ids(getattr(generation_config, "eos_token_id", None))
         self.stop_tokens: tuple[int, ...] = tuple(dict.fromkeys(eos))
@@ -44,12 +45,12 @@ class Chat:
     def _encode_prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         if not messages:
             raise DataError("a prompt must have at least one message, got none")
-        if self._plain:
+        if self.plain:
             if tools:
                 raise DataError(f"a model needs a chat template to be told of tools, and it has none; got {len(tools)}")
-            tokens = self._begin() + self._encode(_joined(messages))
+            tokens = self.begin() + self.encode(joined(messages))
         else:
-            tokens = self._encode(self._render(messages, tools=tools))
+            tokens = self.encode(self.render(messages, tools=tools))
         if not tokens:
             raise DataError(f"a prompt must have at least one token, got none from {list(messages)}")
         return tokens
@@ -62,11 +63,11 @@ class Chat:
         """
         if not messages:
             raise DataError("a turn must have at least one message, got none")
-        if self._plain:
-            return self._encode("\n" + _joined(messages))
-        tokens = self._encode(self._tail(messages, generate=True))
+        if self.plain:
+            return self.encode("\n" + joined(messages))
+        tokens = self.encode(self._tail(messages, generate=True))
         if closed:
-            closing = self._encode(self._tail((), generate=False))
+            closing = self.encode(self._tail((), generate=False))
             for position, (token, last) in enumerate(zip(tokens, closing, strict=False)):
                 if token != last:
                     break  # here the closing of the turn is over, and it held no stop token
@@ -79,14 +80,8 @@ class Chat:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
-    def _tail(self, messages: Sequence[Message], *, generate: bool) -> str:
-        rendered = self._render((_QUESTION, _ANSWER, *messages), generate=generate)
-        _, found, tail = rendered.partition(_ANSWER.content)
-        if not found:
-            raise DataError("the chat template must show the content of assistant messages, but it leaves it out")
-        return tail
-
-    def _render(self, messages: Sequence[Message], *, generate: bool = True, tools: Sequence[Tool] = ()) -> str:
+    def render(self, messages: Sequence[Message], *, generate: bool = True, tools: Sequence[Tool] = ()) -> str:
+        """The text that the template makes of messages; `generate` adds what the model answers after."""
         turns = [as_dict(m) for m in messages]
         told = {"tools": [dict(tool) for tool in tools]} if tools else {}
         try:
@@ -97,17 +92,35 @@ class Chat:
             raise DataError(f"the chat template refuses the roles {[m.role for m in messages]}: {error}") from error
         return text
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str) -> tuple[int, ...]:
+        """The tokens of a text as it is, with nothing added."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(f"a message must be valid Unicode: {error}") from None
         return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _begin(self) -> tuple[int, ...]:
+    def begin(self) -> tuple[int, ...]:
         """The BOS token where the tokenizer adds one of its own accord; an EOS that it would add is left out."""
         added = tuple(self._tokenizer("")["input_ids"])
         return added[:1] if added and added[0] == self._tokenizer.bos_token_id else ()
+
+    def spell(self, token: int) -> str:
+        """How a token is written in a text: `"<|im_end|>"`."""
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    @property
+    def bos(self) -> int | None:
+        token: int | None = self._tokenizer.bos_token_id
+        return token
+
+    def _tail(self, messages: Sequence[Message], *, generate: bool) -> str:
+        rendered = self.render((_QUESTION, _ANSWER, *messages), generate=generate)
+        _, found, tail = rendered.partition(_ANSWER.content)
+        if not found:
+            raise DataError("the chat template must show the content of assistant messages, but it leaves it out")
+        return tail
 
 
 def as_dict(message: Message) -> dict[str, Any]:
@@ -133,11 +146,12 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, **row} if call.id else row
 
 
-def _joined(messages: Sequence[Message]) -> str:
-    return "\n".join(map(_text, messages))
+def joined(messages: Sequence[Message]) -> str:
+    """Messages as a model without a template reads them."""
+    return "\n".join(map(text_of, messages))
 
 
-def _text(message: Message) -> str:
+def text_of(message: Message) -> str:
     return "".join(part.get("text", "") for part in message.parts) if message.parts else message.content
 
 

@@ -1,11 +1,12 @@
 """Settings of the data."""
 
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
 from kitae.data.formats import FORMATS
+from kitae.data.layouts import LAYOUTS
 from kitae.data.tasks import TASKS
 from kitae.section import Section
 
@@ -56,3 +57,95 @@ def usual_verifier(data: Mapping[str, Any]) -> str | None:
     """Tasks and formats know their verifier; a recipe need not name it."""
     known = TASKS.get(str(data.get("task"))) or FORMATS.get(str(data.get("format")))
     return known.verifier if known else "gym" if data.get("gym") else None
+
+
+EXAMPLE_SOURCES = ("path", "mix", "hub")
+_COLUMN_SETTINGS = (
+    "text_key",
+    "prompt_key",
+    "completion_key",
+    "messages_key",
+    "tools_key",
+    "chosen_key",
+    "rejected_key",
+    "label_key",
+    "margin_key",
+    "score_keys",
+)
+
+
+class MixPart(Section):
+    """One file of a mix: `{path = "chat.jsonl", weight = 2}`."""
+
+    path: str = Field(description="A .jsonl, .json or .parquet file.")
+    weight: float | None = Field(None, gt=0, description="Its share, compared with the other files.")
+    format: str | None = Field(None, description="How its rows are laid out, where data.format does not say it.")
+
+
+class ExamplesConfig(Section):
+    """Where examples come from, for training without sampling: exactly one of path, mix or hub."""
+
+    path: str | None = Field(None, description="A .jsonl, .json or .parquet file of examples to train on.")
+    mix: tuple[MixPart, ...] = Field(
+        (), description='Several files: [{path = "a.jsonl", weight = 2}, …]; without weights they are one file.'
+    )
+    eval_path: str | None = Field(None, description="A file of held-out examples.")
+    hub: str | None = Field(None, description="A data set on the hub, e.g. HuggingFaceH4/ultrafeedback_binarized.")
+    hub_files: str = Field("data/train-*.parquet", description="Files of the hub data set to train on.")
+    hub_eval_files: str | None = Field(None, description="Files of the hub data set to evaluate on.")
+    format: str | None = Field(
+        None, description=f"Read rows as {' or '.join(LAYOUTS)} has them, or by your own file.py:function."
+    )
+    text_key: str = Field("text", description="Column with plain text, all of it trained on.")
+    prompt_key: str = Field("prompt", description="Column with a prompt: text, or a list of chat messages.")
+    completion_key: str = Field("completion", description="Column with the answer to it: text or messages.")
+    messages_key: str = Field("messages", description="Column with a whole conversation.")
+    tools_key: str = Field("tools", description="Column with the tools that the template tells the model of.")
+    chosen_key: str = Field("chosen", description="Column with the better answer, or the better conversation.")
+    rejected_key: str = Field("rejected", description="Column with the worse one.")
+    label_key: str = Field("label", description="Column that says whether an answer is good: true or false.")
+    margin_key: str = Field("margin", description="Column with how much better the better answer is.")
+    score_keys: tuple[str, str] = Field(
+        ("score_chosen", "score_rejected"),
+        description="Columns with a score of each answer; the margin is between them.",
+    )
+    system: str | None = Field(None, description="System message put before each conversation that has none.")
+    train_on: Literal["all", "last", "completion"] = Field(
+        "all",
+        description="Which turns of the assistant are trained on: all after the prompt; the last one; or the "
+        "completion, which is what follows the prompt, or the last turn of the user where a row has no prompt.",
+    )
+    max_tokens: int = Field(2048, ge=2, description="The longest example, in tokens.")
+    too_long: Literal["drop", "truncate", "refuse"] = Field(
+        "drop", description="What happens to longer ones: left out and counted, cut off at the end, or an error."
+    )
+    skip_bad_rows: bool = Field(False, description="Leave out rows that cannot be read, instead of refusing the file.")
+    shuffle: bool = Field(True, description="Visit the examples in a seeded random order, a new one each epoch.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        given = [name for name in EXAMPLE_SOURCES if getattr(self, name)]
+        if len(given) != 1:
+            wanted = ", ".join(EXAMPLE_SOURCES)
+            raise ValueError(f"data needs exactly one of {wanted}, got {' and '.join(given) or 'none'}")
+        weights = [part.weight for part in self.mix]
+        if any(weights) and not all(weights):
+            raise ValueError(f"data.mix needs a weight for every file or for none, got {weights}")
+        if self.format is not None and (named := self.named_columns()):
+            raise ValueError(f"data.format = {self.format!r} finds the columns itself: remove data.{named[0]}")
+        return self
+
+    @property
+    def source(self) -> str:
+        """What to call it: `"train.jsonl"`."""
+        return self.path or self.hub or " and ".join(part.path for part in self.mix)
+
+    def named_columns(self) -> list[str]:
+        """The settings that give a column another name than usual."""
+        usual = type(self).model_fields
+        return [key for key in _COLUMN_SETTINGS if getattr(self, key) != usual[key].default]
+
+    def with_usual_columns(self) -> Self:
+        """The columns as a format names them, whatever other files call theirs."""
+        usual = type(self).model_fields
+        return self.model_copy(update={key: usual[key].default for key in self.named_columns()})

@@ -7,7 +7,7 @@
     ifeval        prompt, instruction_id_list, kwargs                             instructions
 
 `data.format = "mbpp"` names one; `data.format = "file.py:function"` is your own: a function from the row, a mapping, to
-an `Example`, or to a mapping with its keys.
+an `Exercise`, or to a mapping with its keys.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,8 +18,8 @@ from kitae.errors import DataError
 from kitae.plugins import is_plugin, load_function, nearest
 
 
-class Example(NamedTuple):
-    """`Example("What is 6 · 7?", "42")`; the question may be a list of chat messages."""
+class Exercise(NamedTuple):
+    """`Exercise("What is 6 · 7?", "42")`; the question may be a list of chat messages."""
 
     question: Any
     reference: Any
@@ -45,11 +45,11 @@ def find_reader(name: str) -> Reader:
     raise DataError(f"data.format must be one of {', '.join(FORMATS)} or file.py:function{nearest(name, FORMATS)}")
 
 
-def read_row(reader: Reader, row: Mapping[str, Any]) -> Example:
+def read_row(reader: Reader, row: Mapping[str, Any]) -> Exercise:
     """What a format makes of a row; a `DataError` says what is wrong with the row, or with a user's function."""
     try:
         made = reader(row)
-        return made if isinstance(made, Example) else Example(**made)
+        return made if isinstance(made, Exercise) else Exercise(**made)
     except KeyError as error:
         raise DataError(f"no column {error}; the row has {', '.join(map(repr, row))}") from None
     except DataError:
@@ -58,31 +58,31 @@ def read_row(reader: Reader, row: Mapping[str, Any]) -> Example:
         raise DataError(f"the format cannot read the row: {type(error).__name__}: {error}") from error
 
 
-def math(row: Mapping[str, Any]) -> Example:
+def math(row: Mapping[str, Any]) -> Exercise:
     problem, answer = row["problem"], row.get("answer")
     if answer is None and "solution" in row:
         answer = last_boxed(row["solution"])
     if answer is None or not str(answer).strip():
         raise DataError(r"a row of MATH must have an answer, or a solution with its answer in a \boxed, got neither")
-    return Example(problem, str(answer))
+    return Exercise(problem, str(answer))
 
 
-def mbpp(row: Mapping[str, Any]) -> Example:
+def mbpp(row: Mapping[str, Any]) -> Exercise:
     """The prompt shows the tests, as the data set's authors do: they name the function."""
     tests = list(row["test_list"])
     setup = "\n".join([row.get("test_setup_code") or "", *(row.get("test_imports") or ())]).strip()
     task = row["text"] if "text" in row else row["prompt"]
     question = f"{task} Your code should pass these tests:\n\n" + "\n".join(tests)
-    return Example(question, {"tests": {"kind": "asserts", "asserts": tests, "setup": setup}}, row.get("code"))
+    return Exercise(question, {"tests": {"kind": "asserts", "asserts": tests, "setup": setup}}, row.get("code"))
 
 
-def humaneval(row: Mapping[str, Any]) -> Example:
+def humaneval(row: Mapping[str, Any]) -> Exercise:
     tests = {"kind": "check", "prompt": row["prompt"], "check": row["test"], "entry_point": row["entry_point"]}
     question = f"Complete this function:\n\n```python\n{row['prompt'].strip()}\n```"
-    return Example(question, {"tests": tests}, row.get("canonical_solution"))
+    return Exercise(question, {"tests": tests}, row.get("canonical_solution"))
 
 
-def ifeval(row: Mapping[str, Any]) -> Example:
+def ifeval(row: Mapping[str, Any]) -> Exercise:
     names, arguments = row["instruction_id_list"], row["kwargs"]
     if len(names) != len(arguments):
         raise DataError(f"instruction_id_list and kwargs must be of one length, got {len(names)} and {len(arguments)}")
@@ -90,7 +90,7 @@ def ifeval(row: Mapping[str, Any]) -> Example:
         {"id": name, "kwargs": {k: v for k, v in (given or {}).items() if v is not None}}
         for name, given in zip(names, arguments, strict=True)
     ]
-    return Example(row["prompt"], {"instructions": instructions})
+    return Exercise(row["prompt"], {"instructions": instructions})
 
 
 FORMATS = {

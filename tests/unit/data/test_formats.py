@@ -9,7 +9,7 @@ import pytest
 from kitae.config.load import load_config
 from kitae.config.root import RLConfig
 from kitae.data.config import DataConfig
-from kitae.data.formats import FORMATS, Example, find_reader, read_row
+from kitae.data.formats import FORMATS, Exercise, find_reader, read_row
 from kitae.data.prompts import eval_prompts, open_stream
 from kitae.errors import ConfigError, DataError
 from kitae.verifiers.pool import VerifierPool, validate
@@ -173,4 +173,4 @@ def test_a_known_set_may_judge_a_generated_task(tmp_path: Path) -> None:
 
 
 def test_examples_are_plain() -> None:
-    assert Example("q", 1) == Example(question="q", reference=1, gold=None)
+    assert Exercise("q", 1) == Exercise(question="q", reference=1, gold=None)

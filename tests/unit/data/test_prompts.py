@@ -18,7 +18,7 @@ from kitae.data.prompts import PromptStream, eval_prompts, open_stream
 from kitae.errors import DataError
 from kitae.types import Message, Prompt
 
-WORD_PROBLEMS = str(files("kitae.data") / "examples" / "word_problems.jsonl")
+WORD_PROBLEMS = str(files("kitae.data") / "shipped" / "word_problems.jsonl")
 
 
 def write(path: Path, rows) -> str:

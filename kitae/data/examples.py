@@ -1,0 +1,387 @@
+"""Examples to learn from without sampling: demonstrations, preferences, and answers with a label.
+
+    shape            columns of a row                                            stage
+    demonstration    text | messages | prompt, completion                        SFT
+    preference       chosen, rejected, with a prompt or with a common beginning  DPO, reward models
+    labelled         prompt, completion, label | messages, label                 KTO
+
+A row's columns say its shape. A preference serves as a demonstration (the chosen answer) and as two labelled answers;
+a labelled answer serves as a demonstration if its label is true. The cursor of a stream is an integer, and
+`stream.at(position)` depends on the settings and the position only.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Literal
+
+from kitae.data.chat import Tool
+from kitae.data.config import ExamplesConfig
+from kitae.data.epochs import Epochs, Mixture
+from kitae.data.layouts import Layout, find_layout, lay_out
+from kitae.data.messages import read_message, read_messages, read_tools
+from kitae.data.rows import DataRow, File, check_unicode, clip, hub_files, listed, local_file, sift
+from kitae.errors import DataError
+from kitae.types import Message
+
+Shape = Literal["demonstration", "preference", "labelled"]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a model reads and writes: `Conversation((Message("user", "Hi"), Message("assistant", "Hello")), prompt=1)`.
+
+    prompt: how many leading messages are never trained on. text: plain text in place of messages.
+    """
+
+    messages: tuple[Message, ...] = ()
+    prompt: int = 0
+    tools: tuple[Tool, ...] = ()
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """`Example("train.jsonl:17", chosen=Conversation(…))`; a preference has a `rejected`, a labelled answer a `label`.
+
+    margin: how much better the chosen answer is, where the data says it.
+    """
+
+    id: str
+    chosen: Conversation
+    rejected: Conversation | None = None
+    label: bool | None = None
+    margin: float | None = None
+
+    @property
+    def shape(self) -> Shape:
+        return "preference" if self.rejected else "demonstration" if self.label is None else "labelled"
+
+    @property
+    def conversations(self) -> tuple[Conversation, ...]:
+        return (self.chosen, self.rejected) if self.rejected else (self.chosen,)
+
+
+class ExampleStream:
+    """An endless, seeded sequence of examples: `open_examples(config, seed=0, shape="preference").at(17)`.
+
+    Each source is visited epoch by epoch, each epoch in an order of its own when `shuffle` is set; with weights, they
+    take turns by them. size: examples of all sources, which is what an epoch means. skipped: what was left out.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Sequence[Example]],
+        *,
+        seed: int,
+        shuffle: bool,
+        weights: Sequence[float] | None = None,
+        skipped: str = "",
+    ) -> None:
+        self.sources = tuple(map(tuple, sources))
+        self.size = sum(map(len, self.sources))
+        self.skipped = skipped
+        self._seed, self._shuffle, self._weights = seed, shuffle, weights
+        self._epochs = [
+            Epochs(len(examples), seed=seed, shuffle=shuffle, source=number)
+            for number, examples in enumerate(self.sources)
+        ]
+        self._mixture = Mixture(weights or [1.0] * len(self.sources), seed)
+
+    def at(self, position: int) -> Example:
+        assert position >= 0, f"a stream position is not negative, got {position}"
+        source, turn = self._mixture.at(position)
+        return self.sources[source][self._epochs[source].at(turn)]
+
+    def without(self, ids: Set[str], why: str) -> "ExampleStream":
+        """The stream without some of its examples: `without({"train.jsonl:17"}, "are too long")`."""
+        kept = [[example for example in examples if example.id not in ids] for examples in self.sources]
+        dropped = self.size - sum(map(len, kept))
+        if not dropped:
+            return self
+        said = f"{dropped} of {self.size} examples {why}"
+        if not all(kept):
+            raise DataError(f"a file must have examples to train on, but none is left of one: {said}")
+        skipped = "\n".join(filter(None, (self.skipped, said)))
+        return ExampleStream(kept, seed=self._seed, shuffle=self._shuffle, weights=self._weights, skipped=skipped)
+
+
+def open_examples(config: ExamplesConfig, seed: int, shape: Shape) -> ExampleStream:
+    """The examples to train on, in the shape that a stage needs; whatever is wrong with a file is raised here."""
+    if config.mix:
+        paths = [part.path for part in config.mix]
+        found = [
+            _read_files(config, [_named(local_file("data.mix", part.path), paths)], shape, part.format)
+            for part in config.mix
+        ]
+        skipped = "\n".join(note for _, note in found if note)
+        sources = [examples for examples, _ in found]
+        weights = [part.weight for part in config.mix if part.weight is not None]
+        if not weights:
+            sources = [[example for examples in sources for example in examples]]
+        return ExampleStream(sources, seed=seed, shuffle=config.shuffle, weights=weights or None, skipped=skipped)
+    examples, skipped = _read_files(config, _training_files(config), shape)
+    return ExampleStream([examples], seed=seed, shuffle=config.shuffle, skipped=skipped)
+
+
+def held_out_examples(config: ExamplesConfig, seed: int, count: int, shape: Shape) -> list[Example]:
+    """`count` held-out examples; fewer when the file that holds them is shorter."""
+    if count <= 0:
+        return []
+    examples, skipped = _read_files(config, _held_out_files(config), shape)
+    stream = ExampleStream([examples], seed=seed, shuffle=config.shuffle, skipped=skipped)
+    return [stream.at(position) for position in range(min(count, stream.size))]
+
+
+def read_example(config: ExamplesConfig, layout: Layout | None, row: DataRow) -> Example:
+    """What a row says, in the shape that its columns show."""
+    try:
+        check_unicode(row.values)
+        values = row.values if layout is None else lay_out(layout, row.values)
+        return replace(_read(_Columns(config, values)), id=row.id)
+    except DataError as error:
+        raise DataError(f"{row.where}: {error}") from None
+
+
+def reshape(example: Example, shape: Shape) -> tuple[Example, ...]:
+    """The example in the shape that a stage needs: one, two, or none."""
+    if example.shape == shape:
+        return (example,)
+    if shape == "demonstration":
+        return () if example.label is False else (Example(example.id, example.chosen),)
+    if shape == "labelled" and example.rejected is not None:
+        return (
+            Example(f"{example.id}/chosen", example.chosen, label=True),
+            Example(f"{example.id}/rejected", example.rejected, label=False),
+        )
+    needs = {"preference": "chosen and rejected", "labelled": "a label, or chosen and rejected"}[shape]
+    raise DataError(f"this stage needs rows with {needs}, got a {example.shape}")
+
+
+def _training_files(config: ExamplesConfig) -> list[File]:
+    if config.path is not None:
+        return [local_file("data.path", config.path)]
+    assert config.hub is not None  # the settings name one source
+    return hub_files(config.hub, config.hub_files)
+
+
+def _held_out_files(config: ExamplesConfig) -> list[File]:
+    if config.eval_path is not None:
+        file = local_file("data.eval_path", config.eval_path)
+        paths = [config.path] if config.path else [part.path for part in config.mix]
+        if file.path.resolve() in [Path(path).expanduser().resolve() for path in paths]:
+            raise DataError(f"data.eval_path must be another file than those to train on, got {config.eval_path} twice")
+        return [file]
+    if config.hub is not None and config.hub_eval_files is not None:
+        files = hub_files(config.hub, config.hub_eval_files)
+        if both := [file.name for file in files if fnmatchcase(file.name, config.hub_files)]:
+            raise DataError(f"data.hub_eval_files must not match files to train on, but both match {', '.join(both)}")
+        return files
+    setting = "hub_eval_files" if config.hub else "eval_path"
+    raise DataError(f"no held-out examples: set data.{setting}, or ask for none")
+
+
+def _named(file: File, paths: Sequence[str]) -> File:
+    """Two files of one name in different folders are told apart by their paths."""
+    same = [path for path in paths if Path(path).name == file.name]
+    return file if len(same) < 2 else File(file.path, str(file.path))
+
+
+def _read_files(
+    config: ExamplesConfig, files: Sequence[File], shape: Shape, format: str | None = None
+) -> tuple[list[Example], str]:
+    name = format or config.format
+    layout = find_layout(name) if name else None
+    columns = config if layout is None else config.with_usual_columns()
+
+    def read(row: DataRow) -> tuple[Example, ...]:
+        example = read_example(columns, layout, row)
+        try:
+            return reshape(example, shape)
+        except DataError as error:
+            raise DataError(f"{row.where}: {error}") from None
+
+    found, skipped = sift(files, read, config.skip_bad_rows)
+    examples = [example for several in found for example in several]
+    if not examples:
+        raise DataError(f"{', '.join(str(file.path) for file in files)}: no row has the label true")
+    return examples, skipped
+
+
+class _Columns:
+    """A row with its columns under the names that Kitae has for them; an empty column is an absent one."""
+
+    def __init__(self, config: ExamplesConfig, values: Mapping[str, Any]) -> None:
+        self.config = config
+        self.values = values
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values.get(getattr(self.config, f"{name}_key"))
+
+    def have(self, *names: str) -> bool:
+        return all(self[name] is not None for name in names)
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        return read_tools(self["tools"])
+
+
+def _read(row: _Columns) -> Example:
+    if row.have("chosen", "rejected"):
+        return _preference(row)
+    if row.have("label"):
+        return Example("", _answered(row), label=_label(row["label"]))
+    if row.have("messages") or row.have("prompt", "completion"):
+        return Example("", _demonstration(row))
+    if row.have("text"):
+        return Example("", Conversation(text=_text("text", row["text"])))
+    raise DataError(_unknown(row))
+
+
+def _demonstration(row: _Columns) -> Conversation:
+    if not row.have("messages"):
+        return _answer(row, _prompt(row), row["completion"])
+    return _conversation(row, read_messages(row["messages"]), 0)
+
+
+def _answered(row: _Columns) -> Conversation:
+    """A labelled answer: where the row is one conversation, what came after the last turn of the user."""
+    if row.have("messages"):
+        messages = read_messages(row["messages"])
+        return _conversation(row, messages, after_user(messages))
+    if row.have("prompt", "completion"):
+        return _answer(row, _prompt(row), row["completion"])
+    raise DataError(_unknown(row))
+
+
+def _preference(row: _Columns) -> Example:
+    chosen, rejected = row["chosen"], row["rejected"]
+    if row.have("prompt") and not (_is_whole(chosen) and _is_whole(rejected)):
+        prompt = _prompt(row)
+        pair = _answer(row, prompt, chosen), _answer(row, prompt, rejected)
+    else:
+        whole = _whole("chosen", chosen), _whole("rejected", rejected)
+        shared = _shared(*whole)
+        pair = _conversation(row, whole[0], shared), _conversation(row, whole[1], shared)
+    if pair[0] == pair[1]:
+        raise DataError("chosen and rejected must differ, got the same answer twice")
+    return Example("", *pair, margin=_margin(row))
+
+
+def after_user(messages: Sequence[Message]) -> int:
+    """Where the answer to the last turn of the user begins; calls of tools and their results are part of it."""
+    return max((i + 1 for i, m in enumerate(messages) if m.role not in ("assistant", "tool")), default=0)
+
+
+def _shared(chosen: tuple[Message, ...], rejected: tuple[Message, ...]) -> int:
+    """How many messages both begin with; what follows begins with the assistant in both."""
+    pairs = zip(chosen[:-1], rejected[:-1], strict=False)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    while shared and not chosen[shared].role == rejected[shared].role == "assistant":
+        shared -= 1
+    if not shared:
+        raise DataError("chosen and rejected must begin with the same messages, got different ones; or give a prompt")
+    return shared
+
+
+def _prompt(row: _Columns) -> tuple[Message, ...]:
+    prompt = row["prompt"]
+    if isinstance(prompt, str):
+        return (Message("user", _text("prompt", prompt)),)
+    messages = read_messages(prompt)
+    if messages[-1].role == "assistant":
+        raise DataError("a prompt must end with a turn that the assistant answers, got one that ends with its own")
+    return messages
+
+
+def _answer(row: _Columns, prompt: tuple[Message, ...], answer: object) -> Conversation:
+    if isinstance(answer, str):
+        return _conversation(row, (*prompt, Message("assistant", _text("answer", answer))), len(prompt))
+    turns = read_messages(answer) if isinstance(answer, list) else (read_message(answer),)
+    if turns[0].role != "assistant":
+        raise DataError(f"an answer must begin with a turn of the assistant, got one of {turns[0].role!r}")
+    return _conversation(row, (*prompt, *turns), len(prompt))
+
+
+def _conversation(row: _Columns, messages: tuple[Message, ...], prompt: int) -> Conversation:
+    if messages[-1].role != "assistant":
+        raise DataError(f"a conversation must end with a turn of the assistant, got one of {messages[-1].role!r}")
+    if row.config.system is not None and not any(m.role == "system" for m in messages):
+        messages, prompt = (Message("system", row.config.system), *messages), prompt + (prompt > 0)
+    if messages[0].role == "assistant":
+        raise DataError("a conversation must begin with what the assistant answers, got a turn of its own")
+    return Conversation(messages, prompt, row.tools)
+
+
+def _is_whole(side: object) -> bool:
+    """A conversation that has its prompt in it, and not an answer alone."""
+    return isinstance(side, list) and bool(side) and isinstance(side[0], Mapping) and side[0].get("role") != "assistant"
+
+
+def _whole(name: str, side: object) -> tuple[Message, ...]:
+    if isinstance(side, str):
+        return _dialogue(name, side)
+    return read_messages(side)
+
+
+_TURN = re.compile(r"\n\n(Human|Assistant):")
+
+
+def _dialogue(name: str, text: str) -> tuple[Message, ...]:
+    r"""`"\n\nHuman: Hi\n\nAssistant: Hello"` as messages."""
+    before, *turns = _TURN.split(text if text.startswith("\n\n") else f"\n\n{text.lstrip()}")
+    if before.strip() or not turns:
+        raise DataError(
+            f"without a prompt, {name} must be messages or text of the form "
+            f"'\\n\\nHuman: … \\n\\nAssistant: …', got {clip(repr(text))}"
+        )
+    roles = {"Human": "user", "Assistant": "assistant"}
+    rows = [{"role": roles[who], "content": said.strip()} for who, said in zip(turns[::2], turns[1::2], strict=True)]
+    return read_messages(rows)
+
+
+def _label(value: object) -> bool:
+    if isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1)):
+        return bool(value)
+    raise DataError(f"a label must be true or false, got {clip(repr(value))}")
+
+
+def _margin(row: _Columns) -> float | None:
+    scores = [row.values.get(key) for key in row.config.score_keys]
+    if row.have("margin"):
+        margin = _number("margin", row["margin"])
+    elif None not in scores:
+        margin = _number("score", scores[0]) - _number("score", scores[1])
+    else:
+        return None
+    if margin < 0:
+        raise DataError(f"chosen must be at least as good as rejected, got a margin of {margin:g}")
+    return margin
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DataError(f"a {name} must be a number, got {clip(repr(value))}")
+    return float(value)
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"the {name} must be text and not empty, got {clip(repr(value))}")
+    return value
+
+
+def _unknown(row: _Columns) -> str:
+    hint = ""
+    if "conversations" in row.values:
+        hint = "; data.format='sharegpt' reads conversations"
+    elif "instruction" in row.values:
+        hint = "; data.format='alpaca' reads instructions"
+    return (
+        "a row must have text; messages; prompt and completion; or chosen and rejected (data.text_key and others name "
+        f"the columns); it has {listed(list(row.values))}{hint}"
+    )

@@ -1,0 +1,180 @@
+"""Data files into rows: JSON lines, JSON lists and Parquet, on this disk or in a data set on the hub.
+
+A row that cannot be read is named by file and line. `sift` reads all rows of some files before anything expensive
+starts, and says which of them are bad.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import date, time
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from kitae.errors import DataError
+
+T = TypeVar("T")
+
+
+class File(NamedTuple):
+    """`name` is short and starts the ids of what is in it: the file name, or the path inside the hub data set."""
+
+    path: Path
+    name: str
+
+
+class DataRow(NamedTuple):
+    """`number` is the line of a JSONL file or the row of a Parquet file, counted from 1."""
+
+    file: File
+    number: int
+    values: Mapping[str, Any]
+
+    @property
+    def id(self) -> str:
+        """`"train.jsonl:17"`."""
+        return f"{self.file.name}:{self.number}"
+
+    @property
+    def where(self) -> str:
+        """Where a user finds it: `"data/train.jsonl:17"`."""
+        return f"{self.file.path}:{self.number}"
+
+
+def local_file(setting: str, text: str) -> File:
+    path = Path(text).expanduser()
+    if not path.is_file():
+        found = "a folder is there" if path.is_dir() else f"nothing is there (in {Path.cwd()})"
+        raise DataError(f"{setting} must name a file, got {text}, but {found}")
+    return File(path, path.name)
+
+
+def hub_files(hub: str, pattern: str) -> list[File]:
+    """The files of a data set on the hub that match the pattern; at least one."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(hub, repo_type="dataset", allow_patterns=pattern))
+    except Exception as error:  # the network, the disk, the hub's own refusals: they share no base class
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise DataError(
+            f"cannot get data set {hub!r} from the hub: {reason}\n"
+            "Check the id and the connection (a private or gated data set needs `hf auth login`), or download the "
+            "data set where there is a connection and copy the hub cache here."
+        ) from error
+    there = sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+    names = [name for name in there if fnmatchcase(name, pattern)]
+    if not names:
+        raise DataError(f"data set {hub!r} has no file that matches {pattern!r}; in the cache are {listed(there)}")
+    return [File(folder / name, name) for name in names]
+
+
+def sift(files: Sequence[File], read: Callable[[DataRow], T], skip_bad_rows: bool) -> tuple[list[T], str]:
+    """What `read` makes of the good rows, and a note on bad ones (empty where there are none).
+
+    `read` complains about a row with a `DataError`. Unless bad rows may be skipped, and some are good, the first one
+    is raised.
+    """
+    rows = [row for file in files for row in read_rows(file)]
+    if not rows:
+        raise DataError(f"{', '.join(str(file.path) for file in files)}: no rows")
+    good, bad = list[T](), list[DataError]()
+    for row in rows:
+        try:
+            if isinstance(row, DataError):
+                raise row
+            good.append(read(row))
+        except DataError as error:
+            bad.append(error)
+    if bad and not (skip_bad_rows and good):
+        raise DataError(f"{bad[0]}\n{len(bad)} of {len(rows)} rows are bad; data.skip_bad_rows=true leaves them out")
+    note = f"{len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows); the first: {bad[0]}" if bad else ""
+    return good, note
+
+
+def read_rows(file: File) -> Iterator[DataRow | DataError]:
+    """The rows of a file; lines that are no row come as what is wrong with them."""
+    readers: dict[str, Callable[[File], Iterator[DataRow | DataError]]] = {
+        ".jsonl": _read_jsonl,
+        ".json": _read_json,
+        ".parquet": _read_parquet,
+    }
+    if file.path.suffix not in readers:
+        raise DataError(f"a data file must end in {' or '.join(readers)}, got {file.path}")
+    return readers[file.path.suffix](file)
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def check_unicode(values: object) -> None:
+    """Half a surrogate pair can be written in JSON, but not encoded."""
+    if (bad := _SURROGATE.search(json.dumps(values, ensure_ascii=False))) is not None:
+        raise DataError(f"a row must be valid Unicode, got half a surrogate pair: {bad[0]!r}")
+
+
+def clip(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:79]}…"
+
+
+def listed(names: Sequence[str]) -> str:
+    shown = ", ".join(map(repr, names[:12])) or "none"
+    return f"{shown} and {len(names) - 12} more" if len(names) > 12 else shown
+
+
+def _read_jsonl(file: File) -> Iterator[DataRow | DataError]:
+    try:
+        with file.path.open(encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.isspace():
+                    try:
+                        yield DataRow(file, number, _parse(file, number, line))
+                    except DataError as error:
+                        yield error
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {file.path}: {error}") from error
+
+
+def _parse(file: File, number: int, line: str) -> dict[str, Any]:
+    try:
+        values = json.loads(line.rstrip("\r\n"))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{file.path}:{number}: not valid JSON: {error.msg} at column {error.colno}") from None
+    if not isinstance(values, dict):
+        raise DataError(f"{file.path}:{number}: a row must be a JSON object, got {clip(line.strip())}")
+    return values
+
+
+def _read_json(file: File) -> Iterator[DataRow | DataError]:
+    try:
+        rows = json.loads(file.path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {file.path}: {error}") from error
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise DataError(f"{file.path}: a .json file must hold a list of objects; one object per line is a .jsonl file")
+    return (DataRow(file, number, values) for number, values in enumerate(rows, start=1))
+
+
+def _read_parquet(file: File) -> Iterator[DataRow | DataError]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.ParquetFile(file.path).read().to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"cannot read {file.path}: {error}") from error
+    return (DataRow(file, number, _as_json(values)) for number, values in enumerate(rows, start=1))
+
+
+def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A row as a JSON file would hold it: the journal and the verifiers' processes know nothing else."""
+    found: dict[str, Any] = json.loads(json.dumps(values, default=_as_text))
+    return found
+
+
+def _as_text(value: Any) -> str:
+    """Dates as ISO has them, decimals and the like as they print; bytes (a picture in a column, say) are left out."""
+    if isinstance(value, bytes):
+        return f"({len(value)} bytes)"
+    return value.isoformat() if isinstance(value, date | time) else str(value)
