@@ -8,6 +8,7 @@ from kitae.models.policy import Policy
 from kitae.trainer.base import Column, Conditions, Role
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
+from kitae.trainer.start import reinforced
 from kitae.trainer.worker import Worker
 from kitae.types import FloatArray, Group, Sample
 
@@ -15,7 +16,7 @@ GRPO = AlgorithmConfig(preset="grpo")
 
 
 def make_worker(policy: Policy, training: TrainingConfig, max_tokens: int) -> Worker:
-    return Worker(policy, training, GRPO, max_tokens=max_tokens, temperature=1.0)
+    return reinforced(policy, training, GRPO, max_tokens=max_tokens, temperature=1.0)
 
 
 def prepared(groups: Sequence[Group], max_tokens: int) -> tuple[Sample, ...]:

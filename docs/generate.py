@@ -24,7 +24,7 @@ from kitae.algorithms.catalogue import COLUMNS, choices, master_table, settings
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.presets import BASE, PRESETS
 from kitae.algorithms.stages import STAGES
-from kitae.config.root import RLConfig
+from kitae.config.root import ROOTS, RLConfig
 from kitae.data.tasks import TASKS
 from kitae.verifiers.registry import VERIFIERS
 
@@ -80,7 +80,24 @@ def configuration() -> str:
             parts.append(_table(("key", "values", "presets start from", "meaning"), _algorithm_rows()))
         else:
             parts.append(_table(("key", "values", "default", "meaning"), _rows(section)))
-    return "\n".join([*parts, tasks(), verifiers()])
+    return "\n".join([*parts, offline(), tasks(), verifiers()])
+
+
+def offline() -> str:
+    """The sections of the other kinds of run, as far as they are their own."""
+    parts = [
+        "## Offline stages\n\nA recipe with `method.kind` set to one of these trains on a file of examples instead of "
+        "rewards ([stages.md](stages.md)). `[run]`, `[model]` and `[checkpoint]` are those above; these are its own.\n"
+    ]
+    shown: set[type[BaseModel]] = set(RLConfig.sections().values())
+    for root in ROOTS.values():
+        for name, section in root.sections().items():
+            if section not in shown:
+                shown.add(section)
+                of = f", `method.kind = {root.model_fields['method'].default.kind!r}`" if name == "method" else ""
+                parts.append(f"### [{name}]{of}\n\n{_text(section.__doc__)}\n")
+                parts.append(_table(("key", "values", "default", "meaning"), _rows(section)))
+    return "\n".join(parts)
 
 
 def with_blocks(page: str) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kitae.cli.locate import find_recipe
 from kitae.cli.training import check
 from kitae.config.load import load_config, override_config
-from kitae.config.root import RLConfig
+from kitae.config.root import RLConfig, reinforcement
 from kitae.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,5 +54,7 @@ def _config(target: str, overrides: list[str], model: str | None) -> RLConfig:
     folder = Path(target)
     if is_run(folder):
         chosen = [f"model.path={model}"] if model else [f"model.path={trained_model(folder)}", "model.lora_rank=0"]
-        return override_config(read_config(folder), [*chosen, *overrides])
-    return load_config(find_recipe(target), [*([f"model.path={model}"] if model else []), *overrides])
+        config = reinforcement(read_config(folder), "kitae eval")
+        return override_config(config, [*chosen, *overrides])
+    given = load_config(find_recipe(target), [*([f"model.path={model}"] if model else []), *overrides])
+    return reinforcement(given, "kitae eval")

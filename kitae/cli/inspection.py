@@ -90,10 +90,12 @@ class _Advantages:
     """What samples were worth to the trainer, worked out again from the journal, a step at a time."""
 
     def __init__(self, run: Path, journal: "Journal") -> None:
+        from kitae.config.root import RLConfig
         from kitae.store.run import read_config
 
         self._journal = journal
-        self._config = read_config(run) if (run / "config.json").is_file() else None
+        config = read_config(run) if (run / "config.json").is_file() else None
+        self._config = config if isinstance(config, RLConfig) else None
         self._steps: dict[int, dict[tuple[int, int], float]] = {}
 
     def of(self, group: int, sample: int, step: int) -> float | None:

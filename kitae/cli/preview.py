@@ -3,17 +3,20 @@
 from typing import TYPE_CHECKING
 
 from kitae.cli.text import as_size, as_time, table
-from kitae.config.root import RLConfig
+from kitae.config.root import RLConfig, Root, StageConfig
 
 if TYPE_CHECKING:
     from kitae.study.estimate import Estimate, Range
 
 
-def preview(config: RLConfig, full: bool) -> None:
-    from kitae.study.estimate import estimate
+def preview(config: Root, full: bool) -> None:
+    if isinstance(config, RLConfig):
+        from kitae.study.estimate import estimate
 
-    print(summary(config))
-    print(describe(config, estimate(config)))
+        print(summary(config))
+        print(describe(config, estimate(config)))
+    elif isinstance(config, StageConfig):
+        print(stage_summary(config))
     if full:
         print(f"\nall settings:\n{config.to_json()}")
     else:
@@ -32,6 +35,21 @@ def summary(config: RLConfig) -> str:
             f"steps      {t.steps}, each of {t.prompts_per_step} prompts × {t.group_size} samples of up to "
             f"{config.sampling.max_tokens} tokens",
             f"held out   {held_out if e.prompts else 'none (eval.prompts = 0)'}",
+            f"run folder {config.run.dir}/{config.run.name}-NNN",
+        ]
+    )
+
+
+def stage_summary(config: StageConfig) -> str:
+    t, e = config.training, config.eval
+    held_out = f"{e.examples} examples before and after" + (f", and every {e.every} steps" if e.every else "")
+    length = f"{t.steps} steps" if t.steps else f"{t.epochs:g} passes over the data"
+    return "\n".join(
+        [
+            f"method     {config.method.kind}, learning rate {t.lr:g}",
+            f"data       {config.data.named}",
+            f"length     {length}, {t.batch} examples a step",
+            f"held out   {held_out if e.examples else 'none (eval.examples = 0)'}",
             f"run folder {config.run.dir}/{config.run.name}-NNN",
         ]
     )

@@ -27,9 +27,10 @@ def compare(folders: Sequence[Path]) -> None:
         raise StoreError(f"kitae compare takes two runs or more, got {len(folders)}")
     found = [look(folder) for folder in folders]
     settings = [run.config.flat() for run in found]
-    names = [key for key in settings[0] if any(s[key] != settings[0][key] for s in settings)]
+    keys = dict.fromkeys(key for s in settings for key in s)  # kinds of run have different ones
+    names = [key for key in keys if any(s.get(key) != settings[0].get(key) for s in settings)]
     rows = [["", *(run.folder.name for run in found)]]
-    rows += [[key, *(_setting(s[key]) for s in settings)] for key in names if key not in ("run.name", "run.dir")]
+    rows += [[key, *(_setting(s.get(key)) for s in settings)] for key in names if key not in ("run.name", "run.dir")]
     if len(rows) == 1:
         rows.append(["settings", *("the same" for _ in found)])
     rows += [[title, *map(cell, found)] for title, cell in _RESULTS.items()]
@@ -62,7 +63,7 @@ def _row(run: RunView) -> list[str]:
     name, size = run.folder.name, as_size(run.size)
     age = as_time(max(0.0, time.time() - run.changed))
     try:
-        reward = "–" if not run.steps or run.steps[-1]["reward"] is None else f"{run.steps[-1]['reward']:.3f}"
+        reward = "–" if not run.steps or run.steps[-1].get("reward") is None else f"{run.steps[-1]['reward']:.3f}"
         return [name, run.status, f"{run.step}/{run.config.training.steps}", reward, _held_out(run), age, size]
     except KitaeError:  # settings of another version, say: the others are listed all the same
         return [name, "unreadable", "–", "–", "–", age, size]
@@ -96,7 +97,7 @@ def _usual(key: str, form: str) -> Callable[[RunView], str]:
 
 
 def _last_reward(run: RunView) -> str:
-    values = [row["reward"] for row in run.steps[-_LAST:] if row["reward"] is not None]
+    values = [row["reward"] for row in run.steps[-_LAST:] if row.get("reward") is not None]
     return f"{sum(values) / len(values):.3f}" if values else "–"
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kitae.cli.locate import find_recipe
 from kitae.config.load import load_config
+from kitae.config.root import reinforcement
 from kitae.errors import ConfigError
 from kitae.plugins import nearest
 
@@ -37,7 +38,7 @@ def simulate(
     as_json: bool,
     timeline: Path | None,
 ) -> None:
-    config = load_config(find_recipe(recipe), overrides)
+    config = reinforcement(load_config(find_recipe(recipe), overrides), "kitae simulate")
     numbers, bounds = whole_numbers("--devices", devices, least=1), whole_numbers("--staleness", staleness, least=0)
     most = config.sampling.max_tokens
     if lengths is None:

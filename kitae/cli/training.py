@@ -2,21 +2,26 @@
 
 import signal
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kitae.cli.locate import find_recipe
 from kitae.cli.text import as_size
-from kitae.config.load import load_config
-from kitae.config.root import RLConfig
+from kitae.config.load import load_config, override_config
+from kitae.config.root import RLConfig, Root, StageConfig, reinforcement
 from kitae.errors import ConfigError, Interrupted, KitaeError, StoreError
 from kitae.observe.console import Console
 
 if TYPE_CHECKING:
-    from kitae.pipeline.prepare import Sources
-    from kitae.store.run import RunStore
+    from kitae.observe.observer import Observer
+    from kitae.store.run import Result, RunStore
 
 Evaluated = dict[str, Any] | None
+
+
+Start = Callable[["RunStore", "Observer", str | None, bool], "Result"]
+"""Trains: the run, who watches, a checkpoint to go on from, whether to forget what came after it."""
 
 
 def train(recipe: str, overrides: list[str], dry_run: bool, full: bool) -> None:
@@ -28,10 +33,10 @@ def train(recipe: str, overrides: list[str], dry_run: bool, full: bool) -> None:
         preview(config, full)
         return
     console = Console()
-    sources = _prepare(config, console)
+    config, start = _prepare(config, console)
     from kitae.store.run import RunStore
 
-    _run(RunStore.create(config), sources, console)
+    _run(RunStore.create(config), start, console)
 
 
 def resume(run: Path, overrides: list[str], checkpoint: str | None, forget: bool) -> None:
@@ -43,14 +48,14 @@ def resume(run: Path, overrides: list[str], checkpoint: str | None, forget: bool
         if checkpoint is None and _is_finished(run, store.config):
             store.close()
             return
-        sources = _prepare(store.config, console)
+        _, start = _prepare(store.config, console)
     except BaseException:
         store.close()
         raise
-    _run(store, sources, console, checkpoint, forget)
+    _run(store, start, console, checkpoint, forget)
 
 
-def _is_finished(run: Path, config: RLConfig) -> bool:
+def _is_finished(run: Path, config: Root) -> bool:
     """Whether nothing is left to do, which is said; what cannot go on is refused."""
     from kitae.store.look import look
 
@@ -69,25 +74,60 @@ def _is_finished(run: Path, config: RLConfig) -> bool:
     return False
 
 
-def _prepare(config: RLConfig, console: Console) -> "Sources":
-    """Everything that can go wrong before the run folder is made or touched."""
+def _prepare(config: Root, console: Console) -> tuple[Root, Start]:
+    """Everything that can go wrong before the run folder is touched; the settings with what the data decides."""
     from kitae.models.load import check_model
-    from kitae.pipeline.prepare import prepare
     from kitae.store.run import is_run
 
-    sources = prepare(config, console.say)
-    folder = check_model(config.model)
+    if isinstance(config, StageConfig):
+        folder = check_model(config.model)
+        config, start = _prepare_stage(config, console)
+    else:
+        start = _prepare_rl(reinforcement(config, "kitae train"), console)
+        folder = check_model(config.model)
     if is_run(Path(config.model.path).expanduser()):
         console.say(f"{config.model.path} is a run: its trained model {folder} is taken")
-    return sources
+    return config, start
 
 
-def check(config: RLConfig) -> None:
+def _prepare_rl(config: RLConfig, console: Console) -> Start:
+    from kitae.pipeline.prepare import prepare
+    from kitae.pipeline.session import train
+
+    sources = prepare(config, console.say)
+    return lambda store, observer, checkpoint, forget: train(store, sources, observer, checkpoint, forget=forget)
+
+
+def _prepare_stage(config: StageConfig, console: Console) -> tuple[StageConfig, Start]:
+    from kitae.stages.data import StageData
+    from kitae.stages.session import train
+
+    data = StageData(config)
+    for note in data.notes:
+        console.say(note)
+    if not config.training.steps:
+        config = override_config(config, [f"training.steps={data.steps(config.training.epochs)}"])
+    return config, lambda store, observer, checkpoint, _: train(store, data, observer, checkpoint)
+
+
+def check(config: Root) -> None:
     """What can be refused without loading a model: tasks, data files, verifiers and their options."""
+    from kitae.models.load import find_model
+
+    if isinstance(config, StageConfig):
+        from kitae.data.examples import open_examples
+        from kitae.stages.registry import shape_of
+
+        open_examples(config.data, config.run.seed, shape_of(config))
+    else:
+        check_rl(reinforcement(config, "kitae train"))
+    find_model(config.model.path, download=False)
+
+
+def check_rl(config: RLConfig) -> None:
     from kitae.algorithms.stages import resolve_stages
     from kitae.data.prompts import open_stream
     from kitae.data.tasks import find_task
-    from kitae.models.load import find_model
     from kitae.verifiers.calls import check_params
     from kitae.verifiers.registry import resolve
 
@@ -102,20 +142,18 @@ def check(config: RLConfig) -> None:
         )
     if config.data.path is not None:
         open_stream(config.data, config.run.seed)
-    find_model(config.model.path, download=False)
 
 
 def _run(
-    store: "RunStore", sources: "Sources", console: Console, checkpoint: str | None = None, forget: bool = False
+    store: "RunStore", start: Start, console: Console, checkpoint: str | None = None, forget: bool = False
 ) -> None:
     from kitae.observe.progress import make_progress
-    from kitae.pipeline.session import train as run_session
 
     folder, config = store.folder, store.config
     with console.attached(folder):
         try:
             with make_progress(config, folder, console.log) as progress:
-                result = run_session(store, sources, progress, checkpoint, forget=forget)
+                result = start(store, progress, checkpoint, forget)
         except KitaeError as error:
             console.log(f"error: {error}")
             raise type(error)(f"{error}\nthe run folder is {folder}; go on with: kitae resume {folder}") from error
@@ -129,10 +167,10 @@ def _run(
             message = f"stopped after step {result.step}; everything is saved. Go on with:\n    kitae resume {folder}"
             console.log(message)
             raise Interrupted(message, result.stopped_by)
-        _report(folder, result.before, result.after, console)
+        _report(folder, config.measure, result.before, result.after, console)
 
 
-def _report(folder: Path, before: Evaluated, after: Evaluated, console: Console) -> None:
+def _report(folder: Path, measure: str, before: Evaluated, after: Evaluated, console: Console) -> None:
     from kitae.observe.progress import peak_memory_gb
     from kitae.store.look import look, size_of
 
@@ -145,9 +183,10 @@ def _report(folder: Path, before: Evaluated, after: Evaluated, console: Console)
     lines = []
     if before and after and None not in (before["avg"], after["avg"]):
         rise = after["avg"] - before["avg"]
+        of, count = ("prompts", after["prompts"]) if "prompts" in after else ("examples", after["examples"])
         lines.append(
-            f"held-out accuracy  {before['avg']:.3f} → {after['avg']:.3f}  ({rise:+.3f}; "
-            f"{int(after['prompts'])} prompts, 95 % interval {after['avg_low']:.3f}–{after['avg_high']:.3f})"
+            f"{f'held-out {measure}':18} {before['avg']:.3f} → {after['avg']:.3f}  ({rise:+.3f}; "
+            f"{int(count)} {of}, 95 % interval {after['avg_low']:.3f}–{after['avg_high']:.3f})"
         )
     lines += [
         f"peak memory        {peak_memory_gb():.1f} GB",
@@ -156,7 +195,8 @@ def _report(folder: Path, before: Evaluated, after: Evaluated, console: Console)
         f"run folder         {folder}",
         f"curves             {picture}",
         f"trained model      {folder / 'model'}",
-        f"next               kitae show {folder} --worst     (what it still gets wrong)",
     ]
+    if (look(folder).steps or [{}])[-1].get("reward") is not None:
+        lines.append(f"next               kitae show {folder} --worst     (what it still gets wrong)")
     print()
     console.say("\n".join(lines))

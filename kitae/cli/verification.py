@@ -13,6 +13,7 @@ from typing import Any
 
 from kitae.cli.locate import find_recipe
 from kitae.config.load import load_config
+from kitae.config.root import reinforcement
 from kitae.data.prompts import open_stream
 from kitae.errors import DataError, VerifierError
 from kitae.types import Prompt, Score
@@ -67,7 +68,7 @@ def verify(name: str, source: Path, target: Path, options: list[str], workers: i
 
 
 def validate(recipe: str, overrides: list[str], limit: int | None) -> None:
-    config = load_config(find_recipe(recipe), overrides)
+    config = reinforcement(load_config(find_recipe(recipe), overrides), "kitae validate")
     stream = open_stream(config.data, config.run.seed)
     prompts = [stream.at(position) for position in range(limit or stream.size or _GENERATED)]
 

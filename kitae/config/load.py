@@ -6,20 +6,21 @@ name both sides (`rules`). The resolved settings are saved with the run.
 
 import json
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from kitae.config.hints import hint
-from kitae.config.root import RLConfig
-from kitae.data.config import SOURCES, usual_verifier
+from kitae.config.root import ROOTS, Root
 from kitae.errors import ConfigError
 from kitae.plugins import nearest
 
+R = TypeVar("R", bound=Root)
 
-def load_config(recipe: Path, overrides: Iterable[str] = ()) -> RLConfig:
+
+def load_config(recipe: Path, overrides: Iterable[str] = ()) -> Root:
     """Read a recipe file and apply `section.key=value` overrides."""
     try:
         values = tomllib.loads(recipe.read_text("utf-8"))
@@ -33,20 +34,25 @@ def load_config(recipe: Path, overrides: Iterable[str] = ()) -> RLConfig:
     return parse_config(values)
 
 
-def override_config(config: RLConfig, overrides: Iterable[str]) -> RLConfig:
-    """A copy of a resolved config with some settings changed."""
+def override_config(config: R, overrides: Iterable[str]) -> R:
+    """A copy of a resolved config with some settings changed, but not its kind."""
     values = config.given()
     _apply_overrides(values, overrides)
-    return parse_config(values)
+    changed = parse_config(values)
+    if not isinstance(changed, type(config)):
+        raise ConfigError(f"method.kind cannot be changed: it is {config.method.kind!r}, got {changed.method.kind!r}")
+    return changed
 
 
-def parse_config(values: Any) -> RLConfig:
+def parse_config(values: Any) -> Root:
     """Validate a nested mapping; every complaint becomes one `ConfigError` that lists all of them."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"settings are sections with keys, got {values!r}")
-    problems = list(_unknown_keys(values))
+    root = _root(values)
+    settings = _settings(root)
+    problems = list(_unknown_keys(values, settings))
     try:
-        config = RLConfig.model_validate({"data": {}, **_with_data_verifier(_known(values))})
+        config = root.model_validate({"data": {}, **root.completed(_known(values, settings))})
     except ValidationError as error:
         problems += [_describe(e) for e in error.errors()]
     if problems:
@@ -54,9 +60,16 @@ def parse_config(values: Any) -> RLConfig:
     return config
 
 
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+def _root(values: Mapping[str, Any]) -> type[Root]:
+    method = values.get("method", {})
+    kind = method.get("kind", "rl") if isinstance(method, Mapping) else "rl"
+    if kind not in ROOTS:
+        raise ConfigError(f"method.kind must be one of {', '.join(ROOTS)}, got {kind!r}{nearest(str(kind), ROOTS)}")
+    return ROOTS[kind]
+
+
+def _known(values: Mapping[str, Any], settings: Mapping[str, list[str]]) -> dict[str, Any]:
     """Without what does not exist: the rest may be wrong too."""
-    settings = _settings()
     return {
         section: {key: value for key, value in keys.items() if key in settings[section]}
         for section, keys in values.items()
@@ -64,38 +77,35 @@ def _known(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _with_data_verifier(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    verifier, data = values.get("verifier", {}), values.get("data", {})
-    name = usual_verifier(data)
-    if name is None or "name" in verifier:
-        return values
-    return {**values, "verifier": {**verifier, "name": name}}
-
-
 def _apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:
     split = [_split_override(override) for override in overrides]
-    sources = [name for name in SOURCES if any(keys == ["data", name] for keys, _ in split)]
-    if len(sources) > 1:
-        raise ConfigError(f"data needs exactly one of {', '.join(SOURCES)}, got {' and '.join(sources)}")
-    for keys, text in sorted(split, key=lambda override: _keeps_source(override[0])):
-        _apply_override(values, keys, text)
+    for keys, text in split:  # another kind of run has other settings
+        if keys == ["method", "kind"]:
+            _apply_override(values, keys, text, ROOTS["rl"])
+    root = _root(values)
+    sources = root.sources()
+    named = [name for name in sources if any(keys == ["data", name] for keys, _ in split)]
+    if len(named) > 1:
+        raise ConfigError(f"data needs exactly one of {', '.join(sources)}, got {' and '.join(named)}")
+    for keys, text in sorted(split, key=lambda override: _keeps_source(override[0], sources)):
+        _apply_override(values, keys, text, root)
 
 
 def _split_override(override: str) -> tuple[list[str], str]:
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or len(keys) < 2 or not all(keys):
-        known = hint(keys[0], _settings()) if equals and len(keys) == 1 and keys[0] else ""
+        known = hint(keys[0], _settings(ROOTS["rl"])) if equals and len(keys) == 1 and keys[0] else ""
         raise ConfigError(f"an override has the form section.key=value, got {override!r}{known}")
     return keys, text.strip()
 
 
-def _keeps_source(keys: list[str]) -> bool:
+def _keeps_source(keys: list[str], sources: Collection[str]) -> bool:
     """False sorts first: a new source or preset drops the old one's settings, and must not drop those given with it."""
-    return keys != ["algorithm", "preset"] and not (keys[0] == "data" and keys[1] in SOURCES)
+    return keys != ["algorithm", "preset"] and not (keys[0] == "data" and keys[1] in sources)
 
 
-def _apply_override(values: dict[str, Any], keys: list[str], text: str) -> None:
+def _apply_override(values: dict[str, Any], keys: list[str], text: str, root: type[Root]) -> None:
     node = values
     for key in keys[:-1]:
         node = node.setdefault(key, {})
@@ -103,9 +113,9 @@ def _apply_override(values: dict[str, Any], keys: list[str], text: str) -> None:
             raise ConfigError(f"{'.'.join(keys)!r} goes below {key!r}, which is a value, not a section")
     if keys == ["algorithm", "preset"]:  # another method replaces the recipe's choices
         node.clear()
-    node[keys[-1]] = _parse_value(text, wants_text=_is_text(*keys[:2]))
-    if keys[0] == "data" and keys[1] in SOURCES:  # a new source replaces the recipe's
-        gone = {*SOURCES, "params", *(["eval_path"] if keys[1] != "path" else [])} - {keys[1]}
+    node[keys[-1]] = _parse_value(text, wants_text=_is_text(root, *keys[:2]))
+    if keys[0] == "data" and keys[1] in (sources := root.sources()):  # a new source replaces the recipe's
+        gone = {*sources, "params", *(["eval_path"] if keys[1] != "path" else [])} - {keys[1]}
         for other in gone:
             node.pop(other, None)
 
@@ -119,19 +129,18 @@ def _parse_value(text: str, wants_text: bool) -> Any:
     return text if wants_text and not isinstance(value, str) else value
 
 
-def _is_text(section: str, key: str) -> bool:
-    sections = RLConfig.sections()
+def _is_text(root: type[Root], section: str, key: str) -> bool:
+    sections = root.sections()
     fields = sections[section].model_fields if section in sections else {}
     return key in fields and fields[key].annotation in (str, str | None)
 
 
-def _settings() -> dict[str, list[str]]:
+def _settings(root: type[Root]) -> dict[str, list[str]]:
     """The keys of each section."""
-    return {name: list(section.model_fields) for name, section in RLConfig.sections().items()}
+    return {name: list(section.model_fields) for name, section in root.sections().items()}
 
 
-def _unknown_keys(values: Mapping[str, Any]) -> Iterable[str]:
-    settings = _settings()
+def _unknown_keys(values: Mapping[str, Any], settings: Mapping[str, list[str]]) -> Iterable[str]:
     for section, keys in values.items():
         if section not in settings:
             yield from _unknown_section(section, keys, settings)

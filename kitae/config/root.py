@@ -4,28 +4,49 @@ Importing this costs little (no torch). `load` reads recipes into a root; `rules
 together.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from pydantic import model_validator
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.config import rules
-from kitae.data.config import DataConfig
+from kitae.data.config import EXAMPLE_SOURCES, SOURCES, DataConfig, ExamplesConfig, usual_verifier
 from kitae.engines.config import EngineConfig, SamplingConfig
+from kitae.errors import ConfigError
 from kitae.models.config import ModelConfig
 from kitae.pipeline.config import EvalConfig, PipelineConfig
 from kitae.section import Section
+from kitae.stages.config import MethodConfig, RLMethod, SFTMethod, StageEval, StageTraining
 from kitae.store.config import CheckpointConfig, RunConfig
-from kitae.trainer.config import TrainingConfig
+from kitae.trainer.config import LearningConfig, TrainingConfig
 from kitae.verifiers.config import VerifierConfig
 
 
 class Root(Section):
-    """A frozen set of sections: a subclass has a field for each, and names the rules that hold between them."""
+    """A frozen set of sections: a subclass has a field for each, and names the rules that hold between them.
+
+    These are what every kind of run has.
+    """
+
+    run: RunConfig = RunConfig()
+    method: MethodConfig
+    model: ModelConfig = ModelConfig()
+    training: LearningConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
 
     def contradictions(self) -> Iterator[str]:
         yield from ()
+
+    @property
+    def title(self) -> str:
+        """What is trained, how, and on what: `"grpo on reverse with smollm2-135m"`."""
+        raise NotImplementedError
+
+    @property
+    def measure(self) -> str:
+        """What the column `avg` of an evaluation is."""
+        raise NotImplementedError
 
     @model_validator(mode="after")
     def _coherent(self) -> Self:
@@ -37,6 +58,16 @@ class Root(Section):
     def sections(cls) -> dict[str, type[Section]]:
         kinds = {name: info.annotation for name, info in cls.model_fields.items()}
         return {name: kind for name, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, Section)}
+
+    @classmethod
+    def sources(cls) -> tuple[str, ...]:
+        """The keys of `data` of which exactly one is given."""
+        return ()
+
+    @classmethod
+    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The values of a recipe with what follows from them."""
+        return values
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=2)
@@ -63,8 +94,7 @@ class Root(Section):
 class RLConfig(Root):
     """All settings of a run of reinforcement learning."""
 
-    run: RunConfig = RunConfig()
-    model: ModelConfig = ModelConfig()
+    method: RLMethod = RLMethod()
     data: DataConfig
     verifier: VerifierConfig = VerifierConfig()
     sampling: SamplingConfig = SamplingConfig()
@@ -72,7 +102,6 @@ class RLConfig(Root):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     pipeline: PipelineConfig = PipelineConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
 
     def contradictions(self) -> Iterator[str]:
@@ -82,6 +111,28 @@ class RLConfig(Root):
         yield from rules.reference(self.algorithm, self.model)
         yield from rules.staleness(self.algorithm, self.pipeline)
 
+    @property
+    def title(self) -> str:
+        d = self.data
+        return f"{self.algorithm.preset} on {d.task or d.gym or d.path or d.hub} with {self.model.path}"
+
+    @property
+    def measure(self) -> str:
+        return "accuracy"
+
+    @classmethod
+    def sources(cls) -> tuple[str, ...]:
+        return SOURCES
+
+    @classmethod
+    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Data knows its verifier."""
+        verifier, data = values.get("verifier", {}), values.get("data", {})
+        name = usual_verifier(data)
+        if name is None or "name" in verifier:
+            return values
+        return {**values, "verifier": {**verifier, "name": name}}
+
     def given(self) -> dict[str, Any]:
         """What the preset of the algorithm filled in may go with the choice that read it."""
         return super().given() | {"algorithm": self.algorithm.choices()}
@@ -90,6 +141,47 @@ class RLConfig(Root):
         """Of the algorithm, what differs from its preset."""
         own = {f"algorithm.{key}" for key in self.algorithm.choices()}
         return {k: v for k, v in super().changed().items() if k in own or not k.startswith("algorithm.")}
+
+
+class StageConfig(Root):
+    """What all kinds of run have in common that train on a file of examples."""
+
+    data: ExamplesConfig
+    training: StageTraining = StageTraining()
+    eval: StageEval = StageEval()
+
+    @classmethod
+    def sources(cls) -> tuple[str, ...]:
+        return EXAMPLE_SOURCES
+
+    @property
+    def title(self) -> str:
+        return f"{self.method.kind} on {self.data.named} with {self.model.path}"
+
+    @property
+    def measure(self) -> str:
+        return "accuracy"
+
+
+class SFTConfig(StageConfig):
+    """All settings of a run of supervised fine-tuning."""
+
+    method: SFTMethod = SFTMethod()
+
+    @property
+    def measure(self) -> str:
+        return "loss"
+
+
+ROOTS: dict[str, type[Root]] = {"rl": RLConfig, "sft": SFTConfig}
+"""The root of each kind of run, by `method.kind`."""
+
+
+def reinforcement(config: Root, what: str) -> RLConfig:
+    """The config, if it is of the kind that `what` is for; else a complaint."""
+    if not isinstance(config, RLConfig):
+        raise ConfigError(f"{what} is for method.kind = 'rl', got a recipe of kind {config.method.kind!r}")
+    return config
 
 
 def _as_json(value: Any) -> Any:

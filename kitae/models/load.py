@@ -203,6 +203,17 @@ def _load_tokenizer(path: str, folder: Path) -> Any:
     return tokenizer
 
 
+def load_tokenizer(config: ModelConfig) -> tuple[Any, Any]:
+    """The tokenizer and the generation config of a model, without its weights; the latter None where it has none."""
+    from transformers import GenerationConfig
+
+    folder = find_model(config.path)
+    assert folder is not None
+    with quiet_transformers():
+        generation = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
+        return _load_tokenizer(config.path, folder), generation
+
+
 def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     """Load model and tokenizer onto the device, in the dtype of the computation, with LoRA if asked for."""
     import torch

@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any, Protocol
 
-from kitae.observe.report import StepReport
+
+class Reported(Protocol):
+    def row(self) -> dict[str, Any]: ...
 
 
 class Observer(Protocol):
@@ -13,7 +15,7 @@ class Observer(Protocol):
     def note(self, text: str) -> None:
         """Something worth keeping on the screen: a warning, a saved checkpoint."""
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: Reported) -> None:
         """A training step ended; `report.row()` is its line in metrics.jsonl."""
 
     def evaluated(self, row: dict[str, Any]) -> None:
@@ -32,7 +34,7 @@ class Silent:
     def note(self, text: str) -> None:
         pass
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: Reported) -> None:
         pass
 
     def evaluated(self, row: dict[str, Any]) -> None:

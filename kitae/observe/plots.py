@@ -29,15 +29,16 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
     figure, axes = pyplot.subplots(2, columns, figsize=(4.2 * columns, 6), constrained_layout=True, squeeze=False)
     x = [row["step"] for row in steps]
     reward, *others = axes.flat
-    reward.plot(x, [_number(row["reward"]) for row in steps], ".-", label="training reward", color="tab:blue")
+    main = "reward" if "reward" in steps[0] else "accuracy" if "accuracy" in steps[0] else "loss"
+    reward.plot(x, [_number(row[main]) for row in steps], ".-", label=f"training {main}", color="tab:blue")
     evals = [row for row in evals if row["avg"] is not None]  # null: no answer could be judged
     if evals:
         at = [row["step"] for row in evals]
         mean = [row["avg"] for row in evals]
         error = [[row["avg"] - row["avg_low"] for row in evals], [row["avg_high"] - row["avg"] for row in evals]]
         reward.errorbar(at, mean, error, fmt="o-", label="held out", color="tab:orange", capsize=3)
-        reward.legend(loc="lower right")
-    reward.set_title("reward")
+        reward.legend()
+    reward.set_title(main)
     for axis, (key, values) in zip(others, curves.items(), strict=False):
         axis.plot(x, values, ".-")
         axis.set_title(_CURVES[key])

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from kitae.config.root import RLConfig
-from kitae.observe.report import StepReport
+from kitae.config.root import RLConfig, Root
+from kitae.observe.observer import Reported
 
 _COLUMNS = (
     ("step", "step", "{:.0f}"),
@@ -25,16 +25,28 @@ _COLUMNS = (
 
 _KL = ("kl", "kl_k3", "{:.4f}")
 
+_OFFLINE = (
+    ("step", "step", "{:.0f}"),
+    ("loss", "loss", "{:.4f}"),
+    ("accuracy", "accuracy", "{:.3f}"),
+    ("margin", "margin", "{:.3f}"),
+    ("grad norm", "grad_norm", "{:.3f}"),
+    ("train tok/s", "train_tokens_per_second", "{:,.0f}"),
+    ("s/step", "step_seconds", "{:.2f}"),
+)
 
-def _columns(config: RLConfig) -> tuple[tuple[str, str, str], ...]:
+
+def _columns(config: Root) -> tuple[tuple[str, str, str], ...]:
     """The KL to the reference belongs beside the entropy, where there is a reference."""
+    if not isinstance(config, RLConfig):
+        return tuple(c for c in _OFFLINE if config.measure == "accuracy" or c[0] not in ("accuracy", "margin"))
     return (*_COLUMNS[:4], _KL, *_COLUMNS[4:]) if config.algorithm.kl_coef else _COLUMNS
 
 
 Log = Callable[[str], None]
 
 
-def make_progress(config: RLConfig, folder: Path, log: Log) -> "Progress":
+def make_progress(config: Root, folder: Path, log: Log) -> "Progress":
     return (LiveProgress if sys.stdout.isatty() else Progress)(config, folder, log)
 
 
@@ -50,7 +62,7 @@ def _nowhere(text: str) -> None:
 class Progress:
     """Plain lines, one per step. `log` is told of everything that stays on the screen."""
 
-    def __init__(self, config: RLConfig, folder: Path, log: Log = _nowhere) -> None:
+    def __init__(self, config: Root, folder: Path, log: Log = _nowhere) -> None:
         self.config = config
         self.folder = folder
         self.log = log
@@ -59,11 +71,7 @@ class Progress:
         self._reasons: set[str] = set()
 
     def __enter__(self) -> Self:
-        data = self.config.data
-        self.note(
-            f"{self.config.algorithm.preset} on {data.task or data.path or data.hub} "
-            f"with {self.config.model.path}; run folder {self.folder}"
-        )
+        self.note(f"{self.config.title}; run folder {self.folder}")
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -79,7 +87,7 @@ class Progress:
     def show(self, text: str) -> None:
         print(text, flush=True)
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: Reported) -> None:
         row = report.row()
         eta = self._eta(row)
         cells = [f"{title} {_cell(row, key, form)}" for title, key, form in self.columns[1:]]
@@ -103,7 +111,9 @@ class Progress:
         found = (
             f"{row['avg']:.3f} [{row['avg_low']:.3f}, {row['avg_high']:.3f}]" if judged else "not known: all errors,"
         )
-        self.note(f"held-out accuracy at step {row['step']}: {found} on {row['prompts']:.0f} prompts")
+        what, count = self.config.measure, row.get("prompts", row.get("examples"))
+        of = "prompts" if "prompts" in row else "examples"
+        self.note(f"held-out {what} at step {row['step']}: {found} on {count:.0f} {of}")
 
     def finished(self, folder: Path) -> None:
         pass
@@ -117,7 +127,7 @@ class Progress:
 class LiveProgress(Progress):
     """A table of the last steps and a status line, drawn in place."""
 
-    def __init__(self, config: RLConfig, folder: Path, log: Log = _nowhere) -> None:
+    def __init__(self, config: Root, folder: Path, log: Log = _nowhere) -> None:
         from rich.console import Console
         from rich.live import Live
 

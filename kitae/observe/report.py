@@ -1,7 +1,7 @@
 """What a step has to say for itself: frozen records, and the row of metrics.jsonl that they make together."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Row = dict[str, Any]
@@ -121,6 +121,34 @@ class StepReport:
             **self.sync,
             "engine_idle": max(0.0, 1 - rate(self.generation.seconds, self.times.step)),
             "train_tokens_per_second": rate(self.numbers.get("train_tokens", 0.0), self.times.parts.get("train", 0.0)),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """A step of an offline stage: `StageReport(step=12, epoch=0.4, examples=32, loss_tokens=4096, numbers={…})`."""
+
+    step: int
+    epoch: float
+    examples: int
+    loss_tokens: int
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    times: Lap = Lap(0.0, {})
+
+    def timed(self, times: Lap) -> "StageReport":
+        return replace(self, times=times)
+
+    def row(self) -> Row:
+        tokens, seconds = self.numbers.get("train_tokens", 0.0), self.times.parts.get("train", 0.0)
+        return {
+            "kind": "step",
+            "step": self.step,
+            "epoch": self.epoch,
+            "examples": self.examples,
+            "loss_tokens": self.loss_tokens,
+            **self.numbers,
+            **self.times.row(),
+            "train_tokens_per_second": rate(tokens, seconds),
         }
 
 

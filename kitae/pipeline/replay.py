@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kitae.config.root import RLConfig
+from kitae.config.root import RLConfig, reinforcement
 from kitae.errors import StoreError
 from kitae.models.load import load_policy
 from kitae.store.checkpoint import Checkpoints, Frontier, step_of
@@ -39,7 +39,7 @@ class Replay:
 
 
 def replay(folder: Path, step: int, note: Callable[[str], None]) -> Replay:
-    config = read_config(folder)
+    config = reinforcement(read_config(folder), "kitae replay")
     logged = {row["step"]: row for row in Metrics(folder / "metrics.jsonl").rows("step")}
     if step not in logged:
         done = f"1 to {max(logged)}" if logged else "none"

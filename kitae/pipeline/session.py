@@ -4,13 +4,12 @@ import asyncio
 import json
 import signal
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kitae.config.root import RLConfig
+from kitae.config.root import RLConfig, reinforcement
 from kitae.data.prompts import eval_prompts
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.start import start_engine
@@ -25,23 +24,9 @@ from kitae.pipeline.prepare import Sources, evaluation_episodes, make_episodes, 
 from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import START, Frontier
 from kitae.store.disk import flush
-from kitae.store.run import LEARNING, RunStore, changes_of_learning
+from kitae.store.run import LEARNING, Result, RunStore, changes_of_learning
 from kitae.trainer.start import make_learner, start_trainer
 from kitae.weights.probe import probe_tolerance
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """How a run ended: `Result(folder, stopped_by=None, step=15, before={"avg": 0.48, …}, after={"avg": 1.0, …})`.
-
-    stopped_by: the signal that ended it before its last step, or None.
-    """
-
-    folder: Path
-    stopped_by: int | None
-    step: int
-    before: dict[str, Any] | None
-    after: dict[str, Any] | None
 
 
 def train(
@@ -56,7 +41,7 @@ def train(
 
 
 async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None, forget: bool) -> Result:
-    config, held_out = store.config, sources.held_out
+    config, held_out = reinforcement(store.config, "this loop"), sources.held_out
     frontier, state = _where_it_stands(store, checkpoint, forget)
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(make_pool(config, observer.note))

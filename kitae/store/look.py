@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from kitae.config.root import RLConfig
+from kitae.config.root import Root
 from kitae.errors import KitaeError, StoreError
 from kitae.store.checkpoint import Checkpoints
 from kitae.store.journal import Journal
@@ -44,7 +44,7 @@ class RunView:
     folder: Path
 
     @cached_property
-    def config(self) -> RLConfig:
+    def config(self) -> Root:
         return read_config(self.folder)
 
     @cached_property

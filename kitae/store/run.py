@@ -17,11 +17,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kitae.config.load import override_config, parse_config
-from kitae.config.root import RLConfig
+from kitae.config.root import Root
 from kitae.errors import ConfigChangedError, DiskFullError, StoreError
 from kitae.store.checkpoint import Checkpoints
 from kitae.store.disk import flush, is_full
@@ -59,10 +60,24 @@ CHANGEABLE = (
 which prompts are asked, how answers are sampled and scored, what a step is made of, or how old a sample may be."""
 
 
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a run ended: `Result(folder, stopped_by=None, step=15, before={"avg": 0.48, …}, after={"avg": 1.0, …})`.
+
+    stopped_by: the signal that ended it before its last step, or None. before, after: its evaluations.
+    """
+
+    folder: Path
+    stopped_by: int | None
+    step: int
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+
+
 class RunStore:
     """A run open for writing. One process at a time: the folder is locked."""
 
-    def __init__(self, folder: Path, config: RLConfig, journal: Journal | None = None) -> None:
+    def __init__(self, folder: Path, config: Root, journal: Journal | None = None) -> None:
         self.folder = folder
         self.config = config
         self.changes: dict[str, str] = {}  # settings that are not as the run had them, by key
@@ -78,7 +93,7 @@ class RunStore:
         self.metrics = Metrics(folder / "metrics.jsonl")
 
     @staticmethod
-    def create(config: RLConfig) -> "RunStore":
+    def create(config: Root) -> "RunStore":
         """A new folder: the run's name and the first free number."""
         parent = Path(config.run.dir)
         for number in range(1, 100_000):
@@ -193,7 +208,7 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.json").is_file() and (folder / "journal.sqlite").is_file()
 
 
-def read_config(folder: Path) -> RLConfig:
+def read_config(folder: Path) -> Root:
     path = folder / "config.json"
     try:
         return parse_config(json.loads(path.read_text()))
@@ -203,10 +218,10 @@ def read_config(folder: Path) -> RLConfig:
         raise StoreError(f"{path} is not valid JSON: {error}") from None
 
 
-def _differences(before: RLConfig, now: RLConfig) -> dict[str, str]:
+def _differences(before: Root, now: Root) -> dict[str, str]:
     """`{"training.lr": "training.lr: was 1e-05, is 1e-06"}`"""
     old, new = before.flat(), now.flat()
-    return {key: f"{key}: was {old[key]!r}, is {new[key]!r}" for key in old if old[key] != new[key]}
+    return {key: f"{key}: was {old[key]!r}, is {new[key]!r}" for key in old if old[key] != new.get(key)}
 
 
 def changes_of_learning(journal: Journal, step: int) -> list[str]:

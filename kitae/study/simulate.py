@@ -21,7 +21,7 @@ from kitae.algorithms.control import Control
 from kitae.algorithms.groups import GroupStages
 from kitae.clock import VirtualLoop, now
 from kitae.config.load import override_config
-from kitae.config.root import RLConfig
+from kitae.config.root import RLConfig, reinforcement
 from kitae.data.chat import Chat
 from kitae.data.prompts import PromptStream
 from kitae.engines.base import Request, SamplingParams
@@ -30,8 +30,7 @@ from kitae.engines.fleet import Fleet
 from kitae.envs.episode import Episodes
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import ConfigError
-from kitae.observe.observer import Silent
-from kitae.observe.report import StepReport
+from kitae.observe.observer import Reported, Silent
 from kitae.pipeline.loops import Pipeline
 from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import Frontier
@@ -258,7 +257,7 @@ def simulate(schedule: Schedule, folder: Path | None = None) -> Steady:
 
 async def _run(store: RunStore, hardware: Hardware, times: Times, work: Work) -> "tuple[_Watch, int, int]":
     """What the loops reported, and how many groups were refilled and engines restarted."""
-    config = store.config
+    config = reinforcement(store.config, "a simulation")
     pace = Pace(
         times.step, times.sequence, times.prefill, config.engine.max_batch, times.sync, times.life, times.restart
     )
@@ -406,7 +405,7 @@ class _Watch(Silent):
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
-    def step(self, report: StepReport) -> None:
+    def step(self, report: Reported) -> None:
         self.rows.append({**report.row(), "ended": now()})
 
 

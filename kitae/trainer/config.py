@@ -7,14 +7,10 @@ from pydantic import Field
 from kitae.section import Section
 
 
-class TrainingConfig(Section):
-    """The optimizer and the size of a step."""
+class LearningConfig(Section):
+    """How weights are updated, whatever they learn from."""
 
-    steps: int = Field(100, ge=1, description="Policy versions to train: one batch of rollouts each.")
-    prompts_per_step: int = Field(8, ge=1, description="Groups in a batch.")
-    group_size: int = Field(8, ge=1, description="Samples of each prompt.")
-    minibatches: int = Field(1, ge=1, description="Optimizer steps a batch is cut into, by whole groups.")
-    epochs: int = Field(1, ge=1, description="Passes over each batch.")
+    steps: int = Field(100, ge=1, description="Steps to train: one batch each.")
     lr: float = Field(1e-5, gt=0, description="Peak learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Optimizer steps of linear warm-up.")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="What follows the warm-up.")
@@ -27,3 +23,13 @@ class TrainingConfig(Section):
     logit_chunk: int = Field(1024, ge=1, description="Rows of logits held at a time.")
     share_prompts: bool = Field(True, description="Compute each group's prompt once in training too.")
     checkpoint_activations: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
+
+
+class TrainingConfig(LearningConfig):
+    """The optimizer and the size of a step."""
+
+    steps: int = Field(100, ge=1, description="Policy versions to train: one batch of rollouts each.")
+    prompts_per_step: int = Field(8, ge=1, description="Groups in a batch.")
+    group_size: int = Field(8, ge=1, description="Samples of each prompt.")
+    minibatches: int = Field(1, ge=1, description="Optimizer steps a batch is cut into, by whole groups.")
+    epochs: int = Field(1, ge=1, description="Passes over each batch.")

@@ -12,7 +12,7 @@ from kitae.data.packing import Row, Span, lay_out, pack
 from kitae.kernels.transfer import send
 from kitae.models.policy import Policy
 from kitae.trainer.attention import PackedAttention
-from kitae.trainer.config import TrainingConfig
+from kitae.trainer.config import LearningConfig
 from kitae.types import Sample
 
 
@@ -47,13 +47,13 @@ class MicroBatch:
         )
 
 
-def token_budget(config: TrainingConfig, device: torch.device) -> int:
+def token_budget(config: LearningConfig, device: torch.device) -> int:
     """Most tokens of a row. CPUs gain nothing from larger ones, and activations are most of the memory."""
     return config.token_budget or (2048 if device.type == "cpu" else 8192)
 
 
 def pack_rows(
-    samples: Sequence[Sample], config: TrainingConfig, device: torch.device, ranks: int = 1
+    samples: Sequence[Sample], config: LearningConfig, device: torch.device, ranks: int = 1
 ) -> tuple[list[list[Sample]], list[Row]]:
     """As many rows as ranks, or a multiple of that, and the samples of each."""
     parts = pack(samples, token_budget(config, device), config.share_prompts, multiple=ranks)
@@ -64,7 +64,7 @@ def attention(policy: Policy, micro: MicroBatch) -> PackedAttention:
     return PackedAttention(micro.spans, policy.device, policy.heads, exact=policy.exact)
 
 
-def checkpoint_activations(policy: Policy, config: TrainingConfig) -> None:
+def checkpoint_activations(policy: Policy, config: LearningConfig) -> None:
     """Make the modules recompute activations in the backward pass, if asked for."""
     if config.checkpoint_activations:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -73,7 +73,7 @@ def checkpoint_activations(policy: Policy, config: TrainingConfig) -> None:
 
 
 @contextmanager
-def training_mode(policy: Policy, config: TrainingConfig) -> Iterator[None]:
+def training_mode(policy: Policy, config: LearningConfig) -> Iterator[None]:
     """Modules recompute activations only in training mode; dropout stays off because models are loaded without."""
     policy.model.train(config.checkpoint_activations)
     try:

@@ -11,7 +11,7 @@ from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.observe.meter import Meter
 from kitae.trainer.base import Conditions
-from kitae.trainer.config import TrainingConfig
+from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import MicroBatch, attention
 
 
@@ -34,7 +34,7 @@ class Objective(Reading, Protocol):
 class Scored:
     """Log-probs of a policy: what every objective on tokens begins with."""
 
-    def __init__(self, policy: Policy, config: TrainingConfig, temperature: float) -> None:
+    def __init__(self, policy: Policy, config: LearningConfig, temperature: float) -> None:
         self.policy = policy
         self.model: torch.nn.Module = policy.model
         self._chunk = config.logit_chunk
@@ -61,7 +61,7 @@ class Scored:
 class PolicyGradient(Scored):
     """The stages on tokens of an algorithm."""
 
-    def __init__(self, policy: Policy, config: TrainingConfig, temperature: float, loss: PolicyLoss) -> None:
+    def __init__(self, policy: Policy, config: LearningConfig, temperature: float, loss: PolicyLoss) -> None:
         super().__init__(policy, config, temperature)
         self._loss = loss
 
@@ -71,11 +71,20 @@ class PolicyGradient(Scored):
 
 
 class Likelihood(Scored):
-    """−Σ weight log π: it needs no column."""
+    """−Σ weight log π: it needs no column. by_probability: each token also weighs as much as it is likely (DFT)."""
+
+    def __init__(
+        self, policy: Policy, config: LearningConfig, temperature: float, *, by_probability: bool = False
+    ) -> None:
+        super().__init__(policy, config, temperature)
+        self._by_probability = by_probability
 
     def loss(self, micro: MicroBatch, conditions: Conditions, meter: Meter) -> Tensor:
         logp_N, entropy_N = self.score(micro)
-        loss = -(logp_N * micro.weight_N).sum()
+        weight_N = micro.weight_N
+        if self._by_probability:
+            weight_N = weight_N * logp_N.detach().exp()
+        loss = -(logp_N * weight_N).sum()
         meter.total("loss", loss.detach())
         meter.part("entropy", entropy_N.detach().sum(), len(entropy_N))
         return loss

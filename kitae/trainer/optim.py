@@ -14,11 +14,11 @@ from torch import Tensor
 
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.memory import set_master
-from kitae.trainer.config import TrainingConfig
+from kitae.trainer.config import LearningConfig
 from kitae.trainer.ranks import Alone, Ranks
 
 
-def learning_rate(config: TrainingConfig, update: int, total_updates: int) -> float:
+def learning_rate(config: LearningConfig, update: int, total_updates: int) -> float:
     """Rate of optimizer step `update` (counted from 0): linear warm-up, then constant, linear or cosine to 0."""
     if update < config.warmup_steps:
         return config.lr * (update + 1) / config.warmup_steps
@@ -42,7 +42,7 @@ class Update:
 
 class Optimizer:
     def __init__(
-        self, named: Iterable[tuple[str, torch.nn.Parameter]], config: TrainingConfig, total_updates: int
+        self, named: Iterable[tuple[str, torch.nn.Parameter]], config: LearningConfig, total_updates: int
     ) -> None:
         self.config = config
         self.total_updates = total_updates

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.models.policy import Policy
-from kitae.trainer.config import TrainingConfig
+from kitae.trainer.config import LearningConfig
 from kitae.trainer.objectives import Scored
 
 STATE_FILE = "reference.safetensors"
@@ -26,7 +26,7 @@ class Reference:
     """
 
     def __init__(
-        self, policy: Policy, algorithm: AlgorithmConfig, training: TrainingConfig, temperature: float
+        self, policy: Policy, algorithm: AlgorithmConfig, training: LearningConfig, temperature: float
     ) -> None:
         self.algorithm = algorithm
         self._policy = _frozen_copy(policy)

@@ -1,14 +1,21 @@
 """From the settings to a trainer and a learner: the one place that knows every kind of trainer."""
 
+from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control
 from kitae.algorithms.groups import GroupStages
+from kitae.algorithms.loss import PolicyLoss
 from kitae.config.root import RLConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
-from kitae.trainer.base import Trainer
+from kitae.trainer.base import Role, Trainer
+from kitae.trainer.config import LearningConfig, TrainingConfig
 from kitae.trainer.learner import Learner
 from kitae.trainer.local import LocalTrainer
+from kitae.trainer.objectives import Objective, PolicyGradient, Values
+from kitae.trainer.ranks import Alone, Ranks
+from kitae.trainer.reference import Reference
+from kitae.trainer.trained import Trained
 from kitae.trainer.worker import Worker
 
 
@@ -16,7 +23,7 @@ def start_trainer(config: RLConfig, policy: Policy) -> LocalTrainer:
     """A reference and a critic are made only if the algorithm reads them."""
     groups = GroupStages(config.algorithm, config.sampling.max_tokens)
     plain = config.model.model_copy(update={"lora_rank": 0, "exact": False})
-    worker = Worker(
+    worker = reinforced(
         policy,
         config.training,
         config.algorithm,
@@ -31,3 +38,40 @@ def start_trainer(config: RLConfig, policy: Policy) -> LocalTrainer:
 def make_learner(config: RLConfig, trainer: Trainer) -> Learner:
     groups = GroupStages(config.algorithm, config.sampling.max_tokens)
     return Learner(trainer, groups, Control(config.algorithm), config.training, config.run.seed)
+
+
+def reinforced(
+    policy: Policy,
+    training: TrainingConfig,
+    algorithm: AlgorithmConfig,
+    *,
+    max_tokens: int,
+    temperature: float,
+    reference: bool = False,
+    critic: ScalarModel | None = None,
+    ranks: Ranks | None = None,
+) -> Worker:
+    """A rank that learns from rewards. reference: whether there is one. critic: where values are wanted."""
+    ranks = ranks or Alone()
+    updates, warmup = training.minibatches * training.epochs, (algorithm.critic_warmup or 0) if critic else 0
+    gradient = PolicyGradient(policy, training, temperature, PolicyLoss(algorithm, max_tokens))
+    start = Reference(policy, algorithm, training, temperature) if reference else None
+    trained = {Role.POLICY: Trained(gradient, training, ranks, total_updates=(training.steps - warmup) * updates)}
+    if critic is not None:
+        assert algorithm.critic_lr is not None and algorithm.critic_clip is not None
+        config = training.model_copy(update={"lr": algorithm.critic_lr})
+        trained[Role.CRITIC] = Trained(
+            Values(critic, algorithm.critic_clip),
+            config,
+            ranks,
+            total_updates=training.steps * updates,
+            name="critic_",
+        )
+    return Worker(policy, training, trained, reference=start, ranks=ranks)
+
+
+def supervised(objective: Objective, training: LearningConfig, ranks: Ranks | None = None) -> LocalTrainer:
+    """A trainer of one model, for one objective, with an update for each step."""
+    ranks = ranks or Alone()
+    trained = {Role.POLICY: Trained(objective, training, ranks, total_updates=training.steps)}
+    return LocalTrainer(Worker(objective.policy, training, trained, ranks=ranks))

@@ -11,7 +11,7 @@ from torch import Tensor
 from kitae.data.packing import Row
 from kitae.observe.meter import Kind, Meter, Sum, Totals
 from kitae.trainer.base import Conditions, Mark
-from kitae.trainer.config import TrainingConfig
+from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import MicroBatch, checkpoint_activations, training_mode
 from kitae.trainer.objectives import Objective, Reading
 from kitae.trainer.optim import Optimizer
@@ -23,7 +23,7 @@ class Trained:
     """name: put before the numbers of its optimizer. total_updates: for the schedule of the learning rate."""
 
     def __init__(
-        self, objective: Objective, config: TrainingConfig, ranks: Ranks, *, total_updates: int, name: str = ""
+        self, objective: Objective, config: LearningConfig, ranks: Ranks, *, total_updates: int, name: str = ""
     ) -> None:
         self.objective = objective
         self.config = config

@@ -6,15 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.loss import PolicyLoss
 from kitae.data.packing import Row
 from kitae.models.policy import Policy
-from kitae.models.scalar import ScalarModel
 from kitae.observe.meter import Kind, Totals
 from kitae.trainer.base import Column, Conditions, Role
-from kitae.trainer.config import TrainingConfig
-from kitae.trainer.objectives import PolicyGradient, Values
+from kitae.trainer.config import LearningConfig
 from kitae.trainer.ranks import Alone, Ranks
 from kitae.trainer.reference import Reference
 from kitae.trainer.trained import Trained, outputs
@@ -24,36 +20,22 @@ _FILES = {Role.POLICY: "optimizer.safetensors", Role.CRITIC: "critic.safetensors
 
 
 class Worker:
-    """reference: whether the algorithm wants one. critic: where it wants values. Models may be sharded already."""
+    """trained: the models that learn, of which the policy is one. Models may be sharded already."""
 
     def __init__(
         self,
         policy: Policy,
-        training: TrainingConfig,
-        algorithm: AlgorithmConfig,
+        training: LearningConfig,
+        trained: Mapping[Role, Trained],
         *,
-        max_tokens: int,
-        temperature: float,
-        reference: bool = False,
-        critic: ScalarModel | None = None,
+        reference: Reference | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.policy = policy
         self.training = training
+        self.trained = trained
+        self.reference = reference
         self.ranks = ranks or Alone()
-        self.reference = Reference(policy, algorithm, training, temperature) if reference else None
-        updates, warmup = training.minibatches * training.epochs, (algorithm.critic_warmup or 0) if critic else 0
-        gradient = PolicyGradient(policy, training, temperature, PolicyLoss(algorithm, max_tokens))
-        self.trained = {
-            Role.POLICY: Trained(gradient, training, self.ranks, total_updates=(training.steps - warmup) * updates)
-        }
-        if critic is not None:
-            assert algorithm.critic_lr is not None and algorithm.critic_clip is not None
-            values = Values(critic, algorithm.critic_clip)
-            config = training.model_copy(update={"lr": algorithm.critic_lr})
-            self.trained[Role.CRITIC] = Trained(
-                values, config, self.ranks, total_updates=training.steps * updates, name="critic_"
-            )
 
     @property
     def updates(self) -> int:
@@ -64,7 +46,7 @@ class Worker:
         found: dict[Column, list[FloatArray]] = {}
         for column in columns:
             if column is Column.REFERENCE:
-                assert self.reference is not None, "this algorithm has no reference"
+                assert self.reference is not None, "there is no reference"
                 found[column] = outputs(self.reference.scores, rows)
             else:
                 role = Role.POLICY if column is Column.OLD else Role.CRITIC

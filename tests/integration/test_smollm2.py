@@ -25,7 +25,7 @@ from kitae.pipeline.replay import replay
 from kitae.trainer.base import Column
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.local import LocalTrainer
-from kitae.trainer.worker import Worker
+from kitae.trainer.start import reinforced
 from kitae.types import Sample
 
 
@@ -103,7 +103,7 @@ def test_exact_mode_leaves_no_gap() -> None:
 
 def _annotated(policy: Policy, samples: list[Sample]) -> list[Sample]:
     """With the trainer's log-probs."""
-    worker = Worker(policy, TrainingConfig(), AlgorithmConfig(), max_tokens=12, temperature=1.0)
+    worker = reinforced(policy, TrainingConfig(), AlgorithmConfig(), max_tokens=12, temperature=1.0)
     return asyncio.run(LocalTrainer(worker).annotate(samples, [Column.OLD]))
 
 

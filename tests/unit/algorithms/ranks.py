@@ -24,7 +24,7 @@ from kitae.models.policy import Policy
 from kitae.trainer.base import Conditions, Role
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
-from kitae.trainer.worker import Worker
+from kitae.trainer.start import reinforced
 from kitae.types import Sample
 
 
@@ -48,7 +48,7 @@ def load(folder: str) -> Policy:
 def gradient(policy: Policy, samples: list[Sample], choices: dict[str, Any], **training: Any) -> tuple[Tensor, float]:
     """The gradient of all parameters as one vector, and the loss. Samples carry their weights already."""
     algorithm, config = AlgorithmConfig.model_validate(choices), TrainingConfig(**training)
-    worker = Worker(policy, config, algorithm, max_tokens=64, temperature=0.8)
+    worker = reinforced(policy, config, algorithm, max_tokens=64, temperature=0.8)
     policy.model.zero_grad(set_to_none=True)
     _, rows = pack_rows(samples, config, policy.device)
     conditions = Conditions(3, Control(algorithm).coefficients)

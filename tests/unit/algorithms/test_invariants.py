@@ -76,8 +76,8 @@ from kitae.trainer.forward import pack_rows
 from kitae.trainer.local import LocalTrainer
 from kitae.trainer.objectives import PolicyGradient
 from kitae.trainer.ranks import Alone
+from kitae.trainer.start import reinforced
 from kitae.trainer.trained import Trained
-from kitae.trainer.worker import Worker
 from kitae.types import Group, Sample
 
 fast = settings(deadline=None, max_examples=40)
@@ -174,7 +174,7 @@ def off_policy(policy: Policy, samples: Sequence[Sample], seed: int = 0) -> list
     """Log-probs of μ, π_old and π_ref that are near to those of the policy: some tokens are clipped, most are not."""
     rng = np.random.default_rng(seed)
     found = []
-    worker = Worker(policy, TrainingConfig(), AlgorithmConfig(), max_tokens=64, temperature=0.8)
+    worker = reinforced(policy, TrainingConfig(), AlgorithmConfig(), max_tokens=64, temperature=0.8)
     for s in asyncio.run(LocalTrainer(worker).annotate(samples, [Column.OLD])):
         logp_T = s.columns["logp_old"]
         near = {

@@ -27,8 +27,8 @@ from kitae.trainer.forward import MicroBatch, pack_rows
 from kitae.trainer.local import LocalTrainer
 from kitae.trainer.objectives import Scored
 from kitae.trainer.ranks import Alone
+from kitae.trainer.start import reinforced
 from kitae.trainer.trained import Trained
-from kitae.trainer.worker import Worker
 from kitae.types import Sample
 
 TinyPolicy = Callable[..., Policy]
@@ -71,7 +71,7 @@ def to_samples(asked: list[Request], done: list[Completion]) -> list[Sample]:
 
 def gap(policy: Policy, samples: list[Sample], **settings: Any) -> float:
     algorithm, training = AlgorithmConfig(), TrainingConfig(**settings)
-    trainer = LocalTrainer(Worker(policy, training, algorithm, max_tokens=64, temperature=TEMPERATURE))
+    trainer = LocalTrainer(reinforced(policy, training, algorithm, max_tokens=64, temperature=TEMPERATURE))
     found = asyncio.run(trainer.annotate(samples, [Column.OLD]))
     return max(float(np.abs(s.loss("logp_old") - s.loss("logp_mu")).max()) for s in found)
 

@@ -110,7 +110,7 @@ def test_changed_settings_are_refused_by_key_and_both_values(config: RLConfig) -
     with pytest.raises(ConfigChangedError) as caught:
         RunStore.open(folder)
     lines = str(caught.value).splitlines()
-    assert lines[1:-1] == ["  data.params: was {}, is {'count': 4}", "  training.group_size: was 8, is 16"]
+    assert lines[1:-1] == ["  training.group_size: was 8, is 16", "  data.params: was {}, is {'count': 4}"]
     edit(folder, "training", "group_size", 8)
     edit(folder, "data", "params", {})
     RunStore.open(folder).close()  # the refusal has let go of the lock, and the old values are welcome

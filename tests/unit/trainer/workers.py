@@ -13,6 +13,7 @@ from kitae.trainer.base import Column, Conditions, Role
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
 from kitae.trainer.local import LocalTrainer
+from kitae.trainer.start import reinforced
 from kitae.trainer.worker import Worker
 from kitae.types import FloatArray, Sample
 
@@ -25,7 +26,7 @@ def make_worker(
     temperature: float = 1.0,
     **settings: Any,
 ) -> Worker:
-    return Worker(
+    return reinforced(
         policy,
         training or TrainingConfig(),
         algorithm or AlgorithmConfig(),

@@ -1,0 +1,56 @@
+"""The seam of offline stages: what a kind of training on examples must say about itself. The loop knows nothing else.
+
+Example ─► Item ─► Sample ─► Batch ─► trainer
+(data)     tokens  (stage)   weights, and what else the loss reads
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kitae.data.examples import Shape
+from kitae.data.rendering import Rendered
+from kitae.trainer.base import Batch, Trainer
+from kitae.trainer.objectives import Objective
+from kitae.types import FloatArray, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An example in tokens: `Item("train.jsonl:17", (Rendered(…),))`; a pair has two sequences, chosen first."""
+
+    id: str
+    sequences: tuple[Rendered, ...]
+    label: bool | None = None
+    margin: float | None = None
+
+
+class Stage(Protocol):
+    """shape: what its examples are. objective: what its model, which is loaded by then, is trained for.
+
+    Everything about a batch depends on its items alone, and on what `prepare` has left in the folder of the run: a run
+    that resumes from a checkpoint goes on with the same numbers.
+    """
+
+    shape: Shape
+    objective: Objective
+
+    async def prepare(self, trainer: Trainer, items: Iterable[Item], folder: Path) -> None:
+        """Before the first step, and when a run goes on: what must be known of all items that will be trained on."""
+
+    async def batch(self, trainer: Trainer, items: Sequence[Item]) -> Batch:
+        """What one step trains on."""
+
+    async def evaluate(self, trainer: Trainer, items: Sequence[Item]) -> FloatArray:
+        """One number for each item: what `measure` of the config calls it."""
+
+    def export(self, folder: Path) -> None:
+        """Write the trained model as an ordinary folder."""
+
+
+def sample_of(group: int, index: int, sequence: Rendered, weight: float = 0.0, unit: int | None = None) -> Sample:
+    """A sequence whose loss tokens weigh the same: `sample_of(0, 1, rendered, weight=1 / 32)`."""
+    mask_T = sequence.mask_T
+    weight_T = mask_T.astype("float32") * weight
+    return Sample(group, index, sequence.tokens_T, sequence.prompt_length, mask_T, weight_T, unit=unit)

@@ -1,0 +1,54 @@
+"""Examples in tokens: which ones a step trains on, which are held out, and which do not fit."""
+
+import math
+from collections.abc import Iterator
+
+from kitae.config.root import StageConfig
+from kitae.data.chat import Chat
+from kitae.data.examples import Example, held_out_examples, open_examples
+from kitae.data.rendering import Renderer
+from kitae.models.load import load_tokenizer
+from kitae.stages.base import Item
+from kitae.stages.registry import shape_of
+
+
+class StageData:
+    """The data of a run. Opening it reads and renders every example, so that whatever is wrong with one of them is said
+    before a model is loaded. notes: what there is to say about those that were left out."""
+
+    def __init__(self, config: StageConfig) -> None:
+        shape, seed = shape_of(config), config.run.seed
+        self._stream = open_examples(config.data, seed, shape)
+        tokenizer, generation = load_tokenizer(config.model)
+        self._renderer = Renderer(Chat(tokenizer, generation), config.data.train_on, config.data.max_tokens)
+        self._batch = config.training.batch
+        self._stream, self.notes = fitting(self._stream, self._renderer, config.data)
+        self.held_out = [self._item(e) for e in held_out_examples(config.data, seed, config.eval.examples, shape)]
+
+    @property
+    def size(self) -> int:
+        return self._stream.size
+
+    def steps(self, epochs: float) -> int:
+        """As many as these passes over the examples take."""
+        return max(1, math.ceil(epochs * self.size / self._batch - 1e-9))
+
+    def epoch(self, step: int) -> float:
+        return step * self._batch / self.size
+
+    def batch(self, step: int) -> list[Item]:
+        """Depends on the step alone; steps count from 1."""
+        return [self._item(self._stream.at(p)) for p in range((step - 1) * self._batch, step * self._batch)]
+
+    def trained(self, steps: int) -> Iterator[Item]:
+        """All that so many steps train on, each once."""
+        seen: set[str] = set()
+        for position in range(steps * self._batch):
+            example = self._stream.at(position)
+            if example.id not in seen:
+                seen.add(example.id)
+                yield self._item(example)
+
+    def _item(self, example: Example) -> Item:
+        sequences = [example.chosen, *([example.rejected] if example.rejected else [])]
+        return Item(example.id, tuple(map(self._renderer.render, sequences)), example.label, example.margin)

@@ -1,0 +1,23 @@
+"""The kinds of offline run, by the root of their settings."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kitae.config.root import SFTConfig, StageConfig
+from kitae.data.examples import Shape
+from kitae.stages.base import Stage
+from kitae.stages.sft import SFT
+
+STAGES: dict[type[StageConfig], Callable[[Any], Stage]] = {SFTConfig: SFT}
+
+SHAPES: dict[type[StageConfig], Shape] = {SFTConfig: SFT.shape}
+
+
+def make_stage(config: StageConfig) -> Stage:
+    """Loads its model."""
+    return STAGES[type(config)](config)
+
+
+def shape_of(config: StageConfig) -> Shape:
+    """What the examples of its data must be."""
+    return SHAPES[type(config)]

@@ -1,0 +1,79 @@
+"""Put a run of a stage together, run it, and leave everything consistent whatever happens."""
+
+import asyncio
+import json
+import signal
+from contextlib import AsyncExitStack
+
+from kitae.config.root import StageConfig
+from kitae.errors import ConfigError
+from kitae.observe.observer import Observer
+from kitae.pipeline.interrupts import Interrupts
+from kitae.pipeline.loops import Stopped
+from kitae.stages.data import StageData
+from kitae.stages.loop import StageLoop
+from kitae.stages.registry import make_stage
+from kitae.store.checkpoint import START, Frontier
+from kitae.store.disk import flush
+from kitae.store.run import Result, RunStore
+from kitae.trainer.start import supervised
+
+
+def train(store: RunStore, data: StageData, observer: Observer, checkpoint: str | None = None) -> Result:
+    """Train a new run, or go on with one from its last checkpoint, or the one named. Steps after it are trained again:
+    on the same examples, to the same numbers. Returns when it is finished or stopped by Ctrl-C."""
+    try:
+        return asyncio.run(_train(store, data, observer, checkpoint))
+    finally:
+        store.close()
+
+
+async def _train(store: RunStore, data: StageData, observer: Observer, checkpoint: str | None) -> Result:
+    config = store.config
+    assert isinstance(config, StageConfig)
+    frontier, state = Frontier(0, 0), None
+    if checkpoint != START and (checkpoint or store.checkpoints.names()):
+        frontier, state = store.checkpoints.load(checkpoint)
+    if config.training.steps < frontier.step:
+        raise ConfigError(
+            f"training.steps must be at least {frontier.step}, the steps that the run has trained, got "
+            f"{config.training.steps}; --from CHECKPOINT goes back to an older one"
+        )
+    async with AsyncExitStack() as stack:
+        observer.note(f"loading {config.model.path}")
+        stage = make_stage(config)
+        trainer = supervised(stage.objective, config.training)
+        stack.push_async_callback(trainer.close)
+        observer.status("preparing")
+        await stage.prepare(trainer, data.trained(config.training.steps), store.folder)
+        if state is not None:
+            await trainer.load(state)
+        for change in store.changes.values():
+            observer.note(f"changed for this run from here on: {change}")
+        await store.begin(frontier.step)  # nothing of the run was touched so far
+        loop = StageLoop(config, store, stage, trainer, data, observer, frontier)
+
+        def stop() -> None:
+            observer.note("stopping after this step; press Ctrl-C again to stop at once")
+            loop.stop()
+
+        with Interrupts(stop) as interrupts:
+            before = await loop.evaluate(0) if frontier.step == 0 else None
+            try:
+                await loop.run()
+            except Stopped:
+                if loop.frontier.step:
+                    observer.status("saving a checkpoint")
+                    await loop.save()
+                await store.journal.add_event("stopped", f"step {loop.frontier.step}")
+                return Result(store.folder, interrupts.received or signal.SIGINT, loop.frontier.step, before, None)
+        before = before or next((row for row in store.metrics.rows("eval") if row["step"] == 0), None)
+        after = await loop.evaluate(config.training.steps)
+        observer.status("exporting the model")
+        stage.export(store.folder / "model")
+        for path in (store.folder / "model").iterdir():
+            flush(path)
+        await store.journal.add_event("finished", json.dumps(after))
+        await store.sync()
+        observer.finished(store.folder)
+        return Result(store.folder, None, config.training.steps, before, after)

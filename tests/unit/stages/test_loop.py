@@ -1,0 +1,117 @@
+"""Runs of stages on the tiny model: what they learn, and that stopping changes nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from kitae.config.load import override_config, parse_config
+from kitae.config.root import StageConfig
+from kitae.errors import ConfigError, DataError
+from kitae.observe.observer import Silent
+from kitae.stages import session
+from kitae.stages.data import StageData
+from kitae.stages.loop import StageLoop
+from kitae.store.run import Result, RunStore
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def demonstrations(folder: Path, count: int = 12) -> Path:
+    rows = [{"prompt": f"say {i}", "completion": "yes " * (1 + i % 3)} for i in range(count)]
+    return write_rows(folder / "train.jsonl", rows)
+
+
+def stage_config(folder: Path, *overrides: str, kind: str = "sft", **training: Any) -> StageConfig:
+    values = {
+        "run": {"name": "stage", "dir": str(folder)},
+        "method": {"kind": kind},
+        "model": {"path": "tiny", "device": "cpu", "dtype": "float32"},
+        "data": {"path": str(folder / "train.jsonl"), "eval_path": str(folder / "held_out.jsonl")},
+        "training": {"lr": 1e-2, "batch": 4, **training},
+        "checkpoint": {"every": 2},
+    }
+    config = override_config(parse_config(values), overrides)
+    assert isinstance(config, StageConfig)
+    return config
+
+
+def run_stage(config: StageConfig) -> Result:
+    data = StageData(config)
+    steps = config.training.steps or data.steps(config.training.epochs)
+    config = override_config(config, [f"training.steps={steps}"])
+    return session.train(RunStore.create(config), data, Silent())
+
+
+def go_on(folder: Path) -> Result:
+    store = RunStore.open(folder)
+    assert isinstance(store.config, StageConfig)
+    return session.train(store, StageData(store.config), Silent())
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.endswith(("_seconds", "_per_second", "_idle"))} for row in rows]
+
+
+@pytest.fixture
+def sft(tmp_path: Path) -> StageConfig:
+    demonstrations(tmp_path)
+    write_rows(tmp_path / "held_out.jsonl", [{"prompt": "say 99", "completion": "yes yes "}])
+    return stage_config(tmp_path, epochs=4)
+
+
+def test_the_likelihood_of_demonstrations_rises(sft: StageConfig) -> None:
+    result = run_stage(sft)
+    steps = [row for row in rows_of(result.folder) if row["kind"] == "step"]
+    assert result.step == len(steps) == 12  # four passes over twelve examples, four a step
+    assert steps[-1]["epoch"] == 4
+    assert steps[-1]["loss"] < 0.5 * steps[0]["loss"]
+    assert result.before is not None and result.after is not None
+    assert result.after["avg"] < 0.5 * result.before["avg"]
+    assert (result.folder / "model" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
+    sft: StageConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: int
+) -> None:
+    sft = override_config(sft, [f"model.lora_rank={lora}"])
+    whole = run_stage(sft).folder
+    learn = StageLoop._learn
+
+    async def crash(self: StageLoop, step: int, items: Any) -> Any:
+        if step == 8:
+            raise KeyboardInterrupt
+        return await learn(self, step, items)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageLoop, "_learn", crash)
+        with pytest.raises(KeyboardInterrupt):
+            run_stage(sft)
+    broken = tmp_path / "stage-002"
+    go_on(broken)
+    assert rows_of(broken) == rows_of(whole)
+    ours, theirs = (load_file(f / "model" / "model.safetensors") for f in (broken, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_stage_refuses_what_belongs_to_another_kind(sft: StageConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown section 'algorithm'"):
+        override_config(sft, ["algorithm.preset=grpo"])
+    with pytest.raises(ConfigError, match=r"method\.kind must be one of rl, sft"):
+        parse_config({"method": {"kind": "sfd"}})
+    with pytest.raises(ConfigError, match=r"method\.kind cannot be changed"):
+        override_config(sft, ["method.kind=rl"])
+
+
+def test_bad_rows_are_named(sft: StageConfig, tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 3}])
+    with pytest.raises(DataError, match=r"train\.jsonl:2"):
+        StageData(sft)
