@@ -230,6 +230,8 @@ def _kind(annotation: Any) -> str:
     if get_origin(annotation) is dict:
         return "table"
     names = {str: "text", bool: "true or false", int: "whole number", float: "number"}
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "table"
     return names[annotation]
 
 

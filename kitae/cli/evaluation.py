@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kitae.cli.locate import find_recipe
-from kitae.cli.training import check
 from kitae.config.load import load_config, override_config
 from kitae.config.root import RLConfig, reinforcement
 from kitae.errors import ConfigError
@@ -18,12 +17,13 @@ def evaluate(target: str, overrides: list[str], model: str | None, as_json: bool
     config = _config(target, overrides, model)
     if config.eval.prompts == 0:
         raise ConfigError("eval.prompts must be at least 1 for an evaluation, got 0")
-    check(config)
     from rich.console import Console
 
     from kitae.models.load import check_model
     from kitae.pipeline.session import evaluate_model
+    from kitae.stages.start import check
 
+    check(config)
     check_model(config.model)
     with Console(stderr=True).status(f"evaluating {config.model.path}"):
         found = evaluate_model(config)

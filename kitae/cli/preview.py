@@ -47,7 +47,7 @@ def stage_summary(config: StageConfig) -> str:
     return "\n".join(
         [
             f"method     {config.method.kind}, learning rate {t.lr:g}",
-            f"data       {config.data.named}",
+            f"data       {config.data.source}",
             f"length     {length}, {t.batch} examples a step",
             f"held out   {held_out if e.examples else 'none (eval.examples = 0)'}",
             f"run folder {config.run.dir}/{config.run.name}-NNN",

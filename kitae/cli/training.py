@@ -2,29 +2,26 @@
 
 import signal
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kitae.cli.locate import find_recipe
 from kitae.cli.text import as_size
-from kitae.config.load import load_config, override_config
-from kitae.config.root import RLConfig, Root, StageConfig, reinforcement
-from kitae.errors import ConfigError, Interrupted, KitaeError, StoreError
+from kitae.config.load import load_config
+from kitae.config.root import Root
+from kitae.errors import Interrupted, KitaeError, StoreError
 from kitae.observe.console import Console
 
 if TYPE_CHECKING:
-    from kitae.observe.observer import Observer
-    from kitae.store.run import Result, RunStore
+    from kitae.stages.start import Start
+    from kitae.store.run import RunStore
 
 Evaluated = dict[str, Any] | None
 
 
-Start = Callable[["RunStore", "Observer", str | None, bool], "Result"]
-"""Trains: the run, who watches, a checkpoint to go on from, whether to forget what came after it."""
-
-
 def train(recipe: str, overrides: list[str], dry_run: bool, full: bool) -> None:
+    from kitae.stages.start import check
+
     config = load_config(find_recipe(recipe), overrides)
     check(config)
     if dry_run:
@@ -33,13 +30,16 @@ def train(recipe: str, overrides: list[str], dry_run: bool, full: bool) -> None:
         preview(config, full)
         return
     console = Console()
-    config, start = _prepare(config, console)
+    from kitae.stages.start import prepare
     from kitae.store.run import RunStore
+
+    config, start = prepare(config, console.say)
 
     _run(RunStore.create(config), start, console)
 
 
 def resume(run: Path, overrides: list[str], checkpoint: str | None, forget: bool) -> None:
+    from kitae.stages.start import prepare
     from kitae.store.run import RunStore
 
     console = Console()
@@ -48,7 +48,7 @@ def resume(run: Path, overrides: list[str], checkpoint: str | None, forget: bool
         if checkpoint is None and _is_finished(run, store.config):
             store.close()
             return
-        _, start = _prepare(store.config, console)
+        _, start = prepare(store.config, console.say)
     except BaseException:
         store.close()
         raise
@@ -74,78 +74,8 @@ def _is_finished(run: Path, config: Root) -> bool:
     return False
 
 
-def _prepare(config: Root, console: Console) -> tuple[Root, Start]:
-    """Everything that can go wrong before the run folder is touched; the settings with what the data decides."""
-    from kitae.models.load import check_model
-    from kitae.store.run import is_run
-
-    if isinstance(config, StageConfig):
-        folder = check_model(config.model)
-        config, start = _prepare_stage(config, console)
-    else:
-        start = _prepare_rl(reinforcement(config, "kitae train"), console)
-        folder = check_model(config.model)
-    if is_run(Path(config.model.path).expanduser()):
-        console.say(f"{config.model.path} is a run: its trained model {folder} is taken")
-    return config, start
-
-
-def _prepare_rl(config: RLConfig, console: Console) -> Start:
-    from kitae.pipeline.prepare import prepare
-    from kitae.pipeline.session import train
-
-    sources = prepare(config, console.say)
-    return lambda store, observer, checkpoint, forget: train(store, sources, observer, checkpoint, forget=forget)
-
-
-def _prepare_stage(config: StageConfig, console: Console) -> tuple[StageConfig, Start]:
-    from kitae.stages.data import StageData
-    from kitae.stages.session import train
-
-    data = StageData(config)
-    for note in data.notes:
-        console.say(note)
-    if not config.training.steps:
-        config = override_config(config, [f"training.steps={data.steps(config.training.epochs)}"])
-    return config, lambda store, observer, checkpoint, _: train(store, data, observer, checkpoint)
-
-
-def check(config: Root) -> None:
-    """What can be refused without loading a model: tasks, data files, verifiers and their options."""
-    from kitae.models.load import find_model
-
-    if isinstance(config, StageConfig):
-        from kitae.data.examples import open_examples
-        from kitae.stages.registry import shape_of
-
-        open_examples(config.data, config.run.seed, shape_of(config))
-    else:
-        check_rl(reinforcement(config, "kitae train"))
-    find_model(config.model.path, download=False)
-
-
-def check_rl(config: RLConfig) -> None:
-    from kitae.algorithms.stages import resolve_stages
-    from kitae.data.prompts import open_stream
-    from kitae.data.tasks import find_task
-    from kitae.verifiers.calls import check_params
-    from kitae.verifiers.registry import resolve
-
-    resolve_stages(config.algorithm.model_dump())
-    if config.data.task is not None:
-        find_task(config.data.task).resolve(config.data.params)
-    if ":" not in config.verifier.name:  # a user's own file is loaded by a worker, never here
-        check_params(resolve(config.verifier.name), config.verifier.params)
-    elif not Path(config.verifier.name.rpartition(":")[0]).expanduser().is_file():
-        raise ConfigError(
-            f"verifier.name must be a known name or file.py:function, got {config.verifier.name!r}: no such file"
-        )
-    if config.data.path is not None:
-        open_stream(config.data, config.run.seed)
-
-
 def _run(
-    store: "RunStore", start: Start, console: Console, checkpoint: str | None = None, forget: bool = False
+    store: "RunStore", start: "Start", console: Console, checkpoint: str | None = None, forget: bool = False
 ) -> None:
     from kitae.observe.progress import make_progress
 

@@ -38,9 +38,11 @@ def override_config(config: R, overrides: Iterable[str]) -> R:
     """A copy of a resolved config with some settings changed, but not its kind."""
     values = config.given()
     _apply_overrides(values, overrides)
+    if _root(values) is not type(config):
+        got = values["method"]["kind"]
+        raise ConfigError(f"method.kind cannot be changed: it is {config.method.kind!r}, got {got!r}")
     changed = parse_config(values)
-    if not isinstance(changed, type(config)):
-        raise ConfigError(f"method.kind cannot be changed: it is {config.method.kind!r}, got {changed.method.kind!r}")
+    assert isinstance(changed, type(config))
     return changed
 
 
@@ -150,11 +152,15 @@ def _unknown_keys(values: Mapping[str, Any], settings: Mapping[str, list[str]]) 
             for key in keys:
                 if key not in settings[section]:
                     valid = ", ".join(f"{section}.{k}" for k in settings[section])
-                    yield f"unknown key {section}.{key}{hint(f'{section}.{key}', settings) or f'; valid are {valid}'}"
+                    known = _of_other_kinds(section, key) or hint(f"{section}.{key}", settings)
+                    yield f"unknown key {section}.{key}{known or f'; valid are {valid}'}"
 
 
 def _unknown_section(section: str, values: Any, settings: Mapping[str, list[str]]) -> Iterable[str]:
     """A key outside of any section, another framework's section, or a misspelt one."""
+    if other := _of_other_kinds(section):
+        yield f"unknown section {section!r}{other}"
+        return
     valid = f"; valid are {', '.join(settings)}"
     foreign = [f"unknown key {path}{found}" for path in _leaves(section, values) if (found := hint(path, settings))]
     if not isinstance(values, Mapping):
@@ -163,6 +169,16 @@ def _unknown_section(section: str, values: Any, settings: Mapping[str, list[str]
         yield f"unknown section {section!r}{near}"
     else:
         yield from foreign or [f"unknown section {section!r}{valid}"]
+
+
+def _of_other_kinds(section: str, key: str | None = None) -> str:
+    """`"; it belongs to method.kind = rl"`, if it is a setting there."""
+    found = [
+        kind
+        for kind, root in ROOTS.items()
+        if section in (sections := root.sections()) and (key is None or key in sections[section].model_fields)
+    ]
+    return f"; it belongs to method.kind = {' or '.join(found)}" if found else ""
 
 
 def _leaves(path: str, values: Any) -> Iterable[str]:

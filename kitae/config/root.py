@@ -156,7 +156,7 @@ class StageConfig(Root):
 
     @property
     def title(self) -> str:
-        return f"{self.method.kind} on {self.data.named} with {self.model.path}"
+        return f"{self.method.kind} on {self.data.source} with {self.model.path}"
 
     @property
     def measure(self) -> str:

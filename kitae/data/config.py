@@ -135,6 +135,11 @@ class ExamplesConfig(Section):
             raise ValueError(f"data.format = {self.format!r} finds the columns itself: remove data.{named[0]}")
         return self
 
+    @property
+    def source(self) -> str:
+        """What to call it: `"train.jsonl"`."""
+        return self.path or self.hub or " and ".join(part.path for part in self.mix)
+
     def named_columns(self) -> list[str]:
         """The settings that give a column another name than usual."""
         usual = type(self).model_fields

@@ -1,13 +1,15 @@
 """The seam of offline stages: what a kind of training on examples must say about itself. The loop knows nothing else.
 
 Example ─► Item ─► Sample ─► Batch ─► trainer
-(data)     tokens  (stage)   weights, and what else the loss reads
+(data)     tokens  (method)  weights, and what else the loss reads
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+import numpy as np
 
 from kitae.data.examples import Shape
 from kitae.data.rendering import Rendered
@@ -26,7 +28,7 @@ class Item:
     margin: float | None = None
 
 
-class Stage(Protocol):
+class Method(Protocol):
     """shape: what its examples are. objective: what its model, which is loaded by then, is trained for.
 
     Everything about a batch depends on its items alone, and on what `prepare` has left in the folder of the run: a run
@@ -52,5 +54,5 @@ class Stage(Protocol):
 def sample_of(group: int, index: int, sequence: Rendered, weight: float = 0.0, unit: int | None = None) -> Sample:
     """A sequence whose loss tokens weigh the same: `sample_of(0, 1, rendered, weight=1 / 32)`."""
     mask_T = sequence.mask_T
-    weight_T = mask_T.astype("float32") * weight
+    weight_T = mask_T.astype(np.float32) * np.float32(weight)
     return Sample(group, index, sequence.tokens_T, sequence.prompt_length, mask_T, weight_T, unit=unit)

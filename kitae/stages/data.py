@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from kitae.config.root import StageConfig
 from kitae.data.chat import Chat
 from kitae.data.examples import Example, held_out_examples, open_examples
-from kitae.data.rendering import Renderer
+from kitae.data.rendering import Renderer, fit_list, fit_stream
 from kitae.models.load import load_tokenizer
 from kitae.stages.base import Item
 from kitae.stages.registry import shape_of
@@ -18,12 +18,14 @@ class StageData:
 
     def __init__(self, config: StageConfig) -> None:
         shape, seed = shape_of(config), config.run.seed
-        self._stream = open_examples(config.data, seed, shape)
+        stream = open_examples(config.data, seed, shape)
         tokenizer, generation = load_tokenizer(config.model)
         self._renderer = Renderer(Chat(tokenizer, generation), config.data.train_on, config.data.max_tokens)
         self._batch = config.training.batch
-        self._stream, self.notes = fitting(self._stream, self._renderer, config.data)
-        self.held_out = [self._item(e) for e in held_out_examples(config.data, seed, config.eval.examples, shape)]
+        self._stream = fit_stream(stream, self._renderer, config.data)
+        self.notes = [self._stream.skipped] if self._stream.skipped else []
+        held_out = held_out_examples(config.data, seed, config.eval.examples, shape)
+        self.held_out = [self._item(e) for e in fit_list(held_out, self._renderer, config.data)]
 
     @property
     def size(self) -> int:
@@ -50,5 +52,5 @@ class StageData:
                 yield self._item(example)
 
     def _item(self, example: Example) -> Item:
-        sequences = [example.chosen, *([example.rejected] if example.rejected else [])]
-        return Item(example.id, tuple(map(self._renderer.render, sequences)), example.label, example.margin)
+        sequences = tuple(map(self._renderer.render, example.conversations))
+        return Item(example.id, sequences, example.label, example.margin)

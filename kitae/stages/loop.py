@@ -15,7 +15,7 @@ from kitae.observe.report import Lap, StageReport
 from kitae.observe.timeline import Timeline
 from kitae.pipeline.evaluate import interval_of
 from kitae.pipeline.loops import Stopped
-from kitae.stages.base import Item, Stage
+from kitae.stages.base import Item, Method
 from kitae.stages.data import StageData
 from kitae.store.checkpoint import Frontier
 from kitae.store.run import RunStore
@@ -29,7 +29,7 @@ class StageLoop:
         self,
         config: StageConfig,
         store: RunStore,
-        stage: Stage,
+        method: Method,
         trainer: Trainer,
         data: StageData,
         observer: Observer,
@@ -37,7 +37,7 @@ class StageLoop:
     ) -> None:
         self.config = config
         self.store = store
-        self.stage = stage
+        self.method = method
         self.trainer = trainer
         self.data = data
         self.observer = observer
@@ -87,7 +87,7 @@ class StageLoop:
             if row["step"] == step:
                 return row
         self.observer.status(f"evaluating on {len(self.data.held_out)} held-out examples")
-        found = interval_of(await self.stage.evaluate(self.trainer, self.data.held_out))
+        found = interval_of(await self.method.evaluate(self.trainer, self.data.held_out))
         row = {"kind": "eval", "step": step, "avg": found.mean, "avg_low": found.low, "avg_high": found.high}
         row["examples"] = len(self.data.held_out)
         self.store.metrics.append(row)
@@ -95,7 +95,7 @@ class StageLoop:
         return row
 
     async def _learn(self, step: int, items: list[Item]) -> StageReport:
-        batch = await self._timed("annotate", self.stage.batch(self.trainer, items))
+        batch = await self._timed("annotate", self.method.batch(self.trainer, items))
         totals = await self._timed("train", self.trainer.forward_backward(batch))
         totals += await self._timed("update", self.trainer.optim_step())
         await self.trainer.finish_step(step)

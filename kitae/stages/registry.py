@@ -5,17 +5,17 @@ from typing import Any
 
 from kitae.config.root import SFTConfig, StageConfig
 from kitae.data.examples import Shape
-from kitae.stages.base import Stage
+from kitae.stages.base import Method
 from kitae.stages.sft import SFT
 
-STAGES: dict[type[StageConfig], Callable[[Any], Stage]] = {SFTConfig: SFT}
+METHODS: dict[type[StageConfig], Callable[[Any], Method]] = {SFTConfig: SFT}
 
 SHAPES: dict[type[StageConfig], Shape] = {SFTConfig: SFT.shape}
 
 
-def make_stage(config: StageConfig) -> Stage:
+def make_method(config: StageConfig) -> Method:
     """Loads its model."""
-    return STAGES[type(config)](config)
+    return METHODS[type(config)](config)
 
 
 def shape_of(config: StageConfig) -> Shape:

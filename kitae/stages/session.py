@@ -12,7 +12,7 @@ from kitae.pipeline.interrupts import Interrupts
 from kitae.pipeline.loops import Stopped
 from kitae.stages.data import StageData
 from kitae.stages.loop import StageLoop
-from kitae.stages.registry import make_stage
+from kitae.stages.registry import make_method
 from kitae.store.checkpoint import START, Frontier
 from kitae.store.disk import flush
 from kitae.store.run import Result, RunStore
@@ -41,17 +41,17 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
         )
     async with AsyncExitStack() as stack:
         observer.note(f"loading {config.model.path}")
-        stage = make_stage(config)
-        trainer = supervised(stage.objective, config.training)
+        method = make_method(config)
+        trainer = supervised(method.objective, config.training)
         stack.push_async_callback(trainer.close)
         observer.status("preparing")
-        await stage.prepare(trainer, data.trained(config.training.steps), store.folder)
+        await method.prepare(trainer, data.trained(config.training.steps), store.folder)
         if state is not None:
             await trainer.load(state)
         for change in store.changes.values():
             observer.note(f"changed for this run from here on: {change}")
         await store.begin(frontier.step)  # nothing of the run was touched so far
-        loop = StageLoop(config, store, stage, trainer, data, observer, frontier)
+        loop = StageLoop(config, store, method, trainer, data, observer, frontier)
 
         def stop() -> None:
             observer.note("stopping after this step; press Ctrl-C again to stop at once")
@@ -70,7 +70,7 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
         before = before or next((row for row in store.metrics.rows("eval") if row["step"] == 0), None)
         after = await loop.evaluate(config.training.steps)
         observer.status("exporting the model")
-        stage.export(store.folder / "model")
+        method.export(store.folder / "model")
         for path in (store.folder / "model").iterdir():
             flush(path)
         await store.journal.add_event("finished", json.dumps(after))

@@ -103,7 +103,7 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
 
 
 def test_a_stage_refuses_what_belongs_to_another_kind(sft: StageConfig, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown section 'algorithm'"):
+    with pytest.raises(ConfigError, match=r"unknown section 'algorithm'; it belongs to method\.kind = rl"):
         override_config(sft, ["algorithm.preset=grpo"])
     with pytest.raises(ConfigError, match=r"method\.kind must be one of rl, sft"):
         parse_config({"method": {"kind": "sfd"}})

@@ -1,0 +1,88 @@
+"""From the settings of a run of any kind to something that can be started: the one place that knows every kind.
+
+Everything that can go wrong is found here, before a run folder is made or touched.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kitae.config.load import override_config
+from kitae.config.root import RLConfig, Root, StageConfig, reinforcement
+from kitae.errors import ConfigError
+from kitae.observe.observer import Observer
+from kitae.store.run import Result, RunStore
+
+Note = Callable[[str], None]
+
+Start = Callable[[RunStore, Observer, str | None, bool], Result]
+"""Trains: the run, who watches, a checkpoint to go on from, whether to forget what came after it."""
+
+
+def prepare(config: Root, note: Note) -> tuple[Root, Start]:
+    """The settings with what the data decides, and how to train by them."""
+    from kitae.models.load import check_model
+    from kitae.store.run import is_run
+
+    if isinstance(config, StageConfig):
+        folder = check_model(config.model)
+        config, start = _prepare_stage(config, note)
+    else:
+        start = _prepare_rl(reinforcement(config, "kitae train"), note)
+        folder = check_model(config.model)
+    if is_run(Path(config.model.path).expanduser()):
+        note(f"{config.model.path} is a run: its trained model {folder} is taken")
+    return config, start
+
+
+def _prepare_rl(config: RLConfig, note: Note) -> Start:
+    from kitae.pipeline.prepare import prepare
+    from kitae.pipeline.session import train
+
+    sources = prepare(config, note)
+    return lambda store, observer, checkpoint, forget: train(store, sources, observer, checkpoint, forget=forget)
+
+
+def _prepare_stage(config: StageConfig, note: Note) -> tuple[StageConfig, Start]:
+    from kitae.stages.data import StageData
+    from kitae.stages.session import train
+
+    data = StageData(config)
+    for text in data.notes:
+        note(text)
+    if not config.training.steps:
+        config = override_config(config, [f"training.steps={data.steps(config.training.epochs)}"])
+    return config, lambda store, observer, checkpoint, _: train(store, data, observer, checkpoint)
+
+
+def check(config: Root) -> None:
+    """What can be refused without loading a model: tasks, data files, verifiers and their options."""
+    from kitae.models.load import find_model
+
+    if isinstance(config, StageConfig):
+        from kitae.data.examples import open_examples
+        from kitae.stages.registry import shape_of
+
+        open_examples(config.data, config.run.seed, shape_of(config))
+    else:
+        check_rl(reinforcement(config, "kitae train"))
+    find_model(config.model.path, download=False)
+
+
+def check_rl(config: RLConfig) -> None:
+    from kitae.algorithms.stages import resolve_stages
+    from kitae.data.prompts import open_stream
+    from kitae.data.tasks import find_task
+    from kitae.verifiers.calls import check_params
+    from kitae.verifiers.registry import resolve
+
+    resolve_stages(config.algorithm.model_dump())
+    if config.data.task is not None:
+        find_task(config.data.task).resolve(config.data.params)
+    if ":" not in config.verifier.name:  # a user's own file is loaded by a worker, never here
+        check_params(resolve(config.verifier.name), config.verifier.params)
+    elif not Path(config.verifier.name.rpartition(":")[0]).expanduser().is_file():
+        raise ConfigError(
+            f"verifier.name must be a known name or file.py:function, got {config.verifier.name!r}: no such file"
+        )
+    if config.data.path is not None:
+        open_stream(config.data, config.run.seed)
