@@ -151,7 +151,7 @@ def test_a_tokenizer_that_puts_spaces_before_texts():
 
 class TestRefused:
     def test_a_template_that_never_stops(self):
-        with pytest.raises(DataError, match=r"must end a turn.*'<\|im_end\|>'.*it ends with 'Hello\\n'"):
+        with pytest.raises(DataError, match=r"must end a turn.*'<\|im_end\|>'.*it ends with ' ?Hello\\n'"):
             render(chat(ENDLESS), HI, HELLO)
 
     def test_a_template_that_stops_an_answer_only_when_another_turn_follows(self):
