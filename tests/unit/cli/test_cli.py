@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 import kitae
+from kitae.algorithms.preferences import PREFERENCE_LOSSES
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES
 from kitae.cli import inspection, main
@@ -588,6 +589,13 @@ def test_algorithms_explains_one(name: str, cli: Cli) -> None:
 def test_algorithms_lists_the_choices_of_a_stage(stage: str, cli: Cli) -> None:
     out = cli("algorithms", stage).out
     assert all(f"  {name} " in out for name in STAGES[stage].choices)
+
+
+def test_algorithms_lists_the_losses_on_preferences(cli: Cli) -> None:
+    out = cli("algorithms", "dpo").out
+    for name, loss in PREFERENCE_LOSSES.items():
+        assert re.search(rf"^  {name} +{re.escape(loss.formula)}$", out, re.MULTILINE)
+        assert loss.source in out
 
 
 def test_algorithms_names_the_nearest(cli: Cli) -> None:
