@@ -306,6 +306,24 @@ def validate(
 
 
 @app.command()
+def data(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    against: Annotated[
+        list[Path] | None, typer.Option(help="An evaluation's file to look for in the data; may be repeated.")
+    ] = None,
+    examples: Annotated[int, typer.Option(min=0, help="How many to show as the model sees them.")] = 3,
+) -> None:
+    """Say what a recipe's data are.
+
+    Rows, tokens, duplicates, overlap with evaluations, and examples with the trained tokens in ⟦brackets⟧.
+    """
+    from kitae.cli import data as report
+
+    report.data(recipe, overrides or [], against or [], examples)
+
+
+@app.command()
 def verifiers() -> None:
     """List the verifiers, each with an example."""
     from kitae.cli import verification

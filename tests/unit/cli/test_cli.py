@@ -27,7 +27,7 @@ from kitae.types import Message, Prompt, Rollout, Score, Segment, ToolCall
 
 COMMANDS = (
     *("train", "resume", "runs", "compare", "clean", "eval", "show", "replay", "plot", "simulate", "recipes"),
-    *("algorithms", "validate", "verifiers", "verify", "doctor"),
+    *("algorithms", "validate", "data", "verifiers", "verify", "doctor"),
 )
 
 
