@@ -145,8 +145,9 @@ def _report(folder: Path, before: Evaluated, after: Evaluated, console: Console)
     lines = []
     if before and after and None not in (before["avg"], after["avg"]):
         rise = after["avg"] - before["avg"]
+        what = "held-out score   " if before.get("partial") or after.get("partial") else "held-out accuracy"
         lines.append(
-            f"held-out accuracy  {before['avg']:.3f} → {after['avg']:.3f}  ({rise:+.3f}; "
+            f"{what}  {before['avg']:.3f} → {after['avg']:.3f}  ({rise:+.3f}; "
             f"{int(after['prompts'])} prompts, 95 % interval {after['avg_low']:.3f}–{after['avg_high']:.3f})"
         )
     lines += [

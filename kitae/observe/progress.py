@@ -103,7 +103,9 @@ class Progress:
         found = (
             f"{row['avg']:.3f} [{row['avg_low']:.3f}, {row['avg_high']:.3f}]" if judged else "not known: all errors,"
         )
-        self.note(f"held-out accuracy at step {row['step']}: {found} on {row['prompts']:.0f} prompts")
+        what = "score" if row.get("partial") else "accuracy"
+        where = row.get("suite") or "held-out"
+        self.note(f"{where} {what} at step {row['step']}: {found} on {row['prompts']:.0f} prompts")
 
     def finished(self, folder: Path) -> None:
         pass
