@@ -50,6 +50,8 @@ def evaluate(
 ) -> None:
     overrides = [a for a in arguments if _OVERRIDE.match(a) and not Path(a).exists()]
     targets = [a for a in arguments if a not in overrides]
+    if not targets:
+        raise ConfigError("an evaluation needs at least one target: a run, a recipe or a model, got none")
     wanted = Wanted(targets, overrides, model, suites, str(data) if data else None)
     for path in (markdown, answers):
         if path is not None and not path.parent.is_dir():

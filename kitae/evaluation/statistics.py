@@ -94,6 +94,8 @@ def _chance_to_win(count: int, counts: Sequence[int], silent: int, k: int) -> fl
     p = k / n
     total = 0.0
     for votes in range(1, min(count, k) + 1):
+        if not _binomial(count, votes, p):  # where all samples are drawn, all votes are
+            continue
         most_tied = sum(other >= votes for other in others)
         chance_KT = np.zeros((k + 1, most_tied + 1))
         chance_KT[votes, 0] = _binomial(count, votes, p)
@@ -101,7 +103,7 @@ def _chance_to_win(count: int, counts: Sequence[int], silent: int, k: int) -> fl
         for other in others:
             fewer = _drawn(chance_KT, [_binomial(other, i, p) for i in range(min(other + 1, votes))])
             level = np.zeros_like(chance_KT)
-            if other >= votes and votes <= k:
+            if other >= votes:
                 level[votes:, 1:] = chance_KT[: k + 1 - votes, :-1] * _binomial(other, votes, p)
             chance_KT = fewer + level
         total += float((chance_KT[k] / np.arange(1, most_tied + 2)).sum())

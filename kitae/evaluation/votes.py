@@ -14,6 +14,7 @@ from kitae.verifiers.math.cleanup import text_key
 from kitae.verifiers.text import after_thought, final_number, only_number
 
 _LONGEST = 300  # characters; what is longer is no answer that two samples share
+_DIGITS = 300
 
 Vote = Callable[[str], str | None]
 """The answer of a response: `vote("So it is \\boxed{1,200}.")` → `"1200"`; None: it gives none."""
@@ -50,4 +51,7 @@ def _of_text(response: str) -> str | None:
 
 
 def _plain(number: Decimal) -> str:
-    return str(number.normalize() + 0) if number.is_finite() else str(number)  # + 0: no -0
+    """`"1200"`, whatever zeros it was written with; what is far too large or small stays as it is."""
+    if not number.is_finite() or abs(number.adjusted()) > _DIGITS:
+        return str(number)
+    return f"{number.normalize() + 0:f}"  # + 0: no -0
