@@ -25,8 +25,8 @@ from kitae.store.run import Metrics, RunStore
 from kitae.types import Message, Prompt, Rollout, Score, Segment, ToolCall
 
 COMMANDS = (
-    *("train", "resume", "runs", "compare", "clean", "eval", "show", "replay", "plot", "simulate", "recipes"),
-    *("algorithms", "validate", "verifiers", "verify", "doctor", "suites"),
+    *("train", "resume", "runs", "compare", "clean", "eval", "suites", "show", "replay", "plot", "simulate", "recipes"),
+    *("algorithms", "validate", "verifiers", "verify", "doctor"),
 )
 
 
