@@ -30,6 +30,7 @@ from kitae.evaluation.suites import Suite
 from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, load_policy, pick_device, pick_dtype
 from kitae.pipeline.config import EvalConfig
+from kitae.store.journal import Journal
 from kitae.types import Group, Prompt
 from kitae.verifiers.pool import VerifierPool
 
@@ -151,48 +152,43 @@ async def _evaluate_models(
     watcher: EvaluationWatcher,
 ) -> EvaluationReport:
     _check(entrants, suites)
+    folders = {entrant.name: check_model(entrant.model) for entrant in entrants}
     prompts = {suite.name: suite.prompts(settings.seed) for suite in suites}
-    models = {entrant.name: check_model(entrant.model) for entrant in entrants}
     found: dict[tuple[str, str], Evaluation] = {}
     async with AsyncExitStack() as stack:
-        papers = {entrant.name: list[_Paper]() for entrant in entrants}
-        for entrant in entrants:
-            for suite in suites:
-                answers = None
-                if output is not None:
-                    identity = _identity(entrant.model, models[entrant.name], suite, settings)
-                    answers = Answers(output, entrant.name, suite.name, identity)
-                    stack.callback(answers.close)
-                    await answers.begin(prompts[suite.name])
-                papers[entrant.name].append(_Paper(suite, prompts[suite.name], answers))
-        open_papers = {name: [p for p in each if not p.known(settings)] for name, each in papers.items()}
-        wanted = {paper.suite.name: paper.suite for each in open_papers.values() for paper in each}
+
+        async def paper(entrant: Entrant, suite: Suite) -> _Paper:
+            if output is None:
+                return _Paper(suite, prompts[suite.name], None, None)
+            identity = _identity(entrant.model, folders[entrant.name], suite, settings)
+            answers = Answers(output, entrant.name, suite.name, identity)
+            stack.callback(answers.close)
+            await answers.begin(prompts[suite.name])
+            known = answers.complete(prompts[suite.name], settings.eval.samples)
+            return _Paper(suite, prompts[suite.name], answers.journal, known)
+
+        papers = {entrant.name: [await paper(entrant, suite) for suite in suites] for entrant in entrants}
+        wanted = {p.suite.name: p.suite for each in papers.values() for p in each if p.known is None}
         pools = {name: await stack.enter_async_context(suite.pool(watcher.note)) for name, suite in wanted.items()}
         for entrant in entrants:
-            asked = await _ask(entrant, open_papers[entrant.name], pools, settings, watcher)
-            for paper in papers[entrant.name]:
-                key = entrant.name, paper.suite.name
-                found[key] = asked.get(paper.suite.name) or measure(
-                    paper.known(settings) or [], settings.eval.samples, paper.suite.scorings
-                )
-                watcher.evaluated(*key, found[key])
-    by_suite = {(e.name, s.name): found[e.name, s.name] for s in suites for e in entrants}
+            answered = await _ask(entrant, papers[entrant.name], pools, settings, watcher)
+            for suite in suites:
+                found[entrant.name, suite.name] = answered[suite.name]
+                watcher.evaluated(entrant.name, suite.name, answered[suite.name])
     names = tuple(entrant.name for entrant in entrants)
-    return EvaluationReport(
-        names, tuple(s.name for s in suites), settings, by_suite, _comparisons(names, suites, by_suite)
-    )
+    by_suite = {(name, suite.name): found[name, suite.name] for suite in suites for name in names}
+    compared = _comparisons(names, suites, by_suite)
+    return EvaluationReport(names, tuple(suite.name for suite in suites), settings, by_suite, compared)
 
 
 @dataclass(frozen=True, slots=True)
 class _Paper:
-    """A suite as one model has it before it, with its answers so far."""
+    """A suite as one model has it before it. known: its answers, where all are there already."""
 
     suite: Suite
     prompts: list[Prompt]
-    answers: Answers | None
-
-    def known(self, settings: EvaluationSettings) -> list[Group] | None:
-        return self.answers.complete(self.prompts, settings.eval.samples) if self.answers else None
+    journal: Journal | None
+    known: list[Group] | None
 
 
 async def _ask(
@@ -203,8 +199,11 @@ async def _ask(
     watcher: EvaluationWatcher,
 ) -> dict[str, Evaluation]:
     """Let a model answer all suites at once, so that no engine waits for the last answer of one of them."""
-    if not papers:
-        return {}
+    samples = settings.eval.samples
+    found = {p.suite.name: measure(p.known, samples, p.suite.scorings) for p in papers if p.known is not None}
+    left = [paper for paper in papers if paper.known is None]
+    if not left:
+        return found
     watcher.note(f"loading {entrant.model.path}")
     policy = load_policy(entrant.model, settings.seed)
     engine = NativeEngine(policy, settings.engine)
@@ -230,13 +229,13 @@ async def _ask(
                     evaluate(
                         suite_episodes(episodes, paper.suite, pools[paper.suite.name], settings.eval),
                         paper.prompts,
-                        settings.eval.samples,
+                        samples,
                         paper.suite.scorings,
-                        paper.answers.journal if paper.answers else None,
+                        paper.journal,
                         counter(paper.suite.name, len(paper.prompts)),
                     )
                 )
-                for paper in papers
+                for paper in left
             }
     except BaseExceptionGroup as problem:
         raise root_cause(problem) from None
@@ -246,7 +245,7 @@ async def _ask(
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return {name: task.result() for name, task in running.items()}
+    return found | {name: task.result() for name, task in running.items()}
 
 
 def _check(entrants: Sequence[Entrant], suites: Sequence[Suite]) -> None:
