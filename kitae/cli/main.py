@@ -137,23 +137,45 @@ def clean(
 
 @app.command(name="eval")
 def evaluate(
-    target: Annotated[
-        str,
+    targets: Annotated[
+        list[str],
         typer.Argument(
-            help="A run folder (its trained model) or a recipe (its untrained model).", metavar="RUN-OR-RECIPE"
+            help="Run folders (their trained models), recipes (their untrained models), or models: folders, hub ids, "
+            "short names; and settings: eval.prompts=32 …",
+            metavar="TARGET… [SECTION.KEY=VALUE]…",
         ),
     ],
-    overrides: Overrides = None,
+    suites: Annotated[
+        str | None,
+        typer.Option(help="What to ask, separated by commas (kitae suites); default: the task of the run or recipe."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with the data of suites, DIR/gsm8k/test.jsonl …; default: the hub.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Another model: a folder, a run, a hub id or a short name.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder that keeps the answers: what it has is not asked again.")] = Path(
+        "evaluations"
+    ),
+    markdown: Annotated[Path | None, typer.Option(help="Write the table into this file, as Markdown.")] = None,
+    answers: Annotated[Path | None, typer.Option(help="Write all answers with their verdicts, as JSONL.")] = None,
     json: Annotated[bool, typer.Option("--json", help="The numbers as one line of JSON, and nothing else.")] = False,
 ) -> None:
-    """Measure a model on held-out prompts.
+    """Measure models on held-out prompts and suites, and compare them.
 
-    Prints avg@k and pass@k; for k = 8: eval.samples=8 eval.temperature=1.
+    Prints avg@k, pass@k and maj@k with intervals; for k = 8: eval.samples=8 eval.temperature=1. Several models are
+    asked the same problems, and compared with the first.
     """
     from kitae.cli import evaluation
 
-    evaluation.evaluate(target, overrides or [], model, json)
+    evaluation.evaluate(targets, model, suites, data, output, markdown, answers, json)
+
+
+@app.command()
+def suites() -> None:
+    """List the suites that models can be evaluated on."""
+    from kitae.cli import evaluation
+
+    evaluation.suites()
 
 
 @app.command()

@@ -114,8 +114,9 @@ def _report(folder: Path, measure: str, before: Evaluated, after: Evaluated, con
     if before and after and None not in (before["avg"], after["avg"]):
         rise = after["avg"] - before["avg"]
         of, count = ("prompts", after["prompts"]) if "prompts" in after else ("examples", after["examples"])
+        what = "score" if before.get("partial") or after.get("partial") else measure
         lines.append(
-            f"{f'held-out {measure}':18} {before['avg']:.3f} → {after['avg']:.3f}  ({rise:+.3f}; "
+            f"{f'held-out {what}':18} {before['avg']:.3f} → {after['avg']:.3f}  ({rise:+.3f}; "
             f"{int(count)} {of}, 95 % interval {after['avg_low']:.3f}–{after['avg_high']:.3f})"
         )
     lines += [

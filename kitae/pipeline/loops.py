@@ -185,7 +185,7 @@ class Pipeline:
         for step in range(self.frontier.step + 1, self.config.training.steps + 1):
             began = now()
             with self.watch.waits("train", "a batch", self._what_is_missing):
-                slots = await self._or_stop(self.buffer.take())
+                slots = await self.or_stop(self.buffer.take())
             work = _Work(step, [slot.harvest for slot in slots if slot.harvest], waited=now() - began)
             work = replace(work, overdue=self.issuing.taken(work.sampled.rollouts))
             report.check_errors(step, work.sampled, self.config.verifier.max_error_share)
@@ -247,7 +247,7 @@ class Pipeline:
         ready = sum(slot.harvest is not None for slot in self.buffer.open)
         return f"{ready} groups are ready, {self.buffer.size} are needed; slots {shown or 'none'} are awaited"
 
-    async def _or_stop(self, work: Coroutine[Any, Any, T]) -> T:
+    async def or_stop(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for `work`, or raise `Stopped` when the user asks first."""
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._stop.wait())

@@ -72,6 +72,7 @@ def check_rl(config: RLConfig) -> None:
     from kitae.algorithms.stages import resolve_stages
     from kitae.data.prompts import open_stream
     from kitae.data.tasks import find_task
+    from kitae.evaluation.suites import find_suites
     from kitae.verifiers.calls import check_params
     from kitae.verifiers.registry import resolve
 
@@ -86,3 +87,4 @@ def check_rl(config: RLConfig) -> None:
         )
     if config.data.path is not None:
         open_stream(config.data, config.run.seed)
+    find_suites(config.eval.suites, config.eval.data, config)

@@ -2,7 +2,7 @@
 
 config.json      the resolved settings
 journal.sqlite   prompts, rollouts, scores, fates, events
-metrics.jsonl    one line per step; evaluations have "kind": "eval"
+metrics.jsonl    one line per step; evaluations have "kind": "eval", and "suite" where it is not the run's own task
 timeline.jsonl   who worked when
 console.log      what was on the screen
 checkpoints/     the last few frontiers
@@ -55,6 +55,8 @@ CHANGEABLE = (
     "engine.*",
     "checkpoint.*",
     "eval.every",
+    "eval.suites",
+    "eval.data",
 )
 """Settings that a resumed run may change: what its journal says does not depend on them. Not among them is what decides
 which prompts are asked, how answers are sampled and scored, what a step is made of, or how old a sample may be."""

@@ -11,7 +11,7 @@ MOST_IMPORTS = 22  # of one module; the one that puts a run together has the mos
 
 FLOORS = (
     ("cli", "study"),
-    ("stages", "pipeline"),
+    ("stages", "pipeline", "evaluation"),
     ("envs", "trainer", "verifiers"),
     ("engines", "algorithms", "sandbox", "remote"),
     ("weights", "models"),
@@ -20,7 +20,14 @@ FLOORS = (
 )
 """A room may import those on floors below its own; settings (`*/config.py`, `config/`) stand beside the house."""
 
-BESIDE = {("cli", "study"), ("stages", "pipeline"), ("weights", "models"), ("observe", "store")}
+BESIDE = {
+    ("cli", "study"),
+    ("stages", "pipeline"),
+    ("stages", "evaluation"),
+    ("pipeline", "evaluation"),
+    ("weights", "models"),
+    ("observe", "store"),
+}
 """Who may import whom on one floor."""
 
 CONCRETE = {
