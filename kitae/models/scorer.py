@@ -5,6 +5,7 @@ share its tokens in a row. The company in a row changes a score by rounding alon
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,21 +20,18 @@ from kitae.errors import DataError
 from kitae.kernels.transfer import send
 from kitae.models.attention import causal_mask, masked_attention
 from kitae.models.scalar import ScalarModel
-from kitae.types import BoolArray, IntArray, Message, Sample
+from kitae.types import Message, Sample
 
 _ROW = 2048  # tokens
 
 
-def sample_to_score(group: int, index: int, sequence: Rendered, weight: float = 0.0, unit: int | None = None) -> Sample:
-    """A sequence with one loss token: one that stands after its last, so that the last one's state is what it reads.
+def scored(sequence: Rendered) -> Rendered:
+    """With one token more, which is the only loss token: its number is read from the state of the last one.
 
     Which token that is does not matter: nothing computes it.
     """
-    tokens_T: IntArray = np.append(sequence.tokens_T, sequence.tokens_T[-1])
-    mask_T: BoolArray = np.zeros(len(tokens_T), dtype=np.bool_)
-    mask_T[-1] = True
-    weight_T = mask_T.astype(np.float32) * np.float32(weight)
-    return Sample(group, index, tokens_T, sequence.prompt_length, mask_T, weight_T, unit=unit)
+    tokens_T = np.append(sequence.tokens_T, 0)
+    return replace(sequence, tokens_T=tokens_T, mask_T=np.arange(len(tokens_T)) == len(tokens_T) - 1)
 
 
 class Scorer:
@@ -49,13 +47,11 @@ class Scorer:
     def score(self, conversations: Sequence[Sequence[Message]]) -> list[float | DataError]:
         """In their order; an error where a conversation cannot be rendered or is longer than the model's context."""
         rendered = [self._render(messages) for messages in conversations]
-        places = [i for i, made in enumerate(rendered) if isinstance(made, Rendered)]
-        samples = [sample_to_score(0, i, made) for i, made in enumerate(rendered) if isinstance(made, Rendered)]
+        samples = [_sample(i, made) for i, made in enumerate(rendered) if isinstance(made, Rendered)]
         scores = dict[int, float]()
         for part in pack(samples, self._row):
             numbers = self._numbers(lay_out(part))
             scores.update({sample.index: number for sample, number in zip(part, numbers, strict=True)})
-        assert scores.keys() == set(places)
         return [made if isinstance(made, DataError) else scores[i] for i, made in enumerate(rendered)]
 
     def _render(self, messages: Sequence[Message]) -> Rendered | DataError:
@@ -73,6 +69,11 @@ class Scorer:
         with torch.inference_mode():
             scores_N: Tensor = self._model(tokens_T, positions_T, RowAttention(row.spans, positions_T), source_N)
         return scores_N.tolist()
+
+
+def _sample(index: int, sequence: Rendered) -> Sample:
+    made = scored(sequence)
+    return Sample(0, index, made.tokens_T, made.prompt_length, made.mask_T, made.mask_T.astype(np.float32))
 
 
 class RowAttention:
@@ -97,9 +98,7 @@ class RowAttention:
                 )
                 out_THD[own] = mixed[0].transpose(0, 1)
             else:
-                out_THD[own] = masked_attention(
-                    q_own, k_seen, v_seen, mask, scale=scale, softcap=softcap, sinks=sinks
-                )
+                out_THD[own] = masked_attention(q_own, k_seen, v_seen, mask, scale=scale, softcap=softcap, sinks=sinks)
         return out_THD
 
     def _mask(self, number: int, window: int | None) -> Tensor:
