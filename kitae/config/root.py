@@ -17,7 +17,7 @@ from kitae.errors import ConfigError
 from kitae.models.config import ModelConfig
 from kitae.pipeline.config import EvalConfig, PipelineConfig
 from kitae.section import Section
-from kitae.stages.config import MethodConfig, RLMethod, SFTMethod, StageEval, StageTraining
+from kitae.stages.config import DistilMethod, MethodConfig, RLMethod, SFTMethod, StageEval, StageTraining
 from kitae.store.config import CheckpointConfig, RunConfig
 from kitae.trainer.config import LearningConfig, TrainingConfig
 from kitae.verifiers.config import VerifierConfig
@@ -110,6 +110,7 @@ class RLConfig(Root):
         yield from rules.exact(self.model, self.engine)
         yield from rules.reference(self.algorithm, self.model)
         yield from rules.staleness(self.algorithm, self.pipeline)
+        yield from rules.taught(self.algorithm, self.method)
 
     @property
     def title(self) -> str:
@@ -143,6 +144,31 @@ class RLConfig(Root):
         return {k: v for k, v in super().changed().items() if k in own or not k.startswith("algorithm.")}
 
 
+class DistilConfig(RLConfig):
+    """All settings of a run in which a student learns from a teacher, on samples of its own."""
+
+    method: DistilMethod
+    algorithm: AlgorithmConfig = AlgorithmConfig(preset="distil")
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from rules.teacher(self.algorithm, self.method, self.sampling, self.verifier)
+
+    @property
+    def title(self) -> str:
+        d, m = self.data, self.method
+        return f"{m.teacher or m.teacher_model} into {self.model.path} on {d.task or d.gym or d.path or d.hub}"
+
+    @classmethod
+    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The loss has its preset. Nothing needs to be judged: where nobody says by whom, nothing is."""
+        values = super().completed(values)
+        method, algorithm, verifier = (values.get(name, {}) for name in ("method", "algorithm", "verifier"))
+        preset = "gkd" if method.get("loss") == "jsd" else "distil"
+        values = {**values, "algorithm": {"preset": preset, **algorithm}}
+        return values if "name" in verifier else {**values, "verifier": {**verifier, "name": "none"}}
+
+
 class StageConfig(Root):
     """What all kinds of run have in common that train on a file of examples."""
 
@@ -173,14 +199,14 @@ class SFTConfig(StageConfig):
         return "loss"
 
 
-ROOTS: dict[str, type[Root]] = {"rl": RLConfig, "sft": SFTConfig}
+ROOTS: dict[str, type[Root]] = {"rl": RLConfig, "sft": SFTConfig, "distil": DistilConfig}
 """The root of each kind of run, by `method.kind`."""
 
 
 def reinforcement(config: Root, what: str) -> RLConfig:
     """The config, if it is of the kind that `what` is for; else a complaint."""
     if not isinstance(config, RLConfig):
-        raise ConfigError(f"{what} is for method.kind = 'rl', got a recipe of kind {config.method.kind!r}")
+        raise ConfigError(f"{what} is for method.kind = 'rl' or 'distil', got a recipe of kind {config.method.kind!r}")
     return config
 
 
