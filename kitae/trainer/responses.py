@@ -22,7 +22,7 @@ from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.observe.meter import Meter
 from kitae.trainer.base import Conditions
-from kitae.trainer.config import TrainingConfig
+from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import MicroBatch, attention
 from kitae.trainer.objectives import Scored
 
@@ -39,7 +39,7 @@ class Preference(Scored):
     def __init__(
         self,
         policy: Policy,
-        config: TrainingConfig,
+        config: LearningConfig,
         loss: PreferenceLoss,
         settings: Mapping[str, float],
         *,
@@ -82,10 +82,13 @@ class Preference(Scored):
 
 
 class Rated(Scored):
-    """KTO. It reads `logp_ref`, `desirable` (1 or 0), and `kl`: one number for the whole batch."""
+    """KTO. It reads `logp_ref`, `desirable` (1 or 0), and `kl`: one number for the whole batch.
+
+    Its accuracy is the share of answers on the right side of `kl`, from which gains and losses are measured.
+    """
 
     def __init__(
-        self, policy: Policy, config: TrainingConfig, *, beta: float, desirable: float, undesirable: float
+        self, policy: Policy, config: LearningConfig, *, beta: float, desirable: float, undesirable: float
     ) -> None:
         super().__init__(policy, config, temperature=1.0)
         self._beta, self._desirable, self._undesirable = beta, desirable, undesirable
@@ -105,7 +108,10 @@ class Rated(Scored):
         with torch.no_grad():
             meter.total("loss", loss.detach())
             meter.part("entropy", entropy_N.sum(), len(entropy_N))
-            reward_S = self._beta * (batch.logp_S - batch.logp_ref_S)
+            meter.max("kl", micro.columns["kl"][0])
+            ratio_S = batch.logp_S - batch.logp_ref_S
+            reward_S = self._beta * ratio_S
+            meter.mean("accuracy", ((ratio_S > micro.columns["kl"][0]) == good_S).float().mean(), len(good_S))
             for name, side_S in (("chosen", good_S), ("rejected", ~good_S)):
                 count = side_S.sum()
                 meter.part(f"reward_{name}", (reward_S * side_S).sum(), count)

@@ -16,10 +16,10 @@ from kitae.algorithms.preferences import PREFERENCE_LOSSES, PairBatch, RatedBatc
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.trainer.base import Conditions
-from kitae.trainer.config import TrainingConfig
+from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import pack_rows
-from kitae.trainer.responses import PLACE, Preference, Rated, ScoredPairs
 from kitae.trainer.ranks import Alone
+from kitae.trainer.responses import PLACE, Preference, Rated, ScoredPairs
 from kitae.trainer.trained import Trained
 from kitae.types import Sample
 
@@ -64,7 +64,7 @@ def gradients(module: torch.nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize("name", PREFERENCE_LOSSES)
 def test_a_loss_on_pairs(name: str, budget: int, tiny_policy: TinyPolicy, tiny_folder: Folder) -> None:
     loss, samples = PREFERENCE_LOSSES[name], make_pairs()
-    policy, training = tiny_policy(), TrainingConfig(token_budget=budget)
+    policy, training = tiny_policy(), LearningConfig(token_budget=budget)
     coef = 0.0 if loss.has_sft else 0.3
     objective = Preference(policy, training, loss, loss.defaults, sft_coef=coef)
     trained = Trained(objective, training, Alone(), total_updates=1)
@@ -98,7 +98,7 @@ def test_single_responses(budget: int, tiny_policy: TinyPolicy, tiny_folder: Fol
         replace(s, unit=None).with_columns(desirable=s.spread(np.float32(g)), kl=s.spread(np.float32(0.4)))
         for s, g in zip(make_pairs(), good, strict=True)
     ]
-    policy, training = tiny_policy(), TrainingConfig(token_budget=budget)
+    policy, training = tiny_policy(), LearningConfig(token_budget=budget)
     objective = Rated(policy, training, beta=0.1, desirable=1.0, undesirable=1.5)
     trained = Trained(objective, training, Alone(), total_updates=1)
     rows = pack_rows(samples, training, policy.device)[1]
@@ -133,7 +133,7 @@ def scored(sample: Sample, margin: float) -> Sample:
 def test_scores_of_pairs_are_read_at_the_last_token(budget: int, tiny_policy: TinyPolicy, tiny_folder: Folder) -> None:
     plain = make_pairs()
     samples = [scored(s, 0.1 * s.group) for s in plain]
-    training = TrainingConfig(token_budget=budget)
+    training = LearningConfig(token_budget=budget)
     reward = ScalarModel(tiny_policy(), bias=False)
     assert [name for name, _ in reward.head.named_parameters()] == ["weight"]
     weight = torch.linspace(-1, 1, reward.head.weight.numel())[None]
