@@ -359,8 +359,8 @@ def _keys_read(
 _CONDITIONS = {
     "shaping": "advantages that read rewards",
     "reward_norm": "advantages that read rewards",
-    "ratio": "gates other than 'likelihood'",
-    "anchor": "gates other than 'likelihood'",
+    "ratio": "gates other than 'likelihood' and 'divergence'",
+    "anchor": "gates other than 'likelihood' and 'divergence'",
     "truncation_reward": "truncation = 'reward'",
     "kl": "kl_coef above 0",
     "kl_in": "kl_coef above 0",
