@@ -13,6 +13,8 @@ _CURVES = {
     "grad_norm": "gradient norm",
     "logp_gap": "log-prob gap, engine against trainer",
     "kl_k3": "KL to the reference (nats per token)",
+    "teacher_kl": "KL to the teacher (nats per token)",
+    "teacher_divergence": "divergence from the teacher (nats per token)",
 }
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from kitae.config.root import RLConfig, Root
+from kitae.config.root import DistilConfig, RLConfig, Root
 from kitae.observe.observer import Reported
 
 _COLUMNS = (
@@ -24,6 +24,8 @@ _COLUMNS = (
 )
 
 _KL = ("kl", "kl_k3", "{:.4f}")
+_TEACHER_KL = ("teacher kl", "teacher_kl", "{:.4f}")
+_DIVERGENCE = ("divergence", "teacher_divergence", "{:.4f}")
 
 _OFFLINE = (
     ("step", "step", "{:.0f}"),
@@ -37,10 +39,13 @@ _OFFLINE = (
 
 
 def _columns(config: Root) -> tuple[tuple[str, str, str], ...]:
-    """The KL to the reference belongs beside the entropy, where there is a reference."""
+    """The KL to the reference belongs beside the entropy, where there is a reference; so does that to a teacher."""
     if not isinstance(config, RLConfig):
         return tuple(c for c in _OFFLINE if config.measure == "accuracy" or c[0] not in ("accuracy", "margin"))
-    return (*_COLUMNS[:4], _KL, *_COLUMNS[4:]) if config.algorithm.kl_coef else _COLUMNS
+    others = [_KL] if config.algorithm.kl_coef else []
+    if isinstance(config, DistilConfig):
+        others.append(_DIVERGENCE if config.method.divergence else _TEACHER_KL)
+    return (*_COLUMNS[:4], *others, *_COLUMNS[4:])
 
 
 Log = Callable[[str], None]

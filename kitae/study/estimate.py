@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from kitae.config.root import RLConfig
+from kitae.config.root import DistilConfig, RLConfig
 from kitae.data.prompts import open_stream
 from kitae.evaluation.suites import find_suites, own_suite
 from kitae.kernels.cpu import amx
@@ -270,6 +270,9 @@ def _extra_models(config: RLConfig, parameters: int, itemsize: int) -> dict[str,
     if a.kl_coef and a.reference not in (None, "none"):
         shared = config.model.lora_rank > 0 and a.reference == "frozen"
         found["reference"] = 0 if shared else parameters * itemsize
+    if isinstance(config, DistilConfig) and config.method.teacher:
+        teacher = read_model(config.method.teacher)
+        found["teacher"] = (parameters if teacher is None else teacher.parameters) * itemsize
     if a.advantage == "gae":
         found["critic"] = parameters * (itemsize + (4 if itemsize == 2 else 0) + 4 + 8)
     return found

@@ -24,6 +24,7 @@ class Column(Enum):
 
     OLD = "logp_old"  # log-prob under the policy as it is now
     REFERENCE = "logp_ref"  # under the reference
+    TEACHER = "logp_teacher"  # under a teacher
     VALUE = "value"  # of the critic
 
 

@@ -1,7 +1,7 @@
 """One step of learning: a batch of groups in, updated weights out. The driver's part, which sees samples but no tensor.
 
 candidates  S1, S2 on all groups
-annotate    log-probs of π_old and π_ref, values of the critic: only what the algorithm asks for
+annotate    log-probs of π_old, π_ref and a teacher, values of the critic: only what the algorithm asks for
 advantages  S3
 updates     epochs over mini-batches of whole groups: S7 on each, then forward and backward, then one optimizer step
 """
@@ -113,6 +113,7 @@ class Learner:
         several = t.minibatches * t.epochs > 1 and g.config.anchor != "interpolated"
         columns = [Column.OLD] if several or g.wants_old else []
         columns += [Column.REFERENCE] if g.wants_reference else []
+        columns += [Column.TEACHER] if g.wants_teacher else []
         columns += [Column.VALUE] if g.wants_values else []
         if not columns:
             return candidates
