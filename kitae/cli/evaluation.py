@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kitae.cli.locate import find_recipe
 from kitae.config.load import load_config, override_config
+from kitae.config.locate import find_recipe
 from kitae.config.root import RLConfig, reinforcement
 from kitae.errors import ConfigError
 

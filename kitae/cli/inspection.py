@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kitae.cli.locate import shipped_recipes, summary
 from kitae.cli.text import table
+from kitae.config.locate import shipped_recipes, summary
 from kitae.errors import KitaeError, StoreError
 
 if TYPE_CHECKING:

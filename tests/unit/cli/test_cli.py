@@ -25,7 +25,21 @@ from kitae.store.run import RunStore
 from kitae.types import Message, Prompt, Rollout, Score, Segment, ToolCall
 
 COMMANDS = (
-    *("train", "resume", "runs", "compare", "clean", "eval", "show", "replay", "plot", "simulate", "recipes"),
+    *(
+        "train",
+        "resume",
+        "sample",
+        "chain",
+        "runs",
+        "compare",
+        "clean",
+        "eval",
+        "show",
+        "replay",
+        "plot",
+        "simulate",
+        "recipes",
+    ),
     *("algorithms", "validate", "verifiers", "verify", "doctor"),
 )
 
