@@ -8,8 +8,9 @@ is loaded.
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -129,8 +130,9 @@ def sample_to_file(
 ) -> Tally:
     """Sample, verify, and write what is kept as a file that stages train on: `keep="pairs"` for preferences, say.
 
-    keep: best, correct, all or pairs; or `kitae.Selection("pairs", min_margin=0.5)`, which says more. prompts: all of a file, unless given; n: the recipe's training.group_size, unless given. Call it again with the same
-    arguments after it was killed, and it goes on.
+    keep: best, correct, all or pairs; or `kitae.Selection("pairs", min_margin=0.5)`, which says more. prompts: all of a
+    file, unless given. n: the recipe's training.group_size, unless given. first: prompts to pass over. Call it again
+    with the same arguments after it was killed, and it goes on.
     """
     config = reinforcement(of_target(target, model, overrides, settings), "sample")
     select = keep if isinstance(keep, Selection) else Selection(keep)
@@ -193,12 +195,29 @@ def outside_a_loop(work: Callable[[], T]) -> T:
             done.set_exception(error)
 
     threading.Thread(target=call, name="kitae-run", daemon=True).start()
-    try:
+    with _stopping_by_signal():
         return done.result()
-    except KeyboardInterrupt:
-        if done.done() or not stop_elsewhere(signal.SIGINT):
-            raise
-    return done.result()
+
+
+@contextmanager
+def _stopping_by_signal() -> Iterator[None]:
+    """While the main thread waits for another: Ctrl-C stops what runs there; if nothing does, or again, it raises."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked = False
+
+    def interrupted(number: int, frame: object) -> None:
+        nonlocal asked
+        if asked or not stop_elsewhere(number):
+            raise KeyboardInterrupt
+        asked = True
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _ended(result: Result) -> Result:

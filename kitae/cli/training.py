@@ -44,9 +44,13 @@ def resume(run: Path, overrides: list[str], checkpoint: str | None, forget: bool
 
 
 class Screen:
-    """What the user sees of a run; what was seen is kept in RUN/console.log. `with Screen() as screen: …`"""
+    """What the user sees of a run; what was seen is kept in RUN/console.log. `with Screen() as screen: …`
 
-    def __init__(self) -> None:
+    again: the command that goes on with it after a failure, where it is not `kitae resume RUN`.
+    """
+
+    def __init__(self, again: str | None = None) -> None:
+        self._again = again
         self.config: Root | None = None
         self._console = Console()
         self._attached = ExitStack()
@@ -69,15 +73,15 @@ class Screen:
         self.config = config
         self._attached.close()
         self._attached.enter_context(self._console.attached(folder))
-        log = self._console.log
+        log, again = self._console.log, self._again or f"kitae resume {folder}"
         try:
             with make_progress(config, folder, log) as progress:
                 yield progress
         except KitaeError as error:
             log(f"error: {error}")
-            raise type(error)(f"{error}\nthe run folder is {folder}; go on with: kitae resume {folder}") from error
+            raise type(error)(f"{error}\nthe run folder is {folder}; go on with: {again}") from error
         except KeyboardInterrupt:
-            raise Interrupted(f"interrupted; go on with: kitae resume {folder}", signal.SIGINT) from None
+            raise Interrupted(f"interrupted; go on with: {again}", signal.SIGINT) from None
         except BaseException:
             log(traceback.format_exc())
             raise

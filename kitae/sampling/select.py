@@ -6,8 +6,8 @@
     all       prompt, completion, score, label: every answer                 KTO; SFT takes those with the label true
     pairs     prompt, chosen, rejected, margin and scores: best and worst    DPO, reward models
 
-Answers that could not be judged are never among them, and count as errors, not as 0. One that was cut off is not held up
-as an example, unless it is asked for: it would teach to end there.
+Answers that could not be judged are never among them, and count as errors, not as 0. One that was cut off is not held
+up as an example, unless it is asked for: it would teach to end there.
 """
 
 from collections.abc import Sequence
