@@ -10,6 +10,7 @@ from typing import Any, Self
 from pydantic import model_validator
 
 from kitae.algorithms.config import AlgorithmConfig
+from kitae.algorithms.preferences import preference_complaints
 from kitae.config import rules
 from kitae.data.config import EXAMPLE_SOURCES, SOURCES, DataConfig, ExamplesConfig, usual_verifier
 from kitae.engines.config import EngineConfig, SamplingConfig
@@ -17,7 +18,16 @@ from kitae.errors import ConfigError
 from kitae.models.config import ModelConfig
 from kitae.pipeline.config import EvalConfig, PipelineConfig
 from kitae.section import Section
-from kitae.stages.config import MethodConfig, RLMethod, SFTMethod, StageEval, StageTraining
+from kitae.stages.config import (
+    DPOMethod,
+    KTOMethod,
+    MethodConfig,
+    RewardMethod,
+    RLMethod,
+    SFTMethod,
+    StageEval,
+    StageTraining,
+)
 from kitae.store.config import CheckpointConfig, RunConfig
 from kitae.trainer.config import LearningConfig, TrainingConfig
 from kitae.verifiers.config import VerifierConfig
@@ -173,7 +183,39 @@ class SFTConfig(StageConfig):
         return "loss"
 
 
-ROOTS: dict[str, type[Root]] = {"rl": RLConfig, "sft": SFTConfig}
+class DPOConfig(StageConfig):
+    """All settings of a run of preference optimisation."""
+
+    method: DPOMethod = DPOMethod()
+
+    def contradictions(self) -> Iterator[str]:
+        given = {**self.method.settings, "sft_coef": self.method.sft_coef}
+        yield from preference_complaints(self.method.loss, given, "method")
+
+
+class KTOConfig(StageConfig):
+    """All settings of a run of KTO."""
+
+    method: KTOMethod = KTOMethod()
+
+    def contradictions(self) -> Iterator[str]:
+        if not self.method.desirable and not self.method.undesirable:
+            yield "method.desirable and method.undesirable must not both be 0: nothing would be trained"
+
+
+class RewardConfig(StageConfig):
+    """All settings of the training of a reward model."""
+
+    method: RewardMethod = RewardMethod()
+
+
+ROOTS: dict[str, type[Root]] = {
+    "rl": RLConfig,
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "kto": KTOConfig,
+    "reward": RewardConfig,
+}
 """The root of each kind of run, by `method.kind`."""
 
 

@@ -19,11 +19,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-from kitae.data.chat import Tool
+from kitae.data.chat import Tool, text_of
 from kitae.data.config import ExamplesConfig
 from kitae.data.epochs import Epochs, Mixture
 from kitae.data.layouts import Layout, find_layout, lay_out
 from kitae.data.messages import read_message, read_messages, read_tools
+from kitae.data.overlap import find_overlap
 from kitae.data.rows import DataRow, File, check_unicode, clip, hub_files, listed, local_file, sift
 from kitae.errors import DataError
 from kitae.types import Message
@@ -112,20 +113,12 @@ class ExampleStream:
 
 def open_examples(config: ExamplesConfig, seed: int, shape: Shape) -> ExampleStream:
     """The examples to train on, in the shape that a stage needs; whatever is wrong with a file is raised here."""
-    if config.mix:
-        paths = [part.path for part in config.mix]
-        found = [
-            _read_files(config, [_named(local_file("data.mix", part.path), paths)], shape, part.format)
-            for part in config.mix
-        ]
-        skipped = "\n".join(note for _, note in found if note)
-        sources = [examples for examples, _ in found]
-        weights = [part.weight for part in config.mix if part.weight is not None]
-        if not weights:
-            sources = [[example for examples in sources for example in examples]]
-        return ExampleStream(sources, seed=seed, shuffle=config.shuffle, weights=weights or None, skipped=skipped)
-    examples, skipped = _read_files(config, _training_files(config), shape)
-    return ExampleStream([examples], seed=seed, shuffle=config.shuffle, skipped=skipped)
+    stream = _mixed(config, seed, shape) if config.mix else _single(config, seed, shape)
+    examples = [example for source in stream.sources for example in source]
+    found = find_overlap(list(map(texts_of, examples)), config.deduplicate, config.decontaminate, config.overlap_words)
+    for gone, why in found.notes([example.id for example in examples]):
+        stream = stream.without(gone, why)
+    return stream
 
 
 def held_out_examples(config: ExamplesConfig, seed: int, count: int, shape: Shape) -> list[Example]:
@@ -160,6 +153,32 @@ def reshape(example: Example, shape: Shape) -> tuple[Example, ...]:
         )
     needs = {"preference": "chosen and rejected", "labelled": "a label, or chosen and rejected"}[shape]
     raise DataError(f"this stage needs rows with {needs}, got a {example.shape}")
+
+
+def texts_of(example: Example) -> list[str]:
+    """What everybody says in it; what both sides of a preference begin with, once."""
+    rest = example.rejected.messages[example.rejected.prompt :] if example.rejected else ()
+    texts = [text_of(message) for message in (*example.chosen.messages, *rest)]
+    return texts if example.chosen.text is None else [example.chosen.text]
+
+
+def _single(config: ExamplesConfig, seed: int, shape: Shape) -> ExampleStream:
+    examples, skipped = _read_files(config, _training_files(config), shape)
+    return ExampleStream([examples], seed=seed, shuffle=config.shuffle, skipped=skipped)
+
+
+def _mixed(config: ExamplesConfig, seed: int, shape: Shape) -> ExampleStream:
+    paths = [part.path for part in config.mix]
+    found = [
+        _read_files(config, [_named(local_file("data.mix", part.path), paths)], shape, part.format)
+        for part in config.mix
+    ]
+    skipped = "\n".join(note for _, note in found if note)
+    sources = [examples for examples, _ in found]
+    weights = [part.weight for part in config.mix if part.weight is not None]
+    if not weights:
+        sources = [[example for examples in sources for example in examples]]
+    return ExampleStream(sources, seed=seed, shuffle=config.shuffle, weights=weights or None, skipped=skipped)
 
 
 def _training_files(config: ExamplesConfig) -> list[File]:

@@ -68,7 +68,7 @@ def pack(
     exactly once. As few rows as first fit finds, evenly filled if that is possible: a short one would use the hardware
     badly. The number of rows is a multiple of `multiple`; rows that are missing for that are empty.
     """
-    pieces = [p for family in _families(samples, share_prompts) for p in _cut(family, token_budget)]
+    pieces = [p for family in _families(samples, share_prompts) for p in _cut(family, token_budget, share_prompts)]
     pieces.sort(key=lambda p: -p[0])
     alone = [p for p in pieces if p[0] > token_budget]
     rest = pieces[len(alone) :]
@@ -90,10 +90,10 @@ def _families(samples: Sequence[Sample], share_prompts: bool) -> Iterable[list[S
     return families.values()
 
 
-def _cut(family: list[Sample], token_budget: int) -> Iterable[Piece]:
+def _cut(family: list[Sample], token_budget: int, share_prompts: bool) -> Iterable[Piece]:
     """The family in pieces that fit; a unit is not cut."""
     if family[0].unit is not None:
-        yield sum(s.length for s in family), family
+        yield _size(family, share_prompts), family
         return
     prompt = family[0].prompt_length
     piece: list[Sample] = []
@@ -106,6 +106,14 @@ def _cut(family: list[Sample], token_budget: int) -> Iterable[Piece]:
         piece.append(s)
         size += own
     yield size, piece
+
+
+def _size(unit: Sequence[Sample], share_prompts: bool) -> int:
+    """Row tokens of a unit, whose samples may have one prompt or several."""
+    if not share_prompts:
+        return sum(s.length for s in unit)
+    prompts = {s.tokens_T[: s.prompt_length].tobytes(): s.prompt_length for s in unit}
+    return sum(prompts.values()) + sum(s.length - s.prompt_length for s in unit)
 
 
 def _first_fit(pieces: Sequence[Piece], token_budget: int) -> list[Piece]:

@@ -32,6 +32,12 @@ class HeadTransform:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
+    def backward(self, logits: Tensor, grad: Tensor) -> Tensor:
+        """The gradient with respect to the raw logits, from that of the transformed ones, which it overwrites."""
+        if self.softcap is not None:
+            grad *= 1 - (self(logits.to(grad.dtype)) / self.softcap) ** 2
+        return grad.mul_(self.scale) if self.scale != 1.0 else grad
+
 
 @dataclass(frozen=True, slots=True)
 class Head:
@@ -72,7 +78,7 @@ class _TokenLogprobs(torch.autograd.Function):
         buffer = hidden.new_empty(min(chunk, rows), weight.shape[0])
         for i in range(0, rows, chunk):
             part = slice(i, i + chunk)
-            logits = _logits(hidden[part], weight, bias, buffer, exact)
+            logits = chunk_logits(hidden[part], weight, bias, buffer, exact)
             logp[part], lse[part], entropy[part] = _row_statistics(
                 logits, targets[part], transform, inverse_temperature
             )
@@ -100,7 +106,7 @@ class _TokenLogprobs(torch.autograd.Function):
             buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
         for i in reversed(range(0, hidden.shape[0], chunk)):
             part = slice(i, i + chunk)
-            logits = buffer[: len(hidden[part])] if kept else _logits(hidden[part], weight, bias, buffer, exact)
+            logits = buffer[: len(hidden[part])] if kept else chunk_logits(hidden[part], weight, bias, buffer, exact)
             kept = False
             dlogits = _row_gradients(
                 logits,
@@ -114,7 +120,7 @@ class _TokenLogprobs(torch.autograd.Function):
             )
             torch.mm(dlogits, weight, out=dhidden[part])
             if dweight is not None:
-                _add_product(dweight, dlogits, hidden[part])
+                add_product(dweight, dlogits, hidden[part])
             if dbias is not None:
                 dbias += dlogits.sum(0, dtype=torch.float32)
         return (
@@ -125,7 +131,7 @@ class _TokenLogprobs(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _add_product(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
+def add_product(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
     """`total += dlogits.T @ hidden`, total in fp32. Where there is a kernel, nothing is rounded before it is added."""
     kernels = training_kernels(total.device, hidden.dtype)
     if kernels is not None and kernels.add_product is not None:
@@ -136,7 +142,7 @@ def _add_product(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
         total += torch.mm(dlogits.mT, hidden)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor, exact: bool) -> Tensor:
+def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor, exact: bool) -> Tensor:
     """The head's output, written into the one buffer that all chunks share."""
     logits = buffer[: len(hidden)]
     if exact:

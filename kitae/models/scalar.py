@@ -12,17 +12,21 @@ from kitae.models.policy import Policy
 
 
 class ScalarModel(torch.nn.Module):
-    """`policy` is one of its own, whose LM head is never used. The head is fp32."""
+    """`policy` is one of its own, whose LM head is never used. The head is fp32.
+
+    bias: of the head. A reward model has none, as the class that other libraries load it with.
+    """
 
     policy: Policy
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, bias: bool = True) -> None:
         super().__init__()
         self.__dict__["policy"] = policy  # of its modules, only the decoder is a part of this
         self.decoder: torch.nn.Module = policy.base.get_decoder()
-        self.head = torch.nn.Linear(policy.head.weight.shape[1], 1, device=policy.device, dtype=torch.float32)
-        torch.nn.init.zeros_(self.head.weight)
-        torch.nn.init.zeros_(self.head.bias)
+        width = policy.head.weight.shape[1]
+        self.head = torch.nn.Linear(width, 1, bias=bias, device=policy.device, dtype=torch.float32)
+        for parameter in self.head.parameters():
+            torch.nn.init.zeros_(parameter)
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, context: AttentionContext, source_N: Tensor) -> Tensor:
         """The numbers `[N]` of the tokens that the states of the row at `source_N` predict."""

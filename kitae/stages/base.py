@@ -7,14 +7,16 @@ Example ─► Item ─► Sample ─► Batch ─► trainer
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from kitae.data.examples import Shape
 from kitae.data.rendering import Rendered
 from kitae.trainer.base import Batch, Trainer
 from kitae.trainer.objectives import Objective
+from kitae.trainer.responses import PLACE
 from kitae.types import FloatArray, Sample
 
 
@@ -38,8 +40,9 @@ class Method(Protocol):
     shape: Shape
     objective: Objective
 
-    async def prepare(self, trainer: Trainer, items: Iterable[Item], folder: Path) -> None:
-        """Before the first step, and when a run goes on: what must be known of all items that will be trained on."""
+    async def prepare(self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path) -> None:
+        """Before the first step, and when a run goes on: what must be known of all items that will be trained on, and
+        of those that are held out. The trainer has the weights that the run begins with."""
 
     async def batch(self, trainer: Trainer, items: Sequence[Item]) -> Batch:
         """What one step trains on."""
@@ -56,3 +59,18 @@ def sample_of(group: int, index: int, sequence: Rendered, weight: float = 0.0, u
     mask_T = sequence.mask_T
     weight_T = mask_T.astype(np.float32) * np.float32(weight)
     return Sample(group, index, sequence.tokens_T, sequence.prompt_length, mask_T, weight_T, unit=unit)
+
+
+def pair_of(group: int, item: Item, weight: float = 0.0) -> tuple[Sample, Sample]:
+    """The chosen and the rejected answer of the batch's pair `group`; each has the weight of the pair."""
+    chosen, rejected = (sample_of(group, i, sequence, weight, unit=group) for i, sequence in enumerate(item.sequences))
+    return _placed(chosen), _placed(rejected)
+
+
+def _placed(sample: Sample) -> Sample:
+    return sample.with_columns(**{PLACE: sample.spread(np.float32(2 * sample.group + sample.index))})
+
+
+def better(difference: npt.NDArray[Any]) -> FloatArray:
+    """1 where it is positive, 0 where it is negative, ½ for a tie: a policy that has not moved knows nothing."""
+    return np.asarray((np.sign(difference) + 1) / 2, dtype=np.float32)

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from kitae.algorithms.preferences import PREFERENCE_LOSSES
 from kitae.section import Section
 from kitae.trainer.config import LearningConfig
 
@@ -27,6 +28,45 @@ class SFTMethod(MethodConfig):
     loss: Literal["likelihood", "dft"] = Field(
         "likelihood",
         description="dft weighs each token by its probability, so that what the model finds unlikely pulls less.",
+    )
+
+
+class DPOMethod(MethodConfig):
+    """Preference optimisation on pairs of answers: the DPO family."""
+
+    kind: Literal["dpo"] = Field("dpo", description="The kind of run.")
+    loss: str = Field(
+        "sigmoid", description=f"{', '.join(PREFERENCE_LOSSES)}; `kitae algorithms dpo` has the formulas."
+    )
+    beta: float | None = Field(None, gt=0, description="Strength of the preference; null: what is usual for the loss.")
+    label_smoothing: float | None = Field(
+        None, ge=0, lt=1, description="Share of pairs thought to be labelled the wrong way: of 'smoothed' and 'robust'."
+    )
+    target_margin: float | None = Field(None, ge=0, description="γ of 'simpo': by how much the better answer must win.")
+    sft_coef: float = Field(0.0, ge=0, description="Coefficient of the likelihood of chosen answers, a mean per token.")
+
+    @property
+    def settings(self) -> dict[str, float | None]:
+        """What a loss may read; None: not given."""
+        return self.model_dump(include={"beta", "label_smoothing", "target_margin"})
+
+
+class KTOMethod(MethodConfig):
+    """Kahneman–Tversky optimisation: single answers, each good or bad."""
+
+    kind: Literal["kto"] = Field("kto", description="The kind of run.")
+    beta: float = Field(0.1, gt=0, description="How fast gains and losses saturate.")
+    desirable: float = Field(1.0, ge=0, description="Weight of good answers.")
+    undesirable: float = Field(1.0, ge=0, description="Weight of bad answers.")
+
+
+class RewardMethod(MethodConfig):
+    """A reward model: a score that is higher for the preferred answer of a pair."""
+
+    kind: Literal["reward"] = Field("reward", description="The kind of run.")
+    centring: float = Field(0.0, ge=0, description="Coefficient of the squared sum of both scores: keeps them near 0.")
+    margin_coef: float = Field(
+        0.0, ge=0, description="Times the margin of a row: by how much its scores must differ. A row without one has 0."
     )
 
 

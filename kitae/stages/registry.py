@@ -3,14 +3,27 @@
 from collections.abc import Callable
 from typing import Any
 
-from kitae.config.root import SFTConfig, StageConfig
+from kitae.config.root import DPOConfig, KTOConfig, RewardConfig, SFTConfig, StageConfig
 from kitae.data.examples import Shape
 from kitae.stages.base import Method
+from kitae.stages.dpo import DPO
+from kitae.stages.kto import KTO
+from kitae.stages.reward import RewardModelling
 from kitae.stages.sft import SFT
 
-METHODS: dict[type[StageConfig], Callable[[Any], Method]] = {SFTConfig: SFT}
+METHODS: dict[type[StageConfig], Callable[[Any], Method]] = {
+    SFTConfig: SFT,
+    DPOConfig: DPO,
+    KTOConfig: KTO,
+    RewardConfig: RewardModelling,
+}
 
-SHAPES: dict[type[StageConfig], Shape] = {SFTConfig: SFT.shape}
+SHAPES: dict[type[StageConfig], Shape] = {
+    SFTConfig: SFT.shape,
+    DPOConfig: DPO.shape,
+    KTOConfig: KTO.shape,
+    RewardConfig: RewardModelling.shape,
+}
 
 
 def make_method(config: StageConfig) -> Method:

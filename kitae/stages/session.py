@@ -45,7 +45,7 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
         trainer = supervised(method.objective, config.training)
         stack.push_async_callback(trainer.close)
         observer.status("preparing")
-        await method.prepare(trainer, data.trained(config.training.steps), store.folder)
+        await method.prepare(trainer, data.trained(config.training.steps), data.held_out, store.folder)
         if state is not None:
             await trainer.load(state)
         for change in store.changes.values():

@@ -24,7 +24,7 @@ class SFT:
         dft = config.method.loss == "dft"
         self.objective: Objective = Likelihood(self._policy, config.training, temperature=1.0, by_probability=dft)
 
-    async def prepare(self, trainer: Trainer, items: Iterable[Item], folder: Path) -> None:
+    async def prepare(self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path) -> None:
         pass
 
     async def batch(self, trainer: Trainer, items: Sequence[Item]) -> Batch:

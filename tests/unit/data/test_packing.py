@@ -60,7 +60,15 @@ def test_samples_of_a_unit_stay_in_one_row(seed: int, share: bool) -> None:
                 where.setdefault(s.unit, set()).add(number)
     assert len(where) == 12 and all(len(rows) == 1 for rows in where.values())
     for part in parts:
-        assert sum(s.length for s in part) <= 100 or len({(s.group, s.unit) for s in part}) == 1, "too long: alone"
+        tokens = len(lay_out(part, share).tokens_T) + len(part)  # the last token of each sample is left out
+        assert tokens <= 100 or len({(s.group, s.unit) for s in part}) == 1, "too long: alone"
+
+
+def test_the_prompt_of_a_unit_is_counted_once_where_it_is_shared() -> None:
+    """A prompt of 40 and two responses of 10 are 60 tokens, and two such pairs fit into 120."""
+    pairs = [make(g, i, 40, 10, unit=g) for g in range(4) for i in range(2)]
+    assert [len(part) for part in pack(pairs, 120)] == [4, 4]
+    assert [len(part) for part in pack(pairs, 120, share_prompts=False)] == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 3, 7])

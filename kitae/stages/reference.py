@@ -1,0 +1,75 @@
+"""Log-probs of the reference: computed once by the policy before its first step, kept in the folder of the run.
+
+So there is no second model in memory, a run that goes on finds what it had, and every epoch reads the same numbers. A
+sequence is known by its tokens and its mask: what the data calls it may change.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from kitae.store.disk import flush
+from kitae.trainer.base import Column, Trainer
+from kitae.types import FloatArray, Sample
+
+FOLDER = "reference"
+COLUMN = Column.REFERENCE.value
+
+_KEY = 16  # bytes
+_PART = 1024  # units computed between two files
+
+
+class ReferenceLogProbs:
+    """`folder` is that of the run; its `reference/00000.safetensors`, … hold a part of the sequences each."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / FOLDER
+        self._known: dict[bytes, FloatArray] = {}
+        self._parts = 0
+        for part in sorted(self._folder.glob("*.safetensors")):
+            self._read(part)
+
+    async def add(self, trainer: Trainer, units: Iterable[Sequence[Sample]]) -> None:
+        """Compute what is missing, with the weights that the trainer has now. Samples of a unit share their prompt."""
+        missing = (unit for unit in units if any(_key(s) not in self._known for s in unit))
+        while unknown := list(islice(missing, _PART)):
+            scored = await trainer.annotate([s for unit in unknown for s in unit], [Column.OLD])
+            self._write({_key(s): s.loss(Column.OLD.value) for s in scored})
+
+    def annotated(self, sample: Sample) -> Sample:
+        """With the column `logp_ref`."""
+        return sample.with_columns(**{COLUMN: sample.spread(self._known[_key(sample)])})
+
+    def _write(self, found: dict[bytes, FloatArray]) -> None:
+        """A part is there as a whole or not at all."""
+        self._folder.mkdir(exist_ok=True)
+        path = self._folder / f"{self._parts:05}.safetensors"
+        scratch = path.with_suffix(".partial")
+        tensors = {
+            "keys": np.frombuffer(b"".join(found), dtype=np.uint8),
+            "lengths": np.array([len(x) for x in found.values()], dtype=np.int64),
+            "logp": np.concatenate(list(found.values())).astype(np.float32),
+        }
+        save_file(tensors, scratch)
+        flush(scratch)
+        scratch.rename(path)
+        flush(self._folder)
+        self._parts += 1
+        self._known |= found
+
+    def _read(self, path: Path) -> None:
+        tensors = load_file(path)
+        keys = tensors["keys"].tobytes()
+        ends = np.cumsum(tensors["lengths"])[:-1]
+        for number, logp in enumerate(np.split(tensors["logp"], ends)):
+            self._known[keys[number * _KEY : (number + 1) * _KEY]] = logp
+        self._parts = int(path.stem) + 1
+
+
+def _key(sample: Sample) -> bytes:
+    content = sample.tokens_T.astype(np.int64).tobytes() + sample.mask_T.tobytes()
+    return hashlib.blake2b(content, digest_size=_KEY).digest()
