@@ -94,7 +94,7 @@ def offline() -> str:
         for name, section in root.sections().items():
             if section not in shown:
                 shown.add(section)
-                of = f", `method.kind = {root.model_fields['method'].default.kind!r}`" if name == "method" else ""
+                of = f", `method.kind = {section.model_fields['kind'].default!r}`" if name == "method" else ""
                 parts.append(f"### [{name}]{of}\n\n{_text(section.__doc__)}\n")
                 parts.append(_table(("key", "values", "default", "meaning"), _rows(section)))
     return "\n".join(parts)

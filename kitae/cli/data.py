@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kitae.cli.locate import find_recipe
 from kitae.cli.text import table
 from kitae.config.load import load_config
+from kitae.config.locate import find_recipe
 from kitae.config.root import RLConfig, Root, StageConfig
 from kitae.data.chat import Chat
 from kitae.data.examples import Example, found_shapes, held_out_examples, open_examples, texts_of

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kitae.cli.locate import find_recipe, find_run, shipped_recipes
 from kitae.cli.text import table
 from kitae.config.load import load_config, override_config, parse_config
+from kitae.config.locate import find_recipe, find_run, shipped_recipes
 from kitae.config.root import RLConfig, reinforcement
 from kitae.errors import ConfigError, Interrupted, StoreError
 

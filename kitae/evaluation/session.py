@@ -8,13 +8,14 @@ import asyncio
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from kitae.config.root import RLConfig
 from kitae.data.chat import Chat
 from kitae.engines.base import SamplingParams
 from kitae.engines.config import EngineConfig
@@ -26,7 +27,7 @@ from kitae.errors import ConfigError, root_cause
 from kitae.evaluation.measure import Evaluation, evaluate, measure, suite_episodes
 from kitae.evaluation.statistics import Difference, compare
 from kitae.evaluation.storage import Answers, fingerprint, plugin_digests
-from kitae.evaluation.suites import Suite
+from kitae.evaluation.suites import Suite, own_suite
 from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, load_policy, pick_device, pick_dtype
 from kitae.pipeline.config import EvalConfig
@@ -142,6 +143,14 @@ def evaluate_models(
     answers are all there.
     """
     return asyncio.run(_evaluate_models(entrants, suites, settings, output, watcher or EvaluationWatcher()))
+
+
+def evaluate_own(config: RLConfig) -> Evaluation:
+    """The model of these settings on the held-out prompts of their own task. Nothing is kept."""
+    entrant = Entrant(config.model.path, config.model)
+    suite = replace(own_suite(config), count=config.eval.prompts)
+    settings = EvaluationSettings(config.eval, config.engine, config.run.seed)
+    return evaluate_models([entrant], [suite], settings).evaluations[entrant.name, suite.name]
 
 
 async def _evaluate_models(

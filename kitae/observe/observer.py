@@ -1,7 +1,10 @@
 """What the pipeline tells whoever watches. Observers never steer."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+
+from kitae.config.root import Root
 
 
 class Reported(Protocol):
@@ -42,3 +45,14 @@ class Silent:
 
     def finished(self, folder: Path) -> None:
         pass
+
+
+@runtime_checkable
+class Audience(Protocol):
+    """Who must know a run before it can be watched: a screen that draws its table, a log in its folder."""
+
+    def note(self, text: str) -> None:
+        """Something worth keeping, before there is a run folder."""
+
+    def watch(self, config: Root, folder: Path) -> AbstractContextManager[Observer]:
+        """The observer of a run that is about to begin, or to go on; it is left when the run ends, however it does."""

@@ -58,14 +58,20 @@ def check(config: Root) -> None:
     """What can be refused without loading a model: tasks, data files, verifiers and their options."""
     from kitae.models.load import find_model
 
+    check_data(config)
+    find_model(config.model.path, download=False)
+
+
+def check_data(config: Root) -> None:
+    """The same without the model, which may not be there yet."""
     if isinstance(config, StageConfig):
-        from kitae.data.examples import open_examples
+        from kitae.data.examples import held_out_examples, open_examples
         from kitae.stages.registry import shape_of
 
         open_examples(config.data, config.run.seed, shape_of(config))
+        held_out_examples(config.data, config.run.seed, config.eval.examples, shape_of(config))
     else:
         check_rl(reinforcement(config, "kitae train"))
-    find_model(config.model.path, download=False)
 
 
 def check_rl(config: RLConfig) -> None:

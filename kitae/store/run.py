@@ -66,7 +66,8 @@ which prompts are asked, how answers are sampled and scored, what a step is made
 class Result:
     """How a run ended: `Result(folder, stopped_by=None, step=15, before={"avg": 0.48, …}, after={"avg": 1.0, …})`.
 
-    stopped_by: the signal that ended it before its last step, or None. before, after: its evaluations.
+    stopped_by: the signal that ended it before its last step, or None. before, after: its evaluations on what is held
+    out, or None where nothing is.
     """
 
     folder: Path
@@ -74,6 +75,16 @@ class Result:
     step: int
     before: dict[str, Any] | None
     after: dict[str, Any] | None
+
+    @property
+    def model(self) -> Path:
+        """The folder of the trained model, once the run is finished."""
+        return self.folder / "model"
+
+    @property
+    def metrics(self) -> "list[dict[str, Any]]":
+        """The lines of metrics.jsonl: one for each step, with "kind": "step", and one for each evaluation, "eval"."""
+        return Metrics(self.folder / "metrics.jsonl").rows()
 
 
 class RunStore:

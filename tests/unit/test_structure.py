@@ -11,6 +11,7 @@ MOST_IMPORTS = 22  # of one module; the one that puts a run together has the mos
 
 FLOORS = (
     ("cli", "study"),
+    ("chains", "sampling"),
     ("stages", "pipeline", "evaluation"),
     ("envs", "trainer", "verifiers"),
     ("engines", "algorithms", "sandbox", "remote"),
@@ -22,6 +23,7 @@ FLOORS = (
 
 BESIDE = {
     ("cli", "study"),
+    ("chains", "sampling"),
     ("stages", "pipeline"),
     ("stages", "evaluation"),
     ("pipeline", "evaluation"),
@@ -105,6 +107,11 @@ def test_the_loops_know_engines_trainers_and_transports_by_their_protocols() -> 
         if room(name) in ("pipeline", "stages") and name not in PUTS_TOGETHER
     ]
     assert not found, "\n".join(found)
+
+
+def test_the_python_api_is_for_those_above_it() -> None:
+    found = [name for name, others in imports().items() if "kitae.api" in others and room(name) not in ("", "cli")]
+    assert not found, f"these stand below the API and import it: {found}"
 
 
 def test_no_module_must_know_everybody() -> None:
