@@ -14,6 +14,7 @@ from kitae.config import rules
 from kitae.data.config import DataConfig
 from kitae.engines.config import EngineConfig, SamplingConfig
 from kitae.models.config import ModelConfig
+from kitae.observe.config import ObserveConfig
 from kitae.pipeline.config import EvalConfig, PipelineConfig
 from kitae.section import Section
 from kitae.store.config import CheckpointConfig, RunConfig
@@ -74,6 +75,7 @@ class RLConfig(Root):
     pipeline: PipelineConfig = PipelineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     eval: EvalConfig = EvalConfig()
+    observe: ObserveConfig = ObserveConfig()
 
     def contradictions(self) -> Iterator[str]:
         yield from rules.groups(self.algorithm, self.training)

@@ -6,6 +6,7 @@ from kitae.config.root import RLConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
+from kitae.observe.tokens import TokenChoice
 from kitae.trainer.base import Trainer
 from kitae.trainer.learner import Learner
 from kitae.trainer.local import LocalTrainer
@@ -30,4 +31,5 @@ def start_trainer(config: RLConfig, policy: Policy) -> LocalTrainer:
 
 def make_learner(config: RLConfig, trainer: Trainer) -> Learner:
     groups = GroupStages(config.algorithm, config.sampling.max_tokens)
-    return Learner(trainer, groups, Control(config.algorithm), config.training, config.run.seed)
+    recorded = TokenChoice(config.observe.tokens, config.observe.tokens_per_step, config.run.seed)
+    return Learner(trainer, groups, Control(config.algorithm), config.training, config.run.seed, recorded)
