@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitae.data.packing import Row, Span, Observed, lay_out, pack
+from kitae.data.packing import Observed, Row, Span, lay_out, pack
 from kitae.kernels.transfer import send
 from kitae.models.policy import Policy
 from kitae.trainer.attention import PackedAttention
