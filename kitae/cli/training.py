@@ -72,9 +72,11 @@ def _is_finished(run: Path, config: RLConfig) -> bool:
 def _prepare(config: RLConfig, console: Console) -> "Sources":
     """Everything that can go wrong before the run folder is made or touched."""
     from kitae.models.load import check_model
+    from kitae.observe.trackers import check_installed
     from kitae.pipeline.prepare import prepare
     from kitae.store.run import is_run
 
+    check_installed(config.observe.trackers)
     sources = prepare(config, console.say)
     folder = check_model(config.model)
     if is_run(Path(config.model.path).expanduser()):
@@ -109,13 +111,17 @@ def _run(
     store: "RunStore", sources: "Sources", console: Console, checkpoint: str | None = None, forget: bool = False
 ) -> None:
     from kitae.observe.progress import make_progress
+    from kitae.observe.watching import watched
     from kitae.pipeline.session import train as run_session
 
     folder, config = store.folder, store.config
     with console.attached(folder):
         try:
-            with make_progress(config, folder, console.log) as progress:
-                result = run_session(store, sources, progress, checkpoint, forget=forget)
+            with (
+                make_progress(config, folder, console.log) as progress,
+                watched(config, config.observe, folder, progress) as observer,
+            ):
+                result = run_session(store, sources, observer, checkpoint, forget=forget)
         except KitaeError as error:
             console.log(f"error: {error}")
             raise type(error)(f"{error}\nthe run folder is {folder}; go on with: kitae resume {folder}") from error
@@ -133,6 +139,7 @@ def _run(
 
 
 def _report(folder: Path, before: Evaluated, after: Evaluated, console: Console) -> None:
+    from kitae.observe.diagnosis import diagnose
     from kitae.observe.progress import peak_memory_gb
     from kitae.store.look import look, size_of
 
@@ -158,5 +165,8 @@ def _report(folder: Path, before: Evaluated, after: Evaluated, console: Console)
         f"trained model      {folder / 'model'}",
         f"next               kitae show {folder} --worst     (what it still gets wrong)",
     ]
+    if found := diagnose(folder):
+        titles = "; ".join(finding.title for finding in found)
+        lines.append(f"diagnosis          {titles} (kitae diagnose {folder})")
     print()
     console.say("\n".join(lines))

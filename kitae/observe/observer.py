@@ -40,3 +40,30 @@ class Silent:
 
     def finished(self, folder: Path) -> None:
         pass
+
+
+class Several:
+    """Tells several observers everything, one after the other."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def status(self, text: str) -> None:
+        for observer in self._observers:
+            observer.status(text)
+
+    def note(self, text: str) -> None:
+        for observer in self._observers:
+            observer.note(text)
+
+    def step(self, report: StepReport) -> None:
+        for observer in self._observers:
+            observer.step(report)
+
+    def evaluated(self, row: dict[str, Any]) -> None:
+        for observer in self._observers:
+            observer.evaluated(row)
+
+    def finished(self, folder: Path) -> None:
+        for observer in self._observers:
+            observer.finished(folder)

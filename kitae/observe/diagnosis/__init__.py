@@ -6,9 +6,12 @@ Works on runs that are running, finished, stopped or crashed; reads, and changes
 checks the rules that need metrics alone.
 """
 
+import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 from kitae.errors import KitaeError
+from kitae.observe.console import FILE
 from kitae.observe.diagnosis import answers, learning, machinery
 from kitae.observe.diagnosis.base import Answer, Finding, Rule, Seen
 from kitae.observe.timeline import read as read_timeline
@@ -20,7 +23,8 @@ RULES: tuple[Rule, ...] = (*machinery.RULES[:1], *learning.RULES, *answers.RULES
 
 
 def diagnose(run: Path) -> list[Finding]:
-    return findings(see(run), RULES)
+    """Commands in the advice have the run in them."""
+    return [replace(found, advice=found.advice.replace("RUN", str(run))) for found in findings(see(run), RULES)]
 
 
 def findings(seen: Seen, rules: tuple[Rule, ...]) -> list[Finding]:
@@ -51,8 +55,6 @@ def _settings(view: RunView) -> dict[str, object]:
 
 def _console(run: Path) -> list[str]:
     """What was said since the run was last started."""
-    from kitae.observe.console import FILE
-
     try:
         lines = (run / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -63,8 +65,6 @@ def _console(run: Path) -> list[str]:
 
 def _answers(run: Path) -> list[Answer]:
     """Those of the first two and the last two steps, by the journal."""
-    import sqlite3
-
     try:
         journal = Journal(run / "journal.sqlite", read_only=True)
     except KitaeError:  # damaged, or being made

@@ -6,6 +6,7 @@ Metrics may be missing, because a kind of run does not have them or a step did n
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from statistics import fmean
 from typing import Any, Literal
 
@@ -131,7 +132,8 @@ def rule(
 
 
 def values(rows: Iterable[Row], key: str) -> list[float]:
-    return [float(row[key]) for row in rows if isinstance(row.get(key), int | float)]
+    found = (row.get(key) for row in rows)
+    return [float(value) for value in found if isinstance(value, int | float) and isfinite(value)]
 
 
 def sentence(*parts: str) -> str:

@@ -114,9 +114,7 @@ BAD = {
         f"assert len(response) % 3, 'the service is down'; return {DIGITS}",
         (*ALWAYS, "verifier.max_error_share=1", "training.steps=8"),
     ),
-    "slow-checks": Bad(
-        f"import time; time.sleep(0.05); return {DIGITS}", (*ALWAYS, "training.steps=8"), ("timeline",)
-    ),
+    "slow-checks": Bad(f"import time; time.sleep(0.05); return {DIGITS}", (*ALWAYS, "training.steps=8"), ("timeline",)),
     "idle": Bad(
         f"return {DIGITS}",
         ("verifier.check_gold=false", "eval.every=1", "eval.prompts=64", "checkpoint.every=1", "training.steps=12"),
