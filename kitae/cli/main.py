@@ -184,6 +184,7 @@ def clean(
             "--weights-only", help="Remove all checkpoints: the trained model stays, but the run cannot be resumed."
         ),
     ] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Also remove the records of single tokens.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only say what would go.")] = False,
 ) -> None:
     """Free disk that runs take.
@@ -192,7 +193,7 @@ def clean(
     """
     from kitae.cli import runs as listing
 
-    listing.clean(folders, weights_only, yes)
+    listing.clean(folders, weights_only, yes, tokens)
 
 
 @app.command(name="eval")
@@ -261,6 +262,20 @@ def show(
         inspection.timeline(run)
     else:
         inspection.show(run, step, best, worst, errors, one_per_prompt, limit)
+
+
+@app.command()
+def diagnose(
+    run: Run,
+    json: Annotated[bool, typer.Option("--json", help="The findings as JSON, and nothing else.")] = False,
+) -> None:
+    """Say what is wrong with a run, and what to change.
+
+    Of a run that is going on, finished, stopped or crashed; docs/diagnosis.md has the rules.
+    """
+    from kitae.cli import diagnosis
+
+    diagnosis.diagnose(run, json)
 
 
 @app.command()

@@ -51,9 +51,9 @@ def _suites(found: Sequence[RunView]) -> list[list[str]]:
     ]
 
 
-def clean(folders: Sequence[Path], weights_only: bool, yes: bool) -> None:
+def clean(folders: Sequence[Path], weights_only: bool, yes: bool, tokens: bool = False) -> None:
     found = [look(folder) for folder in folders]
-    plans = [(run, _superfluous(run, weights_only)) for run in found]  # all are looked at before one is touched
+    plans = [(run, _superfluous(run, weights_only, tokens)) for run in found]  # all are looked at before one is touched
     freed = 0
     for run, paths in plans:
         sizes = {path: size_of(path) for path in paths}
@@ -63,13 +63,13 @@ def clean(folders: Sequence[Path], weights_only: bool, yes: bool) -> None:
         for path, size in sizes.items():
             print(f"  {path.relative_to(run.folder)}  {as_size(size)}")
         if paths:
-            print(f"  {_consequence(run, weights_only)}")
+            print(f"  {_consequence(run, weights_only, paths)}")
         if yes:
             _remove(run, paths, weights_only)
     if yes:
         print(f"{as_size(freed)} freed")
     elif freed:
-        option = " --weights-only" if weights_only else ""
+        option = (" --weights-only" if weights_only else "") + (" --tokens" if tokens else "")
         print(f"nothing was removed yet; do it with: kitae clean {' '.join(map(str, folders))}{option} --yes")
 
 
@@ -131,7 +131,7 @@ _RESULTS: dict[str, Callable[[RunView], str]] = {
 }
 
 
-def _superfluous(run: RunView, weights_only: bool) -> list[Path]:
+def _superfluous(run: RunView, weights_only: bool, tokens: bool) -> list[Path]:
     if run.status == "running":
         raise StoreError(f"{run.folder} is running; wait for it or stop it first")
     if weights_only and not (run.status == "finished" and run.has_model):
@@ -140,10 +140,14 @@ def _superfluous(run: RunView, weights_only: bool) -> list[Path]:
             f"kitae resume {run.folder}"
         )
     names = run.checkpoints if weights_only else run.checkpoints[:-1]
-    return [*(run.folder / "checkpoints" / name for name in names), *run.leftovers()]
+    records = [run.folder / "tokens"] if tokens and (run.folder / "tokens").is_dir() else []
+    leftovers = [path for path in run.leftovers() if path.parent not in records]
+    return [*(run.folder / "checkpoints" / name for name in names), *leftovers, *records]
 
 
-def _consequence(run: RunView, weights_only: bool) -> str:
+def _consequence(run: RunView, weights_only: bool, paths: Sequence[Path]) -> str:
+    if paths == [run.folder / "tokens"]:
+        return "then nobody can look at single tokens of past steps; nothing else goes"
     if weights_only:
         return f"then it can be evaluated and started from (model.path={run.folder}), but not resumed"
     if not run.checkpoints:

@@ -93,6 +93,7 @@ class Screen:
 
 
 def _report(result: "Result", measure: str) -> list[str]:
+    from kitae.observe.diagnosis import diagnose
     from kitae.observe.progress import peak_memory_gb
     from kitae.store.look import look, size_of
 
@@ -120,6 +121,9 @@ def _report(result: "Result", measure: str) -> list[str]:
         f"curves             {picture}",
         f"trained model      {result.model}",
     ]
+    if found := diagnose(folder):
+        titles = "; ".join(finding.title for finding in found)
+        lines.append(f"diagnosis          {titles} (kitae diagnose {folder})")
     if (look(folder).steps or [{}])[-1].get("reward") is not None:
         lines.append(f"next               kitae show {folder} --worst     (what it still gets wrong)")
     return lines

@@ -30,6 +30,7 @@ from kitae.errors import root_cause
 from kitae.observe.observer import Observer
 from kitae.observe.report import BatchStats, StepReport
 from kitae.observe.timeline import Timeline
+from kitae.observe.tokens import TokenFiles
 from kitae.pipeline import report
 from kitae.pipeline.buffer import Buffer, Harvest
 from kitae.pipeline.curriculum import Curriculum
@@ -100,6 +101,8 @@ class Pipeline:
         self._state = learner.state()
         self.evaluate = evaluate
         self.timeline = Timeline(store.folder)
+        self.tokens = TokenFiles(store.folder, config.observe.tokens_mb, observer.note)
+        self.tokens.forget_after(max(frontier.step, store.journal.last_step()))
         self.watch = Watch(p.stall_limit, self._pulse, store.folder / "stalled.txt")
         self.buffer = Buffer(t.prompts_per_step, p.max_staleness, frontier.step)
         rates = store.journal.pass_rates() if Curriculum.active(p) else {}
@@ -199,6 +202,7 @@ class Pipeline:
         step = work.step
         ages = report.staleness(work.harvests, self.buffer.version, self.buffer.bound)
         learnt = await self._learn(step, work.harvests)
+        await asyncio.to_thread(self.tokens.write, step, learnt.tokens)
         if work.new:
             self._complaints.about_updates(step, learnt, work.harvests)
             with self.watch.waits("train", "the journal"):

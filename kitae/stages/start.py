@@ -21,8 +21,10 @@ Start = Callable[[RunStore, Observer, str | None, bool], Result]
 def prepare(config: Root, note: Note) -> tuple[Root, Start]:
     """The settings with what the data decides, and how to train by them."""
     from kitae.models.load import check_model
+    from kitae.observe.trackers import check_installed
     from kitae.store.run import is_run
 
+    check_installed(config.observe.trackers)
     if isinstance(config, StageConfig):
         folder = check_model(config.model)
         config, start = _prepare_stage(config, note)

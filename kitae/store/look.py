@@ -104,7 +104,8 @@ class RunView:
 
     def leftovers(self) -> list[Path]:
         """What writes that were cut off have left behind."""
-        return [*self.folder.glob("checkpoints/.partial-*"), *self.folder.glob(".*.partial")]
+        patterns = ("checkpoints/.partial-*", "tokens/.*.partial", ".*.partial")
+        return [path for pattern in patterns for path in self.folder.glob(pattern)]
 
     @cached_property
     def _last_event(self) -> str | None:

@@ -4,6 +4,7 @@ config.json      the resolved settings
 journal.sqlite   prompts, rollouts, scores, fates, events
 metrics.jsonl    one line per step; evaluations have "kind": "eval", and "suite" where it is not the run's own task
 timeline.jsonl   who worked when
+tokens/          numbers of single tokens, of a share of the samples
 console.log      what was on the screen
 checkpoints/     the last few frontiers
 model/           the trained model, loadable by transformers
@@ -57,6 +58,7 @@ CHANGEABLE = (
     "eval.every",
     "eval.suites",
     "eval.data",
+    "observe.*",
 )
 """Settings that a resumed run may change: what its journal says does not depend on them. Not among them is what decides
 which prompts are asked, how answers are sampled and scored, what a step is made of, or how old a sample may be."""
