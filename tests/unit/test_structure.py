@@ -10,7 +10,7 @@ ROOT = Path(kitae.__file__).parent
 MOST_IMPORTS = 22  # of one module; the one that puts a run together has the most
 
 FLOORS = (
-    ("cli", "study"),
+    ("cli", "ui", "study"),
     ("pipeline",),
     ("envs", "trainer", "verifiers"),
     ("engines", "algorithms", "sandbox", "remote"),
@@ -20,7 +20,7 @@ FLOORS = (
 )
 """A room may import those on floors below its own; settings (`*/config.py`, `config/`) stand beside the house."""
 
-BESIDE = {("cli", "study"), ("weights", "models"), ("observe", "store")}
+BESIDE = {("cli", "ui"), ("cli", "study"), ("weights", "models"), ("observe", "store")}
 """Who may import whom on one floor."""
 
 CONCRETE = {
