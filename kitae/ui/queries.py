@@ -27,7 +27,7 @@ _PIECE = 5000  # keys that are put in order for one piece of a search
 _AT_LEAST = 200  # rollouts that a piece of a search looks at
 _LAST = 1e300  # sorts behind every reward
 _MOST_ERRORS = 5000  # the last ones; reasons must be read one by one
-_NUMBERS = re.compile(r"\d+")
+_QUOTED_OR_NUMBER = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 ORDERS = {
     "newest": "",
@@ -247,7 +247,7 @@ def question(messages: str) -> str:
 
 
 def errors(run: Path) -> ErrorList:
-    """Answers that could not be judged, by reason; numbers in a reason make no other one."""
+    """Answers that could not be judged, by reason; numbers and quotations in it make no other one."""
     kinds: dict[str, list[tuple[int, int, int | None, str]]] = {}
     with reading(run) as db:
         keys = list(
@@ -259,7 +259,7 @@ def errors(run: Path) -> ErrorList:
         for group, sample, step in keys[-_MOST_ERRORS:]:
             where = "SELECT detail FROM rollouts WHERE group_id = ? AND sample = ?"
             detail = str(db.execute(where, (group, sample)).fetchone()[0])
-            kinds.setdefault(_NUMBERS.sub("#", detail[:_EXCERPT]), []).append((group, sample, step, detail))
+            kinds.setdefault(_QUOTED_OR_NUMBER.sub("#", detail[:_EXCERPT]), []).append((group, sample, step, detail))
         found = [_error_kind(db, rows) for rows in kinds.values()]
     return ErrorList(len(keys), sorted(found, key=lambda kind: -kind.count))
 

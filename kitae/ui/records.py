@@ -226,7 +226,7 @@ class PromptPage:
 
 @dataclass(frozen=True, slots=True)
 class ErrorKind:
-    """Answers that could not be judged for one reason, digits left out of account; the last of them as an example."""
+    """Answers that could not be judged for one reason, whatever numbers and quotations it holds; the last as examples."""
 
     detail: str
     count: int

@@ -12,27 +12,42 @@ from kitae.ui.records import Schedule, Span
 
 STEPS = 8
 _MOST_SPANS = 4000
+_AHEAD = 16  # steps before and after in which sampling may have been at work for others meanwhile
+_OF_GROUPS = ("generate", "verify")
 
 
 def schedule(run: Path, last: int | None = None, steps: int = STEPS) -> Schedule:
-    """The `steps` steps that end with `last`; default: the last ones of the run."""
+    """The `steps` steps that end with `last` (default: the last ones of the run), and all who worked in that time."""
     lines = _lines(run)
     of = max(lines, default=0)
     end_step = of if last is None else max(1, min(last, of))
     first = max(0, end_step - steps + 1)
-    chosen = [row for step in range(first, end_step + 1) for row in _rows(lines.get(step, ()))]
-    if not chosen:
+    around = range(max(0, first - _AHEAD), end_step + _AHEAD + 1)
+    rows = [row for step in around for row in _rows(lines.get(step, ()))]
+    own = [row for row in rows if first <= row["step"] <= end_step]
+    core = [row for row in own if row["part"] not in _OF_GROUPS] or own
+    if not core:
         return Schedule(first, end_step, of, 0.0, 0.0, {}, {}, [], 0)
-    chosen.sort(key=lambda row: row["start"])
+    start, end = min(row["start"] for row in core), max(row["end"] for row in core)
+    chosen = sorted((row for row in rows if row["end"] > start and row["start"] < end), key=lambda row: row["start"])
     shown = chosen[:_MOST_SPANS]
     lanes: dict[str, list[float]] = {}
     spans = [_placed(row, lanes.setdefault(row["part"], [])) for row in shown]
-    start, end = min(row["start"] for row in shown), max(row["end"] for row in shown)
     known = [part for part in PARTS if part in lanes]
     order = [*known, *(part for part in lanes if part not in PARTS)]
-    busy = busy_shares([row for row in shown if row["part"] in PARTS])
+    busy = _busy(shown, start, end)
     heights = {part: len(lanes[part]) for part in order}
     return Schedule(first, end_step, of, start, end, heights, busy, spans, len(chosen) - len(shown))
+
+
+def _busy(rows: list[dict[str, Any]], start: float, end: float) -> dict[str, float]:
+    """The share of this time alone: what reaches beyond it is cut."""
+    cut = [
+        {**row, "start": max(start, row["start"]), "end": min(end, row["end"])} for row in rows if row["part"] in PARTS
+    ]
+    frame = {"part": PARTS[0], "start": start, "end": start}, {"part": PARTS[0], "start": end, "end": end}
+    shares = busy_shares([*cut, *frame]) if end > start else {}
+    return {part: share for part, share in shares.items() if any(row["part"] == part for row in cut)}
 
 
 def _lines(run: Path) -> dict[int, list[bytes]]:

@@ -2,7 +2,7 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import { number } from "./format";
+import { fixed, number } from "./format";
 import { colour, useTheme } from "./theme";
 
 export type Column = (number | null)[];
@@ -28,7 +28,6 @@ interface Props {
   onZoom: (range: Range | null) => void;
   onRemove?: () => void;
   height?: number;
-  unit?: string;
 }
 
 export function Chart(props: Props) {
@@ -60,7 +59,7 @@ export function Chart(props: Props) {
   useEffect(() => {
     plot.current?.batch(() => {
       plot.current?.setData(data, false);
-      plot.current?.setScale("x", zoom ?? span(table.steps));
+      plot.current?.setScale("x", zoom ?? span(table.steps, stacked ? 0.5 : 0));
     });
   }, [data, zoom, shape, asTable]);
 
@@ -69,13 +68,13 @@ export function Chart(props: Props) {
     <section class="card chart" aria-label={`${title} over steps`} data-chart={title}>
       <header>
         <h3>{title}</h3>
-        <div class="legend">
+        <div class={`legend${lines.length > 1 ? " several" : ""}`}>
           {lines.map((line, i) => {
             const value = row === null ? null : near(table.columns[i]!, row, at === null);
             return value === null && lines.length > 1 && at !== null ? null : (
               <span key={line.name}>
                 {lines.length > 1 && <i class="swatch" style={{ background: `var(--${line.colour})` }} />}
-                {lines.length > 1 && `${line.name} `}<b>{number(value)}</b>
+                {lines.length > 1 && `${line.name} `}<b>{stacked ? fixed(value, 2) : number(value)}</b>
               </span>
             );
           })}
@@ -118,11 +117,12 @@ function joined(lines: Line[]): Joined {
   return { steps, columns };
 }
 
-/** What is drawn: raw and smoothed lines, or sums from below. */
+/** What is drawn: raw and smoothed lines, or bars on top of each other. */
 function drawn(table: Joined, lines: Line[], smoothing: number, stacked: boolean): uPlot.AlignedData {
   if (stacked) {
     const sums = table.steps.map(() => 0);
-    return [table.steps, ...table.columns.map((column) => column.map((value, i) => (sums[i]! += value ?? 0)))];
+    const heights = table.columns.map((column) => column.map((value, i) => (sums[i]! += value ?? 0)));
+    return [table.steps, ...heights.reverse()];  // the highest first: each covers the foot of the one before
   }
   if (!smoothing) return [table.steps, ...table.columns];
   return [table.steps, ...table.columns.flatMap((column, i) => (lines[i]!.points ? [column] : [column, smoothed(column, smoothing)]))];
@@ -148,8 +148,8 @@ function bars(lines: Line[]): Interval[] {
   }));
 }
 
-function span(steps: number[]): Range {
-  const min = steps[0] ?? 0, max = steps.at(-1) ?? 1;
+function span(steps: number[], room: number): Range {
+  const min = (steps[0] ?? 0) - room, max = (steps.at(-1) ?? 1) + room;
   return min === max ? { min: min - 1, max: max + 1 } : { min, max };
 }
 
@@ -175,7 +175,7 @@ function options(
   return {
     width, height, padding: [10, 8, 0, 0], legend: { show: false },
     cursor: {
-      sync: { key: "steps" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 },
+      sync: { key: "steps" }, drag: { x: true, y: false, setScale: false }, points: { size: 6, show: !stacked },
       bind: { dblclick: () => () => { zoom(null); return null; } },
     },
     scales: {
@@ -186,8 +186,7 @@ function options(
       { ...axis, size: 26, space: 60, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000] },
       { ...axis, size: 52, space: 34, values: (_, ticks) => ticks.map((tick) => short(tick)) },
     ],
-    series: [{}, ...lines.flatMap((line) => series(line, smooth, stacked))],
-    ...(stacked ? { bands: lines.slice(1).map((_, i) => ({ series: [i + 2, i + 1] as [number, number] })) } : {}),
+    series: [{}, ...(stacked ? lines.toReversed() : lines).flatMap((line) => series(line, smooth, stacked))],
     hooks: {
       setSelect: [(u) => {
         if (u.select.width < 4) return;
@@ -204,7 +203,7 @@ function options(
 function series(line: Line, smooth: boolean, stacked: boolean): uPlot.Series[] {
   const stroke = colour(line.colour);
   if (stacked) {
-    return [{ stroke, fill: `${stroke}cc`, width: 1, points: { show: false }, paths: uPlot.paths.stepped!({ align: -1 }) }];
+    return [{ stroke, fill: stroke, width: 0, points: { show: false }, paths: uPlot.paths.bars!({ size: [0.86, 60] }) }];
   }
   if (line.points) return [{ stroke, width: 1, dash: [4, 4], spanGaps: true, points: { show: true, size: 8, fill: stroke } }];
   const full: uPlot.Series = { stroke, width: 2, spanGaps: true, points: { size: 4 } };

@@ -36,6 +36,7 @@ export const clock = (time: number) => new Date(time * 1000).toLocaleString(unde
 
 export function setting(value: unknown): string {
   if (value === null || value === undefined) return "–";
+  if (typeof value === "number" && value !== 0 && Math.abs(value) < 1e-3) return value.toExponential();
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 

@@ -50,12 +50,17 @@ export function Field(props: {
     clearTimeout(timer.current);
     timer.current = window.setTimeout(() => props.onChange(value), wait);
   };
+  const common = {
+    value: text,
+    placeholder: props.placeholder ?? "",
+    ...(props.search ? { "data-search": "" } : {}),
+    onInput: (event: { currentTarget: HTMLInputElement }) => say(event.currentTarget.value, 350),
+    onKeyDown: (event: { key: string; currentTarget: HTMLInputElement }) => { if (event.key === "Enter") say(event.currentTarget.value, 0); },
+  };
   return (
     <label class={`field${props.wide ? " wide" : ""}`}>
       <span>{props.label}</span>
-      <input type={props.type ?? "text"} step="any" value={text} placeholder={props.placeholder} {...(props.search ? { "data-search": "" } : {})}
-        onInput={(event) => say(event.currentTarget.value, 350)}
-        onKeyDown={(event) => { if (event.key === "Enter") say(event.currentTarget.value, 0); }} />
+      {props.type === "number" ? <input type="number" step="any" {...common} /> : <input type="text" {...common} />}
     </label>
   );
 }

@@ -40,7 +40,7 @@ export function Log({ run }: { run: RunDetail }) {
     <>
       <h3>Events <span class="muted">{run.events.length}</span></h3>
       {run.events.length ? (
-        <div class="card flush"><table class="plain"><tbody>
+        <div class="card flush"><table class="plain events"><tbody>
           {run.events.map((event, i) => <tr key={i}><td class="muted nowrap">{clock(event.time)}</td><td><b>{event.kind}</b></td><td class="breaks">{event.detail}</td></tr>)}
         </tbody></table></div>
       ) : <Empty>Nothing has happened yet.</Empty>}

@@ -25,7 +25,7 @@ export function Group({ run, group, query }: { run: RunDetail; group: number; qu
   if (!view) return <Waiting state={state} what="Reading the group" />;
   return (
     <>
-      <div class="bar">
+      <div class="bar group">
         <h2>Group {view.group} <span class="muted small">{view.prompt_id}</span></h2>
         <span class="muted small">{fate(view)} · asked at version {view.version}{view.parked > 0 && ` · ${view.parked} still being sampled`}</span>
         <span class="grow" />

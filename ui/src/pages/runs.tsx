@@ -59,7 +59,7 @@ function Row({ run, chosen, toggle }: { run: RunSummary; chosen: boolean; toggle
       <td data-label="held out" class="num"><Held point={run.before} />{run.after && <> → <b><Held point={run.after} /></b></>}</td>
       <td data-label="s/step" class="num">{number(run.step_seconds, 2)}</td>
       <td data-label="tok/s" class="num">{run.speed === null ? "–" : Math.round(run.speed).toLocaleString("en")}</td>
-      <td data-label="ETA" class="num">{seconds(run.eta)}</td>
+      <td data-label="ETA" class={run.eta === null ? "num empty" : "num"}>{seconds(run.eta)}</td>
       <td data-label="size" class="num">{size(run.size)}</td>
       <td data-label="changed" class="num muted">{ago(run.changed)}</td>
     </tr>
