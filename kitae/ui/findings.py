@@ -1,6 +1,7 @@
 """What a diagnosis says of a run, as records of the API."""
 
 import importlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from kitae.ui.records import Diagnosed, Diagnosis
@@ -18,8 +19,9 @@ def diagnosis(run: Path) -> Diagnosis:
         return Diagnosis(False, [])
     return Diagnosis(
         True,
-        [
-            Diagnosed(f.rule, str(f.severity), f.title, [str(item) for item in f.evidence], f.advice)
-            for f in rules.diagnose(run)
-        ],
+        [Diagnosed(f.rule, str(f.severity), f.title, _lines(f.evidence), f.advice) for f in rules.diagnose(run)],
     )
+
+
+def _lines(evidence: str | Iterable[object]) -> list[str]:
+    return [evidence] if isinstance(evidence, str) else [str(item) for item in evidence]

@@ -14,7 +14,7 @@ from kitae.ui import prompts
 from kitae.ui.library import file_of
 from kitae.ui.records import (
     Comparison,
-    Console,
+    ConsoleEnd,
     Event,
     Pairing,
     RunDetail,
@@ -94,14 +94,14 @@ def _events(run: Path) -> list[Event]:
         return []
 
 
-def console(run: Path) -> Console:
+def console(run: Path) -> ConsoleEnd:
     path = file_of(run, "console.log")
     if path is None:
-        return Console("", True)
+        return ConsoleEnd("", True)
     with path.open("rb") as file:
         size = path.stat().st_size
         file.seek(max(0, size - _CONSOLE_END))
-        return Console(file.read().decode("utf-8", "replace"), size <= _CONSOLE_END)
+        return ConsoleEnd(file.read().decode("utf-8", "replace"), size <= _CONSOLE_END)
 
 
 def compare(found: Sequence[tuple[str, Path]], tables: Tables) -> Comparison:

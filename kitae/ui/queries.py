@@ -44,8 +44,8 @@ Place = tuple[float, int, int]  # what a rollout is ordered by, and its key
 
 
 @dataclass(frozen=True, slots=True)
-class Cursor:
-    """Behind which rollout to go on, and how many came before: `Cursor(lead=-1.0, group=17, sample=3, position=50)`.
+class PageCursor:
+    """Behind which rollout to go on, and how many came before: `PageCursor(lead=-1.0, group=17, sample=3, position=50)`.
 
     A page finds its place by the values of its last row, not by counting: every page takes as long as the first.
     """
@@ -59,10 +59,10 @@ class Cursor:
         return f"{self.lead!r}_{self.group}_{self.sample}_{self.position}"
 
     @staticmethod
-    def read(text: str) -> "Cursor":
+    def read(text: str) -> "PageCursor":
         try:
             lead, group, sample, position = text.split("_")
-            return Cursor(float(lead), int(group), int(sample), int(position))
+            return PageCursor(float(lead), int(group), int(sample), int(position))
         except ValueError:
             raise StoreError(f"a position in a list is what the page before gave as its next, got {text!r}") from None
 
@@ -115,7 +115,7 @@ def reading(run: Path) -> Iterator[sqlite3.Connection]:
         connection.close()
 
 
-def rollouts(run: Path, wanted: Wanted, after: Cursor | None = None, limit: int = PAGE) -> RolloutPage:
+def rollouts(run: Path, wanted: Wanted, after: PageCursor | None = None, limit: int = PAGE) -> RolloutPage:
     start, deadline = after.position if after else 0, time.monotonic() + SEARCH_SECONDS
     with reading(run) as db:
         source, values = _source(db, wanted)
@@ -124,12 +124,12 @@ def rollouts(run: Path, wanted: Wanted, after: Cursor | None = None, limit: int 
         found, end = _search(db, wanted.text, ordered, limit, deadline) if wanted.text else (ordered, len(ordered))
         rows = _briefs(db, [(group, sample) for _, group, sample in found])
     is_last = start + end >= total or not end
-    following = None if is_last else str(Cursor(*ordered[end - 1], start + end))
+    following = None if is_last else str(PageCursor(*ordered[end - 1], start + end))
     return RolloutPage(rows, start, following, total, start + end if wanted.text else total)
 
 
 def _ordered(
-    db: sqlite3.Connection, order: str, source: str, values: Sequence[Any], after: Cursor | None, limit: int
+    db: sqlite3.Connection, order: str, source: str, values: Sequence[Any], after: PageCursor | None, limit: int
 ) -> list[Place]:
     """What a rollout is ordered by, and its key; so many of them behind a cursor."""
     lead, values = ORDERS[order] or "0.0", list(values)

@@ -8,8 +8,8 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """An evaluation on held-out prompts: `Point(step=15, mean=0.98, low=0.94, high=1.0)`."""
+class HeldOut:
+    """An evaluation on held-out prompts: `HeldOut(step=15, mean=0.98, low=0.94, high=1.0)`."""
 
     step: int
     mean: float
@@ -35,8 +35,8 @@ class RunSummary:
     metric: str
     value: float | None
     recent: list[float | None]
-    before: Point | None
-    after: Point | None
+    before: HeldOut | None
+    after: HeldOut | None
     step_seconds: float | None
     speed: float | None
     eta: float | None
@@ -226,7 +226,7 @@ class PromptPage:
 
 @dataclass(frozen=True, slots=True)
 class ErrorKind:
-    """Answers that could not be judged for one reason, whatever numbers and quotations it holds; the last as examples."""
+    """Answers not judged for one reason, whatever numbers and quotations it holds; the last of them as examples."""
 
     detail: str
     count: int
@@ -242,8 +242,8 @@ class ErrorList:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """A bar of the timeline: `Span("train", step=3, lane=0, start=12.1, end=14.0)`."""
+class LaneSpan:
+    """A bar of the timeline: `LaneSpan("train", step=3, lane=0, start=12.1, end=14.0)`."""
 
     part: str
     step: int
@@ -253,7 +253,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class LaneView:
     """Who worked when in steps `first` to `last`. busy: the share of that time in which each part was at work."""
 
     first: int
@@ -263,7 +263,7 @@ class Schedule:
     end: float
     lanes: dict[str, int]
     busy: dict[str, float]
-    spans: list[Span]
+    spans: list[LaneSpan]
     left_out: int
 
 
@@ -300,7 +300,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Console:
+class ConsoleEnd:
     """The end of console.log. complete: nothing is missing at the beginning."""
 
     text: str
@@ -327,7 +327,7 @@ class Diagnosis:
 
 
 RECORDS = (
-    Point,
+    HeldOut,
     RunSummary,
     Setting,
     Event,
@@ -345,12 +345,12 @@ RECORDS = (
     PromptPage,
     ErrorKind,
     ErrorList,
-    Span,
-    Schedule,
+    LaneSpan,
+    LaneView,
     SettingDifference,
     Pairing,
     Comparison,
-    Console,
+    ConsoleEnd,
     Diagnosed,
     Diagnosis,
 )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kitae.errors import StoreError
+from kitae.errors import KitaeError, StoreError
 from kitae.store.journal import Journal
 from kitae.types import Chain, Message, Rollout
 from kitae.ui import words
@@ -88,24 +88,15 @@ def tokens(run: Path, number: int, sample: int) -> SampleTokens:
     journal = Journal(run / "journal.sqlite", read_only=True)
     try:
         rollout = next((r for r in journal.rollouts(number) if r.index == sample), None)
-        step = next((step for found, step, _, _ in _fates(run, number) if found == number), None)
     finally:
         journal.close()
     if rollout is None:
         raise StoreError(f"{run.name} has no sample {sample} of group {number}")
-    noted = _noted(run, step, number, sample)
-    readable = True
-    chains = []
-    for chain in rollout.chains:
-        view, known = _chain(run, chain, noted if len(rollout.chains) == 1 else {})
-        readable = readable and known
-        chains.append(view)
-    return SampleTokens(number, sample, readable, chains)
-
-
-def _fates(run: Path, number: int) -> list[tuple[int, int, str, str]]:
     with reading(run) as db:
-        return list(db.execute("SELECT * FROM fates WHERE group_id = ?", (number,)))
+        fate = db.execute("SELECT step FROM fates WHERE group_id = ?", (number,)).fetchone()
+    noted = _noted(run, fate[0] if fate else None, number, sample)
+    found = [_chain(run, chain, _of_chain(noted, i)) for i, chain in enumerate(rollout.chains)]
+    return SampleTokens(number, sample, all(readable for _, readable in found), [view for view, _ in found])
 
 
 def _chain(run: Path, chain: Chain, noted: Mapping[str, Sequence[float]]) -> tuple[ChainTokens, bool]:
@@ -149,8 +140,17 @@ def _noted(run: Path, step: int | None, number: int, sample: int) -> dict[str, S
     if step is None or not (run / "tokens").is_dir():
         return {}
     try:
-        reader = importlib.import_module(_RECORDS)
-    except ModuleNotFoundError:
+        found = importlib.import_module(_RECORDS).read_tokens(run, step)
+    except (ModuleNotFoundError, KitaeError):  # this step was not recorded, or its file is damaged
         return {}
-    found = reader.read_tokens(run, step)
     return {name: array.tolist() for name, array in found.get((number, sample), {}).items()}
+
+
+def _of_chain(noted: Mapping[str, Sequence[float]], chain: int) -> dict[str, Sequence[float]]:
+    """The part of the columns that is about one of a sample's contexts, without what the journal says already."""
+    which = noted.get("chain")
+    return {
+        name: values if which is None else [value for value, of in zip(values, which, strict=True) if of == chain]
+        for name, values in noted.items()
+        if name not in ("chain", "version")
+    }

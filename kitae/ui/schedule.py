@@ -8,7 +8,7 @@ from typing import Any
 
 from kitae.observe.timeline import FILE, PARTS, busy_shares
 from kitae.ui.library import file_of
-from kitae.ui.records import Schedule, Span
+from kitae.ui.records import LaneView, LaneSpan
 
 STEPS = 8
 _MOST_SPANS = 4000
@@ -16,7 +16,7 @@ _AHEAD = 16  # steps before and after in which sampling may have been at work fo
 _OF_GROUPS = ("generate", "verify")
 
 
-def schedule(run: Path, last: int | None = None, steps: int = STEPS) -> Schedule:
+def schedule(run: Path, last: int | None = None, steps: int = STEPS) -> LaneView:
     """The `steps` steps that end with `last` (default: the last ones of the run), and all who worked in that time."""
     lines = _lines(run)
     of = max(lines, default=0)
@@ -27,7 +27,7 @@ def schedule(run: Path, last: int | None = None, steps: int = STEPS) -> Schedule
     own = [row for row in rows if first <= row["step"] <= end_step]
     core = [row for row in own if row["part"] not in _OF_GROUPS] or own
     if not core:
-        return Schedule(first, end_step, of, 0.0, 0.0, {}, {}, [], 0)
+        return LaneView(first, end_step, of, 0.0, 0.0, {}, {}, [], 0)
     start, end = min(row["start"] for row in core), max(row["end"] for row in core)
     chosen = sorted((row for row in rows if row["end"] > start and row["start"] < end), key=lambda row: row["start"])
     shown = chosen[:_MOST_SPANS]
@@ -37,7 +37,7 @@ def schedule(run: Path, last: int | None = None, steps: int = STEPS) -> Schedule
     order = [*known, *(part for part in lanes if part not in PARTS)]
     busy = _busy(shown, start, end)
     heights = {part: len(lanes[part]) for part in order}
-    return Schedule(first, end_step, of, start, end, heights, busy, spans, len(chosen) - len(shown))
+    return LaneView(first, end_step, of, start, end, heights, busy, spans, len(chosen) - len(shown))
 
 
 def _busy(rows: list[dict[str, Any]], start: float, end: float) -> dict[str, float]:
@@ -73,8 +73,8 @@ def _rows(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _placed(row: dict[str, Any], ends: list[float]) -> Span:
+def _placed(row: dict[str, Any], ends: list[float]) -> LaneSpan:
     """In the first lane of its part that is free at that time."""
     lane = next((i for i, end in enumerate(ends) if end <= row["start"]), len(ends))
     ends[lane:] = [row["end"], *ends[lane + 1 :]]
-    return Span(row["part"], row["step"], lane, row["start"], row["end"])
+    return LaneSpan(row["part"], row["step"], lane, row["start"], row["end"])

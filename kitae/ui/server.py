@@ -85,7 +85,7 @@ class Window:
             text=asked.get("text", ""),
             order=asked.get("order", "newest"),
         )
-        return queries.rollouts(self._folder(request), wanted, _given(asked.get("after"), queries.Cursor.read))
+        return queries.rollouts(self._folder(request), wanted, _given(asked.get("after"), queries.PageCursor.read))
 
     def _group(self, request: Request) -> Any:
         return samples.group(self._folder(request), request.path_params["group"])

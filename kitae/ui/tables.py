@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kitae.ui.library import file_of
-from kitae.ui.records import Point, Series
+from kitae.ui.records import HeldOut, Series
 
 _MOST_TABLES = 64
 
@@ -74,12 +74,12 @@ class MetricTable:
         known = {name: self.steps.columns[name] for name in names if name in self.steps.columns}
         return Series(self.steps.at, known, self.evaluations.at, self.evaluations.columns)
 
-    def points(self) -> list[Point]:
+    def points(self) -> list[HeldOut]:
         """Evaluations whose answers could be judged."""
         columns = self.evaluations.columns
         low, high = columns.get("avg_low"), columns.get("avg_high")
         return [
-            Point(step, mean, low[i] if low else None, high[i] if high else None)
+            HeldOut(step, mean, low[i] if low else None, high[i] if high else None)
             for i, (step, mean) in enumerate(zip(self.evaluations.at, columns.get("avg", ()), strict=False))
             if mean is not None
         ]
@@ -165,7 +165,7 @@ class Glance:
     step: int
     metric: str
     recent: Column
-    points: list[Point]
+    points: list[HeldOut]
     step_seconds: float | None
     speed: float | None
 

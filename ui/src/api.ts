@@ -1,8 +1,8 @@
 // What the server says, and when to ask again.
 import { useEffect, useRef, useState } from "preact/hooks";
 import type {
-  Comparison, Console, Diagnosis, ErrorList, GroupView, PromptPage, RolloutPage, RunDetail, RunSummary, SampleTokens,
-  Schedule, Series,
+  Comparison, ConsoleEnd, Diagnosis, ErrorList, GroupView, PromptPage, RolloutPage, RunDetail, RunSummary, SampleTokens,
+  LaneView, Series,
 } from "./records";
 
 const run = (key: string) => `/api/runs/${encodeURIComponent(key)}`;
@@ -26,8 +26,8 @@ export const ask = {
   }),
   prompts: (key: string, query: string): Ask<PromptPage> => ({ url: `${run(key)}/prompts?${query}` }),
   errors: (key: string): Ask<ErrorList> => ({ url: `${run(key)}/errors` }),
-  timeline: (key: string, query: string): Ask<Schedule> => ({ url: `${run(key)}/timeline?${query}` }),
-  console: (key: string): Ask<Console> => ({ url: `${run(key)}/console` }),
+  timeline: (key: string, query: string): Ask<LaneView> => ({ url: `${run(key)}/timeline?${query}` }),
+  console: (key: string): Ask<ConsoleEnd> => ({ url: `${run(key)}/console` }),
   diagnosis: (key: string): Ask<Diagnosis> => ({ url: `${run(key)}/diagnosis` }),
   compare: (keys: string[]): Ask<Comparison> => ({
     url: `/api/compare?runs=${keys.map(encodeURIComponent).join(",")}`,

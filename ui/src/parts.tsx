@@ -3,7 +3,7 @@ import type { ComponentChildren } from "preact";
 import { useEffect, useRef, useState } from "preact/hooks";
 import type { Loaded } from "./api";
 import { link } from "./router";
-import type { Point } from "./records";
+import type { HeldOut } from "./records";
 import { fixed } from "./format";
 
 export function Status({ status }: { status: string }) {
@@ -17,7 +17,7 @@ export function Reward({ value, outcome }: { value: number | null; outcome: stri
   return <span class={`chip ${kind}`}>{Number.isInteger(value) ? value : fixed(value, 2)}</span>;
 }
 
-export function Held({ point }: { point: Point | null }) {
+export function Held({ point }: { point: HeldOut | null }) {
   if (!point) return <>–</>;
   return (
     <span title={point.low === null ? "" : `95 % interval ${fixed(point.low)}–${fixed(point.high)}`}>{fixed(point.mean)}</span>

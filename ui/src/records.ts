@@ -1,6 +1,6 @@
 // Made by ui/records.py of kitae/ui/records.py: make ui.
 
-export interface Point {
+export interface HeldOut {
   step: number;
   mean: number;
   low: number | null;
@@ -18,8 +18,8 @@ export interface RunSummary {
   metric: string;
   value: number | null;
   recent: (number | null)[];
-  before: Point | null;
-  after: Point | null;
+  before: HeldOut | null;
+  after: HeldOut | null;
   step_seconds: number | null;
   speed: number | null;
   eta: number | null;
@@ -169,7 +169,7 @@ export interface ErrorList {
   kinds: ErrorKind[];
 }
 
-export interface Span {
+export interface LaneSpan {
   part: string;
   step: number;
   lane: number;
@@ -177,7 +177,7 @@ export interface Span {
   end: number;
 }
 
-export interface Schedule {
+export interface LaneView {
   first: number;
   last: number;
   of: number;
@@ -185,7 +185,7 @@ export interface Schedule {
   end: number;
   lanes: Record<string, number>;
   busy: Record<string, number>;
-  spans: Span[];
+  spans: LaneSpan[];
   left_out: number;
 }
 
@@ -211,7 +211,7 @@ export interface Comparison {
   pairings: Pairing[];
 }
 
-export interface Console {
+export interface ConsoleEnd {
   text: string;
   complete: boolean;
 }

@@ -70,7 +70,8 @@ function Head({ run: { summary: s, rollouts } }: { run: RunDetail }) {
 
 function chosenMetrics(run: RunDetail, text: string | null): string[] {
   if (text !== null) return text.split(",").filter(Boolean);
-  const usual = USUAL.filter((name) => run.metrics.includes(name));
+  const held = run.metrics.includes("reward") || !run.evaluations.includes("avg") ? [] : ["eval/avg"];
+  const usual = [...held, ...USUAL.filter((name) => run.metrics.includes(name))];
   return (usual.length ? usual : run.metrics).slice(0, MOST);
 }
 

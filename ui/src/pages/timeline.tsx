@@ -3,7 +3,7 @@ import { useState } from "preact/hooks";
 import { ask, useData } from "../api";
 import { Chart, type Range } from "../chart";
 import { Empty, Waiting } from "../parts";
-import type { RunDetail, Schedule, Span } from "../records";
+import type { RunDetail, LaneView, LaneSpan } from "../records";
 import { alter } from "../router";
 import { SERIES } from "../theme";
 
@@ -37,8 +37,8 @@ export function Timeline({ run, query }: { run: RunDetail; query: URLSearchParam
   );
 }
 
-function Lanes({ found }: { found: Schedule }) {
-  const [at, setAt] = useState<Span | null>(null);
+function Lanes({ found }: { found: LaneView }) {
+  const [at, setAt] = useState<LaneSpan | null>(null);
   const parts = Object.keys(found.lanes);
   return (
     <section class="card lanes" aria-label="Who worked when">
@@ -63,7 +63,7 @@ function Lanes({ found }: { found: Schedule }) {
   );
 }
 
-const place = (time: number, { start, end }: Schedule) => (100 * (time - start)) / (end - start || 1);
+const place = (time: number, { start, end }: LaneView) => (100 * (time - start)) / (end - start || 1);
 
 function Idle({ run }: { run: RunDetail }) {
   const ages = run.metrics.filter((name) => /^staleness\/\d+$/.test(name)).sort((a, b) => Number(a.slice(10)) - Number(b.slice(10)));
