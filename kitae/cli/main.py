@@ -446,6 +446,27 @@ def verify(
 
 
 @app.command()
+def ui(
+    places: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Run folders, names of runs, or folders that hold runs; default: runs.", metavar="[RUN]…"),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Where to listen; an address that others can reach needs a token, which is printed.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 7007,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open a browser.")] = False,
+) -> None:
+    """Look at runs in a browser.
+
+    Curves, rollouts token by token, timelines, comparisons; of running runs too. Reads and changes nothing.
+    """
+    from kitae.cli import window
+
+    window.show(places or [], host, port, open_browser)
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine can do."""
     from kitae.cli import doctor as machine

@@ -17,6 +17,7 @@ import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,9 +265,14 @@ def lock(folder: Path) -> Any:
         file = (folder / ".lock").open("w")
     except OSError as error:
         raise StoreError(f"cannot write to the run folder {folder}: {error}") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise StoreError(f"another process is working in {folder}; wait for it or stop it first") from None
-    return file
+    for _ in range(_LOCK_TRIES):  # who only looks whether a run is locked holds the lock for an instant
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError:
+            time.sleep(_LOCK_PAUSE)
+    file.close()
+    raise StoreError(f"another process is working in {folder}; wait for it or stop it first")
+
+
+_LOCK_TRIES, _LOCK_PAUSE = 5, 0.02

@@ -10,7 +10,7 @@ ROOT = Path(kitae.__file__).parent
 MOST_IMPORTS = 22  # of one module; the one that puts a run together has the most
 
 FLOORS = (
-    ("cli", "study"),
+    ("cli", "ui", "study"),
     ("chains", "sampling"),
     ("stages", "pipeline", "evaluation"),
     ("envs", "trainer", "verifiers"),
@@ -22,6 +22,7 @@ FLOORS = (
 """A room may import those on floors below its own; settings (`*/config.py`, `config/`) stand beside the house."""
 
 BESIDE = {
+    ("cli", "ui"),
     ("cli", "study"),
     ("chains", "sampling"),
     ("stages", "pipeline"),
