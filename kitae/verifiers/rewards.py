@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kitae.errors import KitaeError, VerifierError
+from kitae.models.classifier import check_classifier
 from kitae.models.load import find_model
 from kitae.processes.template import Template
 from kitae.processes.worker import OutOfTimeError, WorkerDied, WorkerProcess
@@ -108,6 +109,7 @@ class RewardService:
         try:
             folder = find_model(self._model)
             assert folder is not None
+            check_classifier(folder)
             (probe,) = await self._ask([_PROBE])
         except (KitaeError, WorkerDied, EOFError, OutOfTimeError) as error:
             await self.close()
