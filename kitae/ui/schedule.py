@@ -8,7 +8,7 @@ from typing import Any
 
 from kitae.observe.timeline import FILE, PARTS, busy_shares
 from kitae.ui.library import file_of
-from kitae.ui.records import LaneView, LaneSpan
+from kitae.ui.records import LaneSpan, LaneView
 
 STEPS = 8
 _MOST_SPANS = 4000
