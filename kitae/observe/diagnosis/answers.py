@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kitae.observe.diagnosis.base import WINDOW, Answer, Seen, rule, sentence, values
-from kitae.observe.diagnosis.learning import fell_from, signal_share
+from kitae.observe.diagnosis.learning import SOLVED, fell_from, signal_share
 
 _LONG = 200  # characters from which a text can be called repetitive
 _REPETITIVE = 0.2  # what compression leaves of a text that repeats itself; prose keeps a third or more
@@ -59,7 +59,7 @@ def all_right(seen: Seen) -> str | None:
 )
 def dead_groups(seen: Seen) -> str | None:
     share, reward = signal_share(seen), seen.last("reward")
-    if share is None or reward is None or share >= 0.2 or not 0.02 < reward < 0.95 or fell_from(seen):
+    if share is None or reward is None or share >= 0.2 or not 0.02 < reward < SOLVED or fell_from(seen):
         return None
     return sentence(
         f"{share:.0%} of the groups of {seen.span()} had differing rewards, with a mean reward of {reward:.3f}",
@@ -79,7 +79,7 @@ def dead_groups(seen: Seen) -> str | None:
 )
 def no_updates(seen: Seen) -> str | None:
     updates, reward = values(seen.steps[-WINDOW:], "updates"), seen.last("reward")
-    if len(updates) < WINDOW or any(updates) or (reward is not None and reward > 0.95):
+    if len(updates) < WINDOW or any(updates) or (reward is not None and reward > SOLVED):
         return None
     return sentence(f"{seen.span()} dropped every group", seen.setting("algorithm.filter"))
 

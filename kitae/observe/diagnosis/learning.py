@@ -4,8 +4,10 @@ from statistics import fmean, median
 
 from kitae.observe.diagnosis.base import WINDOW, Seen, rule, sentence, values
 
-_SOLVED = 0.9
-_ENOUGH = 20  # steps after which something should have been learnt
+SOLVED = 0.9
+"""A mean reward from which a task counts as solved: little entropy and few groups with signal are then as it should be."""
+
+_ENOUGH = 20  # steps after which something should have been learnt, and half of those that are planned
 
 
 @rule(
@@ -87,10 +89,11 @@ def nothing_learnt(seen: Seen) -> str | None:
 def _unlearnt(seen: Seen) -> str | None:
     """The reward of a run that has had something to learn from and did not."""
     reward, updates = seen.thirds("reward"), seen.all("updates")
-    if len(seen.steps) < _ENOUGH or reward is None or sum(u > 0 for u in updates) < len(updates) / 2:
+    enough = max(_ENOUGH, float(seen.settings.get("training.steps") or 0) / 2)
+    if len(seen.steps) < enough or reward is None or sum(u > 0 for u in updates) < len(updates) / 2:
         return None
     first, last = reward
-    if first > _SOLVED or last - first >= 0.03 or seen.held_out_rose():
+    if first > SOLVED or last >= first + 0.03 or last >= 1.5 * first > 0 or seen.held_out_rose():
         return None
     return f"reward {first:.3f} → {last:.3f}"
 
@@ -101,13 +104,13 @@ def _unlearnt(seen: Seen) -> str | None:
     title="The entropy has collapsed",
     looks_at="`entropy`, `reward`, `groups_with_signal`",
     when=f"over the last {WINDOW} steps that have it, the entropy is under a tenth of what it was, the task is not "
-    f"solved (reward under {_SOLVED}), and fewer than half of the groups have signal or the reward stands still",
+    f"solved (reward under {SOLVED}), and fewer than half of the groups have signal or the reward stands still",
     advice="raise sampling.temperature, or algorithm.clip_high, or set algorithm.entropy_coef; a lower training.lr "
     "and fewer training.epochs slow it down",
 )
 def entropy_collapse(seen: Seen) -> str | None:
     entropy, reward = seen.ends("entropy", 3), seen.last("reward")
-    if entropy is None or reward is None or entropy[1] >= 0.1 * entropy[0] or reward > _SOLVED:
+    if entropy is None or reward is None or entropy[1] >= 0.1 * entropy[0] or reward > SOLVED:
         return None
     signal, rewards = signal_share(seen), seen.ends("reward")
     stands = rewards is not None and rewards[1] - rewards[0] < 0.05

@@ -2,7 +2,7 @@
 
     python bad_runs.py                     make all of them anew: a random tiny model each, some minutes together
     python bad_runs.py all-wrong …         make some
-    python bad_runs.py --keep RUN NAME     keep what there is of a run that was made otherwise
+    python bad_runs.py --keep RUN NAME COMMAND…    keep what there is of a run that this command has made
 
 Each is tests/data/diagnosis/NAME.json: the command, and what `kitae.observe.diagnosis.see` saw of the run.
 """
@@ -10,7 +10,7 @@ Each is tests/data/diagnosis/NAME.json: the command, and what `kitae.observe.dia
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,23 +24,34 @@ HERE = Path(__file__).parent
 DATA = HERE.parents[1] / "data" / "diagnosis"
 TOY = HERE.parents[1] / "integration" / "toy.toml"
 
+KEPT = {
+    *("step", "kind", "reward", "reward_std", "length", "truncated", "rollouts", "groups", "groups_dropped"),
+    *("groups_with_signal", "errors", "error_share", "first_error", "staleness", "staleness_max", "overdue"),
+    *("engine_restarts", "entropy", "clip_high", "clip_low", "clip_dual", "logp_gap", "mismatch_max", "ess", "kl_k3"),
+    *("kl_per_response", "loss", "grad_norm", "skipped_updates", "critic_skipped_updates", "updates", "step_seconds"),
+    *("hold_seconds", "sync_seconds", "save_seconds", "evaluate_seconds", "other_seconds", "trainer_idle"),
+    *("engine_idle", "memory_share", "device_memory_share"),
+}
+"""The metrics that rules look at."""
+
 DIGITS = "sum(c.isdigit() for c in response) / max(1, len(response))"
 ALWAYS = ("verifier.check_gold=false", "eval.prompts=0")
 
 
 @dataclass(frozen=True)
 class Bad:
-    """How a run is spoilt. score: the body of its score function, which has `response`, `reference`, `context`."""
+    """How a run is spoilt. score: the body of its score function, which has `response`, `reference`, `context`. keeps:
+    what is kept beside metrics and console."""
 
     score: str
     settings: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
     gate: str = ""
+    train: Sequence[int] = ()  # numbers to ask for, in files of their own, instead of the task
+    test: Sequence[int] = ()
 
 
 BAD = {
-    "good": Bad(f"return {DIGITS}", ("eval.prompts=16", "verifier.check_gold=false"), ("answers", "timeline")),
-    "lr-too-high": Bad(f"return {DIGITS}", (*ALWAYS, "training.lr=0.3", "training.steps=40")),
     "lr-too-low": Bad(f"return {DIGITS}", (*ALWAYS, "training.lr=1e-9", "training.steps=30")),
     "nothing-learnt": Bad(
         "import zlib; return float(zlib.crc32((response + str(reference)).encode()) % 2)",
@@ -55,8 +66,8 @@ BAD = {
         (*ALWAYS, "training.lr=2e-2", "algorithm.kl_coef=1e-6", "algorithm.reference=frozen", "training.steps=30"),
     ),
     "gradient-growth": Bad(
-        f"share = {DIGITS}; return share if share < 0.5 else 1000 * share",
-        (*ALWAYS, "training.steps=40", "algorithm.advantage=group-centred"),
+        f"share = {DIGITS}; return share if share < 0.7 else 1000 * share",
+        (*ALWAYS, "training.steps=36", "training.lr=1e-3", "algorithm.advantage=group-centred"),
     ),
     "skipped-updates": Bad(
         f"return {DIGITS}",
@@ -74,23 +85,21 @@ BAD = {
         "return float(len(str(reference)) % 2)", (*ALWAYS, "training.steps=8", "algorithm.filter=zero-variance")
     ),
     "truncation": Bad(f"return {DIGITS}", (*ALWAYS, "sampling.max_tokens=2", "training.steps=8")),
-    "length-explosion": Bad(
-        "return min(1.0, len(response) / 200) if context.get('question') else 0.0",
-        ("eval.prompts=8", "sampling.max_tokens=96", "training.lr=1e-2", "training.steps=40"),
-    ),
     "short-answers": Bad(
         "return 1.0 / (1 + len(response))",
-        (*ALWAYS, "sampling.max_tokens=64", "training.lr=1e-2", "training.steps=40", "training.group_size=16"),
+        (*ALWAYS, "sampling.max_tokens=64", "training.lr=2e-3", "training.steps=30"),
     ),
     "held-out-flat": Bad(
-        f"return {DIGITS} if int(reference) > 0 else 0.0",
+        f"return {DIGITS} if int(reference) < 100 else 0.0",
         ("verifier.check_gold=false", "eval.prompts=16", "training.lr=1e-2", "training.steps=30"),
+        train=range(16),
+        test=range(100, 116),
     ),
     "components-diverge": Bad(
         "digits = sum(c.isdigit() for c in response) / max(1, len(response))\n"
         "    letters = sum(c.isalpha() for c in response) / max(1, len(response))\n"
         "    return {'score': digits + 0.2 * letters, 'digits': digits, 'letters': letters}",
-        (*ALWAYS, "training.lr=1e-2", "training.steps=40"),
+        (*ALWAYS, "training.steps=30"),
     ),
     "same-answer": Bad(
         "return response.count('1') / 3",
@@ -104,11 +113,11 @@ BAD = {
     ),
     "importance-weights": Bad(
         f"return {DIGITS}",
-        (*ALWAYS, "pipeline.max_staleness=4", "training.lr=5e-2", "training.steps=40"),
+        (*ALWAYS, "pipeline.max_staleness=4", "training.lr=5e-2", "training.steps=14"),
     ),
     "staleness": Bad(
         f"return {DIGITS}",
-        (*ALWAYS, "pipeline.max_staleness=4", "training.lr=1e-2", "training.steps=40"),
+        (*ALWAYS, "pipeline.max_staleness=4", "training.lr=1e-2", "training.steps=14"),
     ),
     "verifier-errors": Bad(
         f"assert len(response) % 3, 'the service is down'; return {DIGITS}",
@@ -137,7 +146,11 @@ def make(name: str, folder: Path) -> tuple[Path, str]:
     if bad.gate:
         own.write_text(f"{own.read_text()}\n\ndef gate(ratio_N, tokens):\n    {bad.gate}\n")
         settings.append(f"algorithm.gate={own}:gate")
-    config = load_config(TOY, settings)
+    recipe = folder / "toy.toml"
+    recipe.write_text(
+        TOY.read_text().replace('task = "arithmetic"', _files(bad, folder)) if bad.train else TOY.read_text()
+    )
+    config = load_config(recipe, settings)
     console = Console()
     try:
         _run(RunStore.create(config), prepare(config, lambda text: None), console)
@@ -147,17 +160,26 @@ def make(name: str, folder: Path) -> tuple[Path, str]:
     return folder / "bad-001", f"kitae train tests/integration/toy.toml {shown}".replace(str(folder), "FOLDER")
 
 
+def _files(bad: Bad, folder: Path) -> str:
+    """Own prompts as the data of a recipe."""
+    for name, numbers in (("train", bad.train), ("test", bad.test)):
+        lines = [json.dumps({"question": f"Say {n}", "answer": str(n)}) for n in numbers]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    return f'path = "{folder / "train.jsonl"}"\neval_path = "{folder / "test.jsonl"}"'
+
+
 def keep(run: Path, name: str, command: str, keeps: tuple[str, ...] = ()) -> None:
     seen = see(run)
     kept = replace(
         seen,
         timeline=seen.timeline if "timeline" in keeps else (),
         answers=seen.answers if "answers" in keeps else (),
-        settings={k: v for k, v in seen.settings.items() if not str(v).startswith("/")},
+        steps=[{k: v for k, v in row.items() if k in KEPT or k.startswith("reward/")} for row in seen.steps],
+        settings={k: v for k, v in seen.settings.items() if v is not None and not str(v).startswith("/")},
         console=[line.replace(str(run.parent), "FOLDER") for line in seen.console if "  step " not in line],
     )
     DATA.mkdir(exist_ok=True)
-    (DATA / f"{name}.json").write_text(json.dumps({"command": command, **_short(asdict(kept))}, indent=0) + "\n")
+    (DATA / f"{name}.json").write_text(json.dumps({"command": command, **_short(asdict(kept))}, indent=None) + "\n")
 
 
 def kept(name: str) -> Seen:
