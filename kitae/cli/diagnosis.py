@@ -9,7 +9,7 @@ from kitae.errors import KitaeError
 from kitae.observe import diagnosis
 from kitae.store.look import RunView, look
 
-_WIDTH = 110
+_WIDTH = 100
 _MARGIN = 9
 
 
@@ -23,8 +23,9 @@ def diagnose(run: Path, as_json: bool) -> None:
         print(f"nothing is wrong, by {len(diagnosis.RULES)} rules (docs/diagnosis.md)")
     for finding in found:
         print(f"\n{finding.severity:<{_MARGIN}}{finding.title} ({finding.rule})")
-        for text in (f"{finding.evidence}", f"→ {finding.advice}"):
-            print(textwrap.fill(text, _WIDTH, initial_indent=" " * _MARGIN, subsequent_indent=" " * _MARGIN))
+        for text in (finding.evidence, f"→ {finding.advice}"):
+            lines = textwrap.wrap(text, _WIDTH, break_long_words=False, break_on_hyphens=False)  # paths are copied
+            print(textwrap.indent("\n".join(lines), " " * _MARGIN))
 
 
 def _standing(view: RunView) -> str:

@@ -82,7 +82,7 @@ class WeightsAndBiases:
         )
         self._run.define_metric("*", step_metric="step")  # steps may go back, when a run is resumed
         _remember(run, "wandb", self._run.id)
-        return self._run.url or f"wandb sync {Path(self._run.dir).parent}"
+        return f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else str(self._run.url)
 
     def log(self, step: int, numbers: Numbers) -> None:
         self._run.log({"step": step, **numbers})

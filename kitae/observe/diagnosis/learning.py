@@ -5,7 +5,7 @@ from statistics import fmean, median
 from kitae.observe.diagnosis.base import WINDOW, Seen, rule, sentence, values
 
 SOLVED = 0.9
-"""A mean reward from which a task counts as solved: little entropy and few groups with signal are then as it should be."""
+"""A mean reward from which a task counts as solved: little entropy and few groups with signal are fine then."""
 
 _ENOUGH = 20  # steps after which something should have been learnt, and half of those that are planned
 

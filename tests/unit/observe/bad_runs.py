@@ -18,7 +18,8 @@ from typing import Any
 from kitae.config.load import load_config
 from kitae.errors import KitaeError
 from kitae.observe.diagnosis import see
-from kitae.observe.diagnosis.base import Answer, Seen
+from kitae.observe.diagnosis.base import Answer, Row, Seen
+from kitae.observe.timeline import Period, union
 
 HERE = Path(__file__).parent
 DATA = HERE.parents[1] / "data" / "diagnosis"
@@ -172,14 +173,22 @@ def keep(run: Path, name: str, command: str, keeps: tuple[str, ...] = ()) -> Non
     seen = see(run)
     kept = replace(
         seen,
-        timeline=seen.timeline if "timeline" in keeps else (),
-        answers=seen.answers if "answers" in keeps else (),
+        timeline=_joined(seen.timeline) if "timeline" in keeps else (),
+        answers=[replace(a, text=a.text[:300]) for a in seen.answers] if "answers" in keeps else (),
         steps=[{k: v for k, v in row.items() if k in KEPT or k.startswith("reward/")} for row in seen.steps],
         settings={k: v for k, v in seen.settings.items() if v is not None and not str(v).startswith("/")},
         console=[line.replace(str(run.parent), "FOLDER") for line in seen.console if "  step " not in line],
     )
     DATA.mkdir(exist_ok=True)
     (DATA / f"{name}.json").write_text(json.dumps({"command": command, **_short(asdict(kept))}, indent=None) + "\n")
+
+
+def _joined(timeline: Sequence[Row]) -> list[Row]:
+    """Overlapping spans of one part as one."""
+    parts: dict[str, list[Period]] = {}
+    for row in timeline:
+        parts.setdefault(row["part"], []).append((round(row["start"], 2), round(row["end"], 2)))
+    return [{"part": part, "start": a, "end": b} for part, spans in parts.items() for a, b in union(spans)]
 
 
 def kept(name: str) -> Seen:
