@@ -91,8 +91,8 @@ def no_updates(seen: Seen) -> str | None:
     looks_at="`truncated`",
     when=f"over the last {WINDOW} steps, more than 90 % of the answers ended at sampling.max_tokens; or more than 30 "
     "%, and 20 points more than at first",
-    advice='raise sampling.max_tokens; or make long answers cost something (algorithm.shaping = "overlong"), and '
-    "look whether they end at all (kitae show RUN)",
+    advice="raise sampling.max_tokens; or make long answers cost something (algorithm.overlong_buffer), and look "
+    "whether they end at all (kitae show RUN)",
 )
 def truncation(seen: Seen) -> str | None:
     last, ends = seen.last("truncated"), seen.ends("truncated")
@@ -112,8 +112,8 @@ def truncation(seen: Seen) -> str | None:
     looks_at="`length`, `reward`, held-out `avg`",
     when="answers are more than twice as long as at first, by 20 tokens or more, while held-out accuracy did not "
     "rise; where there is none, while the reward did not",
-    advice='make length cost something (algorithm.shaping = "overlong"), or normalise by tokens '
-    '(algorithm.aggregation = "token-mean"); a verifier that likes long answers will get them',
+    advice="make length cost something (algorithm.overlong_buffer), or normalise by tokens (algorithm.aggregation = "
+    '"token-mean"); a verifier that likes long answers will get them',
 )
 def length_explosion(seen: Seen) -> str | None:
     length, reward = seen.ends("length"), seen.ends("reward")
@@ -152,17 +152,17 @@ def short_answers(seen: Seen) -> str | None:
     "warning",
     title="The reward rises, held-out accuracy does not",
     looks_at="`reward`, held-out `avg`",
-    when="the mean reward rose by 0.2 or more from the first to the last third, held-out accuracy by less than a "
-    "fifth of that",
+    when="at an evaluation, the mean reward has risen by 0.2 or more from the first to the last third, and by three "
+    "times what chance does; held-out accuracy by less than a fifth of that",
     advice="look at what is rewarded (kitae show RUN --best): it may be luck, a habit of the verifier, or prompts "
     "learnt by heart; use more prompts, eval.temperature = 1 to measure what is trained, and a stricter verifier",
 )
 def held_out_flat(seen: Seen) -> str | None:
     reward, found = seen.thirds("reward"), seen.held_out()
-    if reward is None or found is None or found[1]["step"] < seen.steps[-1]["step"] - len(seen.steps) // 3:
+    if reward is None or found is None or found[1]["step"] != seen.steps[-1]["step"]:
         return None
     rise, gain = reward[1] - reward[0], found[1]["avg"] - found[0]["avg"]
-    if rise < 0.2 or gain >= rise / 5 or seen.held_out_rose():
+    if rise < max(0.2, 3 * seen.noise("reward")) or gain >= rise / 5 or seen.held_out_rose():
         return None
     return f"reward {reward[0]:.3f} → {reward[1]:.3f}; held-out {found[0]['avg']:.3f} → {found[1]['avg']:.3f}"
 
@@ -220,8 +220,8 @@ def same_answer(seen: Seen) -> str | None:
     looks_at="the answers in the journal",
     when=f"of the answers of the last two steps, more than a quarter are texts of {_LONG} characters or more that "
     "shrink to a fifth when compressed, and 15 points more than at first",
-    advice='make length cost something (algorithm.shaping = "overlong"), check that the verifier does not pay for '
-    "it, and lower training.lr",
+    advice="make length cost something (algorithm.overlong_buffer), check that the verifier does not pay for it, "
+    "and lower training.lr",
     live=False,
 )
 def repetition(seen: Seen) -> str | None:

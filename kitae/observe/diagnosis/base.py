@@ -7,7 +7,7 @@ Metrics may be missing, because a kind of run does not have them or a step did n
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
-from statistics import fmean
+from statistics import fmean, variance
 from typing import Any, Literal
 
 Row = Mapping[str, Any]
@@ -77,6 +77,12 @@ class Seen:
         """The means over the first and the last third of the values; None: these have fewer than `WINDOW` each."""
         found = self.all(key)
         return self.ends(key, max(WINDOW, len(found) // 3))
+
+    def noise(self, key: str) -> float:
+        """The standard error of the difference between the thirds, as far as steps differ among themselves."""
+        found = self.all(key)
+        count = max(WINDOW, len(found) // 3)
+        return ((variance(found[:count]) + variance(found[-count:])) / count) ** 0.5
 
     def held_out(self) -> tuple[Row, Row] | None:
         """The first and the last evaluation whose answers could be judged; None: there is only one, or none."""

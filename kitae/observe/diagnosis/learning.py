@@ -76,6 +76,7 @@ def lr_too_low(seen: Seen) -> str | None:
     "rise, although the policy moved",
     advice="look at answers (kitae show RUN --worst) and check that rewards follow what you want; make the task "
     "easier, the groups larger (training.group_size), the batch larger (training.prompts_per_step), or train longer",
+    live=False,
 )
 def nothing_learnt(seen: Seen) -> str | None:
     reward = _unlearnt(seen)
