@@ -4,8 +4,9 @@
     python docs/generate.py --check    change nothing; exit with 1 and name the pages that differ
 
 Imports no torch. Sections, keys, defaults and limits come from `kitae.config`, methods and stages from
-`kitae.algorithms`, tasks from `kitae.data.tasks`, verifiers from `kitae.verifiers.registry`, rules of the diagnosis from
-`kitae.observe.diagnosis`. The numbers of methods on one batch come from tests/data/golden_presets.json, which a test compares with the code.
+`kitae.algorithms`, tasks from `kitae.data.tasks`, verifiers from `kitae.verifiers.registry`, rules of the diagnosis
+from `kitae.observe.diagnosis`. The numbers of methods on one batch come from tests/data/golden_presets.json, which a
+test compares with the code.
 """
 
 import argparse

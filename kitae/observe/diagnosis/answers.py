@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kitae.observe.diagnosis.base import WINDOW, Answer, Seen, rule, sentence, values
-from kitae.observe.diagnosis.learning import SOLVED, fell_from, signal_share
+from kitae.observe.diagnosis.learning import SOLVED, fell_from, lr_too_high, signal_share
 
 _LONG = 200  # characters from which a text can be called repetitive
 _REPETITIVE = 0.2  # what compression leaves of a text that repeats itself; prose keeps a third or more
@@ -80,6 +80,8 @@ def dead_groups(seen: Seen) -> str | None:
 def no_updates(seen: Seen) -> str | None:
     updates, reward = values(seen.steps[-WINDOW:], "updates"), seen.last("reward")
     if len(updates) < WINDOW or any(updates) or (reward is not None and reward > SOLVED):
+        return None
+    if lr_too_high.check(seen) is not None:  # then that is why
         return None
     return sentence(f"{seen.span()} dropped every group", seen.setting("algorithm.filter"))
 

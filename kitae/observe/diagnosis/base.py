@@ -6,7 +6,7 @@ Metrics may be missing, because a kind of run does not have them or a step did n
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
+from math import isfinite, sqrt
 from statistics import fmean, variance
 from typing import Any, Literal
 
@@ -82,7 +82,7 @@ class Seen:
         """The standard error of the difference between the thirds, as far as steps differ among themselves."""
         found = self.all(key)
         count = max(WINDOW, len(found) // 3)
-        return ((variance(found[:count]) + variance(found[-count:])) / count) ** 0.5
+        return sqrt((variance(found[:count]) + variance(found[-count:])) / count)
 
     def held_out(self) -> tuple[Row, Row] | None:
         """The first and the last evaluation whose answers could be judged; None: there is only one, or none."""
