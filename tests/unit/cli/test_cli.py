@@ -25,8 +25,8 @@ from kitae.store.run import RunStore
 from kitae.types import Message, Prompt, Rollout, Score, Segment, ToolCall
 
 COMMANDS = (
-    *("train", "resume", "runs", "compare", "clean", "eval", "show", "replay", "plot", "simulate", "recipes"),
-    *("algorithms", "validate", "verifiers", "verify", "doctor"),
+    *("train", "resume", "runs", "compare", "clean", "eval", "show", "diagnose", "replay", "plot", "simulate"),
+    *("recipes", "algorithms", "validate", "verifiers", "verify", "doctor"),
 )
 
 
