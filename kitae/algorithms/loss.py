@@ -109,6 +109,15 @@ class PolicyLoss:
             gated_N = self._gated(ratio_N, tokens)
             active_N = advantage_N != 0  # without an advantage there is nothing to gate
             stopped_N = active_N & (gated_N == 0) & (ratio_N > 0)
+            meter.tokens(
+                tokens.observed,
+                logp=tokens.logp_N,
+                logp_old=tokens.logp_old_N,
+                entropy=tokens.entropy_N,
+                ratio=ratio_N,
+                gate=gated_N,
+                correction=weights_N,
+            )
             entropy = tokens.entropy_N.mean()
             meter.mean("entropy", entropy, count)
             meter.mean(Signal.ENTROPY, entropy, count)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kitae.data.packing import Observed
+
 LIMIT = 20.0
 """Log-ratios are clamped to ± this before the exponential, and nowhere else."""
 
@@ -47,6 +49,7 @@ class TokenBatch:
     divergence_N: Tensor | None = None  # from a teacher, over the whole vocabulary; carries a gradient
     lag_N: Tensor | None = None  # versions from the one that sampled the token to the one being trained, at least 1
     score_N: Tensor | None = None  # the raw score of the token's response
+    observed: tuple[Observed, ...] = ()  # samples whose single tokens somebody wants to see
     cov_rank_N: Tensor | None = None  # share of the step's tokens with a higher covariance, where the gate asks for it
 
     def sums(self, values_N: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kitae.cli.locate import shipped_recipes, summary
 from kitae.cli.text import table
+from kitae.config.locate import shipped_chains, shipped_recipes, summary
 from kitae.errors import KitaeError, StoreError
 
 if TYPE_CHECKING:
@@ -160,7 +160,10 @@ def timeline(run: Path) -> None:
 def recipes() -> None:
     for recipe in shipped_recipes():
         print(f"{recipe.stem:14} {summary(recipe)}")
-    print("\ntrain one with: kitae train NAME [section.key=value …]")
+    print("\ntrain one with: kitae train NAME [section.key=value …]\n")
+    for chain in shipped_chains():
+        print(f"{chain.stem:14} {summary(chain)}")
+    print("\nrun one with: kitae chain NAME")
 
 
 def _journal(run: Path) -> "Journal":

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kitae.cli.locate import find_run
+from kitae.config.locate import find_run
 
 app = typer.Typer(
     name="kitae",
@@ -70,7 +70,7 @@ def train(
     For a first try: kitae train quickstart
     """
     if recipe is None:
-        from kitae.cli.locate import shipped_recipes
+        from kitae.config.locate import shipped_recipes
 
         known = ", ".join(path.stem for path in shipped_recipes())
         raise typer.BadParameter(f"it must be a file, or one of {known}, got none", param_hint="RECIPE")
@@ -95,6 +95,66 @@ def resume(
     from kitae.cli import training
 
     training.resume(run, overrides or [], checkpoint, forget)
+
+
+@app.command()
+def sample(
+    target: Annotated[
+        str, typer.Argument(help="A recipe (its untrained model), or a run (its trained one).", metavar="RECIPE-OR-RUN")
+    ],
+    overrides: Overrides = None,
+    keep: Annotated[
+        str, typer.Option(help="Of each prompt: its best answer, all correct ones, all, or pairs of best and worst.")
+    ] = "correct",
+    output: Annotated[Path, typer.Option("--output", "-o", help="The JSONL file to write.")] = Path("samples.jsonl"),
+    n: Annotated[
+        int | None, typer.Option("--n", min=1, help="Answers to each prompt; default: training.group_size.")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts to ask; default: all of a file.")] = None,
+    first: Annotated[int, typer.Option(min=0, help="Prompts of the data to pass over.")] = 0,
+    model: Annotated[str | None, typer.Option(help="Another model: a folder, a run, a hub id or a short name.")] = None,
+    min_score: Annotated[
+        float | None, typer.Option(help="Least score of an example; default: 1 for correct, else any.")
+    ] = None,
+    min_margin: Annotated[float, typer.Option(min=0, help="Least difference of scores in a pair.")] = 0.0,
+    match_lengths: Annotated[
+        bool, typer.Option("--match-lengths", help="Of equally good answers, pair those of similar length.")
+    ] = False,
+    truncated: Annotated[
+        bool, typer.Option("--truncated", help="Keep answers that were cut off at sampling.max_tokens too.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="The counts as one line of JSON, and nothing else.")] = False,
+) -> None:
+    """Sample and verify answers, as data to train on.
+
+    If it is killed, the same command goes on from there.
+    """
+    from kitae.cli import sampling
+
+    chosen = sampling.Chosen(keep, min_score, min_margin, match_lengths, truncated)
+    sampling.sample(target, overrides or [], chosen, output, n, prompts, first, model, json)
+
+
+@app.command()
+def chain(
+    file: Annotated[
+        str, typer.Argument(help="A chain file, or the name of one that comes with Kitae (kitae recipes).")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The folder of the chain; default: runs/NAME.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="How often its stages are gone through; default: as it says.")
+    ] = None,
+    status: Annotated[bool, typer.Option("--status", help="Check all stages, say where it stands, and stop.")] = False,
+) -> None:
+    """Run stages after each other, each from the last one's model.
+
+    If it is stopped or killed, the same command goes on: finished stages are not run again.
+    """
+    from kitae.cli import chains
+
+    chains.chain(file, output, rounds, status)
 
 
 @app.command()
@@ -124,6 +184,7 @@ def clean(
             "--weights-only", help="Remove all checkpoints: the trained model stays, but the run cannot be resumed."
         ),
     ] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Also remove the records of single tokens.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only say what would go.")] = False,
 ) -> None:
     """Free disk that runs take.
@@ -132,28 +193,50 @@ def clean(
     """
     from kitae.cli import runs as listing
 
-    listing.clean(folders, weights_only, yes)
+    listing.clean(folders, weights_only, yes, tokens)
 
 
 @app.command(name="eval")
 def evaluate(
-    target: Annotated[
-        str,
+    targets: Annotated[
+        list[str],
         typer.Argument(
-            help="A run folder (its trained model) or a recipe (its untrained model).", metavar="RUN-OR-RECIPE"
+            help="Run folders (their trained models), recipes (their untrained models), or models: folders, hub ids, "
+            "short names; and settings: eval.prompts=32 …",
+            metavar="TARGET… [SECTION.KEY=VALUE]…",
         ),
     ],
-    overrides: Overrides = None,
+    suites: Annotated[
+        str | None,
+        typer.Option(help="What to ask, separated by commas (kitae suites); default: the task of the run or recipe."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with the data of suites, DIR/gsm8k/test.jsonl …; default: the hub.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Another model: a folder, a run, a hub id or a short name.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder that keeps the answers: what it has is not asked again.")] = Path(
+        "evaluations"
+    ),
+    markdown: Annotated[Path | None, typer.Option(help="Write the table into this file, as Markdown.")] = None,
+    answers: Annotated[Path | None, typer.Option(help="Write all answers with their verdicts, as JSONL.")] = None,
     json: Annotated[bool, typer.Option("--json", help="The numbers as one line of JSON, and nothing else.")] = False,
 ) -> None:
-    """Measure a model on held-out prompts.
+    """Measure models on held-out prompts and suites, and compare them.
 
-    Prints avg@k and pass@k; for k = 8: eval.samples=8 eval.temperature=1.
+    Prints avg@k, pass@k and maj@k with intervals; for k = 8: eval.samples=8 eval.temperature=1. Several models are
+    asked the same problems, and compared with the first.
     """
     from kitae.cli import evaluation
 
-    evaluation.evaluate(target, overrides or [], model, json)
+    evaluation.evaluate(targets, model, suites, data, output, markdown, answers, json)
+
+
+@app.command()
+def suites() -> None:
+    """List the suites that models can be evaluated on."""
+    from kitae.cli import evaluation
+
+    evaluation.suites()
 
 
 @app.command()
@@ -179,6 +262,20 @@ def show(
         inspection.timeline(run)
     else:
         inspection.show(run, step, best, worst, errors, one_per_prompt, limit)
+
+
+@app.command()
+def diagnose(
+    run: Run,
+    json: Annotated[bool, typer.Option("--json", help="The findings as JSON, and nothing else.")] = False,
+) -> None:
+    """Say what is wrong with a run, and what to change.
+
+    Of a run that is going on, finished, stopped or crashed; docs/diagnosis.md has the rules.
+    """
+    from kitae.cli import diagnosis
+
+    diagnosis.diagnose(run, json)
 
 
 @app.command()
@@ -306,6 +403,24 @@ def validate(
 
 
 @app.command()
+def data(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    against: Annotated[
+        list[Path] | None, typer.Option(help="An evaluation's file to look for in the data; may be repeated.")
+    ] = None,
+    examples: Annotated[int, typer.Option(min=0, help="How many to show as the model sees them.")] = 3,
+) -> None:
+    """Say what a recipe's data are.
+
+    Rows, tokens, duplicates, overlap with evaluations, and examples with the trained tokens in ⟦brackets⟧.
+    """
+    from kitae.cli import data as report
+
+    report.data(recipe, overrides or [], against or [], examples)
+
+
+@app.command()
 def verifiers() -> None:
     """List the verifiers, each with an example."""
     from kitae.cli import verification
@@ -328,6 +443,27 @@ def verify(
     from kitae.cli import verification
 
     verification.verify(name, source, target, option or [], workers, timeout)
+
+
+@app.command()
+def ui(
+    places: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Run folders, names of runs, or folders that hold runs; default: runs.", metavar="[RUN]…"),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Where to listen; an address that others can reach needs a token, which is printed.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 7007,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open a browser.")] = False,
+) -> None:
+    """Look at runs in a browser.
+
+    Curves, rollouts token by token, timelines, comparisons; of running runs too. Reads and changes nothing.
+    """
+    from kitae.cli import window
+
+    window.show(places or [], host, port, open_browser)
 
 
 @app.command()

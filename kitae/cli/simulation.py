@@ -9,8 +9,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kitae.cli.locate import find_recipe
 from kitae.config.load import load_config
+from kitae.config.locate import find_recipe
 from kitae.config.root import reinforcement
 from kitae.errors import ConfigError
 from kitae.plugins import nearest

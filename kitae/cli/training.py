@@ -2,108 +2,102 @@
 
 import signal
 import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Self
 
-from kitae.cli.locate import find_recipe
 from kitae.cli.text import as_size
 from kitae.config.load import load_config
+from kitae.config.locate import find_recipe
 from kitae.config.root import Root
-from kitae.errors import Interrupted, KitaeError, StoreError
+from kitae.errors import Interrupted, KitaeError
 from kitae.observe.console import Console
+from kitae.observe.observer import Observer
 
 if TYPE_CHECKING:
-    from kitae.stages.start import Start
-    from kitae.store.run import RunStore
-
-Evaluated = dict[str, Any] | None
+    from kitae.store.run import Result
 
 
 def train(recipe: str, overrides: list[str], dry_run: bool, full: bool) -> None:
-    from kitae.stages.start import check
-
     config = load_config(find_recipe(recipe), overrides)
-    check(config)
     if dry_run:
         from kitae.cli.preview import preview
+        from kitae.stages.start import check
 
+        check(config)
         preview(config, full)
         return
-    console = Console()
-    from kitae.stages.start import prepare
-    from kitae.store.run import RunStore
+    from kitae import api
 
-    config, start = prepare(config, console.say)
-
-    _run(RunStore.create(config), start, console)
+    with Screen() as screen:
+        screen.report(api.train(config, observer=screen))
 
 
 def resume(run: Path, overrides: list[str], checkpoint: str | None, forget: bool) -> None:
-    from kitae.stages.start import prepare
-    from kitae.store.run import RunStore
+    from kitae import api
 
-    console = Console()
-    store = RunStore.open(run, overrides)
-    try:
-        if checkpoint is None and _is_finished(run, store.config):
-            store.close()
-            return
-        _, start = prepare(store.config, console.say)
-    except BaseException:
-        store.close()
-        raise
-    _run(store, start, console, checkpoint, forget)
+    with Screen() as screen:
+        result = api.resume(run, overrides=overrides, checkpoint=checkpoint, forget=forget, observer=screen)
+        if screen.config is not None:  # else it was finished before
+            screen.report(result)
 
 
-def _is_finished(run: Path, config: Root) -> bool:
-    """Whether nothing is left to do, which is said; what cannot go on is refused."""
-    from kitae.store.look import look
+class Screen:
+    """What the user sees of a run; what was seen is kept in RUN/console.log. `with Screen() as screen: …`
 
-    seen = look(run)
-    if not (seen.is_finished and seen.has_model):
-        return False
-    if seen.step == config.training.steps:
-        print(f"{run} is finished: {seen.step} of {config.training.steps} steps; its model is {run / 'model'}")
-        print(f"train it further with: kitae resume {run} training.steps={2 * seen.step}")
-        return True
-    if not seen.checkpoints:
-        raise StoreError(
-            f"{run} cannot go on: its checkpoints were removed. Start a new run from its model with: kitae train "
-            f"RECIPE model.path={run} (or train all of its steps again, from its journal, with --from start)"
-        )
-    return False
+    again: the command that goes on with it after a failure, where it is not `kitae resume RUN`.
+    """
 
+    def __init__(self, again: str | None = None) -> None:
+        self._again = again
+        self.config: Root | None = None
+        self._console = Console()
+        self._attached = ExitStack()
 
-def _run(
-    store: "RunStore", start: "Start", console: Console, checkpoint: str | None = None, forget: bool = False
-) -> None:
-    from kitae.observe.progress import make_progress
+    def __enter__(self) -> Self:
+        return self
 
-    folder, config = store.folder, store.config
-    with console.attached(folder):
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Interrupted):
+            self._console.log(str(error))
+        self._attached.close()
+
+    def note(self, text: str) -> None:
+        self._console.say(text)
+
+    @contextmanager
+    def watch(self, config: Root, folder: Path) -> Iterator[Observer]:
+        from kitae.observe.progress import make_progress
+
+        self.config = config
+        self._attached.close()
+        self._attached.enter_context(self._console.attached(folder))
+        log, again = self._console.log, self._again or f"kitae resume {folder}"
         try:
-            with make_progress(config, folder, console.log) as progress:
-                result = start(store, progress, checkpoint, forget)
+            with make_progress(config, folder, log) as progress:
+                yield progress
         except KitaeError as error:
-            console.log(f"error: {error}")
-            raise type(error)(f"{error}\nthe run folder is {folder}; go on with: kitae resume {folder}") from error
+            log(f"error: {error}")
+            raise type(error)(f"{error}\nthe run folder is {folder}; go on with: {again}") from error
         except KeyboardInterrupt:
-            console.log("interrupted")
-            raise Interrupted(f"interrupted; go on with: kitae resume {folder}", signal.SIGINT) from None
+            raise Interrupted(f"interrupted; go on with: {again}", signal.SIGINT) from None
         except BaseException:
-            console.log(traceback.format_exc())
+            log(traceback.format_exc())
             raise
-        if result.stopped_by is not None:
-            message = f"stopped after step {result.step}; everything is saved. Go on with:\n    kitae resume {folder}"
-            console.log(message)
-            raise Interrupted(message, result.stopped_by)
-        _report(folder, config.measure, result.before, result.after, console)
+
+    def report(self, result: "Result") -> None:
+        assert self.config is not None
+        print()
+        self.note("\n".join(_report(result, self.config.measure)))
 
 
-def _report(folder: Path, measure: str, before: Evaluated, after: Evaluated, console: Console) -> None:
+def _report(result: "Result", measure: str) -> list[str]:
+    from kitae.observe.diagnosis import diagnose
     from kitae.observe.progress import peak_memory_gb
     from kitae.store.look import look, size_of
 
+    folder, before, after = result.folder, result.before, result.after
     try:
         from kitae.observe.plots import plot_run
 
@@ -114,8 +108,9 @@ def _report(folder: Path, measure: str, before: Evaluated, after: Evaluated, con
     if before and after and None not in (before["avg"], after["avg"]):
         rise = after["avg"] - before["avg"]
         of, count = ("prompts", after["prompts"]) if "prompts" in after else ("examples", after["examples"])
+        what = "score" if before.get("partial") or after.get("partial") else measure
         lines.append(
-            f"{f'held-out {measure}':18} {before['avg']:.3f} → {after['avg']:.3f}  ({rise:+.3f}; "
+            f"{f'held-out {what}':18} {before['avg']:.3f} → {after['avg']:.3f}  ({rise:+.3f}; "
             f"{int(count)} {of}, 95 % interval {after['avg_low']:.3f}–{after['avg_high']:.3f})"
         )
     lines += [
@@ -124,9 +119,11 @@ def _report(folder: Path, measure: str, before: Evaluated, after: Evaluated, con
         f"checkpoints (kitae clean {folder})",
         f"run folder         {folder}",
         f"curves             {picture}",
-        f"trained model      {folder / 'model'}",
+        f"trained model      {result.model}",
     ]
+    if found := diagnose(folder):
+        titles = "; ".join(finding.title for finding in found)
+        lines.append(f"diagnosis          {titles} (kitae diagnose {folder})")
     if (look(folder).steps or [{}])[-1].get("reward") is not None:
         lines.append(f"next               kitae show {folder} --worst     (what it still gets wrong)")
-    print()
-    console.say("\n".join(lines))
+    return lines

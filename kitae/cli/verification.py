@@ -11,8 +11,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from kitae.cli.locate import find_recipe
 from kitae.config.load import load_config
+from kitae.config.locate import find_recipe
 from kitae.config.root import reinforcement
 from kitae.data.prompts import open_stream
 from kitae.errors import DataError, VerifierError

@@ -6,8 +6,11 @@ name both sides (`rules`). The resolved settings are saved with the run.
 
 import json
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -19,9 +22,31 @@ from kitae.plugins import nearest
 
 R = TypeVar("R", bound=Root)
 
+_NONE: Mapping[str, Any] = MappingProxyType({})
+
 
 def load_config(recipe: Path, overrides: Iterable[str] = ()) -> Root:
     """Read a recipe file and apply `section.key=value` overrides."""
+    return make_config(read_recipe(recipe), overrides)
+
+
+def make_config(values: dict[str, Any], overrides: Iterable[str] = (), settings: Mapping[str, Any] = _NONE) -> Root:
+    """From the nested values of a recipe, with others in place of some of them: `section.key=value`, as text or as
+    `{"training": {"lr": 1e-5}}`."""
+    return parse_config(with_settings(values, overrides, settings))
+
+
+def with_settings(
+    values: dict[str, Any], overrides: Iterable[str] = (), settings: Mapping[str, Any] = _NONE
+) -> dict[str, Any]:
+    """The values with others in place of some; a new source of data or preset drops what belonged to the old one."""
+    values = deepcopy(values)
+    _apply(values, [*_given(settings), *map(_split_override, overrides)])
+    return values
+
+
+def read_recipe(recipe: Path) -> dict[str, Any]:
+    """The nested values of a recipe file; the run is named like it."""
     try:
         values = tomllib.loads(recipe.read_text("utf-8"))
     except (FileNotFoundError, IsADirectoryError):
@@ -30,14 +55,13 @@ def load_config(recipe: Path, overrides: Iterable[str] = ()) -> Root:
         raise ConfigError(f"{recipe} is not valid TOML: {error}") from None
     if isinstance(run := values.setdefault("run", {}), dict):
         run.setdefault("name", recipe.stem)
-    _apply_overrides(values, overrides)
-    return parse_config(values)
+    return values
 
 
 def override_config(config: R, overrides: Iterable[str]) -> R:
     """A copy of a resolved config with some settings changed, but not its kind."""
     values = config.given()
-    _apply_overrides(values, overrides)
+    _apply(values, list(map(_split_override, overrides)))
     if _root(values) is not type(config):
         got = values["method"]["kind"]
         raise ConfigError(f"method.kind cannot be changed: it is {config.method.kind!r}, got {got!r}")
@@ -79,27 +103,49 @@ def _known(values: Mapping[str, Any], settings: Mapping[str, list[str]]) -> dict
     }
 
 
-def _apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> None:
-    split = [_split_override(override) for override in overrides]
-    for keys, text in split:  # another kind of run has other settings
-        if keys == ["method", "kind"]:
-            _apply_override(values, keys, text, ROOTS["rl"])
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """`_Change(["training", "lr"], _Text("1e-5"))`, or with a value that is one already."""
+
+    keys: list[str]
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A value as it was typed."""
+
+    text: str
+
+
+def _apply(values: dict[str, Any], changes: Sequence[_Change]) -> None:
+    for change in changes:  # another kind of run has other settings
+        if change.keys == ["method", "kind"]:
+            _apply_change(values, change, ROOTS["rl"])
     root = _root(values)
     sources = root.sources()
-    named = [name for name in sources if any(keys == ["data", name] for keys, _ in split)]
+    named = [name for name in sources if any(change.keys == ["data", name] for change in changes)]
     if len(named) > 1:
         raise ConfigError(f"data needs exactly one of {', '.join(sources)}, got {' and '.join(named)}")
-    for keys, text in sorted(split, key=lambda override: _keeps_source(override[0], sources)):
-        _apply_override(values, keys, text, root)
+    for change in sorted(changes, key=lambda change: _keeps_source(change.keys, sources)):
+        _apply_change(values, change, root)
 
 
-def _split_override(override: str) -> tuple[list[str], str]:
+def _given(settings: Mapping[str, Any]) -> Iterable[_Change]:
+    for section, keys in settings.items():
+        if not isinstance(keys, Mapping):
+            raise ConfigError(f"{section!r} is a section, and takes its keys and values, got {keys!r}")
+        for key, value in keys.items():
+            yield _Change([section, key], value)
+
+
+def _split_override(override: str) -> _Change:
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or len(keys) < 2 or not all(keys):
         known = hint(keys[0], _settings(ROOTS["rl"])) if equals and len(keys) == 1 and keys[0] else ""
         raise ConfigError(f"an override has the form section.key=value, got {override!r}{known}")
-    return keys, text.strip()
+    return _Change(keys, _Text(text.strip()))
 
 
 def _keeps_source(keys: list[str], sources: Collection[str]) -> bool:
@@ -107,15 +153,17 @@ def _keeps_source(keys: list[str], sources: Collection[str]) -> bool:
     return keys != ["algorithm", "preset"] and not (keys[0] == "data" and keys[1] in sources)
 
 
-def _apply_override(values: dict[str, Any], keys: list[str], text: str, root: type[Root]) -> None:
-    node = values
+def _apply_change(values: dict[str, Any], change: _Change, root: type[Root]) -> None:
+    node, keys, value = values, change.keys, change.value
     for key in keys[:-1]:
         node = node.setdefault(key, {})
         if not isinstance(node, dict):
             raise ConfigError(f"{'.'.join(keys)!r} goes below {key!r}, which is a value, not a section")
     if keys == ["algorithm", "preset"]:  # another method replaces the recipe's choices
         node.clear()
-    node[keys[-1]] = _parse_value(text, wants_text=_is_text(root, *keys[:2]))
+    if isinstance(value, _Text):
+        value = _parse_value(value.text, wants_text=_is_text(root, *keys[:2]))
+    node[keys[-1]] = value
     if keys[0] == "data" and keys[1] in (sources := root.sources()):  # a new source replaces the recipe's
         gone = {*sources, "params", *(["eval_path"] if keys[1] != "path" else [])} - {keys[1]}
         for other in gone:

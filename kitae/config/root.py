@@ -16,6 +16,7 @@ from kitae.data.config import EXAMPLE_SOURCES, SOURCES, DataConfig, ExamplesConf
 from kitae.engines.config import EngineConfig, SamplingConfig
 from kitae.errors import ConfigError
 from kitae.models.config import ModelConfig
+from kitae.observe.config import ObserveConfig
 from kitae.pipeline.config import EvalConfig, PipelineConfig
 from kitae.section import Section
 from kitae.stages.config import (
@@ -45,6 +46,7 @@ class Root(Section):
     model: ModelConfig = ModelConfig()
     training: LearningConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
 
     def contradictions(self) -> Iterator[str]:
         yield from ()

@@ -7,6 +7,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from kitae.data.formats import FORMATS
 from kitae.data.layouts import LAYOUTS
+from kitae.data.overlap import Deduplicate
 from kitae.data.tasks import TASKS
 from kitae.section import Section
 
@@ -27,7 +28,8 @@ class DataConfig(Section):
     hub_files: str = Field("main/train-*.parquet", description="Files of the hub data set to train on.")
     hub_eval_files: str | None = Field("main/test-*.parquet", description="Files of the hub data set to evaluate on.")
     format: str | None = Field(
-        None, description="Read rows as math, mbpp, humaneval or ifeval have them, or by your own file.py:function."
+        None,
+        description="Read rows as math, svamp, mbpp, humaneval or ifeval have them, or by your own file.py:function.",
     )
     prompt_key: str = Field("question", description="Column with the question, or with a list of chat messages.")
     answer_key: str = Field("answer", description="Column with the reference answer.")
@@ -36,6 +38,15 @@ class DataConfig(Section):
     instruction: str = Field("{question}", description="Template of the user turn; {question} is replaced.")
     skip_bad_rows: bool = Field(False, description="Leave out rows that cannot be read, instead of refusing the file.")
     shuffle: bool = Field(True, description="Visit the prompts in a seeded random order, a new one each epoch.")
+    deduplicate: Deduplicate = Field(
+        "none",
+        description="Leave out rows that repeat an earlier one: exact, but for case and spaces; or near, where most of "
+        "the words are the same.",
+    )
+    decontaminate: tuple[str, ...] = Field(
+        (), description="Files of evaluations: rows to train on that overlap with a text in them are left out."
+    )
+    overlap_words: int = Field(13, ge=5, description="Length of the runs of words that overlap is measured in.")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -50,6 +61,8 @@ class DataConfig(Section):
             raise ValueError("data.format reads the rows of a file, but none of data.path, hub and eval_path is set")
         if self.format is not None and self.answer_after is not None:
             raise ValueError(f"data.format = {self.format!r} finds the reference itself: remove data.answer_after")
+        if (self.deduplicate != "none" or self.decontaminate) and not (self.path or self.hub):
+            raise ValueError("data.deduplicate and data.decontaminate sift rows, but neither data.path nor hub is set")
         return self
 
 
@@ -121,6 +134,15 @@ class ExamplesConfig(Section):
     )
     skip_bad_rows: bool = Field(False, description="Leave out rows that cannot be read, instead of refusing the file.")
     shuffle: bool = Field(True, description="Visit the examples in a seeded random order, a new one each epoch.")
+    deduplicate: Deduplicate = Field(
+        "none",
+        description="Leave out rows that repeat an earlier one: exact, but for case and spaces; or near, where most of "
+        "the words are the same.",
+    )
+    decontaminate: tuple[str, ...] = Field(
+        (), description="Files of evaluations: rows to train on that overlap with a text in them are left out."
+    )
+    overlap_words: int = Field(13, ge=5, description="Length of the runs of words that overlap is measured in.")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -128,6 +150,11 @@ class ExamplesConfig(Section):
         if len(given) != 1:
             wanted = ", ".join(EXAMPLE_SOURCES)
             raise ValueError(f"data needs exactly one of {wanted}, got {' and '.join(given) or 'none'}")
+        paths = [part.path for part in self.mix]
+        if twice := [path for path in paths if paths.count(path) > 1]:
+            raise ValueError(
+                f"data.mix must name each file once, with a weight if it counts more, got {twice[0]} twice"
+            )
         weights = [part.weight for part in self.mix]
         if any(weights) and not all(weights):
             raise ValueError(f"data.mix needs a weight for every file or for none, got {weights}")

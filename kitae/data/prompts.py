@@ -16,6 +16,7 @@ from kitae.data.config import DataConfig
 from kitae.data.epochs import Epochs
 from kitae.data.formats import Exercise, Reader, find_reader, read_row
 from kitae.data.gym import gym_prompt, gym_prompts
+from kitae.data.overlap import find_overlap
 from kitae.data.rows import DataRow, File, check_unicode, clip, hub_files, listed, local_file, sift
 from kitae.data.tasks import Problem, Split, find_task
 from kitae.errors import DataError
@@ -61,7 +62,7 @@ def open_stream(config: DataConfig, seed: int) -> PromptStream:
         for index in range(len(names)):
             read_gym(index)
         return PromptStream(read_gym, None, seed=seed, shuffle=False)
-    return _file_stream(config, _training_files(config), seed)
+    return _file_stream(config, _training_files(config), seed, sifted=True)
 
 
 def eval_prompts(config: DataConfig, seed: int, count: int) -> list[Prompt]:
@@ -117,7 +118,7 @@ def _gym_prompt(config: DataConfig, prompt: Prompt) -> Prompt:
     return replace(prompt, messages=messages, context={"question": question.content, **prompt.context})
 
 
-def _file_stream(config: DataConfig, files: list[File], seed: int) -> PromptStream:
+def _file_stream(config: DataConfig, files: list[File], seed: int, *, sifted: bool = False) -> PromptStream:
     reader = find_reader(config.format) if config.format else partial(_columns, config)
 
     def check(row: DataRow) -> DataRow:
@@ -125,11 +126,32 @@ def _file_stream(config: DataConfig, files: list[File], seed: int) -> PromptStre
         return row
 
     rows, skipped = sift(files, check, config.skip_bad_rows)
+    if sifted and (config.deduplicate != "none" or config.decontaminate):
+        rows, skipped = _without_overlap(config, reader, rows, skipped)
 
     def read(index: int) -> Prompt:
         return _row_prompt(config, reader, rows[index])
 
     return PromptStream(read, len(rows), seed=seed, shuffle=config.shuffle, skipped=skipped)
+
+
+def _without_overlap(
+    config: DataConfig, reader: Reader, rows: list[DataRow], skipped: str
+) -> tuple[list[DataRow], str]:
+    asked = [_texts(read_row(reader, row.values).question) for row in rows]
+    found = find_overlap(asked, config.deduplicate, config.decontaminate, config.overlap_words)
+    total, notes = len(rows), [skipped] if skipped else []
+    for gone, why in found.notes([row.id for row in rows]):
+        rows = [row for row in rows if row.id not in gone]
+        notes.append(f"{len(gone)} of {total} rows {why}")
+    if not rows:
+        raise DataError("data must have rows to train on, but none is left:\n" + "\n".join(notes))
+    return rows, "\n".join(notes)
+
+
+def _texts(question: Any) -> list[str]:
+    """As the data has them: what the settings put around a question is the same in all prompts."""
+    return [question] if isinstance(question, str) else [message.content for message in _messages(question)]
 
 
 def _row_prompt(config: DataConfig, reader: Reader, row: DataRow) -> Prompt:

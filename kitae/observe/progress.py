@@ -116,9 +116,10 @@ class Progress:
         found = (
             f"{row['avg']:.3f} [{row['avg_low']:.3f}, {row['avg_high']:.3f}]" if judged else "not known: all errors,"
         )
-        what, count = self.config.measure, row.get("prompts", row.get("examples"))
-        of = "prompts" if "prompts" in row else "examples"
-        self.note(f"held-out {what} at step {row['step']}: {found} on {count:.0f} {of}")
+        what = "score" if row.get("partial") else self.config.measure
+        where = row.get("suite") or "held-out"
+        of, count = ("prompts", row["prompts"]) if "prompts" in row else ("examples", row["examples"])
+        self.note(f"{where} {what} at step {row['step']}: {found} on {count:.0f} {of}")
 
     def finished(self, folder: Path) -> None:
         pass

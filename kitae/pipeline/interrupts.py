@@ -7,10 +7,22 @@ import threading
 from collections.abc import Callable
 
 _GRACE = 3.0  # seconds for an interrupted run to say goodbye
+_ELSEWHERE: "set[Interrupts]" = set()  # of runs in other threads than the main one, which gets the signals
+
+
+def stop_elsewhere(number: int = signal.SIGINT) -> bool:
+    """Stop the runs of other threads at their next safe point, as a signal stops that of the main thread. Whether there
+    are any."""
+    for each in list(_ELSEWHERE):
+        each.loop.call_soon_threadsafe(each.request, number)
+    return bool(_ELSEWHERE)
 
 
 class Interrupts:
-    """The first Ctrl-C (or SIGTERM) stops at the next safe point; the second ends the process, whatever it is doing."""
+    """The first Ctrl-C (or SIGTERM) stops at the next safe point; the second ends the process, whatever it is doing.
+
+    Signals reach the main thread alone; a run in another one is stopped by `stop_elsewhere`.
+    """
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self._stop = stop
@@ -22,8 +34,15 @@ class Interrupts:
             try:
                 self.loop.add_signal_handler(number, self._interrupt, number)
             except (ValueError, NotImplementedError, RuntimeError):  # not the main thread
+                _ELSEWHERE.add(self)
                 break
         return self
+
+    def request(self, number: int) -> None:
+        """Stop at the next safe point, however often it is asked for."""
+        if self.received is None:
+            self.received = number
+            self._stop()
 
     def _interrupt(self, number: signal.Signals) -> None:
         if self.received is not None:
@@ -32,10 +51,10 @@ class Interrupts:
             end.daemon = True
             end.start()
             raise KeyboardInterrupt
-        self.received = number
-        self._stop()
+        self.request(number)
 
     def __exit__(self, *_: object) -> None:
+        _ELSEWHERE.discard(self)
         for number in (signal.SIGINT, signal.SIGTERM):
             try:
                 self.loop.remove_signal_handler(number)

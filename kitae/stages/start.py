@@ -21,8 +21,10 @@ Start = Callable[[RunStore, Observer, str | None, bool], Result]
 def prepare(config: Root, note: Note) -> tuple[Root, Start]:
     """The settings with what the data decides, and how to train by them."""
     from kitae.models.load import check_model
+    from kitae.observe.trackers import check_installed
     from kitae.store.run import is_run
 
+    check_installed(config.observe.trackers)
     if isinstance(config, StageConfig):
         folder = check_model(config.model)
         config, start = _prepare_stage(config, note)
@@ -58,20 +60,27 @@ def check(config: Root) -> None:
     """What can be refused without loading a model: tasks, data files, verifiers and their options."""
     from kitae.models.load import find_model
 
+    check_data(config)
+    find_model(config.model.path, download=False)
+
+
+def check_data(config: Root) -> None:
+    """The same without the model, which may not be there yet."""
     if isinstance(config, StageConfig):
-        from kitae.data.examples import open_examples
+        from kitae.data.examples import held_out_examples, open_examples
         from kitae.stages.registry import shape_of
 
         open_examples(config.data, config.run.seed, shape_of(config))
+        held_out_examples(config.data, config.run.seed, config.eval.examples, shape_of(config))
     else:
         check_rl(reinforcement(config, "kitae train"))
-    find_model(config.model.path, download=False)
 
 
 def check_rl(config: RLConfig) -> None:
     from kitae.algorithms.stages import resolve_stages
     from kitae.data.prompts import open_stream
     from kitae.data.tasks import find_task
+    from kitae.evaluation.suites import find_suites
     from kitae.models.load import find_model
     from kitae.verifiers.calls import check_params
     from kitae.verifiers.registry import resolve
@@ -89,3 +98,4 @@ def check_rl(config: RLConfig) -> None:
         )
     if config.data.path is not None:
         open_stream(config.data, config.run.seed)
+    find_suites(config.eval.suites, config.eval.data, config)

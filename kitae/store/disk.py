@@ -4,6 +4,8 @@ import errno
 import os
 from pathlib import Path
 
+from kitae.errors import DiskFullError, StoreError
+
 
 def flush(path: Path) -> None:
     """Return when a file, or the entries of a folder, would survive a loss of power."""
@@ -12,6 +14,18 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All of it or nothing, whatever happens meanwhile."""
+    scratch = path.with_name(f".{path.name}.scratch")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        flush(scratch)
+        os.replace(scratch, path)
+        flush(path.parent)
+    except OSError as error:
+        raise (DiskFullError if is_full(error) else StoreError)(f"cannot write {path}: {error}") from error
 
 
 def is_full(error: BaseException) -> bool:

@@ -2,8 +2,9 @@
 
 config.json      the resolved settings
 journal.sqlite   prompts, rollouts, scores, fates, events
-metrics.jsonl    one line per step; evaluations have "kind": "eval"
+metrics.jsonl    one line per step; evaluations have "kind": "eval", and "suite" where it is not the run's own task
 timeline.jsonl   who worked when
+tokens/          numbers of single tokens, of a share of the samples
 console.log      what was on the screen
 checkpoints/     the last few frontiers
 model/           the trained model, loadable by transformers
@@ -16,6 +17,7 @@ import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +57,9 @@ CHANGEABLE = (
     "engine.*",
     "checkpoint.*",
     "eval.every",
+    "eval.suites",
+    "eval.data",
+    "observe.*",
 )
 """Settings that a resumed run may change: what its journal says does not depend on them. Not among them is what decides
 which prompts are asked, how answers are sampled and scored, what a step is made of, or how old a sample may be."""
@@ -64,7 +69,8 @@ which prompts are asked, how answers are sampled and scored, what a step is made
 class Result:
     """How a run ended: `Result(folder, stopped_by=None, step=15, before={"avg": 0.48, …}, after={"avg": 1.0, …})`.
 
-    stopped_by: the signal that ended it before its last step, or None. before, after: its evaluations.
+    stopped_by: the signal that ended it before its last step, or None. before, after: its evaluations on what is held
+    out, or None where nothing is.
     """
 
     folder: Path
@@ -72,6 +78,16 @@ class Result:
     step: int
     before: dict[str, Any] | None
     after: dict[str, Any] | None
+
+    @property
+    def model(self) -> Path:
+        """The folder of the trained model, once the run is finished."""
+        return self.folder / "model"
+
+    @property
+    def metrics(self) -> "list[dict[str, Any]]":
+        """The lines of metrics.jsonl: one for each step, with "kind": "step", and one for each evaluation, "eval"."""
+        return Metrics(self.folder / "metrics.jsonl").rows()
 
 
 class RunStore:
@@ -249,9 +265,14 @@ def lock(folder: Path) -> Any:
         file = (folder / ".lock").open("w")
     except OSError as error:
         raise StoreError(f"cannot write to the run folder {folder}: {error}") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise StoreError(f"another process is working in {folder}; wait for it or stop it first") from None
-    return file
+    for _ in range(_LOCK_TRIES):  # who only looks whether a run is locked holds the lock for an instant
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError:
+            time.sleep(_LOCK_PAUSE)
+    file.close()
+    raise StoreError(f"another process is working in {folder}; wait for it or stop it first")
+
+
+_LOCK_TRIES, _LOCK_PAUSE = 5, 0.02

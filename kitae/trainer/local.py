@@ -61,8 +61,9 @@ class LocalTrainer:
         return await self._run(self._compute, lambda: self._forward_backward(batch))
 
     def _forward_backward(self, batch: Batch) -> Totals:
-        _, rows = pack_rows(batch.samples, self.worker.training, self.worker.policy.device)
-        return self.worker.forward_backward(rows, batch.conditions, batch.roles)
+        worker = self.worker
+        _, rows = pack_rows(batch.samples, worker.training, worker.policy.device, observed=batch.observed)
+        return worker.forward_backward(rows, batch.conditions, batch.roles)
 
     async def optim_step(self) -> Totals:
         return await self._change(self.worker.optim_step)

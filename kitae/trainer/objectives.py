@@ -109,6 +109,7 @@ class Likelihood(Scored):
         loss = -(logp_N * weight_N).sum()
         meter.total("loss", loss.detach())
         meter.part("entropy", entropy_N.detach().sum(), len(entropy_N))
+        meter.tokens(micro.observed, logp=logp_N, entropy=entropy_N)
         return loss
 
 
@@ -168,4 +169,5 @@ def tokens_of(micro: MicroBatch, logp_N: Tensor, entropy_N: Tensor, version: int
         lag_N=version - columns["version"],
         score_N=columns["score"],
         cov_rank_N=columns.get("cov_rank"),
+        observed=micro.observed,
     )

@@ -8,6 +8,7 @@ from kitae.config.root import DistilConfig, RLConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
+from kitae.observe.tokens import TokenChoice
 from kitae.remote.service import Service
 from kitae.stages.config import JSD
 from kitae.trainer.base import Role, Trainer
@@ -57,7 +58,8 @@ def served_teacher(config: RLConfig) -> ServedTeacher | None:
 
 def make_learner(config: RLConfig, trainer: Trainer) -> Learner:
     groups = GroupStages(config.algorithm, config.sampling.max_tokens)
-    return Learner(trainer, groups, Control(config.algorithm), config.training, config.run.seed)
+    recorded = TokenChoice(config.observe.tokens, config.observe.tokens_per_step, config.run.seed)
+    return Learner(trainer, groups, Control(config.algorithm), config.training, config.run.seed, recorded)
 
 
 def reinforced(

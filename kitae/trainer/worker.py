@@ -66,6 +66,7 @@ class Worker:
         totals = Totals.of(Kind.MAX, threads=torch.get_num_threads())  # libraries add up in an order that depends on it
         for role in roles:
             totals += self.trained[role].forward_backward(rows, conditions)
+        totals += _device_memory(self.policy.device)
         return self.ranks.together(totals)
 
     def optim_step(self) -> Totals:
@@ -96,3 +97,11 @@ class Worker:
             trained.load(folder / _FILES[role])
         if self.reference:
             self.reference.load_state(folder)
+
+
+def _device_memory(device: torch.device) -> Totals:
+    """The largest share of a GPU's memory that tensors of this process have taken so far."""
+    if device.type != "cuda":
+        return Totals()
+    _, total = torch.cuda.mem_get_info(device)
+    return Totals.of(Kind.MAX, device_memory_share=torch.cuda.max_memory_allocated(device) / total)

@@ -10,8 +10,8 @@ from harness import rows, run_config
 from transformers import AutoModelForCausalLM
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.cli.locate import find_recipe
 from kitae.config.load import load_config
+from kitae.config.locate import find_recipe
 from kitae.data.chat import Chat
 from kitae.data.prompts import open_stream
 from kitae.engines.base import Completion, Request, SamplingParams

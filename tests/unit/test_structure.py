@@ -10,8 +10,9 @@ ROOT = Path(kitae.__file__).parent
 MOST_IMPORTS = 22  # of one module; the one that puts a run together has the most
 
 FLOORS = (
-    ("cli", "study"),
-    ("stages", "pipeline"),
+    ("cli", "ui", "study"),
+    ("chains", "sampling"),
+    ("stages", "pipeline", "evaluation"),
     ("envs", "trainer", "verifiers"),
     ("engines", "algorithms", "sandbox", "remote"),
     ("weights", "models"),
@@ -20,7 +21,16 @@ FLOORS = (
 )
 """A room may import those on floors below its own; settings (`*/config.py`, `config/`) stand beside the house."""
 
-BESIDE = {("cli", "study"), ("stages", "pipeline"), ("weights", "models"), ("observe", "store")}
+BESIDE = {
+    ("cli", "ui"),
+    ("cli", "study"),
+    ("chains", "sampling"),
+    ("stages", "pipeline"),
+    ("stages", "evaluation"),
+    ("pipeline", "evaluation"),
+    ("weights", "models"),
+    ("observe", "store"),
+}
 """Who may import whom on one floor."""
 
 CONCRETE = {
@@ -98,6 +108,11 @@ def test_the_loops_know_engines_trainers_and_transports_by_their_protocols() -> 
         if room(name) in ("pipeline", "stages") and name not in PUTS_TOGETHER
     ]
     assert not found, "\n".join(found)
+
+
+def test_the_python_api_is_for_those_above_it() -> None:
+    found = [name for name, others in imports().items() if "kitae.api" in others and room(name) not in ("", "cli")]
+    assert not found, f"these stand below the API and import it: {found}"
 
 
 def test_no_module_must_know_everybody() -> None:

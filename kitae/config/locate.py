@@ -1,4 +1,4 @@
-"""Find recipes and runs by name or path."""
+"""Find recipes, chains and runs by name or path."""
 
 from pathlib import Path
 
@@ -28,6 +28,23 @@ def find_recipe(name: str) -> Path:
     if path.suffix or len(path.parts) > 1:
         raise ConfigError(f"no recipe file {name!r} in {Path.cwd()}{hint}")
     raise ConfigError(f"no recipe file {name!r}, and no shipped recipe of that name ({', '.join(names)}){hint}")
+
+
+def shipped_chains() -> list[Path]:
+    return sorted(SHIPPED.glob("chains/*.toml"))
+
+
+def find_chain(name: str) -> Path:
+    """A path as it is; a bare name from the shipped ones."""
+    path = Path(name)
+    if path.is_file():
+        return path
+    known = {p.stem: p for p in shipped_chains()}
+    if name in known:
+        return known[name]
+    raise ConfigError(
+        f"no chain file {name!r}, and no shipped one of that name ({', '.join(known)}){nearest(name, known)}"
+    )
 
 
 def find_run(run: Path) -> Path:

@@ -1,0 +1,229 @@
+"""Kitae from Python: `from kitae import train, resume, evaluate, sample, load`. docs/api.md says what stays as it is.
+
+Each function works in a script, in a thread, and where an event loop is running already, as in a notebook: there the
+work happens in a thread of its own. Whatever is wrong with what is asked for is a `KitaeError`, raised before a model
+is loaded.
+"""
+
+import asyncio
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from kitae.config.load import make_config, read_recipe
+from kitae.config.locate import find_recipe, find_run
+from kitae.config.root import RLConfig, Root, reinforcement
+from kitae.engines.base import SamplingParams
+from kitae.errors import ConfigError, Interrupted
+from kitae.evaluation.measure import Evaluation
+from kitae.evaluation.session import evaluate_own
+from kitae.models.load import trained_model
+from kitae.observe.observer import Audience, Observer
+from kitae.pipeline.interrupts import stop_elsewhere
+from kitae.sampling.model import Asked, LoadedModel
+from kitae.sampling.select import Keep, Selection
+from kitae.sampling.session import Order, Tally, Watcher, check_output, default_prompts, sample_file, sample_groups
+from kitae.stages.run import audience_of, begin, go_on
+from kitae.stages.start import check
+from kitae.store.run import Result, is_run, read_config
+from kitae.types import Group
+
+T = TypeVar("T")
+
+Recipe = str | Path | Mapping[str, Any] | Root
+"""The name of a shipped recipe, the path of one, its values as nested dicts, or settings that are resolved already."""
+
+Settings = Mapping[str, Any]
+"""The keys of a section: `training={"steps": 20, "lr": 1e-5}`."""
+
+_NO_SETTINGS: Settings = MappingProxyType({})
+
+
+def train(
+    recipe: Recipe,
+    *,
+    overrides: Sequence[str] = (),
+    observer: Observer | Audience | None = None,
+    **settings: Settings,
+) -> Result:
+    """Train a new run to its end: `train("quickstart", training={"steps": 5}).after`.
+
+    overrides: as on the command line, `["training.steps=5"]`; settings: the same by section. observer: who is told what
+    happens (`kitae.Observer`); nobody, unless given. Raises `Interrupted` after Ctrl-C, when everything is saved:
+    `resume(folder)` goes on.
+    """
+    config = as_config(recipe, overrides, settings)
+    audience = audience_of(observer)
+    return _ended(outside_a_loop(lambda: begin(config, audience)))
+
+
+def resume(
+    run: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    checkpoint: str | None = None,
+    forget: bool = False,
+    observer: Observer | Audience | None = None,
+) -> Result:
+    """Go on with a run that was stopped or killed, or beyond its end with `overrides=["training.steps=40"]`. A finished
+    one is left as it is."""
+    folder, audience = find_run(Path(run)), audience_of(observer)
+    return _ended(outside_a_loop(lambda: go_on(folder, audience, overrides, checkpoint, forget)))
+
+
+def evaluate(
+    target: Recipe | Result, *, model: str | Path | None = None, overrides: Sequence[str] = (), **settings: Settings
+) -> Evaluation:
+    """Measure a model on the held-out prompts of a recipe: `evaluate("runs/quickstart-001").avg`.
+
+    target: a run (its trained model), or a recipe (its untrained one). model: another one in its place.
+    """
+    config = reinforcement(of_target(target, model, overrides, settings), "evaluate")
+    if config.eval.prompts == 0:
+        raise ConfigError("eval.prompts must be at least 1 for an evaluation, got 0")
+    check(config)
+    return outside_a_loop(lambda: evaluate_own(config))
+
+
+def sample(
+    target: Recipe | Result,
+    prompts: int | Sequence[Asked] = 8,
+    n: int = 1,
+    *,
+    model: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    **settings: Settings,
+) -> list[Group]:
+    """n answers to each prompt, as one `Group` for each: `sample("quickstart", prompts=4, n=8)[0].rewards_G`.
+
+    target: a recipe or a run. prompts: how many of its training prompts, whose answers are verified; or your own, as
+    texts or messages, which nobody judges. `sample_to_file` writes a file to train on.
+    """
+    config = reinforcement(of_target(target, model, overrides, settings), "sample")
+    if isinstance(prompts, int):
+        order = Order(prompts, n, Selection("all"))
+        check(config)
+        return outside_a_loop(lambda: sample_groups(config, order.prompts, order.n))
+    s = config.sampling
+    params = SamplingParams(s.temperature, s.max_tokens, stop_strings=s.stop)
+    with LoadedModel(config.model, config.engine, config.run.seed) as loaded:
+        return loaded.sample(prompts, n, params, seed=config.run.seed)
+
+
+def sample_to_file(
+    target: Recipe | Result,
+    output: str | Path,
+    *,
+    keep: Keep | Selection = "correct",
+    prompts: int | None = None,
+    n: int | None = None,
+    first: int = 0,
+    model: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    watcher: Watcher | None = None,
+    **settings: Settings,
+) -> Tally:
+    """Sample, verify, and write what is kept as a file that stages train on: `keep="pairs"` for preferences, say.
+
+    keep: best, correct, all or pairs; or `kitae.Selection("pairs", min_margin=0.5)`, which says more. prompts: all of a
+    file, unless given. n: the recipe's training.group_size, unless given. first: prompts to pass over. Call it again
+    with the same arguments after it was killed, and it goes on.
+    """
+    config = reinforcement(of_target(target, model, overrides, settings), "sample")
+    select = keep if isinstance(keep, Selection) else Selection(keep)
+    check_output(Path(output))
+    check(config)
+    count = prompts if prompts is not None else default_prompts(config)
+    if count is None:
+        raise ConfigError(f"prompts must be given for data.task = {config.data.task!r}, which has no end; got none")
+    order = Order(count, config.training.group_size if n is None else n, select, first)
+    return outside_a_loop(lambda: sample_file(config, order, Path(output), watcher))
+
+
+def load(model: str | Path | Result, *, engine: Settings | None = None, **settings: Any) -> LoadedModel:
+    """A model that answers: `with load("runs/quickstart-001") as model: model.generate("Reverse 1, 2, 3", n=4)`.
+
+    model: a run, a folder, a hub id or a short name; settings: those of `[model]`, such as `device="cpu"`; engine:
+    those of `[engine]`.
+    """
+    path = model.folder if isinstance(model, Result) else find_run(Path(model))
+    values = {**settings, "path": str(path)}
+    config = make_config({"data": {"task": "reverse"}, "model": values, "engine": dict(engine or {})})
+    assert isinstance(config, RLConfig)
+    return LoadedModel(config.model, config.engine)
+
+
+def as_config(recipe: Recipe, overrides: Sequence[str] = (), settings: Settings = _NO_SETTINGS) -> Root:
+    """The settings of a recipe, with others in place of some of them."""
+    if isinstance(recipe, Root):
+        return make_config(recipe.given(), overrides, settings) if overrides or settings else recipe
+    values = dict(recipe) if isinstance(recipe, Mapping) else read_recipe(find_recipe(str(recipe)))
+    return make_config(values, overrides, settings)
+
+
+def of_target(target: Recipe | Result, model: str | Path | None, overrides: Sequence[str], settings: Settings) -> Root:
+    """The settings of a recipe, or of a run with its trained model."""
+    chosen: dict[str, Any] = {"path": str(model)} if model is not None else {}
+    if isinstance(target, Result):
+        target = target.folder
+    if isinstance(target, str | Path) and is_run(folder := find_run(Path(target))):
+        chosen = chosen or {"path": str(trained_model(folder)), "lora_rank": 0}
+        target = read_config(folder)
+    return as_config(target, overrides, {**settings, "model": {**chosen, **settings.get("model", {})}})
+
+
+def outside_a_loop(work: Callable[[], T]) -> T:
+    """What `work` returns or raises. Where an event loop is running, it is called in another thread.
+
+    Ctrl-C then stops a run at its next safe point, like elsewhere; a second one gives up waiting for that.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+    done: Future[T] = Future()
+
+    def call() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=call, name="kitae-run", daemon=True).start()
+    with _stopping_by_signal():
+        return done.result()
+
+
+@contextmanager
+def _stopping_by_signal() -> Iterator[None]:
+    """While the main thread waits for another: Ctrl-C stops what runs there; if nothing does, or again, it raises."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    asked = False
+
+    def interrupted(number: int, frame: object) -> None:
+        nonlocal asked
+        if asked or not stop_elsewhere(number):
+            raise KeyboardInterrupt
+        asked = True
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _ended(result: Result) -> Result:
+    if result.stopped_by is not None:
+        raise Interrupted(
+            f"stopped after step {result.step}; everything is saved. Go on with:\n    kitae resume {result.folder}",
+            result.stopped_by,
+        )
+    return result

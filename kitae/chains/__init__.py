@@ -1,0 +1,1 @@
+"""Runs after each other, each from the model of the one before."""

@@ -1,0 +1,43 @@
+"""`kitae chain`."""
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kitae.cli.sampling import watching
+from kitae.cli.text import table
+from kitae.cli.training import Screen
+from kitae.config.locate import find_chain
+from kitae.errors import Interrupted
+
+if TYPE_CHECKING:
+    from kitae.chains.plan import Chain
+
+
+def chain(file: str, output: Path | None, rounds: int | None, status: bool) -> None:
+    from kitae.chains.plan import read_chain
+    from kitae.chains.session import inspect_chain, run_chain
+
+    found = read_chain(find_chain(file), output, rounds)
+    inspect_chain(found)
+    _print(found)
+    if status:
+        return
+    with Screen(f"kitae chain {file}{f' -o {output}' if output else ''}") as screen:
+        try:
+            run_chain(found, screen, watching)
+        except KeyboardInterrupt:
+            raise Interrupted("interrupted; the same command goes on from here", signal.SIGINT) from None
+    _print(found)
+
+
+def _print(found: "Chain") -> None:
+    """Where it stands."""
+    from kitae.chains.record import read_record
+    from kitae.chains.report import HEADER, cells, final_model, lines_of
+
+    lines = lines_of(found, *read_record(found))
+    print(table([list(HEADER), *map(cells, lines)], left=4))
+    if all(line.status == "finished" for line in lines):
+        print(f"\nreport         {found.folder / 'report.md'}\ntrained model  {final_model(found, lines)}")
+    print()

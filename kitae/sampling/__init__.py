@@ -1,0 +1,1 @@
+"""Answers of a model, verified, as data: rejection sampling."""
