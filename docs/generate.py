@@ -1,11 +1,12 @@
 """Write the reference pages from the code, so that they cannot drift from it.
 
-    python docs/generate.py            rewrite docs/configuration.md and the generated parts of docs/algorithms.md
+    python docs/generate.py            rewrite docs/configuration.md and the generated parts of other pages
     python docs/generate.py --check    change nothing; exit with 1 and name the pages that differ
 
 Imports no torch. Sections, keys, defaults and limits come from `kitae.config`, methods and stages from
-`kitae.algorithms`, tasks from `kitae.data.tasks`, verifiers from `kitae.verifiers.registry`. The numbers of methods on
-one batch come from tests/data/golden_presets.json, which a test compares with the code.
+`kitae.algorithms`, tasks from `kitae.data.tasks`, verifiers from `kitae.verifiers.registry`, rules of the diagnosis
+from `kitae.observe.diagnosis`. The numbers of methods on one batch come from tests/data/golden_presets.json, which a
+test compares with the code.
 """
 
 import argparse
@@ -26,6 +27,8 @@ from kitae.algorithms.presets import BASE, PRESETS
 from kitae.algorithms.stages import STAGES
 from kitae.config.root import ROOTS, RLConfig
 from kitae.data.tasks import TASKS
+from kitae.observe.diagnosis import RULES
+from kitae.observe.tokens import COLUMNS as TOKEN_COLUMNS
 from kitae.verifiers.registry import VERIFIERS
 
 DOCS = Path(__file__).parent
@@ -50,11 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the reference pages from the code.")
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a page differs")
     check = parser.parse_args(argv).check
-    algorithms = DOCS / "algorithms.md"
-    pages = {
-        DOCS / "configuration.md": configuration(),
-        algorithms: with_blocks(algorithms.read_text(encoding="utf-8")),
-    }
+    pages = {DOCS / "configuration.md": configuration()}
+    pages |= {DOCS / name: with_blocks(name, blocks()) for name, blocks in BLOCKS.items()}
     stale = [page for page, text in pages.items() if not page.exists() or page.read_text(encoding="utf-8") != text]
     for page in stale:
         if check:
@@ -94,22 +94,34 @@ def offline() -> str:
         for name, section in root.sections().items():
             if section not in shown:
                 shown.add(section)
-                of = f", `method.kind = {root.model_fields['method'].default.kind!r}`" if name == "method" else ""
+                of = f", `method.kind = {section.model_fields['kind'].default!r}`" if name == "method" else ""
                 parts.append(f"### [{name}]{of}\n\n{_text(section.__doc__)}\n")
                 parts.append(_table(("key", "values", "default", "meaning"), _rows(section)))
     return "\n".join(parts)
 
 
-def with_blocks(page: str) -> str:
+def with_blocks(file: str, blocks: Mapping[str, str]) -> str:
     """The page with what stands between each pair of marks replaced."""
-    blocks = {"master table": master(), "stages": stages(), "methods": methods(), "golden table": golden()}
+    page = (DOCS / file).read_text(encoding="utf-8")
     for name, text in blocks.items():
         before, begin, rest = page.partition(BEGIN.format(name))
         _, end, after = rest.partition(END)
         if not (begin and end):
-            raise SystemExit(f"docs/algorithms.md must contain {BEGIN.format(name)!r}, and {END!r} after it")
+            raise SystemExit(f"docs/{file} must contain {BEGIN.format(name)!r}, and {END!r} after it")
         page = f"{before}{begin}\n\n{text}\n{end}{after}"
     return page
+
+
+def rules() -> str:
+    """Every rule of the diagnosis; those that are checked while a run goes on have a mark."""
+    rows = [
+        (f"`{r.name}`" + (" ●" if r.live else ""), r.severity, r.title, r.looks_at, r.when, r.advice) for r in RULES
+    ]
+    return _table(("rule", "severity", "says", "looks at", "when", "advice"), rows)
+
+
+def token_columns() -> str:
+    return _table(("column", "what"), [(f"`{name}`", text) for name, text in TOKEN_COLUMNS.items()])
 
 
 def master() -> str:
@@ -257,6 +269,18 @@ def _text(text: str | None) -> str:
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+BLOCKS = {
+    "algorithms.md": lambda: {
+        "master table": master(),
+        "stages": stages(),
+        "methods": methods(),
+        "golden table": golden(),
+    },
+    "diagnosis.md": lambda: {"rules": rules(), "columns": token_columns()},
+}
+"""The pages with generated parts, and what makes these."""
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from kitae.envs.base import Environment as Environment
     from kitae.envs.base import Observation as Observation
     from kitae.errors import KitaeError as KitaeError
+    from kitae.evaluation.measure import Evaluation as Evaluation
     from kitae.observe.observer import Observer as Observer
-    from kitae.pipeline.evaluate import Evaluation as Evaluation
     from kitae.sampling.select import Selection as Selection
     from kitae.stages.base import Method as Method
     from kitae.store.run import Result as Result
@@ -38,7 +38,7 @@ _HOMES = {
     **dict.fromkeys(("Prompt", "Message", "Rollout", "Group", "Score"), "kitae.types"),
     **dict.fromkeys(("Environment", "Observation"), "kitae.envs.base"),
     "Result": "kitae.store.run",
-    "Evaluation": "kitae.pipeline.evaluate",
+    "Evaluation": "kitae.evaluation.measure",
     "Selection": "kitae.sampling.select",
     "KitaeError": "kitae.errors",
     "Engine": "kitae.engines.base",

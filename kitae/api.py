@@ -20,11 +20,11 @@ from kitae.config.locate import find_recipe, find_run
 from kitae.config.root import RLConfig, Root, reinforcement
 from kitae.engines.base import SamplingParams
 from kitae.errors import ConfigError, Interrupted
+from kitae.evaluation.measure import Evaluation
+from kitae.evaluation.session import evaluate_own
 from kitae.models.load import trained_model
 from kitae.observe.observer import Audience, Observer
-from kitae.pipeline.evaluate import Evaluation
 from kitae.pipeline.interrupts import stop_elsewhere
-from kitae.pipeline.session import evaluate_model
 from kitae.sampling.model import Asked, LoadedModel
 from kitae.sampling.select import Keep, Selection
 from kitae.sampling.session import Order, Tally, Watcher, check_output, default_prompts, sample_file, sample_groups
@@ -87,7 +87,7 @@ def evaluate(
     if config.eval.prompts == 0:
         raise ConfigError("eval.prompts must be at least 1 for an evaluation, got 0")
     check(config)
-    return outside_a_loop(lambda: evaluate_model(config))
+    return outside_a_loop(lambda: evaluate_own(config))
 
 
 def sample(

@@ -27,6 +27,9 @@ caller; parked: interrupted, to be continued later."""
 Status = Literal["complete", "parked", "failed"]
 
 
+SampleKey = tuple[int, int, int]
+"""Group, index of the sample, chain."""
+
 GREEDY = -1
 """The index of the greedy response to a prompt, beside its samples 0, 1, 2, …"""
 
@@ -223,7 +226,7 @@ class Sample:
     unit: int | None = None
 
     @property
-    def key(self) -> tuple[int, int, int]:
+    def key(self) -> SampleKey:
         return self.group, self.index, self.chain
 
     @property

@@ -33,6 +33,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, Rewa
 from trl.experimental.gkd import GKDTrainer
 
 Rows = list[dict[str, Any]]
+PADDING = "<|endoftext|>"  # in no row
 
 
 class StepTimer(TrainerCallback):
@@ -124,8 +125,13 @@ def reward(rows: Rows, common: dict[str, Any], args: argparse.Namespace) -> Any:
         Path(args.work) / "model", num_labels=1, dtype=torch.float32
     )
     torch.nn.init.zeros_(model.score.weight)
+    # The class reads the score at the last token that is not padding. With the end of turn as padding, which is what
+    # SmolLM2's tokenizer says, that is the token before the end of turn.
+    words = tokenizer(args)
+    words.pad_token = PADDING
+    model.config.pad_token_id = words.pad_token_id
     settings = RewardConfig(**common, max_length=None, center_rewards_coefficient=args.centring)
-    return RewardTrainer(model, settings, train_dataset=Dataset.from_list(texts), processing_class=tokenizer(args))
+    return RewardTrainer(model, settings, train_dataset=Dataset.from_list(texts), processing_class=words)
 
 
 def margin(row: dict[str, Any]) -> dict[str, float]:
@@ -164,7 +170,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=4, help="rows of a step")
     parser.add_argument("--rows-per-pass", type=int, default=0, help="rows of a pass; 0: all of a step")
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--beta", type=float, default=0.1)
     parser.add_argument("--loss", default="sigmoid", help="of dpo")
     parser.add_argument("--label-smoothing", type=float, default=0.0)

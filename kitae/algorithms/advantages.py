@@ -41,7 +41,7 @@ class SequenceRewards:
 
     The last token has the reward of the response; a KL penalty is spread over all. greedy: the reward of the greedy
     response to the same prompt. bootstrap: the value after the last token, 0 where the episode is over. Log-probs of
-    π_old and π_ref are there where a function needs the reference.
+    π_old are there where a function needs the reference or the teacher, beside those of what it needs.
     """
 
     rewards_T: FloatArray
@@ -50,6 +50,7 @@ class SequenceRewards:
     bootstrap: float = 0.0
     logp_old_T: FloatArray | None = None
     logp_ref_T: FloatArray | None = None
+    logp_teacher_T: FloatArray | None = None
 
 
 # On groups.
@@ -158,6 +159,18 @@ def gae(sequence: SequenceRewards, *, gamma: float, gae_lambda: float) -> FloatA
     return found.astype(np.float32)
 
 
+@has(Trait.TOKENS | Trait.TEACHER)
+def reverse_kl(sequence: SequenceRewards, *, reward_coef: float) -> FloatArray:
+    """log π_teacher − log π_old of the token itself, plus reward_coef × what is left of the reward.
+
+    The expected policy gradient of the first part is that of −KL(π ‖ π_teacher) at each token, given those before. What
+    a token does to the divergence of later ones is left out: less variance, and each token has a signal of its own.
+    """
+    assert sequence.logp_old_T is not None and sequence.logp_teacher_T is not None
+    found_T = narrow(sequence.logp_teacher_T.astype(np.float64) - sequence.logp_old_T)
+    return found_T + np.float32(reward_coef) * returns(sequence, gamma=1.0) if reward_coef else found_T
+
+
 ADVANTAGES: Mapping[str, Callable[..., FloatArray]] = {
     "reward": reward,
     "one": one,
@@ -171,6 +184,7 @@ ADVANTAGES: Mapping[str, Callable[..., FloatArray]] = {
     "returns": returns,
     "greedy": greedy,
     "gae": gae,
+    "reverse-kl": reverse_kl,
 }
 
 

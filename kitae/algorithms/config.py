@@ -56,6 +56,7 @@ class AlgorithmConfig(Section):
     whiten: Literal["none", "tokens", "samples", "scale"] | None = Field(
         None, description="S3: normalise over the step, by token, by sample, or by sample without centring."
     )
+    reward_coef: float | None = Field(None, ge=0, description="S3: weight of the reward beside the reverse KL.")
     pass_k: int | None = Field(None, ge=1, description="S3: the k of pass-at-k.")
     gamma: float | None = Field(None, gt=0, le=1, description="S3: discount per token.")
     gae_lambda: float | None = Field(None, ge=0, le=1, description="S3: the λ of GAE.")
@@ -358,8 +359,8 @@ def _keys_read(
 _CONDITIONS = {
     "shaping": "advantages that read rewards",
     "reward_norm": "advantages that read rewards",
-    "ratio": "gates other than 'likelihood'",
-    "anchor": "gates other than 'likelihood'",
+    "ratio": "gates other than 'likelihood' and 'divergence'",
+    "anchor": "gates other than 'likelihood' and 'divergence'",
     "truncation_reward": "truncation = 'reward'",
     "kl": "kl_coef above 0",
     "kl_in": "kl_coef above 0",

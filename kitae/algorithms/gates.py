@@ -110,6 +110,13 @@ def kl_cov(ratio_N: Tensor, tokens: TokenBatch, *, cov_share: float, cov_coef: f
     return -tokens.advantage_N * ratio_N + cov_coef * ratio_N.log().abs().masked_fill(~held_N, 0.0)
 
 
+@has(Trait.RATIOLESS | Trait.DIVERGENCE)
+def divergence(ratio_N: Tensor, tokens: TokenBatch) -> Tensor:
+    """D(π_teacher, π_θ) over the whole vocabulary at the token: no ratio, no advantage."""
+    assert tokens.divergence_N is not None
+    return tokens.divergence_N
+
+
 def _highest_covariance(tokens: TokenBatch, share: float) -> Tensor:
     assert tokens.cov_rank_N is not None, "the objective ranks the tokens of a step for these gates"
     return tokens.cov_rank_N < share
@@ -127,4 +134,5 @@ GATES: Mapping[str, Callable[..., Tensor]] = {
     "geometric-clip": geometric_clip,
     "clip-cov": clip_cov,
     "kl-cov": kl_cov,
+    "divergence": divergence,
 }

@@ -84,13 +84,18 @@ class GroupStages:
         return self.config.reference not in (None, "none") or Trait.REFERENCE in self._functions.traits
 
     @property
+    def wants_teacher(self) -> bool:
+        """Whether log-probs of a teacher are read."""
+        return Trait.TEACHER in self._functions.traits
+
+    @property
     def kl_in_reward(self) -> bool:
         return self.wants_reference and bool(self.config.kl_coef) and self.config.kl_in == "reward"
 
     @property
     def wants_old(self) -> bool:
-        """Whether advantages read log-probs of π_old and, where there is one, of the reference."""
-        return self.kl_in_reward or Trait.REFERENCE in self._functions.of("advantage")
+        """Whether advantages read log-probs of π_old, beside those of the reference or of a teacher."""
+        return self.kl_in_reward or bool((Trait.REFERENCE | Trait.TEACHER) & self._functions.of("advantage"))
 
     # S1 to S3.
 
@@ -206,13 +211,14 @@ class GroupStages:
             rewards_N[-1] = c.reward
         if self.kl_in_reward:
             rewards_N = rewards_N - _penalty(c, kl_coef)
-        wants_logp = Trait.REFERENCE in self._functions.of("advantage")
+        wants = self._functions.of("advantage")
         sequence = SequenceRewards(
             rewards_N,
             c.column("value") if self.wants_values else None,
             c.baseline,
-            logp_old_T=c.column("logp_old") if wants_logp else None,
-            logp_ref_T=c.column("logp_ref") if wants_logp else None,
+            logp_old_T=c.column("logp_old") if (Trait.REFERENCE | Trait.TEACHER) & wants else None,
+            logp_ref_T=c.column("logp_ref") if Trait.REFERENCE in wants else None,
+            logp_teacher_T=c.column("logp_teacher") if Trait.TEACHER in wants else None,
         )
         return numbers("advantage", self._functions.one("advantage")(sequence), c.loss_tokens)
 

@@ -18,6 +18,7 @@ from kitae.algorithms.ratios import ANCHORS, interpolated
 from kitae.algorithms.regularisers import k3
 from kitae.algorithms.returned import brief
 from kitae.algorithms.tokens import TokenBatch, bounded_exp, log_ratio
+from kitae.algorithms.traits import Trait
 from kitae.errors import ConfigError
 from kitae.observe.meter import Meter
 
@@ -32,6 +33,11 @@ class PolicyLoss:
     @property
     def entropy_gradient(self) -> bool:
         return bool(self.config.entropy_coef or self.config.entropy_target)
+
+    @property
+    def wants_divergence(self) -> bool:
+        """Whether a function reads how far policy and teacher are apart."""
+        return Trait.DIVERGENCE in self._functions.traits
 
     @property
     def estimates_old(self) -> bool:
@@ -84,7 +90,10 @@ class PolicyLoss:
         """
         with torch.enable_grad():
             r_N, logp_N = ratio_N.clone().requires_grad_(), tokens.logp_N.detach().clone().requires_grad_()
-            loss_N = self._functions.one("gate")(r_N, replace(tokens, logp_N=logp_N))
+            still_N = None if tokens.divergence_N is None else tokens.divergence_N.detach()
+            loss_N = self._functions.one("gate")(r_N, replace(tokens, logp_N=logp_N, divergence_N=still_N))
+            if not loss_N.requires_grad:  # it reads neither, so it stops nothing
+                return torch.ones_like(ratio_N)
             by_r_N, by_logp_N = torch.autograd.grad(loss_N.sum(), (r_N, logp_N), allow_unused=True)
         slope_N = torch.zeros_like(ratio_N)
         if by_r_N is not None:
@@ -100,6 +109,15 @@ class PolicyLoss:
             gated_N = self._gated(ratio_N, tokens)
             active_N = advantage_N != 0  # without an advantage there is nothing to gate
             stopped_N = active_N & (gated_N == 0) & (ratio_N > 0)
+            meter.tokens(
+                tokens.observed,
+                logp=tokens.logp_N,
+                logp_old=tokens.logp_old_N,
+                entropy=tokens.entropy_N,
+                ratio=ratio_N,
+                gate=gated_N,
+                correction=weights_N,
+            )
             entropy = tokens.entropy_N.mean()
             meter.mean("entropy", entropy, count)
             meter.mean(Signal.ENTROPY, entropy, count)
@@ -123,6 +141,12 @@ class PolicyLoss:
             meter.max("correction_max", weights_N.max())
             meter.sample_size("ess_corrected", weights_N.sum(), (weights_N**2).sum(), count)
             meter.mean("correction_changed", (weights_N != mismatch_N).float().mean(), count)
+            if tokens.logp_teacher_N is not None:
+                d_N = log_ratio(tokens.logp_old_N, tokens.logp_teacher_N)
+                meter.mean("teacher_kl", d_N.mean(), count)
+                meter.mean("teacher_agreement", bounded_exp(-d_N).clamp(max=1).mean(), count)
+            if tokens.divergence_N is not None:
+                meter.mean("teacher_divergence", tokens.divergence_N.mean(), count)
             if tokens.logp_ref_N is not None:
                 d_N = log_ratio(tokens.logp_old_N, tokens.logp_ref_N)  # of the policy that the samples are from
                 meter.mean("kl_k1", d_N.mean(), count)

@@ -39,6 +39,7 @@ BASE: Mapping[str, Any] = {
     "advantage_ddof": 1,
     "advantage_epsilon": 1e-6,
     "whiten": "none",
+    "reward_coef": 0.0,
     "pass_k": 4,
     "gamma": 1.0,
     "gae_lambda": 1.0,
@@ -405,5 +406,22 @@ PRESETS: Mapping[str, Preset] = {
         "of all tokens",
         "With one update per batch r is 1 and nothing is held: it needs several.",
         {"gate": "kl-cov", "cov_share": 2e-3},
+    ),
+    "distil": Preset(
+        "On-policy distillation: the reverse KL to a teacher as advantage",
+        "MiniLLM, arXiv 2306.08543; as the only signal: Qwen3, arXiv 2505.09388",
+        f"A = log π_teacher − log π_old of each token; {_CLIP}; mean of all tokens",
+        "The teacher is scored at the temperature of the rollouts: else the student is pulled to another distribution "
+        "than the one it is compared with.",
+        {"advantage": "reverse-kl"},
+    ),
+    "gkd": Preset(
+        "Generalised knowledge distillation: a divergence from the teacher, on the student's own samples",
+        "On-policy distillation of language models, arXiv 2306.13649",
+        "ℓ = β KL(π_teacher ‖ m) + (1 − β) KL(π_θ ‖ m), m = β π_teacher + (1 − β) π_θ, over the whole vocabulary; mean "
+        "of all tokens",
+        "There is no gradient through the sampling: with β = 1 it is the reverse KL of each token, as in distil, but "
+        "summed over the vocabulary and not estimated from one token.",
+        {"advantage": "one", "gate": "divergence"},
     ),
 }

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kitae.data.packing import Observed
+
 LIMIT = 20.0
 """Log-ratios are clamped to ± this before the exponential, and nowhere else."""
 
@@ -28,8 +30,9 @@ def bounded_exp(log_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """Only `logp_N`, and `entropy_N` if it is rewarded, carry gradients. Every sequence is here as a whole.
+    """Only `logp_N`, `divergence_N`, and `entropy_N` if it is rewarded, carry gradients.
 
+    Every sequence is here as a whole.
     Two sequences of 2 and 4 loss tokens: N = 6, `sample_N = [0, 0, 1, 1, 1, 1]`, `sequences = 2`.
     """
 
@@ -42,8 +45,11 @@ class TokenBatch:
     sample_N: Tensor
     sequences: int
     logp_ref_N: Tensor | None = None  # π_ref, where there is a KL term
+    logp_teacher_N: Tensor | None = None  # of a teacher, where a function asks for it
+    divergence_N: Tensor | None = None  # from a teacher, over the whole vocabulary; carries a gradient
     lag_N: Tensor | None = None  # versions from the one that sampled the token to the one being trained, at least 1
     score_N: Tensor | None = None  # the raw score of the token's response
+    observed: tuple[Observed, ...] = ()  # samples whose single tokens somebody wants to see
     cov_rank_N: Tensor | None = None  # share of the step's tokens with a higher covariance, where the gate asks for it
 
     def sums(self, values_N: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ class Trait(Flag):
     VALUES = auto()  # a critic's value of each loss token
     GREEDY = auto()  # the greedy response to the same prompt
     REFERENCE = auto()  # log-probs of the reference policy
+    TEACHER = auto()  # log-probs of a teacher
+    DIVERGENCE = auto()  # how far policy and teacher are apart at each token, over the whole vocabulary
     TOKENS = auto()  # an advantage on the token level: it gets one sequence, not a group
     COVARIANCE = auto()  # the rank of each token by covariance
 
@@ -49,12 +51,15 @@ NEEDS = {
     "values": Trait.VALUES,
     "greedy": Trait.GREEDY,
     "reference": Trait.REFERENCE,
+    "teacher": Trait.TEACHER,
+    "divergence": Trait.DIVERGENCE,
     "tokens": Trait.TOKENS,
     "covariance": Trait.COVARIANCE,
     "group": Trait.PEERS,
 }
 """What a function of a user's own may ask for: values of a critic; the reward of the greedy response; log-probs of the
-reference; to see tokens and not groups; the rank of tokens by covariance; at least two samples of a prompt."""
+reference, or of a teacher; the divergence from a teacher; to see tokens and not groups; the rank of tokens by
+covariance; at least two samples of a prompt."""
 
 
 def needs(*names: str) -> Callable[[F], F]:

@@ -19,9 +19,9 @@ from kitae.chains.report import draw_curve, write_report
 from kitae.clock import now
 from kitae.config.root import RLConfig, reinforcement
 from kitae.errors import DataError, Interrupted
+from kitae.evaluation.session import evaluate_own
 from kitae.models.load import check_model
 from kitae.observe.observer import Audience
-from kitae.pipeline.session import evaluate_model
 from kitae.sampling.session import PartialFile, Watcher, sample_file
 from kitae.stages.run import begin, go_on
 from kitae.store.run import is_run
@@ -107,7 +107,7 @@ def _evaluate(chain: Chain, record: Record, after: int, model: str, audience: Au
     config = chain.evaluation(model)
     audience.note(f"evaluating {config.model.path} on {config.eval.prompts} held-out prompts")
     gc.collect()
-    found = evaluate_model(config)
+    found = evaluate_own(config)
     record.evaluated(after, {"model": model, **found.row()})
     audience.note(f"held-out accuracy: {found.avg}")
 

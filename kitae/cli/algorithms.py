@@ -4,6 +4,7 @@ import shutil
 import sys
 
 from kitae.algorithms.catalogue import COLUMNS, arguments, choices, master_table, settings
+from kitae.algorithms.preferences import PREFERENCE_LOSSES
 from kitae.algorithms.presets import BASE, PRESETS
 from kitae.algorithms.stages import STAGES, Stage
 from kitae.errors import ConfigError
@@ -17,12 +18,14 @@ def algorithms(name: str | None) -> None:
         _overview()
     elif name.lower() in PRESETS:
         _preset(name.lower())
+    elif name.lower() == "dpo":
+        _preferences()
     elif stage := STAGES.get(name.lower()) or numbers.get(name.lower()) or _stage_of(name):
         _stage(stage)
     else:
         raise ConfigError(
             f"no algorithm or stage {name!r}{nearest(name, [*PRESETS, *STAGES])}; algorithms are {', '.join(PRESETS)}; "
-            f"stages are {', '.join(STAGES)}"
+            f"stages are {', '.join(STAGES)}; dpo has the losses on preferences"
         )
 
 
@@ -49,6 +52,7 @@ def _overview() -> None:
     print(f"\n{len(PRESETS)} methods. One of them:   kitae algorithms {next(iter(PRESETS))}")
     print(f"the choices of a stage:   kitae algorithms gate      (stages: {', '.join(STAGES)})")
     print("train with one:           kitae train quickstart algorithm.preset=dapo")
+    print("losses on preferences:    kitae algorithms dpo")
 
 
 def _preset(name: str) -> None:
@@ -69,3 +73,14 @@ def _stage(stage: Stage) -> None:
     for name, text, options in choices(stage):
         print(f"  {name:20} {text}" + (f"  [{options}]" if options else ""))
     print(f"\n  your own: algorithm.{stage.key} = 'file.py:function' (docs/custom-algorithms.md)")
+
+
+def _preferences() -> None:
+    print("Losses on pairs of answers, for method.kind = 'dpo'. y⁺ is the chosen answer, y⁻ the rejected one;")
+    print("h⁺ = log π(y⁺) − log π_ref(y⁺), h = h⁺ − h⁻, A = log π(y) / |y|.\n")
+    for name, loss in PREFERENCE_LOSSES.items():
+        values = ", ".join(f"{key} = {value:g}" for key, value in loss.defaults.items())
+        print(f"  {name:14} {loss.formula}")
+        print(f"  {'':14} {loss.title}; {loss.source}")
+        print(f"  {'':14} {values}" + ("" if loss.reference else "; no reference") + "\n")
+    print("  use one        kitae train RECIPE method.loss=ipo")

@@ -184,6 +184,7 @@ def clean(
             "--weights-only", help="Remove all checkpoints: the trained model stays, but the run cannot be resumed."
         ),
     ] = False,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Also remove the records of single tokens.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Remove; without it, only say what would go.")] = False,
 ) -> None:
     """Free disk that runs take.
@@ -192,28 +193,50 @@ def clean(
     """
     from kitae.cli import runs as listing
 
-    listing.clean(folders, weights_only, yes)
+    listing.clean(folders, weights_only, yes, tokens)
 
 
 @app.command(name="eval")
 def evaluate(
-    target: Annotated[
-        str,
+    targets: Annotated[
+        list[str],
         typer.Argument(
-            help="A run folder (its trained model) or a recipe (its untrained model).", metavar="RUN-OR-RECIPE"
+            help="Run folders (their trained models), recipes (their untrained models), or models: folders, hub ids, "
+            "short names; and settings: eval.prompts=32 …",
+            metavar="TARGET… [SECTION.KEY=VALUE]…",
         ),
     ],
-    overrides: Overrides = None,
+    suites: Annotated[
+        str | None,
+        typer.Option(help="What to ask, separated by commas (kitae suites); default: the task of the run or recipe."),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with the data of suites, DIR/gsm8k/test.jsonl …; default: the hub.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Another model: a folder, a run, a hub id or a short name.")] = None,
+    output: Annotated[Path, typer.Option(help="Folder that keeps the answers: what it has is not asked again.")] = Path(
+        "evaluations"
+    ),
+    markdown: Annotated[Path | None, typer.Option(help="Write the table into this file, as Markdown.")] = None,
+    answers: Annotated[Path | None, typer.Option(help="Write all answers with their verdicts, as JSONL.")] = None,
     json: Annotated[bool, typer.Option("--json", help="The numbers as one line of JSON, and nothing else.")] = False,
 ) -> None:
-    """Measure a model on held-out prompts.
+    """Measure models on held-out prompts and suites, and compare them.
 
-    Prints avg@k and pass@k; for k = 8: eval.samples=8 eval.temperature=1.
+    Prints avg@k, pass@k and maj@k with intervals; for k = 8: eval.samples=8 eval.temperature=1. Several models are
+    asked the same problems, and compared with the first.
     """
     from kitae.cli import evaluation
 
-    evaluation.evaluate(target, overrides or [], model, json)
+    evaluation.evaluate(targets, model, suites, data, output, markdown, answers, json)
+
+
+@app.command()
+def suites() -> None:
+    """List the suites that models can be evaluated on."""
+    from kitae.cli import evaluation
+
+    evaluation.suites()
 
 
 @app.command()
@@ -239,6 +262,20 @@ def show(
         inspection.timeline(run)
     else:
         inspection.show(run, step, best, worst, errors, one_per_prompt, limit)
+
+
+@app.command()
+def diagnose(
+    run: Run,
+    json: Annotated[bool, typer.Option("--json", help="The findings as JSON, and nothing else.")] = False,
+) -> None:
+    """Say what is wrong with a run, and what to change.
+
+    Of a run that is going on, finished, stopped or crashed; docs/diagnosis.md has the rules.
+    """
+    from kitae.cli import diagnosis
+
+    diagnosis.diagnose(run, json)
 
 
 @app.command()
@@ -366,6 +403,24 @@ def validate(
 
 
 @app.command()
+def data(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    against: Annotated[
+        list[Path] | None, typer.Option(help="An evaluation's file to look for in the data; may be repeated.")
+    ] = None,
+    examples: Annotated[int, typer.Option(min=0, help="How many to show as the model sees them.")] = 3,
+) -> None:
+    """Say what a recipe's data are.
+
+    Rows, tokens, duplicates, overlap with evaluations, and examples with the trained tokens in ⟦brackets⟧.
+    """
+    from kitae.cli import data as report
+
+    report.data(recipe, overrides or [], against or [], examples)
+
+
+@app.command()
 def verifiers() -> None:
     """List the verifiers, each with an example."""
     from kitae.cli import verification
@@ -388,6 +443,27 @@ def verify(
     from kitae.cli import verification
 
     verification.verify(name, source, target, option or [], workers, timeout)
+
+
+@app.command()
+def ui(
+    places: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Run folders, names of runs, or folders that hold runs; default: runs.", metavar="[RUN]…"),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Where to listen; an address that others can reach needs a token, which is printed.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 7007,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open a browser.")] = False,
+) -> None:
+    """Look at runs in a browser.
+
+    Curves, rollouts token by token, timelines, comparisons; of running runs too. Reads and changes nothing.
+    """
+    from kitae.cli import window
+
+    window.show(places or [], host, port, open_browser)
 
 
 @app.command()

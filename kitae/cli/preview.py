@@ -28,6 +28,8 @@ def preview(config: Root, full: bool) -> None:
 def summary(config: RLConfig) -> str:
     t, data, e = config.training, config.data, config.eval
     held_out = f"{e.prompts} prompts before and after" + (f", and every {e.every} steps" if e.every else "")
+    if e.suites:
+        held_out += f"; as many of {', '.join(e.suites)}"
     return "\n".join(
         [
             f"method     {config.algorithm.preset}, learning rate {t.lr:g}",

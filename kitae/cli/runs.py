@@ -11,6 +11,7 @@ from kitae.cli.text import as_size, as_time, table
 from kitae.errors import KitaeError, StoreError
 from kitae.store.look import RunView, find_runs, look, size_of
 
+_AFTER = "held out after"
 _LAST = 5  # steps whose mean is the reward at the end
 
 
@@ -33,13 +34,26 @@ def compare(folders: Sequence[Path]) -> None:
     rows += [[key, *(_setting(s.get(key)) for s in settings)] for key in names if key not in ("run.name", "run.dir")]
     if len(rows) == 1:
         rows.append(["settings", *("the same" for _ in found)])
-    rows += [[title, *map(cell, found)] for title, cell in _RESULTS.items()]
+    for title, cell in _RESULTS.items():
+        rows.append([title, *map(cell, found)])
+        if title == _AFTER:
+            rows += _suites(found)
     print(table(rows))
 
 
-def clean(folders: Sequence[Path], weights_only: bool, yes: bool) -> None:
+def _suites(found: Sequence[RunView]) -> list[list[str]]:
+    """Before and after, of each other suite that one of the runs was evaluated on."""
+    names = dict.fromkeys(name for run in found for name in run.suites)
+    return [
+        [f"{name} {when}", *(_estimate(run.suites.get(name, []), which) for run in found)]
+        for name in names
+        for when, which in (("before", 0), ("after", -1))
+    ]
+
+
+def clean(folders: Sequence[Path], weights_only: bool, yes: bool, tokens: bool = False) -> None:
     found = [look(folder) for folder in folders]
-    plans = [(run, _superfluous(run, weights_only)) for run in found]  # all are looked at before one is touched
+    plans = [(run, _superfluous(run, weights_only, tokens)) for run in found]  # all are looked at before one is touched
     freed = 0
     for run, paths in plans:
         sizes = {path: size_of(path) for path in paths}
@@ -49,13 +63,13 @@ def clean(folders: Sequence[Path], weights_only: bool, yes: bool) -> None:
         for path, size in sizes.items():
             print(f"  {path.relative_to(run.folder)}  {as_size(size)}")
         if paths:
-            print(f"  {_consequence(run, weights_only)}")
+            print(f"  {_consequence(run, weights_only, paths)}")
         if yes:
             _remove(run, paths, weights_only)
     if yes:
         print(f"{as_size(freed)} freed")
     elif freed:
-        option = " --weights-only" if weights_only else ""
+        option = (" --weights-only" if weights_only else "") + (" --tokens" if tokens else "")
         print(f"nothing was removed yet; do it with: kitae clean {' '.join(map(str, folders))}{option} --yes")
 
 
@@ -79,13 +93,15 @@ def _setting(value: Any) -> str:
 
 
 def _evaluation(which: int) -> Callable[[RunView], str]:
-    def cell(run: RunView) -> str:
-        if len(run.evaluations) < (1 if which == 0 else 2):
-            return "–"
-        row = run.evaluations[which]
-        return f"{row['avg']:.3f} [{row['avg_low']:.3f}, {row['avg_high']:.3f}]"
+    return lambda run: _estimate(run.evaluations, which)
 
-    return cell
+
+def _estimate(rows: Sequence[dict[str, Any]], which: int) -> str:
+    """Of the first evaluation, or of the last if it is another."""
+    if len(rows) < (1 if which == 0 else 2):
+        return "–"
+    row = rows[which]
+    return f"{row['avg']:.3f} [{row['avg_low']:.3f}, {row['avg_high']:.3f}]"
 
 
 def _usual(key: str, form: str) -> Callable[[RunView], str]:
@@ -106,7 +122,7 @@ _RESULTS: dict[str, Callable[[RunView], str]] = {
     "steps": lambda run: f"{run.step}/{run.config.training.steps}",
     f"reward, last {_LAST} steps": _last_reward,
     "held out before": _evaluation(0),
-    "held out after": _evaluation(-1),
+    _AFTER: _evaluation(-1),
     "length": _usual("length", "{:.1f}"),
     "s/step": _usual("step_seconds", "{:.1f}"),
     "gen tok/s": _usual("generate_tokens_per_second", "{:,.0f}"),
@@ -115,7 +131,7 @@ _RESULTS: dict[str, Callable[[RunView], str]] = {
 }
 
 
-def _superfluous(run: RunView, weights_only: bool) -> list[Path]:
+def _superfluous(run: RunView, weights_only: bool, tokens: bool) -> list[Path]:
     if run.status == "running":
         raise StoreError(f"{run.folder} is running; wait for it or stop it first")
     if weights_only and not (run.status == "finished" and run.has_model):
@@ -124,10 +140,14 @@ def _superfluous(run: RunView, weights_only: bool) -> list[Path]:
             f"kitae resume {run.folder}"
         )
     names = run.checkpoints if weights_only else run.checkpoints[:-1]
-    return [*(run.folder / "checkpoints" / name for name in names), *run.leftovers()]
+    records = [run.folder / "tokens"] if tokens and (run.folder / "tokens").is_dir() else []
+    leftovers = [path for path in run.leftovers() if path.parent not in records]
+    return [*(run.folder / "checkpoints" / name for name in names), *leftovers, *records]
 
 
-def _consequence(run: RunView, weights_only: bool) -> str:
+def _consequence(run: RunView, weights_only: bool, paths: Sequence[Path]) -> str:
+    if paths == [run.folder / "tokens"]:
+        return "then nobody can look at single tokens of past steps; nothing else goes"
     if weights_only:
         return f"then it can be evaluated and started from (model.path={run.folder}), but not resumed"
     if not run.checkpoints:

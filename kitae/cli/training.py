@@ -93,6 +93,7 @@ class Screen:
 
 
 def _report(result: "Result", measure: str) -> list[str]:
+    from kitae.observe.diagnosis import diagnose
     from kitae.observe.progress import peak_memory_gb
     from kitae.store.look import look, size_of
 
@@ -107,8 +108,9 @@ def _report(result: "Result", measure: str) -> list[str]:
     if before and after and None not in (before["avg"], after["avg"]):
         rise = after["avg"] - before["avg"]
         of, count = ("prompts", after["prompts"]) if "prompts" in after else ("examples", after["examples"])
+        what = "score" if before.get("partial") or after.get("partial") else measure
         lines.append(
-            f"{f'held-out {measure}':18} {before['avg']:.3f} → {after['avg']:.3f}  ({rise:+.3f}; "
+            f"{f'held-out {what}':18} {before['avg']:.3f} → {after['avg']:.3f}  ({rise:+.3f}; "
             f"{int(count)} {of}, 95 % interval {after['avg_low']:.3f}–{after['avg_high']:.3f})"
         )
     lines += [
@@ -119,6 +121,9 @@ def _report(result: "Result", measure: str) -> list[str]:
         f"curves             {picture}",
         f"trained model      {result.model}",
     ]
+    if found := diagnose(folder):
+        titles = "; ".join(finding.title for finding in found)
+        lines.append(f"diagnosis          {titles} (kitae diagnose {folder})")
     if (look(folder).steps or [{}])[-1].get("reward") is not None:
         lines.append(f"next               kitae show {folder} --worst     (what it still gets wrong)")
     return lines

@@ -16,9 +16,11 @@ from kitae.data.config import EXAMPLE_SOURCES, SOURCES, DataConfig, ExamplesConf
 from kitae.engines.config import EngineConfig, SamplingConfig
 from kitae.errors import ConfigError
 from kitae.models.config import ModelConfig
+from kitae.observe.config import ObserveConfig
 from kitae.pipeline.config import EvalConfig, PipelineConfig
 from kitae.section import Section
 from kitae.stages.config import (
+    DistilMethod,
     DPOMethod,
     KTOMethod,
     MethodConfig,
@@ -44,6 +46,7 @@ class Root(Section):
     model: ModelConfig = ModelConfig()
     training: LearningConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
 
     def contradictions(self) -> Iterator[str]:
         yield from ()
@@ -120,6 +123,7 @@ class RLConfig(Root):
         yield from rules.exact(self.model, self.engine)
         yield from rules.reference(self.algorithm, self.model)
         yield from rules.staleness(self.algorithm, self.pipeline)
+        yield from rules.taught(self.algorithm, self.method)
 
     @property
     def title(self) -> str:
@@ -151,6 +155,31 @@ class RLConfig(Root):
         """Of the algorithm, what differs from its preset."""
         own = {f"algorithm.{key}" for key in self.algorithm.choices()}
         return {k: v for k, v in super().changed().items() if k in own or not k.startswith("algorithm.")}
+
+
+class DistilConfig(RLConfig):
+    """All settings of a run in which a student learns from a teacher, on samples of its own."""
+
+    method: DistilMethod
+    algorithm: AlgorithmConfig = AlgorithmConfig(preset="distil")
+
+    def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        yield from rules.teacher(self.algorithm, self.method, self.sampling, self.verifier)
+
+    @property
+    def title(self) -> str:
+        d, m = self.data, self.method
+        return f"{m.teacher or m.teacher_model} into {self.model.path} on {d.task or d.gym or d.path or d.hub}"
+
+    @classmethod
+    def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The loss has its preset. Nothing needs to be judged: where nobody says by whom, nothing is."""
+        values = super().completed(values)
+        method, algorithm, verifier = (values.get(name, {}) for name in ("method", "algorithm", "verifier"))
+        preset = "gkd" if method.get("loss") == "jsd" else "distil"
+        values = {**values, "algorithm": {"preset": preset, **algorithm}}
+        return values if "name" in verifier else {**values, "verifier": {**verifier, "name": "none"}}
 
 
 class StageConfig(Root):
@@ -215,6 +244,7 @@ ROOTS: dict[str, type[Root]] = {
     "dpo": DPOConfig,
     "kto": KTOConfig,
     "reward": RewardConfig,
+    "distil": DistilConfig,
 }
 """The root of each kind of run, by `method.kind`."""
 
@@ -222,7 +252,7 @@ ROOTS: dict[str, type[Root]] = {
 def reinforcement(config: Root, what: str) -> RLConfig:
     """The config, if it is of the kind that `what` is for; else a complaint."""
     if not isinstance(config, RLConfig):
-        raise ConfigError(f"{what} is for method.kind = 'rl', got a recipe of kind {config.method.kind!r}")
+        raise ConfigError(f"{what} is for method.kind = 'rl' or 'distil', got a recipe of kind {config.method.kind!r}")
     return config
 
 

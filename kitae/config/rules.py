@@ -7,10 +7,15 @@ got; a root names the rules that hold for it. What one section says wrong about 
 from collections.abc import Iterator
 
 from kitae.algorithms.config import AlgorithmConfig, needs_group
+from kitae.algorithms.stages import STAGES
+from kitae.algorithms.traits import Trait
 from kitae.engines.config import EngineConfig, SamplingConfig
 from kitae.models.config import ModelConfig
 from kitae.pipeline.config import PipelineConfig
+from kitae.plugins import is_plugin
+from kitae.stages.config import DistilMethod, MethodConfig
 from kitae.trainer.config import TrainingConfig
+from kitae.verifiers.config import VerifierConfig
 
 
 def groups(a: AlgorithmConfig, t: TrainingConfig) -> Iterator[str]:
@@ -61,6 +66,38 @@ def reference(a: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
             "algorithm.reference must be 'frozen' or 'reset' with model.lora_rank, got 'ema': the mean of two pairs of "
             "adapters is not the adapter of the mean"
         )
+
+
+def taught(a: AlgorithmConfig, m: MethodConfig) -> Iterator[str]:
+    """Without a teacher, nothing may read one."""
+    for stage in STAGES if m.kind != "distil" else ():
+        if found := (Trait.TEACHER | Trait.DIVERGENCE) & a.traits(stage):
+            what = "log-probs of a teacher" if Trait.TEACHER in found else "the divergence from a teacher"
+            chosen = f"algorithm.{stage} {getattr(a, stage)!r}"
+            yield f"{chosen} reads {what}: it needs method.kind = 'distil', got {m.kind!r}"
+
+
+def teacher(a: AlgorithmConfig, m: DistilMethod, sampling: SamplingConfig, v: VerifierConfig) -> Iterator[str]:
+    read, own = Trait(0), any(is_plugin(str(getattr(a, stage))) for stage in STAGES)
+    for stage in STAGES:
+        read |= a.traits(stage)
+    wanted = Trait.TEACHER if m.loss == "reverse-kl" else Trait.DIVERGENCE
+    if not own and wanted not in read:
+        what = "log-probs of the teacher" if wanted is Trait.TEACHER else "the divergence from the teacher"
+        preset = "distil" if wanted is Trait.TEACHER else "gkd"
+        yield (
+            f"method.loss = {m.loss!r} needs a stage that reads {what}, got none in preset {a.preset!r} (preset "
+            f"{preset!r} has one)"
+        )
+    if m.loss != "jsd" and Trait.DIVERGENCE in read:
+        yield f"algorithm.gate {a.gate!r} needs method.loss = 'jsd', got {m.loss!r}"
+    if m.teacher_url and sampling.temperature != 1:
+        yield (
+            f"method.teacher_url needs sampling.temperature = 1, got {sampling.temperature:g}: the log-probs of a "
+            "server are those at 1"
+        )
+    if v.name == "none" and a.reward_coef:
+        yield f"algorithm.reward_coef is {a.reward_coef:g}, but verifier.name = 'none' gives every response 0"
 
 
 def staleness(a: AlgorithmConfig, p: PipelineConfig) -> Iterator[str]:

@@ -105,9 +105,9 @@ class Chat:
         added = tuple(self._tokenizer("")["input_ids"])
         return added[:1] if added and added[0] == self._tokenizer.bos_token_id else ()
 
-    def spell(self, token: int) -> str:
-        """How a token is written in a text: `"<|im_end|>"`."""
-        text: str = self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    def spell(self, *tokens: int) -> str:
+        """How tokens are written in a text, special ones too: `"Hello<|im_end|>"`."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     @property

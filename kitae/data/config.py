@@ -28,7 +28,8 @@ class DataConfig(Section):
     hub_files: str = Field("main/train-*.parquet", description="Files of the hub data set to train on.")
     hub_eval_files: str | None = Field("main/test-*.parquet", description="Files of the hub data set to evaluate on.")
     format: str | None = Field(
-        None, description="Read rows as math, mbpp, humaneval or ifeval have them, or by your own file.py:function."
+        None,
+        description="Read rows as math, svamp, mbpp, humaneval or ifeval have them, or by your own file.py:function.",
     )
     prompt_key: str = Field("question", description="Column with the question, or with a list of chat messages.")
     answer_key: str = Field("answer", description="Column with the reference answer.")

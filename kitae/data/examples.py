@@ -12,9 +12,11 @@ a labelled answer serves as a demonstration if its label is true. The cursor of 
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +25,7 @@ from kitae.data.chat import Tool, text_of
 from kitae.data.config import ExamplesConfig
 from kitae.data.epochs import Epochs, Mixture
 from kitae.data.layouts import Layout, find_layout, lay_out
-from kitae.data.messages import read_message, read_messages, read_tools
+from kitae.data.messages import SYSTEM, read_message, read_messages, read_tools
 from kitae.data.overlap import find_overlap
 from kitae.data.rows import DataRow, File, check_unicode, clip, hub_files, listed, local_file, sift
 from kitae.errors import DataError
@@ -125,7 +127,7 @@ def held_out_examples(config: ExamplesConfig, seed: int, count: int, shape: Shap
     """`count` held-out examples; fewer when the file that holds them is shorter."""
     if count <= 0:
         return []
-    examples, skipped = _read_files(config, _held_out_files(config), shape)
+    examples, skipped = _read_files(config, _held_out_files(config), shape, config.format)
     stream = ExampleStream([examples], seed=seed, shuffle=config.shuffle, skipped=skipped)
     return [stream.at(position) for position in range(min(count, stream.size))]
 
@@ -155,30 +157,46 @@ def reshape(example: Example, shape: Shape) -> tuple[Example, ...]:
     raise DataError(f"this stage needs rows with {needs}, got a {example.shape}")
 
 
+def found_shapes(config: ExamplesConfig) -> dict[str, Counter[Shape]]:
+    """How many good rows of each shape the files to train on have, before a stage makes its own of them."""
+    parts = [(_training_files(config), config.format)] if not config.mix else _parts(config)
+    found = {}
+    for files, format in parts:
+        columns, layout = _reading(config, format)
+        for file in files:
+            examples, _ = sift([file], partial(read_example, columns, layout), skip_bad_rows=True)
+            found[file.name] = Counter(example.shape for example in examples)
+    return found
+
+
 def texts_of(example: Example) -> list[str]:
-    """What everybody says in it; what both sides of a preference begin with, once."""
+    """What is said in it, but by the system; what both sides of a preference begin with, once."""
+    if example.chosen.text is not None:
+        return [example.chosen.text]
     rest = example.rejected.messages[example.rejected.prompt :] if example.rejected else ()
-    texts = [text_of(message) for message in (*example.chosen.messages, *rest)]
-    return texts if example.chosen.text is None else [example.chosen.text]
+    return [text_of(message) for message in (*example.chosen.messages, *rest) if message.role not in SYSTEM]
 
 
 def _single(config: ExamplesConfig, seed: int, shape: Shape) -> ExampleStream:
-    examples, skipped = _read_files(config, _training_files(config), shape)
+    examples, skipped = _read_files(config, _training_files(config), shape, config.format)
     return ExampleStream([examples], seed=seed, shuffle=config.shuffle, skipped=skipped)
 
 
 def _mixed(config: ExamplesConfig, seed: int, shape: Shape) -> ExampleStream:
-    paths = [part.path for part in config.mix]
-    found = [
-        _read_files(config, [_named(local_file("data.mix", part.path), paths)], shape, part.format)
-        for part in config.mix
-    ]
+    found = [_read_files(config, files, shape, format) for files, format in _parts(config)]
     skipped = "\n".join(note for _, note in found if note)
     sources = [examples for examples, _ in found]
     weights = [part.weight for part in config.mix if part.weight is not None]
     if not weights:
         sources = [[example for examples in sources for example in examples]]
     return ExampleStream(sources, seed=seed, shuffle=config.shuffle, weights=weights or None, skipped=skipped)
+
+
+def _parts(config: ExamplesConfig) -> list[tuple[list[File], str | None]]:
+    """The files of a mix, each with its format."""
+    paths = [part.path for part in config.mix]
+    files = [_named(local_file("data.mix", path), paths) for path in paths]
+    return [([file], part.format or config.format) for file, part in zip(files, config.mix, strict=True)]
 
 
 def _training_files(config: ExamplesConfig) -> list[File]:
@@ -210,12 +228,15 @@ def _named(file: File, paths: Sequence[str]) -> File:
     return file if len(same) < 2 else File(file.path, str(file.path))
 
 
+def _reading(config: ExamplesConfig, format: str | None) -> tuple[ExamplesConfig, Layout | None]:
+    """How rows are read: by their columns, or by a format, which knows them by their usual names."""
+    return (config.with_usual_columns(), find_layout(format)) if format else (config, None)
+
+
 def _read_files(
-    config: ExamplesConfig, files: Sequence[File], shape: Shape, format: str | None = None
+    config: ExamplesConfig, files: Sequence[File], shape: Shape, format: str | None
 ) -> tuple[list[Example], str]:
-    name = format or config.format
-    layout = find_layout(name) if name else None
-    columns = config if layout is None else config.with_usual_columns()
+    columns, layout = _reading(config, format)
 
     def read(row: DataRow) -> tuple[Example, ...]:
         example = read_example(columns, layout, row)

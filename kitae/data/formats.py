@@ -2,6 +2,7 @@
 
     format        columns                                                         verifier
     math          problem, answer (or a solution with a \\boxed answer)             math
+    svamp         Body, Question, Answer                                          math
     mbpp          text or prompt, code, test_list, test_setup_code or test_imports code
     humaneval     prompt, test, entry_point, canonical_solution                   code
     ifeval        prompt, instruction_id_list, kwargs                             instructions
@@ -67,6 +68,14 @@ def math(row: Mapping[str, Any]) -> Exercise:
     return Exercise(problem, str(answer))
 
 
+def svamp(row: Mapping[str, Any]) -> Exercise:
+    """Some stories end without a full stop; answers are whole numbers, which some copies write as 145.0."""
+    body, answer = str(row["Body"]).strip(), str(row["Answer"]).strip().removesuffix(".0")
+    if not answer:
+        raise DataError("a row of SVAMP must have an answer, got none")
+    return Exercise(f"{body}{'' if body.endswith(('.', '!', '?')) else '.'} {str(row['Question']).strip()}", answer)
+
+
 def mbpp(row: Mapping[str, Any]) -> Exercise:
     """The prompt shows the tests, as the data set's authors do: they name the function."""
     tests = list(row["test_list"])
@@ -95,6 +104,7 @@ def ifeval(row: Mapping[str, Any]) -> Exercise:
 
 FORMATS = {
     "math": Format(math, "math"),
+    "svamp": Format(svamp, "math"),
     "mbpp": Format(mbpp, "code"),
     "humaneval": Format(humaneval, "code"),
     "ifeval": Format(ifeval, "instructions"),

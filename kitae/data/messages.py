@@ -10,7 +10,8 @@ from kitae.errors import DataError
 from kitae.plugins import nearest
 from kitae.types import Message, ToolCall
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
+SYSTEM = ("system", "developer")
+ROLES = (*SYSTEM, "user", "assistant", "tool")
 
 
 def read_messages(turns: object) -> tuple[Message, ...]:

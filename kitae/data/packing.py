@@ -5,13 +5,13 @@ prompt and, causally, to itself. The last token of a response predicts nothing a
 Legend: T tokens of the row, N loss tokens (what the loss is summed over), in sample order.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from kitae.types import FloatArray, IntArray, Sample
+from kitae.types import FloatArray, IntArray, Sample, SampleKey
 
 Column = npt.NDArray[np.float32]
 
@@ -24,6 +24,15 @@ class Span:
     length: int
     prefix_start: int = 0
     prefix_length: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The loss tokens `[start, stop)` of a row are those of one sample: `Observed((17, 3, 0), 12, 20)`."""
+
+    key: SampleKey
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +51,7 @@ class Row:
     weight_N: FloatArray
     columns: Mapping[str, FloatArray]
     lengths: tuple[int, ...]  # loss tokens of each sample
+    observed: tuple[Observed, ...] = ()  # samples whose single tokens somebody wants to see
 
     @staticmethod
     def empty() -> "Row":
@@ -137,7 +147,7 @@ def _even(pieces: Sequence[Piece], count: int) -> list[Piece]:
     return bins
 
 
-def lay_out(samples: Sequence[Sample], share_prompts: bool = True) -> Row:
+def lay_out(samples: Sequence[Sample], share_prompts: bool = True, observed: Collection[SampleKey] = ()) -> Row:
     """One row; of columns, those that all of its samples have."""
     if not samples:
         return Row.empty()
@@ -181,4 +191,11 @@ def lay_out(samples: Sequence[Sample], share_prompts: bool = True) -> Row:
         weight_N=np.concatenate([s.weight_T[s.mask_T] for s in samples]),
         columns={name: np.concatenate([s.loss(name) for s in samples]) for name in sorted(shared)},
         lengths=tuple(s.loss_tokens for s in samples),
+        observed=_observed(samples, observed) if observed else (),
     )
+
+
+def _observed(samples: Sequence[Sample], observed: Collection[SampleKey]) -> tuple[Observed, ...]:
+    ends = np.cumsum([s.loss_tokens for s in samples]).tolist()
+    found = zip(samples, [0, *ends], ends, strict=False)
+    return tuple(Observed(s.key, start, stop) for s, start, stop in found if s.key in observed)

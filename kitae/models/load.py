@@ -221,7 +221,6 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
 
     from kitae.kernels.memory import keep_freed_memory
     from kitae.models import attention
-    from kitae.models.fuse import fuse
     from kitae.models.policy import Policy
 
     folder = find_model(config.path)
@@ -238,10 +237,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
             tokenizer = _load_tokenizer(config.path, folder)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
-    model = model.to(device).eval()
-    _disable_dropout(model)
-    if config.fuse and not config.exact:
-        fuse(model, device, model.dtype)
+    model = prepared(model, config, device)
     if config.lora_rank:
         from kitae.models.lora import add_lora
 
@@ -255,6 +251,17 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
         check(policy)
     policy.check_head()
     return policy
+
+
+def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
+    """The loaded modules on their device, without dropout, through compiled kernels if asked for."""
+    from kitae.models.fuse import fuse
+
+    model = model.to(device).eval()
+    _disable_dropout(model)
+    if config.fuse and not config.exact:
+        fuse(model, device, model.dtype)
+    return model
 
 
 def _disable_dropout(model: Any) -> None:

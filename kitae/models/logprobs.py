@@ -5,7 +5,7 @@ are still there. Else only the hidden states and three numbers per row are kept 
 matrix product is in fp32.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,12 @@ class Head:
     bias: Tensor | None
     transform: HeadTransform
     exact: bool
+
+    def cut(self, rows: int) -> "Head":
+        """Its first rows; the very same where it has no more."""
+        if len(self.weight) <= rows:
+            return self
+        return replace(self, weight=self.weight[:rows], bias=None if self.bias is None else self.bias[:rows])
 
 
 def token_logprobs(

@@ -29,6 +29,7 @@ class Policy(torch.nn.Module):
         self.model = model
         self.tokenizer = tokenizer
         self.source = source
+        self.rows: int | None = None  # of the logits that log-probs are normalised over; None: all
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         # Not as submodules: each parameter has one name.
         self.__dict__.update(base=base, decoder=base.get_decoder(), head=base.get_output_embeddings())
@@ -58,6 +59,12 @@ class Policy(torch.nn.Module):
     def vocabulary(self) -> int:
         return int(self.head.weight.shape[0])
 
+    @property
+    def output(self) -> Head:
+        """What log-probs are made with."""
+        head = Head(self.head.weight, getattr(self.head, "bias", None), self.transform, self.exact)
+        return head if self.rows is None else head.cut(self.rows)
+
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         """Last hidden states `[T, H]` of one packed row."""
         out = self.decoder(
@@ -76,13 +83,18 @@ class Policy(torch.nn.Module):
         temperature: float,
         chunk: int,
         entropy_grad: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """`(logp_N, entropy_N)` of the tokens `target_N`, which the states of the row at `source_N` predict."""
+        also: Callable[[Head, Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, ...]:
+        """`(logp_N, entropy_N)` of the tokens `target_N`, which the states of the row at `source_N` predict.
+
+        also: what else is made of the head and these states; it comes third.
+        """
         hidden_NH = self.hidden(tokens_T, positions_T, context)[source_N]
-        head = Head(self.head.weight, getattr(self.head, "bias", None), self.transform, self.exact)
-        return token_logprobs(
+        head = self.output
+        found = token_logprobs(
             head, hidden_NH, target_N, temperature=temperature, chunk=chunk, entropy_grad=entropy_grad
         )
+        return found if also is None else (*found, also(head, hidden_NH))
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Logits `[N, V]` exactly as the model class computes them."""

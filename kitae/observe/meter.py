@@ -7,13 +7,17 @@ Each number knows how it is added up, so nobody has to tell that from its name.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from kitae.types import FloatArray, SampleKey
+
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kitae.data.packing import Observed
 
     Number = float | Tensor  # a tensor holds one element
 
@@ -62,9 +66,14 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Numbers that can still be added to others."""
+    """Numbers that can still be added to others.
+
+    tokens: of samples that are observed, numbers of each loss token: `{(17, 3, 0): {"logp": [-0.1, -2.3], …}}`. They
+    are not added up; of a sample that several updates train on, the last one's stay.
+    """
 
     entries: Mapping[Key, Sum] = field(default_factory=dict)
+    tokens: Mapping[SampleKey, Mapping[str, FloatArray]] = field(default_factory=dict)
 
     @staticmethod
     def of(kind: Kind, **values: float) -> Totals:
@@ -75,7 +84,7 @@ class Totals:
         mine = dict(self.entries)
         for key, entry in other.entries.items():
             mine[key] = mine[key] + entry if key in mine else entry
-        return Totals(mine)
+        return Totals(mine, {**self.tokens, **other.tokens})
 
     def __getitem__(self, key: Key) -> float | None:
         return self.entries[key].value if key in self.entries else None
@@ -89,10 +98,12 @@ class Totals:
 def average(updates: Iterable[Totals]) -> Totals:
     """The numbers of a step from those of its updates, each of which counts once, however large it was."""
     gathered: dict[Key, list[Sum]] = {}
+    tokens: dict[SampleKey, Mapping[str, FloatArray]] = {}
     for totals in updates:
+        tokens |= totals.tokens
         for key, entry in totals.entries.items():
             gathered.setdefault(key, []).append(entry)
-    return Totals({key: _average(entries) for key, entries in gathered.items()})
+    return Totals({key: _average(entries) for key, entries in gathered.items()}, tokens)
 
 
 def _average(entries: list[Sum]) -> Sum:
@@ -115,6 +126,7 @@ class Meter:
     def __init__(self) -> None:
         self._entries: list[tuple[Kind, Key, tuple[Number, ...]]] = []
         self._means: set[int] = set()  # entries with a mean in the place of a sum
+        self._tokens: list[tuple[Sequence[Observed], tuple[str, ...], Tensor]] = []
 
     def mean(self, name: Key, value: Number, count: Number = 1.0) -> None:
         self._means.add(len(self._entries))
@@ -135,6 +147,16 @@ class Meter:
         """Effective sample size (Σ w)² / (n Σ w²) over everything added: 1 when all weights are equal."""
         self._entries.append((Kind.SIZE, name, (total, squares, count)))
 
+    def tokens(self, observed: Sequence[Observed], **numbers_N: Tensor) -> None:
+        """Numbers of single tokens, of which those of the observed samples are kept."""
+        if not observed:
+            return
+        import torch
+
+        rows = torch.stack([values_N.detach().float() for values_N in numbers_N.values()])
+        own = torch.cat([rows[:, s.start : s.stop] for s in observed], dim=1)
+        self._tokens.append((observed, tuple(numbers_N), own))
+
     def totals(self) -> Totals:
         found: dict[Key, Sum] = {}
         numbers = iter(_fetch([number for _, _, group in self._entries for number in group]))
@@ -142,12 +164,23 @@ class Meter:
             first, *rest = (next(numbers) for _ in group)
             entry = Sum(kind, (first * rest[0] if i in self._means else first, *rest))
             found[name] = found[name] + entry if name in found else entry
-        return Totals(found)
+        return Totals(found, {key: own for kept in self._tokens for key, own in _cut(*kept)})
 
 
 def _largest(a: float, b: float) -> float:
     """One that is no number stays."""
     return a if a != a else b if b != b else max(a, b)
+
+
+def _cut(
+    observed: Sequence[Observed], names: Sequence[str], rows: Tensor
+) -> Iterable[tuple[SampleKey, dict[str, FloatArray]]]:
+    """What was kept of one micro-batch, by sample."""
+    fetched, start = rows.cpu().numpy(), 0
+    for sample in observed:
+        stop = start + sample.stop - sample.start
+        yield sample.key, dict(zip(names, fetched[:, start:stop], strict=True))
+        start = stop
 
 
 def _fetch(numbers: list[Number]) -> list[float]:

@@ -8,6 +8,10 @@ from kitae.config.root import Root
 
 
 class Reported(Protocol):
+    """What a step of a run of any kind has to say for itself."""
+
+    @property
+    def step(self) -> int: ...
     def row(self) -> dict[str, Any]: ...
 
 
@@ -56,3 +60,30 @@ class Audience(Protocol):
 
     def watch(self, config: Root, folder: Path) -> AbstractContextManager[Observer]:
         """The observer of a run that is about to begin, or to go on; it is left when the run ends, however it does."""
+
+
+class Several:
+    """Tells several observers everything, one after the other."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self._observers = observers
+
+    def status(self, text: str) -> None:
+        for observer in self._observers:
+            observer.status(text)
+
+    def note(self, text: str) -> None:
+        for observer in self._observers:
+            observer.note(text)
+
+    def step(self, report: Reported) -> None:
+        for observer in self._observers:
+            observer.step(report)
+
+    def evaluated(self, row: dict[str, Any]) -> None:
+        for observer in self._observers:
+            observer.evaluated(row)
+
+    def finished(self, folder: Path) -> None:
+        for observer in self._observers:
+            observer.finished(folder)

@@ -13,11 +13,13 @@ _CURVES = {
     "grad_norm": "gradient norm",
     "logp_gap": "log-prob gap, engine against trainer",
     "kl_k3": "KL to the reference (nats per token)",
+    "teacher_kl": "KL to the teacher (nats per token)",
+    "teacher_divergence": "divergence from the teacher (nats per token)",
 }
 
 
 def plot_run(run: Path, output: Path | None = None) -> Path:
-    """Reward with held-out accuracy, and what else there is to see of a run, over steps."""
+    """Reward with scores on held-out prompts and other suites, and what else there is to see of a run, over steps."""
     metrics = Metrics(run / "metrics.jsonl")
     steps, evals = metrics.rows("step"), metrics.rows("eval")
     if not steps:
@@ -31,13 +33,7 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
     reward, *others = axes.flat
     main = "reward" if "reward" in steps[0] else "accuracy" if "accuracy" in steps[0] else "loss"
     reward.plot(x, [_number(row[main]) for row in steps], ".-", label=f"training {main}", color="tab:blue")
-    evals = [row for row in evals if row["avg"] is not None]  # null: no answer could be judged
-    if evals:
-        at = [row["step"] for row in evals]
-        mean = [row["avg"] for row in evals]
-        error = [[row["avg"] - row["avg_low"] for row in evals], [row["avg_high"] - row["avg"] for row in evals]]
-        reward.errorbar(at, mean, error, fmt="o-", label="held out", color="tab:orange", capsize=3)
-        reward.legend()
+    _draw_evaluations(reward, evals)
     reward.set_title(main)
     for axis, (key, values) in zip(others, curves.items(), strict=False):
         axis.plot(x, values, ".-")
@@ -58,6 +54,19 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
     finally:
         pyplot.close(figure)
     return target
+
+
+def _draw_evaluations(axis: Any, rows: list[dict[str, Any]]) -> None:
+    """A line for the run's own task, and one for each other suite."""
+    judged = [row for row in rows if row["avg"] is not None]  # null: no answer could be judged
+    for name in sorted({row.get("suite", "") for row in judged}):
+        found = [row for row in judged if row.get("suite", "") == name]
+        at, mean = [row["step"] for row in found], [row["avg"] for row in found]
+        error = [[row["avg"] - row["avg_low"] for row in found], [row["avg_high"] - row["avg"] for row in found]]
+        look = {"fmt": "s--", "label": name} if name else {"fmt": "o-", "label": "held out", "color": "tab:orange"}
+        axis.errorbar(at, mean, error, capsize=3, **look)
+    if judged:
+        axis.legend(loc="lower right")
 
 
 def load_pyplot() -> Any:

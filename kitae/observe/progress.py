@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from kitae.config.root import RLConfig, Root
+from kitae.config.root import DistilConfig, RLConfig, Root
 from kitae.observe.observer import Reported
 
 _COLUMNS = (
@@ -24,6 +24,8 @@ _COLUMNS = (
 )
 
 _KL = ("kl", "kl_k3", "{:.4f}")
+_TEACHER_KL = ("teacher kl", "teacher_kl", "{:.4f}")
+_DIVERGENCE = ("divergence", "teacher_divergence", "{:.4f}")
 
 _OFFLINE = (
     ("step", "step", "{:.0f}"),
@@ -37,10 +39,13 @@ _OFFLINE = (
 
 
 def _columns(config: Root) -> tuple[tuple[str, str, str], ...]:
-    """The KL to the reference belongs beside the entropy, where there is a reference."""
+    """The KL to the reference belongs beside the entropy, where there is a reference; so does that to a teacher."""
     if not isinstance(config, RLConfig):
         return tuple(c for c in _OFFLINE if config.measure == "accuracy" or c[0] not in ("accuracy", "margin"))
-    return (*_COLUMNS[:4], _KL, *_COLUMNS[4:]) if config.algorithm.kl_coef else _COLUMNS
+    others = [_KL] if config.algorithm.kl_coef else []
+    if isinstance(config, DistilConfig):
+        others.append(_DIVERGENCE if config.method.divergence else _TEACHER_KL)
+    return (*_COLUMNS[:4], *others, *_COLUMNS[4:])
 
 
 Log = Callable[[str], None]
@@ -111,9 +116,10 @@ class Progress:
         found = (
             f"{row['avg']:.3f} [{row['avg_low']:.3f}, {row['avg_high']:.3f}]" if judged else "not known: all errors,"
         )
-        what, count = self.config.measure, row.get("prompts", row.get("examples"))
-        of = "prompts" if "prompts" in row else "examples"
-        self.note(f"held-out {what} at step {row['step']}: {found} on {count:.0f} {of}")
+        what = "score" if row.get("partial") else self.config.measure
+        where = row.get("suite") or "held-out"
+        of, count = ("prompts", row["prompts"]) if "prompts" in row else ("examples", row["examples"])
+        self.note(f"{where} {what} at step {row['step']}: {found} on {count:.0f} {of}")
 
     def finished(self, folder: Path) -> None:
         pass

@@ -92,7 +92,8 @@ class Lap:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """All of it. numbers: what the trainer measured; sync: what handing over the weights took."""
+    """All of it. numbers: what the trainer measured; sync: what handing over the weights took; memory: the share of the
+    machine's that was in use at the end."""
 
     step: int
     sampled: BatchStats
@@ -105,6 +106,7 @@ class StepReport:
     skipped: int
     numbers: Mapping[str, float] = field(default_factory=dict)
     sync: Mapping[str, float] = field(default_factory=dict)
+    memory: float | None = None
 
     def row(self) -> Row:
         return {
@@ -121,6 +123,7 @@ class StepReport:
             **self.sync,
             "engine_idle": max(0.0, 1 - rate(self.generation.seconds, self.times.step)),
             "train_tokens_per_second": rate(self.numbers.get("train_tokens", 0.0), self.times.parts.get("train", 0.0)),
+            "memory_share": self.memory,
         }
 
 

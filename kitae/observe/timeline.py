@@ -62,7 +62,7 @@ def busy_shares(rows: list[dict[str, Any]]) -> dict[str, float]:
     spans: dict[str, list[Period]] = {part: [] for part in PARTS}
     for row in rows:
         spans[row["part"]].append((row["start"], row["end"]))
-    return {part: sum(end - start for start, end in _union(found)) / whole for part, found in spans.items() if found}
+    return {part: sum(end - start for start, end in union(found)) / whole for part, found in spans.items() if found}
 
 
 def draw(folder: Path, output: Path | None = None, steps: int = 12) -> Path:
@@ -123,7 +123,8 @@ def _lane(ends: list[float], row: dict[str, Any]) -> int:
     return len(ends) - 1
 
 
-def _union(spans: list[Period]) -> list[Period]:
+def union(spans: list[Period]) -> list[Period]:
+    """The same time without overlaps, in order."""
     joined: list[Period] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:

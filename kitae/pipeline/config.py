@@ -41,6 +41,11 @@ class EvalConfig(Section):
     top_k: int = Field(0, ge=0, description="Keep only the k likeliest tokens; 0: all.")
     min_p: float = Field(0.0, ge=0, lt=1, description="Drop tokens less likely than this share of the likeliest.")
     every: int = Field(0, ge=0, description="Steps between evaluations; 0: only before and after.")
+    max_tokens: int = Field(0, ge=0, description="Most tokens in an answer; 0: as in training, or as the suite says.")
+    suites: tuple[str, ...] = Field((), description="Other suites that are asked too (kitae suites): gsm8k, svamp …")
+    data: str | None = Field(
+        None, description="Folder with the data of suites, e.g. DIR/gsm8k/test.jsonl; not set: the hub."
+    )
 
     @model_validator(mode="after")
     def _coherent(self) -> Self:

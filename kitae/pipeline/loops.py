@@ -30,6 +30,7 @@ from kitae.errors import root_cause
 from kitae.observe.observer import Observer
 from kitae.observe.report import BatchStats, StepReport
 from kitae.observe.timeline import Timeline
+from kitae.observe.tokens import TokenFiles
 from kitae.pipeline import report
 from kitae.pipeline.buffer import Buffer, Harvest
 from kitae.pipeline.curriculum import Curriculum
@@ -100,6 +101,8 @@ class Pipeline:
         self._state = learner.state()
         self.evaluate = evaluate
         self.timeline = Timeline(store.folder)
+        self.tokens = TokenFiles(store.folder, config.observe.tokens_mb, observer.note)
+        self.tokens.forget_after(max(frontier.step, store.journal.last_step()))
         self.watch = Watch(p.stall_limit, self._pulse, store.folder / "stalled.txt")
         self.buffer = Buffer(t.prompts_per_step, p.max_staleness, frontier.step)
         rates = store.journal.pass_rates() if Curriculum.active(p) else {}
@@ -185,7 +188,7 @@ class Pipeline:
         for step in range(self.frontier.step + 1, self.config.training.steps + 1):
             began = now()
             with self.watch.waits("train", "a batch", self._what_is_missing):
-                slots = await self._or_stop(self.buffer.take())
+                slots = await self.or_stop(self.buffer.take())
             work = _Work(step, [slot.harvest for slot in slots if slot.harvest], waited=now() - began)
             work = replace(work, overdue=self.issuing.taken(work.sampled.rollouts))
             report.check_errors(step, work.sampled, self.config.verifier.max_error_share)
@@ -199,6 +202,7 @@ class Pipeline:
         step = work.step
         ages = report.staleness(work.harvests, self.buffer.version, self.buffer.bound)
         learnt = await self._learn(step, work.harvests)
+        await asyncio.to_thread(self.tokens.write, step, learnt.tokens)
         if work.new:
             self._complaints.about_updates(step, learnt, work.harvests)
             with self.watch.waits("train", "the journal"):
@@ -247,7 +251,7 @@ class Pipeline:
         ready = sum(slot.harvest is not None for slot in self.buffer.open)
         return f"{ready} groups are ready, {self.buffer.size} are needed; slots {shown or 'none'} are awaited"
 
-    async def _or_stop(self, work: Coroutine[Any, Any, T]) -> T:
+    async def or_stop(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for `work`, or raise `Stopped` when the user asks first."""
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._stop.wait())

@@ -5,15 +5,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kitae.algorithms.functions import Functions
-from kitae.config.root import RLConfig
+from kitae.algorithms.traits import Trait
+from kitae.config.root import DistilConfig, RLConfig
 from kitae.data.chat import Chat
 from kitae.data.prompts import PromptStream, eval_prompts, open_stream
 from kitae.engines.base import Engine, SamplingParams
 from kitae.envs.base import EpisodeLimits
-from kitae.envs.episode import Episodes, Running
+from kitae.envs.episode import Episodes
 from kitae.envs.single_turn import SingleTurn
-from kitae.errors import VerifierError
+from kitae.errors import ConfigError, VerifierError
+from kitae.evaluation.suites import Suite, find_suites
+from kitae.models.load import load_tokenizer
 from kitae.models.policy import Policy
+from kitae.trainer.start import served_teacher
+from kitae.trainer.teacher import check_teacher
 from kitae.types import Prompt
 from kitae.verifiers.pool import VerifierPool, validate
 
@@ -22,15 +27,17 @@ _GOLD_CHECKS = 16
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """What a run reads: its prompts, and those held out."""
+    """What a run reads: its prompts, those held out, and those of suites that it is evaluated on beside them."""
 
     stream: PromptStream
     held_out: list[Prompt]
+    suites: tuple[tuple[Suite, list[Prompt]], ...] = ()
 
 
 def prepare(config: RLConfig, note: Callable[[str], None]) -> Sources:
     """Open the data, try the verifier on reference answers, load stages: all that can fail before a model loads."""
-    Functions(config.algorithm, config.sampling.max_tokens)  # finds a user's own stages and checks their signatures
+    functions = Functions(config.algorithm, config.sampling.max_tokens)  # finds a user's own, checks their signatures
+    _check_teacher(config, functions.traits)
     a, stale = config.algorithm, config.pipeline.max_staleness
     if stale and a.correction == "none" and a.anchor != "behaviour":
         note(
@@ -38,17 +45,47 @@ def prepare(config: RLConfig, note: Callable[[str], None]) -> Sources:
             "the policy had just sampled them"
         )
     held_out = eval_prompts(config.data, config.run.seed, config.eval.prompts) if config.eval.prompts else []
-    sources = Sources(open_stream(config.data, config.run.seed), held_out)
+    sources = Sources(open_stream(config.data, config.run.seed), held_out, _open_suites(config))
     if sources.stream.skipped:
         note(sources.stream.skipped)
 
-    async def try_verifier() -> None:
+    async def try_verifiers() -> None:
         async with make_pool(config, note, workers=1) as pool:
             if config.verifier.check_gold:
                 await _check_gold(pool, [sources.stream.at(i) for i in range(_GOLD_CHECKS)], note)
 
-    asyncio.run(try_verifier())
+        for suite, _ in sources.suites:
+            async with suite.pool(note, workers=1):
+                pass
+
+    asyncio.run(try_verifiers())
     return sources
+
+
+def _open_suites(config: RLConfig) -> tuple[tuple[Suite, list[Prompt]], ...]:
+    """The suites beside the run's own task, each with as many prompts as are held out of that."""
+    e = config.eval
+    if not e.prompts:
+        return ()
+    suites = [replace(suite, count=e.prompts) for suite in find_suites(e.suites, e.data, config)]
+    return tuple((suite, suite.prompts(config.run.seed)) for suite in suites)
+
+
+def _check_teacher(config: RLConfig, read: Trait) -> None:
+    """A user's own stages say only now what they need. Then whether there is such a teacher, for this student."""
+    if not isinstance(config, DistilConfig):
+        if (Trait.TEACHER | Trait.DIVERGENCE) & read:
+            raise ConfigError("a stage of the algorithm reads a teacher: it needs method.kind = 'distil', got 'rl'")
+        return
+    m = config.method
+    if (Trait.DIVERGENCE in read) != (m.loss == "jsd") or not (Trait.TEACHER | Trait.DIVERGENCE) & read:
+        reads = "the divergence from a teacher" if Trait.DIVERGENCE in read else "none of a teacher"
+        reads = "log-probs of a teacher" if Trait.TEACHER in read and Trait.DIVERGENCE not in read else reads
+        raise ConfigError(f"method.loss = {m.loss!r} must be what the stages read, got stages that read {reads}")
+    if (served := served_teacher(config)) is not None:
+        asyncio.run(served.check(load_tokenizer(config.model)[0]))
+    else:
+        check_teacher(config)
 
 
 def make_pool(config: RLConfig, note: Callable[[str], None] | None = None, workers: int | None = None) -> VerifierPool:
@@ -66,12 +103,6 @@ def make_episodes(config: RLConfig, engine: Engine, pool: VerifierPool, policy: 
     )
     limits = EpisodeLimits(context=policy.max_context)
     return Episodes(engine, chat, pool, SingleTurn, sampling, config.run.seed, limits=limits)
-
-
-def evaluation_episodes(config: RLConfig, episodes: Episodes) -> Episodes:
-    e = config.eval
-    sampling = replace(episodes.sampling, temperature=e.temperature, top_p=e.top_p, top_k=e.top_k, min_p=e.min_p)
-    return replace(episodes, sampling=sampling, label="eval", running=Running())
 
 
 async def _check_gold(pool: VerifierPool, prompts: list[Prompt], note: Callable[[str], None]) -> None:

@@ -12,6 +12,7 @@ from kitae.clock import now
 from kitae.config.root import RLConfig
 from kitae.engines.base import Engine, EngineStats
 from kitae.errors import VerifierError
+from kitae.observe.memory import memory_share
 from kitae.observe.observer import Observer
 from kitae.observe.report import BatchStats, Generation, Lap, Staleness, StepReport
 from kitae.pipeline.buffer import Harvest
@@ -112,6 +113,7 @@ def step_report(
         learnt.skipped,
         learnt.numbers,
         sync,
+        memory_share(),
     )
 
 

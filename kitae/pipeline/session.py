@@ -5,22 +5,18 @@ import json
 import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from kitae.config.root import RLConfig, reinforcement
-from kitae.data.prompts import eval_prompts
-from kitae.engines.native.engine import NativeEngine
+from kitae.config.root import reinforcement
 from kitae.engines.start import start_engine
 from kitae.errors import ConfigError
 from kitae.models.load import export_policy, load_policy
-from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
-from kitae.pipeline.evaluate import Evaluation, evaluate, evaluation_due
+from kitae.pipeline.evaluate import RunEvaluations, evaluation_due
 from kitae.pipeline.interrupts import Interrupts
 from kitae.pipeline.loops import Pipeline, Stopped
-from kitae.pipeline.prepare import Sources, evaluation_episodes, make_episodes, make_pool
+from kitae.pipeline.prepare import Sources, make_episodes, make_pool
 from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import START, Frontier
 from kitae.store.disk import flush
@@ -41,7 +37,7 @@ def train(
 
 
 async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None, forget: bool) -> Result:
-    config, held_out = reinforcement(store.config, "this loop"), sources.held_out
+    config = reinforcement(store.config, "this loop")
     frontier, state = _where_it_stands(store, checkpoint, forget)
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(make_pool(config, observer.note))
@@ -68,44 +64,34 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
             tolerance=probe_tolerance(policy),
         )
         episodes = make_episodes(config, engine, pool, policy)
-
-        async def evaluate_at(step: int) -> dict[str, Any]:
-            """Evaluate once per step: a resumed run finds what is in the metrics already."""
-            for row in store.metrics.rows("eval"):
-                if row["step"] == step:
-                    return row
-            observer.note(f"evaluating on {len(held_out)} held-out prompts")
-            found = await evaluate(evaluation_episodes(config, episodes), held_out, config.eval.samples)
-            row = {"kind": "eval", "step": step, **found.row()}
-            store.metrics.append(row)
-            observer.evaluated(row)
-            return row
-
+        evaluations = RunEvaluations(config, store.metrics, observer, episodes, pool, sources)
         pipeline = Pipeline(
-            config, store, sources.stream, episodes, engine, learner, weights, observer, frontier, evaluate_at
+            config, store, sources.stream, episodes, engine, learner, weights, observer, frontier, evaluations.at
         )
         if not engine.capabilities.shares_weights:
             await weights.hand_over(frontier.step)
-        if evaluation_due(config, frontier.step):  # of a resumed run, it may have been lost
-            await evaluate_at(frontier.step)
-        before = _eval_row(store, 0)
 
         def stop() -> None:
             observer.note("stopping at the next safe point; press Ctrl-C again to stop at once")
             pipeline.stop()
 
+        after = None
         with Interrupts(stop) as interrupts:
             try:
+                if evaluation_due(config, frontier.step):  # of a resumed run, it may have been lost
+                    await pipeline.or_stop(evaluations.at(frontier.step))
                 await pipeline.run()
+                for left in store.journal.pending():  # of a run that was made shorter
+                    await store.journal.skip_slot(config.training.steps, left.number, "the run ended")
+                if sources.held_out:
+                    after = await pipeline.or_stop(evaluations.at(config.training.steps))
             except Stopped:
                 if pipeline.frontier.step:
                     observer.status("saving a checkpoint")
                     await pipeline.save()
                 await store.journal.add_event("stopped", f"step {pipeline.frontier.step}")
-                return Result(store.folder, interrupts.received or signal.SIGINT, pipeline.frontier.step, before, None)
-        for left in store.journal.pending():  # of a run that was made shorter
-            await store.journal.skip_slot(config.training.steps, left.number, "the run ended")
-        after = await evaluate_at(config.training.steps) if held_out else None
+                stopped_by = interrupts.received or signal.SIGINT
+                return Result(store.folder, stopped_by, pipeline.frontier.step, evaluations.found(0), None)
         observer.status("exporting the model")
         export_policy(policy, store.folder / "model")
         for path in (store.folder / "model").iterdir():
@@ -113,7 +99,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         await store.journal.add_event("finished", json.dumps(after))
         await store.sync()
         observer.finished(store.folder)
-        return Result(store.folder, None, config.training.steps, before, after)
+        return Result(store.folder, None, config.training.steps, evaluations.found(0), after)
 
 
 def _where_it_stands(store: RunStore, checkpoint: str | None, forget: bool) -> tuple[Frontier, Path | None]:
@@ -137,24 +123,3 @@ def _where_it_stands(store: RunStore, checkpoint: str | None, forget: bool) -> t
             f"and make it after a Ctrl-C, which saves a checkpoint; or give those steps up: {way_out}"
         )
     return frontier, state
-
-
-def evaluate_model(config: RLConfig, policy: Policy | None = None) -> Evaluation:
-    """Evaluate `config.model` on the held-out prompts of `config.data`."""
-
-    async def run() -> Evaluation:
-        prompts = eval_prompts(config.data, config.run.seed, config.eval.prompts)
-        async with make_pool(config) as pool:
-            loaded = policy or load_policy(config.model, config.run.seed)
-            engine = NativeEngine(loaded, config.engine)
-            try:
-                episodes = evaluation_episodes(config, make_episodes(config, engine, pool, loaded))
-                return await evaluate(episodes, prompts, config.eval.samples)
-            finally:
-                await engine.close()
-
-    return asyncio.run(run())
-
-
-def _eval_row(store: RunStore, step: int) -> dict[str, Any] | None:
-    return next((r for r in store.metrics.rows("eval") if r["step"] == step), None)

@@ -41,7 +41,8 @@ class Template(Generic[GreetingT]):
     `Template("kitae.verifiers.worker", {"name": "math", "params": {}}, read=Loaded.of, hear=print,
     what="verifier worker", error=VerifierError)`: `main` of the module runs there, and calls `serve`. `setup` goes to
     it, `greeting` is what `read` makes of its answer, and `hear` gets what it and its workers print, piece by piece.
-    Failures are of the type `error` and name the workers as `what`.
+    Failures are of the type `error` and name the workers as `what`. start_limit: seconds for it to load what it needs.
+    environment: variables that it has beside ours.
     """
 
     def __init__(
@@ -53,10 +54,13 @@ class Template(Generic[GreetingT]):
         hear: Callable[[bytes], None],
         what: str,
         error: type[KitaeError],
+        start_limit: float = _START_LIMIT,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._module, self._setup = module, setup
         self._read, self._hear = read, hear
         self._what, self._error = what, error
+        self._start_limit, self._environment = start_limit, environment or {}
         self._greeting: GreetingT | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
@@ -128,7 +132,7 @@ class Template(Generic[GreetingT]):
                 stdout=write,
                 stderr=write,
                 start_new_session=True,  # deaf to Ctrl-C
-                env=os.environ | _ENVIRONMENT,
+                env={**os.environ, **_ENVIRONMENT, **self._environment},
             )
         except OSError as error:
             ours.close()
@@ -140,10 +144,10 @@ class Template(Generic[GreetingT]):
         self._control, self._words = ours, await Words.of(read, self._hear)
         try:
             ours.send(setup)
-            ready = await within(_START_LIMIT, asyncio.create_task(self._receive()))
+            ready = await within(self._start_limit, asyncio.create_task(self._receive()))
             problem = ready.get("error")
         except TimeoutError:
-            problem = f"a {self._what} must start within {_START_LIMIT:g} s{self._words.last()}"
+            problem = f"a {self._what} must start within {self._start_limit:g} s{self._words.last()}"
         except (EOFError, OSError):
             await self._words.rest()
             status = await self._process.wait()

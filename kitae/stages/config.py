@@ -1,8 +1,9 @@
 """Settings of the kinds of run, and of those that train on a file of examples."""
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from kitae.algorithms.preferences import PREFERENCE_LOSSES
 from kitae.section import Section
@@ -68,6 +69,66 @@ class RewardMethod(MethodConfig):
     margin_coef: float = Field(
         0.0, ge=0, description="Times the margin of a row: by how much its scores must differ. A row without one has 0."
     )
+
+
+class JSD(NamedTuple):
+    """Which divergence it is: `JSD(beta=0.5, temperature=1.0)`."""
+
+    beta: float
+    temperature: float
+
+
+class DistilMethod(RLMethod):
+    """Distillation on the student's own samples: a teacher says how likely their tokens are."""
+
+    kind: Literal["distil"] = Field("distil", description="The kind of run.")  # type: ignore[assignment]
+    loss: Literal["reverse-kl", "jsd"] = Field(
+        "reverse-kl",
+        description="reverse-kl: a policy gradient, from the log-prob of each sampled token. jsd: the gradient of a "
+        "divergence over the whole vocabulary, from the teacher's logits.",
+    )
+    beta: float | None = Field(
+        None, ge=0, le=1, description="Of jsd: 0 is the forward KL, 1 the reverse KL; not set: 0.5."
+    )
+    temperature: float | None = Field(
+        None, gt=0, description="Of jsd: what both logits are divided by; not set: 1. reverse-kl has that of sampling."
+    )
+    teacher: str = Field("", description="The teacher: a folder, a hub id, a finished run, or a short name.")
+    teacher_url: str = Field("", description="Or a server with /v1/completions: `http://localhost:8000/v1`.")
+    teacher_model: str = Field("", description="Its name on that server.")
+    teacher_key_env: str = Field("", description="Environment variable with the key of that server; empty: none.")
+    teacher_concurrency: int = Field(16, ge=1, description="Requests to that server at once.")
+    teacher_cache: str = Field("", description="A folder that keeps the answers of that server; empty: none.")
+
+    @property
+    def divergence(self) -> JSD | None:
+        if self.loss != "jsd":
+            return None
+        return JSD(0.5 if self.beta is None else self.beta, self.temperature or 1.0)
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Self:
+        if problems := list(self._contradictions()):
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _contradictions(self) -> Iterator[str]:
+        if bool(self.teacher) == bool(self.teacher_url):
+            got = "both" if self.teacher else "none"
+            yield f"method.kind = 'distil' needs exactly one of method.teacher and method.teacher_url, got {got}"
+        if self.teacher_url and not self.teacher_model:
+            yield "method.teacher_url needs method.teacher_model, the name of the teacher on that server, got none"
+        if self.teacher_url and self.loss == "jsd":
+            yield (
+                "method.loss = 'jsd' needs method.teacher, which gives all logits, got method.teacher_url, which gives "
+                "log-probs of single tokens"
+            )
+        for key in ("beta", "temperature"):
+            if self.loss != "jsd" and getattr(self, key) is not None:
+                yield f"method.{key} belongs to method.loss = 'jsd', got {getattr(self, key):g} with {self.loss!r}"
+        for key in ("teacher_model", "teacher_key_env", "teacher_cache"):
+            if getattr(self, key) and not self.teacher_url:
+                yield f"method.{key} belongs to method.teacher_url, which is not set, got {getattr(self, key)!r}"
 
 
 class StageTraining(LearningConfig):

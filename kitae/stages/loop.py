@@ -10,10 +10,10 @@ from typing import Any
 
 from kitae.clock import now
 from kitae.config.root import StageConfig
+from kitae.evaluation.statistics import interval_of
 from kitae.observe.observer import Observer
 from kitae.observe.report import Lap, StageReport
 from kitae.observe.timeline import Timeline
-from kitae.pipeline.evaluate import interval_of
 from kitae.pipeline.loops import Stopped
 from kitae.stages.base import Item, Method
 from kitae.stages.data import StageData

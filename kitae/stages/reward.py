@@ -8,11 +8,11 @@ import numpy as np
 
 from kitae.config.root import RewardConfig
 from kitae.data.examples import Shape
-from kitae.data.rendering import Rendered
 from kitae.errors import DataError
+from kitae.models.classifier import classifier_class, export_scalar
 from kitae.models.load import load_policy
-from kitae.models.reward import export_reward
 from kitae.models.scalar import ScalarModel
+from kitae.models.scorer import scored
 from kitae.stages.base import Item, better, pair_of
 from kitae.trainer.base import Batch, Column, Trainer
 from kitae.trainer.objectives import Objective
@@ -26,7 +26,9 @@ class RewardModelling:
     shape: Shape = "preference"
 
     def __init__(self, config: RewardConfig) -> None:
-        self._model = ScalarModel(load_policy(config.model, config.run.seed), bias=False)
+        policy = load_policy(config.model, config.run.seed)
+        classifier_class(policy.base.config, config.model.path)  # or nothing could be exported in the end
+        self._model = ScalarModel(policy, bias=False)
         self._margin_coef = config.method.margin_coef
         self.objective: Objective = ScoredPairs(self._model, centring=config.method.centring)
 
@@ -43,21 +45,15 @@ class RewardModelling:
     async def evaluate(self, trainer: Trainer, items: Sequence[Item]) -> FloatArray:
         """Whether the chosen answer has the higher score."""
         samples = [s for i, item in enumerate(items) for s in self._pair(i, item)]
-        scored = await trainer.annotate(samples, [Column.OLD])
-        scores = np.concatenate([s.loss(Column.OLD.value) for s in scored])
+        read = await trainer.annotate(samples, [Column.OLD])
+        scores = np.concatenate([s.loss(Column.OLD.value) for s in read])
         return better(scores[0::2] - scores[1::2])
 
     def export(self, folder: Path) -> None:
-        export_reward(self._model, folder)
+        export_scalar(self._model, folder)
 
     def _pair(self, number: int, item: Item, weight: float = 0.0) -> tuple[Sample, Sample]:
-        whole = replace(item, sequences=tuple(map(_scored, item.sequences)))
+        whole = replace(item, sequences=tuple(map(scored, item.sequences)))
         margin = np.float32(self._margin_coef * (item.margin or 0.0))
         chosen, rejected = (s.with_columns(margin=s.spread(margin)) for s in pair_of(number, whole, weight))
         return chosen, rejected
-
-
-def _scored(sequence: Rendered) -> Rendered:
-    """With one token more, which is the only loss token: its number is read from the state of the last one."""
-    tokens_T = np.append(sequence.tokens_T, 0)
-    return replace(sequence, tokens_T=tokens_T, mask_T=np.arange(len(tokens_T)) == len(tokens_T) - 1)

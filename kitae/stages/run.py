@@ -7,6 +7,7 @@ from pathlib import Path
 from kitae.config.root import Root
 from kitae.errors import StoreError
 from kitae.observe.observer import Audience, Observer, Silent
+from kitae.observe.watching import watched
 from kitae.stages.start import Start, check, prepare
 from kitae.store.look import look
 from kitae.store.run import Result, RunStore
@@ -63,8 +64,9 @@ def go_on(
 
 
 def _train(store: RunStore, start: Start, audience: Audience, checkpoint: str | None, forget: bool) -> Result:
-    with audience.watch(store.config, store.folder) as observer:
-        return start(store, observer, checkpoint, forget)
+    config, folder = store.config, store.folder
+    with audience.watch(config, folder) as observer, watched(config, config.observe, folder, observer) as everybody:
+        return start(store, everybody, checkpoint, forget)
 
 
 def _finished(folder: Path, config: Root) -> Result | None:

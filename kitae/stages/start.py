@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kitae.config.load import override_config
-from kitae.config.root import RLConfig, Root, StageConfig, reinforcement
+from kitae.config.root import DistilConfig, RLConfig, Root, StageConfig, reinforcement
 from kitae.errors import ConfigError
 from kitae.observe.observer import Observer
 from kitae.store.run import Result, RunStore
@@ -21,8 +21,10 @@ Start = Callable[[RunStore, Observer, str | None, bool], Result]
 def prepare(config: Root, note: Note) -> tuple[Root, Start]:
     """The settings with what the data decides, and how to train by them."""
     from kitae.models.load import check_model
+    from kitae.observe.trackers import check_installed
     from kitae.store.run import is_run
 
+    check_installed(config.observe.trackers)
     if isinstance(config, StageConfig):
         folder = check_model(config.model)
         config, start = _prepare_stage(config, note)
@@ -78,10 +80,14 @@ def check_rl(config: RLConfig) -> None:
     from kitae.algorithms.stages import resolve_stages
     from kitae.data.prompts import open_stream
     from kitae.data.tasks import find_task
+    from kitae.evaluation.suites import find_suites
+    from kitae.models.load import find_model
     from kitae.verifiers.calls import check_params
     from kitae.verifiers.registry import resolve
 
     resolve_stages(config.algorithm.model_dump())
+    if isinstance(config, DistilConfig) and config.method.teacher:
+        find_model(config.method.teacher, download=False)
     if config.data.task is not None:
         find_task(config.data.task).resolve(config.data.params)
     if ":" not in config.verifier.name:  # a user's own file is loaded by a worker, never here
@@ -92,3 +98,4 @@ def check_rl(config: RLConfig) -> None:
         )
     if config.data.path is not None:
         open_stream(config.data, config.run.seed)
+    find_suites(config.eval.suites, config.eval.data, config)

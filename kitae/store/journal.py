@@ -49,7 +49,12 @@ CREATE TABLE IF NOT EXISTS parked (
 CREATE TABLE IF NOT EXISTS fates (
     group_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, fate TEXT NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS rollouts_brief ON rollouts (group_id, sample, value, outcome, finish, status);
 """
+
+BRIEF = "rollouts_brief"
+"""The index for those who browse: the columns that come after the long ones, in the order of groups, so that it grows
+at its end as the table does."""
 
 _CLOSE_LIMIT = 60.0  # seconds for what is still to be written
 _NO_VERSION = 2**31 - 1
@@ -88,11 +93,7 @@ class Journal:
         self.path = path
         try:
             if read_only:
-                closed = not path.with_name(f"{path.name}-wal").exists()  # nobody writes: leave no files beside it
-                address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
-                self._reader = sqlite3.connect(address, uri=True, check_same_thread=False)
-                if not self._reader.execute("PRAGMA schema_version").fetchone()[0]:  # says now if it is no database
-                    raise StoreError(f"{path} is empty: the run ended while it was made")
+                self._reader = open_reader(path)
             else:
                 self._reader = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
                 self._reader.execute("PRAGMA journal_mode=WAL")
@@ -383,6 +384,20 @@ class NoJournal(Journal):
 
     async def _write(self, statements: list[Statement], lasting: bool = False) -> None:
         pass
+
+
+def open_reader(path: Path) -> sqlite3.Connection:
+    """A connection to a journal that writes nothing, neither into it nor beside it."""
+    closed = not path.with_name(f"{path.name}-wal").exists()  # nobody writes: leave no files beside it
+    address = f"{path.absolute().as_uri()}?mode=ro{'&immutable=1' if closed else ''}"
+    try:
+        connection = sqlite3.connect(address, uri=True, check_same_thread=False)
+        if not connection.execute("PRAGMA schema_version").fetchone()[0]:  # says now if it is no database
+            connection.close()
+            raise StoreError(f"{path} is empty: the run ended while it was made")
+    except sqlite3.Error as error:
+        raise _explain(error, path) from error
+    return connection
 
 
 def _commit(connection: sqlite3.Connection, statements: list[Statement]) -> None:

@@ -54,7 +54,20 @@ class RunView:
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Those whose answers could be judged."""
+        """Those on the run's own task whose answers could be judged."""
+        return [row for row in self._judged if "suite" not in row]
+
+    @cached_property
+    def suites(self) -> dict[str, list[dict[str, Any]]]:
+        """The same of each other suite that the run is evaluated on, by its name."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for row in self._judged:
+            if "suite" in row:
+                found.setdefault(row["suite"], []).append(row)
+        return found
+
+    @cached_property
+    def _judged(self) -> list[dict[str, Any]]:
         return [r for r in Metrics(self.folder / "metrics.jsonl").rows("eval") if r["avg"] is not None]
 
     @property
@@ -91,7 +104,8 @@ class RunView:
 
     def leftovers(self) -> list[Path]:
         """What writes that were cut off have left behind."""
-        return [*self.folder.glob("checkpoints/.partial-*"), *self.folder.glob(".*.partial")]
+        patterns = ("checkpoints/.partial-*", "tokens/.*.partial", ".*.partial")
+        return [path for pattern in patterns for path in self.folder.glob(pattern)]
 
     @cached_property
     def _last_event(self) -> str | None:

@@ -2,8 +2,9 @@
 
 config.json      the resolved settings
 journal.sqlite   prompts, rollouts, scores, fates, events
-metrics.jsonl    one line per step; evaluations have "kind": "eval"
+metrics.jsonl    one line per step; evaluations have "kind": "eval", and "suite" where it is not the run's own task
 timeline.jsonl   who worked when
+tokens/          numbers of single tokens, of a share of the samples
 console.log      what was on the screen
 checkpoints/     the last few frontiers
 model/           the trained model, loadable by transformers
@@ -16,6 +17,7 @@ import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +57,9 @@ CHANGEABLE = (
     "engine.*",
     "checkpoint.*",
     "eval.every",
+    "eval.suites",
+    "eval.data",
+    "observe.*",
 )
 """Settings that a resumed run may change: what its journal says does not depend on them. Not among them is what decides
 which prompts are asked, how answers are sampled and scored, what a step is made of, or how old a sample may be."""
@@ -260,9 +265,14 @@ def lock(folder: Path) -> Any:
         file = (folder / ".lock").open("w")
     except OSError as error:
         raise StoreError(f"cannot write to the run folder {folder}: {error}") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise StoreError(f"another process is working in {folder}; wait for it or stop it first") from None
-    return file
+    for _ in range(_LOCK_TRIES):  # who only looks whether a run is locked holds the lock for an instant
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError:
+            time.sleep(_LOCK_PAUSE)
+    file.close()
+    raise StoreError(f"another process is working in {folder}; wait for it or stop it first")
+
+
+_LOCK_TRIES, _LOCK_PAUSE = 5, 0.02

@@ -14,8 +14,9 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from kitae.config.root import RLConfig
+from kitae.config.root import DistilConfig, RLConfig
 from kitae.data.prompts import open_stream
+from kitae.evaluation.suites import find_suites, own_suite
 from kitae.kernels.cpu import amx
 from kitae.models.load import SMOLLM2, find_model, pick_device, pick_dtype
 from kitae.trainer.forward import token_budget
@@ -88,10 +89,10 @@ def estimate(config: RLConfig) -> Estimate:
     responses, longest = t.prompts_per_step * t.group_size, config.sampling.max_tokens
     batch = config.engine.max_batch
 
-    def generate(prompts: int, samples: int) -> Range:
-        return machine.generate(prompts, prompts * samples, prompt, longest, batch)
+    def generate(prompts: int, samples: int, tokens: int) -> Range:
+        return machine.generate(prompts, prompts * samples, prompt, tokens, batch)
 
-    generation = generate(t.prompts_per_step, t.group_size)
+    generation = generate(t.prompts_per_step, t.group_size, longest)
     shared = t.prompts_per_step if t.share_prompts else responses
     half, full = (shared * prompt + responses * length for length in (longest / 2, longest))
     models = _extra_models(config, model.parameters, dtype.itemsize)
@@ -103,9 +104,11 @@ def estimate(config: RLConfig) -> Estimate:
         machine.train(half, passes, row).low + updates * machine.update(trained),
         machine.train(full, passes, row).high + updates * machine.update(trained),
     )
-    evaluations = (
-        generate(e.prompts, e.samples) * (2 + (t.steps // e.every if e.every else 0)) if e.prompts else Range(0, 0)
-    )
+    evaluations = Range(0, 0)
+    if e.prompts:
+        for suite in (own_suite(config), *find_suites(e.suites, e.data, config)):
+            once = generate(e.prompts, e.samples, e.max_tokens or suite.max_tokens)
+            evaluations += once * (2 + (t.steps // e.every if e.every else 0))
     saves = (t.steps // config.checkpoint.every + 1) * trained * _STATE / _DISK
     fixed = _START[device.type] + saves
     whole = (generation + training) * t.steps + evaluations + Range(fixed / 2, fixed)
@@ -267,6 +270,9 @@ def _extra_models(config: RLConfig, parameters: int, itemsize: int) -> dict[str,
     if a.kl_coef and a.reference not in (None, "none"):
         shared = config.model.lora_rank > 0 and a.reference == "frozen"
         found["reference"] = 0 if shared else parameters * itemsize
+    if isinstance(config, DistilConfig) and config.method.teacher:
+        teacher = read_model(config.method.teacher)
+        found["teacher"] = (parameters if teacher is None else teacher.parameters) * itemsize
     if a.advantage == "gae":
         found["critic"] = parameters * (itemsize + (4 if itemsize == 2 else 0) + 4 + 8)
     return found

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kitae.algorithms.control import Coefficients
 from kitae.observe.meter import Totals
-from kitae.types import Sample
+from kitae.types import Sample, SampleKey
 from kitae.weights.base import Manifest
 
 THREADS = "kitae-trainer"
@@ -24,6 +24,7 @@ class Column(Enum):
 
     OLD = "logp_old"  # log-prob under the policy as it is now
     REFERENCE = "logp_ref"  # under the reference
+    TEACHER = "logp_teacher"  # under a teacher
     VALUE = "value"  # of the critic
 
 
@@ -55,12 +56,14 @@ class Conditions:
 class Batch:
     """What one optimizer step trains on; the weights of its samples add up over the whole batch.
 
-    `Batch((Sample(…), …), Conditions(version=3), roles=(Role.POLICY,))`
+    `Batch((Sample(…), …), Conditions(version=3), roles=(Role.POLICY,))`; observed: the samples whose numbers of single
+    tokens come back with the totals.
     """
 
     samples: tuple[Sample, ...]
     conditions: Conditions = field(default_factory=Conditions)
     roles: tuple[Role, ...] = (Role.POLICY,)
+    observed: frozenset[SampleKey] = frozenset()
 
     @property
     def loss_tokens(self) -> int:

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kitae.data.packing import Row, Span, lay_out, pack
+from kitae.data.packing import Observed, Row, Span, lay_out, pack
 from kitae.kernels.transfer import send
 from kitae.models.policy import Policy
 from kitae.trainer.attention import PackedAttention
 from kitae.trainer.config import LearningConfig
-from kitae.types import Sample
+from kitae.types import Sample, SampleKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class MicroBatch:
     weight_N: Tensor
     columns: Mapping[str, Tensor]
     sequences: int
+    observed: tuple[Observed, ...] = ()
 
     @classmethod
     def of(cls, row: Row, device: torch.device, columns: Collection[str] | None = None) -> "MicroBatch":
@@ -44,6 +45,7 @@ class MicroBatch:
             weight_N=send(row.weight_N, device),
             columns={name: send(values, device) for name, values in wanted.items()},
             sequences=len(row.lengths),
+            observed=row.observed,
         )
 
 
@@ -53,11 +55,15 @@ def token_budget(config: LearningConfig, device: torch.device) -> int:
 
 
 def pack_rows(
-    samples: Sequence[Sample], config: LearningConfig, device: torch.device, ranks: int = 1
+    samples: Sequence[Sample],
+    config: LearningConfig,
+    device: torch.device,
+    ranks: int = 1,
+    observed: Collection[SampleKey] = (),
 ) -> tuple[list[list[Sample]], list[Row]]:
     """As many rows as ranks, or a multiple of that, and the samples of each."""
     parts = pack(samples, token_budget(config, device), config.share_prompts, multiple=ranks)
-    return parts, [lay_out(part, config.share_prompts) for part in parts]
+    return parts, [lay_out(part, config.share_prompts, observed) for part in parts]
 
 
 def attention(policy: Policy, micro: MicroBatch) -> PackedAttention:

@@ -1,7 +1,7 @@
 """One step of learning: a batch of groups in, updated weights out. The driver's part, which sees samples but no tensor.
 
 candidates  S1, S2 on all groups
-annotate    log-probs of π_old and π_ref, values of the critic: only what the algorithm asks for
+annotate    log-probs of π_old, π_ref and a teacher, values of the critic: only what the algorithm asks for
 advantages  S3
 updates     epochs over mini-batches of whole groups: S7 on each, then forward and backward, then one optimizer step
 """
@@ -9,7 +9,7 @@ updates     epochs over mini-batches of whole groups: S7 on each, then forward a
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,9 +19,10 @@ from kitae.algorithms.control import Control
 from kitae.algorithms.groups import Candidate, GroupStages, replace_samples
 from kitae.clock import now
 from kitae.observe.meter import Totals, average
+from kitae.observe.tokens import Columns, TokenChoice, with_samples
 from kitae.trainer.base import Batch, Column, Conditions, Mark, Role, Trainer
 from kitae.trainer.config import TrainingConfig
-from kitae.types import Group, Sample
+from kitae.types import Group, Sample, SampleKey
 
 T = TypeVar("T")
 
@@ -33,7 +34,8 @@ class Learnt:
     """What a step did: `Learnt(updates=4, samples=32, numbers={"loss": 0.01, …}, seconds={"annotate": 0.2, …})`.
 
     updates: optimizer steps; samples: rollouts that were trained on; skipped: updates that left weights alone because a
-    gradient was not finite. seconds: where the time went; what is left of it was the driver's own work.
+    gradient was not finite. seconds: where the time went; what is left of it was the driver's own work. tokens: numbers
+    of single tokens, of the samples that are recorded.
     """
 
     updates: int
@@ -41,6 +43,7 @@ class Learnt:
     skipped: int = 0
     numbers: Mapping[str, float] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    tokens: Mapping[SampleKey, Columns] = field(default_factory=dict)
 
 
 async def at_once() -> None:
@@ -48,16 +51,23 @@ async def at_once() -> None:
 
 
 class Learner:
-    """`critic_warmup` of the algorithm: steps in which only the critic learns."""
+    """`critic_warmup` of the algorithm: steps in which only the critic learns. recorded: whose tokens are."""
 
     def __init__(
-        self, trainer: Trainer, groups: GroupStages, control: Control, training: TrainingConfig, seed: int
+        self,
+        trainer: Trainer,
+        groups: GroupStages,
+        control: Control,
+        training: TrainingConfig,
+        seed: int,
+        recorded: TokenChoice | None = None,
     ) -> None:
         self.trainer = trainer
         self.groups = groups
         self.control = control
         self.training = training
         self.seed = seed
+        self._recorded = recorded or TokenChoice(0.0, 0, seed)
 
     @property
     def updates(self) -> int:
@@ -90,7 +100,7 @@ class Learner:
             await watch.over("hold", before_update())
         await self.trainer.finish_step(step)
         numbers = totals.numbers() | numbers
-        return Learnt(updates, len(candidates), int(totals[Mark.SKIPPED] or 0), numbers, watch.seconds)
+        return Learnt(updates, len(candidates), int(totals[Mark.SKIPPED] or 0), numbers, watch.seconds, totals.tokens)
 
     def state(self) -> str:
         """What the driver has learnt, as it is between two steps."""
@@ -113,6 +123,7 @@ class Learner:
         several = t.minibatches * t.epochs > 1 and g.config.anchor != "interpolated"
         columns = [Column.OLD] if several or g.wants_old else []
         columns += [Column.REFERENCE] if g.wants_reference else []
+        columns += [Column.TEACHER] if g.wants_teacher else []
         columns += [Column.VALUE] if g.wants_values else []
         if not columns:
             return candidates
@@ -127,12 +138,15 @@ class Learner:
         watch: "_Stopwatch",
     ) -> tuple[Totals, int]:
         roles = self._roles(step)
+        observed = self._recorded.among(step, [s for c in candidates for s in c.samples])
         found: list[Totals] = []
         for part in self._minibatches(step, candidates):
             samples = await asyncio.to_thread(self.groups.weighted, part)
             samples = _for_critic(samples) if Role.CRITIC in roles else samples
             conditions = Conditions(step, self.control.coefficients)
-            passed = await watch.over("train", self.trainer.forward_backward(Batch(samples, conditions, roles)))
+            batch = Batch(samples, conditions, roles, observed)
+            passed = await watch.over("train", self.trainer.forward_backward(batch))
+            passed = replace(passed, tokens=with_samples(passed.tokens, samples))
             if not found:
                 await watch.over("hold", before_update())
             found.append(passed + await watch.over("update", self.trainer.optim_step()))

@@ -11,6 +11,7 @@ import torch
 from kitae.observe.meter import Totals
 from kitae.trainer.base import THREADS, Batch, Column
 from kitae.trainer.forward import pack_rows
+from kitae.trainer.served import ServedTeacher
 from kitae.trainer.worker import Worker
 from kitae.types import Sample
 from kitae.weights.base import Manifest, Publisher
@@ -20,10 +21,11 @@ T = TypeVar("T")
 
 
 class LocalTrainer:
-    """Implements `kitae.trainer.base.Trainer`."""
+    """Implements `kitae.trainer.base.Trainer`. teacher: one that is asked over the network, beside what is computed."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, teacher: ServedTeacher | None = None) -> None:
         self.worker = worker
+        self._served = teacher
         self.publisher: Publisher | None = None  # for engines with weights of their own
         threads = torch.get_num_threads()  # a thread begins with as many as there are cores
         self._compute = ThreadPoolExecutor(1, THREADS, initializer=torch.set_num_threads, initargs=(threads,))
@@ -36,7 +38,14 @@ class LocalTrainer:
         return self.worker.updates
 
     async def annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
-        return await self._run(self._compute, lambda: self._annotate(samples, columns))
+        if self._served is None or Column.TEACHER not in columns:
+            return await self._run(self._compute, lambda: self._annotate(samples, columns))
+        own = [column for column in columns if column is not Column.TEACHER]
+        annotated, taught = await asyncio.gather(
+            self._run(self._compute, lambda: self._annotate(samples, own)), self._served.score(samples)
+        )
+        pairs = zip(annotated, taught, strict=True)
+        return [s.with_columns(**{Column.TEACHER.value: s.spread(logp_N)}) for s, logp_N in pairs]
 
     def _annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
         parts, rows = pack_rows(samples, self.worker.training, self.worker.policy.device)
@@ -52,8 +61,9 @@ class LocalTrainer:
         return await self._run(self._compute, lambda: self._forward_backward(batch))
 
     def _forward_backward(self, batch: Batch) -> Totals:
-        _, rows = pack_rows(batch.samples, self.worker.training, self.worker.policy.device)
-        return self.worker.forward_backward(rows, batch.conditions, batch.roles)
+        worker = self.worker
+        _, rows = pack_rows(batch.samples, worker.training, worker.policy.device, observed=batch.observed)
+        return worker.forward_backward(rows, batch.conditions, batch.roles)
 
     async def optim_step(self) -> Totals:
         return await self._change(self.worker.optim_step)

@@ -1,5 +1,7 @@
 """What models are trained for: each objective has a model, and turns a micro-batch into a loss that is a plain sum."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -7,12 +9,19 @@ from torch import Tensor
 
 from kitae.algorithms.loss import PolicyLoss
 from kitae.algorithms.tokens import TokenBatch
+from kitae.models.logprobs import Head
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.observe.meter import Meter
 from kitae.trainer.base import Conditions
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import MicroBatch, attention
+
+OfStates = Callable[[Head, Tensor], Tensor]
+"""A number for each state, made of the states and of what turns them into logits."""
+
+Divergence = Callable[[MicroBatch], OfStates]
+"""How far a policy is from a teacher at each loss token of a micro-batch; of the teacher, it knows the states."""
 
 
 class Reading(Protocol):
@@ -40,9 +49,9 @@ class Scored:
         self._chunk = config.logit_chunk
         self._temperature = temperature
 
-    def score(self, micro: MicroBatch, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        """`(logp_N, entropy_N)`."""
-        found: tuple[Tensor, Tensor] = self.policy(
+    def score(self, micro: MicroBatch, entropy_grad: bool = False, also: OfStates | None = None) -> tuple[Tensor, ...]:
+        """`(logp_N, entropy_N)`, and what is also made of the states."""
+        found: tuple[Tensor, ...] = self.policy(
             micro.tokens_T,
             micro.positions_T,
             attention(self.policy, micro),
@@ -51,6 +60,7 @@ class Scored:
             temperature=self._temperature,
             chunk=self._chunk,
             entropy_grad=entropy_grad,
+            also=also,
         )
         return found
 
@@ -59,15 +69,27 @@ class Scored:
 
 
 class PolicyGradient(Scored):
-    """The stages on tokens of an algorithm."""
+    """The stages on tokens of an algorithm. divergence: from a teacher, where they read it."""
 
-    def __init__(self, policy: Policy, config: LearningConfig, temperature: float, loss: PolicyLoss) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: LearningConfig,
+        temperature: float,
+        loss: PolicyLoss,
+        divergence: Divergence | None = None,
+    ) -> None:
         super().__init__(policy, config, temperature)
         self._loss = loss
+        self._divergence = divergence
 
     def loss(self, micro: MicroBatch, conditions: Conditions, meter: Meter) -> Tensor:
-        logp_N, entropy_N = self.score(micro, self._loss.entropy_gradient)
-        return self._loss(tokens_of(micro, logp_N, entropy_N, conditions.version), conditions.coefficients, meter)
+        also = None if self._divergence is None else self._divergence(micro)
+        logp_N, entropy_N, *divergence_N = self.score(micro, self._loss.entropy_gradient, also)
+        tokens = tokens_of(micro, logp_N, entropy_N, conditions.version)
+        if divergence_N:
+            tokens = replace(tokens, divergence_N=divergence_N[0])
+        return self._loss(tokens, conditions.coefficients, meter)
 
 
 class Likelihood(Scored):
@@ -87,6 +109,7 @@ class Likelihood(Scored):
         loss = -(logp_N * weight_N).sum()
         meter.total("loss", loss.detach())
         meter.part("entropy", entropy_N.detach().sum(), len(entropy_N))
+        meter.tokens(micro.observed, logp=logp_N, entropy=entropy_N)
         return loss
 
 
@@ -142,7 +165,9 @@ def tokens_of(micro: MicroBatch, logp_N: Tensor, entropy_N: Tensor, version: int
         sample_N=micro.sample_N,
         sequences=micro.sequences,
         logp_ref_N=columns.get("logp_ref"),
+        logp_teacher_N=columns.get("logp_teacher"),
         lag_N=version - columns["version"],
         score_N=columns["score"],
         cov_rank_N=columns.get("cov_rank"),
+        observed=micro.observed,
     )

@@ -4,10 +4,13 @@ from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control
 from kitae.algorithms.groups import GroupStages
 from kitae.algorithms.loss import PolicyLoss
-from kitae.config.root import RLConfig
+from kitae.config.root import DistilConfig, RLConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
+from kitae.observe.tokens import TokenChoice
+from kitae.remote.service import Service
+from kitae.stages.config import JSD
 from kitae.trainer.base import Role, Trainer
 from kitae.trainer.config import LearningConfig, TrainingConfig
 from kitae.trainer.learner import Learner
@@ -15,12 +18,14 @@ from kitae.trainer.local import LocalTrainer
 from kitae.trainer.objectives import Objective, PolicyGradient, Values
 from kitae.trainer.ranks import Alone, Ranks
 from kitae.trainer.reference import Reference
+from kitae.trainer.served import ServedTeacher
+from kitae.trainer.teacher import Teacher, TeacherDivergence, load_teacher
 from kitae.trainer.trained import Trained
 from kitae.trainer.worker import Worker
 
 
 def start_trainer(config: RLConfig, policy: Policy) -> LocalTrainer:
-    """A reference and a critic are made only if the algorithm reads them."""
+    """A reference and a critic are made only if the algorithm reads them, a teacher if the run has one."""
     groups = GroupStages(config.algorithm, config.sampling.max_tokens)
     plain = config.model.model_copy(update={"lora_rank": 0, "exact": False})
     worker = reinforced(
@@ -31,13 +36,30 @@ def start_trainer(config: RLConfig, policy: Policy) -> LocalTrainer:
         temperature=config.sampling.temperature,
         reference=groups.wants_reference,
         critic=ScalarModel(load_policy(plain, config.run.seed)) if groups.wants_values else None,
+        teacher=load_teacher(config, policy) if isinstance(config, DistilConfig) and config.method.teacher else None,
+        divergence=config.method.divergence if isinstance(config, DistilConfig) else None,
     )
-    return LocalTrainer(worker)
+    return LocalTrainer(worker, served_teacher(config))
+
+
+def served_teacher(config: RLConfig) -> ServedTeacher | None:
+    if not isinstance(config, DistilConfig) or not config.method.teacher_url:
+        return None
+    m = config.method
+    service = Service(
+        base_url=m.teacher_url,
+        model=m.teacher_model,
+        key_env=m.teacher_key_env,
+        concurrency=m.teacher_concurrency,
+        cache=m.teacher_cache,
+    )
+    return ServedTeacher(service)
 
 
 def make_learner(config: RLConfig, trainer: Trainer) -> Learner:
     groups = GroupStages(config.algorithm, config.sampling.max_tokens)
-    return Learner(trainer, groups, Control(config.algorithm), config.training, config.run.seed)
+    recorded = TokenChoice(config.observe.tokens, config.observe.tokens_per_step, config.run.seed)
+    return Learner(trainer, groups, Control(config.algorithm), config.training, config.run.seed, recorded)
 
 
 def reinforced(
@@ -49,12 +71,19 @@ def reinforced(
     temperature: float,
     reference: bool = False,
     critic: ScalarModel | None = None,
+    teacher: Teacher | None = None,
+    divergence: JSD | None = None,
     ranks: Ranks | None = None,
 ) -> Worker:
-    """A rank that learns from rewards. reference: whether there is one. critic: where values are wanted."""
+    """A rank that learns from rewards. reference: whether there is one. critic: where values are wanted. divergence:
+    that of the teacher, where the stages read it."""
     ranks = ranks or Alone()
     updates, warmup = training.minibatches * training.epochs, (algorithm.critic_warmup or 0) if critic else 0
-    gradient = PolicyGradient(policy, training, temperature, PolicyLoss(algorithm, max_tokens))
+    apart = None
+    if divergence is not None:
+        assert teacher is not None
+        apart = TeacherDivergence(teacher, training, beta=divergence.beta, temperature=divergence.temperature)
+    gradient = PolicyGradient(policy, training, temperature, PolicyLoss(algorithm, max_tokens), apart)
     start = Reference(policy, algorithm, training, temperature) if reference else None
     trained = {Role.POLICY: Trained(gradient, training, ranks, total_updates=(training.steps - warmup) * updates)}
     if critic is not None:
@@ -67,7 +96,7 @@ def reinforced(
             total_updates=training.steps * updates,
             name="critic_",
         )
-    return Worker(policy, training, trained, reference=start, ranks=ranks)
+    return Worker(policy, training, trained, reference=start, teacher=teacher, ranks=ranks)
 
 
 def supervised(objective: Objective, training: LearningConfig, ranks: Ranks | None = None) -> LocalTrainer:

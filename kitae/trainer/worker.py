@@ -11,6 +11,7 @@ from kitae.models.policy import Policy
 from kitae.observe.meter import Kind, Totals
 from kitae.trainer.base import Column, Conditions, Role
 from kitae.trainer.config import LearningConfig
+from kitae.trainer.objectives import Reading
 from kitae.trainer.ranks import Alone, Ranks
 from kitae.trainer.reference import Reference
 from kitae.trainer.trained import Trained, outputs
@@ -20,7 +21,10 @@ _FILES = {Role.POLICY: "optimizer.safetensors", Role.CRITIC: "critic.safetensors
 
 
 class Worker:
-    """trained: the models that learn, of which the policy is one. Models may be sharded already."""
+    """trained: the models that learn, of which the policy is one. Models may be sharded already.
+
+    teacher: what gives its log-probs, where one is read.
+    """
 
     def __init__(
         self,
@@ -29,12 +33,14 @@ class Worker:
         trained: Mapping[Role, Trained],
         *,
         reference: Reference | None = None,
+        teacher: Reading | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.policy = policy
         self.training = training
         self.trained = trained
         self.reference = reference
+        self.teacher = teacher
         self.ranks = ranks or Alone()
 
     @property
@@ -48,6 +54,9 @@ class Worker:
             if column is Column.REFERENCE:
                 assert self.reference is not None, "there is no reference"
                 found[column] = outputs(self.reference.scores, rows)
+            elif column is Column.TEACHER:
+                assert self.teacher is not None, "there is no teacher"
+                found[column] = outputs(self.teacher, rows)
             else:
                 role = Role.POLICY if column is Column.OLD else Role.CRITIC
                 found[column] = self.trained[role].outputs(rows)
@@ -57,6 +66,7 @@ class Worker:
         totals = Totals.of(Kind.MAX, threads=torch.get_num_threads())  # libraries add up in an order that depends on it
         for role in roles:
             totals += self.trained[role].forward_backward(rows, conditions)
+        totals += _device_memory(self.policy.device)
         return self.ranks.together(totals)
 
     def optim_step(self) -> Totals:
@@ -87,3 +97,11 @@ class Worker:
             trained.load(folder / _FILES[role])
         if self.reference:
             self.reference.load_state(folder)
+
+
+def _device_memory(device: torch.device) -> Totals:
+    """The largest share of a GPU's memory that tensors of this process have taken so far."""
+    if device.type != "cuda":
+        return Totals()
+    _, total = torch.cuda.mem_get_info(device)
+    return Totals.of(Kind.MAX, device_memory_share=torch.cuda.max_memory_allocated(device) / total)

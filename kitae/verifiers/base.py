@@ -2,7 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from kitae.types import Score
 
@@ -22,6 +22,15 @@ through JSON: tuples as lists, keys of mappings as strings. What only waits for 
 FunctionT = TypeVar("FunctionT", bound=ScoreFunction)
 
 
+class Companion(Protocol):
+    """Something that a verifier's checks wait for, started and closed with the pool."""
+
+    async def start(self) -> None:
+        """`VerifierError` where it cannot serve."""
+
+    async def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Verifier:
     """A named score function.
@@ -32,6 +41,8 @@ class Verifier:
     proves the params. `gold` says that a reference which is text or a number is itself a response that must score 1; a
     rule for responses is none. `repeatable`: see the decorator. `prepare` makes the verifier for given params, and
     checks what can be checked before the first response; for a verifier that does not depend on them it is None.
+    `right_is_one`: a right response scores 1, so gold answers can be tried; the numbers of a reward model mean nothing
+    by themselves. `companion` is what its checks ask; it runs as long as the pool does.
     """
 
     name: str
@@ -41,6 +52,8 @@ class Verifier:
     gold: bool = True
     repeatable: bool = False
     prepare: "Callable[[Mapping[str, Any]], Verifier] | None" = None
+    right_is_one: bool = True
+    companion: "Companion | None" = None
 
     def example_for(self, params: Mapping[str, Any]) -> ScoredPair | None:
         return self.example(**params) if callable(self.example) else self.example

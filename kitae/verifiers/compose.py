@@ -133,6 +133,8 @@ class Composition:
             check_params(verifier, params)
             if verifier.score is self:
                 self.plan(params.get("parts"), params.get("clip"))
+            elif verifier.prepare is not None and (verifier := verifier.prepare(params)).companion is not None:
+                raise VerifierError("a model that runs here cannot be a part; give it a server and base_url")
         except VerifierError as error:
             raise VerifierError(f"{where}: {error}") from None
         return Part(verifier, label, weight, gate, _bounds(entry.get("clip"), f"clip of {where}"), inside, params)

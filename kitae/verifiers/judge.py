@@ -163,8 +163,11 @@ async def reward_model(
     reference: Any,
     context: Mapping[str, Any],
     *,
-    base_url: str,
     model: str,
+    base_url: str = "",
+    device: str = "auto",
+    dtype: str = "auto",
+    threads: int = 1,
     key_env: str = "",
     style: str = "pooling",
     index: int = -1,
@@ -173,13 +176,15 @@ async def reward_model(
     center: float = 0.0,
     spread: float = 1.0,
     squash: str = "none",
+    clip: float = 0.0,
     max_input_tokens: int = 16_000,
     extra: str = "",
     **options: Any,
 ) -> Score:
     """The number that a reward model gives, as (number − center) / spread; squash "sigmoid" then maps it to 0…1.
 
-    style says how its server is spoken to:
+    Without a base_url, model is a folder or a run, and runs in a process beside this one: see `rewards`. With one, how
+    its server is spoken to is what style says:
 
         pooling    POST /pooling    a chat, or a text       → data[0].data      vLLM, reward models
         classify   POST /classify   a chat, or a text       → data[0].probs     vLLM, SGLang (under /v1)
@@ -189,11 +194,12 @@ async def reward_model(
 
     index: which number, where there are several (classes, or tokens: the last one is the whole text's). template: the
     text, with {question}, {reference} and {response} in it; "" sends a chat where the style knows chats, so that the
-    server's chat template is used, and else the question, an empty line and the response.
+    server's chat template is used, and else the question, an empty line and the response. clip: numbers beyond ±clip
+    are cut off there, last of all; 0: none are.
     """
     try:
         service = Service(base_url=base_url, model=model, key_env=key_env, **options)
-        squashed = _squash(center, spread, squash)
+        value_of = mapped_reward(center, spread, squash, clip)
         places = set(_PLACE_RE.findall(template)) if template else {"question", "response"}
         if "response" not in places:
             raise VerifierError(f"template must be a text with {{response}}, got {template[:100]!r}")
@@ -202,7 +208,7 @@ async def reward_model(
         parts = _parts(given, places | optional, optional, max_input_tokens)
         path, body, pick = _adapter(style, parts, template)
         raw = await ask(service, path, _merge({"model": model, **body}, extra), lambda got: _reward(got, pick, index))
-        value = squashed(raw)
+        value = value_of(raw)
     except (VerifierError, RemoteError) as error:
         return Score.error(f"reward_model: {error}")
     return Score(value, {"reward_model": value, "reward_raw": raw})
@@ -414,17 +420,21 @@ def _scale(low: float, high: float, out_of_range: str) -> Callable[[float], floa
     return scale
 
 
-def _squash(center: float, spread: float, squash: str) -> Callable[[float], float]:
+def mapped_reward(center: float, spread: float, squash: str, clip: float) -> Callable[[float], float]:
+    """A function from what a reward model says to a score."""
     if not spread > 0:
         raise VerifierError(f"spread must be above 0, got {spread}")
     if squash not in ("none", "sigmoid"):
         raise VerifierError(f"squash must be none or sigmoid, got {squash!r}")
+    if not clip >= 0:
+        raise VerifierError(f"clip must be at least 0, got {clip}")
 
     def value(raw: float) -> float:
         shifted = (raw - center) / spread
         if not math.isfinite(shifted):
             raise VerifierError(f"a reward must be finite, got {raw:g} with center {center:g} and spread {spread:g}")
-        return shifted if squash == "none" else 0.5 + 0.5 * math.tanh(shifted / 2)  # a sigmoid that cannot overflow
+        squashed = shifted if squash == "none" else 0.5 + 0.5 * math.tanh(shifted / 2)  # a sigmoid without overflow
+        return min(max(squashed, -clip), clip) if clip else squashed
 
     return value
 

@@ -100,6 +100,7 @@ class VerifierPool:
         self._params = dict(params)
         found = VERIFIERS.get(name)
         self._references_are_answers = found is None or found.gold
+        self._right_is_one = found is None or found.right_is_one
         self._waiting = found if found is not None and inspect.iscoroutinefunction(found.score) else None
         self._note = note or _to_stderr
         self._prints = _Prints(name, self._note)
@@ -126,6 +127,8 @@ class VerifierPool:
 
     def gold(self, prompt: Prompt) -> str | None:
         """A response to the prompt that must score 1, where one is known."""
+        if not self._right_is_one:
+            return None
         if prompt.gold is not None:
             return prompt.gold
         is_answer = self._references_are_answers and isinstance(prompt.reference, str | int | float)
@@ -136,6 +139,10 @@ class VerifierPool:
         try:
             if self._waiting:
                 check_params(self._waiting, self._params)
+                if self._waiting.prepare is not None:
+                    self._waiting = self._waiting.prepare(self._params)
+                if self._waiting.companion is not None:
+                    await self._waiting.companion.start()
             else:
                 _check_setup(self._setup)
                 await self._template.start()
@@ -169,6 +176,8 @@ class VerifierPool:
         await self._template.close()
         self._prints.close()
         if self._waiting:
+            if self._waiting.companion is not None:
+                await self._waiting.companion.close()
             await close_clients()
 
     async def __aenter__(self) -> Self:

@@ -15,7 +15,9 @@ from kitae.verifiers.gym import gym
 from kitae.verifiers.instructions.verifier import instructions
 from kitae.verifiers.judge import judge, reward_model
 from kitae.verifiers.math import math
+from kitae.verifiers.nothing import nothing
 from kitae.verifiers.puzzles import countdown, knights_knaves
+from kitae.verifiers.rewards import prepare as prepare_reward
 from kitae.verifiers.shape import json_schema, language, length, repetition, tags
 from kitae.verifiers.text import choice, exact, f1, normalised, number, regex
 
@@ -105,8 +107,9 @@ VERIFIERS: dict[str, Verifier] = {
         ),
         Verifier("countdown", countdown, "wrong", ("25 + 3 × 7 = 46", _PUZZLE), repeatable=True),
         Verifier("gym", gym, "wrong"),
+        Verifier("none", nothing, "wrong", gold=False, repeatable=True),
         Verifier("judge", judge, "error", gold=False),
-        Verifier("reward_model", reward_model, "error", gold=False),
+        Verifier("reward_model", reward_model, "error", gold=False, prepare=prepare_reward, right_is_one=False),
         Verifier("compose", _composition, "error", gold=False, prepare=_composition.prepare),
     )
 }

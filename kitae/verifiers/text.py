@@ -200,7 +200,7 @@ def number(
     margins = [_margin(tolerance), _margin(relative)]
     if None in margins:
         return Score.error(f"tolerance and relative must be numbers from 0 up, got {tolerance!r} and {relative!r}")
-    got = _only_number(response) if strict else _final_number(response)
+    got = only_number(response) if strict else final_number(response)
     if got is None:
         return Score(0.0, detail="no number in the response")
     absolute, share = margins
@@ -445,13 +445,14 @@ def _braced(text: str) -> str:
 
 
 def _reference_number(text: str) -> Decimal | None:
-    only = _only_number(text)
+    only = only_number(text)
     if only is not None:
         return only
     return next((number for answer in marked_answers(text) if (number := _first_number(answer)) is not None), None)
 
 
-def _final_number(text: str) -> Decimal | None:
+def final_number(text: str) -> Decimal | None:
+    """What `number` reads in a response; None: no number."""
     text = after_thought(text)
     text = _LATEX_COMMA_RE.sub(",", inside_tag(text, "answer") or text)
     for answer in marked_answers(text):
@@ -460,7 +461,8 @@ def _final_number(text: str) -> Decimal | None:
     return _last_number(text)
 
 
-def _only_number(text: str) -> Decimal | None:
+def only_number(text: str) -> Decimal | None:
+    """The number that a text is, and nothing else."""
     match = _ONLY_NUMBER_RE.fullmatch(text.strip())
     return None if match is None or _is_list(match[1]) else _decimal(match[1])
 

@@ -21,7 +21,7 @@ RIGHT_OR_WRONG = f"verifier.name={HERE / 'toy.py'}:any_digit"
 SHORT = ("eval.prompts=0", "checkpoint.every=100")
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ("distil", "gkd")])  # they have no reward
 def test_every_preset_learns(preset: str, tmp_path: Path) -> None:
     """Two updates per batch where there is a ratio, so that gates and corrections have something to do."""
     updates = 1 if AlgorithmConfig(preset=preset).ratio is None else 2

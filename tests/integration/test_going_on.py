@@ -21,7 +21,7 @@ from test_resume import rollouts_written
 from kitae.errors import ConfigError, StoreError, VerifierError
 from kitae.models.load import find_model
 from kitae.observe.observer import Silent
-from kitae.pipeline import session
+from kitae.pipeline import evaluate as run_evaluations
 from kitae.pipeline.loops import Pipeline
 from kitae.pipeline.prepare import prepare
 from kitae.pipeline.replay import replay
@@ -190,14 +190,14 @@ def test_an_evaluation_that_was_lost_comes_back(tmp_path: Path, monkeypatch: pyt
         raise Crash
 
     calls = []
-    evaluate = session.evaluate
+    evaluate = run_evaluations.evaluate
 
     async def second_fails(*arguments: Any) -> Any:
         calls.append(0)
         return await (fail if len(calls) == 2 else evaluate)(*arguments)
 
     with monkeypatch.context() as patch, pytest.raises(Crash):
-        patch.setattr(session, "evaluate", second_fails)
+        patch.setattr(run_evaluations, "evaluate", second_fails)
         run_toy(tmp_path, *settings)
     assert [r["step"] for r in rows(tmp_path / "toy-001") if r["kind"] == "eval"] == [0]
     assert_same_metrics(go_on(tmp_path).folder, whole)
@@ -215,7 +215,7 @@ def test_ctrl_c_during_an_evaluation_beside_training(
         "sampling.max_tokens=200",
         "eval.every=1",
     )
-    or_stop = Pipeline._or_stop
+    or_stop = Pipeline.or_stop
 
     async def while_it_evaluates(self: Pipeline, work: Any) -> Any:
         await self._settled()
@@ -226,7 +226,7 @@ def test_ctrl_c_during_an_evaluation_beside_training(
         return await or_stop(self, work)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pipeline, "_or_stop", while_it_evaluates)
+        patch.setattr(Pipeline, "or_stop", while_it_evaluates)
         result = run_toy(tmp_path, *settings)
     assert result.stopped_by and result.step == 1
     assert Checkpoints(result.folder / "checkpoints", 1).load()[0].step == 1

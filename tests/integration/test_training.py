@@ -1,5 +1,6 @@
 """The whole loop on a tiny model: reward rises, for each preset and setting, and failures are handled."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kitae.config.load import load_config
 from kitae.errors import DataError, VerifierError
+from kitae.evaluation.session import Entrant, EvaluationSettings, evaluate_models
+from kitae.evaluation.suites import own_suite
 from kitae.observe.observer import Silent
 from kitae.pipeline.prepare import prepare
-from kitae.pipeline.session import evaluate_model, train
+from kitae.pipeline.session import train
 from kitae.store.journal import Journal
 from kitae.store.run import RunStore
 
@@ -56,7 +59,10 @@ def test_the_ledger_balances_and_the_same_seed_repeats(tmp_path: Path) -> None:
 def test_the_exported_model_is_what_was_evaluated(tmp_path: Path) -> None:
     result = run_toy(tmp_path, "training.steps=10")
     config = toy_config(tmp_path, f"model.path={result.folder / 'model'}")
-    assert result.after and evaluate_model(config).avg.mean == result.after["avg"]
+    suite = replace(own_suite(config), count=config.eval.prompts)
+    settings = EvaluationSettings(config.eval, config.engine, config.run.seed)
+    report = evaluate_models([Entrant("trained", config.model)], [suite], settings)
+    assert result.after and report.evaluations["trained", "toy"].avg.mean == result.after["avg"]
 
 
 def test_groups_without_signal_are_dropped_and_replaced(tmp_path: Path) -> None:

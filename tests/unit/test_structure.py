@@ -10,9 +10,9 @@ ROOT = Path(kitae.__file__).parent
 MOST_IMPORTS = 22  # of one module; the one that puts a run together has the most
 
 FLOORS = (
-    ("cli", "study"),
+    ("cli", "ui", "study"),
     ("chains", "sampling"),
-    ("stages", "pipeline"),
+    ("stages", "pipeline", "evaluation"),
     ("envs", "trainer", "verifiers"),
     ("engines", "algorithms", "sandbox", "remote"),
     ("weights", "models"),
@@ -21,7 +21,16 @@ FLOORS = (
 )
 """A room may import those on floors below its own; settings (`*/config.py`, `config/`) stand beside the house."""
 
-BESIDE = {("cli", "study"), ("chains", "sampling"), ("stages", "pipeline"), ("weights", "models"), ("observe", "store")}
+BESIDE = {
+    ("cli", "ui"),
+    ("cli", "study"),
+    ("chains", "sampling"),
+    ("stages", "pipeline"),
+    ("stages", "evaluation"),
+    ("pipeline", "evaluation"),
+    ("weights", "models"),
+    ("observe", "store"),
+}
 """Who may import whom on one floor."""
 
 CONCRETE = {

@@ -212,6 +212,7 @@ def as_tokens(
         tokens_of(micro, logp_N, torch.zeros_like(logp_N), version=1),
         logp_ref_N=None if d_ref is None else logp_N.detach() - torch.tensor(d_ref),
         lag_N=torch.ones(len(logp_N), dtype=torch.int64),
+        divergence_N=logp_N.sigmoid(),  # it stands in for one: it is finite, and has a gradient
     )
 
 
@@ -230,6 +231,8 @@ def bare_tokens(logp: Tensor, advantage: Sequence[float], **more: Any) -> TokenB
         "lag_N": torch.ones(len(still), dtype=torch.int64),
         "score_N": torch.zeros_like(still),
         "cov_rank_N": torch.ones_like(still),
+        "logp_teacher_N": still,
+        "divergence_N": logp.sigmoid(),
     }
     return TokenBatch(**{**values, **more})
 

@@ -3,10 +3,11 @@
     python tests/unit/algorithms/golden.py     write tests/data/golden_presets.json anew, after a change that was meant
 
 Five groups of four: mixed, mixed with a truncated answer, all correct, all wrong, one correct. 44 loss tokens whose
-log-probs under π_θ, π_old, μ and π_ref, and values, are drawn once from a seeded generator.
+log-probs under π_θ, π_old, μ, π_ref and a teacher, and values, are drawn once from a seeded generator.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def golden_groups() -> list[Group]:
 def golden_logprobs(sample: Sample, name: str) -> FloatArray:
     """Log-probs of one sample under one policy: π_old near μ, π_θ and π_ref near π_old, whatever a preset keeps."""
     near = sample.columns["logp_mu"] if name == "old" else golden_logprobs(sample, "old")
-    spread = {"old": 0.7, "theta": 0.4, "ref": 0.5}[name]
+    spread = {"old": 0.7, "theta": 0.4, "ref": 0.5, "teacher": 0.6}[name]
     random = np.random.default_rng([sample.group, sample.index, *name.encode()])
     moved = near + random.normal(0, spread, sample.length)
     return np.where(sample.mask_T, np.minimum(moved, -0.01), 0).astype(np.float32)
@@ -71,7 +72,12 @@ def golden_row(preset: str, device: str = "cpu") -> dict[str, Any]:
     dropped = {g.id: reason for g in groups if (reason := objective.drop_reason(g))}
     candidates = objective.candidates([g for g in groups if g.id not in dropped])
     annotated = [
-        s.with_columns(logp_old=golden_logprobs(s, "old"), logp_ref=golden_logprobs(s, "ref"), value=golden_values(s))
+        s.with_columns(
+            logp_old=golden_logprobs(s, "old"),
+            logp_ref=golden_logprobs(s, "ref"),
+            logp_teacher=golden_logprobs(s, "teacher"),
+            value=golden_values(s),
+        )
         for c in candidates
         for s in c.samples
     ]
@@ -79,8 +85,9 @@ def golden_row(preset: str, device: str = "cpu") -> dict[str, Any]:
     row = lay_out(samples)
     theta = np.concatenate([golden_logprobs(s, "theta")[s.mask_T] for s in samples])
     logp_N = torch.from_numpy(theta).to(device).requires_grad_()
-    # -logp stands in for the entropy: what counts is that a bonus reaches the gradient.
+    # -logp stands in for the entropy, and the probability for a divergence: what counts is that the gradient has them.
     tokens = tokens_of(MicroBatch.of(row, torch.device(device)), logp_N, -logp_N, version=5)
+    tokens = replace(tokens, divergence_N=logp_N.exp())
     loss = objective.loss(tokens, Meter())
     (gradient_N,) = torch.autograd.grad(loss, logp_N)
     gradient = {

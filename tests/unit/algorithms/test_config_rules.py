@@ -17,9 +17,16 @@ from kitae.config.load import load_config, override_config, parse_config
 from kitae.config.root import RLConfig
 from kitae.errors import ConfigError
 
+TAUGHT: dict[str, dict[str, Any]] = {
+    "distil": {"kind": "distil", "teacher": "tiny"},
+    "gkd": {"kind": "distil", "teacher": "tiny", "loss": "jsd"},
+}
+"""What a run is whose preset needs a teacher."""
+
 
 def resolve(algorithm: Mapping[str, Any], **sections: Any) -> RLConfig:
-    return parse_config({"data": {"task": "reverse"}, "algorithm": dict(algorithm), **sections})
+    method = TAUGHT.get(str(algorithm.get("preset")), {})
+    return parse_config({"method": method, "data": {"task": "reverse"}, "algorithm": dict(algorithm), **sections})
 
 
 def refused(algorithm: Mapping[str, Any], **sections: Any) -> str:
@@ -382,7 +389,7 @@ def test_what_is_resolved_is_exactly_what_the_chosen_functions_read() -> None:
             value = getattr(config, key)
             if value is None:
                 assert (
-                    (key, config.gate) == ("ratio", "likelihood")
+                    (key, config.gate) in (("ratio", "likelihood"), ("ratio", "divergence"))
                     or (key == "kl" and not config.kl_coef)
                     or (key == "shaping" and config.advantage in ("one", "pass-at-k"))
                 )
@@ -436,7 +443,8 @@ def test_a_recipe_changes_single_choices_of_its_preset(recipe: Path) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_preset_on_the_command_line_replaces_the_recipes_choices(recipe: Path, preset: str) -> None:
-    config = load_config(recipe, [f"algorithm.preset={preset}"])
+    method = [f"method.{key}={value}" for key, value in TAUGHT.get(preset, {}).items()]
+    config = load_config(recipe, [f"algorithm.preset={preset}", *method])
     assert config.algorithm == AlgorithmConfig(preset=preset)
     assert config.training.lr == 3e-6, "other sections stay"
 

@@ -215,8 +215,9 @@ def test_one_sample_and_equal_samples_are_finite_under_every_method(preset: str,
     objective = make_objective(preset=preset)
     samples = objective.candidates([make_group([1.0] * size, lengths=[2] * size, greedy=greedy)])
     samples = with_numbers(
-        samples, logp_old=[[-1.0] * 2] * size, logp_ref=[[-1.0] * 2] * size, value=[[0.5] * 2] * size
-    )
+        samples, logp_old=[[-1.0] * 2] * size, logp_ref=[[-1.0] * 2] * size, value=[[0.5] * 2] * size,
+        logp_teacher=[[-2.0] * 2] * size,
+    )  # fmt: skip
     for s in objective.advantages(samples):
         assert np.isfinite(s.column("advantage")).all()
 
@@ -232,7 +233,10 @@ def test_empty_and_wholly_masked_responses_are_not_trained_on_and_spoil_nothing(
     assert [s.kept for s in samples][:2] == [False, False]
     samples = with_numbers(
         samples,
-        **{name: [[-1.0] * s.loss_tokens for s in samples] for name in ("logp_old", "logp_ref", "value")},
+        **{
+            name: [[-1.0] * s.loss_tokens for s in samples]
+            for name in ("logp_old", "logp_ref", "logp_teacher", "value")
+        },
     )
     trained = objective.weighted(objective.advantages(samples))
     assert all(np.isfinite(s.columns["advantage"]).all() and np.isfinite(s.weight_T).all() for s in trained)

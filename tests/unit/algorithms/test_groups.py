@@ -572,8 +572,8 @@ def test_the_entropy_bonus_is_raised_below_its_target_and_lowered_above_it() -> 
 
 
 def test_what_each_preset_asks_for() -> None:
-    """A reference, a critic, a greedy response: only where the method reads them."""
-    wants: dict[str, set[str]] = {"reference": set(), "values": set(), "greedy": set()}
+    """A reference, a critic, a greedy response, a teacher: only where the method reads them."""
+    wants: dict[str, set[str]] = {"reference": set(), "values": set(), "greedy": set(), "teacher": set()}
     for name in PRESETS:
         objective = make_objective(preset=name)
         for what, names in wants.items():
@@ -583,11 +583,12 @@ def test_what_each_preset_asks_for() -> None:
         "reference": {"ppo", "rloo", "remax", "reinforce++", "reinforce++-baseline"},
         "values": {"ppo"},
         "greedy": {"remax"},
+        "teacher": {"distil"},
     }
     without = {n for n in PRESETS if not needs_group(AlgorithmConfig(preset=n))}
     assert without == {
         "reinforce", "reinforce-drop-correct", "reinforce-drop-wrong", "reinforce-rej", "raft", "raft++", "ppo",
-        "remax", "reinforce++",
+        "remax", "reinforce++", "distil", "gkd",
     }  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def test_preset_says_what_it_is_and_where_it_is_from(name: str) -> None:
 def test_a_preset_names_a_choice_for_every_stage_that_acts(name: str) -> None:
     config = AlgorithmConfig(preset=name)
     assert {key for key in STAGES if getattr(config, key) is None} <= {"ratio", "kl", "shaping"}
-    assert (config.ratio is None) == (config.gate == "likelihood")
+    assert (config.ratio is None) == (config.gate in ("likelihood", "divergence"))
     assert (config.kl is None) == (not config.kl_coef)
     assert make_objective(preset=name).config == config
 

@@ -149,7 +149,7 @@ def test_an_unknown_need_names_those_there_are(own: Own) -> None:
     assert f"a stage function may need {', '.join(NEEDS)}, got 'value'" in str(caught.value)
     assert "did you mean 'values'" in str(caught.value)
     with pytest.raises(
-        ConfigError, match=r"may need values, greedy, reference, tokens, covariance, group, got 'critic'"
+        ConfigError, match=r"may need values, greedy, reference, teacher, divergence, tokens, covariance, group, got"
     ):
         make_objective(advantage=own("critic", gets="group", returns="group.rewards_G"))
 
@@ -188,3 +188,37 @@ def test_a_term_that_is_off_asks_for_nothing(own: Own) -> None:
     kl: dict[str, Any] = {"kl": own("reference", gets="tokens", returns="tokens.logp_N - tokens.logp_ref_N")}
     assert make_objective(**PLAIN, **kl, kl_coef=0.1).wants_reference
     assert not make_objective(**PLAIN).wants_reference
+
+
+def test_an_advantage_on_tokens_may_read_a_teacher_and_no_reference_comes_of_it(own: Own) -> None:
+    name = own("tokens", "teacher", gets="sequence", returns="sequence.logp_teacher_T - 2 * sequence.logp_old_T")
+    objective = make_objective(advantage=name)
+    assert objective.wants_teacher and objective.wants_old and not objective.wants_reference
+    candidates = objective.candidates([make_group([1, 0], lengths=[2, 1])])
+    numbers = {"logp_old": [[-1.0, -2.0], [-3.0]], "logp_teacher": [[-1.5, -1.0], [-3.0]]}
+    assert loss_values(objective.advantages(with_numbers(candidates, **numbers))) == [[0.5, 3.0], [3.0]]
+
+
+def test_teacher_and_reference_are_two_columns(own: Own) -> None:
+    returns = "sequence.logp_teacher_T - 10 * sequence.logp_ref_T + 100 * sequence.logp_old_T"
+    objective = make_objective(advantage=own("tokens", "teacher", "reference", gets="sequence", returns=returns))
+    assert objective.wants_teacher and objective.wants_reference
+    candidates = objective.candidates([make_group([1], lengths=[1])])
+    found = with_numbers(candidates, logp_old=[[-1.0]], logp_ref=[[-2.0]], logp_teacher=[[-3.0]])
+    assert loss_values(objective.advantages(found)) == [[-83.0]]
+
+
+def test_a_gate_may_mix_a_reward_with_the_divergence_from_a_teacher(own: Own) -> None:
+    """Its gradient has both; the metrics of the gate are those of the part that has a ratio."""
+    returns = "-tokens.advantage_N * ratio_N + 0.5 * tokens.divergence_N"
+    mixed = make_objective(**PLAIN, gate=own("divergence", gets="ratio_N, tokens", returns=returns))
+    plain = make_objective(**PLAIN, gate="none")
+    tokens = tokens_p(mixed)
+    _, gradient, metrics = loss_of(mixed, tokens)
+    _, without, expected = loss_of(plain, tokens)
+    probability = tokens.logp_N.detach().sigmoid()
+    assert gradient.tolist() == pytest.approx(
+        (without + 0.5 * tokens.weight_N * probability * (1 - probability)).tolist(), abs=1e-6
+    )
+    for name in ("ratio_gated", "ratio_gated_max", "clip_low", "clip_high"):
+        assert metrics[name] == pytest.approx(expected[name]), name

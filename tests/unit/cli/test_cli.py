@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 
 import kitae
+from kitae.algorithms.preferences import PREFERENCE_LOSSES
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES
 from kitae.cli import inspection, main
@@ -21,26 +22,12 @@ from kitae.config.load import parse_config
 from kitae.pipeline.replay import Replay
 from kitae.store.checkpoint import Frontier
 from kitae.store.journal import Journal
-from kitae.store.run import RunStore
+from kitae.store.run import Metrics, RunStore
 from kitae.types import Message, Prompt, Rollout, Score, Segment, ToolCall
 
 COMMANDS = (
-    *(
-        "train",
-        "resume",
-        "sample",
-        "chain",
-        "runs",
-        "compare",
-        "clean",
-        "eval",
-        "show",
-        "replay",
-        "plot",
-        "simulate",
-        "recipes",
-    ),
-    *("algorithms", "validate", "verifiers", "verify", "doctor"),
+    *("train", "resume", "sample", "chain", "runs", "compare", "clean", "eval", "suites", "show", "replay", "plot"),
+    *("simulate", "recipes", "algorithms", "validate", "data", "verifiers", "verify", "doctor"),
 )
 
 
@@ -271,6 +258,36 @@ def test_an_evaluation_needs_prompts(cli: Cli) -> None:
     assert "eval.prompts must be at least 1" in failure(cli("eval", "quickstart", "eval.prompts=0"))
 
 
+def test_suites_are_listed(cli: Cli) -> None:
+    output = cli("suites").out
+    for name in ("gsm8k", "svamp", "math500", "mbpp", "humaneval", "ifeval", "ifbench", "puzzles", "countdown", "gym:"):
+        assert f"\n{name}" in f"\n{output}" or name in output.partition("generated")[2], name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny"], "a model alone has no task: name suites with --suites (kitae suites lists them), got 'tiny'"),
+        (["tiny", "--suites", "gsm8"], "did you mean 'gsm8k'?"),
+        (["tiny", "--suites", "own"], "suite 'own' is read and judged as a run's or recipe's own data is"),
+        (
+            ["tiny", "--suites", "reverse", "training.lr=1"],
+            "settings are those of eval, model, engine, run, got 'training",
+        ),
+        (["tiny", "--suites", "gsm8k", "--data", "."], "no data for suite 'gsm8k' in .: looked for gsm8k/test.jsonl"),
+        (["tiny", "--suites", "none.jsonl"], "must name a file, but nothing is there"),
+        (["tiny", "--suites", "reverse", "--markdown", "no/t.md"], "cannot write no/t.md: there is no folder no"),
+        (["tiny", "tiny", "--suites", "reverse"], "each model is asked once, got 'tiny' twice"),
+        (["tiny", "quickstart", "--model", "tiny"], "replace the model of one target, got 2 targets"),
+        (["quickstart", 'eval.suites=["gsm8"]'], "did you mean 'gsm8k'?"),
+        (["eval.prompts=3"], "an evaluation needs at least one target"),
+    ],
+)
+def test_evaluations_that_are_refused_early(cli: Cli, arguments: list[str], message: str) -> None:
+    assert message in failure(cli("eval", *arguments))
+    assert not Path("evaluations").exists()
+
+
 # Runs.
 
 
@@ -394,6 +411,16 @@ def test_compare_shows_what_differs_and_what_came_of_it(cli: Cli, trained: Calla
     assert cells["held out after"] == ["0.750 [0.100, 0.900]", "–"]
     assert cells["reward, last 5 steps"] == ["0.500", "0.375"]
     assert cells["gen tok/s"] == ["100", "100"] and "run.name" not in cells and "training.steps" not in cells
+    assert not any(name.startswith("svamp") for name in cells)
+    for run, suite, avg in ((one, "svamp", 0.3), (one, "svamp", 0.2), (two, "mbpp", 0.1)):
+        row = {"kind": "eval", "suite": suite, "step": 0, "avg": avg, "avg_low": 0.0, "avg_high": 1.0}
+        Metrics(run / "metrics.jsonl").append(row)
+    lines = cli("compare", one, two).out.splitlines()
+    (before,) = [line.split() for line in lines if line.startswith("svamp before")]
+    (after,) = [line.split() for line in lines if line.startswith("svamp after")]
+    assert (before[2], after[2], before[-1]) == ("0.300", "0.200", "–")
+    assert any(line.startswith("mbpp before") for line in lines)
+    assert "0.250 → 0.750" in cli("runs").out, "held out is the run's own task"
     assert failure(cli("compare", one)) == "kitae compare takes two runs or more, got 1"
     assert "the same" in cli("compare", one, one).out
 
@@ -602,6 +629,13 @@ def test_algorithms_explains_one(name: str, cli: Cli) -> None:
 def test_algorithms_lists_the_choices_of_a_stage(stage: str, cli: Cli) -> None:
     out = cli("algorithms", stage).out
     assert all(f"  {name} " in out for name in STAGES[stage].choices)
+
+
+def test_algorithms_lists_the_losses_on_preferences(cli: Cli) -> None:
+    out = cli("algorithms", "dpo").out
+    for name, loss in PREFERENCE_LOSSES.items():
+        assert re.search(rf"^  {name} +{re.escape(loss.formula)}$", out, re.MULTILINE)
+        assert loss.source in out
 
 
 def test_algorithms_names_the_nearest(cli: Cli) -> None:

@@ -34,6 +34,10 @@ ROWS = {
             "test_imports": ["import math"],
         },
     ],
+    "svamp": [
+        {"Body": "Jo has 3 pens", "Question": "How many pens?", "Answer": 3.0},
+        {"Body": "Jo has 10 pens.", "Question": "How many pens?", "Answer": "10"},
+    ],
     "humaneval": [
         {
             "prompt": 'def first(xs):\n    """The first.\n    >>> first([1, 2])\n    1\n    """\n',
@@ -161,7 +165,7 @@ def test_settings(tmp_path: Path) -> None:
         config("data.task=reverse", "data.format=math")
     with pytest.raises(ConfigError, match="finds the reference itself"):
         config("data.path=a.jsonl", "data.format=math", "data.answer_after=####")
-    with pytest.raises(DataError, match=r"must be one of math, mbpp.*did you mean 'mbpp'"):
+    with pytest.raises(DataError, match=r"must be one of math, svamp, mbpp.*did you mean 'mbpp'"):
         find_reader("mbp")
 
 

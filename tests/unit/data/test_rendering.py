@@ -312,7 +312,7 @@ def test_trained_is_what_the_assistant_said_and_nothing_else(conversation, train
 
 
 def raw(by, tokens):
-    return by._tokenizer.decode(list(map(int, tokens)), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return by.spell(*map(int, tokens))
 
 
 def rendered_until_stop(by, conversation, stop):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from kitae.errors import StoreError
+from kitae.evaluation.statistics import interval_of
 from kitae.observe.plots import load_pyplot, plot_run
-from kitae.pipeline.evaluate import interval_of
 from kitae.store.run import Metrics
 
 
@@ -78,6 +78,21 @@ def test_an_evaluation_that_nobody_could_judge(tmp_path: Path) -> None:
     nan = float("nan")
     fabricate(tmp_path, [evaluation(0, nan, nan, nan), *steps(2)])
     assert size_of(plot_run(tmp_path))
+
+
+def test_other_suites_have_lines_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = load_pyplot()
+    drawn: list[Any] = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    rows = [evaluation(0, 0.1, 0.2, 0.3), {**evaluation(0, 0.3, 0.4, 0.5), "suite": "svamp"}]
+    fabricate(tmp_path, [*rows, *steps(2), {**evaluation(2, 0.6, 0.7, 0.8), "suite": "svamp"}])
+    plot_run(tmp_path)
+    monkeypatch.undo()
+    (legend,) = [axis.get_legend() for axis in drawn[0].axes if axis.get_legend()]
+    assert [text.get_text() for text in legend.get_texts()] == ["training reward", "held out", "svamp"]
+    lines = {c.get_label(): c.lines[0].get_ydata().tolist() for c in drawn[0].axes[0].containers}
+    assert lines == {"held out": [0.2], "svamp": [0.4, 0.7]}
+    pyplot.close(drawn[0])
 
 
 @pytest.mark.parametrize(("size", "correct"), [(3, False), (4, True)])

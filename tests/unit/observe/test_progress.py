@@ -63,6 +63,20 @@ def test_plain_lines(config: RLConfig, capsys: pytest.CaptureFixture[str]) -> No
     ]
 
 
+def test_partial_credit_is_a_score_and_other_suites_have_a_name(
+    config: RLConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress(config, Path("runs/r-001"))
+    progress.evaluated({**EVAL, "partial": True})
+    progress.evaluated({**EVAL, "partial": False, "suite": "svamp"})
+    progress.evaluated({**EVAL, "partial": True, "suite": "svamp", "avg": float("nan")})
+    assert capsys.readouterr().out.splitlines() == [
+        "held-out score at step 0: 0.500 [0.400, 0.600] on 128 prompts",
+        "svamp accuracy at step 0: 0.500 [0.400, 0.600] on 128 prompts",
+        "svamp score at step 0: not known: all errors, on 128 prompts",
+    ]
+
+
 UNUSUAL = {
     **ROW,
     "generate_tokens_per_second": 0.0,

@@ -75,6 +75,8 @@ def test_a_small_run_on_one_core_with_amx(found: Callable[..., Estimate]) -> Non
         ("training", {"training": {"minibatches": 8}}),
         ("evaluations", {"eval": {"every": 5}}),
         ("evaluations", {"eval": {"prompts": 256}}),
+        ("evaluations", {"eval": {"suites": ["countdown"]}}),
+        ("evaluations", {"eval": {"max_tokens": 32}}),
         ("run", {"training": {"steps": 30}}),
         ("run", {"checkpoint": {"every": 1}}),
     ],

@@ -4,7 +4,7 @@ Each rank has the rows of every second place. Either all of them hold whole mode
 up is shared out tensor by tensor; or torch shards the models.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from kitae.trainer.base import Conditions, Role
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
 from kitae.trainer.ranks import Alone, Distributed, Ranks
-from kitae.types import Sample
+from kitae.types import FloatArray, Sample, SampleKey
 
 # Fused layers return views, which nothing writes to.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
@@ -61,11 +61,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """What rank 0 saw: the gradient of the first update, whole; the numbers of both; all weights after them."""
+    """What rank 0 saw: the gradient of the first update, whole; the numbers of both; all weights after them.
+
+    tokens: what the first update says of single tokens of observed samples.
+    """
 
     gradient: list[Tensor]
     numbers: list[dict[str, float]]
     weights: list[Tensor]
+    tokens: Mapping[SampleKey, Mapping[str, FloatArray]]
 
 
 def train(folder: str, case: Case) -> Result:
@@ -80,15 +84,16 @@ def train(folder: str, case: Case) -> Result:
             shard(critic, critic.policy.base.get_decoder().layers)
     worker = make_worker(policy, TRAINING, algorithm, critic=critic, ranks=ranks)
     masters = [m for role in case.roles for m in worker.trained[role].optimizer.masters]
-    gradients, numbers = [], []
+    gradients, numbers, tokens = [], [], []
     for version in (1, 2):
         passed = worker.forward_backward(case.rows[ranks.rank :: ranks.size], Conditions(version), case.roles)
+        tokens.append(passed.tokens)
         gradients.append([shared_out(m, i, ranks) for i, m in enumerate(masters)])
         numbers.append((passed + worker.optim_step()).numbers())
         for i, m in enumerate(masters):
             if ranks.size > 1 and not isinstance(m, DTensor):
                 dist.broadcast(m.detach(), i % ranks.size)
-    return Result(gradients[0], numbers, [whole(m.detach()) for m in masters])
+    return Result(gradients[0], numbers, [whole(m.detach()) for m in masters], tokens[0])
 
 
 def load(folder: str, fuse: bool) -> Policy:
@@ -120,9 +125,10 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def rows_of(samples: Sequence[Sample], choices: dict[str, Any]) -> list[Row]:
-    """An even number of them, so that every rank has as many."""
+    """An even number of them, so that every rank has as many. Every second sample is observed."""
     samples = weighted(samples, AlgorithmConfig.model_validate(choices))
-    return pack_rows(samples, TRAINING, torch.device("cpu"), ranks=2)[1]
+    observed = {s.key for s in samples[::2]}
+    return pack_rows(samples, TRAINING, torch.device("cpu"), ranks=2, observed=observed)[1]
 
 
 def one_sided(rows: Sequence[Row]) -> list[Row]:
@@ -210,6 +216,16 @@ def test_ranks_are_one_process(found: Found, sharded: bool) -> None:
     for case, result in found.results:
         if case.sharded == sharded:
             check(case, result, found.folder)
+
+
+def test_ranks_say_of_single_tokens_what_one_process_says(found: Found) -> None:
+    for case, result in found.results:
+        alone = train(found.folder, replace(case, rows=[row for row in case.rows if row.loss_tokens]))
+        wanted = {sample.key for row in case.rows for sample in row.observed} if Role.POLICY in case.roles else set()
+        assert result.tokens.keys() == alone.tokens.keys() == wanted
+        for key, columns in alone.tokens.items():
+            for name, values_N in columns.items():
+                np.testing.assert_allclose(result.tokens[key][name], values_N, rtol=1e-3, atol=1e-5)
 
 
 def test_a_loss_that_is_no_number_on_one_rank_stops_all(found: Found) -> None:

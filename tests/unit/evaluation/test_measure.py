@@ -1,79 +1,27 @@
-"""Held-out evaluation: the estimators against enumeration, and the whole of it against a scripted engine."""
+"""Evaluation against a scripted engine."""
 
 import asyncio
-import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from kitae.data.chat import Chat
+from kitae.data.config import DataConfig
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.fake import FakeEngine
 from kitae.envs.episode import Episodes
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import EngineError, RequestError
-from kitae.pipeline.evaluate import Evaluation, evaluate, interval_of, pass_at_k
-from kitae.types import Message, Prompt
+from kitae.evaluation.measure import Evaluation, evaluate, measure, suite_episodes
+from kitae.evaluation.suites import MATHS, Scoring, Suite
+from kitae.pipeline.config import EvalConfig
+from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 from kitae.verifiers.pool import VerifierPool
-
-fast = settings(deadline=None, max_examples=40)
-
-
-@fast
-@given(st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
-def test_pass_at_k_is_the_share_of_draws_with_a_correct_one(case: tuple[int, int, int]) -> None:
-    n, correct, k = case
-    draws = list(itertools.combinations([1] * correct + [0] * (n - correct), k))
-    assert pass_at_k(n, correct, k) == pytest.approx(sum(map(any, draws)) / len(draws))
-
-
-shares = st.floats(0, 1, width=32)
-
-
-@fast
-@given(st.lists(shares, min_size=1, max_size=40) | st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=40))
-def test_interval_contains_the_mean_and_stays_between_0_and_1(values: list[float]) -> None:
-    found = interval_of(np.array(values, dtype=np.float32))
-    assert found.mean == pytest.approx(np.mean(values), abs=1e-6)
-    assert 0 <= found.low <= found.mean + 1e-6
-    assert found.mean - 1e-6 <= found.high <= 1
-    if not {*values} <= {0.0, 1.0}:
-        assert min(values) - 1e-6 <= found.low and found.high <= max(values) + 1e-6
-
-
-def test_interval_of_right_and_wrong_is_wilsons() -> None:
-    """Known values: 10 of 10 and 1 of 20; it does not shrink to a point where all agree."""
-    found = interval_of(np.ones(10, dtype=np.float32))
-    assert (found.low, found.high) == pytest.approx((0.7225, 1.0), abs=1e-4)
-    found = interval_of(np.array([1.0] + [0.0] * 19, dtype=np.float32))
-    assert (found.low, found.high) == pytest.approx((0.0089, 0.2361), abs=1e-4)
-
-
-def test_interval_of_unanimous_answers_contains_their_mean_exactly() -> None:
-    for size, value in itertools.product(range(1, 130), (0.0, 1.0)):
-        found = interval_of(np.full(size, value, dtype=np.float32))
-        assert found.low <= found.mean <= found.high, (size, value)
-
-
-def test_bootstrap_interval_is_about_two_standard_errors_and_repeatable() -> None:
-    values = np.array([0.25, 0.75] * 200, dtype=np.float32)
-    found = interval_of(values)
-    standard_error = 0.25 / math.sqrt(400)
-    assert found.high - found.low == pytest.approx(2 * 1.96 * standard_error, rel=0.1)
-    assert interval_of(values) == found
-
-
-def test_nothing_to_average_is_nan() -> None:
-    found = interval_of(np.array([], dtype=np.float32))
-    assert all(math.isnan(x) for x in (found.mean, found.low, found.high))
 
 
 @pytest.fixture(scope="module")
@@ -178,3 +126,64 @@ def test_a_broken_engine_ends_the_evaluation_with_its_own_error(tokenizer: Any) 
     """Not a group of exceptions, which no caller expects and the command line would print as a traceback."""
     with pytest.raises(EngineError, match="out of memory"):
         evaluated(tokenizer, [["yes", "yes"], ["broken", "yes"]])
+
+
+def judged(*groups: list[tuple[str, Score]]) -> list[Group]:
+    """Groups of answers with their verdicts."""
+
+    def rollout(group: int, index: int, text: str, score: Score) -> Rollout:
+        said = Segment("model", (1,) * len(text), (0.0,) * len(text), (0,) * len(text))
+        return Rollout.of(group, index, (1,), (said,), "stop", text, score)
+
+    prompt = Prompt("p", (Message("user", "?"),), "18")
+    return [
+        Group(g, prompt, tuple(rollout(g, i, text, score) for i, (text, score) in enumerate(answers)))
+        for g, answers in enumerate(groups)
+    ]
+
+
+def strict_and_last(strict: float, last: float) -> Score:
+    return Score(strict, {"strict": strict, "last": last})
+
+
+def test_each_scoring_has_marks_of_its_own_and_a_vote_of_its_own() -> None:
+    """By hand: three say 18, but only one of them in the form that was asked for."""
+    groups = judged(
+        [
+            ("#### 18", strict_and_last(1, 1)),
+            ("It is 18", strict_and_last(0, 1)),
+            ("18.0 eggs", strict_and_last(0, 1)),
+            ("#### 7", strict_and_last(0, 0)),
+        ]
+    )
+    found = measure(groups, 4, MATHS)
+    strict, last = found.marks
+    assert (strict.label, last.label) == ("strict", "last")
+    assert (strict.avg.mean, last.avg.mean) == (0.25, 0.75)
+    assert (strict.voted[4].mean, last.voted[4].mean) == (0.5, 1.0), "18 and 7 are level; 18 has three of four"
+    assert last.voted[2].mean == pytest.approx((3 * 1 + 3 * 0.5) / 6)
+    row = found.row()
+    assert (row["avg"], row["last/avg"], row["maj@4"], row["last/pass@2"]) == (0.25, 0.75, 0.5, 1.0)
+    assert row["partial"] is False
+
+
+def test_partial_credit_is_said_so() -> None:
+    assert measure(judged([("a", Score(0.5))], [("b", Score(1.0))]), 1).row()["partial"] is True
+    assert measure(judged([("a", Score(0.0))], [("b", Score(1.0))]), 1).row()["partial"] is False
+
+
+def test_who_cannot_vote_has_no_majority() -> None:
+    code = (Scoring("score", "code"),)
+    assert not measure(judged([("def f(): pass", Score(1.0))] * 2), 2, code).marks[0].voted
+
+
+def test_a_suite_is_asked_with_its_own_limits_and_streams(tokenizer: Any) -> None:
+    chat = Chat(tokenizer)
+    episodes = Episodes(FakeEngine(lambda request: [5]), chat, None, SingleTurn, SamplingParams(stop_strings=("x",)), 0)
+    suite = Suite("s", DataConfig(task="reverse"), (Scoring("score", "exact"),), 33, stop=("END",), label="eval:s")
+    pool = VerifierPool("exact")
+    asked = suite_episodes(episodes, suite, pool, EvalConfig(temperature=0.5, top_p=0.9, samples=2))
+    assert (asked.sampling.max_tokens, asked.sampling.stop_strings, asked.sampling.temperature) == (33, ("END",), 0.5)
+    assert (asked.label, asked.verifier) == ("eval:s", pool)
+    assert asked.running is not episodes.running
+    assert suite_episodes(episodes, suite, pool, EvalConfig(max_tokens=7)).sampling.max_tokens == 7

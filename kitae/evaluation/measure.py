@@ -1,0 +1,178 @@
+"""Ask a model the problems of a suite, and put the verdicts into numbers."""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kitae.envs.episode import Episodes, Running
+from kitae.errors import DataError, RequestError, root_cause
+from kitae.evaluation.statistics import Interval, interval_of, is_binary, maj_at_k, pass_at_k
+from kitae.evaluation.suites import Scoring, Suite
+from kitae.evaluation.votes import find_vote
+from kitae.pipeline.config import EvalConfig
+from kitae.store.journal import Journal
+from kitae.types import Group, Prompt, Rollout
+from kitae.verifiers.pool import VerifierPool
+
+Heard = Callable[[Group], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """What one scoring says of a model on a suite.
+
+    `avg` is the mean score of all samples; `passed[k]` estimates that at least one of k samples scores 1; `voted[k]`,
+    the score of the answer that most of k give; empty where samples cannot vote. partial: some scores are neither 0 nor
+    1, so their mean is no share of right answers. values: the mean score of each judged problem, by its position.
+    """
+
+    label: str
+    avg: Interval
+    passed: Mapping[int, Interval]
+    voted: Mapping[int, Interval]
+    partial: bool
+    values: Mapping[int, float]
+
+    def row(self) -> dict[str, float]:
+        found = {"avg": self.avg}
+        found |= {f"pass@{k}": estimate for k, estimate in self.passed.items()}
+        found |= {f"maj@{k}": estimate for k, estimate in self.voted.items()}
+        return {
+            f"{key}{end}": number
+            for key, estimate in found.items()
+            for end, number in (("", estimate.mean), ("_low", estimate.low), ("_high", estimate.high))
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One model on one suite. The first of `marks` is that of the suite's score.
+
+    length: mean tokens of an answer; truncated: share of answers that were cut off. errors: answers that could not be
+    judged; they are left out of the marks.
+    """
+
+    prompts: int
+    samples: int
+    marks: tuple[Marks, ...]
+    length: float
+    truncated: float
+    errors: int
+    groups: tuple[Group, ...]
+
+    @property
+    def avg(self) -> Interval:
+        return self.marks[0].avg
+
+    @property
+    def passed(self) -> Mapping[int, Interval]:
+        return self.marks[0].passed
+
+    @property
+    def judged(self) -> int:
+        """Problems with at least one verdict."""
+        return len(self.marks[0].values)
+
+    def row(self) -> dict[str, float]:
+        """The numbers, flat, for the metrics file; those of further scorings as `last/avg`."""
+        numbers = self.marks[0].row()
+        for marks in self.marks[1:]:
+            numbers |= {f"{marks.label}/{key}": value for key, value in marks.row().items()}
+        return numbers | {
+            "partial": self.marks[0].partial,
+            "prompts": self.prompts,
+            "samples": self.samples,
+            "length": self.length,
+            "truncated": self.truncated,
+            "errors": self.errors,
+        }
+
+
+def suite_episodes(episodes: Episodes, suite: Suite, pool: VerifierPool, settings: EvalConfig) -> Episodes:
+    """Episodes that ask a suite, made from those of a run: another verifier, other sampling, other random streams."""
+    sampling = replace(
+        episodes.sampling,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        top_k=settings.top_k,
+        min_p=settings.min_p,
+        max_tokens=settings.max_tokens or suite.max_tokens,
+        stop_strings=suite.stop,
+    )
+    return replace(episodes, verifier=pool, sampling=sampling, label=suite.label, running=Running())
+
+
+async def evaluate(
+    runner: Episodes,
+    prompts: Sequence[Prompt],
+    samples: int,
+    scorings: Sequence[Scoring] = (),
+    journal: Journal | None = None,
+    heard: Heard | None = None,
+) -> Evaluation:
+    """Sample every prompt and score the answers. Answers that could not be judged are counted and left out.
+
+    All answers to a prompt that the engine cannot take (longer than the context, say) count as such. What the journal
+    has already is taken from there; `heard` is told of each problem when all its answers are there.
+    """
+
+    async def one(index: int, prompt: Prompt) -> Group:
+        try:
+            group = await runner.group(index, prompt, samples, journal)
+        except (RequestError, DataError):
+            group = Group(index, prompt, ())
+        if heard:
+            heard(group)
+        return group
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(one(i, prompt)) for i, prompt in enumerate(prompts)]
+    except BaseExceptionGroup as problem:
+        raise root_cause(problem) from None
+    return measure([task.result() for task in running], samples, scorings)
+
+
+def measure(groups: Sequence[Group], samples: int, scorings: Sequence[Scoring] = ()) -> Evaluation:
+    """The numbers of judged answers. scorings: those of the suite; without any, samples do not vote."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    first, *others = scorings or (Scoring("score", ""),)
+    return Evaluation(
+        prompts=len(groups),
+        samples=samples,
+        marks=(
+            _marks(groups, samples, first, lambda r: r.score.value if r.score else 0.0),
+            *(_marks(groups, samples, other, _component(other.label)) for other in others),
+        ),
+        length=float(np.mean([r.response_length for r in rollouts])) if rollouts else 0.0,
+        truncated=float(np.mean([r.finish == "length" for r in rollouts])) if rollouts else 0.0,
+        errors=len(groups) * samples - sum(len(g.valid) for g in groups),
+        groups=tuple(groups),
+    )
+
+
+def _component(label: str) -> Callable[[Rollout], float]:
+    return lambda rollout: rollout.score.components[label] if rollout.score else 0.0
+
+
+def _marks(groups: Sequence[Group], samples: int, scoring: Scoring, score: Callable[[Rollout], float]) -> Marks:
+    scores = {g.id: [score(r) for r in g.valid] for g in groups if g.valid}
+    ks = sorted({1, *(2**i for i in range(1, 12) if 2**i <= samples), samples}) if samples > 1 else [1]
+    enough = {k: [id for id, found in scores.items() if len(found) >= k] for k in ks}
+    passed = {k: [pass_at_k(len(scores[i]), sum(s >= 1 for s in scores[i]), k) for i in enough[k]] for k in ks}
+    voted: dict[int, list[float]] = {}
+    if samples > 1 and (vote := find_vote(scoring.verifier, scoring.params)) is not None:
+        answers = {g.id: [vote(r.text) for r in g.valid] for g in groups}
+        voted = {k: [maj_at_k(answers[i], scores[i], k) for i in enough[k]] for k in ks if k > 1}
+    everything = np.array([s for found in scores.values() for s in found], dtype=np.float32)
+    values = {id: float(np.mean(found)) for id, found in scores.items()}
+    return Marks(
+        label=scoring.label,
+        avg=interval_of(np.array(list(values.values()), dtype=np.float32)),
+        passed={k: interval_of(np.array(chances, dtype=np.float32)) for k, chances in passed.items()},
+        voted={k: interval_of(np.array(found, dtype=np.float32)) for k, found in voted.items()},
+        partial=not is_binary(everything),
+        values=values,
+    )

@@ -1,0 +1,120 @@
+"""The answers of an evaluation on the disk, kept as they come: a killed evaluation goes on where it was.
+
+    DIR/smollm2-135m/gsm8k-3f9a1c02/answers.sqlite     a journal: prompts, answers, verdicts
+    DIR/smollm2-135m/gsm8k-3f9a1c02/settings.json      what the eight digits stand for
+
+There is a folder for each model, suite and set of settings, so that answers of different ones never meet. How many
+problems are asked and how many samples each has is no setting: more of them go into the same folder.
+"""
+
+import asyncio
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kitae.data.chat import as_dict
+from kitae.errors import StoreError
+from kitae.plugins import is_plugin
+from kitae.store.journal import Journal
+from kitae.store.run import lock
+from kitae.types import Group, Prompt
+
+_BLOCKS, _BLOCK = 128, 65_536  # pieces of a file of weights that are looked at, and their size
+
+
+class Answers:
+    """The answers of one model to one suite. One process at a time: the folder is locked."""
+
+    def __init__(self, output: Path, model: str, suite: str, settings: Mapping[str, Any]) -> None:
+        text = json.dumps(settings, sort_keys=True)
+        self.folder = output / _slug(model) / f"{_slug(suite)}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"cannot make the folder {self.folder}: {error}") from error
+        self._lock = lock(self.folder)
+        try:
+            self.journal = Journal(self.folder / "answers.sqlite")
+            self._settings = text
+        except StoreError:
+            self._lock.close()
+            raise
+
+    async def begin(self, prompts: Sequence[Prompt]) -> None:
+        """Note settings and prompts; refuse those that are not what the answers here were given to."""
+        known = self.journal.meta("config")
+        if known is not None and known != self._settings:
+            raise StoreError(f"{self.folder} holds answers with other settings:\n  {known}\nnot\n  {self._settings}")
+        new = []
+        for index, prompt in enumerate(prompts):
+            stored = self.journal.prompt(index)
+            if stored is None:
+                new.append((index, prompt))
+            elif _asked(stored) != _asked(prompt):
+                raise StoreError(
+                    f"{self.folder} holds answers to other problems: number {index} was {stored.id}, is {prompt.id}, "
+                    "or its text has changed. Remove the folder, or keep the new answers elsewhere with --output DIR"
+                )
+        await self.journal.begin(self._settings, [("start", f"{len(prompts)} prompts")])
+        (self.folder / "settings.json").write_text(json.dumps(json.loads(self._settings), indent=2) + "\n")
+        await asyncio.gather(*(self.journal.add_prompt(i, prompt, version=0, slot=i) for i, prompt in new))
+
+    def complete(self, prompts: Sequence[Prompt], samples: int) -> list[Group] | None:
+        """All answers, where all are there and judged; else None."""
+        groups = []
+        for index, prompt in enumerate(prompts):
+            rollouts = tuple(r for r in self.journal.rollouts(index) if 0 <= r.index < samples)
+            if len(rollouts) < samples or not all(r.score and r.score.valid for r in rollouts):
+                return None
+            groups.append(Group(index, prompt, rollouts))
+        return groups
+
+    def close(self) -> None:
+        self.journal.close()
+        self._lock.close()
+
+
+def fingerprint(model: Path) -> str:
+    """A name for the weights of a model folder, from 128 pieces of each file: no training step leaves all of them as
+    they are. A copy of the folder has the same."""
+    digest = hashlib.sha256()
+    weights = [path for end in ("safetensors", "bin") for path in sorted(model.glob(f"*.{end}"))]
+    for path in [*weights, *(p for name in ("config.json", "chat_template.jinja") if (p := model / name).is_file())]:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            for start in sorted({(size - _BLOCK) * i // (_BLOCKS - 1) for i in range(_BLOCKS)}):
+                file.seek(max(0, start))
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()[:16]
+
+
+def plugin_digests(values: Any) -> dict[str, str]:
+    """The user's own files that settings name, with what is in them: `{"reward.py:score": "9f86d081…"}`."""
+    found = {}
+    for text in _texts(values):
+        if is_plugin(text) and (path := Path(text.rpartition(":")[0]).expanduser()).is_file():
+            found[text] = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return found
+
+
+def _texts(values: Any) -> Iterator[str]:
+    if isinstance(values, str):
+        yield values
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from _texts(value)
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _texts(value)
+
+
+def _asked(prompt: Prompt) -> str:
+    return json.dumps([[as_dict(m) for m in prompt.messages], prompt.reference])
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "unnamed"

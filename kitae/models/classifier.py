@@ -1,0 +1,183 @@
+"""Reward models as ordinary folders: what `AutoModelForSequenceClassification` loads, ours and others'.
+
+A sequence classifier reads its number at the last token that is not padding, from a head without a bias. So the padding
+token must be one that no conversation ends with: with a stop token for padding, as many chat models have it, the number
+would be read one token too early. An exported folder has another one.
+"""
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kitae.errors import ModelError
+from kitae.models.config import ModelConfig
+from kitae.models.load import find_model, load_tokenizer, pick_device, pick_dtype, prepared
+from kitae.models.quiet import quiet_transformers
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kitae.models.scalar import ScalarModel
+
+_HEAD = "score"
+_PAD = "<|pad|>"
+
+
+def check_classifier(folder: Path) -> None:
+    """Refuse a folder that is no reward model, by its config alone."""
+    from transformers import AutoConfig
+
+    try:
+        with quiet_transformers():
+            config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load a reward model from {folder}: {error}") from error
+    kinds = getattr(config, "architectures", None) or ["none"]
+    if not kinds[0].endswith("ForSequenceClassification") or config.num_labels != 1:
+        raise ModelError(
+            f"a reward model must be a sequence classifier with 1 label, got {kinds[0]} with {config.num_labels} in "
+            f"{folder}"
+        )
+    classifier_class(config, str(folder))
+
+
+def classifier_class(config: Any, source: str) -> Any:
+    """The class of sequence classifiers for models with this config; an error where there is none."""
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ModelError(
+            f"a reward model must be of a kind that transformers has a sequence classifier for, got "
+            f"{config.model_type!r} ({source})"
+        )
+    return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+
+
+def export_scalar(model: "ScalarModel", folder: Path) -> None:
+    """Write a folder that `AutoModelForSequenceClassification.from_pretrained` loads, with tokenizer and chat template.
+
+    LoRA adapters are merged into the exported weights; the model itself is not changed. The head is written in fp32,
+    whatever the rest is; it must have no bias. Raises `ModelError` where the library has no such class.
+    """
+    import copy
+
+    import torch
+
+    from kitae.models.lora import merged_state
+
+    policy = model.policy
+    if "bias" in dict(model.head.named_parameters()):
+        raise ModelError("the head of an exported reward model must have no bias, as sequence classifiers have none")
+    config = copy.deepcopy(policy.base.config)
+    config.num_labels, config._attn_implementation, config.dtype = 1, None, policy.dtype
+    kind = classifier_class(config, policy.source)
+    state = {name: tensor for name, tensor in merged_state(policy).items() if not _is_lm_head(name, policy.base)}
+    state[f"{_HEAD}.weight"] = model.head.weight.detach()
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    _set_padding(tokenizer, policy.base.generation_config, config, state, policy.base)
+    with quiet_transformers(), torch.device("meta"):
+        shell = kind(config)
+    if missing := sorted(shell.state_dict().keys() ^ state.keys()):
+        raise ModelError(
+            f"{policy.source}: {kind.__name__} must have the weights of the model, but differs in {missing[0]}"
+        )
+    scratch = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.parent.mkdir(parents=True, exist_ok=True)
+    with quiet_transformers():
+        shell.save_pretrained(scratch, state_dict=state)
+        tokenizer.save_pretrained(scratch)
+        policy.base.generation_config.save_pretrained(scratch)  # it knows further tokens that end a turn
+    for path in scratch.iterdir():
+        path.chmod(0o644)  # weights are written readable for their owner alone
+    shutil.rmtree(folder, ignore_errors=True)
+    scratch.rename(folder)
+
+
+def load_scalar(config: ModelConfig) -> "ScalarModel":
+    """The reward model in a folder, a run, or on the hub: one that `export_scalar` wrote, or any other sequence
+    classifier with one label that reads it at the last token."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from kitae.kernels.memory import keep_freed_memory
+    from kitae.models import attention
+    from kitae.models.policy import Policy
+    from kitae.models.scalar import ScalarModel
+
+    folder = find_model(config.path)
+    assert folder is not None
+    check_classifier(folder)
+    device = pick_device(config.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    attention.register()
+    try:
+        with quiet_transformers():
+            whole, found = AutoModelForSequenceClassification.from_pretrained(
+                folder,
+                dtype=pick_dtype(config.dtype, device),
+                attn_implementation=attention.NAME,
+                output_loading_info=True,
+            )
+            with torch.device("meta"):
+                base = AutoModelForCausalLM.from_config(whole.config)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load a reward model from {folder}: {error}") from error
+    head = getattr(whole, _HEAD, None)
+    if not isinstance(head, torch.nn.Linear) or whole.base_model_prefix != base.base_model_prefix:
+        raise ModelError(f"a reward model must read a head {_HEAD!r} at the last token, got {type(whole).__name__}")
+    if missing := sorted(found["missing_keys"]):
+        raise ModelError(f"{folder} must hold all weights of {type(whole).__name__}, but lacks {missing[0]}")
+    setattr(base, base.base_model_prefix, whole.base_model)
+    base.get_output_embeddings().weight = whole.get_input_embeddings().weight  # never used, so it may be any
+    policy = Policy(prepared(base, config, device), load_tokenizer(config)[0], config.path)
+    model = ScalarModel(policy, bias=head.bias is not None)
+    with torch.no_grad():
+        for name, parameter in model.head.named_parameters():
+            parameter.copy_(_stored(folder, f"{_HEAD}.{name}", head.get_parameter(name)))
+    return model
+
+
+def _stored(folder: Path, name: str, loaded: "Tensor") -> "Tensor":
+    """A tensor in the dtype in which it was written; where that cannot be had, as it was loaded."""
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            if name in set(opened.keys()):
+                tensor: Tensor = opened.get_tensor(name)
+                return tensor
+    return loaded
+
+
+def _is_lm_head(name: str, base: Any) -> bool:
+    head = base.get_output_embeddings()
+    return any(module is head and name.startswith(f"{path}.") for path, module in base.named_modules())
+
+
+def _set_padding(tokenizer: Any, generation: Any, config: Any, state: dict[str, Any], base: Any) -> None:
+    """A padding token that no conversation ends with: the tokenizer's own, else the one for unknown words, else a new
+    one, for which the embeddings get a row where they have none to spare."""
+    from kitae.data.chat import Chat
+
+    stops = {*Chat(tokenizer, generation).stop_tokens, tokenizer.bos_token_id}
+    known = [tokenizer.pad_token_id, tokenizer.unk_token_id]
+    token = next((t for t in known if t is not None and t not in stops), None)
+    if token is None:
+        tokenizer.add_special_tokens({"pad_token": _PAD})
+        token = tokenizer.pad_token_id
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(token)
+    text = config.get_text_config()
+    text.pad_token_id = config.pad_token_id = token
+    if token >= text.vocab_size:
+        _grow(state, base, token + 1)
+        text.vocab_size = token + 1
+
+
+def _grow(state: dict[str, Any], base: Any, rows: int) -> None:
+    table = base.get_input_embeddings()
+    (name,) = [f"{path}.weight" for path, module in base.named_modules() if module is table]
+    old = state[name]
+    state[name] = old.new_zeros(rows, old.shape[1])
+    state[name][: len(old)] = old

@@ -1,0 +1,115 @@
+"""Scores of whole conversations by a reward model: rendered as in training, packed into rows without padding.
+
+A score is read at the last token of a conversation, which is the one that ends the answer. Answers to one question
+share its tokens in a row. The company in a row changes a score by rounding alone.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from kitae.data.chat import Chat
+from kitae.data.examples import Conversation
+from kitae.data.packing import Row, Span, lay_out, pack
+from kitae.data.rendering import Rendered, Renderer
+from kitae.errors import DataError
+from kitae.kernels.transfer import send
+from kitae.models.attention import causal_mask, masked_attention
+from kitae.models.scalar import ScalarModel
+from kitae.types import Message, Sample
+
+_ROW = 2048  # tokens
+
+
+def scored(sequence: Rendered) -> Rendered:
+    """With one token more, which is the only loss token: its number is read from the state of the last one.
+
+    Which token that is does not matter: nothing computes it.
+    """
+    tokens_T = np.append(sequence.tokens_T, 0)
+    return replace(sequence, tokens_T=tokens_T, mask_T=np.arange(len(tokens_T)) == len(tokens_T) - 1)
+
+
+class Scorer:
+    """`Scorer(model, Chat(tokenizer, generation_config)).score([conversation, …])`; scores need no gradient."""
+
+    def __init__(self, model: ScalarModel, chat: Chat, row: int = _ROW) -> None:
+        """row: tokens of a row, at most; a longer conversation has one of its own."""
+        self._model = model
+        self._row = row
+        self.max_tokens = model.policy.max_context
+        self._renderer = Renderer(chat, "last", self.max_tokens)
+
+    def score(self, conversations: Sequence[Sequence[Message]]) -> list[float | DataError]:
+        """In their order; an error where a conversation cannot be rendered or is longer than the model's context."""
+        rendered = [self._render(messages) for messages in conversations]
+        samples = [_sample(i, made) for i, made in enumerate(rendered) if isinstance(made, Rendered)]
+        scores = dict[int, float]()
+        for part in pack(samples, self._row):
+            numbers = self._numbers(lay_out(part))
+            scores.update({sample.index: number for sample, number in zip(part, numbers, strict=True)})
+        return [made if isinstance(made, DataError) else scores[i] for i, made in enumerate(rendered)]
+
+    def _render(self, messages: Sequence[Message]) -> Rendered | DataError:
+        try:
+            made = self._renderer.render(Conversation(tuple(messages)))
+        except DataError as error:
+            return error
+        if made.cut:
+            return DataError(f"a conversation must fit into {self.max_tokens} tokens, got {made.length}")
+        return made
+
+    def _numbers(self, row: Row) -> list[float]:
+        device = self._model.policy.device
+        tokens_T, positions_T, source_N = (send(a, device) for a in (row.tokens_T, row.positions_T, row.source_N))
+        with torch.inference_mode():
+            scores_N: Tensor = self._model(tokens_T, positions_T, RowAttention(row.spans, positions_T), source_N)
+        return scores_N.tolist()
+
+
+def _sample(index: int, sequence: Rendered) -> Sample:
+    made = scored(sequence)
+    return Sample(0, index, made.tokens_T, made.prompt_length, made.mask_T, made.mask_T.astype(np.float32))
+
+
+class RowAttention:
+    """Attention within each span of a row, and from it to the span that precedes it. Forward passes only."""
+
+    def __init__(self, spans: Sequence[Span], positions_T: Tensor) -> None:
+        self._parts = [_part(span, positions_T.device) for span in spans]
+        self._positions_T = positions_T
+        self._masks: dict[tuple[int, int | None], Tensor] = {}  # the same in every layer
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        out_THD = q.new_empty(q.shape[1], q.shape[0], v.shape[2])
+        for number, (own, seen_S) in enumerate(self._parts):
+            mask = self._mask(number, window)
+            q_own, k_seen, v_seen = q[:, own], k[:, seen_S], v[:, seen_S]
+            if softcap is None and sinks is None:
+                mixed = scaled_dot_product_attention(
+                    q_own[None], k_seen[None], v_seen[None], attn_mask=mask, scale=scale, enable_gqa=True
+                )
+                out_THD[own] = mixed[0].transpose(0, 1)
+            else:
+                out_THD[own] = masked_attention(q_own, k_seen, v_seen, mask, scale=scale, softcap=softcap, sinks=sinks)
+        return out_THD
+
+    def _mask(self, number: int, window: int | None) -> Tensor:
+        if (number, window) not in self._masks:
+            own, seen_S = self._parts[number]
+            self._masks[number, window] = causal_mask(self._positions_T[own], self._positions_T[seen_S], window)
+        return self._masks[number, window]
+
+
+def _part(span: Span, device: torch.device) -> tuple[slice, Tensor]:
+    """The positions of a span, and all that it may see."""
+    own = slice(span.start, span.start + span.length)
+    before = np.arange(span.prefix_start, span.prefix_start + span.prefix_length)
+    return own, torch.as_tensor(np.concatenate([before, np.arange(own.start, own.stop)]), device=device)

@@ -1,0 +1,40 @@
+"""Settings of what is kept and told of a run."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from kitae.section import Section
+
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
+class ObserveConfig(Section):
+    """What is kept and told of a run beside its metrics. Nothing here changes what is trained."""
+
+    tokens: float = Field(
+        0.05, ge=0, le=1, description="Share of the samples of a step whose tokens are recorded in RUN/tokens; 0: none."
+    )
+    tokens_per_step: int = Field(65536, ge=1, description="Most tokens recorded of one step.")
+    tokens_mb: float = Field(
+        256.0, gt=0, description="Most megabytes of recorded tokens; beyond that the oldest steps are removed."
+    )
+    diagnose: bool = Field(True, description="Say it in one line when a rule of kitae diagnose begins to hold.")
+    trackers: tuple[TrackerName, ...] = Field((), description="Where metrics go beside metrics.jsonl.")
+    project: str = Field("kitae", min_length=1, description="Name of the project, or experiment, in trackers.")
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="Port of an HTTP server with /metrics for Prometheus; 0: none."
+    )
+    metrics_host: str = Field("127.0.0.1", min_length=1, description="Address that this server listens on.")
+    on_finish: str = Field(
+        "", description="A command, or the URL of a webhook: called when the run has finished or was stopped."
+    )
+    on_crash: str = Field("", description="The same, when an error ended the run.")
+    on_diagnosis: str = Field("", description="The same, for each line of the diagnosis during the run.")
+    hook_seconds: float = Field(30.0, gt=0, description="Seconds after which such a command or call is given up.")
+
+    @model_validator(mode="after")
+    def _coherent(self) -> Self:
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"observe.trackers must name each tracker once, got {', '.join(self.trackers)}")
+        return self

@@ -1,0 +1,81 @@
+"""What is wrong with a run, by rules on what it has written: with evidence, and with the setting to change.
+
+diagnose(Path("runs/quickstart-001"))      [Finding("lr-too-high", "bad", …), …]
+
+Works on runs that are running, finished, stopped or crashed; reads, and changes nothing. While a run goes on, `live`
+checks the rules that need metrics alone.
+"""
+
+import sqlite3
+from dataclasses import replace
+from pathlib import Path
+
+from kitae.errors import KitaeError
+from kitae.observe.console import FILE
+from kitae.observe.diagnosis import answers, learning, machinery
+from kitae.observe.diagnosis.base import Answer, Finding, Rule, Seen
+from kitae.observe.timeline import read as read_timeline
+from kitae.store.journal import Journal
+from kitae.store.look import RunView, look
+
+RULES: tuple[Rule, ...] = (*machinery.RULES[:1], *learning.RULES, *answers.RULES, *machinery.RULES[1:])
+"""In the order in which findings are told, those that are bad first."""
+
+
+def diagnose(run: Path) -> list[Finding]:
+    """Commands in the advice have the run in them."""
+    return [replace(found, advice=found.advice.replace("RUN", str(run))) for found in findings(see(run), RULES)]
+
+
+def findings(seen: Seen, rules: tuple[Rule, ...]) -> list[Finding]:
+    found = [finding for rule in rules if (finding := rule.find(seen)) is not None]
+    return sorted(found, key=lambda finding: finding.severity != "bad")
+
+
+def see(run: Path) -> Seen:
+    """Everything that rules look at."""
+    view = look(run)
+    return Seen(
+        steps=view.steps,
+        evaluations=view.evaluations,
+        settings=_settings(view),
+        status=view.status,
+        console=_console(run),
+        timeline=read_timeline(run),
+        answers=_answers(run),
+    )
+
+
+def _settings(view: RunView) -> dict[str, object]:
+    try:
+        return view.config.flat()
+    except KitaeError:  # of another version: rules do without
+        return {}
+
+
+def _console(run: Path) -> list[str]:
+    """What was said since the run was last started."""
+    try:
+        lines = (run / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    starts = [i for i, line in enumerate(lines) if "  $ kitae " in line]
+    return lines[starts[-1] :] if starts else lines
+
+
+def _answers(run: Path) -> list[Answer]:
+    """Those of the first two and the last two steps, by the journal."""
+    try:
+        journal = Journal(run / "journal.sqlite", read_only=True)
+    except KitaeError:  # damaged, or being made
+        return []
+    try:
+        groups = [(step, group) for group, step, fate, _ in journal.groups() if fate != "skipped"]
+        steps = sorted({step for step, _ in groups})
+        wanted = {*steps[:2], *steps[-2:]}
+        found = [(step, journal.group(group)) for step, group in groups if step in wanted]
+    except sqlite3.Error:
+        return []
+    finally:
+        journal.close()
+    return [Answer(step, g.id, r.text, str(g.prompt.reference)) for step, g in found for r in g.rollouts]

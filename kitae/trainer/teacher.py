@@ -1,0 +1,108 @@
+"""A teacher in the trainer's process: a frozen model that says how likely the student's tokens are.
+
+It has modules of its own and is no reference: the reference is what the student was, and never comes from elsewhere. It
+is what its folder says, so a checkpoint needs nothing of it. Where student and teacher have a different number of rows
+of padding, the common rows count (`kitae.models.vocabulary`).
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kitae.algorithms.distillation import generalised_jsd
+from kitae.config.root import DistilConfig
+from kitae.errors import ModelError
+from kitae.models.config import ModelConfig
+from kitae.models.load import check_model, load_policy, load_tokenizer
+from kitae.models.logprobs import Head
+from kitae.models.policy import Policy
+from kitae.models.vocabulary import common_rows
+from kitae.trainer.config import LearningConfig
+from kitae.trainer.forward import MicroBatch, attention
+from kitae.trainer.objectives import OfStates, Scored
+
+UNKNOWN = -30.0
+"""The log-prob of a token that the teacher has no row for: padding, which a student samples all but never."""
+
+
+class Teacher(Scored):
+    """`Teacher(policy, training, temperature=1.0, rows=151936)`; rows: those of its logits that the student has too."""
+
+    def __init__(self, policy: Policy, config: LearningConfig, temperature: float, rows: int) -> None:
+        super().__init__(policy, config, temperature)
+        policy.requires_grad_(False)
+        self._readable = len(policy.base.get_input_embeddings().weight)
+        policy.rows = rows
+        self.rows = rows
+
+    def outputs(self, micro: MicroBatch) -> Tensor:
+        known_N = micro.target_N < self.rows
+        target_N = micro.target_N.where(known_N, 0)
+        logp_N = self.score(replace(self._read(micro), target_N=target_N))[0]
+        return logp_N.masked_fill(~known_N, UNKNOWN)
+
+    def states(self, micro: MicroBatch) -> Tensor:
+        """Its hidden states at the positions that predict the loss tokens. No gradients."""
+        micro = self._read(micro)
+        with torch.no_grad():
+            return self.policy.hidden(micro.tokens_T, micro.positions_T, attention(self.policy, micro))[micro.source_N]
+
+    def _read(self, micro: MicroBatch) -> MicroBatch:
+        return replace(micro, tokens_T=micro.tokens_T.clamp(max=self._readable - 1))
+
+
+class TeacherDivergence:
+    """The generalised Jensen–Shannon divergence from a teacher: a `Divergence` of `kitae.trainer.objectives`."""
+
+    def __init__(self, teacher: Teacher, config: LearningConfig, *, beta: float, temperature: float) -> None:
+        self._teacher = teacher
+        self._chunk = config.logit_chunk
+        self._beta = beta
+        self._temperature = temperature
+
+    def __call__(self, micro: MicroBatch) -> OfStates:
+        theirs_NH, head = self._teacher.states(micro), self._teacher.policy.output
+
+        def divergence(ours: Head, ours_NH: Tensor) -> Tensor:
+            return generalised_jsd(
+                ours.cut(self._teacher.rows),
+                ours_NH,
+                head,
+                theirs_NH,
+                beta=self._beta,
+                temperature=self._temperature,
+                chunk=self._chunk,
+            )
+
+        return divergence
+
+
+def load_teacher(config: DistilConfig, student: Policy) -> Teacher:
+    """Beside the student: on its device, in its dtype, without adapters."""
+    policy = load_policy(_model(config))
+    names = (config.model.path, config.method.teacher)
+    rows = common_rows(student.tokenizer, student.vocabulary, policy.tokenizer, policy.vocabulary, names)
+    return Teacher(policy, config.training, config.sampling.temperature, rows)
+
+
+def check_teacher(config: DistilConfig) -> None:
+    """All that can be found wrong with a teacher before weights are loaded; gets the models if need be."""
+    try:
+        check_model(_model(config))
+    except ModelError as problem:
+        raise ModelError(f"method.teacher: {problem}") from None
+    names = (config.model.path, config.method.teacher)
+    check_model(config.model)
+    student, teacher = (load_tokenizer(model)[0] for model in (config.model, _model(config)))
+    common_rows(student, _rows(config.model), teacher, _rows(_model(config)), names)
+
+
+def _model(config: DistilConfig) -> ModelConfig:
+    return config.model.model_copy(update={"path": config.method.teacher, "lora_rank": 0, "exact": False})
+
+
+def _rows(model: ModelConfig) -> int:
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(check_model(model)).get_text_config().vocab_size)

@@ -1,0 +1,59 @@
+"""Which runs may be read: those that were named, and those in folders that were named. Nothing else has an address."""
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from kitae.errors import StoreError
+from kitae.store.run import is_run
+
+
+class Library:
+    """Runs by key. A key is looked up, never joined to a path, so there is no way from it to another folder.
+
+    Folders are looked through again whenever the list is asked for: runs that start later appear.
+    """
+
+    def __init__(self, places: Sequence[Path]) -> None:
+        for place in places:
+            if not place.is_dir():
+                raise StoreError(f"kitae ui takes run folders and folders that hold them, got {place}: no such folder")
+        self._places = [place.resolve() for place in places]
+        self._lock = threading.Lock()
+        self._keys: dict[Path, str] = {}  # a run keeps its key while the page is open
+
+    def runs(self) -> dict[str, Path]:
+        """`{"quickstart-001": Path("/home/me/runs/quickstart-001")}`."""
+        found = [folder for place in self._places for folder in _runs_of(place)]
+        with self._lock:
+            for folder in found:
+                if folder not in self._keys:
+                    self._keys[folder] = self._free_key(folder)
+            return {self._keys[folder]: folder for folder in dict.fromkeys(found)}
+
+    def find(self, key: str) -> Path:
+        try:
+            return self.runs()[key]
+        except KeyError:
+            raise StoreError(f"no run {key!r} in {', '.join(map(str, self._places))}") from None
+
+    def _free_key(self, folder: Path) -> str:
+        taken, name = set(self._keys.values()), folder.name
+        names = (name if number == 1 else f"{name}~{number}" for number in range(1, len(taken) + 2))
+        return next(name for name in names if name not in taken)
+
+
+def _runs_of(place: Path) -> list[Path]:
+    """A link that leads out of the place is not followed."""
+    if is_run(place):
+        return [place]
+    if not place.is_dir():
+        return []
+    children = (child.resolve() for child in sorted(place.iterdir()) if is_run(child))
+    return [child for child in children if child.is_relative_to(place)]
+
+
+def file_of(run: Path, name: str) -> Path | None:
+    """A file of a run folder, if it is there and no link to somewhere else."""
+    path = run / name
+    return path if path.is_file() and path.resolve().is_relative_to(run.resolve()) else None

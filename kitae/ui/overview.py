@@ -1,0 +1,137 @@
+"""Runs from outside: the list, one of them, several beside each other."""
+
+import math
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kitae.errors import KitaeError
+from kitae.observe.report import PARTS
+from kitae.store.journal import Journal
+from kitae.store.look import RunView
+from kitae.ui import prompts
+from kitae.ui.library import file_of
+from kitae.ui.records import (
+    Comparison,
+    ConsoleEnd,
+    Event,
+    Pairing,
+    RunDetail,
+    RunSummary,
+    SettingDifference,
+)
+from kitae.ui.settings import raw_settings, settings_of
+from kitae.ui.tables import Tables
+
+_CONSOLE_END = 200_000  # bytes
+_CERTAIN = 1.96  # standard errors to each side: 95 %
+
+
+def summary(key: str, run: Path, tables: Tables) -> RunSummary:
+    """A run that cannot be read is listed all the same, with the problem."""
+    view, settings, problem = RunView(run), dict[str, Any](), ""
+    try:
+        settings = raw_settings(run)
+        status = str(view.status)
+    except (KitaeError, OSError, ValueError) as error:
+        status, problem = "unreadable", str(error)
+    glance = tables.glance(run)
+    steps = settings.get("training.steps")
+    total = steps if isinstance(steps, int) else None
+    left = total - glance.step if total is not None and status == "running" else None
+    return RunSummary(
+        key=key,
+        name=run.name,
+        folder=str(run),
+        title=_title(settings),
+        status=status,
+        step=glance.step,
+        steps=total,
+        metric=glance.metric,
+        value=glance.recent[-1] if glance.recent else None,
+        recent=glance.recent,
+        before=glance.points[0] if glance.points else None,
+        after=glance.points[-1] if len(glance.points) > 1 else None,
+        step_seconds=glance.step_seconds,
+        speed=glance.speed,
+        eta=left * glance.step_seconds if left is not None and glance.step_seconds is not None else None,
+        changed=view.changed,
+        size=view.size,
+        problem=problem,
+    )
+
+
+def _title(settings: dict[str, Any]) -> str:
+    """How, on what and with what: `"grpo · reverse · smollm2-135m"`."""
+    how = settings.get("algorithm.preset") or settings.get("method.kind") or settings.get("method.name")
+    data = (settings.get(f"data.{source}") for source in ("task", "gym", "path", "hub"))
+    parts = (how, next(filter(None, data), None), settings.get("model.path"))
+    return " · ".join(str(part) for part in parts if part)
+
+
+def detail(key: str, run: Path, tables: Tables) -> RunDetail:
+    steps, evaluations = tables.names(run)
+    return RunDetail(
+        summary=summary(key, run, tables),
+        metrics=steps,
+        evaluations=evaluations,
+        phases=[name for part in (*PARTS, "other") if (name := f"{part}_seconds") in steps],
+        settings=settings_of(run),
+        events=_events(run),
+        rollouts=prompts.count_rollouts(run),
+    )
+
+
+def _events(run: Path) -> list[Event]:
+    try:
+        journal = Journal(run / "journal.sqlite", read_only=True)
+        try:
+            return [Event(*event) for event in journal.events()]
+        finally:
+            journal.close()
+    except (KitaeError, sqlite3.Error):
+        return []
+
+
+def console(run: Path) -> ConsoleEnd:
+    path = file_of(run, "console.log")
+    if path is None:
+        return ConsoleEnd("", True)
+    with path.open("rb") as file:
+        size = path.stat().st_size
+        file.seek(max(0, size - _CONSOLE_END))
+        return ConsoleEnd(file.read().decode("utf-8", "replace"), size <= _CONSOLE_END)
+
+
+def compare(found: Sequence[tuple[str, Path]], tables: Tables) -> Comparison:
+    """The first run against the others."""
+    settings = [raw_settings(run) for _, run in found]
+    keys = dict.fromkeys(key for flat in settings for key in flat if key not in ("run.name", "run.dir"))
+    differing = [key for key in keys if any(flat.get(key) != settings[0].get(key) for flat in settings)]
+    names = [tables.names(run)[0] for _, run in found]
+    rates = [prompts.last_rates(run) for _, run in found]
+    return Comparison(
+        runs=[summary(key, run, tables) for key, run in found],
+        metrics=list(dict.fromkeys(name for columns in names for name in columns)),
+        settings=[SettingDifference(key, [flat.get(key) for flat in settings]) for key in differing],
+        pairings=[
+            pairing
+            for (key, _), others in zip(found[1:], rates[1:], strict=True)
+            if (pairing := pair(key, rates[0], others)) is not None
+        ],
+    )
+
+
+def pair(key: str, first: dict[str, float], second: dict[str, float]) -> Pairing | None:
+    """None: too few prompts in common to say anything."""
+    common = first.keys() & second.keys()
+    n = len(common)
+    if n < 2:
+        return None
+    differences = [second[prompt] - first[prompt] for prompt in common]
+    mean = sum(differences) / n
+    variance = sum((difference - mean) ** 2 for difference in differences) / (n - 1)
+    reach = _CERTAIN * math.sqrt(variance / n)
+    before, after = (sum(rates[prompt] for prompt in common) / n for rates in (first, second))
+    return Pairing(key, n, before, after, mean, mean - reach, mean + reach)

@@ -1,0 +1,357 @@
+"""What the page asks for and gets: the records of the API, which `ui/records.py` also writes down as TypeScript.
+
+All of them are frozen and hold plain JSON values: no NaN, which JSON does not have; what is not known is null.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """An evaluation on held-out prompts: `HeldOut(step=15, mean=0.98, low=0.94, high=1.0)`."""
+
+    step: int
+    mean: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A line of the list of runs: `RunSummary("quickstart-001", …, status="running", step=3, steps=15, eta=61.0)`.
+
+    key: how the other addresses name this run. metric: what `value` and `recent` are, "reward" or "loss". speed: tokens
+    sampled in a second, or trained where nothing is sampled. eta: seconds until the end, of a running run.
+    """
+
+    key: str
+    name: str
+    folder: str
+    title: str
+    status: str
+    step: int
+    steps: int | None
+    metric: str
+    value: float | None
+    recent: list[float | None]
+    before: HeldOut | None
+    after: HeldOut | None
+    step_seconds: float | None
+    speed: float | None
+    eta: float | None
+    changed: float
+    size: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """`Setting("training.lr", 2e-05, changed=True)`; changed: not the default."""
+
+    key: str
+    value: Any
+    changed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """`Event(1763251200.0, "start", "step 0")`."""
+
+    time: float
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunDetail:
+    """One run: what there is to choose from.
+
+    metrics: names of columns of metrics.jsonl; evaluations: the same of its held-out lines. phases: the columns that
+    add up to `step_seconds`. rollouts: how many samples the journal has.
+    """
+
+    summary: RunSummary
+    metrics: list[str]
+    evaluations: list[str]
+    phases: list[str]
+    settings: list[Setting]
+    events: list[Event]
+    rollouts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Columns of metrics.jsonl over steps: `Series([1, 2], {"reward": [0.1, 0.2]}, [0], {"avg": [0.5], …})`."""
+
+    steps: list[int]
+    columns: dict[str, list[float | None]]
+    evaluation_steps: list[int]
+    evaluations: dict[str, list[float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """A rollout in a list. length: tokens of the model; fate: "trained", "dropped", "skipped", or "" while pending."""
+
+    group: int
+    sample: int
+    step: int | None
+    fate: str
+    reason: str
+    value: float | None
+    outcome: str
+    finish: str
+    status: str
+    length: int
+    prompt_id: str
+    question: str
+    text: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutPage:
+    """at: how many come before these. next: the cursor to go on from; None: there is no more. total: how many pass all
+    filters but the text. searched: how many of those were looked through for the text so far."""
+
+    rows: list[Brief]
+    at: int
+    next: str | None
+    total: int
+    searched: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Who said what: `Turn("tool", "42", calls=[], name="python")`; calls: `["python(code='6 * 7')"]`."""
+
+    role: str
+    text: str
+    calls: list[str]
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SampleView:
+    """A rollout of a group, without its tokens. rewards: those of turns, where the environment gave any."""
+
+    sample: int
+    value: float | None
+    outcome: str
+    detail: str
+    components: dict[str, float]
+    finish: str
+    status: str
+    length: int
+    turns: int
+    versions: list[int]
+    rewards: list[float]
+    text: str
+    transcript: list[Turn]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupView:
+    """A prompt and all that was sampled for it. previous, next: the neighbours in the journal that have rollouts."""
+
+    group: int
+    prompt_id: str
+    messages: list[Turn]
+    reference: str
+    context: str
+    step: int | None
+    fate: str
+    reason: str
+    version: int
+    samples: list[SampleView]
+    parked: int
+    previous: int | None
+    next: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ChainTokens:
+    """Tokens of one context, with a value for each in every column; null where a column says nothing of a token.
+
+    `ChainTokens(prompt=["<s>", "Hi"], tokens=[42, 7], pieces=["He", "llo"], by_model=[True, True],
+    columns={"logprob": [-0.1, -0.7], "version": [3, 3]})`
+    """
+
+    prompt: list[str]
+    tokens: list[int]
+    pieces: list[str]
+    by_model: list[bool]
+    columns: dict[str, list[float | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTokens:
+    """readable: the run's tokenizer was found; else the pieces are numbers."""
+
+    group: int
+    sample: int
+    readable: bool
+    chains: list[ChainTokens]
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A prompt asked once: `Visit(group=17, step=3, rate=0.5)`; rate: its mean score."""
+
+    group: int
+    step: int | None
+    rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptHistory:
+    """kind: "mastered" (all right the last time), "dead" (never a point), "flipping" (up and down), or "learning"."""
+
+    prompt_id: str
+    question: str
+    kind: str
+    visits: list[Visit]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPage:
+    """counts: how many prompts are of each kind."""
+
+    rows: list[PromptHistory]
+    at: int
+    total: int
+    counts: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorKind:
+    """Answers not judged for one reason, whatever numbers and quotations it holds; the last of them as examples."""
+
+    detail: str
+    count: int
+    first_step: int | None
+    last_step: int | None
+    examples: list[Brief]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorList:
+    total: int
+    kinds: list[ErrorKind]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSpan:
+    """A bar of the timeline: `LaneSpan("train", step=3, lane=0, start=12.1, end=14.0)`."""
+
+    part: str
+    step: int
+    lane: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class LaneView:
+    """Who worked when in steps `first` to `last`. busy: the share of that time in which each part was at work."""
+
+    first: int
+    last: int
+    of: int
+    start: float
+    end: float
+    lanes: dict[str, int]
+    busy: dict[str, float]
+    spans: list[LaneSpan]
+    left_out: int
+
+
+@dataclass(frozen=True, slots=True)
+class SettingDifference:
+    """`SettingDifference("training.lr", [1e-5, 2e-5])`: one value for each run; null where it has no such setting."""
+
+    key: str
+    values: list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """Prompts that both runs were asked, each by its last visit: mean rates, and the mean of differences with its 95 %
+    interval. `Pairing("b", prompts=120, first=0.61, second=0.72, difference=0.11, low=0.05, high=0.17)`"""
+
+    key: str
+    prompts: int
+    first: float
+    second: float
+    difference: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """runs: the first is what the others are compared with."""
+
+    runs: list[RunSummary]
+    metrics: list[str]
+    settings: list[SettingDifference]
+    pairings: list[Pairing]
+
+
+@dataclass(frozen=True, slots=True)
+class ConsoleEnd:
+    """The end of console.log. complete: nothing is missing at the beginning."""
+
+    text: str
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosed:
+    """`Diagnosed("entropy-collapse", "warning", "entropy fell to 0.01", ["step 40: 0.01"], "raise …")`."""
+
+    rule: str
+    severity: str
+    title: str
+    evidence: list[str]
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """available: this version of Kitae has rules to diagnose runs by."""
+
+    available: bool
+    findings: list[Diagnosed]
+
+
+RECORDS = (
+    HeldOut,
+    RunSummary,
+    Setting,
+    Event,
+    RunDetail,
+    Series,
+    Brief,
+    RolloutPage,
+    Turn,
+    SampleView,
+    GroupView,
+    ChainTokens,
+    SampleTokens,
+    Visit,
+    PromptHistory,
+    PromptPage,
+    ErrorKind,
+    ErrorList,
+    LaneSpan,
+    LaneView,
+    SettingDifference,
+    Pairing,
+    Comparison,
+    ConsoleEnd,
+    Diagnosed,
+    Diagnosis,
+)
+"""In the order in which they use each other."""

@@ -1,0 +1,156 @@
+"""A group beside each other, and one sample token by token."""
+
+import importlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kitae.errors import KitaeError, StoreError
+from kitae.store.journal import Journal
+from kitae.types import Chain, Message, Rollout
+from kitae.ui import words
+from kitae.ui.queries import brief_table, reading
+from kitae.ui.records import ChainTokens, GroupView, SampleTokens, SampleView, Turn
+
+_RECORDS = "kitae.observe.tokens"
+"""What training noted of each token, where a run did; a version of Kitae without it has no such columns."""
+
+
+def group(run: Path, number: int) -> GroupView:
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    try:
+        prompt = journal.prompt(number)
+        if prompt is None:
+            raise StoreError(f"{run.name} has no group {number}")
+        rollouts, parked = journal.rollouts(number), len(journal.parked(number))
+    finally:
+        journal.close()
+    with reading(run) as db:
+        fate = db.execute("SELECT step, fate, reason FROM fates WHERE group_id = ?", (number,)).fetchone()
+        version = db.execute("SELECT version FROM prompts WHERE group_id = ?", (number,)).fetchone()[0]
+        table = brief_table(db)
+        before = db.execute(f"SELECT max(r.group_id) FROM {table} WHERE r.group_id < ?", (number,)).fetchone()[0]
+        after = db.execute(f"SELECT min(r.group_id) FROM {table} WHERE r.group_id > ?", (number,)).fetchone()[0]
+    return GroupView(
+        group=number,
+        prompt_id=prompt.id,
+        messages=[_turn(message) for message in prompt.messages],
+        reference=_text(prompt.reference),
+        context=_text(dict(prompt.context)) if prompt.context else "",
+        step=fate[0] if fate else None,
+        fate=fate[1] if fate else "",
+        reason=fate[2] if fate else "",
+        version=version,
+        samples=[_sample(rollout) for rollout in rollouts],
+        parked=parked,
+        previous=before,
+        next=after,
+    )
+
+
+def _sample(rollout: Rollout) -> SampleView:
+    score = rollout.score
+    assert score is not None  # the journal gives every rollout one
+    versions = sorted({version for s in rollout.segments for version in s.versions if version >= 0})
+    return SampleView(
+        sample=rollout.index,
+        value=score.value if score.valid else None,
+        outcome=score.outcome,
+        detail=score.detail,
+        components={name: value for name, value in score.components.items() if math.isfinite(value)},
+        finish=rollout.finish,
+        status=rollout.status,
+        length=rollout.response_length,
+        turns=sum(s.source == "model" for s in rollout.segments),
+        versions=versions,
+        rewards=[s.reward for s in rollout.segments if s.reward is not None],
+        text=rollout.text,
+        transcript=[_turn(message) for message in rollout.transcript],
+    )
+
+
+def _turn(message: Message) -> Turn:
+    parts = [str(part.get("text", f"[{part.get('type')}]")) for part in message.parts] or [message.content]
+    calls = [
+        f"{c.name}({', '.join(f'{name}={value!r}' for name, value in c.arguments.items())})" for c in message.calls
+    ]
+    return Turn(message.role, "\n".join(filter(None, parts)), calls, message.name)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, indent=2, ensure_ascii=False)
+
+
+def tokens(run: Path, number: int, sample: int) -> SampleTokens:
+    """The columns of the journal, and those that training noted, where it did."""
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    try:
+        rollout = next((r for r in journal.rollouts(number) if r.index == sample), None)
+    finally:
+        journal.close()
+    if rollout is None:
+        raise StoreError(f"{run.name} has no sample {sample} of group {number}")
+    with reading(run) as db:
+        fate = db.execute("SELECT step FROM fates WHERE group_id = ?", (number,)).fetchone()
+    noted = _noted(run, fate[0] if fate else None, number, sample)
+    found = [_chain(run, chain, _of_chain(noted, i)) for i, chain in enumerate(rollout.chains)]
+    return SampleTokens(number, sample, all(readable for _, readable in found), [view for view, _ in found])
+
+
+def _chain(run: Path, chain: Chain, noted: Mapping[str, Sequence[float]]) -> tuple[ChainTokens, bool]:
+    own = [token for segment in chain.segments for token in segment.tokens]
+    by_model = [segment.source == "model" for segment in chain.segments for _ in segment.tokens]
+    logprobs = [value for segment in chain.segments for value in segment.logprobs]
+    versions = [value for segment in chain.segments for value in segment.versions]
+    columns: dict[str, list[float | None]] = {
+        "logprob": [_finite(value) if model else None for value, model in zip(logprobs, by_model, strict=True)],
+        "version": [value if model else None for value, model in zip(versions, by_model, strict=True)],
+    }
+    for name, values in noted.items():
+        if (laid_out := _laid_out(values, by_model, len(chain.prompt_tokens))) is not None:
+            columns[name] = laid_out
+    all_tokens = [*chain.prompt_tokens, *own]
+    found = words.pieces(run, all_tokens)
+    pieces = found if found is not None else [f"{token} " for token in all_tokens]
+    cut = len(chain.prompt_tokens)
+    return ChainTokens(pieces[:cut], own, pieces[cut:], by_model, columns), found is not None
+
+
+def _laid_out(values: Sequence[float], by_model: Sequence[bool], prompt: int) -> list[float | None] | None:
+    """A column as long as what follows the prompt, of one that has the whole chain, all that follows the prompt, or the
+    tokens of the model alone; None: it has none of these lengths."""
+    if len(values) == prompt + len(by_model):
+        values = values[prompt:]
+    if len(values) == len(by_model):
+        return [_finite(value) if model else None for value, model in zip(values, by_model, strict=True)]
+    if len(values) != sum(by_model):
+        return None
+    rest = iter(values)
+    return [_finite(next(rest)) if model else None for model in by_model]
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def _noted(run: Path, step: int | None, number: int, sample: int) -> dict[str, Sequence[float]]:
+    """What `observe.tokens` has of a sample, by column."""
+    if step is None or not (run / "tokens").is_dir():
+        return {}
+    try:
+        found = importlib.import_module(_RECORDS).read_tokens(run, step)
+    except (ModuleNotFoundError, KitaeError):  # this step was not recorded, or its file is damaged
+        return {}
+    return {name: array.tolist() for name, array in found.get((number, sample), {}).items()}
+
+
+def _of_chain(noted: Mapping[str, Sequence[float]], chain: int) -> dict[str, Sequence[float]]:
+    """The part of the columns that is about one of a sample's contexts, without what the journal says already."""
+    which = noted.get("chain")
+    return {
+        name: values if which is None else [value for value, of in zip(values, which, strict=True) if of == chain]
+        for name, values in noted.items()
+        if name not in ("chain", "version")
+    }

@@ -1,0 +1,37 @@
+"""The settings of a run, of whatever kind and version it is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kitae.errors import KitaeError
+from kitae.store.look import RunView
+from kitae.ui.library import file_of
+from kitae.ui.records import Setting
+
+
+def raw_settings(run: Path) -> dict[str, Any]:
+    """config.json as it is, flat: settings of another version or of another kind of run are settings too."""
+    path = file_of(run, "config.json")
+    values = json.loads(path.read_text()) if path else {}
+    flat: dict[str, Any] = {}
+    for section, keys in values.items() if isinstance(values, dict) else ():
+        if isinstance(keys, dict):
+            flat |= {f"{section}.{key}": value for key, value in keys.items()}
+        else:
+            flat[section] = keys
+    return flat
+
+
+def settings_of(run: Path) -> list[Setting]:
+    """What is not the default comes first. Where that cannot be known, nothing counts as changed."""
+    try:
+        changed = set(RunView(run).config.changed())
+    except (KitaeError, OSError):
+        changed = set()
+    try:
+        flat = raw_settings(run)
+    except (OSError, ValueError):
+        flat = {}
+    found = [Setting(key, value, key in changed) for key, value in flat.items()]
+    return sorted(found, key=lambda setting: not setting.changed)

@@ -1,0 +1,56 @@
+"""The numbers of a run over HTTP."""
+
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from kitae.observe.prometheus import MetricsServer
+from kitae.observe.report import StepReport
+
+
+@pytest.fixture
+def server() -> Iterator[MetricsServer]:
+    found = MetricsServer(Path("runs/toy-001"), "127.0.0.1", 0)
+    yield found
+    found.close()
+
+
+def get(server: MetricsServer, path: str = "/metrics") -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        return str(answer.read().decode())
+
+
+def test_the_last_numbers(server: MetricsServer) -> None:
+    assert get(server) == ""
+    for step, reward in ((1, 0.25), (2, 0.5)):
+        row = {"kind": "step", "step": step, "reward": reward, "reward/format": 1, "loss": None, "first_error": "x"}
+        server.step(cast(StepReport, SimpleNamespace(step=step, row=lambda row=row: row)))
+    server.evaluated({"kind": "eval", "step": 2, "avg": 0.75, "pass@1": 0.75})
+    server.found("lr-too-high")
+    label = '{run="toy-001"}'
+    assert get(server, "/metrics?a=b").splitlines() == [
+        *("# TYPE kitae_eval_avg gauge", f"kitae_eval_avg{label} 0.75"),
+        *("# TYPE kitae_eval_pass_1 gauge", f"kitae_eval_pass_1{label} 0.75"),
+        *("# TYPE kitae_eval_step gauge", f"kitae_eval_step{label} 2.0"),
+        *("# TYPE kitae_reward gauge", f"kitae_reward{label} 0.5"),
+        *("# TYPE kitae_reward_format gauge", f"kitae_reward_format{label} 1.0"),
+        *("# TYPE kitae_step gauge", f"kitae_step{label} 2.0"),
+        *("# TYPE kitae_finding gauge", 'kitae_finding{run="toy-001",rule="lr-too-high"} 1'),
+    ]
+
+
+def test_nothing_else_is_there(server: MetricsServer) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="404") as refused:
+        get(server, "/etc/passwd")
+    refused.value.close()
+
+
+def test_a_port_that_is_taken(server: MetricsServer) -> None:
+    with pytest.raises(OSError, match="in use"):
+        MetricsServer(Path("runs/toy-002"), "127.0.0.1", server.port)

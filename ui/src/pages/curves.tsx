@@ -1,0 +1,121 @@
+// One run: how it stands, its curves, and where the seconds of a step went.
+import { useMemo, useState } from "preact/hooks";
+import { ask, useData } from "../api";
+import { Chart, type Line, type Range } from "../chart";
+import { fixed, number, seconds, size } from "../format";
+import { Empty, Held, Stat, Waiting } from "../parts";
+import type { RunDetail, Series } from "../records";
+import { alter } from "../router";
+import { SERIES } from "../theme";
+import { Progress } from "./runs";
+
+const USUAL = ["reward", "loss", "length", "entropy", "grad_norm", "logp_gap", "kl_k3", "accuracy", "margin", "groups_with_signal", "clip_fraction", "staleness"];
+const MOST = 6;
+
+export function Curves({ run, query }: { run: RunDetail; query: URLSearchParams }) {
+  const chosen = useMemo(() => chosenMetrics(run, query.get("metrics")), [run.metrics.join(), query.get("metrics")]);
+  const smoothing = Number(query.get("smooth") ?? 0);
+  const [zoom, setZoom] = useState<Range | null>(null);
+  const key = run.summary.key;
+  const state = useData(ask.series(key, [...new Set([...chosen, ...run.phases])]), [key]);
+  const series = state.data;
+  const choose = (names: string[]) => alter({ metrics: names.join(",") });
+  return (
+    <>
+      <Head run={run} />
+      {!run.metrics.length ? <Empty>No step is finished yet; curves appear with the first one.</Empty> : <>
+        <div class="bar tools">
+          <Picker all={[...run.metrics, ...run.evaluations.filter((name) => !/_(low|high)$/.test(name)).map((name) => `eval/${name}`)]} chosen={chosen} onChange={choose} />
+          <label class="field inline"><span>smoothing</span>
+            <input type="range" min="0" max="0.98" step="0.02" value={smoothing} onInput={(event) => alter({ smooth: event.currentTarget.value === "0" ? null : event.currentTarget.value })} />
+            <output>{smoothing ? smoothing.toFixed(2) : "off"}</output>
+          </label>
+          <span class="grow" />
+          {zoom ? <button onClick={() => setZoom(null)}>Whole run</button> : <span class="muted small">Drag over a curve to zoom all of them</span>}
+        </div>
+        {!series ? <Waiting state={state} what="Reading metrics" /> : (
+          <div class="charts">
+            {chosen.map((name) => (
+              <Chart key={name} title={name} lines={linesOf(name, series)} smoothing={smoothing} zoom={zoom} onZoom={setZoom}
+                onRemove={() => choose(chosen.filter((other) => other !== name))} />
+            ))}
+            {run.phases.length > 0 && <Phases names={run.phases} series={series} zoom={zoom} onZoom={setZoom} />}
+          </div>
+        )}
+      </>}
+    </>
+  );
+}
+
+function Head({ run: { summary: s, rollouts } }: { run: RunDetail }) {
+  return (
+    <dl class="stats">
+      <Stat name="step">
+        {number(s.step)}{s.steps !== null && <span class="muted"> / {number(s.steps)}</span>}
+        {s.steps !== null && <Progress part={s.step / s.steps} />}
+      </Stat>
+      <Stat name={s.metric || "reward"}>{fixed(s.value)}</Stat>
+      <Stat name="held out" hint="before → after, with the 95 % interval">
+        {s.before ? <><Held point={s.before} />{s.after && <> → <Held point={s.after} /></>}</> : "–"}
+        {(s.after ?? s.before) && <small class="muted">{fixed((s.after ?? s.before)!.low, 2)} – {fixed((s.after ?? s.before)!.high, 2)}</small>}
+      </Stat>
+      <Stat name="time of a step">{seconds(s.step_seconds)}</Stat>
+      <Stat name="tokens per second">{s.speed === null ? "–" : Math.round(s.speed).toLocaleString("en")}</Stat>
+      {s.eta !== null && <Stat name="time left">{seconds(s.eta)}</Stat>}
+      {rollouts > 0 && <Stat name="rollouts">{number(rollouts)}</Stat>}
+      <Stat name="on disk">{size(s.size)}</Stat>
+    </dl>
+  );
+}
+
+function chosenMetrics(run: RunDetail, text: string | null): string[] {
+  if (text !== null) return text.split(",").filter(Boolean);
+  const held = run.metrics.includes("reward") || !run.evaluations.includes("avg") ? [] : ["eval/avg"];
+  const usual = [...held, ...USUAL.filter((name) => run.metrics.includes(name))];
+  return (usual.length ? usual : run.metrics).slice(0, MOST);
+}
+
+/** A metric of steps with the held-out points that belong to it, or one of the evaluations. */
+function linesOf(name: string, series: Series): Line[] {
+  const own = name.startsWith("eval/") ? name.slice(5) : "";
+  if (own) return points(own, own, series);
+  const steps: Line[] = [{ name, steps: series.steps, values: series.columns[name] ?? [], colour: SERIES[0]! }];
+  const held = name === "reward" ? "avg" : name;
+  return name === "reward" || name === "loss" ? [...steps, ...points("held out", held, series)] : steps;
+}
+
+function points(title: string, name: string, { evaluation_steps, evaluations }: Series): Line[] {
+  const values = evaluations[name];
+  if (!values) return [];
+  const low = evaluations[`${name}_low`], high = evaluations[`${name}_high`];
+  return [{ name: title, steps: evaluation_steps, values, colour: SERIES[1]!, points: true, ...(low && high ? { low, high } : {}) }];
+}
+
+function Phases({ names, series, zoom, onZoom }: { names: string[]; series: Series; zoom: Range | null; onZoom: (range: Range | null) => void }) {
+  const used = names.filter((name) => series.columns[name]?.some((value) => (value ?? 0) > 0));
+  if (!used.length) return null;
+  const lines = used.map((name, i) => ({ name: name.replace(/_seconds$/, ""), steps: series.steps, values: series.columns[name]!, colour: SERIES[i % SERIES.length]! }));
+  return <div class="wide"><Chart title="seconds of a step, by phase" lines={lines} stacked zoom={zoom} onZoom={onZoom} height={210} /></div>;
+}
+
+/** Which metrics are drawn: a list with a filter. */
+export function Picker({ all, chosen, onChange }: { all: string[]; chosen: string[]; onChange: (names: string[]) => void }) {
+  const [filter, setFilter] = useState("");
+  const shown = all.filter((name) => name.toLowerCase().includes(filter.toLowerCase()));
+  return (
+    <details class="picker">
+      <summary class="button">Metrics <span class="muted">{chosen.length} of {all.length}</span></summary>
+      <div class="menu card">
+        <input type="search" data-search placeholder="filter" aria-label="Filter metrics" value={filter} onInput={(event) => setFilter(event.currentTarget.value)} />
+        <ul>
+          {shown.map((name) => (
+            <li key={name}><label>
+              <input type="checkbox" checked={chosen.includes(name)} onChange={(event) => onChange(event.currentTarget.checked ? [...chosen, name] : chosen.filter((other) => other !== name))} />
+              {name}
+            </label></li>
+          ))}
+        </ul>
+      </div>
+    </details>
+  );
+}
