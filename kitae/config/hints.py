@@ -92,7 +92,7 @@ _REASONS = {
     "report_to wandb use_wandb logger tensorboard": "a run's numbers are in RUN/metrics.jsonl, and are sent nowhere",
     "fp16 load_in_4bit load_in_8bit quantization": "weights are bfloat16 or float32",
     "push_to_hub hub_model_id": "the trained model is the folder RUN/model",
-    "reward_model reward_pretrain": "rewards come from a verifier: verifier.name",
+    "reward_model reward_pretrain": "a reward model is a verifier: verifier.name='reward_model'",
     "optim optimizer": "the optimizer is AdamW",
     "max_prompt_length prompt_max_len": "prompts may be as long as the model's context",
 }
