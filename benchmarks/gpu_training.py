@@ -1,39 +1,48 @@
 """Training speed on one GPU: packed rows of ragged sequences, forward, backward and optimizer step.
 
-    python benchmarks/gpu_training.py [--tokens 16384] [--rows 1] [--profile] [--no-fuse]
+    python benchmarks/gpu_training.py [--objective policy|sft|dpo] [--tokens 16384] [--rows 1] [--profile] [--no-fuse]
 
 A model of the shape of Qwen2.5-1.5B in bfloat16 with fp32 master weights, groups of 8 responses of log-normal lengths
 to prompts of 128 tokens, each prompt in the row once. Utilisation counts six operations for each weight and token (the
 head: for each token with a loss) and the causal attention, not what is computed twice; the unit is 774 TFLOP/s, the
 measured rate of bf16 matrix products on an H200.
+
+With `--objective sft` each sequence is a demonstration with a prompt of its own. With `dpo`, groups are pairs that
+share their prompt in the row; the reference is a column, as it is after the first pass over the data.
 """
 
 import argparse
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from gpu_rollouts import FLOPS, qwen_policy
 from training import forward_backward, make_worker, weighted
 
+from kitae.algorithms.preferences import PREFERENCE_LOSSES
 from kitae.data.packing import lay_out, pack
 from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
 from kitae.trainer.config import TrainingConfig
+from kitae.trainer.objectives import Likelihood
+from kitae.trainer.responses import PLACE, Preference
+from kitae.trainer.start import supervised
+from kitae.trainer.worker import Worker
 from kitae.types import Sample
 
 
-def make_samples(tokens: int, rng: random.Random, first_group: int) -> list[Sample]:
-    """Groups that fill one row of at most `tokens`."""
+def make_samples(tokens: int, rng: random.Random, first_group: int, size: int = 8) -> list[Sample]:
+    """Groups of `size` that fill one row of at most `tokens`."""
     samples: list[Sample] = []
     used = 0
     group = first_group
     while True:
         prompt = [rng.randrange(1000, 150000) for _ in range(128)]
         used += 128
-        for index in range(8):
+        for index in range(size):
             length = min(2048, max(16, int(rng.lognormvariate(5.8, 0.9))))
             length = min(length, tokens - used)
             if length < 2:
@@ -47,6 +56,24 @@ def make_samples(tokens: int, rng: random.Random, first_group: int) -> list[Samp
             columns = {"logp_mu": mu, "version": blank, "score": blank, "advantage": advantage}
             samples.append(Sample(group, index, all_tokens, 128, mask, blank, columns))
         group += 1
+
+
+def make_offline(objective: str, policy: Policy, config: TrainingConfig, rows: int) -> tuple[Worker, list[Sample]]:
+    rng, size = random.Random(0), 1 if objective == "sft" else 2
+    made = [s for row in range(rows) for s in make_samples(config.token_budget, rng, 1000 * row, size)]
+    weight = np.float32(1 / sum(s.loss_tokens for s in made))
+    if objective == "sft":
+        samples = [replace(s, weight_T=s.spread(weight), columns={}) for s in made]
+        return supervised(Likelihood(policy, config, temperature=1.0), config).worker, samples
+    groups = {s.group: [t for t in made if t.group == s.group] for s in made}
+    samples = []
+    for number, pair in enumerate(pair for pair in groups.values() if len(pair) == 2):
+        for s in pair:
+            ref, place = s.spread(np.float32(-12)), s.spread(np.float32(2 * number + s.index))
+            columns = {"logp_ref": ref, PLACE: place}
+            samples.append(replace(s, weight_T=s.spread(np.float32(1)), columns=columns, unit=number))
+    loss = PREFERENCE_LOSSES["sigmoid"]
+    return supervised(Preference(policy, config, loss, loss.settings({})), config).worker, samples
 
 
 def operations(samples: Sequence[Sample], policy: Policy, config: TrainingConfig) -> tuple[int, float]:
@@ -64,6 +91,7 @@ def operations(samples: Sequence[Sample], policy: Policy, config: TrainingConfig
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--objective", choices=("policy", "sft", "dpo"), default="policy")
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--rows", type=int, default=1, help="Micro-batches in one optimizer step.")
     parser.add_argument("--steps", type=int, default=5)
@@ -75,11 +103,16 @@ def main() -> None:
     fused = 0 if args.no_fuse else fuse(policy.model, policy.device, policy.dtype)
     config = TrainingConfig(token_budget=args.tokens, logit_chunk=args.chunk)
     rng = random.Random(0)
-    samples = weighted([s for row in range(args.rows) for s in make_samples(args.tokens, rng, 100 * row)], 2048)
-    worker = make_worker(policy, config, 2048)
+    samples: Sequence[Sample]
+    if args.objective == "policy":
+        samples = weighted([s for row in range(args.rows) for s in make_samples(args.tokens, rng, 100 * row)], 2048)
+        worker = make_worker(policy, config, 2048)
+    else:
+        worker, samples = make_offline(args.objective, policy, config, args.rows)
     rows = len(pack(samples, args.tokens))
     tokens, work = operations(samples, policy, config)
-    print(f"{torch.cuda.get_device_name()} torch {torch.__version__}; {len(samples)} sequences, {tokens} tokens in "
+    print(f"{args.objective}: {torch.cuda.get_device_name()} torch {torch.__version__}; {len(samples)} sequences, "
+          f"{tokens} tokens in "
           f"{rows} rows, {sum(s.loss_tokens for s in samples)} with a loss; {fused} modules fused")  # fmt: skip
     times: list[tuple[float, float]] = []
     for step in range(args.steps + 2):
