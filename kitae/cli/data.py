@@ -31,10 +31,11 @@ _SHOWN = 1500  # characters of a stretch of text
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One row of what is trained on: its name, and what is said in it."""
+    """One row of what is trained on: its name, what is said in it, and whether that is good, where the data say it."""
 
     id: str
     texts: Sequence[str]
+    label: bool | None = None
 
 
 def data(recipe: str, overrides: list[str], against: Sequence[Path], show: int) -> None:
@@ -81,7 +82,7 @@ def _examples(config: StageConfig, against: Sequence[Path], show: int) -> None:
     rendered, refused = _rendered(examples, renderer)
     print(f"\ntokens, by the template of {config.model.path}, trained on: {settings.train_on}")
     _tokens(config, rendered)
-    items = [_Item(example.id, texts_of(example)) for example in examples]
+    items = [_Item(example.id, texts_of(example), example.label) for example in examples]
     _overlap(items, _held_out_examples(config), against, settings.overlap_words)
     for example in [stream.at(position) for position in range(min(show, stream.size))]:
         for side, made in zip(("chosen", "rejected"), rendered.get(example.id, ()), strict=False):
@@ -131,7 +132,7 @@ def _tokens(config: StageConfig, rendered: dict[str, tuple[Rendered, ...]]) -> N
 def _overlap(items: Sequence[_Item], held_out: Sequence[Passage], against: Sequence[Path], words: int) -> None:
     texts = ["\n".join(item.texts) for item in items]
     for kind, near in (("exact", False), ("exact or near", True)):
-        found = duplicates(texts, near)
+        found = duplicates(texts, near, [item.label for item in items])
         first = next(((late, early) for late, early in found.items()), None)
         example = f", e.g. {items[first[0]].id} and {items[first[1]].id}" if first else ""
         print(f"duplicates {len(found)} {kind}{example}")

@@ -117,7 +117,8 @@ def open_examples(config: ExamplesConfig, seed: int, shape: Shape) -> ExampleStr
     """The examples to train on, in the shape that a stage needs; whatever is wrong with a file is raised here."""
     stream = _mixed(config, seed, shape) if config.mix else _single(config, seed, shape)
     examples = [example for source in stream.sources for example in source]
-    found = find_overlap(list(map(texts_of, examples)), config.deduplicate, config.decontaminate, config.overlap_words)
+    texts, labels = list(map(texts_of, examples)), [example.label for example in examples]
+    found = find_overlap(texts, config.deduplicate, config.decontaminate, config.overlap_words, labels)
     for gone, why in found.notes([example.id for example in examples]):
         stream = stream.without(gone, why)
     return stream

@@ -82,10 +82,15 @@ class Overlap:
 
 
 def find_overlap(
-    items: Sequence[Sequence[str]], deduplicate: Deduplicate, evaluations: Sequence[str], words: int = 13
+    items: Sequence[Sequence[str]],
+    deduplicate: Deduplicate,
+    evaluations: Sequence[str],
+    words: int = 13,
+    labels: Sequence[object] = (),
 ) -> Overlap:
     """What the settings say is to be left out of items, each of which is the texts of its messages."""
-    repeats = {} if deduplicate == "none" else duplicates(["\n".join(texts) for texts in items], deduplicate == "near")
+    texts = ["\n".join(said) for said in items]
+    repeats = {} if deduplicate == "none" else duplicates(texts, deduplicate == "near", labels)
     known = chain.from_iterable(passages(local_file("data.decontaminate", path)) for path in evaluations)
     return Overlap(repeats, known_from(items, list(known), words))
 
@@ -104,16 +109,18 @@ def normal(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
 
 
-def duplicates(texts: Sequence[str], near: bool = False) -> dict[int, int]:
-    """Which texts repeat an earlier one: `{7: 2}`; the earlier one is none of the repeats."""
-    first: dict[str, int] = {}
+def duplicates(texts: Sequence[str], near: bool = False, labels: Sequence[object] = ()) -> dict[int, int]:
+    """Which texts repeat an earlier one of the same label: `{7: 2}`; the earlier one is none of the repeats."""
+    labels = labels or [None] * len(texts)
+    first: dict[tuple[str, object], int] = {}
     repeats: dict[int, int] = {}
-    for index, text in enumerate(texts):
-        if (earlier := first.setdefault(normal(text), index)) != index:
+    for index, (text, label) in enumerate(zip(texts, labels, strict=True)):
+        if (earlier := first.setdefault((normal(text), label), index)) != index:
             repeats[index] = earlier
     if near:
         left = sorted(first.values())
-        repeats |= {left[a]: left[b] for a, b in _near([texts[index] for index in left]).items()}
+        found = _near([texts[index] for index in left], [labels[index] for index in left])
+        repeats |= {left[a]: left[b] for a, b in found.items()}
         repeats = {index: repeats.get(earlier, earlier) for index, earlier in repeats.items()}
     return dict(sorted(repeats.items()))
 
@@ -250,7 +257,7 @@ def _distinct(hashes: HashArray, owners: IntArray) -> tuple[HashArray, IntArray]
     return hashes[new], owners[new]
 
 
-def _near(texts: Sequence[str]) -> dict[int, int]:
+def _near(texts: Sequence[str], labels: Sequence[object]) -> dict[int, int]:
     """Which texts nearly repeat an earlier one that is kept."""
     words = _Words(texts, _SIGN, _vocabulary())
     hashes, owners = words.grams(SHINGLE)  # sorted by text; texts of fewer words have none, and no near duplicates
@@ -260,17 +267,18 @@ def _near(texts: Sequence[str]) -> dict[int, int]:
     starts = np.searchsorted(owners, long)
     signatures = _signatures(hashes, starts)
     shingles = np.split(hashes, starts[1:])
-    buckets: dict[tuple[int, bytes], list[int]] = defaultdict(list)
+    buckets: dict[tuple[object, int, bytes], list[int]] = defaultdict(list)
     repeats: dict[int, int] = {}
-    for index in range(len(long)):
-        keys = [(b, signatures[index, b * BAND : (b + 1) * BAND].tobytes()) for b in range(BANDS)]
+    for index, text in enumerate(long.tolist()):
+        bands = signatures[index].reshape(BANDS, BAND)
+        keys = [(labels[text], number, band.tobytes()) for number, band in enumerate(bands)]
         candidates = sorted({other for key in keys for other in buckets[key][:CROWD]})
         same = next((other for other in candidates if _alike(shingles[index], shingles[other])), None)
         if same is None:
             for key in keys:
                 buckets[key].append(index)
         else:
-            repeats[int(long[index])] = int(long[same])
+            repeats[text] = int(long[same])
     return repeats
 
 

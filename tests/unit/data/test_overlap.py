@@ -48,6 +48,13 @@ class TestDuplicates:
         first, near = " ".join(words), " ".join([*words[:-1], "other"])
         assert duplicates([first, near, near, first], near=True) == {1: 0, 2: 0, 3: 0}
 
+    def test_what_has_another_label_is_no_repeat(self):
+        words = [f"word{i}" for i in range(100)]
+        texts = [" ".join(words), " ".join([*words[:-1], "other"]), " ".join(words)]
+        assert duplicates(texts, near=True, labels=[True, False, False]) == {2: 1}
+        assert duplicates(texts, labels=[True, False, False]) == {}
+        assert duplicates(texts, labels=[True, False, True]) == {2: 0}
+
     def test_short_texts_and_signs(self):
         assert duplicates(["", "a", "b", "a b c d", "3 + 4 = 7 is it so ?", "3 - 4 = 7 is it so ?"], near=True) == {}
 
@@ -210,6 +217,9 @@ class TestSettings:
         path = write(tmp_path / "f.jsonl", rows)
         stream = open_examples(ExamplesConfig(path=path, deduplicate="exact", shuffle=False), 0, "preference")
         assert [e.id for e in stream.sources[0]] == ["f.jsonl:1", "f.jsonl:2"]
+        long = [{"prompt": OTHER * 9, "chosen": "a", "rejected": "b"}]
+        near = ExamplesConfig(path=write(tmp_path / "g.jsonl", long), deduplicate="near")
+        assert open_examples(near, 0, "labelled").size == 2, "a good and a bad answer are both learnt from"
         labelled = open_examples(ExamplesConfig(path=path, deduplicate="exact"), 0, "labelled")
         assert labelled.size == 3, "the chosen answer once, two different rejected ones"
 
