@@ -2,6 +2,8 @@
 # make quickstart  train a real language model on this machine, from nothing, in minutes
 # make test        lint, types and the whole test suite
 # make test-slow   proofs that take minutes
+# make ui          build the page of kitae ui from ui/, with node
+# make ui-check    build it again and compare with what is committed
 #
 # Settings: PYTHON=python3.12  TORCH='torch==2.13.0+cpu'  (which build of torch to install)
 
@@ -12,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A pinned version comes first: a looser requirement may pull gigabytes of CUDA libraries onto a machine without a GPU.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
 
-.PHONY: install quickstart test test-slow lint types docs clean
+.PHONY: install quickstart test test-slow lint types docs ui ui-check clean
 
 install: $(VENV)/.installed
 
@@ -53,6 +55,20 @@ test: install lint types
 
 test-slow: install
 	@$(BIN)/python -m pytest -m slow
+
+ui: install ui/node_modules
+	@$(BIN)/python ui/records.py > ui/src/records.ts
+	@cd ui && npm run --silent build
+
+ui/node_modules: ui/package.json ui/package-lock.json
+	@command -v npm >/dev/null || { echo "building the page needs node 20.19 or newer with npm; kitae ui itself does not"; exit 1; }
+	@cd ui && npm ci --silent --no-audit --no-fund && touch node_modules
+
+ui-check:
+	@command -v npm >/dev/null || { echo "no node here: the page of kitae ui is not built again"; exit 0; }; \
+	before=$$(mktemp -d) && cp -r kitae/ui/static ui/src/records.ts $$before && $(MAKE) --no-print-directory ui && \
+	diff -r $$before/static kitae/ui/static && diff $$before/records.ts ui/src/records.ts && rm -r $$before && \
+	echo "the page of kitae ui is what ui/ says"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -23,7 +23,8 @@ PAGE = 50
 SEARCH_SECONDS = 0.12
 _EXCERPT = 240  # characters of a text in a list
 _EXAMPLES = 3
-_PIECE = 5000  # keys that are put in order for one piece of a search
+_MAPPED = 2**32  # bytes of the journal
+_PIECE = 4000  # keys that are put in order for one piece of a search
 _AT_LEAST = 200  # rollouts that a piece of a search looks at
 _LAST = 1e300  # sorts behind every reward
 _MOST_ERRORS = 5000  # the last ones; reasons must be read one by one
@@ -108,6 +109,7 @@ def reading(run: Path) -> Iterator[sqlite3.Connection]:
     """The journal of a run as it is now. A connection for each request: a run may end, or go on, in between."""
     connection = open_reader(run / "journal.sqlite")
     try:
+        connection.execute(f"PRAGMA mmap_size = {_MAPPED}")  # pages are looked at, not copied, into a cache that is new
         yield connection
     except sqlite3.Error as error:
         raise StoreError(f"{run / 'journal.sqlite'}: {error}") from error

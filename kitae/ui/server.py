@@ -186,6 +186,7 @@ def _bind(host: str, port: int) -> socket.socket:
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         taken.bind((host, port))
+        taken.listen()  # whoever reads the address is answered as soon as the server runs
     except OSError as error:
         taken.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from None

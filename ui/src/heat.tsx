@@ -6,14 +6,15 @@ import type { ChainTokens } from "./records";
 type Column = (number | null)[];
 interface Scale { low: number; high: number; kind: "low" | "both" | "steps" }
 
-/** How a column is coloured: from 0 down for log-probs, to both sides of 0 or 1, or from its smallest to its largest. */
+/** How a column is coloured: from 0 down for log-probs, to both sides of 0 or (ratios, weights, gates) of 1, or from its
+ * smallest to its largest. */
 function scaleOf(name: string, values: Column): Scale {
   const known = values.filter((value): value is number => value !== null);
   const low = Math.min(...known), high = Math.max(...known);
   if (/logp/.test(name)) return { low: Math.min(low, -1), high: 0, kind: "low" };
   if (/version/.test(name)) return { low, high, kind: "steps" };
   if (low < 0 && high > 0) { const most = Math.max(-low, high); return { low: -most, high: most, kind: "both" }; }
-  if (/ratio|weight/.test(name)) { const most = Math.max(Math.abs(low - 1), Math.abs(high - 1), 0.01); return { low: 1 - most, high: 1 + most, kind: "both" }; }
+  if (/ratio|weight|gate|correction/.test(name)) { const most = Math.max(Math.abs(low - 1), Math.abs(high - 1), 0.01); return { low: 1 - most, high: 1 + most, kind: "both" }; }
   return high <= 0 ? { low, high: 0, kind: "low" } : { low: Math.min(0, low), high: high || 1, kind: "steps" };
 }
 

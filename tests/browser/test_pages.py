@@ -95,7 +95,7 @@ def test_heat_equals_what_the_journal_has(page: "Page", address: str, folder: Pa
     shades = tokens.evaluate_all("all => all.map(token => getComputedStyle(token).backgroundColor)")
     assert len(set(shades)) > 1
     page.get_by_role("radio", name="version").click()
-    page.wait_for_function("document.querySelector('.tokens [data-i]').dataset.value === '1'")
+    page.locator('.tokens [data-i="0"][data-value="1"]').wait_for()
     assert tokens.evaluate_all("all => all.map(token => Number(token.dataset.value))") == list(segment.versions)
     tokens.nth(1).hover()
     assert f"id {segment.tokens[1]}" in page.locator(".token-facts").inner_text()
@@ -136,7 +136,7 @@ def test_a_running_run_updates_by_itself(page: "Page", serve: Serve, tmp_path: P
 def test_a_killed_run_is_shown_as_such(page: "Page", serve: Serve, tmp_path: Path) -> None:
     program = (
         "import sys, time, pathlib; from written_runs import WrittenRun\n"
-        "WrittenRun(pathlib.Path(sys.argv[1])).step([[0.5]]); print('ready', flush=True); time.sleep(600)"
+        "run = WrittenRun(pathlib.Path(sys.argv[1])).step([[0.5]]); print('ready', flush=True); time.sleep(600)"
     )
     places = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     command = [sys.executable, "-c", program, str(tmp_path)]
@@ -153,10 +153,12 @@ def test_a_killed_run_is_shown_as_such(page: "Page", serve: Serve, tmp_path: Pat
 
 def visit(page: "Page", address: str) -> None:
     """From outside, so that the page is loaded anew, and until there is something on it."""
+    from playwright.sync_api import expect
+
     page.goto("about:blank")
     page.goto(address)
     page.locator("main").get_by_text(re.compile(r"\w")).first.wait_for()
-    page.wait_for_function("!document.querySelector('[aria-busy]')")
+    expect(page.locator("[aria-busy]")).to_have_count(0)
 
 
 def test_a_phone_needs_no_sideways_scrolling(page: "Page", address: str) -> None:
@@ -213,6 +215,7 @@ def test_everything_works_by_keyboard(page: "Page", address: str, folder: Path) 
     page.keyboard.press("k")
     page.keyboard.press("Enter")
     page.wait_for_url(re.compile("#/run/"))
+    page.locator("nav.pages").wait_for()
     page.keyboard.press("2")
     page.wait_for_url(re.compile("/rollouts"))
     page.locator(".sample").first.wait_for()
