@@ -31,11 +31,11 @@ from kitae.config.load import parse_config
 from kitae.config.root import DistilConfig
 from kitae.data.prompts import PromptStream, eval_prompts, open_stream
 from kitae.engines.native.engine import NativeEngine
-from kitae.envs.episode import Episodes
+from kitae.envs.episode import Episodes, Running
+from kitae.evaluation.measure import Evaluation, evaluate
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
-from kitae.pipeline.evaluate import Evaluation, evaluate
-from kitae.pipeline.prepare import evaluation_episodes, make_episodes, make_pool, prepare
+from kitae.pipeline.prepare import make_episodes, make_pool, prepare
 from kitae.pipeline.weight_sync import WeightSync
 from kitae.trainer.base import Batch
 from kitae.trainer.learner import Learnt
@@ -96,7 +96,7 @@ def make_config(a: argparse.Namespace) -> DistilConfig:
             "sampling": {"max_tokens": a.tokens},
             "engine": {"memory_gb": a.memory_gb, "max_batch": max(256, a.prompts * a.group)},
             "training": {"steps": a.steps, "prompts_per_step": a.prompts, "group_size": a.group, "lr": a.lr},
-            "eval": {"prompts": a.eval, "temperature": 0.0},
+            "eval": {"prompts": a.eval},
         }
     )
     assert isinstance(config, DistilConfig)
@@ -118,7 +118,9 @@ class Bench:
         return make_episodes(self.config, engine, self.pool, student)
 
     async def evaluate(self, episodes: Episodes, who: str) -> Evaluation:
-        found = await evaluate(evaluation_episodes(self.config, episodes), self.held_out, 1)
+        sampling = replace(episodes.sampling, temperature=0.0)
+        greedy = replace(episodes, sampling=sampling, label="eval", running=Running())
+        found = await evaluate(greedy, self.held_out, 1)
         self.clock.say(f"{who}: {found.avg.mean:.3f} of {len(self.held_out)} held-out prompts, greedily")
         return found
 

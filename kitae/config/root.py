@@ -20,6 +20,7 @@ from kitae.observe.config import ObserveConfig
 from kitae.pipeline.config import EvalConfig, PipelineConfig
 from kitae.section import Section
 from kitae.stages.config import (
+    DistilFileMethod,
     DistilMethod,
     DPOMethod,
     KTOMethod,
@@ -238,6 +239,20 @@ class RewardConfig(StageConfig):
     method: RewardMethod = RewardMethod()
 
 
+class DistilFileConfig(StageConfig):
+    """All settings of a run in which a student learns from a teacher, on a file of demonstrations."""
+
+    method: DistilFileMethod = DistilFileMethod()
+
+    def contradictions(self) -> Iterator[str]:
+        if not self.method.teacher:
+            yield "method.kind = 'distil-file' needs method.teacher, got none"
+
+    @property
+    def measure(self) -> str:
+        return "divergence"
+
+
 ROOTS: dict[str, type[Root]] = {
     "rl": RLConfig,
     "sft": SFTConfig,
@@ -245,6 +260,7 @@ ROOTS: dict[str, type[Root]] = {
     "kto": KTOConfig,
     "reward": RewardConfig,
     "distil": DistilConfig,
+    "distil-file": DistilFileConfig,
 }
 """The root of each kind of run, by `method.kind`."""
 

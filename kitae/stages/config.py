@@ -131,6 +131,15 @@ class DistilMethod(RLMethod):
                 yield f"method.{key} belongs to method.teacher_url, which is not set, got {getattr(self, key)!r}"
 
 
+class DistilFileMethod(MethodConfig):
+    """Distillation on demonstrations: the divergence from a teacher at each of their tokens."""
+
+    kind: Literal["distil-file"] = Field("distil-file", description="The kind of run.")
+    teacher: str = Field("", description="The teacher: a folder, a hub id, a finished run, or a short name.")
+    beta: float = Field(0.5, ge=0, le=1, description="0 is the forward KL, 1 the reverse KL.")
+    temperature: float = Field(1.0, gt=0, description="What both logits are divided by.")
+
+
 class StageTraining(LearningConfig):
     """The optimizer, and how much of the data it sees."""
 

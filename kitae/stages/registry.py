@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from kitae.config.root import DPOConfig, KTOConfig, RewardConfig, SFTConfig, StageConfig
+from kitae.config.root import DistilFileConfig, DPOConfig, KTOConfig, RewardConfig, SFTConfig, StageConfig
 from kitae.data.examples import Shape
 from kitae.stages.base import Method
+from kitae.stages.distil import FileDistillation
 from kitae.stages.dpo import DPO
 from kitae.stages.kto import KTO
 from kitae.stages.reward import RewardModelling
@@ -16,6 +17,7 @@ METHODS: dict[type[StageConfig], Callable[[Any], Method]] = {
     DPOConfig: DPO,
     KTOConfig: KTO,
     RewardConfig: RewardModelling,
+    DistilFileConfig: FileDistillation,
 }
 
 SHAPES: dict[type[StageConfig], Shape] = {
@@ -23,6 +25,7 @@ SHAPES: dict[type[StageConfig], Shape] = {
     DPOConfig: DPO.shape,
     KTOConfig: KTO.shape,
     RewardConfig: RewardModelling.shape,
+    DistilFileConfig: FileDistillation.shape,
 }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kitae.config.load import override_config
-from kitae.config.root import DistilConfig, RLConfig, Root, StageConfig, reinforcement
+from kitae.config.root import DistilConfig, DistilFileConfig, RLConfig, Root, StageConfig, reinforcement
 from kitae.errors import ConfigError
 from kitae.observe.observer import Observer
 from kitae.store.run import Result, RunStore
@@ -48,6 +48,10 @@ def _prepare_stage(config: StageConfig, note: Note) -> tuple[StageConfig, Start]
     from kitae.stages.data import StageData
     from kitae.stages.session import train
 
+    if isinstance(config, DistilFileConfig):
+        from kitae.trainer.teacher import check_teacher
+
+        check_teacher(config.model, config.method.teacher)
     data = StageData(config)
     for text in data.notes:
         note(text)

@@ -36,10 +36,17 @@ def start_trainer(config: RLConfig, policy: Policy) -> LocalTrainer:
         temperature=config.sampling.temperature,
         reference=groups.wants_reference,
         critic=ScalarModel(load_policy(plain, config.run.seed)) if groups.wants_values else None,
-        teacher=load_teacher(config, policy) if isinstance(config, DistilConfig) and config.method.teacher else None,
+        teacher=_teacher(config, policy),
         divergence=config.method.divergence if isinstance(config, DistilConfig) else None,
     )
     return LocalTrainer(worker, served_teacher(config))
+
+
+def _teacher(config: RLConfig, student: Policy) -> Teacher | None:
+    """One in this process."""
+    if not isinstance(config, DistilConfig) or not config.method.teacher:
+        return None
+    return load_teacher(config.model, config.method.teacher, student, config.training, config.sampling.temperature)
 
 
 def served_teacher(config: RLConfig) -> ServedTeacher | None:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from kitae.algorithms.distillation import generalised_jsd
-from kitae.config.root import DistilConfig
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, load_policy, load_tokenizer
 from kitae.models.logprobs import Head
 from kitae.models.policy import Policy
 from kitae.models.vocabulary import common_rows
+from kitae.observe.meter import Meter
+from kitae.trainer.base import Conditions
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import MicroBatch, attention
 from kitae.trainer.objectives import OfStates, Scored
@@ -78,28 +79,48 @@ class TeacherDivergence:
         return divergence
 
 
-def load_teacher(config: DistilConfig, student: Policy) -> Teacher:
-    """Beside the student: on its device, in its dtype, without adapters."""
-    policy = load_policy(_model(config))
-    names = (config.model.path, config.method.teacher)
-    rows = common_rows(student.tokenizer, student.vocabulary, policy.tokenizer, policy.vocabulary, names)
-    return Teacher(policy, config.training, config.sampling.temperature, rows)
+class Distilled(Scored):
+    """Σ weight × divergence: it needs no column. Its outputs are divergences."""
+
+    def __init__(self, policy: Policy, config: LearningConfig, divergence: TeacherDivergence) -> None:
+        super().__init__(policy, config, temperature=1.0)
+        self._divergence = divergence
+
+    def outputs(self, micro: MicroBatch) -> Tensor:
+        return self.score(micro, also=self._divergence(micro))[2]
+
+    def loss(self, micro: MicroBatch, conditions: Conditions, meter: Meter) -> Tensor:
+        logp_N, entropy_N, divergence_N = self.score(micro, also=self._divergence(micro))
+        loss = (divergence_N * micro.weight_N).sum()
+        meter.total("loss", loss.detach())
+        meter.part("nll", -logp_N.detach().sum(), len(logp_N))
+        meter.part("entropy", entropy_N.detach().sum(), len(entropy_N))
+        return loss
 
 
-def check_teacher(config: DistilConfig) -> None:
+def load_teacher(
+    model: ModelConfig, path: str, student: Policy, training: LearningConfig, temperature: float
+) -> Teacher:
+    """Beside the student: on its device, in its dtype, without adapters. model: what the student was loaded from."""
+    policy = load_policy(_beside(model, path))
+    rows = common_rows(student.tokenizer, student.vocabulary, policy.tokenizer, policy.vocabulary, (model.path, path))
+    return Teacher(policy, training, temperature, rows)
+
+
+def check_teacher(model: ModelConfig, path: str) -> None:
     """All that can be found wrong with a teacher before weights are loaded; gets the models if need be."""
+    beside = _beside(model, path)
     try:
-        check_model(_model(config))
+        check_model(beside)
     except ModelError as problem:
         raise ModelError(f"method.teacher: {problem}") from None
-    names = (config.model.path, config.method.teacher)
-    check_model(config.model)
-    student, teacher = (load_tokenizer(model)[0] for model in (config.model, _model(config)))
-    common_rows(student, _rows(config.model), teacher, _rows(_model(config)), names)
+    check_model(model)
+    student, teacher = load_tokenizer(model)[0], load_tokenizer(beside)[0]
+    common_rows(student, _rows(model), teacher, _rows(beside), (model.path, path))
 
 
-def _model(config: DistilConfig) -> ModelConfig:
-    return config.model.model_copy(update={"path": config.method.teacher, "lora_rank": 0, "exact": False})
+def _beside(model: ModelConfig, path: str) -> ModelConfig:
+    return model.model_copy(update={"path": path, "lora_rank": 0, "exact": False})
 
 
 def _rows(model: ModelConfig) -> int:
