@@ -17,7 +17,8 @@
     training = { lr = 1e-5, batch = 32 }
 
 A stage has a recipe (a name or a path), settings of its own, or both. The first one has a model; each of the others
-takes the model that was trained before it. One that names no data takes the answers that were sampled before it.
+takes the model that was trained before it (reward models are passed over). One that names no data takes the answers
+that were sampled before it.
 """
 
 import re
@@ -74,6 +75,16 @@ class Stage:
     def label(self) -> str:
         return f"{self.number:02d}-{self.name}"
 
+    @property
+    def kind(self) -> str:
+        """Of the run, or "sample"."""
+        return "sample" if self.order is not None else str(self.values.get("method", {}).get("kind", "rl"))
+
+    @property
+    def trains(self) -> bool:
+        """Whether its model is what the next stage takes. A reward model is none that could answer."""
+        return self.kind not in ("sample", "reward")
+
     def given(self) -> Values:
         """What the user said, flat, to compare with what was said before: `{"training.lr": 1e-5, "sample.n": 8}`."""
         found = {f"{section}.{key}": value for section, keys in self.values.items() for key, value in keys.items()}
@@ -105,7 +116,7 @@ class Chain:
 
     def model_before(self, stage: Stage) -> str | None:
         """The run whose model a stage takes; None: it takes that of the first stage."""
-        trained = [s for s in self.stages if s.number < stage.number and s.order is None]
+        trained = [s for s in self.stages if s.number < stage.number and s.trains]
         return str(self.run_folder(trained[-1])) if trained else None
 
     def sampled_before(self, stage: Stage) -> Stage | None:

@@ -60,7 +60,8 @@ def write_report(chain: Chain, stages: Stages, evaluations: Evaluations) -> None
 
 def final_model(chain: Chain, lines: Sequence[StageLine]) -> str | None:
     """The last one that was trained."""
-    trained = [line.output for line in lines if line.status == "finished" and line.kind != "sample"]
+    both = zip(chain.stages, lines, strict=True)
+    trained = [line.output for stage, line in both if line.status == "finished" and stage.trains]
     return trained[-1] if trained else None
 
 
@@ -101,7 +102,6 @@ def as_markdown(chain: Chain, lines: Sequence[StageLine], start: Mapping[str, An
 def _line(chain: Chain, stage: Stage, stages: Stages, evaluations: Evaluations) -> StageLine:
     entry = stages.get(stage.label)
     status: Status = "finished" if is_finished(stages, stage) else "begun" if entry is not None else "to come"
-    kind = "sample" if stage.order is not None else stage.values.get("method", {}).get("kind", "rl")
     found: dict[str, Any] = {"peak_gb": (entry or {}).get("peak_gb")}
     if stage.order is not None:
         found |= _of_sampling(entry or {}, str(chain.file(stage)))
@@ -109,7 +109,7 @@ def _line(chain: Chain, stage: Stage, stages: Stages, evaluations: Evaluations) 
         found |= _of_run(chain, stage)
     if (row := evaluations.get(stage.number)) is not None:
         found["score"] = _score(row)
-    return StageLine(stage.label, kind, status, stage.round, **found)
+    return StageLine(stage.label, stage.kind, status, stage.round, **found)
 
 
 def _of_sampling(entry: Mapping[str, Any], file: str) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def run_chain(chain: Chain, audience: Audience, watching: Watching = lambda: nul
                 record.finish(stage, _measured(partial(_run, chain, stage, audience, watching)))
             if stage.order is None:
                 _clean(chain, stage)
+            if stage.trains:
                 _evaluate(chain, record, stage.number, str(chain.run_folder(stage)), audience)
             write_report(chain, record.stages, record.evaluations)
         _point_at_model(chain)
@@ -118,7 +119,7 @@ def _clean(chain: Chain, stage: Stage) -> None:
 
 
 def _point_at_model(chain: Chain) -> None:
-    trained = [stage for stage in chain.stages if stage.order is None]
+    trained = [stage for stage in chain.stages if stage.trains]
     link = chain.folder / "model"
     if trained and not link.exists():
         link.unlink(missing_ok=True)

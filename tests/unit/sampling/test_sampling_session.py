@@ -13,7 +13,7 @@ from kitae.errors import ConfigChangedError, ConfigError, StoreError, VerifierEr
 from kitae.sampling.select import Selection
 from kitae.sampling.session import Order, PartialFile, Watcher, sample_file, sample_groups
 
-SCORES = '''
+SCORES = """
 def even(response, reference, context):
     return float(len(response) % 2 == 0)
 
@@ -21,7 +21,7 @@ def broken(response, reference, context):
     if len(response) % 2:
         raise ValueError("odd")
     return 1.0
-'''
+"""
 
 
 @pytest.fixture
