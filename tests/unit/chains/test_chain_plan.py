@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kitae.chains.plan import Chain, check_chain, read_chain
+from kitae.chains.plan import ChainPlan, check_chain, read_chain
 from kitae.config.locate import find_chain, shipped_chains
 from kitae.config.root import RLConfig, StageConfig
 from kitae.errors import ConfigError
@@ -40,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def chain_of(folder: Path, text: str, rounds: int | None = None) -> Chain:
+def chain_of(folder: Path, text: str, rounds: int | None = None) -> ChainPlan:
     (folder / "mine.toml").write_text(text)
     return read_chain(folder / "mine.toml", rounds=rounds)
 
