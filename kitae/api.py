@@ -27,7 +27,15 @@ from kitae.observe.observer import Audience, Observer
 from kitae.pipeline.interrupts import stop_elsewhere
 from kitae.sampling.model import Asked, LoadedModel
 from kitae.sampling.select import Keep, Selection
-from kitae.sampling.session import Order, Tally, Watcher, check_output, default_prompts, sample_file, sample_groups
+from kitae.sampling.session import (
+    SampleOrder,
+    SampleWatcher,
+    Tally,
+    check_output,
+    default_prompts,
+    sample_file,
+    sample_groups,
+)
 from kitae.stages.run import audience_of, begin, go_on
 from kitae.stages.start import check
 from kitae.store.run import Result, is_run, read_config
@@ -106,7 +114,7 @@ def sample(
     """
     config = reinforcement(of_target(target, model, overrides, settings), "sample")
     if isinstance(prompts, int):
-        order = Order(prompts, n, Selection("all"))
+        order = SampleOrder(prompts, n, Selection("all"))
         check(config)
         return outside_a_loop(lambda: sample_groups(config, order.prompts, order.n))
     s = config.sampling
@@ -125,7 +133,7 @@ def sample_to_file(
     first: int = 0,
     model: str | Path | None = None,
     overrides: Sequence[str] = (),
-    watcher: Watcher | None = None,
+    watcher: SampleWatcher | None = None,
     **settings: Settings,
 ) -> Tally:
     """Sample, verify, and write what is kept as a file that stages train on: `keep="pairs"` for preferences, say.
@@ -141,7 +149,7 @@ def sample_to_file(
     count = prompts if prompts is not None else default_prompts(config)
     if count is None:
         raise ConfigError(f"prompts must be given for data.task = {config.data.task!r}, which has no end; got none")
-    order = Order(count, config.training.group_size if n is None else n, select, first)
+    order = SampleOrder(count, config.training.group_size if n is None else n, select, first)
     return outside_a_loop(lambda: sample_file(config, order, Path(output), watcher))
 
 

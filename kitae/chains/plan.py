@@ -17,7 +17,8 @@
     training = { lr = 1e-5, batch = 32 }
 
 A stage has a recipe (a name or a path), settings of its own, or both. The first one has a model; each of the others
-takes the model that was trained before it. One that names no data takes the answers that were sampled before it.
+takes the model that was trained before it (reward models are passed over). One that names no data takes the answers
+that were sampled before it.
 """
 
 import re
@@ -37,7 +38,7 @@ from kitae.models.config import ModelConfig
 from kitae.models.load import find_model
 from kitae.plugins import nearest
 from kitae.sampling.select import Selection
-from kitae.sampling.session import Order
+from kitae.sampling.session import SampleOrder
 from kitae.stages.registry import shape_of
 from kitae.stages.start import check_data
 
@@ -57,8 +58,8 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """One stage of one round: `Stage(4, round=2, name="learn", values={"method": {"kind": "sft"}, …})`.
+class ChainStage:
+    """One stage of one round: `ChainStage(4, round=2, name="learn", values={"method": {"kind": "sft"}, …})`.
 
     values: settings as they were given, without what comes from the stages before. order: what it samples, if it does
     not train.
@@ -68,11 +69,21 @@ class Stage:
     round: int
     name: str
     values: Values
-    order: Order | None = None
+    order: SampleOrder | None = None
 
     @property
     def label(self) -> str:
         return f"{self.number:02d}-{self.name}"
+
+    @property
+    def kind(self) -> str:
+        """Of the run, or "sample"."""
+        return "sample" if self.order is not None else str(self.values.get("method", {}).get("kind", "rl"))
+
+    @property
+    def trains(self) -> bool:
+        """Whether its model is what the next stage takes. A reward model is none that could answer."""
+        return self.kind not in ("sample", "reward")
 
     def given(self) -> Values:
         """What the user said, flat, to compare with what was said before: `{"training.lr": 1e-5, "sample.n": 8}`."""
@@ -85,30 +96,30 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
-    """`Chain("raft", folder=Path("runs/raft"), stages=(…6 of them…))`. yardstick: settings of the evaluations.
+class ChainPlan:
+    """`ChainPlan("raft", folder=Path("runs/raft"), stages=(…6 of them…))`. yardstick: settings of the evaluations.
 
     keep_checkpoints: of finished stages; else their trained model is all that is kept of their weights.
     """
 
     name: str
     folder: Path
-    stages: tuple[Stage, ...]
+    stages: tuple[ChainStage, ...]
     yardstick: Values | None = None
     keep_checkpoints: bool = False
 
-    def run_folder(self, stage: Stage) -> Path:
+    def run_folder(self, stage: ChainStage) -> Path:
         return self.folder / f"{stage.label}-001"
 
-    def file(self, stage: Stage) -> Path:
+    def file(self, stage: ChainStage) -> Path:
         return self.folder / f"{stage.label}.jsonl"
 
-    def model_before(self, stage: Stage) -> str | None:
+    def model_before(self, stage: ChainStage) -> str | None:
         """The run whose model a stage takes; None: it takes that of the first stage."""
-        trained = [s for s in self.stages if s.number < stage.number and s.order is None]
+        trained = [s for s in self.stages if s.number < stage.number and s.trains]
         return str(self.run_folder(trained[-1])) if trained else None
 
-    def sampled_before(self, stage: Stage) -> Stage | None:
+    def sampled_before(self, stage: ChainStage) -> ChainStage | None:
         """The stage whose answers this one trains on; None: it has data of its own."""
         if stage.order is not None or _has_data(stage.values):
             return None
@@ -118,7 +129,7 @@ class Chain:
     def first_model(self) -> str:
         return str(self.stages[0].values.get("model", {}).get("path", ModelConfig().path))
 
-    def config(self, stage: Stage) -> Root:
+    def config(self, stage: ChainStage) -> Root:
         """The settings of a stage, with what comes from those before it."""
         links: Values = {"model": {"path": self.model_before(stage) or self.first_model}}
         if stage.order is None:
@@ -137,14 +148,14 @@ class Chain:
         return config
 
 
-def read_chain(path: Path, folder: Path | None = None, rounds: int | None = None) -> Chain:
+def read_chain(path: Path, folder: Path | None = None, rounds: int | None = None) -> ChainPlan:
     """The chain that a file describes; folder, rounds: others than it says."""
     values = _read(path)
     problems = list(_problems(values))
     if problems:
         raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
     entries: Sequence[Values] = values["stage"]
-    stages: list[Stage] = []
+    stages: list[ChainStage] = []
     for turn in range(rounds or values.get("rounds", 1)):
         for place, entry in enumerate(entries):
             with _about(problems, f"stage {place + 1}"):
@@ -157,10 +168,10 @@ def read_chain(path: Path, folder: Path | None = None, rounds: int | None = None
         raise ConfigError("\n".join(dict.fromkeys(f"{path}: {problem}" for problem in problems)))
     name = values.get("name", path.stem)
     where = folder or Path(values.get("dir", "runs")) / name
-    return Chain(name, where, tuple(stages), yardstick, values.get("keep_checkpoints", False))
+    return ChainPlan(name, where, tuple(stages), yardstick, values.get("keep_checkpoints", False))
 
 
-def check_chain(chain: Chain) -> None:
+def check_chain(chain: ChainPlan) -> None:
     """Refuse whatever can be found wrong with any stage before the first one starts; all of it at once."""
     problems: list[str] = []
     with _about(problems, f"stage {chain.stages[0].label}"):
@@ -176,7 +187,7 @@ def check_chain(chain: Chain) -> None:
         raise ConfigError("\n".join(problems))
 
 
-def _check_stage(chain: Chain, stage: Stage) -> None:
+def _check_stage(chain: ChainPlan, stage: ChainStage) -> None:
     config = chain.config(stage)
     sampled = chain.sampled_before(stage)
     if stage.order is not None:
@@ -225,7 +236,7 @@ def _problems(values: Values) -> Iterator[str]:
 _KINDS = {str: "text", int: "a whole number", bool: "true or false", dict: "a table", list: "tables: [[stage]]"}
 
 
-def _stage(entry: Values, place: int, turn: int, length: int) -> Stage:
+def _stage(entry: Values, place: int, turn: int, length: int) -> ChainStage:
     name = entry.get("name", f"stage-{place + 1}")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ConfigError(f"name must be letters, digits, '.', '_' and '-', got {name!r}")
@@ -236,7 +247,7 @@ def _stage(entry: Values, place: int, turn: int, length: int) -> Stage:
         )
     values = _with_recipe({key: value for key, value in entry.items() if key not in ("name", "sample")})
     number = turn * length + place + 1
-    return Stage(number, turn + 1, name, values, _order(entry["sample"], turn) if "sample" in entry else None)
+    return ChainStage(number, turn + 1, name, values, _order(entry["sample"], turn) if "sample" in entry else None)
 
 
 def _with_recipe(entry: Values) -> Values:
@@ -249,7 +260,7 @@ def _with_recipe(entry: Values) -> Values:
     return with_settings(read_recipe(find_recipe(entry["recipe"])), (), own)
 
 
-def _order(given: object, turn: int) -> Order:
+def _order(given: object, turn: int) -> SampleOrder:
     """Each round asks the prompts that follow those of the round before."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"sample must be a table such as {{ keep = 'correct', prompts = 64, n = 8 }}, got {given!r}")
@@ -262,7 +273,7 @@ def _order(given: object, turn: int) -> Order:
         if isinstance(given.get(key, 0), bool) or not isinstance(given.get(key, 0), int):
             raise ConfigError(f"sample.{key} must be a whole number, got {given[key]!r}")
     select = Selection(**{key: given[key] for key in _SELECTION if key in given})
-    return Order(given["prompts"], given["n"], select, given.get("first", 0) + turn * given["prompts"])
+    return SampleOrder(given["prompts"], given["n"], select, given.get("first", 0) + turn * given["prompts"])
 
 
 def _has_data(values: Values) -> bool:

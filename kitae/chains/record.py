@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from kitae.chains.plan import Chain, Stage
+from kitae.chains.plan import ChainPlan, ChainStage
 from kitae.errors import ConfigChangedError, StoreError
 from kitae.store.disk import write_whole
 from kitae.store.run import lock
@@ -20,7 +20,7 @@ from kitae.store.run import lock
 class Record:
     """chain.json, open for writing by one process at a time; each change is on the disk when it returns."""
 
-    def __init__(self, chain: Chain) -> None:
+    def __init__(self, chain: ChainPlan) -> None:
         self._path = chain.folder / "chain.json"
         try:
             chain.folder.mkdir(parents=True, exist_ok=True)
@@ -34,17 +34,17 @@ class Record:
             self._lock.close()
             raise
 
-    def begin(self, stage: Stage) -> None:
+    def begin(self, stage: ChainStage) -> None:
         """Before anything of it is done."""
         self.stages.setdefault(stage.label, {"settings": stage.given()})
         self._write()
 
-    def finish(self, stage: Stage, found: Mapping[str, Any]) -> None:
+    def finish(self, stage: ChainStage, found: Mapping[str, Any]) -> None:
         """found: what there is to say of it: seconds, peak_gb, and what it sampled."""
         self.stages[stage.label] |= {**found, "finished": True}
         self._write()
 
-    def is_finished(self, stage: Stage) -> bool:
+    def is_finished(self, stage: ChainStage) -> bool:
         return is_finished(self.stages, stage)
 
     def evaluated(self, after: int, row: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ Stages = dict[str, dict[str, Any]]
 Evaluations = dict[int, dict[str, Any]]
 
 
-def read_record(chain: Chain) -> tuple[Stages, Evaluations]:
+def read_record(chain: ChainPlan) -> tuple[Stages, Evaluations]:
     """What is on record: stages by label, evaluations by the stage they came after."""
     path = chain.folder / "chain.json"
     if not path.exists():
@@ -76,11 +76,11 @@ def read_record(chain: Chain) -> tuple[Stages, Evaluations]:
         raise StoreError(f"{path} is not the record of a chain: {error!r}") from None
 
 
-def is_finished(stages: Stages, stage: Stage) -> bool:
+def is_finished(stages: Stages, stage: ChainStage) -> bool:
     return bool(stages.get(stage.label, {}).get("finished"))
 
 
-def refuse_changes(chain: Chain, recorded: Stages) -> None:
+def refuse_changes(chain: ChainPlan, recorded: Stages) -> None:
     """Stages that were begun stay as they are; those to come may change."""
     changes, known = [], {stage.label: json.loads(json.dumps(stage.given())) for stage in chain.stages}
     for label, entry in recorded.items():

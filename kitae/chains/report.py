@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kitae.chains.plan import Chain, Stage
+from kitae.chains.plan import ChainPlan, ChainStage
 from kitae.chains.record import Evaluations, Stages, is_finished
 from kitae.store.disk import write_whole
 from kitae.store.look import look
@@ -39,11 +39,11 @@ class StageLine:
     output: str = ""
 
 
-def lines_of(chain: Chain, stages: Stages, evaluations: Evaluations) -> list[StageLine]:
+def lines_of(chain: ChainPlan, stages: Stages, evaluations: Evaluations) -> list[StageLine]:
     return [_line(chain, stage, stages, evaluations) for stage in chain.stages]
 
 
-def write_report(chain: Chain, stages: Stages, evaluations: Evaluations) -> None:
+def write_report(chain: ChainPlan, stages: Stages, evaluations: Evaluations) -> None:
     """report.json and report.md in the folder of the chain."""
     lines = lines_of(chain, stages, evaluations)
     start = evaluations.get(0)
@@ -58,9 +58,10 @@ def write_report(chain: Chain, stages: Stages, evaluations: Evaluations) -> None
     write_whole(chain.folder / "report.md", as_markdown(chain, lines, start))
 
 
-def final_model(chain: Chain, lines: Sequence[StageLine]) -> str | None:
+def final_model(chain: ChainPlan, lines: Sequence[StageLine]) -> str | None:
     """The last one that was trained."""
-    trained = [line.output for line in lines if line.status == "finished" and line.kind != "sample"]
+    both = zip(chain.stages, lines, strict=True)
+    trained = [line.output for stage, line in both if line.status == "finished" and stage.trains]
     return trained[-1] if trained else None
 
 
@@ -87,7 +88,7 @@ def cells(line: StageLine) -> list[str]:
     ]
 
 
-def as_markdown(chain: Chain, lines: Sequence[StageLine], start: Mapping[str, Any] | None) -> str:
+def as_markdown(chain: ChainPlan, lines: Sequence[StageLine], start: Mapping[str, Any] | None) -> str:
     rows = [HEADER, ["---"] * len(HEADER), *map(cells, lines)]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     parts = [f"# {chain.name}\n", f"Starts from `{chain.first_model}`.", table, ""]
@@ -98,10 +99,9 @@ def as_markdown(chain: Chain, lines: Sequence[StageLine], start: Mapping[str, An
     return "\n".join(parts)
 
 
-def _line(chain: Chain, stage: Stage, stages: Stages, evaluations: Evaluations) -> StageLine:
+def _line(chain: ChainPlan, stage: ChainStage, stages: Stages, evaluations: Evaluations) -> StageLine:
     entry = stages.get(stage.label)
     status: Status = "finished" if is_finished(stages, stage) else "begun" if entry is not None else "to come"
-    kind = "sample" if stage.order is not None else stage.values.get("method", {}).get("kind", "rl")
     found: dict[str, Any] = {"peak_gb": (entry or {}).get("peak_gb")}
     if stage.order is not None:
         found |= _of_sampling(entry or {}, str(chain.file(stage)))
@@ -109,7 +109,7 @@ def _line(chain: Chain, stage: Stage, stages: Stages, evaluations: Evaluations) 
         found |= _of_run(chain, stage)
     if (row := evaluations.get(stage.number)) is not None:
         found["score"] = _score(row)
-    return StageLine(stage.label, kind, status, stage.round, **found)
+    return StageLine(stage.label, stage.kind, status, stage.round, **found)
 
 
 def _of_sampling(entry: Mapping[str, Any], file: str) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _of_sampling(entry: Mapping[str, Any], file: str) -> dict[str, Any]:
     return {"after": score, "rows": rows, "tokens": tokens, "seconds": entry.get("seconds"), "output": file}
 
 
-def _of_run(chain: Chain, stage: Stage) -> dict[str, Any]:
+def _of_run(chain: ChainPlan, stage: ChainStage) -> dict[str, Any]:
     run = look(chain.run_folder(stage))
     by_step = {row["step"]: row["avg"] for row in run.evaluations}
     tokens = [row.get(key) or 0 for row in run.steps for key in ("train_tokens", "generated_tokens")]
@@ -146,7 +146,7 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else form.format(value)
 
 
-def draw_curve(chain: Chain, evaluations: Evaluations) -> None:
+def draw_curve(chain: ChainPlan, evaluations: Evaluations) -> None:
     """curve.png: the score of each model, where there are several, and matplotlib is there."""
     from kitae.observe.plots import load_pyplot
 

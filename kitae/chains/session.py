@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kitae.chains.memory import forget_peak, peak_gb
-from kitae.chains.plan import Chain, Stage, check_chain
+from kitae.chains.plan import ChainPlan, ChainStage, check_chain
 from kitae.chains.record import Record, read_record, refuse_changes
 from kitae.chains.report import draw_curve, write_report
 from kitae.clock import now
@@ -22,20 +22,20 @@ from kitae.errors import DataError, Interrupted
 from kitae.evaluation.session import evaluate_own
 from kitae.models.load import check_model
 from kitae.observe.observer import Audience
-from kitae.sampling.session import PartialFile, Watcher, sample_file
+from kitae.sampling.session import PartialFile, SampleWatcher, sample_file
 from kitae.stages.run import begin, go_on
 from kitae.store.run import is_run
 
-Watching = Callable[[], AbstractContextManager[Watcher]]
+Watching = Callable[[], AbstractContextManager[SampleWatcher]]
 
 
-def inspect_chain(chain: Chain) -> None:
+def inspect_chain(chain: ChainPlan) -> None:
     """Refuse what is wrong with it, and changes of what was begun; touches nothing."""
     check_chain(chain)
     refuse_changes(chain, read_record(chain)[0])
 
 
-def run_chain(chain: Chain, audience: Audience, watching: Watching = lambda: nullcontext(Watcher())) -> None:
+def run_chain(chain: ChainPlan, audience: Audience, watching: Watching = lambda: nullcontext(SampleWatcher())) -> None:
     """Run what is not finished. watching: who is told how far a stage is that samples. Raises `Interrupted` where
     Ctrl-C stopped a stage, which then is saved."""
     inspect_chain(chain)
@@ -50,6 +50,7 @@ def run_chain(chain: Chain, audience: Audience, watching: Watching = lambda: nul
                 record.finish(stage, _measured(partial(_run, chain, stage, audience, watching)))
             if stage.order is None:
                 _clean(chain, stage)
+            if stage.trains:
                 _evaluate(chain, record, stage.number, str(chain.run_folder(stage)), audience)
             write_report(chain, record.stages, record.evaluations)
         _point_at_model(chain)
@@ -58,7 +59,7 @@ def run_chain(chain: Chain, audience: Audience, watching: Watching = lambda: nul
         record.close()
 
 
-def _run(chain: Chain, stage: Stage, audience: Audience, watching: Watching) -> dict[str, Any]:
+def _run(chain: ChainPlan, stage: ChainStage, audience: Audience, watching: Watching) -> dict[str, Any]:
     config = chain.config(stage)
     if stage.order is not None:
         with watching() as watcher:
@@ -76,7 +77,7 @@ def _run(chain: Chain, stage: Stage, audience: Audience, watching: Watching) -> 
     return {}
 
 
-def _sample(chain: Chain, stage: Stage, config: RLConfig, watcher: Watcher) -> dict[str, Any]:
+def _sample(chain: ChainPlan, stage: ChainStage, config: RLConfig, watcher: SampleWatcher) -> dict[str, Any]:
     assert stage.order is not None
     file = chain.file(stage)
     if file.exists() and not PartialFile.folder_of(file).exists():  # complete, but killed before it was on record
@@ -100,7 +101,7 @@ def _measured(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return {**found, "seconds": now() - began, "peak_gb": peak_gb()}
 
 
-def _evaluate(chain: Chain, record: Record, after: int, model: str, audience: Audience) -> None:
+def _evaluate(chain: ChainPlan, record: Record, after: int, model: str, audience: Audience) -> None:
     """Once for each model."""
     if chain.yardstick is None or after in record.evaluations:
         return
@@ -112,13 +113,13 @@ def _evaluate(chain: Chain, record: Record, after: int, model: str, audience: Au
     audience.note(f"held-out accuracy: {found.avg}")
 
 
-def _clean(chain: Chain, stage: Stage) -> None:
+def _clean(chain: ChainPlan, stage: ChainStage) -> None:
     if not chain.keep_checkpoints:
         shutil.rmtree(chain.run_folder(stage) / "checkpoints", ignore_errors=True)
 
 
-def _point_at_model(chain: Chain) -> None:
-    trained = [stage for stage in chain.stages if stage.order is None]
+def _point_at_model(chain: ChainPlan) -> None:
+    trained = [stage for stage in chain.stages if stage.trains]
     link = chain.folder / "model"
     if trained and not link.exists():
         link.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from kitae.config.locate import find_chain
 from kitae.errors import Interrupted
 
 if TYPE_CHECKING:
-    from kitae.chains.plan import Chain
+    from kitae.chains.plan import ChainPlan
 
 
 def chain(file: str, output: Path | None, rounds: int | None, status: bool) -> None:
@@ -31,7 +31,7 @@ def chain(file: str, output: Path | None, rounds: int | None, status: bool) -> N
     _print(found)
 
 
-def _print(found: "Chain") -> None:
+def _print(found: "ChainPlan") -> None:
     """Where it stands."""
     from kitae.chains.record import read_record
     from kitae.chains.report import HEADER, cells, final_model, lines_of

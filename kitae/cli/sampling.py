@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kitae.errors import Interrupted
 
 if TYPE_CHECKING:
-    from kitae.sampling.session import Tally, Watcher
+    from kitae.sampling.session import SampleWatcher, Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +81,16 @@ def described(tally: "Tally") -> str:
 
 
 @contextmanager
-def watching() -> "Iterator[Watcher]":
+def watching() -> "Iterator[SampleWatcher]":
     """Shows on the error output how far it is."""
     from rich.console import Console
 
-    from kitae.sampling.session import Watcher
+    from kitae.sampling.session import SampleWatcher
 
     console = Console(stderr=True)
     with console.status("preparing") as status:
 
-        class OnScreen(Watcher):
+        class OnScreen(SampleWatcher):
             def note(self, text: str) -> None:
                 console.print(text, markup=False, highlight=False)
 

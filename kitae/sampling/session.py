@@ -42,8 +42,8 @@ _SINGLE = ("run.seed", "verifier.name", "verifier.params")
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What is wanted: `Order(prompts=64, n=8, select=Selection("correct"))`.
+class SampleOrder:
+    """What is wanted: `SampleOrder(prompts=64, n=8, select=Selection("correct"))`.
 
     first: how many prompts of the recipe's stream are passed over. Ask for another part of it, or for more answers, and
     what is there already is used.
@@ -105,7 +105,7 @@ class Tally:
         return {key: value for key, value in asdict(self).items() if not key.startswith("_")}
 
 
-class Watcher:
+class SampleWatcher:
     """Is told how far it is; this one looks away."""
 
     def note(self, text: str) -> None:
@@ -115,9 +115,9 @@ class Watcher:
         pass
 
 
-def sample_file(config: RLConfig, order: Order, output: Path, watcher: Watcher | None = None) -> Tally:
+def sample_file(config: RLConfig, order: SampleOrder, output: Path, watcher: SampleWatcher | None = None) -> Tally:
     """Write the rows that the order asks for into `output`, which must not exist."""
-    watcher = watcher or Watcher()
+    watcher = watcher or SampleWatcher()
     check_output(output)
     config = override_config(config, ["eval.prompts=0"])  # nothing is held out here
     check_model(config.model)
@@ -140,9 +140,9 @@ def sample_file(config: RLConfig, order: Order, output: Path, watcher: Watcher |
     return tally
 
 
-def sample_groups(config: RLConfig, prompts: int, n: int, watcher: Watcher | None = None) -> list[Group]:
+def sample_groups(config: RLConfig, prompts: int, n: int, watcher: SampleWatcher | None = None) -> list[Group]:
     """All answers to the first prompts of a recipe, verified; nothing is written."""
-    watcher = watcher or Watcher()
+    watcher = watcher or SampleWatcher()
     config = override_config(config, ["eval.prompts=0"])
     check_model(config.model)
     stream = prepare(config, watcher.note).stream
@@ -164,7 +164,7 @@ def check_output(output: Path) -> None:
         raise StoreError(f"cannot write {output}: there is no folder {output.parent}")
 
 
-def _positions(order: Order) -> range:
+def _positions(order: SampleOrder) -> range:
     return range(order.first, order.first + order.prompts)
 
 
@@ -174,7 +174,7 @@ async def _sample(
     n: int,
     prompts: Iterator[tuple[int, Prompt]],
     journal: Journal | None,
-    watcher: Watcher,
+    watcher: SampleWatcher,
 ) -> list[Group]:
     """The groups in the order of the prompts. As many are under way as keep the engine full."""
     found: dict[int, Group] = {}
@@ -199,7 +199,7 @@ async def _sample(
 
 
 @asynccontextmanager
-async def _episodes(config: RLConfig, watcher: Watcher) -> Any:
+async def _episodes(config: RLConfig, watcher: SampleWatcher) -> Any:
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(make_pool(config, watcher.note))
         policy = load_policy(config.model, config.run.seed)

@@ -11,9 +11,9 @@ from kitae.config.root import RLConfig
 from kitae.envs.episode import Episodes
 from kitae.errors import ConfigChangedError, ConfigError, StoreError, VerifierError
 from kitae.sampling.select import Selection
-from kitae.sampling.session import Order, PartialFile, Watcher, sample_file, sample_groups
+from kitae.sampling.session import PartialFile, SampleOrder, SampleWatcher, sample_file, sample_groups
 
-SCORES = '''
+SCORES = """
 def even(response, reference, context):
     return float(len(response) % 2 == 0)
 
@@ -21,7 +21,7 @@ def broken(response, reference, context):
     if len(response) % 2:
         raise ValueError("odd")
     return 1.0
-'''
+"""
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ def config(tmp_path: Path) -> RLConfig:
     return found
 
 
-def order(keep: Any = "all", prompts: int = 6, **more: Any) -> Order:
-    return Order(prompts, 4, Selection(keep, truncated=True), **more)
+def order(keep: Any = "all", prompts: int = 6, **more: Any) -> SampleOrder:
+    return SampleOrder(prompts, 4, Selection(keep, truncated=True), **more)
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -130,7 +130,7 @@ def test_a_prompt_that_does_not_fit_is_counted(config: RLConfig, tmp_path: Path)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     notes: list[str] = []
 
-    class Heard(Watcher):
+    class Heard(SampleWatcher):
         def note(self, text: str) -> None:
             notes.append(text)
 
@@ -151,4 +151,4 @@ def test_orders_that_make_no_sense(settings: dict[str, Any], message: str) -> No
     with pytest.raises(ConfigError, match=message):
         order(**settings)
     with pytest.raises(ConfigError, match="n must be at least 2 for keep = 'pairs', got 1"):
-        Order(1, 1, Selection("pairs"))
+        SampleOrder(1, 1, Selection("pairs"))
