@@ -89,7 +89,7 @@ class StageLoop:
         self.observer.status(f"evaluating on {len(self.data.held_out)} held-out examples")
         found = interval_of(await self.method.evaluate(self.trainer, self.data.held_out))
         row = {"kind": "eval", "step": step, "avg": found.mean, "avg_low": found.low, "avg_high": found.high}
-        row["examples"] = len(self.data.held_out)
+        row |= {"measure": self.config.measure, "examples": len(self.data.held_out)}
         self.store.metrics.append(row)
         self.observer.evaluated(row)
         return row

@@ -85,9 +85,17 @@ class Seen:
         return sqrt((variance(found[:count]) + variance(found[-count:])) / count)
 
     def held_out(self) -> tuple[Row, Row] | None:
-        """The first and the last evaluation whose answers could be judged; None: there is only one, or none."""
-        judged = [row for row in self.evaluations if row.get("avg") is not None]
-        return (judged[0], judged[-1]) if len(judged) > 1 else None
+        """The first and the last evaluation of its own task whose answers could be judged, where more is better; None:
+        there is only one, or none."""
+        return self._evaluated("loss" not in {row.get("measure") for row in self.evaluations})
+
+    def held_out_loss(self) -> tuple[Row, Row] | None:
+        """The same of a run that is measured by its loss, where less is better."""
+        return self._evaluated("loss" in {row.get("measure") for row in self.evaluations})
+
+    def _evaluated(self, wanted: bool) -> tuple[Row, Row] | None:
+        judged = [row for row in self.evaluations if row.get("avg") is not None and "suite" not in row]
+        return (judged[0], judged[-1]) if wanted and len(judged) > 1 else None
 
     def held_out_rose(self) -> bool:
         """Beyond what chance does: the interval of the last evaluation is above the first mean, and the other way."""

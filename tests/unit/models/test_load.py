@@ -10,10 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kitae.errors import ModelError
+from kitae.models.classifier import export_scalar
 from kitae.models.config import ModelConfig
 from kitae.models.fuse import fuse
 from kitae.models.load import SMOLLM2, check_model, export_policy, find_model, load_policy, pick_device
 from kitae.models.policy import Policy
+from kitae.models.scalar import ScalarModel
 from kitae.models.tiny import ARCHITECTURES
 
 TinyPolicy = Callable[..., Policy]
@@ -70,6 +72,13 @@ def test_a_run_stands_for_its_trained_model(tmp_path: Path, tiny_folder: Callabl
 def test_a_device_that_is_not_there(device: str) -> None:
     with pytest.raises(ModelError, match=r"model\.device"):
         pick_device(device)
+
+
+def test_a_reward_model_is_no_policy(tmp_path: Path, tiny_policy: TinyPolicy) -> None:
+    """With tied embeddings it would load, and answer nonsense."""
+    export_scalar(ScalarModel(tiny_policy("llama")), tmp_path / "model")
+    with pytest.raises(ModelError, match=r"model\.path must be a language model.*a reward model"):
+        check_model(ModelConfig(path=str(tmp_path / "model")))
 
 
 @pytest.mark.parametrize("gone", ["*.safetensors", "tokenizer*"])

@@ -158,3 +158,16 @@ def test_a_run_that_was_killed_has_no_last_words() -> None:
 def test_files_name_their_command() -> None:
     for path in DATA.glob("*.json"):
         assert json.loads(path.read_text())["command"].startswith("kitae train "), path.name
+
+
+@pytest.mark.parametrize(("first", "last", "broken"), [(2.0, 1.0, False), (1.0, 2.0, True)])
+def test_a_loss_is_better_when_it_is_lower(first: float, last: float, broken: bool) -> None:
+    """Also while it runs; and another suite's score is no evaluation of the run's own task."""
+
+    def row(step: int, avg: float, **more: Any) -> dict[str, Any]:
+        return {"kind": "eval", "step": step, "avg": avg, "avg_low": avg - 0.1, "avg_high": avg + 0.1, **more}
+
+    rows = [row(0, first, measure="loss"), row(9, last, measure="loss")]
+    others = [row(0, 0.9, suite="svamp"), row(9, 0.1, suite="svamp")]
+    seen = Seen(steps=[{"step": 9, "loss": 1.0}], evaluations=[*rows, *others])
+    assert (BY_NAME["lr-too-high"].find(seen) is not None) is broken
