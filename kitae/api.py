@@ -194,8 +194,8 @@ def outside_a_loop(work: Callable[[], T]) -> T:
         except BaseException as error:
             done.set_exception(error)
 
-    threading.Thread(target=call, name="kitae-run", daemon=True).start()
     with _stopping_by_signal():
+        threading.Thread(target=call, name="kitae-run", daemon=True).start()
         return done.result()
 
 

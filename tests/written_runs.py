@@ -2,8 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from kitae.config.load import parse_config
 from kitae.config.root import RLConfig
@@ -75,8 +77,10 @@ class WrittenRun:
         for index, reward in enumerate(rewards):
             self._do(self.store.journal.add_rollout(rollout(number, index, reward, text, self.steps - 1)))
 
-    def _do(self, writing: object) -> None:
-        asyncio.run(writing)  # type: ignore[arg-type]
+    def _do(self, writing: Coroutine[Any, Any, None]) -> None:
+        """In a thread of its own: where a browser is driven, this one has an event loop already."""
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, writing).result()
 
 
 def rollout(group: int, index: int, reward: float | None, text: str = "", version: int = 0) -> Rollout:

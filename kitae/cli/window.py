@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from kitae.cli.locate import find_run
+from kitae.config.locate import find_run
 from kitae.errors import ConfigError
 
 

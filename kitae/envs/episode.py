@@ -140,7 +140,9 @@ class Episodes:
         self, rollout: Rollout, prompt: Prompt, complaint: str, judged: list[float], journal: Journal | None
     ) -> Rollout:
         assert self.verifier is not None, f"rollout {rollout.id} has no reward, and there is no verifier"
-        context = {**prompt.context, "prompt_messages": [as_dict(m) for m in prompt.messages]}
+        context = prompt.context
+        if prompt.messages != (Message("user", str(context.get("question"))),):  # the question is not all that was said
+            context = {**context, "prompt_messages": [as_dict(m) for m in prompt.messages]}
         if rollout.transcript:
             context = {**context, "transcript": [as_dict(m) for m in rollout.transcript]}
         with self.waiting("the verifier", rollout.id):

@@ -14,7 +14,7 @@ from kitae.engines.native.engine import NativeEngine
 from kitae.envs.base import EpisodeLimits
 from kitae.envs.episode import Episodes
 from kitae.envs.single_turn import SingleTurn
-from kitae.errors import ConfigError, root_cause
+from kitae.errors import ConfigError, EngineError, root_cause
 from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, load_policy
 from kitae.types import Group, Message, Prompt, Score
@@ -83,6 +83,9 @@ class LoadedModel:
         return [_unjudged(task.result()) for task in asked]
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise EngineError(f"the model {self.path} is closed: load it again")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def close(self) -> None:

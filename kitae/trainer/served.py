@@ -30,8 +30,11 @@ class ServedTeacher:
 
     async def score(self, samples: Sequence[Sample]) -> list[FloatArray]:
         """The log-probs of the loss tokens of each sample."""
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._score(s)) for s in samples]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._score(s)) for s in samples]
+        except ExceptionGroup as failures:  # the first that failed; the others were cancelled
+            raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
     async def _score(self, sample: Sample) -> FloatArray:

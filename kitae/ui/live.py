@@ -14,7 +14,7 @@ _HEARTBEAT = 15.0  # seconds without news after which a sign of life is sent, so
 Stamp = tuple[tuple[int, int], ...]
 
 
-class Watcher:
+class RunWatcher:
     """What runs look like from outside, for one reader. `changed` names those that look otherwise than before."""
 
     def __init__(self, library: Library) -> None:
@@ -47,7 +47,7 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 async def news(library: Library, every: float = 1.0) -> AsyncIterator[str]:
     """Messages without end: `data: {"runs": ["quickstart-001"]}`."""
-    watcher = await asyncio.to_thread(Watcher, library)
+    watcher = await asyncio.to_thread(RunWatcher, library)
     yield "retry: 2000\n\n"
     quiet = 0.0
     while True:

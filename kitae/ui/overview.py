@@ -13,10 +13,10 @@ from kitae.store.look import RunView
 from kitae.ui import prompts
 from kitae.ui.library import file_of
 from kitae.ui.records import (
-    Comparison,
     ConsoleEnd,
     Event,
     Pairing,
+    RunComparison,
     RunDetail,
     RunSummary,
     SettingDifference,
@@ -104,14 +104,14 @@ def console(run: Path) -> ConsoleEnd:
         return ConsoleEnd(file.read().decode("utf-8", "replace"), size <= _CONSOLE_END)
 
 
-def compare(found: Sequence[tuple[str, Path]], tables: Tables) -> Comparison:
+def compare(found: Sequence[tuple[str, Path]], tables: Tables) -> RunComparison:
     """The first run against the others."""
     settings = [raw_settings(run) for _, run in found]
     keys = dict.fromkeys(key for flat in settings for key in flat if key not in ("run.name", "run.dir"))
     differing = [key for key in keys if any(flat.get(key) != settings[0].get(key) for flat in settings)]
     names = [tables.names(run)[0] for _, run in found]
     rates = [prompts.last_rates(run) for _, run in found]
-    return Comparison(
+    return RunComparison(
         runs=[summary(key, run, tables) for key, run in found],
         metrics=list(dict.fromkeys(name for columns in names for name in columns)),
         settings=[SettingDifference(key, [flat.get(key) for flat in settings]) for key in differing],

@@ -45,7 +45,7 @@ Place = tuple[float, int, int]  # what a rollout is ordered by, and its key
 
 @dataclass(frozen=True, slots=True)
 class PageCursor:
-    """Behind which rollout to go on, and how many came before: `PageCursor(lead=-1.0, group=17, sample=3, position=50)`.
+    """Behind which rollout to go on, and how many came before: `PageCursor(-1.0, group=17, sample=3, position=50)`.
 
     A page finds its place by the values of its last row, not by counting: every page takes as long as the first.
     """
@@ -68,8 +68,8 @@ class PageCursor:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which rollouts, in which order: `Wanted(step=3, reward_max=0.5, finish="length", order="longest")`.
+class RolloutFilter:
+    """Which rollouts, in which order: `RolloutFilter(step=3, reward_max=0.5, finish="length", order="longest")`.
 
     length: tokens after the prompt, those of an environment included. verdict: "error", "scored" or "".
     """
@@ -115,7 +115,7 @@ def reading(run: Path) -> Iterator[sqlite3.Connection]:
         connection.close()
 
 
-def rollouts(run: Path, wanted: Wanted, after: PageCursor | None = None, limit: int = PAGE) -> RolloutPage:
+def rollouts(run: Path, wanted: RolloutFilter, after: PageCursor | None = None, limit: int = PAGE) -> RolloutPage:
     start, deadline = after.position if after else 0, time.monotonic() + SEARCH_SECONDS
     with reading(run) as db:
         source, values = _source(db, wanted)
@@ -145,7 +145,7 @@ def _ordered(
     return list(db.execute(sql, (*values, limit)))
 
 
-def _source(db: sqlite3.Connection, wanted: Wanted) -> tuple[str, list[Any]]:
+def _source(db: sqlite3.Connection, wanted: RolloutFilter) -> tuple[str, list[Any]]:
     """FROM and WHERE, and the values of their question marks."""
     tables, conditions, values = brief_table(db), list[str](), list[Any]()
     if wanted.needs_length:

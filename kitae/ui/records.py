@@ -290,7 +290,7 @@ class Pairing:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """runs: the first is what the others are compared with."""
 
     runs: list[RunSummary]
@@ -349,7 +349,7 @@ RECORDS = (
     LaneView,
     SettingDifference,
     Pairing,
-    Comparison,
+    RunComparison,
     ConsoleEnd,
     Diagnosed,
     Diagnosis,

@@ -72,7 +72,7 @@ class Window:
 
     def _rollouts(self, request: Request) -> Any:
         asked = request.query_params
-        wanted = queries.Wanted(
+        wanted = queries.RolloutFilter(
             step=_given(asked.get("step"), int),
             reward_min=_given(asked.get("reward_min"), float),
             reward_max=_given(asked.get("reward_max"), float),

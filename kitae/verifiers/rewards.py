@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kitae.errors import KitaeError, VerifierError
-from kitae.models.classifier import check_classifier
-from kitae.models.load import find_model
 from kitae.processes.template import Template
 from kitae.processes.worker import OutOfTimeError, WorkerDied, WorkerProcess
 from kitae.types import Score
@@ -106,6 +104,9 @@ class RewardService:
 
     async def start(self) -> None:
         """Load the model and score something; `VerifierError` where that fails."""
+        from kitae.models.classifier import check_classifier
+        from kitae.models.load import find_model
+
         try:
             folder = find_model(self._model)
             assert folder is not None

@@ -1,7 +1,7 @@
 // What the server says, and when to ask again.
 import { useEffect, useRef, useState } from "preact/hooks";
 import type {
-  Comparison, ConsoleEnd, Diagnosis, ErrorList, GroupView, PromptPage, RolloutPage, RunDetail, RunSummary, SampleTokens,
+  RunComparison, ConsoleEnd, Diagnosis, ErrorList, GroupView, PromptPage, RolloutPage, RunDetail, RunSummary, SampleTokens,
   LaneView, Series,
 } from "./records";
 
@@ -29,7 +29,7 @@ export const ask = {
   timeline: (key: string, query: string): Ask<LaneView> => ({ url: `${run(key)}/timeline?${query}` }),
   console: (key: string): Ask<ConsoleEnd> => ({ url: `${run(key)}/console` }),
   diagnosis: (key: string): Ask<Diagnosis> => ({ url: `${run(key)}/diagnosis` }),
-  compare: (keys: string[]): Ask<Comparison> => ({
+  compare: (keys: string[]): Ask<RunComparison> => ({
     url: `/api/compare?runs=${keys.map(encodeURIComponent).join(",")}`,
   }),
 };

@@ -204,7 +204,7 @@ export interface Pairing {
   high: number;
 }
 
-export interface Comparison {
+export interface RunComparison {
   runs: RunSummary[];
   metrics: string[];
   settings: SettingDifference[];

@@ -52,7 +52,7 @@ def with_(**sections: dict[str, Any]) -> dict[str, Any]:
         (with_(training={"max_new_tokens": 1}), "Kitae calls it sampling.max_tokens"),
         (with_(training={"step": 1}), "unknown key training.step; did you mean training.steps?"),
         (with_(sampling={"temprature": 1}), "unknown key sampling.temprature; did you mean sampling.temperature?"),
-        (with_(training={"max_tokens": 1}), "unknown key training.max_tokens; did you mean sampling.max_tokens?"),
+        (with_(training={"max_tokens": 1}), "unknown key training.max_tokens; did you mean sampling.max_tokens or eval.max_tokens?"),
         (with_(xyzzy={}), "unknown section 'xyzzy'; valid are run, method, model"),
         (with_(run={"qqqqqqqqqqqqqqqqqqqq": 1}), "unknown key run.qqqqqqqqqqqqqqqqqqqq; valid are run.name, run.dir"),
         (with_(training=5), "'training' is a section, got the value 5"),

@@ -109,6 +109,14 @@ def test_one_question_and_one_answer_have_no_transcript() -> None:
     assert judge.asked[0][1] is PROMPT.context
 
 
+def test_a_prompt_that_is_more_than_its_question_is_told_to_the_verifier() -> None:
+    judge = Recorder()
+    prompt = replace(PROMPT, messages=(Message("system", "Be brief."), *PROMPT.messages))
+    asyncio.run(talks(Engine(), Script(DONE), judge).group(7, prompt, 1))
+    told = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2"}]
+    assert judge.asked[0][1] == {"question": "2 + 2", "prompt_messages": told}
+
+
 def test_observations_do_not_use_up_what_the_model_may_say() -> None:
     long = Observation((Message("tool", "x" * 40),))
     engine = Engine()

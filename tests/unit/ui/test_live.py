@@ -9,12 +9,12 @@ from written_runs import WrittenRun
 from kitae.store.look import look
 from kitae.store.run import lock
 from kitae.ui.library import Library
-from kitae.ui.live import Watcher, news
+from kitae.ui.live import RunWatcher, news
 
 
 def test_a_watcher_names_runs_that_look_otherwise(tmp_path: Path) -> None:
     done, running = WrittenRun(tmp_path, "done").finish(), WrittenRun(tmp_path, "runs")
-    watcher = Watcher(Library([tmp_path]))
+    watcher = RunWatcher(Library([tmp_path]))
     assert watcher.changed() == []
     running.step([[1.0]])
     assert watcher.changed() == ["runs-001"]

@@ -8,7 +8,7 @@ from written_runs import WrittenRun
 from kitae.errors import StoreError
 from kitae.store.journal import BRIEF
 from kitae.ui import queries
-from kitae.ui.queries import PageCursor, Wanted, errors, reading, rollouts
+from kitae.ui.queries import PageCursor, RolloutFilter, errors, reading, rollouts
 
 
 @pytest.fixture
@@ -20,12 +20,12 @@ def run(tmp_path: Path) -> Path:
     return made.finish()
 
 
-def keys(run: Path, wanted: Wanted) -> list[tuple[int, int]]:
+def keys(run: Path, wanted: RolloutFilter) -> list[tuple[int, int]]:
     return [(row.group, row.sample) for row in rollouts(run, wanted).rows]
 
 
 def test_the_newest_group_comes_first_and_its_samples_in_order(run: Path) -> None:
-    page = rollouts(run, Wanted())
+    page = rollouts(run, RolloutFilter())
     assert [(row.group, row.sample) for row in page.rows[:5]] == [(5, 0), (5, 1), (5, 2), (5, 3), (4, 0)]
     assert (page.total, page.next, page.at) == (24, None, 0)
     first = page.rows[0]
@@ -36,23 +36,26 @@ def test_the_newest_group_comes_first_and_its_samples_in_order(run: Path) -> Non
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        (Wanted(step=2, finish="length"), {(2, 3), (3, 3)}),
-        (Wanted(reward_min=0.4, reward_max=0.6), {(0, 2), (2, 2), (4, 2)}),
-        (Wanted(verdict="error"), {(0, 3), (2, 3), (4, 3)}),
-        (Wanted(length_min=6), {(g, 3) for g in range(6)}),
-        (Wanted(length_max=3, reward_max=0), {(0, 0), (2, 0), (4, 0)}),
-        (Wanted(length_min=4, length_max=4, step=1), {(0, 1), (1, 1)}),
-        (Wanted(text="answer 3."), {(3, i) for i in range(4)}),
-        (Wanted(text="REVERSE 3"), {(3, i) for i in range(4)}),
-        (Wanted(text="exit 4"), {(4, 3)}),
-        (Wanted(text="%"), set()),
-        (Wanted(text="_nswer"), set()),
-        (Wanted(fate="pending"), set()),
-        (Wanted(fate="dropped"), set()),
-        (Wanted(fate="trained", reward_min=1), {(0, 1), (2, 1), (4, 1), *((g, i) for g in (1, 3, 5) for i in (0, 1))}),
+        (RolloutFilter(step=2, finish="length"), {(2, 3), (3, 3)}),
+        (RolloutFilter(reward_min=0.4, reward_max=0.6), {(0, 2), (2, 2), (4, 2)}),
+        (RolloutFilter(verdict="error"), {(0, 3), (2, 3), (4, 3)}),
+        (RolloutFilter(length_min=6), {(g, 3) for g in range(6)}),
+        (RolloutFilter(length_max=3, reward_max=0), {(0, 0), (2, 0), (4, 0)}),
+        (RolloutFilter(length_min=4, length_max=4, step=1), {(0, 1), (1, 1)}),
+        (RolloutFilter(text="answer 3."), {(3, i) for i in range(4)}),
+        (RolloutFilter(text="REVERSE 3"), {(3, i) for i in range(4)}),
+        (RolloutFilter(text="exit 4"), {(4, 3)}),
+        (RolloutFilter(text="%"), set()),
+        (RolloutFilter(text="_nswer"), set()),
+        (RolloutFilter(fate="pending"), set()),
+        (RolloutFilter(fate="dropped"), set()),
+        (
+            RolloutFilter(fate="trained", reward_min=1),
+            {(0, 1), (2, 1), (4, 1), *((g, i) for g in (1, 3, 5) for i in (0, 1))},
+        ),
     ],
 )
-def test_filters_keep_what_they_say(run: Path, wanted: Wanted, expected: set[tuple[int, int]]) -> None:
+def test_filters_keep_what_they_say(run: Path, wanted: RolloutFilter, expected: set[tuple[int, int]]) -> None:
     found = keys(run, wanted)
     assert set(found) == expected and len(found) == len(expected)
 
@@ -60,7 +63,7 @@ def test_filters_keep_what_they_say(run: Path, wanted: Wanted, expected: set[tup
 @pytest.mark.parametrize("filters", [{}, {"text": "answer"}, {"length_min": 4, "reward_min": 0.0}])
 @pytest.mark.parametrize("order", queries.ORDERS)
 def test_pages_are_the_whole_cut_into_pieces(run: Path, order: str, filters: dict[str, object]) -> None:
-    wanted = Wanted(order=order, **filters)  # type: ignore[arg-type]
+    wanted = RolloutFilter(order=order, **filters)  # type: ignore[arg-type]
     whole = keys(run, wanted)
     found, after = list[tuple[int, int]](), None
     for _ in range(len(whole) + 1):
@@ -75,7 +78,7 @@ def test_pages_are_the_whole_cut_into_pieces(run: Path, order: str, filters: dic
 
 def test_orders_are_by_what_they_say(run: Path) -> None:
     def column(order: str, name: str) -> list[float | None]:
-        return [getattr(row, name) for row in rollouts(run, Wanted(order=order)).rows]
+        return [getattr(row, name) for row in rollouts(run, RolloutFilter(order=order)).rows]
 
     best, worst = column("best", "value"), column("worst", "value")
     assert best == [*[1.0] * 9, *[0.5] * 3, *[0.0] * 9, *[None] * 3]
@@ -88,11 +91,11 @@ def test_orders_are_by_what_they_say(run: Path) -> None:
 def test_a_search_that_runs_out_of_time_says_where_to_go_on(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queries, "SEARCH_SECONDS", 0.0)
     monkeypatch.setattr(queries, "_AT_LEAST", 7)
-    page = rollouts(run, Wanted(text="answer 0."))
+    page = rollouts(run, RolloutFilter(text="answer 0."))
     assert page.rows == [] and page.searched == 7 and page.next is not None
     found, after = [], page.next
     while after is not None:
-        page = rollouts(run, Wanted(text="answer 0."), PageCursor.read(after))
+        page = rollouts(run, RolloutFilter(text="answer 0."), PageCursor.read(after))
         found += [row.sample for row in page.rows]
         after = page.next
     assert found == [0, 1, 2, 3] and page.searched == page.total == 24
@@ -100,7 +103,7 @@ def test_a_search_that_runs_out_of_time_says_where_to_go_on(run: Path, monkeypat
 
 def test_filters_and_orders_read_the_narrow_index_alone(run: Path) -> None:
     with reading(run) as db:
-        source, values = queries._source(db, Wanted(step=1, reward_min=0, finish="stop", verdict="scored"))
+        source, values = queries._source(db, RolloutFilter(step=1, reward_min=0, finish="stop", verdict="scored"))
         plan = str(list(db.execute(f"EXPLAIN QUERY PLAN SELECT count(*), sum(value) {source}", values)))
     assert f"COVERING INDEX {BRIEF}" in plan
 
@@ -113,12 +116,12 @@ def test_a_journal_without_the_index_is_read_all_the_same(tmp_path: Path) -> Non
     with sqlite3.connect(run / "journal.sqlite") as db:
         db.execute(f"DROP INDEX {BRIEF}")
     db.close()
-    assert keys(run, Wanted(reward_min=1)) == [(0, 1)]
+    assert keys(run, RolloutFilter(reward_min=1)) == [(0, 1)]
 
 
 def test_what_is_no_order_and_no_cursor_is_refused() -> None:
     with pytest.raises(StoreError, match=r"order must be one of newest, .* got 'random'"):
-        Wanted(order="random")
+        RolloutFilter(order="random")
     with pytest.raises(StoreError, match="got '1_2'"):
         PageCursor.read("1_2")
 
@@ -133,7 +136,10 @@ def test_errors_are_gathered_by_reason_whatever_numbers_they_hold(run: Path) -> 
 
 def test_a_run_without_rollouts_has_empty_pages(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path).finish()
-    assert rollouts(run, Wanted()).rows == [] and rollouts(run, Wanted(text="x", order="longest")).next is None
+    assert (
+        rollouts(run, RolloutFilter()).rows == []
+        and rollouts(run, RolloutFilter(text="x", order="longest")).next is None
+    )
     assert errors(run).kinds == []
 
 

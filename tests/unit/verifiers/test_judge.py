@@ -703,9 +703,9 @@ def test_rewards_are_cached(tmp_path: Path) -> None:
     run(body())
 
 
-@pytest.mark.parametrize("function", [judge, reward_model])
-def test_options_are_plain_values(function: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("function", "needed"), [(judge, {"base_url", "model"}), (reward_model, {"model"})])
+def test_options_are_plain_values(function: Callable[..., Any], needed: set[str]) -> None:
     options = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert {option.name for option in options if option.default is option.empty} == {"base_url", "model"}
+    assert {option.name for option in options if option.default is option.empty} == needed
     assert {type(option.default) for option in options if option.default is not option.empty} == {str, int, float}
     assert {field.name for field in dataclasses.fields(Service)} <= {option.name for option in options}

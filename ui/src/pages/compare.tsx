@@ -5,7 +5,7 @@ import { ask, get, useData } from "../api";
 import { Chart, type Line, type Range } from "../chart";
 import { fixed, number, seconds, setting, signed } from "../format";
 import { Empty, Held, Status, Waiting } from "../parts";
-import type { Comparison, RunSummary, Series } from "../records";
+import type { RunComparison, RunSummary, Series } from "../records";
 import { alter, link } from "../router";
 import { SERIES } from "../theme";
 import { Picker } from "./curves";
@@ -42,7 +42,7 @@ function Choose({ all, chosen }: { all: RunSummary[]; chosen: string[] }) {
   );
 }
 
-function Found({ found, query }: { found: Comparison; query: URLSearchParams }) {
+function Found({ found, query }: { found: RunComparison; query: URLSearchParams }) {
   const chosen = query.get("metrics")?.split(",").filter(Boolean) ?? USUAL.filter((name) => found.metrics.includes(name)).slice(0, 4);
   const smoothing = Number(query.get("smooth") ?? 0);
   const [zoom, setZoom] = useState<Range | null>(null);
@@ -76,7 +76,7 @@ function Found({ found, query }: { found: Comparison; query: URLSearchParams }) 
   );
 }
 
-function Results({ found }: { found: Comparison }) {
+function Results({ found }: { found: RunComparison }) {
   const rows: [string, (run: RunSummary) => ComponentChildren][] = [
     ["status", (run) => <Status status={run.status} />],
     ["step", (run) => `${number(run.step)}${run.steps === null ? "" : ` / ${number(run.steps)}`}`],
@@ -101,7 +101,7 @@ function Interval({ run, which }: { run: RunSummary; which: "before" | "after" }
   return <><Held point={point} />{point?.low != null && <span class="muted small"> [{fixed(point.low, 2)}, {fixed(point.high, 2)}]</span>}</>;
 }
 
-function Pairs({ found }: { found: Comparison }) {
+function Pairs({ found }: { found: RunComparison }) {
   const [first] = found.runs;
   if (!found.pairings.length) return <Empty>These runs have no prompts in common that were judged.</Empty>;
   return (
