@@ -17,6 +17,9 @@ Severity = Literal["bad", "warning"]
 WINDOW = 5
 """Steps that are averaged at the beginning and at the end, so that one odd step is no finding."""
 
+LOSSES = {"sft": "loss", "distil-file": "divergence"}
+"""Kinds of run whose held-out `avg` gets better by falling, with what it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -96,6 +99,21 @@ class Seen:
             return False
         first, last = found
         return bool(last["avg_low"] > first["avg"] and first["avg_high"] < last["avg"])
+
+    def held_out_worse(self) -> bool:
+        """Beyond what chance does: the interval of the last evaluation is on the wrong side of the first one."""
+        found = self.held_out()
+        if found is None:
+            return False
+        first, last = found
+        if self.settings.get("method.kind") in LOSSES:
+            return bool(last["avg_low"] > first["avg_high"])
+        return bool(last["avg_high"] < first["avg_low"])
+
+    @property
+    def measure(self) -> str:
+        """What `avg` of an evaluation is: `accuracy`, or one of `LOSSES`."""
+        return LOSSES.get(self.settings.get("method.kind", ""), "accuracy")
 
     def setting(self, key: str) -> str:
         """For sentences: `training.lr is 1e-05`; nothing where the run has no such setting."""

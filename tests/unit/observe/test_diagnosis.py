@@ -10,9 +10,9 @@ import pytest
 from bad_runs import BAD, DATA, kept
 
 from kitae.algorithms.stages import STAGES
-from kitae.config.root import RLConfig
+from kitae.config.root import ROOTS, RLConfig
 from kitae.observe.diagnosis import RULES, findings
-from kitae.observe.diagnosis.base import Finding, Rule, Seen
+from kitae.observe.diagnosis.base import LOSSES, Finding, Rule, Seen
 from kitae.observe.diagnosis.live import LIVE, LiveDiagnosis
 from kitae.observe.diagnosis.machinery import last_error
 from kitae.observe.report import StepReport
@@ -158,3 +158,25 @@ def test_a_run_that_was_killed_has_no_last_words() -> None:
 def test_files_name_their_command() -> None:
     for path in DATA.glob("*.json"):
         assert json.loads(path.read_text())["command"].startswith("kitae train "), path.name
+
+
+def held_out(kind: str, *means: float) -> Seen:
+    rows = [
+        {"kind": "eval", "step": step, "avg": avg, "avg_low": avg - 0.1, "avg_high": avg + 0.1}
+        for step, avg in enumerate(means)
+    ]
+    return Seen([], rows, {"method.kind": kind, "training.lr": 1e-3})
+
+
+@pytest.mark.parametrize("kind", ["sft", "distil-file"])
+def test_a_loss_that_falls_is_no_fall(kind: str) -> None:
+    assert BY_NAME["lr-too-high"].find(held_out(kind, 5.5, 4.8)) is None
+    found = BY_NAME["lr-too-high"].find(held_out(kind, 4.8, 5.5))
+    assert found is not None and found.evidence.startswith(
+        f"held-out {'loss' if kind == 'sft' else 'divergence'} 4.800 at step 0, 5.500 at step 1"
+    )
+
+
+def test_the_measures_of_the_rules_are_those_of_the_kinds() -> None:
+    losses = {kind: root.measure.fget(root) for kind, root in ROOTS.items() if root.measure.fget(root) != "accuracy"}
+    assert losses == LOSSES
