@@ -34,6 +34,8 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
     frontier, state = Frontier(0, 0), None
     if checkpoint != START and (checkpoint or store.checkpoints.names()):
         frontier, state = store.checkpoints.load(checkpoint)
+    if config.training.steps == 0:  # only a new run takes as many as its epochs need
+        raise ConfigError("training.steps must be at least 1 for a run that goes on, got 0")
     if config.training.steps < frontier.step:
         raise ConfigError(
             f"training.steps must be at least {frontier.step}, the steps that the run has trained, got "
@@ -59,6 +61,8 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
 
         with Interrupts(stop) as interrupts:
             before = await loop.evaluate(0) if frontier.step == 0 else None
+            if loop.evaluation_due(frontier.step):  # a run that was killed may have lost it
+                await loop.evaluate(frontier.step)
             try:
                 await loop.run()
             except Stopped:
