@@ -139,6 +139,21 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(
     assert rows_of(broken) == rows_of(whole)
 
 
+@pytest.mark.parametrize("file", ["train.jsonl", "held_out.jsonl"])
+def test_a_run_goes_on_with_the_examples_that_it_began_with(sft: StageConfig, tmp_path: Path, file: str) -> None:
+    folder = run_stage(override_config(sft, ["training.steps=2"])).folder
+    whole = (tmp_path / file).read_text()
+    (tmp_path / file).write_text(whole.replace("yes", "no"))
+    store = RunStore.open(folder, ["training.steps=4"])
+    with pytest.raises(DataError, match="the examples must be those that the run began with"):
+        session.train(store, StageData(sft), Silent())
+    (tmp_path / file).write_text(whole)
+    store = RunStore.open(folder, ["training.steps=4"])
+    assert session.train(store, StageData(sft), Silent()).step == 4
+    (tmp_path / file).write_text(whole.replace("yes", "no"))
+    assert session.train(RunStore.open(folder), StageData(sft), Silent(), START).step == 4
+
+
 def test_a_run_that_goes_on_has_steps_to_train(sft: StageConfig) -> None:
     folder = run_stage(override_config(sft, ["training.steps=2"])).folder
     store = RunStore.open(folder, ["training.steps=0"])
