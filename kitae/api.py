@@ -113,6 +113,8 @@ def sample(
     texts or messages, which nobody judges. `sample_to_file` writes a file to train on.
     """
     config = reinforcement(of_target(target, model, overrides, settings), "sample")
+    if isinstance(prompts, str):  # a sequence too: of letters
+        raise ConfigError(f"prompts must be a number or a list of prompts, got the text {prompts!r}")
     if isinstance(prompts, int):
         order = SampleOrder(prompts, n, Selection("all"))
         check(config)

@@ -13,9 +13,14 @@ if TYPE_CHECKING:
 
 
 def show(run: Path, step: int | None, best: bool, worst: bool, errors: bool, one_per_prompt: bool, limit: int) -> None:
+    from kitae.config.root import reinforcement
+    from kitae.store.run import read_config
+
     journal = _journal(run)
     rows = [*journal.samples(), *(journal.unjudged() if errors else ())]
     if not rows:
+        if (run / "config.json").is_file():
+            reinforcement(read_config(run), "kitae show")
         raise StoreError(f"{run} has no finished step yet: there is nothing to show")
     last = max(r[2] for r in rows)
     if errors:

@@ -89,7 +89,7 @@ def parse_config(values: Any) -> Root:
 def _root(values: Mapping[str, Any]) -> type[Root]:
     method = values.get("method", {})
     kind = method.get("kind", "rl") if isinstance(method, Mapping) else "rl"
-    if kind not in ROOTS:
+    if not isinstance(kind, str) or kind not in ROOTS:
         raise ConfigError(f"method.kind must be one of {', '.join(ROOTS)}, got {kind!r}{nearest(str(kind), ROOTS)}")
     return ROOTS[kind]
 

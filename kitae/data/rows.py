@@ -88,7 +88,8 @@ def sift(files: Sequence[File], read: Callable[[DataRow], T], skip_bad_rows: boo
         except DataError as error:
             bad.append(error)
     if bad and not (skip_bad_rows and good):
-        raise DataError(f"{bad[0]}\n{len(bad)} of {len(rows)} rows are bad; data.skip_bad_rows=true leaves them out")
+        way_out = "" if skip_bad_rows else "; data.skip_bad_rows=true leaves them out"
+        raise DataError(f"{bad[0]}\n{len(bad)} of {len(rows)} rows are bad{way_out}")
     note = f"{len(bad)} of {len(rows)} rows are left out (data.skip_bad_rows); the first: {bad[0]}" if bad else ""
     return good, note
 

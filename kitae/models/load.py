@@ -185,12 +185,12 @@ def check_model(config: ModelConfig) -> Path:
     assert folder is not None
     try:
         with quiet_transformers():
-            kinds = AutoConfig.from_pretrained(folder).architectures or [""]
+            kinds = getattr(AutoConfig.from_pretrained(folder), "architectures", None) or [""]
             _load_tokenizer(config.path, folder)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
-    if kinds[0].endswith("ForSequenceClassification"):
-        raise ModelError(f"model.path must be a language model, got {config.path!r}, a reward model ({kinds[0]})")
+    if kinds[0].endswith("ForSequenceClassification"):  # its language head is gone, and would be a random one
+        raise ModelError(f"{config.path!r} must be a language model, got a reward model or classifier ({kinds[0]})")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ModelError(f"{folder} must hold weights (*.safetensors or *.bin), got none")
     return folder

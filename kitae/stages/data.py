@@ -1,7 +1,9 @@
 """Examples in tokens: which ones a step trains on, which are held out, and which do not fit."""
 
+import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from kitae.config.root import StageConfig
 from kitae.data.chat import Chat
@@ -14,7 +16,8 @@ from kitae.stages.registry import shape_of
 
 class StageData:
     """The data of a run. Opening it reads and renders every example, so that whatever is wrong with one of them is said
-    before a model is loaded. notes: what there is to say about those that were left out."""
+    before a model is loaded. notes: what there is to say about those that were left out. fingerprint: of what is left,
+    so that a run that goes on can tell whether it still is what it began with."""
 
     def __init__(self, config: StageConfig) -> None:
         shape, seed = shape_of(config), config.run.seed
@@ -25,7 +28,9 @@ class StageData:
         self._stream = fit_stream(stream, self._renderer, config.data)
         self.notes = [self._stream.skipped] if self._stream.skipped else []
         held_out = held_out_examples(config.data, seed, config.eval.examples, shape)
-        self.held_out = [self._item(e) for e in fit_list(held_out, self._renderer, config.data)]
+        fitting = fit_list(held_out, self._renderer, config.data)
+        self.held_out = [self._item(e) for e in fitting]
+        self.fingerprint = _fingerprint((*chain.from_iterable(self._stream.sources), *fitting))
 
     @property
     def size(self) -> int:
@@ -54,3 +59,10 @@ class StageData:
     def _item(self, example: Example) -> Item:
         sequences = tuple(map(self._renderer.render, example.conversations))
         return Item(example.id, sequences, example.label, example.margin)
+
+
+def _fingerprint(examples: Iterable[Example]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for example in examples:
+        digest.update(repr(example).encode())
+    return digest.hexdigest()

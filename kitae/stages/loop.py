@@ -70,10 +70,14 @@ class StageLoop:
                 self.observer.status(f"step {step}: saving a checkpoint")
                 with self.timeline.span("save", step):
                     await self._timed("save", self.save())
-            every = self.config.eval.every
-            if every and step % every == 0 and step < steps:
+            if self.evaluation_due(step):
                 with self.timeline.span("evaluate", step):
                     await self._timed("evaluate", self.evaluate(step))
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether a run evaluates after this step, on its way: not before the first one, nor after the last."""
+        every = self.config.eval.every
+        return bool(every) and step % every == 0 and 0 < step < self.config.training.steps
 
     async def save(self) -> None:
         await self.store.sync()
@@ -89,7 +93,7 @@ class StageLoop:
         self.observer.status(f"evaluating on {len(self.data.held_out)} held-out examples")
         found = interval_of(await self.method.evaluate(self.trainer, self.data.held_out))
         row = {"kind": "eval", "step": step, "avg": found.mean, "avg_low": found.low, "avg_high": found.high}
-        row |= {"measure": self.config.measure, "examples": len(self.data.held_out)}
+        row["examples"] = len(self.data.held_out)
         self.store.metrics.append(row)
         self.observer.evaluated(row)
         return row

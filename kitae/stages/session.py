@@ -6,7 +6,7 @@ import signal
 from contextlib import AsyncExitStack
 
 from kitae.config.root import StageConfig
-from kitae.errors import ConfigError
+from kitae.errors import ConfigError, DataError
 from kitae.observe.observer import Observer
 from kitae.pipeline.interrupts import Interrupts
 from kitae.pipeline.loops import Stopped
@@ -17,6 +17,8 @@ from kitae.store.checkpoint import START, Frontier
 from kitae.store.disk import flush
 from kitae.store.run import Result, RunStore
 from kitae.trainer.start import supervised
+
+_DATA = "data"  # the event that says what the run trains on
 
 
 def train(store: RunStore, data: StageData, observer: Observer, checkpoint: str | None = None) -> Result:
@@ -34,10 +36,19 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
     frontier, state = Frontier(0, 0), None
     if checkpoint != START and (checkpoint or store.checkpoints.names()):
         frontier, state = store.checkpoints.load(checkpoint)
+    if config.training.steps == 0:  # only a new run takes as many as its epochs need
+        raise ConfigError("training.steps must be at least 1 for a run that goes on, got 0")
     if config.training.steps < frontier.step:
         raise ConfigError(
             f"training.steps must be at least {frontier.step}, the steps that the run has trained, got "
             f"{config.training.steps}; --from CHECKPOINT goes back to an older one"
+        )
+    known = next((detail for _, kind, detail in reversed(store.journal.events()) if kind == _DATA), None)
+    if frontier.step and known not in (None, data.fingerprint):
+        raise DataError(
+            f"the examples must be those that the run began with, but {config.data.source} or what is held out was "
+            f"changed since then. Put it back; or train on the new ones from the start with --from {START}, or in a "
+            f"new run from a model of your choice"
         )
     async with AsyncExitStack() as stack:
         observer.note(f"loading {config.model.path}")
@@ -51,6 +62,8 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
         for change in store.changes.values():
             observer.note(f"changed for this run from here on: {change}")
         await store.begin(frontier.step)  # nothing of the run was touched so far
+        if known != data.fingerprint:
+            await store.journal.add_event(_DATA, data.fingerprint)
         loop = StageLoop(config, store, method, trainer, data, observer, frontier)
 
         def stop() -> None:
@@ -59,6 +72,8 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
 
         with Interrupts(stop) as interrupts:
             before = await loop.evaluate(0) if frontier.step == 0 else None
+            if loop.evaluation_due(frontier.step):  # a run that was killed may have lost it
+                await loop.evaluate(frontier.step)
             try:
                 await loop.run()
             except Stopped:

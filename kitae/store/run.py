@@ -228,7 +228,7 @@ def read_config(folder: Path) -> Root:
     path = folder / "config.json"
     try:
         return parse_config(json.loads(path.read_text()))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise StoreError(f"{folder} is not a run folder: it has no config.json") from None
     except ValueError as error:
         raise StoreError(f"{path} is not valid JSON: {error}") from None

@@ -151,3 +151,8 @@ def test_what_is_wrong_is_said_before_anything_is_made(folder: Path, call: Any, 
     with pytest.raises(error, match=re.escape(message)):
         call()
     assert list(folder.iterdir()) == []
+
+
+def test_a_text_is_no_list_of_prompts() -> None:
+    with pytest.raises(ConfigError, match="prompts must be a number or a list of prompts, got the text 'Reverse 1, 2'"):
+        api.sample("quickstart", prompts="Reverse 1, 2", model="tiny")

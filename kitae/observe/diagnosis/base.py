@@ -17,6 +17,9 @@ Severity = Literal["bad", "warning"]
 WINDOW = 5
 """Steps that are averaged at the beginning and at the end, so that one odd step is no finding."""
 
+LOSSES = {"sft": "loss", "distil-file": "divergence"}
+"""Kinds of run whose held-out `avg` gets better by falling, with what it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -85,17 +88,10 @@ class Seen:
         return sqrt((variance(found[:count]) + variance(found[-count:])) / count)
 
     def held_out(self) -> tuple[Row, Row] | None:
-        """The first and the last evaluation of its own task whose answers could be judged, where more is better; None:
-        there is only one, or none."""
-        return self._evaluated("loss" not in {row.get("measure") for row in self.evaluations})
-
-    def held_out_loss(self) -> tuple[Row, Row] | None:
-        """The same of a run that is measured by its loss, where less is better."""
-        return self._evaluated("loss" in {row.get("measure") for row in self.evaluations})
-
-    def _evaluated(self, wanted: bool) -> tuple[Row, Row] | None:
+        """The first and the last evaluation of its own task whose answers could be judged; None: there is only one, or
+        none."""
         judged = [row for row in self.evaluations if row.get("avg") is not None and "suite" not in row]
-        return (judged[0], judged[-1]) if wanted and len(judged) > 1 else None
+        return (judged[0], judged[-1]) if len(judged) > 1 else None
 
     def held_out_rose(self) -> bool:
         """Beyond what chance does: the interval of the last evaluation is above the first mean, and the other way."""
@@ -104,6 +100,21 @@ class Seen:
             return False
         first, last = found
         return bool(last["avg_low"] > first["avg"] and first["avg_high"] < last["avg"])
+
+    def held_out_worse(self) -> bool:
+        """Beyond what chance does: the interval of the last evaluation is on the wrong side of the first one."""
+        found = self.held_out()
+        if found is None:
+            return False
+        first, last = found
+        if self.settings.get("method.kind") in LOSSES:
+            return bool(last["avg_low"] > first["avg_high"])
+        return bool(last["avg_high"] < first["avg_low"])
+
+    @property
+    def measure(self) -> str:
+        """What `avg` of an evaluation is: `accuracy`, or one of `LOSSES`."""
+        return LOSSES.get(self.settings.get("method.kind", ""), "accuracy")
 
     def setting(self, key: str) -> str:
         """For sentences: `training.lr is 1e-05`; nothing where the run has no such setting."""

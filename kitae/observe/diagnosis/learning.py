@@ -16,22 +16,16 @@ _ENOUGH = 20  # steps after which something should have been learnt, and half of
     title="Training broke the policy",
     looks_at="`reward`, held-out `avg`",
     when=f"over the last {WINDOW} steps the reward is under a quarter of what two steps in a row had reached, and at "
-    "least 0.1 below it; or the held-out interval has fallen below the first one, that of a loss risen above it",
+    "least 0.1 below it; or the held-out interval has fallen below the first one (that of a loss: risen above it)",
     advice="lower training.lr, by a factor of 3 to 10 at first, and start again from the model or a checkpoint "
     "before the fall; training.warmup_steps and algorithm.kl_coef hold it back too",
 )
 def lr_too_high(seen: Seen) -> str | None:
     why = sentence(seen.setting("training.lr"), seen.setting("training.warmup_steps"))
     found = seen.held_out()
-    if found is not None and found[1]["avg_high"] < found[0]["avg_low"]:
-        first, last = found
-        fell = f"held-out accuracy {first['avg']:.3f} at step {first['step']}, {last['avg']:.3f} at step {last['step']}"
-        return sentence(fell, why)
-    found = seen.held_out_loss()
-    if found is not None and found[1]["avg_low"] > found[0]["avg_high"]:
-        first, last = found
-        rose = f"held-out loss {first['avg']:.3f} at step {first['step']}, {last['avg']:.3f} at step {last['step']}"
-        return sentence(rose, why)
+    if found is not None and seen.held_out_worse():
+        then, now = (f"{row['avg']:.3f} at step {row['step']}" for row in found)
+        return sentence(f"held-out {seen.measure} {then}, {now}", why)
     fallen = fell_from(seen)
     if fallen is None:
         return None

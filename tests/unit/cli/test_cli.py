@@ -577,6 +577,23 @@ def test_show_before_the_first_step(cli: Cli, tmp_path: Path) -> None:
     assert "has no finished step yet" in failure(cli("show", tmp_path))
 
 
+def test_show_of_a_run_that_samples_nothing(cli: Cli, tmp_path: Path) -> None:
+    Journal(tmp_path / "journal.sqlite").close()
+    settings = {"method": {"kind": "sft"}, "data": {"path": "chats.jsonl"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert failure(cli("show", tmp_path)).endswith("is for method.kind = 'rl' or 'distil', got a recipe of kind 'sft'")
+
+
+def test_a_file_is_no_run(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "sft.toml").write_text("")
+    assert "sft.toml is not a run folder" in failure(cli("resume", "sft.toml"))
+
+
+def test_a_kind_that_is_no_name(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "odd.toml").write_text('method.kind = ["sft"]')
+    assert "method.kind must be one of rl, sft" in failure(cli("train", "odd.toml"))
+
+
 def test_show_of_a_damaged_journal(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "journal.sqlite").write_bytes(b"garbage" * 1000)
     assert "not a database" in failure(cli("show", tmp_path))

@@ -364,3 +364,10 @@ class TestSettings:
     def test_saved_and_read_again(self):
         config = ExamplesConfig(mix=[{"path": "a", "weight": 2}], format="alpaca")
         assert ExamplesConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_nothing_but_bad_rows_cannot_be_left_out(tmp_path):
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "Hi"}\n')
+    config = ExamplesConfig(path=str(tmp_path / "bad.jsonl"), skip_bad_rows=True)
+    with pytest.raises(DataError, match=r"1 of 1 rows are bad$"):
+        open_examples(config, 0, "demonstration")

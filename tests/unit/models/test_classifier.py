@@ -11,6 +11,7 @@ from kitae.data.chat import Chat
 from kitae.errors import DataError, ModelError
 from kitae.models.classifier import check_classifier, export_scalar, load_scalar
 from kitae.models.config import ModelConfig
+from kitae.models.load import check_model
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.models.scorer import Scorer
@@ -143,3 +144,9 @@ def test_a_conversation_that_has_no_score_costs_the_others_nothing(tiny_policy: 
     assert [first, last] == pytest.approx(ours(model)[:2], abs=1e-5)
     assert isinstance(bad, DataError) and "must fit into 512 tokens, got 6" in str(bad)
     assert isinstance(worse, DataError) and "must not spell out" in str(worse)
+
+
+def test_a_reward_model_is_no_language_model(tmp_path: Path, tiny_policy: TinyPolicy) -> None:
+    export_scalar(reward_model(tiny_policy("llama")), tmp_path / "model")
+    with pytest.raises(ModelError, match=r"must be a language model, got .* \(LlamaForSequenceClassification\)"):
+        check_model(ModelConfig(path=str(tmp_path / "model"), device="cpu"))

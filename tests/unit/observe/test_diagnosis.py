@@ -10,9 +10,9 @@ import pytest
 from bad_runs import BAD, DATA, kept
 
 from kitae.algorithms.stages import STAGES
-from kitae.config.root import RLConfig
+from kitae.config.root import ROOTS, RLConfig
 from kitae.observe.diagnosis import RULES, findings
-from kitae.observe.diagnosis.base import Finding, Rule, Seen
+from kitae.observe.diagnosis.base import LOSSES, Finding, Rule, Seen
 from kitae.observe.diagnosis.live import LIVE, LiveDiagnosis
 from kitae.observe.diagnosis.machinery import last_error
 from kitae.observe.report import StepReport
@@ -160,14 +160,30 @@ def test_files_name_their_command() -> None:
         assert json.loads(path.read_text())["command"].startswith("kitae train "), path.name
 
 
-@pytest.mark.parametrize(("first", "last", "broken"), [(2.0, 1.0, False), (1.0, 2.0, True)])
-def test_a_loss_is_better_when_it_is_lower(first: float, last: float, broken: bool) -> None:
-    """Also while it runs; and another suite's score is no evaluation of the run's own task."""
+def held_out(kind: str, *means: float) -> Seen:
+    rows = [
+        {"kind": "eval", "step": step, "avg": avg, "avg_low": avg - 0.1, "avg_high": avg + 0.1}
+        for step, avg in enumerate(means)
+    ]
+    return Seen([], rows, {"method.kind": kind, "training.lr": 1e-3})
 
-    def row(step: int, avg: float, **more: Any) -> dict[str, Any]:
-        return {"kind": "eval", "step": step, "avg": avg, "avg_low": avg - 0.1, "avg_high": avg + 0.1, **more}
 
-    rows = [row(0, first, measure="loss"), row(9, last, measure="loss")]
-    others = [row(0, 0.9, suite="svamp"), row(9, 0.1, suite="svamp")]
-    seen = Seen(steps=[{"step": 9, "loss": 1.0}], evaluations=[*rows, *others])
-    assert (BY_NAME["lr-too-high"].find(seen) is not None) is broken
+@pytest.mark.parametrize("kind", ["sft", "distil-file"])
+def test_a_loss_that_falls_is_no_fall(kind: str) -> None:
+    assert BY_NAME["lr-too-high"].find(held_out(kind, 5.5, 4.8)) is None
+    found = BY_NAME["lr-too-high"].find(held_out(kind, 4.8, 5.5))
+    assert found is not None and found.evidence.startswith(
+        f"held-out {'loss' if kind == 'sft' else 'divergence'} 4.800 at step 0, 5.500 at step 1"
+    )
+
+
+def test_the_measures_of_the_rules_are_those_of_the_kinds() -> None:
+    losses = {kind: root.measure.fget(root) for kind, root in ROOTS.items() if root.measure.fget(root) != "accuracy"}
+    assert losses == LOSSES
+
+
+def test_another_suite_is_not_the_runs_own_task() -> None:
+    seen = held_out("rl", 0.9, 0.1)
+    assert BY_NAME["lr-too-high"].find(seen) is not None
+    others = [{**row, "suite": "svamp"} for row in seen.evaluations]
+    assert BY_NAME["lr-too-high"].find(replace(seen, evaluations=others)) is None

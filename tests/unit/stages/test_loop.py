@@ -15,6 +15,7 @@ from kitae.observe.observer import Silent
 from kitae.stages import session
 from kitae.stages.data import StageData
 from kitae.stages.loop import StageLoop
+from kitae.store.checkpoint import START
 from kitae.store.run import Result, RunStore
 
 
@@ -115,3 +116,47 @@ def test_bad_rows_are_named(sft: StageConfig, tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 3}])
     with pytest.raises(DataError, match=r"train\.jsonl:2"):
         StageData(sft)
+
+
+def test_an_evaluation_that_was_cut_off_is_made_up_for(
+    sft: StageConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sft = override_config(sft, ["eval.every=2", "training.steps=6"])
+    whole = run_stage(sft).folder
+    evaluate = StageLoop.evaluate
+
+    async def crash(self: StageLoop, step: int) -> Any:
+        if step == 4:
+            raise KeyboardInterrupt
+        return await evaluate(self, step)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageLoop, "evaluate", crash)
+        with pytest.raises(KeyboardInterrupt):
+            run_stage(sft)
+    broken = tmp_path / "stage-002"
+    go_on(broken)
+    assert rows_of(broken) == rows_of(whole)
+
+
+@pytest.mark.parametrize("file", ["train.jsonl", "held_out.jsonl"])
+def test_a_run_goes_on_with_the_examples_that_it_began_with(sft: StageConfig, tmp_path: Path, file: str) -> None:
+    folder = run_stage(override_config(sft, ["training.steps=2"])).folder
+    whole = (tmp_path / file).read_text()
+    (tmp_path / file).write_text(whole.replace("yes", "no"))
+    store = RunStore.open(folder, ["training.steps=4"])
+    with pytest.raises(DataError, match="the examples must be those that the run began with"):
+        session.train(store, StageData(sft), Silent())
+    (tmp_path / file).write_text(whole)
+    store = RunStore.open(folder, ["training.steps=4"])
+    assert session.train(store, StageData(sft), Silent()).step == 4
+    (tmp_path / file).write_text(whole.replace("yes", "no"))
+    assert session.train(RunStore.open(folder), StageData(sft), Silent(), START).step == 4
+
+
+def test_a_run_that_goes_on_has_steps_to_train(sft: StageConfig) -> None:
+    folder = run_stage(override_config(sft, ["training.steps=2"])).folder
+    store = RunStore.open(folder, ["training.steps=0"])
+    with pytest.raises(ConfigError, match=r"training\.steps must be at least 1 for a run that goes on, got 0"):
+        session.train(store, StageData(sft), Silent(), START)
+    assert (folder / "checkpoints" / "step-000002").is_dir()
