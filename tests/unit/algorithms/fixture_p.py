@@ -249,7 +249,7 @@ def some_sequences(tokens: TokenBatch, chosen: Sequence[int]) -> TokenBatch:
         name: None if (values := getattr(tokens, name)) is None else values[rows]
         for name in (
             "logp_N", "entropy_N", "logp_old_N", "logp_mu_N", "advantage_N", "weight_N", "logp_ref_N", "lag_N",
-            "score_N", "cov_rank_N",
+            "score_N", "cov_rank_N", "logp_teacher_N", "divergence_N",
         )
     }  # fmt: skip
     return TokenBatch(**picked, sample_N=ids, sequences=len(chosen))  # type: ignore[arg-type]
