@@ -767,6 +767,8 @@ def test_tolerance(answer: str, reference: str, tolerance: float, value: float) 
     assert math(box(answer), reference, {}, tolerance=tolerance).value == value
 
 
+# The limit may strike inside a callback of the garbage collector (hypothesis has one), where it is lost and comes again.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "slow",
     [
@@ -778,9 +780,9 @@ def test_tolerance(answer: str, reference: str, tolerance: float, value: float) 
 )
 def test_what_takes_long_is_wrong_in_time(slow: str) -> None:
     math_verify_agrees(r"\int_0^1 x\,dx", "1/2")  # imports sympy
-    start = time.process_time()
+    start = time.thread_time()
     assert math(box(slow), "3", {}).value == 0
-    assert time.process_time() - start < 4
+    assert time.thread_time() - start < 4
     assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
 
 
