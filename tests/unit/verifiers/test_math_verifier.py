@@ -767,7 +767,7 @@ def test_tolerance(answer: str, reference: str, tolerance: float, value: float) 
     assert math(box(answer), reference, {}, tolerance=tolerance).value == value
 
 
-# The limit may strike inside a callback of the garbage collector (hypothesis has one), where it is lost and comes again.
+# The limit may strike in a callback of the garbage collector (hypothesis has one), where it is lost, and comes again.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "slow",
