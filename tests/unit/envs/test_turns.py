@@ -619,8 +619,8 @@ def test_any_episode_however_often_interrupted(
     random.seed(seed)
 
     class Failing(Fickle):
-        async def step(self, response: str) -> Observation:
-            found = await super().step(response)
+        async def step(self, turn: Turn) -> Observation:
+            found = await super().step(turn)
             if len(self.heard) != at or way == "none" or way == "refuse":
                 return found
             answers = {"flood": Observation((Message("tool", "x" * 80),)), "error": Observation(error="lost")}
@@ -638,7 +638,7 @@ def test_any_episode_however_often_interrupted(
     async def one(journal: Journal | None, act: str, moment: int) -> Group | None:
         clock = Clock(moment)
         engine = Refusing(clock.tick)
-        limits = EpisodeLimits(seconds=0.02 if way == "hang" else 30, tokens=50)
+        limits = EpisodeLimits(seconds=0.25 if way == "hang" else 30, tokens=50)
         episodes = talks(engine, lambda prompt: Failing(prompt, clock.tick), Recorder(), limits=limits)
         found = await interrupted(act, clock, episodes, 2, journal)
         check_requests(sorted(engine.requests, key=lambda r: r.id), engine.answers)
