@@ -4,14 +4,13 @@ Text becomes tokens only on its way in. What the model sampled stays the tokens 
 is encoded on its own and appended, and the conversation so far is never rendered again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
+from kitae.data.calls import CallReader
 from kitae.errors import DataError
-from kitae.types import Message, ToolCall
-
-Tool = Mapping[str, Any]
-"""A function as JSON schema, as chat templates take it: `{"type": "function", "function": {"name": "add", …}}`."""
+from kitae.types import Message, Tool, ToolCall, Turn
 
 _QUESTION = Message("user", "q")
 _ANSWER = Message("assistant", "answerendshere")
@@ -74,6 +73,17 @@ class Chat:
                 if token in self.stop_tokens:
                     return tokens[position + 1 :]
         return tokens
+
+    def read(self, tokens: Sequence[int], stops: Sequence[str] = (), tools: Sequence[Tool] = ()) -> Turn:
+        """What the model said, cut before a stop string; with its calls, if it was told of tools."""
+        text = self.decode(tokens)
+        cuts = [text.find(stop) for stop in stops if stop in text]
+        text = text[: min(cuts)] if cuts else text
+        return self._reader.read(tokens, tools, text) if tools else Turn(text, text)
+
+    @cached_property
+    def _reader(self) -> CallReader:
+        return CallReader(self._tokenizer)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text without special tokens, its spaces as they are."""
@@ -144,6 +154,11 @@ def as_dict(message: Message) -> dict[str, Any]:
 def _call(call: ToolCall) -> dict[str, Any]:
     row: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
     return {"id": call.id, **row} if call.id else row
+
+
+def as_message(turn: Turn) -> Message:
+    """A turn as a transcript has it: without the text of its calls, where there are any."""
+    return Message("assistant", turn.content, turn.calls) if turn.calls else Message("assistant", turn.text)
 
 
 def joined(messages: Sequence[Message]) -> str:
