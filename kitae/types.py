@@ -30,6 +30,9 @@ Status = Literal["complete", "parked", "failed"]
 SampleKey = tuple[int, int, int]
 """Group, index of the sample, chain."""
 
+Tool = Mapping[str, Any]
+"""A function as JSON schema, as chat templates take it: `{"type": "function", "function": {"name": "add", …}}`."""
+
 GREEDY = -1
 """The index of the greedy response to a prompt, beside its samples 0, 1, 2, …"""
 
@@ -57,6 +60,22 @@ class Message:
     call_id: str = ""
     name: str = ""
     parts: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the model said in one turn, as others read it: `Turn("…", "Let me see.", calls=(ToolCall("add", {"a": 1}),))`.
+
+    text: all of it, without special tokens, cut before a stop string. content: what is left of it without reasoning and
+    calls. reasoning: its thinking, where the model's format marks it. calls: of tools. problem: why something that
+    looks like a call cannot be read; there are no calls then.
+    """
+
+    text: str
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)

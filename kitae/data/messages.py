@@ -4,11 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kitae.data.chat import Tool
 from kitae.data.rows import clip
 from kitae.errors import DataError
 from kitae.plugins import nearest
-from kitae.types import Message, ToolCall
+from kitae.types import Message, Tool, ToolCall
 
 SYSTEM = ("system", "developer")
 ROLES = (*SYSTEM, "user", "assistant", "tool")
