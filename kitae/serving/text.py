@@ -1,8 +1,8 @@
 """The text of an answer while its tokens come: what is told of it is never taken back.
 
 Held back is whatever later tokens may change: half a character, the beginning of a stop string, and, where tools may be
-called, everything from the first sign of a call on. Where a format can turn what was said already into thinking, all of
-it waits for the end. So the pieces joined are what is read when all tokens are there, byte for byte.
+called, everything from the first sign of a call on. Where a format has thinking, all of it waits for the end: what was
+said already may turn out to be that. So the pieces joined are what is read when all tokens are there, byte for byte.
 """
 
 import re
@@ -11,6 +11,7 @@ from typing import Any
 
 from kitae.data.calls import family_of, template_of
 from kitae.data.chat import Chat
+from kitae.serving.refusals import Refused
 from kitae.serving.spelling import Spelling
 from kitae.types import Tool
 
@@ -79,7 +80,9 @@ class GrowingAnswer:
         return self._tell(certain)
 
     def end(self, content: str) -> str:
-        assert content.startswith(self._told), f"an answer was told as {self._told!r}, and is {content!r}"
+        """Raises `Refused` where what was told has become thinking: a model that knows of none has closed some."""
+        if not content.startswith(self._told):
+            raise Refused("the answer cannot be told in pieces: ask for it without stream", 500, code="not_streamable")
         return self._tell(content)
 
     def _tell(self, certain: str) -> str:

@@ -13,11 +13,13 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from kitae.data.calls import template_of
 from kitae.data.chat import Chat
 from kitae.engines.base import Sampled, SamplingParams
 from kitae.serving.answers import Choice, Teller, Telling
 from kitae.serving.base import Answer, Ask
 from kitae.serving.orders import Order
+from kitae.serving.refusals import Refused
 from kitae.serving.spelling import Spelling
 from kitae.serving.text import GrowingAnswer, SpokenText
 from kitae.types import Message
@@ -65,6 +67,11 @@ def compare(made: Any, tokens: tuple[int, ...], order: Order, seed: int) -> None
     events = [event for piece in pieces(sampled, random.Random(seed)) for event in telling.hear(piece)]
     early = "".join(e["choices"][0].get("delta", e["choices"][0]).get("content", "") for e in events)
     assert not any(stop in early for stop in ask.sampling.stop_strings)
+    if order.kind == "chat" and not (whole["message"]["content"] or "").startswith(early):
+        assert ask.tools and "</think>" in turn.text and "<think>" not in template_of(made)
+        with pytest.raises(Refused, match="without stream"):
+            telling.end(answer)
+        return
     found = joined([*events, *telling.end(answer)])
     if order.kind == "text":
         assert found["text"] == whole["text"]
