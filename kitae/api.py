@@ -15,9 +15,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from kitae.config.load import make_config, read_recipe
+from kitae.config.load import make_config, model_settings, read_recipe
 from kitae.config.locate import find_recipe, find_run
-from kitae.config.root import RLConfig, Root, reinforcement
+from kitae.config.root import Root, reinforcement
 from kitae.engines.base import SamplingParams
 from kitae.errors import ConfigError, Interrupted
 from kitae.evaluation.measure import Evaluation
@@ -162,9 +162,7 @@ def load(model: str | Path | Result, *, engine: Settings | None = None, **settin
     those of `[engine]`.
     """
     path = model.folder if isinstance(model, Result) else find_run(Path(model))
-    values = {**settings, "path": str(path)}
-    config = make_config({"data": {"task": "reverse"}, "model": values, "engine": dict(engine or {})})
-    assert isinstance(config, RLConfig)
+    config = model_settings(str(path), settings={"model": settings, "engine": dict(engine or {})})
     return LoadedModel(config.model, config.engine)
 
 

@@ -41,6 +41,61 @@ INST = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% elif m.role == 'assistant' %} {{ m.content }}<|im_end|>{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
 )
+HERMES = (  # tools in a line of the system, results in a turn of their own
+    "{% if tools %}<|im_start|>system\nYou may call: <tools>{% for t in tools %}{{ t | tojson }}{% endfor %}</tools>"
+    "<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'tool' %}<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% else %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ '\\n<tool_call>\\n' }}"
+    '{"name": {{ c.function.name | tojson }}, "arguments": {{ c.function.arguments | tojson }}}'
+    "\n</tool_call>{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA3 = (  # a call is the whole turn, and only one; results come from ipython
+    "{{ bos_token }}{% if tools %}<|start_header_id|>system<|end_header_id|>\n\nAnswer in JSON with "
+    '{"name": function, "parameters": arguments} to call one of: '
+    "{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|eot_id|>{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}<|start_header_id|>ipython<|end_header_id|>\n\n"
+    "{{ m.content | tojson }}<|eot_id|>"
+    "{% elif m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('one call at a time') }}{% endif %}"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    '{"name": {{ m.tool_calls[0].function.name | tojson }}, '
+    '"parameters": {{ m.tool_calls[0].function.arguments | tojson }}}<|eot_id|>'
+    "{% else %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+SMOLLM2 = (  # knows nothing of tools
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nYou are SmolLM.<|im_end|>\n"
+    "{% endif %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN_XML = QWEN.replace(
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}',
+    "<function={{ call.function.name }}>{% for k, v in call.function.arguments | items %}"
+    "{{ '\\n' }}<parameter={{ k }}>\n{{ v if v is string else v | tojson }}\n</parameter>{% endfor %}\n</function>",
+)
+HARMONY = (  # channels; a result must follow its call, old answers end with another token than new ones
+    "<|start|>system<|message|>You are a model.<|end|>"
+    "{% if tools %}<|start|>developer<|message|>namespace functions { "
+    "{% for t in tools %}{{ t | tojson }}{% endfor %} }<|end|>{% endif %}"
+    "{% set last = namespace(name=none) %}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{% if m.tool_calls %}{% set last.name = m.tool_calls[0].function.name %}"
+    "<|start|>assistant<|channel|>commentary to=functions.{{ last.name }} <|constrain|>json<|message|>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% else %}{% set last.name = none %}<|start|>assistant<|channel|>final<|message|>{{ m.content }}"
+    "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}{% endif %}"
+    "{% elif m.role == 'tool' %}{% if last.name is none %}{{ raise_exception('no call before a result') }}{% endif %}"
+    "<|start|>functions.{{ last.name }} to=assistant<|channel|>commentary<|message|>{{ m.content | tojson }}<|end|>"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+FAMILIES = {  # templates of models that call tools, by the name of the way in which they do
+    "qwen": QWEN,
+    "qwen-xml": QWEN_XML,
+    "hermes": HERMES,
+    "smollm2": SMOLLM2,
+    "llama": LLAMA3,
+    "harmony": HARMONY,
+}
 GOOD = {"chatml": CHATML, "llama": LLAMA, "qwen": QWEN, "phi": PHI, "inst": INST}
 
 THINKING = CHATML.replace(  # shows the thinking of the last answer only
@@ -60,16 +115,21 @@ LATE = (  # the turn of the assistant is closed by the next one
 OPENS_OTHERWISE = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
 
 SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|end|>", "<|eot|>")
+MORE_SPECIAL = (
+    *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>", "<|python_tag|>"),
+    *("<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>"),
+)
+STOPS = ("<|im_end|>", "<|eot|>", "<|eot_id|>", "<|eom_id|>", "<|call|>", "<|return|>")
 
 
 def tokenizer(template: str | None = CHATML, *, adds_specials: bool = False, spaced: bool = False):
-    """Bytes as tokens, and six special ones; `spaced` puts a space before every text, as older tokenizers do."""
+    """Bytes as tokens, and special ones; `spaced` puts a space before every text, as older tokenizers do."""
     base = Tokenizer(BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     base.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     base.decoder = decoders.ByteLevel()
     if spaced:
         base.normalizer = normalizers.Prepend(" ")
-    base.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
+    base.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (*SPECIAL, *MORE_SPECIAL)])
     if adds_specials:
         ids = [(t, base.token_to_id(t)) for t in ("<s>", "<|im_end|>")]
         base.post_processor = processors.TemplateProcessing(single="<s> $A <|im_end|>", special_tokens=ids)
@@ -87,4 +147,4 @@ class _Stops:
 
 def chat(template: str | None = CHATML, **options: bool) -> Chat:
     made = tokenizer(template, **options)
-    return Chat(made, _Stops(made.convert_tokens_to_ids(["<|im_end|>", "<|eot|>"])))
+    return Chat(made, _Stops(made.convert_tokens_to_ids(list(STOPS))))

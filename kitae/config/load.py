@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from kitae.config.hints import hint
-from kitae.config.root import ROOTS, Root
+from kitae.config.root import ROOTS, RLConfig, Root
 from kitae.errors import ConfigError
 from kitae.plugins import nearest
 
@@ -34,6 +34,13 @@ def make_config(values: dict[str, Any], overrides: Iterable[str] = (), settings:
     """From the nested values of a recipe, with others in place of some of them: `section.key=value`, as text or as
     `{"training": {"lr": 1e-5}}`."""
     return parse_config(with_settings(values, overrides, settings))
+
+
+def model_settings(path: str, overrides: Iterable[str] = (), settings: Mapping[str, Any] = _NONE) -> RLConfig:
+    """Those of a model that only answers, and of its engine; what it would be trained on does not matter."""
+    config = make_config({"data": {"task": "reverse"}, "model": {"path": path}}, overrides, settings)
+    assert isinstance(config, RLConfig)
+    return config
 
 
 def with_settings(

@@ -4,24 +4,41 @@ Text becomes tokens only on its way in. What the model sampled stays the tokens 
 is encoded on its own and appended, and the conversation so far is never rendered again.
 """
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from kitae.data.calls import CallReader
+from kitae.data.calls import CLOSE, OPEN, CallReader, special_ids
 from kitae.errors import DataError
 from kitae.types import Message, Tool, ToolCall, Turn
 
 _QUESTION = Message("user", "q")
 _ANSWER = Message("assistant", "answerendshere")
 """Stands for the model's turn when a template is asked what follows one; an improbable word, so that it is found."""
+_WORD = _ANSWER.content
+_PROBE: Tool = {"type": "function", "function": {"name": _WORD, "description": "d", "parameters": {"type": "object"}}}
+_CALLING = Message("assistant", calls=(ToolCall(_WORD, {}, "call_0"),))
+_PRIVATE = 0xF0000  # characters that nobody uses
+_TOLD = (
+    "You can call these functions:\n<tools>\n{tools}\n</tools>\nTo call one, answer with "
+    f'{OPEN}{{{{"name": NAME, "arguments": {{{{…}}}}}}}}{CLOSE}'
+    ". You will then be given the result."
+)
 
 
 class Chat:
     """A Hugging Face tokenizer and its template: `Chat(tokenizer, model.generation_config)`.
 
-    Without a template, messages are their contents joined by newlines. Special tokens spelled out in a message's
-    text are read as special tokens: content from strangers should not contain them.
+    Without a template, messages are their contents joined by newlines. In prompts, a template that does not tell of
+    tools, or does not show calls, is helped: the system message tells of them, in the manner of Hermes.
+
+    What tools and environments say stays text: special tokens spelled out in it are not read as such, in `encode_turn`
+    in any message, in `encode_prompt` in messages of tools. In other messages of a prompt, which are the data's, they
+    are read as special tokens: data from strangers should not contain them.
     """
 
     def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
@@ -49,7 +66,8 @@ class Chat:
                 raise DataError(f"a model needs a chat template to be told of tools, and it has none; got {len(tools)}")
             tokens = self.begin() + self.encode(joined(messages))
         else:
-            tokens = self.encode(self.render(messages, tools=tools))
+            shown, spelled = self._shielded(messages, tools_only=True)
+            tokens = self._encode_shielded(self._helped(shown, tools), spelled)
         if not tokens:
             raise DataError(f"a prompt must have at least one token, got none from {list(messages)}")
         return tokens
@@ -62,16 +80,20 @@ class Chat:
         """
         if not messages:
             raise DataError("a turn must have at least one message, got none")
+        shown, spelled = self._shielded(messages)
         if self.plain:
-            return self.encode("\n" + joined(messages))
-        tokens = self.encode(self._tail(messages, generate=True))
+            return self._encode_shielded("\n" + joined(shown), spelled)
+        tail = self._after_answer(shown)
+        if tail is None:
+            return self._encode_shielded(self._after_calls(shown, closed), spelled)
+        tokens = self._encode_shielded(tail, spelled)
         if closed:
             closing = self.encode(self._tail((), generate=False))
             for position, (token, last) in enumerate(zip(tokens, closing, strict=False)):
-                if token != last:
-                    break  # here the closing of the turn is over, and it held no stop token
-                if token in self.stop_tokens:
+                if token in self.stop_tokens and token == last:
                     return tokens[position + 1 :]
+                if token != last:  # here the closing of the turn is over, or old turns are closed by another token
+                    return tokens[position + 1 :] if last in self.stop_tokens and token in self._special_ids else tokens
         return tokens
 
     def read(self, tokens: Sequence[int], stops: Sequence[str] = (), tools: Sequence[Tool] = ()) -> Turn:
@@ -104,11 +126,14 @@ class Chat:
 
     def encode(self, text: str) -> tuple[int, ...]:
         """The tokens of a text as it is, with nothing added."""
+        return self._encode(text)
+
+    def _encode(self, text: str, **options: bool) -> tuple[int, ...]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(f"a message must be valid Unicode: {error}") from None
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tuple(self._tokenizer(text, add_special_tokens=False, **options)["input_ids"])
 
     def begin(self) -> tuple[int, ...]:
         """The BOS token where the tokenizer adds one of its own accord; an EOS that it would add is left out."""
@@ -124,6 +149,104 @@ class Chat:
     def bos(self) -> int | None:
         token: int | None = self._tokenizer.bos_token_id
         return token
+
+    def _helped(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
+        """What the template makes of messages, with tools and calls in their texts where it leaves them out."""
+        if tools and not self.tells_tools:
+            messages, tools = _with_tools_told(messages, tools), ()
+        if any(m.calls for m in messages) and not self.shows_calls:
+            messages = [_with_calls_written(m) for m in messages]
+        return self.render(messages, tools=tools)
+
+    @cached_property
+    def tells_tools(self) -> bool:
+        """Whether the template tells the model of tools."""
+        with suppress(DataError):
+            return _WORD in self.render((_QUESTION,), tools=(_PROBE,))
+        return False
+
+    @cached_property
+    def shows_calls(self) -> bool:
+        """Whether the template shows what an assistant asked of tools."""
+        with suppress(DataError):
+            return _WORD in self.render((_QUESTION, _CALLING), generate=False)
+        return False
+
+    def _after_answer(self, messages: Sequence[Message]) -> str | None:
+        """What follows an answer; None: the template wants to see the calls to which these messages answer."""
+        try:
+            return self._tail(messages, generate=True)
+        except DataError:
+            if not any(m.role == "tool" for m in messages):
+                raise
+            return None
+
+    def _after_calls(self, messages: Sequence[Message], closed: bool) -> str:
+        """What follows calls that `messages` answer, from the token that ends the turn, or from after it."""
+        calls = tuple(ToolCall(m.name or "tool", {"x": _WORD}, m.call_id) for m in messages if m.role == "tool")
+        rendered = self.render((_QUESTION, Message("assistant", calls=calls), *messages))
+        tail = rendered.rpartition(_WORD)[2]
+        ends = [(tail.find(stop), stop) for stop in map(self.spell, self.stop_tokens) if stop in tail]
+        if not ends:
+            return tail
+        position, stop = min(ends)
+        return tail[position + len(stop) * closed :]
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return special_ids(self._tokenizer)
+
+    @cached_property
+    def _specials(self) -> "re.Pattern[str] | None":
+        """Finds special tokens that are spelled out, the longest first."""
+        names = {self._tokenizer.convert_ids_to_tokens(i) for i in self._special_ids} - {"", None}
+        return re.compile("|".join(re.escape(n) for n in sorted(names, key=len, reverse=True))) if names else None
+
+    def _shielded(
+        self, messages: Sequence[Message], tools_only: bool = False
+    ) -> tuple[Sequence[Message], Mapping[str, str]]:
+        """Messages in which special tokens that are spelled out are single characters, and what those stand for.
+
+        So a template treats the messages as ever (it may trim them, or write them as JSON), and afterwards it can be
+        told which special tokens are the template's own.
+        """
+        pattern = self._specials
+        texts = [t for m in messages if m.role == "tool" or not tools_only for t in _texts_of(m)]
+        if pattern is None or not any(pattern.search(text) for text in texts):
+            return messages, {}
+        names = sorted({name for text in texts for name in pattern.findall(text)})
+        taken = {c for m in messages for text in _texts_of(m) for c in text}
+        free = (chr(c) for c in range(_PRIVATE, _PRIVATE + 2**16 - 2) if chr(c) not in taken)
+        stands = dict(zip(names, free, strict=False))
+
+        def shield(text: str) -> str:
+            return pattern.sub(lambda found: stands[found[0]], text)
+
+        shown = [_with_texts(m, shield) if m.role == "tool" or not tools_only else m for m in messages]
+        return shown, {stand: name for name, stand in stands.items()}
+
+    def _encode_shielded(self, text: str, spelled: Mapping[str, str]) -> tuple[int, ...]:
+        """The tokens of a text in which single characters stand for special tokens that are to stay text.
+
+        As the tokenizer does it, the text is cut at special tokens, here the template's own, and what lies between two
+        of them becomes tokens in one piece.
+        """
+        if not spelled:
+            return self.encode(text)
+        assert self._specials is not None
+        tokens: list[int] = []
+        begin = 0
+        for found in [*self._specials.finditer(text), None]:
+            piece = text[begin : found.start() if found else len(text)]
+            if any(stand in piece for stand in spelled):
+                restored = piece.translate({ord(stand): name for stand, name in spelled.items()})
+                tokens += self._encode(restored, split_special_tokens=True)
+            else:
+                tokens += self.encode(piece) if piece else ()
+            if found:
+                tokens += self.encode(found[0])
+                begin = found.end()
+        return tuple(tokens)
 
     def _tail(self, messages: Sequence[Message], *, generate: bool) -> str:
         rendered = self.render((_QUESTION, _ANSWER, *messages), generate=generate)
@@ -154,6 +277,42 @@ def as_dict(message: Message) -> dict[str, Any]:
 def _call(call: ToolCall) -> dict[str, Any]:
     row: dict[str, Any] = {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
     return {"id": call.id, **row} if call.id else row
+
+
+def _with_tools_told(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    """Messages of which the first, the system's, tells of tools."""
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    told = _TOLD.format(tools=listed)
+    if messages and messages[0].role == "system":
+        return [replace(messages[0], content=f"{text_of(messages[0])}\n\n{told}", parts=()), *messages[1:]]
+    return [Message("system", told), *messages]
+
+
+def _with_calls_written(message: Message) -> Message:
+    """A message in which calls are part of the text, as `CallReader` reads them."""
+    if not message.calls:
+        return message
+    written = [
+        f"{OPEN}{json.dumps({'name': c.name, 'arguments': dict(c.arguments)}, ensure_ascii=False)}{CLOSE}"
+        for c in message.calls
+    ]
+    return replace(message, content="\n".join(filter(None, [text_of(message), *written])), calls=(), parts=())
+
+
+def _texts_of(message: Message) -> list[str]:
+    """All texts of a message that others wrote."""
+    return [message.content, message.name, message.call_id, *(str(part.get("text", "")) for part in message.parts)]
+
+
+def _with_texts(message: Message, change: Callable[[str], str]) -> Message:
+    parts = tuple({**p, "text": change(p["text"])} if isinstance(p.get("text"), str) else p for p in message.parts)
+    return replace(
+        message,
+        content=change(message.content),
+        name=change(message.name),
+        call_id=change(message.call_id),
+        parts=parts,
+    )
 
 
 def as_message(turn: Turn) -> Message:

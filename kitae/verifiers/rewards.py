@@ -23,7 +23,7 @@ from kitae.processes.template import Template
 from kitae.processes.worker import OutOfTimeError, WorkerDied, WorkerProcess
 from kitae.types import Score
 from kitae.verifiers.base import Verifier
-from kitae.verifiers.judge import mapped_reward, reward_model
+from kitae.verifiers.judge import mapped_reward, reward_model, talk_of
 
 _COLLECT = 0.005  # seconds in which answers that come together find each other
 _BATCH = 32  # answers
@@ -214,18 +214,6 @@ class RewardService:
         process, self._process = self._process, None
         if process is not None:
             await process.kill()
-
-
-def talk_of(response: str, context: Mapping[str, Any], question_key: str) -> dict[str, Any]:
-    """What was said: all turns of an episode, else the prompt as the model saw it, else the question."""
-    if transcript := context.get("transcript"):
-        turns = [i for i, turn in enumerate(transcript) if turn["role"] == "assistant"]
-        if turns:
-            return {"messages": transcript[: turns[-1]], "response": transcript[turns[-1]]["content"]}
-    messages, question = context.get("prompt_messages"), context.get(question_key)
-    if not messages and not (isinstance(question, str) and question):
-        raise VerifierError(f"the question must be a text in the context, under question_key, got {question!r}")
-    return {"messages": messages or [{"role": "user", "content": question}], "response": response}
 
 
 def _number(result: Mapping[str, Any]) -> float | str:

@@ -18,9 +18,10 @@ from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.models.scorer import Scorer
 from kitae.types import Message, Prompt
+from kitae.verifiers.judge import talk_of
 from kitae.verifiers.pool import VerifierPool
 from kitae.verifiers.registry import VERIFIERS
-from kitae.verifiers.rewards import RewardService, prepare, talk_of
+from kitae.verifiers.rewards import RewardService, prepare
 from kitae.verifiers.scoring import load
 
 ASKED = {"question": "What is 6 times 7?"}
