@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 
+from kitae.data.chat import Chat
 from kitae.engines.base import Request, Sampled, SamplingParams
 from kitae.engines.native.sampler import stream_seed
 from kitae.envs.base import Agent, Outcome
@@ -69,6 +70,10 @@ class AgentEpisode:
         self._finish: FinishReason = "stop"
         self._said = list[str]()
         self._copied = sum(len(s.tokens) for s in record.segments) if record else 0
+
+    @property
+    def chat(self) -> Chat:
+        return self._on.chat
 
     @property
     def id(self) -> str:
