@@ -27,8 +27,8 @@ def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
 
 
 def run(job: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Run the program to its end. It stays in the process group of this process, by which both are killed; what it leaves
-    behind becomes a child of this process, by which that is found."""
+    """Run the program to its end. It stays in the process group of this process, by which both are killed; what it
+    leaves behind becomes a child of this process, by which that is found."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     try:
         program = subprocess.Popen(

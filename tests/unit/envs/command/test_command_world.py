@@ -120,7 +120,8 @@ threads = [threading.Thread(target=say, args=(user(word),)) for word in "abcd"]
 [t.start() for t in threads]; [t.join() for t in threads]
 body = {"model": "m", "messages": [user("e")], "stream": True}
 headers = {"content-type": "application/json"}
-request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(), headers)
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), headers)
 lines = urllib.request.urlopen(request).read().decode().splitlines()
 events = [json.loads(l[6:]) for l in lines if l.startswith("data: {")]
 text = "".join(c["delta"].get("content") or "" for e in events for c in e["choices"])
