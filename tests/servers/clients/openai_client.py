@@ -42,9 +42,7 @@ def main() -> None:
     found["streamed"], found["finish"], found["streamed_usage"] = text, finish, usage.model_dump()
 
     with client.chat.completions.stream(model=MODEL, messages=HELLO, max_tokens=24, temperature=0) as stream:
-        for _ in stream:
-            pass
-        found["helper"] = stream.get_final_completion().choices[0].message.content
+        found["helper"] = "".join(event.delta for event in stream if event.type == "content.delta")
 
     top = chat(max_tokens=3, temperature=0, logprobs=True, top_logprobs=2)
     found["top"] = [len(entry.top_logprobs) for entry in top.choices[0].logprobs.content]
