@@ -37,7 +37,15 @@ def _single(params: Params) -> World:
     return Simple(SingleTurn)
 
 
-WORLDS: dict[str, Callable[[Params], World]] = {"single": _single}
+def _command(params: Params) -> World:
+    try:
+        from kitae.envs.command.world import CommandWorld
+    except ImportError as missing:
+        raise ConfigError(f"env.name = 'command' needs kitae[serve]: {missing}") from None
+    return CommandWorld(params)
+
+
+WORLDS: dict[str, Callable[[Params], World]] = {"single": _single, "command": _command}
 
 
 def open_world(config: EnvConfig) -> World:
@@ -48,7 +56,8 @@ def open_world(config: EnvConfig) -> World:
         known = ", ".join(WORLDS)
         hint = nearest(config.name, WORLDS)
         raise ConfigError(f"env.name must be one of {known}, or file.py:Class, got {config.name!r}{hint}")
-    return WORLDS[config.name](config.params)
+    params = {**config.params, "command": config.command} if config.command else config.params
+    return WORLDS[config.name](params)
 
 
 def limits_of(config: EnvConfig, context: int | None = None) -> EpisodeLimits:

@@ -18,7 +18,7 @@ class EngineModel:
     """Implements `kitae.serving.base.Model`. The engine is the caller's to close."""
 
     def __init__(self, engine: Engine, chat: Chat) -> None:
-        self._engine, self._chat = engine, chat
+        self._engine, self.chat = engine, chat
         self._listening = Listening(engine)
 
     async def ask(self, ask: Ask, heard: Heard | None = None) -> Answer:
@@ -28,14 +28,14 @@ class EngineModel:
         seed = secrets.randbits(63) if ask.seed is None else ask.seed
         request = Request(ask.id, prompt, ask.sampling, seed, share=_SHARE)
         done = await self._listening.generate(request, heard)
-        turn = self._chat.read(done.tokens, ask.sampling.stop_strings, ask.tools)
+        turn = self.chat.read(done.tokens, ask.sampling.stop_strings, ask.tools)
         return Answer(prompt, done.sampled, done.finish, turn)
 
     def _prompt(self, ask: Ask) -> tuple[int, ...]:
         if ask.prompt_tokens is not None:
             return ask.prompt_tokens
         try:
-            return self._chat.encode_prompt(ask.messages, ask.tools)
+            return self.chat.encode_prompt(ask.messages, ask.tools)
         except DataError as error:
             raise RequestError(str(error)) from error
 

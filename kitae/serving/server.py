@@ -3,8 +3,8 @@
 import asyncio
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from types import FrameType
 
 import uvicorn
@@ -24,8 +24,7 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def run_server(app: ASGIApp, taken: socket.socket) -> None:
-    """Until it is stopped: raises `Interrupted`. A second signal does not wait for requests."""
+def _make(app: ASGIApp, last_words: int) -> _Server:
     config = uvicorn.Config(
         app,
         log_level="warning",
@@ -33,10 +32,27 @@ async def run_server(app: ASGIApp, taken: socket.socket) -> None:
         lifespan="off",
         ws="none",
         server_header=False,
-        timeout_graceful_shutdown=_LAST_WORDS,
+        timeout_graceful_shutdown=last_words,
         timeout_keep_alive=75,
     )
-    server = _Server(config)
+    return _Server(config)
+
+
+@asynccontextmanager
+async def serving(app: ASGIApp, taken: socket.socket) -> AsyncIterator[None]:
+    """A server beside other work, in the event loop of that; its end waits for nobody."""
+    server = _make(app, 1)
+    running = asyncio.create_task(server.serve(sockets=[taken]))
+    try:
+        yield
+    finally:
+        server.should_exit = server.force_exit = True
+        await running
+
+
+async def run_server(app: ASGIApp, taken: socket.socket) -> None:
+    """Until it is stopped: raises `Interrupted`. A second signal does not wait for requests."""
+    server = _make(app, _LAST_WORDS)
     stopped_by: list[int] = []
     loop = asyncio.get_running_loop()
 
