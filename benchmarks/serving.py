@@ -4,7 +4,7 @@
     python benchmarks/serving.py --peer http://127.0.0.1:8001/v1 --peer-model NAME     another server, by turns too
 
 Same model (SmolLM2-135M in the dtype Kitae would choose), same prompts, every answer exactly `tokens` long, sampled at
-temperature 1. Each client asks `requests` times, one after the other. The clients are a process of their own that speaks
+temperature 1. Each client asks `requests` times, one after the other. The clients are a process of their own, with
 HTTP over plain sockets, so that what is measured is the server; with few cores they take part of them all the same.
 Prints tokens per second and, of each pair measured after one another, the server's share of the engine's rate.
 

@@ -18,7 +18,7 @@ from kitae.engines.native.sampler import stream_seed
 from kitae.serving.answers import Choice, Teller, Telling, Voice
 from kitae.serving.base import Answer, Ask, Heard, Model
 from kitae.serving.fields import Fields
-from kitae.serving.http import EventStream, Json, json_response, read_fields, unless_gone
+from kitae.serving.http import EventStream, Json, json_response, place_of, read_fields, unless_gone
 from kitae.serving.orders import AnswerOrder, Wish, read_chat, read_completion
 from kitae.serving.places import Places
 from kitae.serving.refusals import Refused
@@ -99,7 +99,7 @@ class Desk:
             return json_response(await unless_gone(request.receive, self._whole(model, order)))
         events = self._events(model, order)
         first = await unless_gone(request.receive, anext(events))
-        return EventStream(events, first, lambda: self._gone(request.url.path))
+        return EventStream(events, first, lambda: self._gone(place_of(request)))
 
     async def _whole(self, model: Model, order: AnswerOrder) -> Json:
         with self._places.take(len(order.asks)):

@@ -9,13 +9,19 @@ import httpx
 import pytest
 import torch
 from chat_templates import QWEN, tokenizer
-from served import ADD, CALL, Scripted, events, joined, post, refusal, scripted_client, serving
+from served import ADD, CALL, Scripted, client_of, events, joined, post, refusal, scripted_client, serving, voice_of
+from starlette.requests import Request
+from starlette.routing import Mount
 
 from kitae.data.chat import Chat
 from kitae.engines.base import SamplingParams
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
-from kitae.serving.desk import Manners
+from kitae.serving.app import chat_routes, make_app
+from kitae.serving.counters import Counters
+from kitae.serving.desk import Desk, Manners
+from kitae.serving.places import Places
+from kitae.serving.refusals import Refused
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -465,3 +471,35 @@ def test_sampling_is_what_was_asked_for() -> None:
         assert model.asked[-1].retry and model.asked[-1].seed is None
 
     scripted(use, "Yes.")
+
+
+def test_one_set_of_addresses_serves_many_models() -> None:
+    """Who answers is looked up by what stands in the path, which no metric tells."""
+    made = tokenizer(QWEN)
+    models = {name: Scripted(Chat(made), [text]) for name, text in (("secret-a", "I am A."), ("secret-b", "I am B."))}
+
+    def find(request: Request) -> Scripted:
+        if (name := request.path_params["token"]) not in models:
+            raise Refused("there is no such episode", 404)
+        return models[name]
+
+    async def run() -> None:
+        places = Places(8)
+        counters = Counters(places)
+        desk = Desk(find, voice_of(made, Chat(made)), places, manners=Manners(any_name=True), gone=counters.gone)
+        routes = [Mount("/episodes/{token}", routes=chat_routes(desk, counters))]
+        async with client_of(make_app(routes, counters, name="m", context=1, host="127.0.0.1")) as client:
+            for name, text in (("secret-a", "I am A."), ("secret-b", "I am B.")):
+                found = await post(client, f"/episodes/{name}{CHAT}", model="whatever", messages=HELLO)
+                assert found["choices"][0]["message"]["content"] == text
+            assert (
+                "no such episode" in (await refusal(client, f"/episodes/other{CHAT}", 404, messages=HELLO))["message"]
+            )
+            error = await refusal(
+                client, f"/episodes/secret-a{CHAT}", 400, messages=HELLO, logprobs=True, top_logprobs=2
+            )
+            assert error["param"] == "logprobs"  # nobody here gives them
+            page = (await client.get("/metrics")).text
+            assert 'path="/episodes/{token}/v1/chat/completions",status="200"} 2\n' in page and "secret" not in page
+
+    asyncio.run(run())
