@@ -16,12 +16,12 @@ from kitae.engines.base import Sampled
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
-from kitae.serving.admission import Admission
 from kitae.serving.answers import Voice
 from kitae.serving.app import make_app, model_routes
 from kitae.serving.base import Answer, Ask, Heard
 from kitae.serving.counters import Counters
 from kitae.serving.desk import Desk, Manners
+from kitae.serving.places import Places
 from kitae.serving.scoring import TextScorer
 from kitae.serving.spelling import Spelling
 from kitae.serving.start import ServerSettings, app_of
@@ -107,9 +107,9 @@ def voice_of(tokenizer: Any, chat: Chat) -> Voice:
 
 
 def scripted_client(tokenizer: Any, model: Scripted, manners: Manners | None = None) -> httpx.AsyncClient:
-    admission = Admission(64)
-    counters = Counters(admission)
-    desk = Desk(lambda request: model, voice_of(tokenizer, model.chat), admission, None, manners)
+    places = Places(64)
+    counters = Counters(places)
+    desk = Desk(lambda request: model, voice_of(tokenizer, model.chat), places, None, manners)
     return client_of(make_app(model_routes(desk, counters), counters, name="tiny", context=512, host="127.0.0.1"))
 
 

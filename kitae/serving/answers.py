@@ -18,7 +18,7 @@ from typing import Any
 from kitae.data.chat import Chat
 from kitae.engines.base import Sampled
 from kitae.serving.base import Answer
-from kitae.serving.orders import Order
+from kitae.serving.orders import AnswerOrder
 from kitae.serving.scoring import ScoredText
 from kitae.serving.spelling import Spelling
 from kitae.serving.text import GrowingAnswer
@@ -54,7 +54,7 @@ class Choice:
 class Teller:
     """Makes the JSON of one order."""
 
-    def __init__(self, order: Order, voice: Voice) -> None:
+    def __init__(self, order: AnswerOrder, voice: Voice) -> None:
         self.order, self.voice = order, voice
         self._created = int(time.time())
 

@@ -29,10 +29,7 @@ class KeyGuard:
     """
 
     def __init__(self, app: ASGIApp, host: str, key: str = "") -> None:
-        if not key and not is_loopback(host):
-            raise ConfigError(
-                f"a server that others can reach needs a key, got none for {host}: set one with --api-key-env NAME"
-            )
+        check_key(host, key)
         self._app, self._host, self._key = app, host, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,6 +51,13 @@ class KeyGuard:
 
     def _admits(self, given: str) -> bool:
         return hmac.compare_digest(self._key.encode(), given.encode())
+
+
+def check_key(host: str, key: str) -> None:
+    if not key and not is_loopback(host):
+        raise ConfigError(
+            f"a server that others can reach needs a key, got none for {host}: set one with --api-key-env NAME"
+        )
 
 
 def chat_routes(desk: Desk, counters: Counters) -> list[BaseRoute]:

@@ -15,12 +15,12 @@ from starlette.responses import Response
 
 from kitae.engines.base import Sampled
 from kitae.engines.native.sampler import stream_seed
-from kitae.serving.admission import Admission
 from kitae.serving.answers import Choice, Teller, Telling, Voice
 from kitae.serving.base import Answer, Ask, Heard, Model
 from kitae.serving.fields import Fields
-from kitae.serving.http import EventStream, Json, json_response, read_fields, unless_gone
-from kitae.serving.orders import Order, Wish, read_chat, read_completion
+from kitae.serving.http import EventStream, Json, json_response, place_of, read_fields, unless_gone
+from kitae.serving.orders import AnswerOrder, Wish, read_chat, read_completion
+from kitae.serving.places import Places
 from kitae.serving.refusals import Refused
 from kitae.serving.scoring import ScoredText, TextScorer
 from kitae.types import Turn
@@ -50,12 +50,12 @@ class Desk:
         self,
         find: Find,
         voice: Voice,
-        admission: Admission,
+        places: Places,
         scorer: TextScorer | None = None,
         manners: Manners | None = None,
         gone: Callable[[str], None] = lambda path: None,
     ) -> None:
-        self._find, self._voice, self._admission, self._scorer = find, voice, admission, scorer
+        self._find, self._voice, self._places, self._scorer = find, voice, places, scorer
         self._manners = manners or Manners()
         self._gone = gone
 
@@ -86,7 +86,7 @@ class Desk:
 
     # One request.
 
-    async def _serve(self, request: Request, order: Order) -> Response:
+    async def _serve(self, request: Request, order: AnswerOrder) -> Response:
         model = self._find(request)
         if order.model and order.model != self._voice.name and not self._manners.any_name:
             raise Refused(
@@ -99,10 +99,10 @@ class Desk:
             return json_response(await unless_gone(request.receive, self._whole(model, order)))
         events = self._events(model, order)
         first = await unless_gone(request.receive, anext(events))
-        return EventStream(events, first, lambda: self._gone(request.url.path))
+        return EventStream(events, first, lambda: self._gone(place_of(request)))
 
-    async def _whole(self, model: Model, order: Order) -> Json:
-        with self._admission.places(len(order.asks)):
+    async def _whole(self, model: Model, order: AnswerOrder) -> Json:
+        with self._places.take(len(order.asks)):
             async with asyncio.TaskGroup() as tasks:
                 made = [tasks.create_task(self._choice(model, order, i)) for i in range(len(order.asks))]
         choices, unmet = zip(*(task.result() for task in made), strict=True)
@@ -111,9 +111,9 @@ class Desk:
             told.update({"unmet": why} if why else {})
         return body
 
-    async def _events(self, model: Model, order: Order) -> AsyncGenerator[Json, None]:
+    async def _events(self, model: Model, order: AnswerOrder) -> AsyncGenerator[Json, None]:
         """Of all choices, in the order in which they come."""
-        with self._admission.places(len(order.asks)):
+        with self._places.take(len(order.asks)):
             events: asyncio.Queue[Json | None] = asyncio.Queue()
             working = asyncio.create_task(self._tell_all(model, order, events))
             try:
@@ -124,7 +124,7 @@ class Desk:
                 working.cancel()
                 await asyncio.gather(working, return_exceptions=True)
 
-    async def _tell_all(self, model: Model, order: Order, events: "asyncio.Queue[Json | None]") -> None:
+    async def _tell_all(self, model: Model, order: AnswerOrder, events: "asyncio.Queue[Json | None]") -> None:
         teller = Teller(order, self._voice)
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -153,7 +153,7 @@ class Desk:
             events.put_nowait(event)
         return answer
 
-    async def _choice(self, model: Model, order: Order, index: int) -> tuple[Choice, str]:
+    async def _choice(self, model: Model, order: AnswerOrder, index: int) -> tuple[Choice, str]:
         """And why it is not what was asked for, where it is told all the same."""
         ask = order.asks[index]
         if order.generates:
@@ -179,7 +179,7 @@ class Desk:
             raise Refused(f"{unmet}; asked {times}, it said last: {said!r}", 422, param="tool_choice", code="unmet")
         return answer, unmet
 
-    async def _scores(self, order: Order, answer: Answer) -> ScoredText | None:
+    async def _scores(self, order: AnswerOrder, answer: Answer) -> ScoredText | None:
         if not _needs_scores(order):
             return None
         assert self._scorer is not None
@@ -187,7 +187,7 @@ class Desk:
         return await self._scorer.score(tokens, order.top, order.asks[0].sampling.temperature)
 
 
-def _needs_scores(order: Order) -> bool:
+def _needs_scores(order: AnswerOrder) -> bool:
     """Whether log-probs are wanted that sampling does not give: of the prompt, or of tokens that were not drawn."""
     return order.logprobs and (order.top > 0 or order.echo)
 

@@ -136,7 +136,7 @@ def endpoint(handler: Handler, counters: Counters) -> Handler:
     """Errors become JSON, and requests are counted."""
 
     async def answer(request: Request) -> Response:
-        began, path = time.monotonic(), _template(request)
+        began, path = time.monotonic(), place_of(request)
         try:
             response = await handler(request)
         except GoneError:
@@ -151,7 +151,9 @@ def endpoint(handler: Handler, counters: Counters) -> Handler:
     return answer
 
 
-def _template(request: Request) -> str:
-    """The path as the routes have it: what stands for a secret in it is not told."""
-    route = request.scope.get("route")
-    return str(getattr(route, "path", request.scope["path"]))
+def place_of(request: Request) -> str:
+    """The path as the routes have it: `/episodes/{token}/v1/chat/completions`. Names in it may be secrets."""
+    path = str(request.scope["path"])
+    for name, value in request.path_params.items():
+        path = path.replace(str(value), f"{{{name}}}")
+    return path

@@ -57,7 +57,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class AnswerOrder:
     """One request: an ask for each choice wanted, and how the answers are to be told.
 
     prompt_texts: of a completion, each prompt as text; empty: it is a chat. logprobs: of sampled tokens; top: so many
@@ -91,7 +91,7 @@ class Order:
         return len(self.asks) // (len(self.prompt_texts) or 1)
 
 
-def read_chat(fields: Fields, chat: Chat, retry: bool = False) -> Order:
+def read_chat(fields: Fields, chat: Chat, retry: bool = False) -> AnswerOrder:
     """The body of `POST /v1/chat/completions`."""
     messages = _messages(fields.take("messages"))
     wish, tools = _tools(fields)
@@ -114,7 +114,7 @@ def read_chat(fields: Fields, chat: Chat, retry: bool = False) -> Order:
     common = _common(fields, "chatcmpl", chat, _UNBOUNDED)
     ask = Ask(common.id, messages=messages, tools=tools, sampling=common.sampling, retry=retry)
     fields.finish()
-    return Order(
+    return AnswerOrder(
         common.id,
         common.model,
         _asks([ask], common),
@@ -127,7 +127,7 @@ def read_chat(fields: Fields, chat: Chat, retry: bool = False) -> Order:
     )
 
 
-def read_completion(fields: Fields, chat: Chat, retry: bool = False) -> Order:
+def read_completion(fields: Fields, chat: Chat, retry: bool = False) -> AnswerOrder:
     """The body of `POST /v1/completions`."""
     prompts = _prompts(fields.take("prompt"), chat)
     echo = fields.flag("echo")
@@ -141,7 +141,7 @@ def read_completion(fields: Fields, chat: Chat, retry: bool = False) -> Order:
     fields.without("best_of", [common.n], "every answer is returned: set n alone")
     asks = [Ask(common.id, prompt_tokens=tokens, sampling=common.sampling, retry=retry) for tokens, _ in prompts]
     fields.finish()
-    return Order(
+    return AnswerOrder(
         common.id,
         common.model,
         _asks(asks, common),

@@ -21,10 +21,10 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from kitae.data.rows import clip
-from kitae.serving.admission import Admission
 from kitae.serving.counters import Counters
 from kitae.serving.fields import Fields
 from kitae.serving.http import endpoint, json_response, read_fields, unless_gone
+from kitae.serving.places import Places
 from kitae.serving.refusals import Refused
 from kitae.verifiers.rewards import RewardService
 
@@ -35,8 +35,8 @@ _MOST_ITEMS = 1024
 
 
 class RewardDesk:
-    def __init__(self, service: RewardService, name: str, admission: Admission) -> None:
-        self._service, self._name, self._admission = service, name, admission
+    def __init__(self, service: RewardService, name: str, places: Places) -> None:
+        self._service, self._name, self._places = service, name, places
 
     async def score(self, request: Request) -> Response:
         fields = await read_fields(request)
@@ -46,7 +46,7 @@ class RewardDesk:
         talks, alone = _talks(fields)
         fields.ignore("user")
         fields.finish()
-        with self._admission.places(len(talks)):
+        with self._places.take(len(talks)):
             work = asyncio.gather(*(self._one(*talk) for talk in talks))
             found = await unless_gone(request.receive, work)
         if alone and "error" in found[0]:

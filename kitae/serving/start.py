@@ -16,12 +16,12 @@ from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, find_model, load_policy
 from kitae.models.policy import Policy
 from kitae.remote.hosts import address_of, listen
-from kitae.serving.admission import Admission
 from kitae.serving.answers import Voice
-from kitae.serving.app import make_app, model_routes
+from kitae.serving.app import check_key, make_app, model_routes
 from kitae.serving.counters import Counters
 from kitae.serving.desk import Desk, Manners
 from kitae.serving.model import EngineModel
+from kitae.serving.places import Places
 from kitae.serving.rewards import RewardDesk, reward_routes
 from kitae.serving.scoring import TextScorer
 from kitae.serving.server import run_server
@@ -52,12 +52,12 @@ Ready = Callable[[str, str], None]
 
 async def serve(model: ModelConfig, engine: EngineConfig, settings: ServerSettings, ready: Ready) -> None:
     """Until a signal: raises `Interrupted`. What is wrong with model, address or key is said before the model loads."""
+    check_key(settings.host, settings.key)
     folder = find_model(model.path)
     assert folder is not None
     rewards = is_reward_model(folder)
     if not rewards:
         check_model(model)
-    make_app([], Counters(Admission(1)), name="", context=0, host=settings.host, key=settings.key)
     taken = listen(settings.host, settings.port)
     opened = open_rewards(model, settings) if rewards else open_model(model, engine, settings)
     try:
@@ -92,9 +92,9 @@ async def open_model(model: ModelConfig, config: EngineConfig, settings: ServerS
 def app_of(policy: Policy, engine: Engine, scorer: TextScorer, settings: ServerSettings) -> Starlette:
     chat = Chat(policy.tokenizer, policy.base.generation_config)
     voice = Voice(settings.name, chat, Spelling(policy.tokenizer), tells_early(policy.tokenizer))
-    admission, model = Admission(settings.queue), EngineModel(engine, chat)
-    counters = Counters(admission, engine.stats)
-    desk = Desk(lambda request: model, voice, admission, scorer, settings.manners, counters.gone)
+    places, model = Places(settings.queue), EngineModel(engine, chat)
+    counters = Counters(places, engine.stats)
+    desk = Desk(lambda request: model, voice, places, scorer, settings.manners, counters.gone)
 
     async def healthy() -> None:
         """An engine that is closed, or whose thread has died, raises."""
@@ -117,9 +117,9 @@ async def open_rewards(model: ModelConfig, settings: ServerSettings) -> AsyncIte
     service = RewardService(model=model.path, device=model.device, dtype=model.dtype)
     await service.start()
     try:
-        admission = Admission(settings.queue)
-        counters = Counters(admission)
-        routes = reward_routes(RewardDesk(service, settings.name, admission), counters)
+        places = Places(settings.queue)
+        counters = Counters(places)
+        routes = reward_routes(RewardDesk(service, settings.name, places), counters)
         yield make_app(
             routes, counters, name=settings.name, context=0, host=settings.host, key=settings.key
         )  # fmt: skip

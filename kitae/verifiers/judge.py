@@ -201,9 +201,9 @@ async def reward_model(
     try:
         service = Service(base_url=base_url, model=model, key_env=key_env, **options)
         value_of = mapped_reward(center, spread, squash, clip)
+        pick: Callable[[Any], Any] = _first_score
         if style == "kitae":
-            path, pick = "/score", _first_score
-            body = _talk_for_kitae(response, context, question_key, template)
+            path, body = "/score", _talk_for_kitae(response, context, question_key, template)
         else:
             places = set(_PLACE_RE.findall(template)) if template else {"question", "response"}
             if "response" not in places:

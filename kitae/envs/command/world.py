@@ -33,13 +33,13 @@ from kitae.envs.params import read_params
 from kitae.errors import ConfigError
 from kitae.remote.hosts import address_of, listen
 from kitae.section import Section
-from kitae.serving.admission import Admission
 from kitae.serving.answers import Voice
 from kitae.serving.app import chat_routes, make_app
 from kitae.serving.base import Model
 from kitae.serving.counters import Counters
 from kitae.serving.desk import Desk, Manners
 from kitae.serving.http import endpoint, json_response, read_fields
+from kitae.serving.places import Places
 from kitae.serving.refusals import Refused
 from kitae.serving.server import serving
 from kitae.serving.spelling import Spelling
@@ -100,11 +100,11 @@ class CommandWorld:
         self._agents.pop(agent.token, None)
 
     def _app(self, chat: Chat) -> Starlette:
-        admission = Admission(_MOST_ASKS)
-        counters = Counters(admission)
+        places = Places(_MOST_ASKS)
+        counters = Counters(places)
         voice = Voice(_NAME, chat, Spelling(chat.tokenizer), tells_early(chat.tokenizer))
         manners = Manners(tries=1, answer_anyway=True, any_name=True)
-        desk = Desk(lambda request: self._find(request).model, voice, admission, manners=manners)
+        desk = Desk(lambda request: self._find(request).model, voice, places, manners=manners)
         own = [
             Route("/prompt", endpoint(self._prompt, counters), methods=["GET"]),
             Route("/reward", endpoint(self._reward, counters), methods=["POST"]),

@@ -10,8 +10,8 @@ _LONGEST_WAIT = 60  # seconds
 _WEIGHT = 0.1  # of the newest answer in the mean of how long they take
 
 
-class Admission:
-    """`with admission.places(4): …`; taken: places in use now."""
+class Places:
+    """`with places.take(4): …`; taken: places in use now."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -20,7 +20,7 @@ class Admission:
         self._seconds = 1.0
 
     @contextmanager
-    def places(self, count: int) -> Iterator[None]:
+    def take(self, count: int) -> Iterator[None]:
         if count > self.most:
             raise Refused(f"one request may have at most {self.most} answers, got {count}", param="n")
         if self.taken + count > self.most:

@@ -9,13 +9,19 @@ import httpx
 import pytest
 import torch
 from chat_templates import QWEN, tokenizer
-from served import ADD, CALL, Scripted, events, joined, post, refusal, scripted_client, serving
+from served import ADD, CALL, Scripted, client_of, events, joined, post, refusal, scripted_client, serving, voice_of
+from starlette.requests import Request
+from starlette.routing import Mount
 
 from kitae.data.chat import Chat
 from kitae.engines.base import SamplingParams
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
-from kitae.serving.desk import Manners
+from kitae.serving.app import chat_routes, make_app
+from kitae.serving.counters import Counters
+from kitae.serving.desk import Desk, Manners
+from kitae.serving.places import Places
+from kitae.serving.refusals import Refused
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -59,10 +65,12 @@ def test_a_chat_is_answered_in_the_shape_of_openai(ask: Callable[..., Any]) -> N
         assert choice["message"]["role"] == "assistant" and choice["index"] == 0
         assert choice["versions"] == [0] * len(choice["token_ids"])
         chat = Chat(engine.policy.tokenizer)
-        assert found["prompt_token_ids"] == list(chat.encode("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"))
+        assert found["prompt_token_ids"] == list(
+            chat.encode("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+        )
         assert choice["message"]["content"] == chat.decode(choice["token_ids"])
         sizes = len(found["prompt_token_ids"]), len(choice["token_ids"])
-        assert found["usage"] == dict(zip(["prompt_tokens", "completion_tokens", "total_tokens"], [*sizes, sum(sizes)]))
+        assert list(found["usage"].values()) == [*sizes, sum(sizes)]
         assert choice["finish_reason"] == ("length" if len(choice["token_ids"]) == 8 else "stop")
 
     ask(use)
@@ -90,12 +98,12 @@ def test_a_stream_joined_is_the_answer(ask: Callable[..., Any], path: str) -> No
     async def use(client: Client, engine: NativeEngine) -> None:
         prompt: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"prompt": ["Hello", "You"], "echo": True}
         wanted = {True: {"logprobs": True}, False: {}}[path == CHAT]
-        body = {**prompt, **wanted, "n": 2, "seed": 3, "max_tokens": 40, "stop": ["\ufffd\ufffd\ufffd", "q"]}
+        body = {**prompt, **wanted, "n": 2, "seed": 3, "max_tokens": 300, "ignore_eos": True, "stop": ["qq"]}
         whole = await post(client, path, **body, return_token_ids=True)
         found = await events(client, path, **body, return_token_ids=True, stream_options={"include_usage": True})
         *pieces, last = found
-        assert last["choices"] == [] and last["usage"] == whole["usage"] and {e["usage"] for e in pieces if e["usage"]} == set()
-        assert len(pieces) > 2 * len(whole["choices"])  # in pieces indeed
+        assert last["choices"] == [] and last["usage"] == whole["usage"]
+        assert all(event["usage"] is None for event in pieces) and len(pieces) > 2 * len(whole["choices"])
         for choice in whole["choices"]:
             told = joined(pieces, choice["index"])
             for name in choice.keys() & {"text", "token_ids", "finish_reason", "version"}:
@@ -116,8 +124,8 @@ def test_a_stop_string_is_left_out_and_ends_the_answer(ask: Callable[..., Any]) 
         (cut,) = (await post(client, TEXT, **body, stop=stop))["choices"]
         assert free["finish_reason"] == "length" and cut["finish_reason"] == "stop"
         assert cut["text"] == free["text"][: free["text"].index(stop)]
-        (ended,) = (await post(client, TEXT, **body, stop_token_ids=[Chat(engine.policy.tokenizer).encode(free["text"])[3]],
-                               return_token_ids=True))["choices"]  # fmt: skip
+        fourth = Chat(engine.policy.tokenizer).encode(free["text"])[3]
+        (ended,) = (await post(client, TEXT, **body, stop_token_ids=[fourth], return_token_ids=True))["choices"]
         assert ended["finish_reason"] == "stop" and len(ended["token_ids"]) <= 4
 
     ask(use)
@@ -276,51 +284,55 @@ def test_a_call_that_cannot_be_read_is_told_as_text_with_the_reason() -> None:
 # What is refused.
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param", "message"),
-    [
-        (CHAT, {}, "messages", "messages must be a list of at least one message, got None"),
-        (CHAT, {"messages": [{"role": "me", "content": "x"}]}, "messages[0]", "must be one of system"),
-        (CHAT, {"messages": HELLO, "frobnicate": 1}, "frobnicate", "unknown field 'frobnicate'"),
-        (CHAT, {"messages": HELLO, "temprature": 1}, "temprature", "did you mean 'temperature'?"),
-        (CHAT, {"messages": HELLO, "n": 0}, "n", "n must be from 1 to 128, got 0"),
-        (CHAT, {"messages": HELLO, "n": True}, "n", "n must be a whole number, got True"),
-        (CHAT, {"messages": HELLO, "temperature": -1}, "temperature", "temperature must be at least 0, got -1"),
-        (CHAT, {"messages": HELLO, "top_p": 0}, "top_p", "top_p must be above 0"),
-        (CHAT, {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "must agree, got 1 and 2"),
-        (CHAT, {"messages": HELLO, "stop": [""]}, "stop", "none of them empty"),
-        (CHAT, {"messages": HELLO, "seed": "x"}, "seed", "seed must be a whole number"),
-        (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs = true"),
-        (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "of type 'text'"),
-        (CHAT, {"messages": HELLO, "logit_bias": {"5": 1}}, "logit_bias", "logit_bias is not supported, only {}"),
-        (CHAT, {"messages": HELLO, "presence_penalty": 0.5}, "presence_penalty", "only 0: tokens are drawn"),
-        (CHAT, {"messages": HELLO, "store": True}, "store", "answers are not kept"),
-        (CHAT, {"messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options", "needs stream = true"),
-        (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice", "must be one of auto, none, got 'required'"),
-        (CHAT, {"messages": HELLO, "tools": [{"type": "web_search"}]}, "tools", "of type 'function', got 'web_search'"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]", "must be text"),
-        (CHAT, {"messages": [{"role": "user", "content": "x", "audio": "y"}]}, "messages[0].audio", "unknown field"),
-        (CHAT, {"messages": [{"role": "user", "content": "x" * 600}]}, None, "leaves no room in the context of 512"),
-        (CHAT, {"messages": HELLO, "stream": True, "tools": [ADD], "tool_choice": "sub"}, "tool_choice", "none, required, add"),
-        (TEXT, {}, "prompt", "prompt must be a text, a list of texts, token ids or a list of them, got None"),
-        (TEXT, {"prompt": ""}, "prompt", "at least one token"),
-        (TEXT, {"prompt": [5, "x"]}, "prompt", "prompt must be a text"),
-        (TEXT, {"prompt": [-1]}, "prompt", "token ids must be from 0"),
-        (TEXT, {"prompt": [100_000]}, None, "token ids must be in 0…258, got 100000"),
-        (TEXT, {"prompt": [100_000], "echo": True, "max_tokens": 0, "logprobs": 1}, None, "token ids must be in 0…258"),
-        (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
-        (TEXT, {"prompt": "x", "suffix": "y"}, "suffix", "from left to right"),
-        (TEXT, {"prompt": "x", "best_of": 3}, "best_of", "set n alone"),
-        (TEXT, {"prompt": "x", "logprobs": 99}, "logprobs", "logprobs must be from 0 to 20, got 99"),
-        (TEXT, {"prompt": "x", "echo": True, "max_tokens": 0, "logprobs": True}, "logprobs", "whole number, got True"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_honoured_is_refused_by_name(
-    ask: Callable[..., Any], path: str, body: dict[str, Any], param: str | None, message: str
-) -> None:
+REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
+    (CHAT, {}, "messages", "messages must be a list of at least one message, got None"),
+    (CHAT, {"messages": [{"role": "me", "content": "x"}]}, "messages[0]", "must be one of system"),
+    (CHAT, {"messages": HELLO, "frobnicate": 1}, "frobnicate", "unknown field 'frobnicate'"),
+    (CHAT, {"messages": HELLO, "temprature": 1}, "temprature", "did you mean 'temperature'?"),
+    (CHAT, {"messages": HELLO, "n": 0}, "n", "n must be from 1 to 128, got 0"),
+    (CHAT, {"messages": HELLO, "n": True}, "n", "n must be a whole number, got True"),
+    (CHAT, {"messages": HELLO, "temperature": -1}, "temperature", "temperature must be at least 0, got -1"),
+    (CHAT, {"messages": HELLO, "top_p": 0}, "top_p", "top_p must be above 0"),
+    (CHAT, {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "must agree, got 1 and 2"),
+    (CHAT, {"messages": HELLO, "stop": [""]}, "stop", "none of them empty"),
+    (CHAT, {"messages": HELLO, "seed": "x"}, "seed", "seed must be a whole number"),
+    (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "top_logprobs needs logprobs = true"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format", "of type 'text'"),
+    (CHAT, {"messages": HELLO, "logit_bias": {"5": 1}}, "logit_bias", "logit_bias is not supported, only {}"),
+    (CHAT, {"messages": HELLO, "presence_penalty": 0.5}, "presence_penalty", "only 0: tokens are drawn"),
+    (CHAT, {"messages": HELLO, "store": True}, "store", "answers are not kept"),
+    (CHAT, {"messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options", "needs stream = true"),
+    (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice", "must be one of auto, none, got 'required'"),
+    (CHAT, {"messages": HELLO, "tools": [{"type": "web_search"}]}, "tools", "of type 'function', got 'web_search'"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0]", "must be text"),
+    (CHAT, {"messages": [{"role": "user", "content": "x", "audio": "y"}]}, "messages[0].audio", "unknown field"),
+    (CHAT, {"messages": [{"role": "user", "content": "x" * 600}]}, None, "leaves no room in the context of 512"),
+    (
+        CHAT,
+        {"messages": HELLO, "stream": True, "tools": [ADD], "tool_choice": "sub"},
+        "tool_choice",
+        "none, required, add",
+    ),
+    (TEXT, {}, "prompt", "prompt must be a text, a list of texts, token ids or a list of them, got None"),
+    (TEXT, {"prompt": ""}, "prompt", "at least one token"),
+    (TEXT, {"prompt": [5, "x"]}, "prompt", "prompt must be a text"),
+    (TEXT, {"prompt": [-1]}, "prompt", "token ids must be from 0"),
+    (TEXT, {"prompt": [100_000]}, None, "token ids must be in 0…258, got 100000"),
+    (TEXT, {"prompt": [100_000], "echo": True, "max_tokens": 0, "logprobs": 1}, None, "token ids must be in 0…258"),
+    (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens", "max_tokens must be at least 1, got 0"),
+    (TEXT, {"prompt": "x", "suffix": "y"}, "suffix", "from left to right"),
+    (TEXT, {"prompt": "x", "best_of": 3}, "best_of", "set n alone"),
+    (TEXT, {"prompt": "x", "logprobs": 99}, "logprobs", "logprobs must be from 0 to 20, got 99"),
+    (TEXT, {"prompt": "x", "echo": True, "max_tokens": 0, "logprobs": True}, "logprobs", "whole number, got True"),
+]
+
+
+def test_what_cannot_be_honoured_is_refused_by_name(ask: Callable[..., Any]) -> None:
     async def use(client: Client, engine: NativeEngine) -> None:
-        error = await refusal(client, path, 400, **body)
-        assert error["type"] == "invalid_request_error" and error["param"] == param and message in error["message"]
+        for path, body, param, message in REFUSED:
+            error = await refusal(client, path, 400, **body)
+            assert error["type"] == "invalid_request_error" and error["param"] == param, (body, error)
+            assert message in error["message"], (body, error)
         assert engine.stats().running == engine.stats().generated_tokens == 0
 
     ask(use)
@@ -342,8 +354,8 @@ def test_fields_that_change_nothing_are_taken(ask: Callable[..., Any]) -> None:
 def test_bodies_names_and_paths_that_are_wrong(ask: Callable[..., Any]) -> None:
     async def use(client: Client, engine: NativeEngine) -> None:
         assert (await refusal(client, CHAT, 404, model="gpt", messages=HELLO))["code"] == "model_not_found"
-        for content, kind, status in ((b"{", "application/json", 400), (b"[]", "application/json", 400),
-                                      (b"{}", "text/plain", 415), (b"[" * 100_000, "application/json", 400)):  # fmt: skip
+        js = "application/json"
+        for content, kind, status in ((b"{", js, 400), (b"[]", js, 400), (b"[" * 9**5, js, 400), (b"{}", "x/y", 415)):
             found = await client.post(CHAT, content=content, headers={"content-type": kind})
             assert found.status_code == status and found.json()["error"]["message"], found.text
         for path, status in (("/nowhere", 404), (CHAT, 405)):
@@ -429,8 +441,7 @@ def test_a_client_that_goes_away_takes_its_request_back(tiny_policy: Callable[..
                 sent.append(message)
 
             headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-            scope = {"type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "headers": headers,
-                     "query_string": b"", "http_version": "1.1", "scheme": "http", "server": ("x", 1), "root_path": ""}  # fmt: skip
+            scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "query_string": b""}
             asked = asyncio.create_task(app(scope, receive, send))
             while engine.stats().generated_tokens < 30 or (stream and len(sent) < 4):
                 await asyncio.sleep(0.005)
@@ -460,3 +471,35 @@ def test_sampling_is_what_was_asked_for() -> None:
         assert model.asked[-1].retry and model.asked[-1].seed is None
 
     scripted(use, "Yes.")
+
+
+def test_one_set_of_addresses_serves_many_models() -> None:
+    """Who answers is looked up by what stands in the path, which no metric tells."""
+    made = tokenizer(QWEN)
+    models = {name: Scripted(Chat(made), [text]) for name, text in (("secret-a", "I am A."), ("secret-b", "I am B."))}
+
+    def find(request: Request) -> Scripted:
+        if (name := request.path_params["token"]) not in models:
+            raise Refused("there is no such episode", 404)
+        return models[name]
+
+    async def run() -> None:
+        places = Places(8)
+        counters = Counters(places)
+        desk = Desk(find, voice_of(made, Chat(made)), places, manners=Manners(any_name=True), gone=counters.gone)
+        routes = [Mount("/episodes/{token}", routes=chat_routes(desk, counters))]
+        async with client_of(make_app(routes, counters, name="m", context=1, host="127.0.0.1")) as client:
+            for name, text in (("secret-a", "I am A."), ("secret-b", "I am B.")):
+                found = await post(client, f"/episodes/{name}{CHAT}", model="whatever", messages=HELLO)
+                assert found["choices"][0]["message"]["content"] == text
+            assert (
+                "no such episode" in (await refusal(client, f"/episodes/other{CHAT}", 404, messages=HELLO))["message"]
+            )
+            error = await refusal(
+                client, f"/episodes/secret-a{CHAT}", 400, messages=HELLO, logprobs=True, top_logprobs=2
+            )
+            assert error["param"] == "logprobs"  # nobody here gives them
+            page = (await client.get("/metrics")).text
+            assert 'path="/episodes/{token}/v1/chat/completions",status="200"} 2\n' in page and "secret" not in page
+
+    asyncio.run(run())

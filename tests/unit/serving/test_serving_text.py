@@ -18,7 +18,7 @@ from kitae.data.chat import Chat
 from kitae.engines.base import Sampled, SamplingParams
 from kitae.serving.answers import Choice, Teller, Telling
 from kitae.serving.base import Answer, Ask
-from kitae.serving.orders import Order
+from kitae.serving.orders import AnswerOrder
 from kitae.serving.refusals import Refused
 from kitae.serving.spelling import Spelling
 from kitae.serving.text import GrowingAnswer, SpokenText
@@ -47,13 +47,13 @@ TOKENIZERS = {
     "thinking": tokenizer(THINKING),
     "sentencepiece": sentencepiece(),
 }
-PIECES = ["a", " ", "\n", "€", "🙂", "é", "<", "{", "stop", "st", "op", "\n\n", "<think>", "</think>", CALL, "<tool_call>",
-          '{"name": "add", "arguments": {"a": 1}}', "</tool_call>", "\ufffd", "ab", "ba"]  # fmt: skip
+PIECES = ["a", " ", "\n", "€", "🙂", "é", "<", "{", "stop", "st", "op", "\n\n", "<think>", "</think>", CALL,
+          "<tool_call>", '{"name": "add", "arguments": {"a": 1}}', "</tool_call>", "\ufffd", "ab", "ba"]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 STOPS = st.lists(st.sampled_from(["stop", "op\n", "€", "aba", "<", "\n\n", "🙂é", "}}"]), max_size=3)
 
 
-def compare(made: Any, tokens: tuple[int, ...], order: Order, seed: int) -> None:
+def compare(made: Any, tokens: tuple[int, ...], order: AnswerOrder, seed: int) -> None:
     """An answer of these tokens: told as they come, and told at the end."""
     chat = Chat(made)
     ask = order.asks[0]
@@ -84,13 +84,13 @@ def compare(made: Any, tokens: tuple[int, ...], order: Order, seed: int) -> None
     assert found.get("problem") == whole.get("problem")
 
 
-def order(kind: str, stops: list[str], tools: bool, made: Any) -> Order:
+def order(kind: str, stops: list[str], tools: bool, made: Any) -> AnswerOrder:
     sampling = SamplingParams(stop_strings=tuple(stops), stop_tokens=(made.eos_token_id,))
     if kind == "text":
         ask = Ask("a", prompt_tokens=(1, 2), sampling=sampling)
-        return Order("o", "", (ask,), ("x",), logprobs=True, token_ids=True)
+        return AnswerOrder("o", "", (ask,), ("x",), logprobs=True, token_ids=True)
     ask = Ask("a", messages=(Message("user", "q"),), tools=(ADD,) if tools else (), sampling=sampling)
-    return Order("o", "", (ask,), logprobs=True, token_ids=True)
+    return AnswerOrder("o", "", (ask,), logprobs=True, token_ids=True)
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
