@@ -50,13 +50,13 @@ from kitae.types import Group, Prompt, Sample
 from kitae.verifiers.pool import VerifierPool
 from kitae.weights.probe import probe_tolerance
 
-SHARES = {"distil": 0.5, "answers": 0.18, "sft": 0.2, "end": 0.12}
+SHARES = {"distil": 0.5, "answers": 0.25, "sft": 0.17, "end": 0.08}
 """Of the seconds, for one part of each kind; `end` is the last evaluation. Several parts share in this proportion."""
 
 TOGETHER = 8
 """Steps whose prompts the teacher answers at once: it does not change, so nothing need wait for a step."""
 
-INSTRUCTION = "{question}\nThink step by step. End with a line that holds only #### and the number."
+INSTRUCTION = "{question}\nPlease reason step by step, and put your final answer within \\boxed{}."
 
 
 @dataclass
@@ -95,7 +95,7 @@ def make_config(a: argparse.Namespace, loss: str) -> DistilConfig:
     data: dict[str, Any] = {"task": "arithmetic"}
     verifier: dict[str, Any] = {"workers": a.workers}
     if a.data:
-        data = {"path": a.data, "answer_after": "####", "instruction": INSTRUCTION}
+        data = {"path": a.data, "answer_after": "####", "instruction": a.instruction}
         data |= {"eval_path": a.eval_data} if a.eval_data else {}
         verifier["name"] = "number"
     config = parse_config(
@@ -172,7 +172,7 @@ class Bench:
             await weights.hand_over(step)
             branch.steps, branch.tokens = step, branch.tokens + response_tokens(groups)
             longest = max(longest if step > 2 else 0.0, time.monotonic() - start)  # the first one builds kernels
-            took = f"sampling {sampled:.1f} s of {time.monotonic() - start:.1f} s"
+            took = f"{branch.tokens:,} tokens  sampling {sampled:.1f} s of {time.monotonic() - start:.1f} s"
             self.clock.say(f"{branch.name} {step}: {learning(learnt)}  {took}")
             if self.clock.over(part, longest):
                 break
@@ -266,19 +266,17 @@ def peak_memory() -> int:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
-def table(branches: Sequence[Branch]) -> str:
-    lines = [
-        f"{'':18} {'steps':>5} {'tokens':>10} {'seconds':>8} {'GiB':>5} {'accuracy':>9}  95 % interval "
-        f"{'length':>7} cut off"
-    ]
-    for b in branches:
-        assert b.found is not None
-        e = b.found
-        lines.append(
-            f"{b.name:18} {b.steps or '–':>5} {b.tokens or '–':>10} {b.seconds:8.0f} {b.memory / 2**30:5.1f} "
-            f"{e.avg.mean:9.3f}  {e.avg.low:.3f}–{e.avg.high:.3f}   {e.length:7.0f} {e.truncated:7.0%}"
-        )
-    return "\n".join(lines)
+_COLUMNS = f"{'steps':>5} {'tokens':>10} {'seconds':>8} {'GiB':>5} {'accuracy':>9}  95 % interval {'length':>7} cut off"
+HEADER = f"{'':18} {_COLUMNS}"
+
+
+def line(b: Branch) -> str:
+    assert b.found is not None
+    e = b.found
+    return (
+        f"{b.name:18} {b.steps or '–':>5} {b.tokens or '–':>10} {b.seconds:8.0f} {b.memory / 2**30:5.1f} "
+        f"{e.avg.mean:9.3f}  {e.avg.low:.3f}–{e.avg.high:.3f}   {e.length:7.0f} {e.truncated:7.0%}"
+    )
 
 
 def differences(students: Sequence[Branch]) -> str:
@@ -294,20 +292,27 @@ def differences(students: Sequence[Branch]) -> str:
     return "\n".join(lines)
 
 
-def write_answers(file: Path, branches: Sequence[Branch]) -> None:
-    """Every held-out answer with its score, a row each."""
-    with file.open("w") as out:
-        for b in branches:
-            assert b.found is not None
-            for g in b.found.groups:
-                for r in g.rollouts:
-                    score = None if r.score is None else r.score.value
-                    row = {"branch": b.name, "prompt": g.prompt.id, "reference": g.prompt.reference, "score": score}
-                    out.write(json.dumps(row | {"finish": r.finish, "text": r.text}) + "\n")
+def write_answers(file: Path, b: Branch) -> None:
+    """Every held-out answer of a branch with its score, a row each, after those that are there."""
+    assert b.found is not None
+    with file.open("a") as out:
+        for g in b.found.groups:
+            for r in g.rollouts:
+                score = None if r.score is None else r.score.value
+                row = {"branch": b.name, "prompt": g.prompt.id, "reference": g.prompt.reference, "score": score}
+                out.write(json.dumps(row | {"finish": r.finish, "text": r.text}) + "\n")
 
 
 async def bench(a: argparse.Namespace, configs: Sequence[DistilConfig], clock: Clock) -> None:
     config, before, distilled, tuned = configs[0], Branch("student"), list[Branch](), list[Branch]()
+
+    def keep(*branches: Branch) -> None:
+        """What is over is told at once: a run that is stopped later has not lost it."""
+        print("\n".join((HEADER, *map(line, branches))), flush=True)
+        if a.answers:
+            for branch in branches:
+                write_answers(a.answers, branch)
+
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(make_pool(config))
         runs = Bench(config, clock, pool)
@@ -315,15 +320,16 @@ async def bench(a: argparse.Namespace, configs: Sequence[DistilConfig], clock: C
         for each in configs:
             steps = distilled[0].steps if distilled else config.training.steps
             distilled.append(await runs.distil(next(part), each, before, steps))
+            keep(*([before] if len(distilled) == 1 else []), distilled[-1])
         teacher, samples = await runs.answers(next(part), distilled[0].steps, distilled[0].tokens)
+        keep(teacher)
         for lr in a.sft_lr or [a.lr]:
             tuned.append(await runs.fine_tune(next(part), in_steps(samples, distilled[0].steps), lr))
+            keep(tuned[-1])
     students = [before, *distilled, *tuned]
     print(f"\n{config.method.teacher} into {config.model.path}, lr {a.lr:g}, {clock.passed:.0f} s in all\n")
-    print(table([*students, teacher]))
+    print("\n".join((HEADER, *map(line, (*students, teacher)))))
     print(f"\n{differences(students)}")
-    if a.answers:
-        write_answers(a.answers, [*students, teacher])
 
 
 def main() -> None:
@@ -332,6 +338,7 @@ def main() -> None:
     parser.add_argument("--student", required=True)
     parser.add_argument("--data", default="", help="problems to train on (.jsonl)")
     parser.add_argument("--eval-data", default="", help="held-out problems (.jsonl); without, the last of the data")
+    parser.add_argument("--instruction", default=INSTRUCTION, help="what is asked; {question} is replaced")
     parser.add_argument(
         "--loss", choices=("reverse-kl", "jsd"), nargs="+", default=["reverse-kl"], help="a branch each"
     )
@@ -347,7 +354,7 @@ def main() -> None:
     parser.add_argument("--memory-gb", type=float, default=8.0, help="of the engine's cache")
     parser.add_argument("--batch", type=int, default=256, help="sequences decoded together, if a step has fewer")
     parser.add_argument("--workers", type=int, default=4, help="of the verifier")
-    parser.add_argument("--answers", type=Path, help="file for the held-out answers of all (.jsonl)")
+    parser.add_argument("--answers", type=Path, help="file that gets the held-out answers of all (.jsonl)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     a = parser.parse_args()
