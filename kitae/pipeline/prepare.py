@@ -85,7 +85,7 @@ def _check_teacher(config: RLConfig, read: Trait) -> None:
     if (served := served_teacher(config)) is not None:
         asyncio.run(served.check(load_tokenizer(config.model)[0]))
     else:
-        check_teacher(config.model, m.teacher)
+        check_teacher(config.model, m.teacher, m.teacher_device)
 
 
 def make_pool(config: RLConfig, note: Callable[[str], None] | None = None, workers: int | None = None) -> VerifierPool:

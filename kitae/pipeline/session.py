@@ -43,8 +43,9 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         pool = await stack.enter_async_context(make_pool(config, observer.note))
         observer.note(f"loading {config.model.path}")
         policy = load_policy(config.model, config.run.seed)
-        trainer = start_trainer(config, policy)
+        trainer = start_trainer(config, policy, observer.note)
         stack.push_async_callback(trainer.close)
+        await trainer.start()
         learner = make_learner(config, trainer)
         if state is not None:
             await learner.load(state)

@@ -1,5 +1,7 @@
 """From the settings to a trainer and a learner: the one place that knows every kind of trainer."""
 
+from collections.abc import Callable
+
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control
 from kitae.algorithms.groups import GroupStages
@@ -20,12 +22,16 @@ from kitae.trainer.ranks import Alone, Ranks
 from kitae.trainer.reference import Reference
 from kitae.trainer.served import ServedTeacher
 from kitae.trainer.teacher import Teacher, TeacherDivergence, load_teacher
+from kitae.trainer.teacher_process import TeacherProcess
 from kitae.trainer.trained import Trained
 from kitae.trainer.worker import Worker
 
 
-def start_trainer(config: RLConfig, policy: Policy) -> LocalTrainer:
-    """A reference and a critic are made only if the algorithm reads them, a teacher if the run has one."""
+def start_trainer(config: RLConfig, policy: Policy, note: Callable[[str], None] = lambda text: None) -> LocalTrainer:
+    """A reference and a critic are made only if the algorithm reads them, a teacher if the run has one.
+
+    note: hears what becomes of a teacher's process.
+    """
     groups = GroupStages(config.algorithm, config.sampling.max_tokens)
     plain = config.model.model_copy(update={"lora_rank": 0, "exact": False})
     worker = reinforced(
@@ -39,14 +45,30 @@ def start_trainer(config: RLConfig, policy: Policy) -> LocalTrainer:
         teacher=_teacher(config, policy),
         divergence=config.method.divergence if isinstance(config, DistilConfig) else None,
     )
-    return LocalTrainer(worker, served_teacher(config))
+    return LocalTrainer(worker, served_teacher(config) or _teacher_process(config, policy, note))
 
 
 def _teacher(config: RLConfig, student: Policy) -> Teacher | None:
     """One in this process."""
-    if not isinstance(config, DistilConfig) or not config.method.teacher:
+    if not isinstance(config, DistilConfig) or not config.method.teacher or config.method.teacher_place == "process":
         return None
     return load_teacher(config.model, config.method.teacher, student, config.training, config.sampling.temperature)
+
+
+def _teacher_process(config: RLConfig, student: Policy, note: Callable[[str], None]) -> TeacherProcess | None:
+    if not isinstance(config, DistilConfig) or config.method.teacher_place != "process":
+        return None
+    m = config.method
+    return TeacherProcess(
+        config.model,
+        m.teacher,
+        student,
+        config.training,
+        config.sampling.temperature,
+        device=m.teacher_device,
+        threads=m.teacher_threads,
+        note=note,
+    )
 
 
 def served_teacher(config: RLConfig) -> ServedTeacher | None:
