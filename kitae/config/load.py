@@ -169,6 +169,11 @@ def _keeps_source(keys: list[str], sources: Collection[str]) -> bool:
 
 def _apply_change(values: dict[str, Any], change: _Change, root: type[Root]) -> None:
     node, keys, value = values, change.keys, change.value
+    if keys[:2] == ["data", "mix"] and len(keys) > 2:
+        raise ConfigError(
+            f"data.mix is a list of files, given as a whole: 'data.mix=[{{path = \"a.jsonl\", weight = 2}}, …]', got "
+            f"{'.'.join(keys)!r}"
+        )
     for key in keys[:-1]:
         node = node.setdefault(key, {})
         if not isinstance(node, dict):

@@ -111,7 +111,7 @@ def _check(params: SamplingParams) -> None:
         ("max_tokens", params.max_tokens >= 1, "at least 1"),
         ("top_p", 0 < params.top_p <= 1, "above 0 and at most 1"),
         ("top_k", params.top_k >= 0, "at least 0"),
-        ("min_p", 0 <= params.min_p <= 1, "at least 0 and at most 1"),
+        ("min_p", 0 <= params.min_p < 1, "at least 0 and below 1"),
         ("stop", all(params.stop_strings), "texts that are not empty"),
     ):
         if not good:

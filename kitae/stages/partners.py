@@ -1,4 +1,4 @@
-"""Whose answer is put after a prompt that it was not given to: partners, of the same order for as long as a run goes on."""
+"""Whose answer is put after a prompt that it was not given to: the partner of each answer, of the order alone."""
 
 from collections.abc import Hashable, Sequence
 from itertools import chain
