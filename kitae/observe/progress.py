@@ -191,9 +191,9 @@ def remarks(row: dict[str, Any]) -> list[str]:
         found.append(f"updates skipped {skipped:.0f}")
     if row.get("staleness_max"):
         found.append(f"staleness {row['staleness']:.2f} (at most {row['staleness_max']})")
-    for title, key in (("overdue", "overdue"), ("engine restarts", "engine_restarts")):
+    for key in ("overdue", "engine_restarts", "teacher_restarts"):
         if row.get(key):
-            found.append(f"{title} {row[key]:.0f}")
+            found.append(f"{key.replace('_', ' ')} {row[key]:.0f}")
     return found
 
 
