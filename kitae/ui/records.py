@@ -309,21 +309,21 @@ class ConsoleEnd:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosed:
-    """`Diagnosed("entropy-collapse", "warning", "entropy fell to 0.01", ["step 40: 0.01"], "raise …")`."""
+    """`Diagnosed("entropy-collapse", "bad", "The entropy has collapsed", "0.31 at first, 0.01 at step 40", "raise …")`."""
 
     rule: str
     severity: str
     title: str
-    evidence: list[str]
+    evidence: str
     advice: str
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """available: this version of Kitae has rules to diagnose runs by."""
+    """rules: how many there are to find something by."""
 
-    available: bool
     findings: list[Diagnosed]
+    rules: int
 
 
 RECORDS = (

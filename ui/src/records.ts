@@ -220,11 +220,11 @@ export interface Diagnosed {
   rule: string;
   severity: string;
   title: string;
-  evidence: string[];
+  evidence: string;
   advice: string;
 }
 
 export interface Diagnosis {
-  available: boolean;
   findings: Diagnosed[];
+  rules: number;
 }

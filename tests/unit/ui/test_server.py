@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from starlette.testclient import TestClient
 from written_runs import HOSTILE, WrittenRun
 
 from kitae.errors import StoreError
-from kitae.ui import findings
+from kitae.observe.diagnosis import RULES, diagnose
 from kitae.ui.guard import Door
 from kitae.ui.library import Library
 from kitae.ui.server import STATIC, make_app
@@ -173,20 +174,17 @@ def test_the_timeline_has_who_worked_in_some_steps(tmp_path: Path) -> None:
         assert [(s["part"], s["step"]) for s in found["spans"]] == [("train", 2), ("generate", 3), ("train", 3)]
 
 
-def test_a_diagnosis_is_shown_where_there_are_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = WrittenRun(tmp_path).step([[1.0]]).finish()
-    monkeypatch.setattr(findings, "_RULES", "kitae.observe.no_such_rules")
-    assert not findings.diagnosis(run).available
-    (tmp_path / "some_rules.py").write_text(
-        "from types import SimpleNamespace as N\n"
-        "def diagnose(run):\n"
-        "    many = N(rule='b', severity='warn', title='B', evidence=['step 3', 0.5], advice='wait')\n"
-        "    return [N(rule='a', severity='bad', title='A', evidence='all of it', advice='stop'), many]\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(findings, "_RULES", "some_rules")
-    found = findings.diagnosis(run)
-    assert found.available and [f.evidence for f in found.findings] == [["all of it"], ["step 3", "0.5"]]
+def test_a_diagnosis_is_what_the_rules_say(tmp_path: Path) -> None:
+    made = WrittenRun(tmp_path)
+    for _ in range(5):
+        made.step([[0.0, 0.0]], rollouts=2)
+    run = made.finish()
+    found = client(tmp_path).get("/api/runs/toy-001/diagnosis").json()
+    assert found["rules"] == len(RULES)
+    assert found["findings"] == [asdict(finding) for finding in diagnose(run.resolve())]
+    (finding,) = found["findings"]
+    assert finding["rule"] == "all-wrong" and "10 answers of 5 steps" in finding["evidence"]
+    assert str(run) in finding["advice"]
 
 
 def test_reading_leaves_no_traces(tmp_path: Path) -> None:
