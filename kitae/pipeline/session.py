@@ -11,6 +11,7 @@ import torch
 from kitae.config.root import reinforcement
 from kitae.engines.start import start_engine
 from kitae.errors import ConfigError
+from kitae.evaluation.held_out import forget_after
 from kitae.models.load import export_policy, load_policy
 from kitae.observe.observer import Observer
 from kitae.pipeline.evaluate import RunEvaluations, evaluation_due
@@ -51,6 +52,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         for change in store.changes.values():
             observer.note(f"changed for this run from here on: {change}")
         await store.begin(frontier.step, forget)  # nothing of the run was touched so far
+        forget_after(store.folder, max(frontier.step, store.journal.last_step()))
         engine, publisher = await start_engine(config.model, config.engine, policy, frontier.step)
         if publisher is not None:
             stack.callback(publisher.close)
@@ -64,7 +66,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
             tolerance=probe_tolerance(policy),
         )
         episodes = make_episodes(config, engine, pool, policy)
-        evaluations = RunEvaluations(config, store.metrics, observer, episodes, pool, sources)
+        evaluations = RunEvaluations(config, store.folder, store.metrics, observer, episodes, pool, sources)
         pipeline = Pipeline(
             config, store, sources.stream, episodes, engine, learner, weights, observer, frontier, evaluations.at
         )

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kitae.data.examples import Shape
 from kitae.data.rendering import Rendered
+from kitae.evaluation.held_out import digest
 from kitae.trainer.base import Batch, Trainer
 from kitae.trainer.objectives import Objective
 from kitae.trainer.responses import PLACE
@@ -28,6 +29,11 @@ class Item:
     sequences: tuple[Rendered, ...]
     label: bool | None = None
     margin: float | None = None
+
+    @property
+    def digest(self) -> str:
+        """The same for the same tokens, in whatever file they stand."""
+        return digest(repr(([s.tokens_T.tolist() for s in self.sequences], self.label)))
 
 
 class Method(Protocol):

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 
 from kitae.config.root import StageConfig
 from kitae.errors import ConfigError, DataError
+from kitae.evaluation.held_out import forget_after
 from kitae.observe.observer import Observer
 from kitae.pipeline.interrupts import Interrupts
 from kitae.pipeline.loops import Stopped
@@ -62,6 +63,7 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
         for change in store.changes.values():
             observer.note(f"changed for this run from here on: {change}")
         await store.begin(frontier.step)  # nothing of the run was touched so far
+        forget_after(store.folder, frontier.step)
         if known != data.fingerprint:
             await store.journal.add_event(_DATA, data.fingerprint)
         loop = StageLoop(config, store, method, trainer, data, observer, frontier)

@@ -290,13 +290,34 @@ class Pairing:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldOutPairing:
+    """The last evaluations of two runs on the held-out prompts of both: means, their difference with its 95 % interval,
+    and the chance p of one at least so large by luck alone. Null, with a reason, where they cannot be compared.
+
+    `HeldOutPairing("b", prompts=128, first=0.52, second=0.98, difference=0.46, low=0.37, high=0.55, p=0.01, reason="")`
+    """
+
+    key: str
+    prompts: int
+    first: float | None
+    second: float | None
+    difference: float | None
+    low: float | None
+    high: float | None
+    p: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunComparison:
-    """runs: the first is what the others are compared with."""
+    """runs: the first is what the others are compared with. pairings: by what was trained on; held_out: by what was
+    not."""
 
     runs: list[RunSummary]
     metrics: list[str]
     settings: list[SettingDifference]
     pairings: list[Pairing]
+    held_out: list[HeldOutPairing]
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +330,7 @@ class ConsoleEnd:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosed:
-    """`Diagnosed("entropy-collapse", "bad", "The entropy has collapsed", "0.31 at first, 0.01 at step 40", "raise …")`."""
+    """`Diagnosed("entropy-collapse", "bad", "The entropy has collapsed", "0.310 → 0.010", "raise …")`."""
 
     rule: str
     severity: str
@@ -349,6 +370,7 @@ RECORDS = (
     LaneView,
     SettingDifference,
     Pairing,
+    HeldOutPairing,
     RunComparison,
     ConsoleEnd,
     Diagnosed,

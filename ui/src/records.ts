@@ -204,11 +204,24 @@ export interface Pairing {
   high: number;
 }
 
+export interface HeldOutPairing {
+  key: string;
+  prompts: number;
+  first: number | null;
+  second: number | null;
+  difference: number | null;
+  low: number | null;
+  high: number | null;
+  p: number | null;
+  reason: string;
+}
+
 export interface RunComparison {
   runs: RunSummary[];
   metrics: string[];
   settings: SettingDifference[];
   pairings: Pairing[];
+  held_out: HeldOutPairing[];
 }
 
 export interface ConsoleEnd {
