@@ -467,6 +467,22 @@ def ui(
 
 
 @app.command()
+def report(
+    run: Run,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The HTML file to write; default: RUN/report.html.")
+    ] = None,
+) -> None:
+    """Write a run into one HTML file, to send to somebody.
+
+    Results, curves, answers, settings, diagnosis; of running and crashed runs too. It needs no network and no scripts.
+    """
+    from kitae.cli import report as writing
+
+    writing.report(run, output)
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine can do."""
     from kitae.cli import doctor as machine

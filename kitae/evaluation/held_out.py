@@ -110,9 +110,10 @@ def answers_at(run: Path, step: int) -> dict[str, HeldOutAnswer]:
 
 def last_results(view: RunView) -> HeldOutResults | None:
     """Of the last evaluation whose numbers are in the metrics; None: there is none, or its results were not kept."""
-    if not view.evaluations:
-        return None
-    step = int(view.evaluations[-1]["step"])
+    return results_at(view, int(view.evaluations[-1]["step"])) if view.evaluations else None
+
+
+def results_at(view: RunView, step: int) -> HeldOutResults | None:
     file = _folder(view.folder, step) / _EXAMPLES
     if file.is_file():
         try:
@@ -138,10 +139,25 @@ def pair(first: Path, second: Path) -> PairedRuns:
     a, b = found
     if a.measure != b.measure:
         return _unpaired(f"{first.name} was measured by {a.measure}, {second.name} by {b.measure}")
-    both = sorted(a.values.keys() & b.values.keys())
-    if not both:
+    if not a.values.keys() & b.values.keys():
         asked = f"{len(a.values)} of {first.name}, {len(b.values)} of {second.name}"
         return _unpaired(f"they have no held-out prompt in common: {asked}")
+    return _paired(a, b)
+
+
+def pair_ends(view: RunView) -> PairedRuns:
+    """The first and the last evaluation of one run."""
+    if len(view.evaluations) < 2:
+        return _unpaired(f"{view.folder.name} was evaluated {len(view.evaluations)} times")
+    ends = [results_at(view, int(view.evaluations[i]["step"])) for i in (0, -1)]
+    a, b = ends
+    if a is None or b is None or not a.values.keys() & b.values.keys():
+        return _unpaired(f"{view.folder.name} kept no results of single prompts")
+    return _paired(a, b)
+
+
+def _paired(a: HeldOutResults, b: HeldOutResults) -> PairedRuns:
+    both = sorted(a.values.keys() & b.values.keys())
     x, y = (np.array([results.values[key] for key in both], dtype=np.float32) for results in (a, b))
     return PairedRuns(float(x.mean()), float(y.mean()), compare(x, y))
 

@@ -5,7 +5,9 @@ journal.sqlite   prompts, rollouts, scores, fates, events
 metrics.jsonl    one line per step; evaluations have "kind": "eval", and "suite" where it is not the run's own task
 timeline.jsonl   who worked when
 tokens/          numbers of single tokens, of a share of the samples
+evaluations/     answers to held-out prompts, of each evaluation
 console.log      what was on the screen
+machine.json     the machine that last worked on it, and the versions
 checkpoints/     the last few frontiers
 model/           the trained model, loadable by transformers
 plot.png         reward, length, entropy over steps
