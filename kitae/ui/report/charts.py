@@ -46,15 +46,15 @@ def thinned(steps: Sequence[int]) -> list[int]:
     return list(steps[::-1][::every][::-1]) if steps else []
 
 
-def chart(title: str, curves: Sequence[Curve]) -> Markup:
-    """The curves with axes; nothing is drawn where there is no value."""
+def chart(title: str, curves: Sequence[Curve], span: tuple[int, int]) -> Markup:
+    """The curves with axes; nothing is drawn where there is no value. span: the first and last step of all charts."""
     points = [point for curve in curves for point in curve.known()]
     if not points:
         return Markup("")
     at = sorted({point[0] for point in points})
-    frame = _Frame.around(at, min(p[2] for p in points), max(p[3] for p in points))
+    frame = _Frame.around(span, min(p[2] for p in points), max(p[3] for p in points))
     lines = joined(_line(curve, frame, i + 1) for i, curve in enumerate(curves))
-    return _card(title, _legend(curves), frame, joined([lines, _readouts(curves, at, frame)]))
+    return _card(title, _legend(curves, values=True), frame, joined([lines, _readouts(curves, at, frame)]))
 
 
 def bars(title: str, curves: Sequence[Curve]) -> Markup:
@@ -76,7 +76,9 @@ def bars(title: str, curves: Sequence[Curve]) -> Markup:
                 x = frame.x(step) - width / 2
                 drawn.append(empty("rect", class_=f"f{i + 1}", x=x, y=top, width=width, height=bottom - top))
             height += part
-    return _card(title, _legend(curves), frame, joined([*drawn, _readouts(curves, at, frame, marks=False)]))
+    return _card(
+        title, _legend(curves, values=False), frame, joined([*drawn, _readouts(curves, at, frame, marks=False)])
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +91,11 @@ class _Frame:
     high: float
 
     @staticmethod
-    def around(at: Sequence[int], low: float, high: float) -> "_Frame":
+    def around(span: tuple[int, int], low: float, high: float) -> "_Frame":
         """With room; a curve that does not move lies in the middle."""
         room = (high - low) * 0.08 or abs(high) * 0.1 or 0.5
         bottom = 0.0 if 0 <= low < room else low - room
-        first, last = at[0], at[-1]
+        first, last = span
         return _Frame(first - (first == last), last + (first == last), bottom, high + room)
 
     def x(self, step: float) -> float:
@@ -115,21 +117,21 @@ def _card(title: str, legend: Markup, frame: _Frame, drawn: Markup) -> Markup:
     return element("figure", element("figcaption", element("b", title), legend), picture, class_="card chart")
 
 
-def _legend(curves: Sequence[Curve]) -> Markup:
-    """Each curve with its last value; one alone needs no name."""
+def _legend(curves: Sequence[Curve], values: bool) -> Markup:
+    """Each curve, with its last value if that is wanted; one alone needs no name."""
     found = []
     for i, curve in enumerate(curves):
         *_, last = [None, *curve.known()]
         swatch = empty("circle", class_=f"f{i + 1}", cx=5, cy=5, r=4)
         mark = [element("svg", swatch, viewBox="0 0 10 10", class_="swatch"), f"{curve.name} "]
-        value = element("span", number(last[1]) if last else "–", class_="value")
+        value = element("span", number(last[1]) if last else "–", class_="value") if values else None
         found.append(element("span", *(mark if len(curves) > 1 else []), value))
     return element("span", *found, class_="legend")
 
 
 def _axes(frame: _Frame) -> Markup:
     drawn = []
-    for value in ticks(frame.low, frame.high, 4):
+    for value in ticks(frame.low, frame.high, 5):
         y = frame.y(value)
         drawn.append(empty("line", class_="grid", x1=_LEFT, x2=_RIGHT, y1=y, y2=y))
         drawn.append(element("text", number(value, 3), class_="tick end", x=_LEFT - 6, y=y + 3.5))

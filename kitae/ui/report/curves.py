@@ -13,7 +13,6 @@ _OTHERS = {
     "loss": "loss",
     "accuracy": "accuracy",
     "margin": "margin",
-    "lr": "learning rate",
 }
 _UNLESS_ZERO = {
     "truncated": "share of answers cut off",
@@ -24,8 +23,10 @@ _UNLESS_ZERO = {
     "clip_low": "share of tokens clipped below",
     "value_loss": "loss of the critic",
     "device_memory_share": "share of the GPU's memory in use",
+    "lr": "learning rate",
 }
 _MOST_PARTS = 8
+_SMALL = 0.005  # share of the time below which a phase is not drawn
 
 Row = dict[str, Any]
 
@@ -53,12 +54,15 @@ def drawn(steps: Sequence[Row], evaluations: Sequence[Row], measure: str, phases
             found[title] = Curve(key, _at(rows), values)
     parts = _parts(rows)
     seconds = [Curve(name.removesuffix("_seconds"), _at(rows), [row.get(name) for row in rows]) for name in phases]
-    charts = [
-        chart(f"{main}, and {measure} on what is held out" if evaluations else main, [first, *_held_out(evaluations)])
-    ]
-    charts += [chart(title, [curve]) for title, curve in found.items()]
-    charts += [chart("parts of the reward", parts)] if len(parts) > 1 else []
-    charts += [bars("seconds of a step, by phase", [curve for curve in seconds if any(curve.values)])]
+    whole = sum(map(_sum, seconds))
+    held_out = _held_out(evaluations)
+    at = [step for curve in (first, *held_out) for step in curve.steps]
+    span = min(at), max(at)
+    title = f"{main}, and {measure} on what is held out" if held_out else main
+    charts = [chart(title, [first, *held_out], span)]
+    charts += [chart(title, [curve], span) for title, curve in found.items()]
+    charts += [chart("parts of the reward", parts, span)] if len(parts) > 1 else []
+    charts += [bars("seconds of a step, by phase", [curve for curve in seconds if _sum(curve) > _SMALL * whole])]
     columns = [first, *found.values(), *parts]
     return DrawnCurves(
         [each for each in charts if each],
@@ -66,6 +70,10 @@ def drawn(steps: Sequence[Row], evaluations: Sequence[Row], measure: str, phases
         [[str(row["step"]), *(_cell(curve.values[i]) for curve in columns)] for i, row in enumerate(rows)],
         max(1, round(len(steps) / len(rows))),
     )
+
+
+def _sum(curve: Curve) -> float:
+    return sum(value or 0.0 for value in curve.values)
 
 
 def _at(rows: Sequence[Row]) -> list[int]:

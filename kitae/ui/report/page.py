@@ -67,8 +67,8 @@ def _sections(told: Told) -> Iterable[Markup]:
     yield _section("Curves", _curves(told))
     yield _section("Evaluations", _evaluations(told))
     yield _section("Before and after, on the same prompts", _before_after(told))
-    yield _section("Best answers", joined(map(_answer, told.best)))
-    yield _section("Worst answers", joined(map(_answer, told.worst)))
+    yield _section("Best answers", _beside(map(_answer, told.best)))
+    yield _section("Worst answers", _beside(map(_answer, told.worst)))
     yield _section("Groups", joined(map(_group, told.groups)))
     yield _section("Where the time went", _time(told))
     yield _section("Settings", _settings(told.detail.settings))
@@ -78,6 +78,11 @@ def _sections(told: Told) -> Iterable[Markup]:
 def _section(title: str, body: Markup) -> Markup:
     """Nothing, where there is nothing to say."""
     return element("section", element("h2", title), body) if body else Markup("")
+
+
+def _beside(cards: Iterable[Markup]) -> Markup:
+    found = joined(cards)
+    return element("div", found, class_="beside") if found else found
 
 
 # The beginning and the end.
@@ -171,7 +176,7 @@ def _evaluations(told: Told) -> Markup:
     rows = told.evaluations
     if not rows:
         return Markup("")
-    marks = [key for key in _keys(rows) if f"{key}_low" in _keys(rows) and key != "avg"]
+    marks = [key for key in _keys(rows) if f"{key}_low" in _keys(rows) and _says_more(key, rows)]
     others = [key for key in _EVALUATED if any(row.get(key) for row in rows)]
     suites = any("suite" in row for row in rows)
     titles = ["step", *(["suite"] if suites else []), told.measure, *marks, *others]
@@ -188,6 +193,11 @@ def _evaluations(told: Told) -> Markup:
     cut = f"The first and the last {_MOST_ROWS - 1} of {len(rows)} evaluations." if len(shown) < len(rows) else ""
     note = element("p", f"Means with 95 % intervals. {cut}", class_="muted small")
     return joined([_table(titles, cells), note])
+
+
+def _says_more(key: str, rows: Sequence[dict[str, Any]]) -> bool:
+    """With one sample of a prompt, pass@1 is the mean score."""
+    return any(row.get(key) != row.get("avg") for row in rows)
 
 
 def _keys(rows: Iterable[dict[str, Any]]) -> list[str]:
