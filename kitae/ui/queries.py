@@ -40,6 +40,16 @@ ORDERS = {
 }
 """By what rollouts are ordered, smallest first, before the order of groups; nothing: by that alone."""
 
+FATES = {
+    "trained": "IN (SELECT group_id FROM fates WHERE fate = 'trained')",
+    "dropped": "IN (SELECT group_id FROM fates WHERE fate = 'dropped')",
+    "skipped": "IN (SELECT group_id FROM fates WHERE fate = 'skipped')",
+    "pending": "NOT IN (SELECT group_id FROM fates)",
+    "closed": "IN (SELECT group_id FROM fates WHERE fate != 'skipped')",
+    "kept": "NOT IN (SELECT group_id FROM fates WHERE fate = 'skipped')",
+}
+"""What may have become of a group, and which ones that is. closed: trained or dropped; kept: that, or pending."""
+
 Key = tuple[int, int]
 Place = tuple[float, int, int]  # what a rollout is ordered by, and its key
 
@@ -72,7 +82,8 @@ class PageCursor:
 class RolloutFilter:
     """Which rollouts, in which order: `RolloutFilter(step=3, reward_max=0.5, finish="length", order="longest")`.
 
-    length: tokens after the prompt, those of an environment included. verdict: "error", "scored" or "".
+    length: tokens after the prompt, those of an environment included. verdict: "error", "scored" or "". fate: one of
+    `FATES`, or "". prompt: its id.
     """
 
     step: int | None = None
@@ -84,12 +95,14 @@ class RolloutFilter:
     verdict: str = ""
     status: str = ""
     fate: str = ""
+    prompt: str = ""
     text: str = ""
     order: str = "newest"
 
     def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise StoreError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
+        for name, value, known in (("order", self.order, ORDERS), ("fate", self.fate or "kept", FATES)):
+            if value not in known:
+                raise StoreError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
     @property
     def needs_length(self) -> bool:
@@ -130,6 +143,24 @@ def rollouts(run: Path, wanted: RolloutFilter, after: PageCursor | None = None, 
     return RolloutPage(rows, start, following, total, start + end if wanted.text else total)
 
 
+def all_rollouts(run: Path, wanted: RolloutFilter) -> Iterator[tuple[Brief, int]]:
+    """Page after page, each with how many pass all filters but the text."""
+    after: PageCursor | None = None
+    while True:
+        page = rollouts(run, wanted, after)
+        yield from ((row, page.total) for row in page.rows)
+        if page.next is None:
+            return
+        after = PageCursor.read(page.next)
+
+
+def count_groups(run: Path, wanted: RolloutFilter) -> int:
+    """How many groups have a rollout that passes all filters but the text."""
+    with reading(run) as db:
+        source, values = _source(db, wanted)
+        return int(db.execute(f"SELECT count(DISTINCT r.group_id) {source}", values).fetchone()[0])
+
+
 def _ordered(
     db: sqlite3.Connection, order: str, source: str, values: Sequence[Any], after: PageCursor | None, limit: int
 ) -> list[Place]:
@@ -163,15 +194,13 @@ def _source(db: sqlite3.Connection, wanted: RolloutFilter) -> tuple[str, list[An
         ("r.outcome = ?", wanted.verdict or None),
         ("r.status = ?", wanted.status or None),
         ("r.group_id IN (SELECT group_id FROM fates WHERE step = ?)", wanted.step),
+        ("r.group_id IN (SELECT group_id FROM prompts WHERE prompt_id = ?)", wanted.prompt or None),
     ):
         if value is not None:
             conditions.append(condition)
             values.append(value)
-    if wanted.fate == "pending":
-        conditions.append("r.group_id NOT IN (SELECT group_id FROM fates)")
-    elif wanted.fate:
-        conditions.append("r.group_id IN (SELECT group_id FROM fates WHERE fate = ?)")
-        values.append(wanted.fate)
+    if wanted.fate:
+        conditions.append(f"r.group_id {FATES[wanted.fate]}")
     where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
     if wanted.needs_length and wanted.needs_brief:  # the one slow walk, done once for the count and the page
         db.execute("PRAGMA temp_store = MEMORY")

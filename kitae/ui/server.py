@@ -82,6 +82,7 @@ class Window:
             verdict=asked.get("verdict", ""),
             status=asked.get("status", ""),
             fate=asked.get("fate", ""),
+            prompt=asked.get("prompt", ""),
             text=asked.get("text", ""),
             order=asked.get("order", "newest"),
         )
