@@ -220,17 +220,30 @@ def _search(
 ) -> tuple[list[Place], int]:
     """Of rollouts in order, those whose text, prompt or verdict holds the words, and how many were looked at: at least
     a few of them, however late it is."""
-    pattern = "%" + re.sub(r"([\\%_])", r"\\\1", text) + "%"
-    columns = ("r.text", "p.messages", "r.detail", "r.transcript")
-    holds = " OR ".join(f"{column} LIKE ?3 ESCAPE '\\'" for column in columns)
+    pattern, written = _pattern(text), _pattern(json.dumps(text)[1:-1])
+    holds = " OR ".join(
+        [f"{column} LIKE ?3 ESCAPE '\\'" for column in ("r.text", "r.detail")]
+        + [_SAID.format(column=column) for column in ("p.messages", "r.transcript")]
+    )
     one = "SELECT 1 FROM rollouts r JOIN prompts p USING (group_id) WHERE r.group_id = ?1 AND r.sample = ?2"
     found = list[Place]()
     for count, row in enumerate(ordered):
         if len(found) == limit or (count >= _AT_LEAST and time.monotonic() > deadline):
             return found, count
-        if db.execute(f"{one} AND ({holds})", (*row[1:], pattern)).fetchone():
+        if db.execute(f"{one} AND ({holds})", (*row[1:], pattern, written)).fetchone():
             found.append(row)
     return found, len(ordered)
+
+
+_SAID = (
+    "({column} LIKE ?4 ESCAPE '\\' AND EXISTS (SELECT 1 FROM json_tree({column}) t WHERE t.type = 'text' AND "
+    "t.key NOT IN ('role', 'id', 'call_id', 'type') AND t.atom LIKE ?3 ESCAPE '\\'))"
+)
+"""Messages are kept as JSON: what was said in them, not how they are written down. Most are refused at first sight."""
+
+
+def _pattern(text: str) -> str:
+    return "%" + re.sub(r"([\\%_])", r"\\\1", text) + "%"
 
 
 _BRIEF_ROW = """
