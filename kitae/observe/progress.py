@@ -1,7 +1,7 @@
 """Progress on the screen: a live table on a terminal, plain lines anywhere else.
 
-Both are as wide as the screen, 80 columns where there is none: what matters most is shown, the rest where there is room.
-The log has all of it.
+Both are as wide as the screen, 80 columns where there is none: what matters most is shown, the rest where there is
+room. The log has all of it.
 """
 
 import resource
