@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -221,3 +223,23 @@ def test_no_number_is_lost_for_not_being_one(tmp_path: Path) -> None:
     made.finish()
     answer = client(tmp_path).get("/api/runs/toy-001/series?names=loss,reward")
     assert json.loads(answer.text)["columns"] == {"loss": [None], "reward": [None]}
+
+
+def test_the_first_page_waits_for_nothing_heavy(tmp_path: Path) -> None:
+    """Neither torch nor what makes settings of files, which takes longer to import than all the rest."""
+    WrittenRun(tmp_path).step([[1.0]]).finish()
+    code = f"""
+import sys
+from pathlib import Path
+from starlette.testclient import TestClient
+known = {{*sys.modules}}
+from kitae.ui.guard import Door
+from kitae.ui.library import Library
+from kitae.ui.server import make_app
+asked = TestClient(make_app(Library([Path({str(tmp_path)!r})]), Door("127.0.0.1")), base_url="http://127.0.0.1")
+assert asked.get("/").status_code == 200 and len(asked.get("/api/runs").json()) == 1
+heavy = ("torch", "transformers", "pydantic", "sympy", "matplotlib", "kitae.config.root", "kitae.observe.diagnosis")
+print("HEAVY", [name for name in heavy if name in sys.modules and name not in known])
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "HEAVY []"
