@@ -131,10 +131,11 @@ def _legend(curves: Sequence[Curve], values: bool) -> Markup:
 
 def _axes(frame: _Frame) -> Markup:
     drawn = []
-    for value in ticks(frame.low, frame.high, 5):
+    heights = ticks(frame.low, frame.high, 5)
+    for value, label in zip(heights, labels(heights), strict=True):
         y = frame.y(value)
         drawn.append(empty("line", class_="grid", x1=_LEFT, x2=_RIGHT, y1=y, y2=y))
-        drawn.append(element("text", number(value, 3), class_="tick end", x=_LEFT - 6, y=y + 3.5))
+        drawn.append(element("text", label, class_="tick end", x=_LEFT - 6, y=y + 3.5))
     for value in ticks(frame.first, frame.last, 6):
         if value == int(value):
             drawn.append(element("text", number(value), class_="tick mid", x=frame.x(value), y=_BOTTOM + 15))
@@ -147,6 +148,15 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= rough)
     return [round(i * step, 12) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def labels(values: Sequence[float]) -> list[str]:
+    """With as many digits as tell them apart."""
+    step = values[1] - values[0] if len(values) > 1 else abs(values[0]) or 1.0 if values else 1.0
+    if max(map(abs, values), default=0.0) >= 1e5 or step < 1e-5:
+        return [f"{value:.3g}" for value in values]
+    digits = max(0, math.ceil(-math.log10(step) - 1e-9))
+    return [f"{value:.{digits}f}" for value in values]
 
 
 def _line(curve: Curve, frame: _Frame, colour: int) -> Markup:

@@ -50,7 +50,7 @@ def drawn(steps: Sequence[Row], evaluations: Sequence[Row], measure: str, phases
     found: dict[str, Curve] = {}
     for key, title in single.items():
         values = [None if math.isnan(value) else value for value in values_of(key, rows)]
-        if values and not (key in _UNLESS_ZERO and not any(values)):
+        if values and not (key in _UNLESS_ZERO and (not any(values) or (key == "lr" and len({*values}) == 1))):
             found[title] = Curve(key, _at(rows), values)
     parts = _parts(rows)
     seconds = [Curve(name.removesuffix("_seconds"), _at(rows), [row.get(name) for row in rows]) for name in phases]
@@ -58,7 +58,8 @@ def drawn(steps: Sequence[Row], evaluations: Sequence[Row], measure: str, phases
     held_out = _held_out(evaluations)
     at = [step for curve in (first, *held_out) for step in curve.steps]
     span = min(at), max(at)
-    title = f"{main}, and {measure} on what is held out" if held_out else main
+    both = f"{main}, in training and held out" if main == measure else f"{main}, and {measure} on what is held out"
+    title = both if held_out else main
     charts = [chart(title, [first, *held_out], span)]
     charts += [chart(title, [curve], span) for title, curve in found.items()]
     charts += [chart("parts of the reward", parts, span)] if len(parts) > 1 else []

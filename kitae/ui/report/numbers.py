@@ -28,8 +28,10 @@ def chance(p: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`"42 s"`, `"12 min 5 s"`, `"3 h 20 min"`."""
+    """`"4.2 s"`, `"42 s"`, `"12 min 5 s"`, `"3 h 20 min"`."""
     whole = round(seconds)
+    if seconds < 10:
+        return f"{seconds:.1f} s"
     if whole < 100:
         return f"{whole} s"
     minutes, rest = divmod(whole, 60)

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from written_runs import HOSTILE, WrittenRun
 
 from kitae.errors import StoreError
+from kitae.evaluation.held_out import keep_examples
 from kitae.observe.diagnosis import RULES, diagnose
 from kitae.ui.guard import Door
 from kitae.ui.library import Library
@@ -142,6 +143,25 @@ def test_comparison_pairs_prompts_and_names_differences(tmp_path: Path) -> None:
     (pair,) = found["pairings"]
     assert (pair["prompts"], pair["difference"]) == (3, 0.5)
     assert pair["first"] == pytest.approx(1 / 3) and pair["low"] == pair["high"] == 0.5
+    assert [row["reason"] for row in found["held_out"]] == ["a-001 has no evaluation yet"]
+
+
+def test_comparison_pairs_held_out_results(tmp_path: Path) -> None:
+    runs = [WrittenRun(tmp_path, name).step([[0.0]]).evaluate(0.5).finish() for name in "abc"]
+    for run, values in zip(runs, ([0.0] * 8, [1.0] * 8), strict=False):
+        keep_examples(run, 1, {f"example {i}": value for i, value in enumerate(values)})
+    found = client(tmp_path).get("/api/compare?runs=a-001,b-001,c-001").json()["held_out"]
+    assert [(row["key"], row["prompts"], row["difference"]) for row in found] == [("b-001", 8, 1.0), ("c-001", 0, None)]
+    assert found[0]["low"] > 0.3 and found[0]["p"] == pytest.approx(2 / 2**8)
+    assert found[1]["reason"] == "c-001 kept no results of single prompts"
+
+
+def test_rollouts_of_one_prompt(tmp_path: Path) -> None:
+    WrittenRun(tmp_path).step([[0.0], [1.0], [0.5], [0.25]]).finish()
+    with client(tmp_path) as asked:
+        rows = asked.get("/api/runs/toy-001/rollouts?prompt=reverse/0").json()["rows"]
+        assert [row["group"] for row in rows] == [3, 0]
+        assert "fate must be one of" in asked.get("/api/runs/toy-001/rollouts?fate=x").json()["error"]
 
 
 def test_prompts_have_their_visits(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from kitae.ui.report.charts import MOST_POINTS, Curve, bars, chart, thinned, ticks
+from kitae.ui.report.charts import MOST_POINTS, Curve, bars, chart, labels, thinned, ticks
 
 
 def points(picture: str) -> list[tuple[float, float]]:
@@ -59,6 +59,21 @@ def test_long_runs_are_thinned_and_end_where_they_end(count: int) -> None:
 def test_ticks_are_round() -> None:
     assert ticks(0.03, 1.02, 5) == [0.2, 0.4, 0.6, 0.8, 1.0]
     assert ticks(-0.021, 0.011, 5) == [-0.02, -0.01, 0.0, 0.01]
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [
+        ([5.25, 5.255, 5.26], ["5.250", "5.255", "5.260"]),
+        ([0.2, 0.4], ["0.2", "0.4"]),
+        ([0.0, 1000.0], ["0", "1000"]),
+        ([1e-6, 2e-6], ["1e-06", "2e-06"]),
+        ([0.5], ["0.5"]),
+        ([], []),
+    ],
+)
+def test_labels_tell_ticks_apart(values: list[float], shown: list[str]) -> None:
+    assert labels(values) == shown
 
 
 def test_bars_stand_on_each_other() -> None:

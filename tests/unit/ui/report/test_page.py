@@ -36,7 +36,7 @@ def test_a_finished_run_is_told_from_beginning_to_end(tmp_path: Path) -> None:
     assert "none of" in page and "rules has found a problem" in page
     changed, usual = page.split("<h2>Settings</h2>")[1].split("<details>", 1)
     assert "<td>training.lr</td><td>3e-05</td>" in changed and "<td>engine.kind</td>" in usual
-    assert "<td>train</td><td>4 s</td><td>75.0%</td>" in page  # phases
+    assert "<td>train</td><td>4.5 s</td><td>75.0%</td>" in page  # phases
     assert "training reward" in page and "entropy (nats per token)" in page
 
 
