@@ -17,7 +17,7 @@ from typing import Any, TypeVar, overload
 
 from kitae.config.load import make_config, model_settings, read_recipe
 from kitae.config.locate import find_recipe, find_run
-from kitae.config.root import Root, reinforcement
+from kitae.config.root import RLConfig, Root, reinforcement
 from kitae.engines.base import SamplingParams
 from kitae.errors import ConfigError, Interrupted
 from kitae.evaluation.measure import Evaluation

@@ -12,6 +12,7 @@ from kitae.config.root import reinforcement
 from kitae.engines.start import start_engine
 from kitae.envs.registry import open_world
 from kitae.errors import ConfigError
+from kitae.evaluation.held_out import forget_after
 from kitae.models.load import export_policy, load_policy
 from kitae.observe.observer import Observer
 from kitae.pipeline.evaluate import RunEvaluations, evaluation_due
@@ -65,6 +66,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
             observer.note(f"changed for this run from here on: {change}")
         await store.begin(frontier.step, forget)  # nothing of the run was touched so far
         await record_data(store.journal, data)
+        forget_after(store.folder, max(frontier.step, store.journal.last_step()))
         engine, publisher = await start_engine(config.model, config.engine, policy, frontier.step)
         if publisher is not None:
             stack.callback(publisher.close)
@@ -78,7 +80,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
             tolerance=probe_tolerance(policy),
         )
         episodes = make_episodes(config, engine, pool, world, policy)
-        evaluations = RunEvaluations(config, store.metrics, observer, episodes, pool, world, sources)
+        evaluations = RunEvaluations(config, store.folder, store.metrics, observer, episodes, pool, world, sources)
         pipeline = Pipeline(
             config, store, sources.stream, episodes, engine, learner, weights, observer, frontier, evaluations.at
         )

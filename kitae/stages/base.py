@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kitae.data.examples import Shape
 from kitae.data.rendering import Rendered
+from kitae.evaluation.held_out import digest
 from kitae.observe.observer import Observer
 from kitae.trainer.base import Batch, Trainer
 from kitae.trainer.objectives import Objective
@@ -33,6 +34,11 @@ class Item:
     label: bool | None = None
     margin: float | None = None
     partner: Rendered | None = None
+
+    @property
+    def digest(self) -> str:
+        """The same for the same tokens, in whatever file they stand."""
+        return digest(repr(([s.tokens_T.tolist() for s in self.sequences], self.label)))
 
 
 class Method(Protocol):

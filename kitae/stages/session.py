@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 
 from kitae.config.root import StageConfig
 from kitae.errors import ConfigError
+from kitae.evaluation.held_out import forget_after
 from kitae.observe.observer import Observer
 from kitae.pipeline.interrupts import Interrupts
 from kitae.pipeline.loops import Stopped
@@ -62,6 +63,7 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
             observer.note(f"changed for this run from here on: {change}")
         await store.begin(frontier.step)  # nothing of the run was touched so far
         await record_data(store.journal, data.fingerprint)
+        forget_after(store.folder, frontier.step)
         loop = StageLoop(config, store, method, trainer, data, observer, frontier)
 
         def stop() -> None:

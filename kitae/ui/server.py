@@ -17,7 +17,7 @@ from starlette.staticfiles import StaticFiles
 
 from kitae.errors import ConfigError, KitaeError
 from kitae.remote.hosts import address_of, is_loopback, listen
-from kitae.ui import findings, live, overview, prompts, queries, samples, schedule
+from kitae.ui import live, overview, prompts, queries, samples, schedule
 from kitae.ui.guard import Door, Guard
 from kitae.ui.library import Library
 from kitae.ui.tables import Tables
@@ -53,7 +53,7 @@ class Window:
             Route(f"{one}/errors", _json(lambda request: queries.errors(self._folder(request)))),
             Route(f"{one}/timeline", _json(self._timeline)),
             Route(f"{one}/console", _json(lambda request: overview.console(self._folder(request)))),
-            Route(f"{one}/diagnosis", _json(lambda request: findings.diagnosis(self._folder(request)))),
+            Route(f"{one}/diagnosis", _json(self._diagnosis)),
         ]
 
     def _folder(self, request: Request) -> Path:
@@ -82,6 +82,7 @@ class Window:
             verdict=asked.get("verdict", ""),
             status=asked.get("status", ""),
             fate=asked.get("fate", ""),
+            prompt=asked.get("prompt", ""),
             text=asked.get("text", ""),
             order=asked.get("order", "newest"),
         )
@@ -103,6 +104,11 @@ class Window:
         asked = request.query_params
         steps = min(64, max(1, _given(asked.get("steps"), int) or schedule.STEPS))
         return schedule.schedule(self._folder(request), _given(asked.get("last"), int), steps)
+
+    def _diagnosis(self, request: Request) -> Any:
+        from kitae.ui import findings  # the rules know settings and algorithms, for which no other page need wait
+
+        return findings.diagnosis(self._folder(request))
 
     def _compare(self, request: Request) -> Any:
         keys = [key for key in request.query_params.get("runs", "").split(",") if key]

@@ -233,7 +233,9 @@ def clipped(seen: Seen) -> str | None:
 
 
 def signal_share(seen: Seen, count: int = WINDOW) -> float | None:
-    """Of the groups of the last steps, dropped ones included, those whose rewards differ."""
+    """Of the groups of the last steps, dropped ones included, those whose rewards differ; in groups of one none can."""
+    if seen.settings.get("training.group_size") == 1:
+        return None
     rows = seen.steps[-count:]
     signal = values(rows, "groups_with_signal")
     groups = sum(values(rows, "groups")) + sum(values(rows, "groups_dropped"))
