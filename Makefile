@@ -2,6 +2,7 @@
 # make quickstart  train a real language model on this machine, from nothing, in minutes
 # make test        lint, types and the whole test suite
 # make test-slow   proofs that take minutes
+# make site        the documentation as pages in build/site
 # make ui          build the page of kitae ui from ui/, with node
 # make ui-check    build it again and compare with what is committed
 #
@@ -14,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A pinned version comes first: a looser requirement may pull gigabytes of CUDA libraries onto a machine without a GPU.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
 
-.PHONY: install quickstart test test-slow lint types docs ui ui-check clean
+.PHONY: install quickstart test test-slow lint types docs site ui ui-check clean
 
 install: $(VENV)/.installed
 
@@ -47,6 +48,11 @@ types: install
 
 docs: install
 	@$(BIN)/python docs/generate.py
+
+# The theme's notice of its own end of life is no warning about these pages.
+site: install
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "the documentation: build/site/index.html"
 
 test: install lint types
 	@echo "tests"
