@@ -150,7 +150,8 @@ def methods() -> str:
         listed = ", ".join(f"`{key} = {_plain(value)}`" for key, value in different.items()) or "none"
         mark = f'<a id="{_anchor(name)}"></a>\n\n' if _anchor(name) != name else ""
         parts.append(
-            f"{mark}### {name}\n\n{preset.title}. *{preset.source}.*\n\n- Formula: {preset.formula}.\n- Trap: {preset.trap}\n"
+            f"{mark}### {name}\n\n{preset.title}. *{preset.source}.*\n\n"
+            f"- Formula: {preset.formula}.\n- Trap: {preset.trap}\n"
             f"- Differs from the common values in: {listed}.\n"
         )
     return "\n".join(parts)
@@ -173,7 +174,7 @@ def _algorithm_rows() -> Iterable[tuple[str, ...]]:
 
 
 def _anchor(name: str) -> str:
-    """A link to the heading of a method. Viewers drop the sign `+` and number what is then the same, each its own way."""
+    """A link to the heading of a method. Viewers drop `+` and number what is then the same, each in its way."""
     return name.replace("+", "-plus")
 
 

@@ -43,7 +43,7 @@ def as_page(source: str) -> str:
 def with_links(markdown: str, source: str, place: str) -> str:
     """Links that are relative to `source` in the repository, made relative to `place` on the site.
 
-        with_links("[it](../README.md#limits)", "docs/api.md", "api.md")  →  "[it](index.md#limits)"
+    with_links("[it](../README.md#limits)", "docs/api.md", "api.md")  →  "[it](index.md#limits)"
     """
 
     def moved(link: re.Match[str]) -> str:
