@@ -4,7 +4,7 @@
 |---|---|
 | `python`, `toml` with a first line `# name` | a file of that name |
 | `python` without | a program, run |
-| `bash` | commands, run; each must end with status 0 |
+| `bash` | commands, run; each must end with status 0, or with 1 if the comment after it is `# refused` |
 | `text`, next after one that ran | its output: each line must occur in what was printed, in this order |
 
 In an output numbers stand for any number, spaces for any run of them, and … for any text. A block after
@@ -52,10 +52,11 @@ def write_files(page: Path, folder: Path) -> None:
             (folder / block.file).write_text(block.text, encoding="utf-8")
 
 
-def follow(page: Path, folder: Path, kitae: Callable[[str], str], *, slow: bool) -> int:
+def follow(page: Path, folder: Path, kitae: Callable[[str, int], str], *, slow: bool) -> int:
     """Do what the page says, in `folder`. Returns how many outputs were compared.
 
-    `kitae("kitae recipes")` runs one command of the program and gives what it printed.
+    `kitae("kitae recipes", 0)` runs one command of the program, which must end with this status, and gives what it
+    printed.
     """
     printed: str | None = None
     compared = 0
@@ -65,11 +66,13 @@ def follow(page: Path, folder: Path, kitae: Callable[[str], str], *, slow: bool)
         elif block.file is not None:
             (folder / block.file).write_text(block.text, encoding="utf-8")
         elif block.language == "python":
-            printed = _shell([sys.executable, "-c", block.text], folder, block)
+            printed = _shell([sys.executable, "-c", block.text], 0, folder, block)
         elif block.language == "bash":
             printed = "".join(
-                kitae(line) if line.startswith("kitae ") else _shell(["bash", "-c", line], folder, block)
-                for line in commands(block.text)
+                kitae(line, status)
+                if line.startswith("kitae ")
+                else _shell(["bash", "-c", line], status, folder, block)
+                for line, status in commands(block.text)
             )
         elif block.language == "text" and printed is not None:
             assert (missing := absent(block.text, printed)) is None, f"{block.place}: {missing!r} is not in\n{printed}"
@@ -78,10 +81,13 @@ def follow(page: Path, folder: Path, kitae: Callable[[str], str], *, slow: bool)
     return compared
 
 
-def commands(text: str) -> list[str]:
-    """One for each line; a backslash at its end joins the next to it. Comments are for the reader."""
-    lines = re.sub(r"\\\n\s*", "", text).splitlines()
-    return [line for raw in lines if (line := re.sub(r"(^|\s+)#.*", "", raw).strip())]
+def commands(text: str) -> list[tuple[str, int]]:
+    """One for each line, with its exit status; a backslash at its end joins the next to it.
+
+    commands("ls   # what is here\\ncat nothing  # refused")  →  [("ls", 0), ("cat nothing", 1)]
+    """
+    lines = (re.split(r"(?:^|\s+)#\s*", line) for line in re.sub(r"\\\n\s*", "", text).splitlines())
+    return [(line.strip(), int(comment == ["refused"])) for line, *comment in lines if line.strip()]
 
 
 def absent(shown: str, printed: str) -> str | None:
@@ -101,7 +107,7 @@ def _plain(line: str) -> str:
     return " ".join(re.sub(r"\d+([.,]\d+)*", "0", line).split())
 
 
-def _shell(command: list[str], folder: Path, block: Block) -> str:
+def _shell(command: list[str], status: int, folder: Path, block: Block) -> str:
     done = subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, f"{block.place}: {done.stdout}{done.stderr}"
-    return done.stdout
+    assert done.returncode == status, f"{block.place}: {done.stdout}{done.stderr}"
+    return done.stdout + done.stderr

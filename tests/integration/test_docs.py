@@ -15,6 +15,7 @@ from kitae.config.load import load_config
 from kitae.data.prompts import eval_prompts, open_stream
 
 ROOT = Path(__file__).parents[2]
+Kitae = Callable[[str, int], str]
 README = ROOT / "README.md"
 TUTORIAL = sorted((ROOT / "docs" / "tutorial").glob("0*.md"))
 
@@ -29,22 +30,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def kitae(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+def kitae(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Kitae:
     """The program, in this process: its imports take longer than most of its commands."""
 
-    def run(command: str) -> str:
+    def run(command: str, status: int) -> str:
         monkeypatch.setattr(sys, "argv", shlex.split(command))
         capsys.readouterr()
         with pytest.raises(SystemExit) as stopped:
             main.run()
         said = capsys.readouterr()
-        assert not stopped.value.code, f"{command}: {said.out}{said.err}"
-        return said.out
+        assert (stopped.value.code or 0) == status, f"{command}: {said.out}{said.err}"
+        return said.out + said.err
 
     return run
 
 
-def test_own_data(folder: Path, kitae: Callable[[str], str]) -> None:
+def test_own_data(folder: Path, kitae: Kitae) -> None:
     book.write_files(README, folder)
     subprocess.run([sys.executable, "make_data.py"], check=True)
     assert {p.name for p in folder.iterdir()} == {"make_data.py", "dates.py", "dates.toml", "train.jsonl", "test.jsonl"}
@@ -52,7 +53,7 @@ def test_own_data(folder: Path, kitae: Callable[[str], str]) -> None:
     stream = open_stream(config.data, 0)
     trained = {stream.at(i).reference for i in range(1000)}
     assert len(trained) == 1000 and not trained & {p.reference for p in eval_prompts(config.data, 0, 128)}
-    assert "50 prompts, 50 with a gold answer; 0 fail" in kitae("kitae validate dates.toml --limit 50")
+    assert "50 prompts, 50 with a gold answer; 0 fail" in kitae("kitae validate dates.toml --limit 50", 0)
 
 
 def test_its_verifier_gives_partial_credit(folder: Path) -> None:
@@ -62,14 +63,14 @@ def test_its_verifier_gives_partial_credit(folder: Path) -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=folder).strip() == "[1, 0.5, 0, 0.0]"
 
 
-def test_the_tutorial(folder: Path, kitae: Callable[[str], str]) -> None:
+def test_the_tutorial(folder: Path, kitae: Kitae) -> None:
     """All pages one after the other, in one folder: later ones use the files of earlier ones."""
     assert [book.follow(page, folder, kitae, slow=False) > 0 for page in TUTORIAL] == [True] * len(TUTORIAL)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_tutorial_with_what_takes_minutes(folder: Path, kitae: Callable[[str], str]) -> None:
+def test_the_tutorial_with_what_takes_minutes(folder: Path, kitae: Kitae) -> None:
     for page in TUTORIAL:
         book.follow(page, folder, kitae, slow=True)
 
@@ -81,9 +82,11 @@ print(1 + 2)
 ```
 ```bash
 python three.py   # prints a number
+cat four.py   # refused
 ```
 ```text
 7
+cat: four.py: …
 ```
 <!-- slow -->
 ```bash
@@ -101,17 +104,26 @@ def page(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-def test_a_page_is_followed(folder: Path, kitae: Callable[[str], str], page: Callable[[str], Path]) -> None:
+def test_a_page_is_followed(folder: Path, kitae: Kitae, page: Callable[[str], Path]) -> None:
     assert book.follow(page(PAGE), folder, kitae, slow=False) == 1
-    with pytest.raises(AssertionError, match=r"page\.md:13"):
+    with pytest.raises(AssertionError, match=r"page\.md:15"):
         book.follow(page(PAGE), folder, kitae, slow=True)
 
 
-@pytest.mark.parametrize(("old", "new"), [("7\n", "seven\n"), ("three.py   #", "four.py  #"), ("1 + 2", "1 +")])
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("7\n", "seven\n"),
+        ("python three.py", "python four.py"),
+        ("1 + 2", "1 +"),
+        ("   # refused", ""),
+        ("cat four.py", "cat three.py"),
+    ],
+)
 def test_a_page_that_is_wrong_is_found(
-    old: str, new: str, folder: Path, kitae: Callable[[str], str], page: Callable[[str], Path]
+    old: str, new: str, folder: Path, kitae: Kitae, page: Callable[[str], Path]
 ) -> None:
-    with pytest.raises(AssertionError, match=r"page\.md:6|page\.md:9"):
+    with pytest.raises(AssertionError, match=r"page\.md:6|page\.md:10"):
         book.follow(page(PAGE.replace(old, new)), folder, kitae, slow=False)
 
 
