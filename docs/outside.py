@@ -21,6 +21,8 @@ PLACES = {
 }
 """Files of the repository, and what each is called on the site."""
 
+LINK = re.compile(r"\[(?P<text>[^\[\]]*)\]\((?![a-z]+:)(?P<target>[^()#\s]+)(?P<anchor>#[^()\s]*)?\)")
+
 
 def on_files(files: Any, config: Any) -> Any:
     for source, place in PLACES.items():
@@ -37,24 +39,34 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 def as_page(source: str) -> str:
     """The text of a file as Markdown; a program becomes a page with its source."""
     text = (ROOT / source).read_text(encoding="utf-8")
+    if PLACES[source] == "index.md":
+        text = f"---\nhide: [navigation]\n---\n\n{text}"  # the front page has no neighbours
     return text if source.endswith(".md") else f"# {source}\n\n```python\n{text}```\n"
 
 
 def with_links(markdown: str, source: str, place: str) -> str:
     """Links that are relative to `source` in the repository, made relative to `place` on the site.
 
-    with_links("[it](../README.md#limits)", "docs/api.md", "api.md")  →  "[it](index.md#limits)"
+    A link that is called by its file is called by the title of the page.
+
+        with_links("see [data.md](data.md#rows), [it](../README.md)", "docs/api.md", "api.md")
+        →  "see [Data](data.md#rows), [it](index.md)"
     """
 
     def moved(link: re.Match[str]) -> str:
-        target, anchor = link[1], link[2] or ""
-        found = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        if found in PLACES:
-            found = PLACES[found]
-        elif found.startswith("docs/"):
-            found = found.removeprefix("docs/")
-        else:
+        text, target, anchor = link["text"], link["target"], link["anchor"] or ""
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        if file not in PLACES and not file.startswith("docs/"):
             return link[0]
-        return f"]({posixpath.relpath(found, posixpath.dirname(place) or '.')}{anchor})"
+        on_site = PLACES.get(file, file.removeprefix("docs/"))
+        shown = title(file) if text.endswith(".md") and file.endswith(text) else text
+        return f"[{shown}]({posixpath.relpath(on_site, posixpath.dirname(place) or '.')}{anchor})"
 
-    return re.sub(r"\]\((?![a-z]+:)([^()#\s]+)(#[^()\s]*)?\)", moved, markdown)
+    return LINK.sub(moved, markdown)
+
+
+def title(file: str) -> str:
+    """The first heading of a page; its name where it has none, or is not there, which the build complains of."""
+    path = ROOT / file
+    found = re.search(r"^# (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE) if path.is_file() else None
+    return found[1] if found else file
