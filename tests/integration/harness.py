@@ -44,7 +44,7 @@ def kitae(
 
 
 def finish(process: Command, status: int = 0) -> str:
-    output = process.ended(timeout=120)
+    output = process.ended(timeout=200)  # a busy machine
     assert process.returncode == status, output
     return output
 
