@@ -3,6 +3,7 @@
 # make test        lint, types and the whole test suite
 # make test-slow   proofs that take minutes
 # make test-servers  other people's clients (openai, lm-eval) against a real kitae serve, each in an environment of its own
+# make site        the documentation as pages in build/site
 # make ui          build the page of kitae ui from ui/, with node
 # make ui-check    build it again and compare with what is committed
 #
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A pinned version comes first: a looser requirement may pull gigabytes of CUDA libraries onto a machine without a GPU.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
 
-.PHONY: install quickstart test test-slow test-servers lint types docs ui ui-check clean
+.PHONY: install quickstart test test-slow test-servers lint types docs site ui ui-check clean
 
 install: $(VENV)/.installed
 
@@ -48,6 +49,11 @@ types: install
 
 docs: install
 	@$(BIN)/python docs/generate.py
+
+# The theme's notice of its own end of life is no warning about these pages.
+site: install
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "the documentation: build/site/index.html"
 
 test: install lint types
 	@echo "tests"

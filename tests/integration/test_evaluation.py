@@ -114,7 +114,7 @@ def interrupted(arguments: list[str], moment: Callable[[], bool], number: signal
     process = kitae(*arguments)
     until(moment)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output = process.ended(timeout=60)
     return process.returncode, output
 
 

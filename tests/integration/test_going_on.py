@@ -247,10 +247,10 @@ def test_responses_that_wait_for_a_verdict_are_saved(tmp_path: Path) -> None:
     run = tmp_path / "toy-001"
     deadline = time.time() + 100
     while rollouts_written(run) < 32:
-        assert process.poll() is None and time.time() < deadline, process.stdout and process.stdout.read()
+        assert process.poll() is None and time.time() < deadline, process.printed()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.ended(timeout=60)
     journal = Journal(run / "journal.sqlite", read_only=True)
     before = {r.id: r.segments for g in range(4) for r in journal.rollouts(g)}
     assert len(before) == 32 and all(r.score and not r.score.valid for r in journal.rollouts(0))
@@ -274,14 +274,14 @@ def test_the_second_ctrl_c_does_not_wait_for_the_step(tmp_path: Path) -> None:
     process = kitae("train", str(RECIPE), *settings, script=script)
     deadline = time.time() + 100
     while not (tmp_path / "learning").exists():
-        assert process.poll() is None and time.time() < deadline, process.stdout and process.stdout.read()
+        assert process.poll() is None and time.time() < deadline, process.printed()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     time.sleep(1)
     assert process.poll() is None, "the first one waits for the step"
     began = time.time()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=50)
+    process.ended(timeout=50)
     assert time.time() - began < 15 and process.returncode == 130
     go_on(tmp_path, "training.steps=2")
     check_ledger(tmp_path / "toy-001", toy_config(tmp_path, "training.steps=2", "eval.prompts=0"))
