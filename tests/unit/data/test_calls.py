@@ -4,13 +4,13 @@ import json
 import time
 
 import pytest
+from chat_templates import CHATML, FAMILIES, OPENS_OTHERWISE, STOPS, tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitae.data.calls import CallReader, family_of
 from kitae.data.chat import Chat
 from kitae.types import Message, ToolCall
-from chat_templates import CHATML, FAMILIES, OPENS_OTHERWISE, STOPS, tokenizer
 
 ADD = {
     "type": "function",
