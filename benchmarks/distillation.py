@@ -31,7 +31,9 @@ from kitae.config.load import parse_config
 from kitae.config.root import DistilConfig
 from kitae.data.prompts import PromptStream, eval_prompts, open_stream
 from kitae.engines.native.engine import NativeEngine
-from kitae.envs.episode import Episodes, Running
+from kitae.envs.groups import Episodes
+from kitae.envs.registry import open_world
+from kitae.envs.surroundings import Running
 from kitae.evaluation.measure import Evaluation, evaluate
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
@@ -115,7 +117,7 @@ class Bench:
 
     def episodes(self, engine: NativeEngine, student: Policy) -> Episodes:
         """Prompts are written as the student reads them, whoever answers."""
-        return make_episodes(self.config, engine, self.pool, student)
+        return make_episodes(self.config, engine, self.pool, open_world(self.config.env), student)
 
     async def evaluate(self, episodes: Episodes, who: str) -> Evaluation:
         sampling = replace(episodes.sampling, temperature=0.0)

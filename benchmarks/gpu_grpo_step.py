@@ -28,6 +28,7 @@ from gpu_training import operations
 from kitae.config.load import parse_config
 from kitae.config.root import RLConfig
 from kitae.engines.native.engine import NativeEngine
+from kitae.envs.registry import open_world
 from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
 from kitae.observe import timeline
@@ -128,7 +129,7 @@ async def run(config: RLConfig, policy: Policy, watch: Watch) -> tuple[list[dict
     weights = WeightSync(trainer, engine, recompute=False, tolerance=probe_tolerance(policy))
     try:
         async with make_pool(config) as pool:
-            episodes = make_episodes(config, engine, pool, policy)
+            episodes = make_episodes(config, engine, pool, open_world(config.env), policy)
             stream: Any = Words(policy.vocabulary)
             pipeline = Pipeline(
                 config, store, stream, episodes, engine, learner, weights, watch, Frontier(0, 0), evaluate

@@ -16,7 +16,9 @@ from typing import Any, cast
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.engine import NativeEngine
-from kitae.envs.episode import Episode, Episodes
+from kitae.envs.episode import Episode
+from kitae.envs.groups import Episodes
+from kitae.envs.single_turn import SingleTurn
 from kitae.store.journal import Journal
 from kitae.types import Prompt, Rollout
 
@@ -36,8 +38,9 @@ async def measure(count: int, tokens: int, grown: int, folder: Path) -> None:
     unused = cast(Any, None)
     episodes = Episodes(cast(Any, engine), unused, unused, unused, SamplingParams(), 0)
     for i, sequence in enumerate(sequences):
+        prompt = Prompt("p", (), None)
         begun = Rollout.of(i // 8, i % 8, (1,) * 200, (), "parked", "")
-        episode = Episode(episodes, i // 8, i % 8, Prompt("p", (), None), begun)
+        episode = Episode(episodes, SingleTurn(prompt), i // 8, i % 8, prompt, begun)
         episode.asking = sequence.request.id
         episodes.running.episodes[episode.id] = episode
     journal = Journal(folder / "journal.sqlite")

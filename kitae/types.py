@@ -64,7 +64,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the model said in one turn, as others read it: `Turn("…", "Let me see.", calls=(ToolCall("add", {"a": 1}),))`.
+    """What the model said in one turn, as others read it: `Turn("…", "Well …", calls=(ToolCall("add", {"a": 1}),))`.
 
     text: all of it, without special tokens, cut before a stop string. content: what is left of it without reasoning and
     calls. reasoning: its thinking, where the model's format marks it. calls: of tools. problem: why something that

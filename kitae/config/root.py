@@ -14,6 +14,7 @@ from kitae.algorithms.preferences import preference_complaints
 from kitae.config import rules
 from kitae.data.config import EXAMPLE_SOURCES, SOURCES, DataConfig, ExamplesConfig, usual_verifier
 from kitae.engines.config import EngineConfig, SamplingConfig
+from kitae.envs.config import EnvConfig
 from kitae.errors import ConfigError
 from kitae.models.config import ModelConfig
 from kitae.observe.config import ObserveConfig
@@ -110,6 +111,7 @@ class RLConfig(Root):
 
     method: RLMethod = RLMethod()
     data: DataConfig
+    env: EnvConfig = EnvConfig()
     verifier: VerifierConfig = VerifierConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()

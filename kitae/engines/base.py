@@ -49,7 +49,8 @@ class Request:
     Requests with the same `share` key and the same prompt compute that prompt once. `seed` names the random stream:
     the same seed draws the same numbers whatever else is in the batch (the logits may differ by rounding). `id` must
     be unique among the requests in flight; it is what `abort` takes. `prior` is what a parked request had sampled: it
-    is continued, not sampled again, and counts towards max_tokens.
+    is continued, not sampled again, and counts towards max_tokens. `thread` names a conversation: the prompt of its
+    next request begins with this one and its completion, so an engine may keep what it computed until then.
     """
 
     id: str
@@ -58,6 +59,7 @@ class Request:
     seed: int
     share: str = ""
     prior: Sampled = field(default_factory=Sampled)
+    thread: str = ""
 
 
 @dataclass(frozen=True, slots=True)

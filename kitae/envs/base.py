@@ -1,9 +1,21 @@
 """The environment seam: what the model talks to during one episode, and how far it may go."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self, runtime_checkable
 
-from kitae.types import Message
+from kitae.serving.base import Model
+from kitae.types import Message, Prompt, Tool, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What the model reads first: `Opening((Message("user", "What is 17 * 23?"),), tools=(…,))`.
+
+    tools: that the chat template is to tell the model of; its turns are then read for calls of them.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +35,8 @@ class Observation:
 
 
 class Environment(Protocol):
-    """A single-use episode: `start` once, `step` after each turn that the model ended itself until one is done, `close`
-    always and last.
+    """A single-use episode in which the model is asked by turns: `start` once, `step` after each turn that the model
+    ended itself until one is done, `close` always and last.
 
     **Failures.** A call that raises, takes longer than its limit (its coroutine is then cancelled), or returns
     something else than it should costs its own episode, never the group or the run: it is counted as an error, and not
@@ -36,14 +48,44 @@ class Environment(Protocol):
     record. One that has an end where the record goes on has failed.
 
     **Rewards.** Where the environment gave a reward to any turn, the score is the sum of its rewards, and no verifier
-    is asked. Where it gave none, the verifier judges; a run without a verifier counts that as 0. So an environment
-    either gives rewards or leaves it to the verifier; one that gives them only at the end is used without a verifier,
-    which would otherwise judge the episodes that were cut off.
+    is asked. Where it gave none, the verifier judges the last turn; a run without a verifier counts that as 0. So an
+    environment either gives rewards or leaves it to the verifier; one that gives them only at the end is used without a
+    verifier, which would otherwise judge the episodes that were cut off.
     """
 
-    async def start(self) -> tuple[Message, ...]: ...
-    async def step(self, response: str) -> Observation: ...
+    async def start(self) -> Opening: ...
+    async def step(self, turn: Turn) -> Observation: ...
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an agent's episode ended: `Outcome(1.0)`. reward None: the verifier judges the last answer."""
+
+    reward: float | None = None
+    detail: str = ""
+
+
+@runtime_checkable
+class Agent(Protocol):
+    """A single-use episode that holds the conversation itself: it asks the model as often as it likes, also several
+    things at once, and rewrites what was said as it likes.
+
+    Each answer continues the context that the messages of its ask continue; where they continue none, the episode has
+    one more chain. Failures are as with an `Environment`; its limit of seconds holds whenever it asks nothing. One that
+    was interrupted runs again from its beginning: what it asks as before is answered from the record.
+    """
+
+    async def run(self, model: Model) -> Outcome: ...
+    async def close(self) -> None: ...
+
+
+class World(Protocol):
+    """What all episodes of a run have in common: opened once, before the model is loaded, and closed at the end."""
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(self, *_: object) -> None: ...
+    def make(self, prompt: Prompt) -> Environment | Agent: ...
 
 
 @dataclass(frozen=True, slots=True)

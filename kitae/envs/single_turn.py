@@ -1,19 +1,19 @@
-"""The plain case: one question, one answer."""
+"""The simplest episode: one question, one answer, no environment beyond the verifier."""
 
-from kitae.envs.base import Observation
-from kitae.types import Message, Prompt
+from kitae.envs.base import Observation, Opening
+from kitae.types import Prompt, Turn
 
 
 class SingleTurn:
-    """An `Environment` that shows the prompt and is done after the first answer."""
+    """Shows the prompt, and is done after the first response."""
 
     def __init__(self, prompt: Prompt) -> None:
-        self._prompt = prompt
+        self._opening = Opening(prompt.messages)
 
-    async def start(self) -> tuple[Message, ...]:
-        return self._prompt.messages
+    async def start(self) -> Opening:
+        return self._opening
 
-    async def step(self, response: str) -> Observation:
+    async def step(self, turn: Turn) -> Observation:
         return Observation(done=True)
 
     async def close(self) -> None:

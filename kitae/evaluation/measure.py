@@ -6,7 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kitae.envs.episode import Episodes, Running
+from kitae.envs.base import World
+from kitae.envs.groups import Episodes
+from kitae.envs.registry import limits_of
+from kitae.envs.surroundings import Running
 from kitae.errors import DataError, RequestError, root_cause
 from kitae.evaluation.statistics import Interval, interval_of, is_binary, maj_at_k, pass_at_k
 from kitae.evaluation.suites import Scoring, Suite
@@ -90,8 +93,11 @@ class Evaluation:
         }
 
 
-def suite_episodes(episodes: Episodes, suite: Suite, pool: VerifierPool, settings: EvalConfig) -> Episodes:
-    """Episodes that ask a suite, made from those of a run: another verifier, other sampling, other random streams."""
+def suite_episodes(
+    episodes: Episodes, suite: Suite, pool: VerifierPool, world: World, settings: EvalConfig
+) -> Episodes:
+    """Episodes that ask a suite, made from those of a run: in another world, with another verifier, other sampling,
+    other random streams."""
     sampling = replace(
         episodes.sampling,
         temperature=settings.temperature,
@@ -101,7 +107,16 @@ def suite_episodes(episodes: Episodes, suite: Suite, pool: VerifierPool, setting
         max_tokens=settings.max_tokens or suite.max_tokens,
         stop_strings=suite.stop,
     )
-    return replace(episodes, verifier=pool, sampling=sampling, label=suite.label, running=Running())
+    limits = limits_of(suite.env, episodes.limits.context)
+    return replace(
+        episodes,
+        verifier=pool,
+        environment=world.make,
+        sampling=sampling,
+        label=suite.label,
+        limits=limits,
+        running=Running(),
+    )
 
 
 async def evaluate(

@@ -20,8 +20,9 @@ from kitae.data.chat import Chat
 from kitae.engines.base import SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
-from kitae.envs.base import EpisodeLimits
-from kitae.envs.episode import Episodes
+from kitae.envs.base import EpisodeLimits, World
+from kitae.envs.groups import Episodes
+from kitae.envs.registry import open_world
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import ConfigError, root_cause
 from kitae.evaluation.measure import Evaluation, evaluate, measure, suite_episodes
@@ -179,8 +180,9 @@ async def _evaluate_models(
         papers = {entrant.name: [await paper(entrant, suite) for suite in suites] for entrant in entrants}
         wanted = {p.suite.name: p.suite for each in papers.values() for p in each if p.known is None}
         pools = {name: await stack.enter_async_context(suite.pool(watcher.note)) for name, suite in wanted.items()}
+        worlds = {name: await stack.enter_async_context(open_world(suite.env)) for name, suite in wanted.items()}
         for entrant in entrants:
-            answered = await _ask(entrant, papers[entrant.name], pools, settings, watcher)
+            answered = await _ask(entrant, papers[entrant.name], pools, worlds, settings, watcher)
             for suite in suites:
                 found[entrant.name, suite.name] = answered[suite.name]
                 watcher.evaluated(entrant.name, suite.name, answered[suite.name])
@@ -204,6 +206,7 @@ async def _ask(
     entrant: Entrant,
     papers: Sequence[_Paper],
     pools: Mapping[str, VerifierPool],
+    worlds: Mapping[str, World],
     settings: EvaluationSettings,
     watcher: EvaluationWatcher,
 ) -> dict[str, Evaluation]:
@@ -218,7 +221,7 @@ async def _ask(
     engine = NativeEngine(policy, settings.engine)
     chat = Chat(policy.tokenizer, policy.base.generation_config)
     sampling = SamplingParams(stop_tokens=chat.stop_tokens)
-    limits = EpisodeLimits(context=policy.max_context)
+    limits = EpisodeLimits(turns=1, context=policy.max_context)
     episodes = Episodes(engine, chat, None, SingleTurn, sampling, settings.seed, limits=limits)
 
     def counter(suite: str, total: int) -> Callable[[Group], None]:
@@ -236,7 +239,9 @@ async def _ask(
             running = {
                 paper.suite.name: tasks.create_task(
                     evaluate(
-                        suite_episodes(episodes, paper.suite, pools[paper.suite.name], settings.eval),
+                        suite_episodes(
+                            episodes, paper.suite, pools[paper.suite.name], worlds[paper.suite.name], settings.eval
+                        ),
                         paper.prompts,
                         samples,
                         paper.suite.scorings,
@@ -279,13 +284,14 @@ def _identity(model: ModelConfig, folder: Path, suite: Suite, settings: Evaluati
         "data": data,
         "verifier": verifier,
         "params": dict(params),
-        "own files": plugin_digests([data, verifier, params]),
+        "own files": plugin_digests([data, verifier, params, suite.env.name]),
         "temperature": e.temperature,
         "top_p": e.top_p,
         "top_k": e.top_k,
         "min_p": e.min_p,
         "max_tokens": e.max_tokens or suite.max_tokens,
         "stop": list(suite.stop),
+        "env": suite.env.model_dump(mode="json"),
         "label": suite.label,
         "seed": settings.seed,
     }

@@ -22,6 +22,7 @@ from kitae.config.root import RLConfig, reinforcement
 from kitae.data.config import SOURCES, DataConfig
 from kitae.data.prompts import eval_prompts, open_stream
 from kitae.data.tasks import TASKS
+from kitae.envs.config import EnvConfig
 from kitae.errors import ConfigError, DataError
 from kitae.plugins import nearest
 from kitae.types import Prompt
@@ -52,7 +53,8 @@ class Suite:
 
     scorings: the first is the score of an answer, the others are reported beside it. held_out: the data is also trained
     on, and only its held-out prompts are asked. keep: column, lowest and highest value of the rows that are the test
-    set. label: names the random streams of the answers. count: problems to ask; None: all, or `GENERATED`.
+    set. env: what an episode is; one question and one answer, but for the task of a run or recipe that says otherwise.
+    label: names the random streams of the answers. count: problems to ask; None: all, or `GENERATED`.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Suite:
     keep: tuple[str, int, int] | None = None
     workers: int = 2
     timeout: float = 10.0
+    env: EnvConfig = field(default_factory=EnvConfig)
     label: str = ""
     count: int | None = None
 
@@ -202,7 +205,9 @@ KNOWN: dict[str, KnownSuite] = {
 def own_suite(config: RLConfig, name: str | None = None) -> Suite:
     """The task of a run or recipe: its held-out prompts, judged as in training."""
     c = config
-    return _judged(c.verifier, Suite(name or c.run.name, c.data, (), c.sampling.max_tokens, c.sampling.stop, True))
+    return _judged(
+        c.verifier, Suite(name or c.run.name, c.data, (), c.sampling.max_tokens, c.sampling.stop, True, env=c.env)
+    )
 
 
 def find_suites(names: Iterable[str], folder: str | None, config: RLConfig | None) -> list[Suite]:

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kitae.config.root import RLConfig
-from kitae.envs.episode import Episodes
+from kitae.envs.base import World
+from kitae.envs.groups import Episodes
+from kitae.envs.registry import open_world
 from kitae.evaluation.measure import evaluate, suite_episodes
 from kitae.evaluation.suites import Suite, own_suite
 from kitae.observe.observer import Observer
@@ -25,8 +27,8 @@ def evaluation_due(config: RLConfig, step: int) -> bool:
 class RunEvaluations:
     """Evaluates once per step: a resumed run finds what is in the metrics already.
 
-    An evaluation in which no answer could be judged is no result: a resumed run makes it again. pool: of the run's own
-    verifier.
+    An evaluation in which no answer could be judged is no result: a resumed run makes it again. pool, world: the
+    run's own.
     """
 
     config: RLConfig
@@ -34,16 +36,18 @@ class RunEvaluations:
     observer: Observer
     episodes: Episodes
     pool: VerifierPool
+    world: World
     sources: Sources
     _failed: dict[tuple[int, str | None], dict[str, Any]] = field(default_factory=dict)  # of this process
 
     async def at(self, step: int) -> dict[str, Any]:
         """The row of the run's own task; those of other suites are in the metrics then too."""
-        own = await self._once(step, None, self.pool, own_suite(self.config), self.sources.held_out)
+        own = await self._once(step, None, self.pool, self.world, own_suite(self.config), self.sources.held_out)
         for suite, prompts in self.sources.suites:
             if self.found(step, suite.name) is None:
-                async with suite.pool(self.observer.note) as pool:  # training has its memory in between
-                    await self._once(step, suite.name, pool, suite, prompts)
+                # Training has the memory of their workers in between.
+                async with suite.pool(self.observer.note) as pool, open_world(suite.env) as world:
+                    await self._once(step, suite.name, pool, world, suite, prompts)
         return own
 
     def found(self, step: int, name: str | None = None) -> dict[str, Any] | None:
@@ -54,14 +58,20 @@ class RunEvaluations:
         return self._failed.get((step, name))
 
     async def _once(
-        self, step: int, name: str | None, pool: VerifierPool, suite: Suite, prompts: Sequence[Prompt]
+        self,
+        step: int,
+        name: str | None,
+        pool: VerifierPool,
+        world: World,
+        suite: Suite,
+        prompts: Sequence[Prompt],
     ) -> dict[str, Any]:
         if (known := self.found(step, name)) is not None:
             return known
         what = "held-out prompts" if name is None else f"prompts of {name}"
         self.observer.note(f"evaluating on {len(prompts)} {what}")
         e = self.config.eval
-        asked = suite_episodes(self.episodes, suite, pool, e)
+        asked = suite_episodes(self.episodes, suite, pool, world, e)
         found = await evaluate(asked, prompts, e.samples, suite.scorings)
         row: dict[str, Any] = {"kind": "eval", "step": step, **({"suite": name} if name else {}), **found.row()}
         self.metrics.append(row)

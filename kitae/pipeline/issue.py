@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from kitae.config.root import RLConfig
 from kitae.data.prompts import PromptStream
-from kitae.envs.episode import Episodes, Parked
+from kitae.envs.groups import Episodes
+from kitae.envs.surroundings import Parked
 from kitae.errors import DataError, RequestError
 from kitae.observe.observer import Observer
 from kitae.pipeline.buffer import Buffer, Harvest, Slot

@@ -25,7 +25,7 @@ from kitae.clock import now
 from kitae.config.root import RLConfig
 from kitae.data.prompts import PromptStream
 from kitae.engines.base import Engine
-from kitae.envs.episode import Episodes
+from kitae.envs.groups import Episodes
 from kitae.errors import root_cause
 from kitae.observe.observer import Observer
 from kitae.observe.report import BatchStats, StepReport

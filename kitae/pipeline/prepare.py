@@ -10,9 +10,9 @@ from kitae.config.root import DistilConfig, RLConfig
 from kitae.data.chat import Chat
 from kitae.data.prompts import PromptStream, eval_prompts, open_stream
 from kitae.engines.base import Engine, SamplingParams
-from kitae.envs.base import EpisodeLimits
-from kitae.envs.episode import Episodes
-from kitae.envs.single_turn import SingleTurn
+from kitae.envs.base import World
+from kitae.envs.groups import Episodes
+from kitae.envs.registry import limits_of, open_world
 from kitae.errors import ConfigError, VerifierError
 from kitae.evaluation.suites import Suite, find_suites
 from kitae.models.load import load_tokenizer
@@ -35,7 +35,8 @@ class Sources:
 
 
 def prepare(config: RLConfig, note: Callable[[str], None]) -> Sources:
-    """Open the data, try the verifier on reference answers, load stages: all that can fail before a model loads."""
+    """Open data and environment, try the verifier on reference answers, load stages: all that can fail before a model
+    loads."""
     functions = Functions(config.algorithm, config.sampling.max_tokens)  # finds a user's own, checks their signatures
     _check_teacher(config, functions.traits)
     a, stale = config.algorithm, config.pipeline.max_staleness
@@ -49,7 +50,9 @@ def prepare(config: RLConfig, note: Callable[[str], None]) -> Sources:
     if sources.stream.skipped:
         note(sources.stream.skipped)
 
-    async def try_verifiers() -> None:
+    async def try_out() -> None:
+        async with open_world(config.env):
+            pass
         async with make_pool(config, note, workers=1) as pool:
             if config.verifier.check_gold:
                 await _check_gold(pool, [sources.stream.at(i) for i in range(_GOLD_CHECKS)], note)
@@ -58,7 +61,7 @@ def prepare(config: RLConfig, note: Callable[[str], None]) -> Sources:
             async with suite.pool(note, workers=1):
                 pass
 
-    asyncio.run(try_verifiers())
+    asyncio.run(try_out())
     return sources
 
 
@@ -93,7 +96,7 @@ def make_pool(config: RLConfig, note: Callable[[str], None] | None = None, worke
     return VerifierPool(v.name, v.params, workers or v.workers, v.timeout, note)
 
 
-def make_episodes(config: RLConfig, engine: Engine, pool: VerifierPool, policy: Policy) -> Episodes:
+def make_episodes(config: RLConfig, engine: Engine, pool: VerifierPool, world: World, policy: Policy) -> Episodes:
     chat = Chat(policy.tokenizer, policy.base.generation_config)
     sampling = SamplingParams(
         temperature=config.sampling.temperature,
@@ -101,8 +104,8 @@ def make_episodes(config: RLConfig, engine: Engine, pool: VerifierPool, policy: 
         stop_tokens=chat.stop_tokens,
         stop_strings=config.sampling.stop,
     )
-    limits = EpisodeLimits(context=policy.max_context)
-    return Episodes(engine, chat, pool, SingleTurn, sampling, config.run.seed, limits=limits)
+    limits = limits_of(config.env, policy.max_context)
+    return Episodes(engine, chat, pool, world.make, sampling, config.run.seed, limits=limits)
 
 
 async def _check_gold(pool: VerifierPool, prompts: list[Prompt], note: Callable[[str], None]) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from kitae.config.root import reinforcement
 from kitae.engines.start import start_engine
+from kitae.envs.registry import open_world
 from kitae.errors import ConfigError
 from kitae.models.load import export_policy, load_policy
 from kitae.observe.observer import Observer
@@ -41,6 +42,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
     frontier, state = _where_it_stands(store, checkpoint, forget)
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(make_pool(config, observer.note))
+        world = await stack.enter_async_context(open_world(config.env))
         observer.note(f"loading {config.model.path}")
         policy = load_policy(config.model, config.run.seed)
         trainer = start_trainer(config, policy)
@@ -63,8 +65,8 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
             recompute=config.pipeline.in_flight == "recompute",
             tolerance=probe_tolerance(policy),
         )
-        episodes = make_episodes(config, engine, pool, policy)
-        evaluations = RunEvaluations(config, store.metrics, observer, episodes, pool, sources)
+        episodes = make_episodes(config, engine, pool, world, policy)
+        evaluations = RunEvaluations(config, store.metrics, observer, episodes, pool, world, sources)
         pipeline = Pipeline(
             config, store, sources.stream, episodes, engine, learner, weights, observer, frontier, evaluations.at
         )

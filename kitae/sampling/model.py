@@ -12,7 +12,7 @@ from kitae.engines.base import SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.envs.base import EpisodeLimits
-from kitae.envs.episode import Episodes
+from kitae.envs.groups import Episodes
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import ConfigError, EngineError, root_cause
 from kitae.models.config import ModelConfig
@@ -72,7 +72,7 @@ class LoadedModel:
         return NativeEngine(self.policy, config)
 
     async def _sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, seed: int) -> list[Group]:
-        limits = EpisodeLimits(context=self.policy.max_context)
+        limits = EpisodeLimits(turns=1, context=self.policy.max_context)
         episodes = Episodes(self._engine, self._chat, _Nobody(), SingleTurn, params, seed, label="ask", limits=limits)
         async with self._turn:
             try:

@@ -16,7 +16,8 @@ from typing import Any
 from kitae.config.load import override_config
 from kitae.config.root import RLConfig
 from kitae.engines.start import start_engine
-from kitae.envs.episode import Episodes
+from kitae.envs.groups import Episodes
+from kitae.envs.registry import open_world
 from kitae.errors import (
     ConfigChangedError,
     ConfigError,
@@ -36,7 +37,7 @@ from kitae.types import Group, Prompt
 
 Note = Callable[[str], None]
 
-_SETTINGS = ("model", "data", "sampling")
+_SETTINGS = ("model", "data", "env", "sampling")
 _SINGLE = ("run.seed", "verifier.name", "verifier.params")
 """What decides which prompts are asked and how answers are sampled and judged: it must stay while a file is sampled."""
 
@@ -202,12 +203,13 @@ async def _sample(
 async def _episodes(config: RLConfig, watcher: SampleWatcher) -> Any:
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(make_pool(config, watcher.note))
+        world = await stack.enter_async_context(open_world(config.env))
         policy = load_policy(config.model, config.run.seed)
         engine, publisher = await start_engine(config.model, config.engine, policy, 0)
         if publisher is not None:
             stack.callback(publisher.close)
         stack.push_async_callback(engine.close)
-        yield replace(make_episodes(config, engine, pool, policy), label="sample")
+        yield replace(make_episodes(config, engine, pool, world, policy), label="sample")
 
 
 def _check_errors(config: RLConfig, tally: Tally) -> None:

@@ -4,8 +4,8 @@
         console.run("x = 6 * 7")        Report("ended", "", b"")
         console.run("x")                Report("ended", "", b"42\\n")
 
-An exception is part of what a cell prints. A cell that breaks a limit, or ends its process, costs the console its memory:
-the next one begins anew, and the report's status says so ("timeout", "crashed", "gone").
+An exception is part of what a cell prints. A cell that breaks a limit, or ends its process, costs the console its
+memory: the next one begins anew, and the report's status says so ("timeout", "crashed", "gone").
 """
 
 from typing import Self

@@ -53,8 +53,8 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """What a model's folder says without being loaded: `Model(parameters=134_515_008, hidden=576, layers=30, …)`."""
+class ModelShape:
+    """What a model's folder says without being loaded: `ModelShape(parameters=134_515_008, hidden=576, …)`."""
 
     parameters: int
     hidden: int
@@ -69,7 +69,7 @@ class Estimate:
 
     device: "torch.device"
     dtype: "torch.dtype"
-    model: Model | None = None
+    model: ModelShape | None = None
     memory: dict[str, float] | None = None
     generation: Range = Range(0, 0)
     training: Range = Range(0, 0)
@@ -119,7 +119,7 @@ def estimate(config: RLConfig) -> Estimate:
 class Machine:
     """Speed of a device for products of a model's shape, measured for a moment when it is asked for."""
 
-    def __init__(self, device: "torch.device", dtype: "torch.dtype", model: Model) -> None:
+    def __init__(self, device: "torch.device", dtype: "torch.dtype", model: ModelShape) -> None:
         self.device = device
         self.dtype = dtype
         self.model = model
@@ -195,7 +195,7 @@ class Machine:
         return min(times), median(times)
 
 
-def read_model(path: str) -> Model | None:
+def read_model(path: str) -> ModelShape | None:
     """From config.json and the headers of the weights; None for a model that is not here yet."""
     folder = find_model(path, download=False)
     shape: dict[str, Any] = {}
@@ -205,7 +205,7 @@ def read_model(path: str) -> Model | None:
     if parameters is None:
         return None
     hidden = shape.get("hidden_size", 576)
-    return Model(
+    return ModelShape(
         parameters=parameters,
         hidden=hidden,
         inner=shape.get("intermediate_size", 8 * hidden // 3),
@@ -232,7 +232,7 @@ def count_parameters(folder: Path) -> int | None:
 
 def _memory(
     config: RLConfig,
-    model: Model,
+    model: ModelShape,
     device: "torch.device",
     dtype: "torch.dtype",
     tokens: float,
@@ -254,12 +254,12 @@ def _memory(
     return found
 
 
-def _activations(model: Model, itemsize: int) -> int:
+def _activations(model: ModelShape, itemsize: int) -> int:
     """Bytes that training holds for each token."""
     return model.hidden * model.layers * _ACTIVATIONS * itemsize
 
 
-def _trained(config: RLConfig, model: Model) -> int:
+def _trained(config: RLConfig, model: ModelShape) -> int:
     return model.parameters if config.model.lora_rank == 0 else model.parameters // 50
 
 

@@ -27,7 +27,8 @@ from kitae.data.prompts import PromptStream
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.fake import FakeEngine, Pace
 from kitae.engines.fleet import Fleet
-from kitae.envs.episode import Episodes
+from kitae.envs.base import EpisodeLimits
+from kitae.envs.groups import Episodes
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import ConfigError
 from kitae.observe.observer import Reported, Silent
@@ -271,7 +272,9 @@ async def _run(store: RunStore, hardware: Hardware, times: Times, work: Work) ->
     engine = Fleet([FakeEngine(respond, pace, seed=seed, shares_weights=shared) for seed in seeds])
     sampling = SamplingParams(max_tokens=config.sampling.max_tokens)
     chat = Chat(_Tokenizer(work.prompt))
-    runner = Episodes(engine, chat, _Judge(times.verify), SingleTurn, sampling, config.run.seed)
+    runner = Episodes(
+        engine, chat, _Judge(times.verify), SingleTurn, sampling, config.run.seed, limits=EpisodeLimits(turns=1)
+    )
     stream = PromptStream(_prompts(work.signal), None, seed=config.run.seed, shuffle=False)
     learner = _Learner(config, times, hardware.training)
     weights = WeightSync(_NoWeights(), engine, recompute=config.pipeline.in_flight == "recompute", tolerance=0.0)

@@ -123,8 +123,8 @@ class RolloutPage:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """Who said what: `Turn("tool", "42", calls=[], name="python")`; calls: `["python(code='6 * 7')"]`."""
+class TurnView:
+    """Who said what: `TurnView("tool", "42", calls=[], name="python")`; calls: `["python(code='6 * 7')"]`."""
 
     role: str
     text: str
@@ -148,7 +148,7 @@ class SampleView:
     versions: list[int]
     rewards: list[float]
     text: str
-    transcript: list[Turn]
+    transcript: list[TurnView]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class GroupView:
 
     group: int
     prompt_id: str
-    messages: list[Turn]
+    messages: list[TurnView]
     reference: str
     context: str
     step: int | None
@@ -335,7 +335,7 @@ RECORDS = (
     Series,
     Brief,
     RolloutPage,
-    Turn,
+    TurnView,
     SampleView,
     GroupView,
     ChainTokens,

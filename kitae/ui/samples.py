@@ -12,7 +12,7 @@ from kitae.store.journal import Journal
 from kitae.types import Chain, Message, Rollout
 from kitae.ui import words
 from kitae.ui.queries import brief_table, reading
-from kitae.ui.records import ChainTokens, GroupView, SampleTokens, SampleView, Turn
+from kitae.ui.records import ChainTokens, GroupView, SampleTokens, SampleView, TurnView
 
 _RECORDS = "kitae.observe.tokens"
 """What training noted of each token, where a run did; a version of Kitae without it has no such columns."""
@@ -71,12 +71,12 @@ def _sample(rollout: Rollout) -> SampleView:
     )
 
 
-def _turn(message: Message) -> Turn:
+def _turn(message: Message) -> TurnView:
     parts = [str(part.get("text", f"[{part.get('type')}]")) for part in message.parts] or [message.content]
     calls = [
         f"{c.name}({', '.join(f'{name}={value!r}' for name, value in c.arguments.items())})" for c in message.calls
     ]
-    return Turn(message.role, "\n".join(filter(None, parts)), calls, message.name)
+    return TurnView(message.role, "\n".join(filter(None, parts)), calls, message.name)
 
 
 def _text(value: Any) -> str:

@@ -4,8 +4,8 @@ itself says, so a run that is interrupted has the same failures as one that is n
 import asyncio
 import zlib
 
-from kitae.envs.base import EpisodeLimits, Observation
-from kitae.types import Message, Prompt
+from kitae.envs.base import Observation, Opening
+from kitae.types import Message, Prompt, Turn
 
 TURNS = 3
 FAILURES = ("raise", "hang", "flood", "error")
@@ -22,13 +22,13 @@ class Dialogue:
         self._prompt = prompt
         self._heard = 0
 
-    async def start(self) -> tuple[Message, ...]:
-        return self._prompt.messages
+    async def start(self) -> Opening:
+        return Opening(self._prompt.messages)
 
-    async def step(self, response: str) -> Observation:
+    async def step(self, turn: Turn) -> Observation:
         self._heard += 1
         await asyncio.sleep(0.001)
-        fate = fate_of(response)
+        fate = fate_of(turn.text)
         if fate == "raise":
             raise ValueError(f"turn {self._heard} is too much")
         if fate == "hang":
@@ -43,11 +43,3 @@ class Dialogue:
 
     async def close(self) -> None:
         pass
-
-
-def install() -> None:
-    """Let runs of this process use it: recipes cannot name an environment."""
-    from kitae.pipeline import prepare
-
-    prepare.SingleTurn = Dialogue  # type: ignore[misc, assignment]
-    prepare.EpisodeLimits = lambda **settings: EpisodeLimits(seconds=0.5, **settings)  # type: ignore[misc, assignment]

@@ -24,16 +24,15 @@ SETTINGS = (
     "verifier.max_error_share=1",
     "pipeline.snapshot_seconds=0.02",
     STOPS,
-)
-SCRIPT = f"import sys; sys.path.insert(0, {str(HERE)!r}); import dialogue; dialogue.install(); " + (
-    "from kitae.cli.main import run; run()"
+    f"env.name={HERE / 'dialogue.py'}:Dialogue",
+    "env.seconds=0.5",
 )
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole")
-    finish(kitae("train", str(RECIPE), VERIFIER, f"run.dir={folder}", *SETTINGS, script=SCRIPT))
+    finish(kitae("train", str(RECIPE), VERIFIER, f"run.dir={folder}", *SETTINGS))
     return folder / "toy-001"
 
 
@@ -97,7 +96,7 @@ def count(run: Path, table: str) -> int:
 def test_an_interrupted_run_resumes_to_the_same_numbers(
     number: signal.Signals, moment: int, whole: Path, tmp_path: Path
 ) -> None:
-    process = kitae("train", str(RECIPE), VERIFIER, f"run.dir={tmp_path}", *SETTINGS, script=SCRIPT)
+    process = kitae("train", str(RECIPE), VERIFIER, f"run.dir={tmp_path}", *SETTINGS)
     run, deadline = tmp_path / "toy-001", time.time() + 100
     while count(run, "rollouts") < moment:
         assert process.poll() is None and time.time() < deadline
@@ -106,7 +105,7 @@ def test_an_interrupted_run_resumes_to_the_same_numbers(
     process.communicate(timeout=100)
     before = [told(r) for r in rollouts_of(run)]
     assert count(run, "parked") > 0 or number == signal.SIGKILL, "what is being said is kept"
-    finish(kitae("resume", str(run), script=SCRIPT))
+    finish(kitae("resume", str(run)))
     assert [told(r) for r in rollouts_of(run)] == [told(r) for r in rollouts_of(whole)]
     assert_same_metrics(run, whole)
     assert before == [told(r) for r in rollouts_of(run)][: len(before)]

@@ -13,7 +13,7 @@ FLOORS = (
     ("cli", "ui", "study"),
     ("chains", "sampling"),
     ("stages", "pipeline", "evaluation"),
-    ("envs", "trainer", "verifiers"),
+    ("envs", "serving", "trainer", "verifiers"),
     ("engines", "algorithms", "sandbox", "remote"),
     ("weights", "models"),
     ("observe", "store"),
@@ -28,6 +28,7 @@ BESIDE = {
     ("stages", "pipeline"),
     ("stages", "evaluation"),
     ("pipeline", "evaluation"),
+    ("envs", "serving"),
     ("weights", "models"),
     ("observe", "store"),
 }

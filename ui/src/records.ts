@@ -82,7 +82,7 @@ export interface RolloutPage {
   searched: number;
 }
 
-export interface Turn {
+export interface TurnView {
   role: string;
   text: string;
   calls: string[];
@@ -102,13 +102,13 @@ export interface SampleView {
   versions: number[];
   rewards: number[];
   text: string;
-  transcript: Turn[];
+  transcript: TurnView[];
 }
 
 export interface GroupView {
   group: number;
   prompt_id: string;
-  messages: Turn[];
+  messages: TurnView[];
   reference: string;
   context: string;
   step: number | null;

@@ -13,7 +13,7 @@ from pathlib import Path
 from kitae.errors import KitaeError
 from kitae.observe.console import FILE
 from kitae.observe.diagnosis import answers, learning, machinery
-from kitae.observe.diagnosis.base import Answer, Finding, Rule, Seen
+from kitae.observe.diagnosis.base import Finding, Reply, Rule, Seen
 from kitae.observe.timeline import read as read_timeline
 from kitae.store.journal import Journal
 from kitae.store.look import RunView, look
@@ -63,7 +63,7 @@ def _console(run: Path) -> list[str]:
     return lines[starts[-1] :] if starts else lines
 
 
-def _answers(run: Path) -> list[Answer]:
+def _answers(run: Path) -> list[Reply]:
     """Those of the first two and the last two steps, by the journal."""
     try:
         journal = Journal(run / "journal.sqlite", read_only=True)
@@ -78,4 +78,4 @@ def _answers(run: Path) -> list[Answer]:
         return []
     finally:
         journal.close()
-    return [Answer(step, g.id, r.text, str(g.prompt.reference)) for step, g in found for r in g.rollouts]
+    return [Reply(step, g.id, r.text, str(g.prompt.reference)) for step, g in found for r in g.rollouts]

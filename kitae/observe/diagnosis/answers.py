@@ -4,7 +4,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 
-from kitae.observe.diagnosis.base import WINDOW, Answer, Seen, rule, sentence, values
+from kitae.observe.diagnosis.base import WINDOW, Reply, Seen, rule, sentence, values
 from kitae.observe.diagnosis.learning import SOLVED, fell_from, lr_too_high, signal_share
 
 _LONG = 200  # characters from which a text can be called repetitive
@@ -235,7 +235,7 @@ def repetition(seen: Seen) -> str | None:
     return f"{share:.0%} of the answers of the last steps, {then:.0%} at first; one of them: {_brief(now[-1])!r}"
 
 
-def _ends(answers: Sequence[Answer]) -> tuple[list[Answer], list[Answer]]:
+def _ends(answers: Sequence[Reply]) -> tuple[list[Reply], list[Reply]]:
     """Those of the first two steps, and those of the last two, if these are others."""
     steps = sorted({a.step for a in answers})
     if len(steps) < 4:
@@ -250,7 +250,7 @@ def _commonest(texts: Sequence[str]) -> tuple[str, float]:
     return text, count / len(texts)
 
 
-def _repetitive(answers: Sequence[Answer]) -> list[str]:
+def _repetitive(answers: Sequence[Reply]) -> list[str]:
     return [a.text for a in answers if len(a.text) >= _LONG and _left(a.text) < _REPETITIVE]
 
 

@@ -37,8 +37,8 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What was said to a prompt at a step: `Answer(step=3, group=17, text="56, 34, 12", reference="56, 34, 12")`."""
+class Reply:
+    """What was said to a prompt at a step: `Reply(step=3, group=17, text="56, 34, 12", reference="56, 34, 12")`."""
 
     step: int
     group: int
@@ -60,7 +60,7 @@ class Seen:
     status: str = "running"
     console: Sequence[str] = ()
     timeline: Sequence[Row] = ()
-    answers: Sequence[Answer] = ()
+    answers: Sequence[Reply] = ()
 
     def all(self, key: str) -> list[float]:
         """The values of a metric, of the steps that have it."""

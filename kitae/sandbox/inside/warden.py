@@ -1,4 +1,5 @@
-"""The first process of a sandbox, which lives as long as one check or conversation does. When it ends, the kernel ends all others.
+"""The first process of a sandbox, which lives as long as one check or conversation does. When it ends, the kernel ends
+all others.
 
 It gets its orders on stdin and reports on stdout, pipes that no process of the candidate ever holds: a candidate is a
 fork that keeps nothing but its own streams or its line to the checker, and a program that the tests start gets neither.

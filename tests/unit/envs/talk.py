@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Request, Sampled, SamplingParams
-from kitae.envs.base import Observation
-from kitae.envs.episode import Episodes
+from kitae.envs.base import Observation, Opening
+from kitae.envs.groups import Episodes
 from kitae.errors import RequestError
-from kitae.types import Message, Prompt, Rollout, Score
+from kitae.types import Message, Prompt, Rollout, Score, Turn
 
 PROMPT = Prompt("p", (Message("user", "2 + 2"),), "4", {"question": "2 + 2"})
 STOP = 0
@@ -97,12 +97,12 @@ class Fickle:
         self.closed = 0
         Fickle.made.append(self)
 
-    async def start(self) -> tuple[Message, ...]:
+    async def start(self) -> Opening:
         await self.pause()
-        return (*self.prompt.messages, Message("user", noise()))
+        return Opening((*self.prompt.messages, Message("user", noise())))
 
-    async def step(self, response: str) -> Observation:
-        self.heard.append(response)
+    async def step(self, turn: Turn) -> Observation:
+        self.heard.append(turn.text)
         await self.pause()
         return Observation((Message("tool", noise()),)) if len(self.heard) < self.turns else Observation(done=True)
 

@@ -8,7 +8,8 @@ from typing import Any
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Request, Sampled, SamplingParams
 from kitae.engines.fake import FakeEngine
-from kitae.envs.episode import Episode, Episodes
+from kitae.envs.episode import Episode
+from kitae.envs.groups import Episodes
 from kitae.envs.single_turn import SingleTurn
 from kitae.store.journal import Journal
 from kitae.types import Message, Prompt, Score
@@ -85,7 +86,7 @@ def test_only_what_grew_is_copied(tmp_path: Path) -> None:
     async def body() -> None:
         engine = Growing()
         episodes = episodes_of(engine, None)
-        sampling = asyncio.create_task(Episode(episodes, 7, 0, PROMPT).run())
+        sampling = asyncio.create_task(Episode(episodes, SingleTurn(PROMPT), 7, 0, PROMPT).run())
         await asyncio.sleep(0)
         sizes = []
         for _ in range(6):
@@ -103,7 +104,7 @@ def test_only_what_grew_is_copied(tmp_path: Path) -> None:
         engine = Growing()
         engine.tokens = 60
         episodes = episodes_of(engine, None)
-        sampling = asyncio.create_task(Episode(episodes, 7, 0, PROMPT, parked).run())
+        sampling = asyncio.create_task(Episode(episodes, SingleTurn(PROMPT), 7, 0, PROMPT, parked).run())
         await asyncio.sleep(0)
         assert engine.request.prior.tokens == tuple(range(60))
         await journal.extend_parked(*episodes.grown(5))

@@ -1,8 +1,8 @@
 import asyncio
 
-from kitae.envs.base import Environment, Observation
+from kitae.envs.base import Environment, Observation, Opening
 from kitae.envs.single_turn import SingleTurn
-from kitae.types import Message, Prompt
+from kitae.types import Message, Prompt, Turn
 
 
 def test_one_question_one_answer():
@@ -11,10 +11,10 @@ def test_one_question_one_answer():
     async def episode():
         env: Environment = SingleTurn(prompt)
         try:
-            return await env.start(), await env.step("34, 12")
+            return await env.start(), await env.step(Turn("34, 12"))
         finally:
             await env.close()
 
-    messages, observation = asyncio.run(episode())
-    assert messages == prompt.messages
+    opening, observation = asyncio.run(episode())
+    assert opening == Opening(prompt.messages)
     assert observation == Observation(messages=(), done=True)

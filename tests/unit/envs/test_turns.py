@@ -18,11 +18,13 @@ from talk import PROMPT, SAMPLING, STOP, Engine, Fickle, Recorder, Tokenizer, ch
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Request
 from kitae.engines.native.sampler import stream_seed
-from kitae.envs.base import EpisodeLimits, Observation
-from kitae.envs.episode import Episode, Episodes, Parked
+from kitae.envs.base import EpisodeLimits, Observation, Opening
+from kitae.envs.episode import Episode
+from kitae.envs.groups import Episodes
+from kitae.envs.surroundings import Parked
 from kitae.errors import DataError, EngineError, RequestError, StoreError
 from kitae.store.journal import Journal
-from kitae.types import Group, Message, Prompt, Rollout, Score
+from kitae.types import Group, Message, Prompt, Rollout, Score, Turn
 
 
 def seed_of(group: int, index: int) -> Callable[[int], int]:
@@ -30,13 +32,16 @@ def seed_of(group: int, index: int) -> Callable[[int], int]:
 
 
 def run(episodes: Episodes, record: Rollout | None = None) -> Rollout:
-    return asyncio.run(Episode(episodes, 7, 0, PROMPT, record).run())
+    return asyncio.run(Episode(episodes, episodes.make(PROMPT), 7, 0, PROMPT, record).run())
+
+
+ASKED = Opening(PROMPT.messages)
 
 
 class Script:
     """Answers `answers` one after the other: observations, exceptions to raise, or functions to call."""
 
-    def __init__(self, *answers: Any, opening: Any = PROMPT.messages) -> None:
+    def __init__(self, *answers: Any, opening: Any = ASKED) -> None:
         self.answers, self.opening = list(answers), opening
         self.heard = list[str]()
         self.closed = 0
@@ -47,8 +52,8 @@ class Script:
     async def start(self) -> Any:
         return await give(self.opening)
 
-    async def step(self, response: str) -> Any:
-        self.heard.append(response)
+    async def step(self, turn: Turn) -> Any:
+        self.heard.append(turn.text)
         return await give(self.answers.pop(0))
 
     async def close(self) -> None:
@@ -85,7 +90,7 @@ def test_the_context_only_grows() -> None:
     assert Fickle.made[-1].closed == 1
 
 
-def test_the_text_is_all_that_the_model_said_and_the_transcript_who_said_what() -> None:
+def test_the_last_turn_is_judged_and_the_transcript_says_who_said_what() -> None:
     judge = Recorder()
     script = Script(MORE, Observation((Message("user", "Right!"),), done=True))
     group = asyncio.run(talks(Engine(), script, judge).group(7, PROMPT, 1))
@@ -98,7 +103,7 @@ def test_the_text_is_all_that_the_model_said_and_the_transcript_who_said_what() 
         {"role": "assistant", "content": script.heard[1]},
         {"role": "user", "content": "Right!"},
     ]
-    assert judge.asked == [(rollout.text, {"question": "2 + 2", "transcript": expected})]
+    assert judge.asked == [(script.heard[-1], {"question": "2 + 2", "transcript": expected})]
     assert rollout.score == Score(1.0)
 
 
@@ -229,7 +234,7 @@ def test_a_failing_environment_costs_one_sample(kind: str, turn: int, tmp_path: 
     journal.close()
 
 
-@pytest.mark.parametrize("opening", [ValueError("no room"), hang, "2 + 2", (42,)])
+@pytest.mark.parametrize("opening", [ValueError("no room"), hang, "2 + 2", Opening("2 + 2"), Opening((42,))])
 def test_one_that_does_not_start_costs_one_sample(opening: Any) -> None:
     made = iter([Script(DONE), Script(opening=opening), Script(DONE)])
     group = asyncio.run(talks(Engine(), lambda _: next(made), Recorder(), limits=QUICK).group(7, PROMPT, 3))
@@ -267,7 +272,7 @@ def test_an_impossible_prompt_is_the_group_s() -> None:
     with pytest.raises(RequestError, match="in a context of 3"):
         asyncio.run(talks(Engine(context=3), Fickle, Recorder()).group(7, PROMPT, 2))
     with pytest.raises(DataError, match="at least one message"):
-        asyncio.run(talks(Engine(), Script(opening=()), Recorder()).group(7, PROMPT, 1))
+        asyncio.run(talks(Engine(), Script(opening=Opening(())), Recorder()).group(7, PROMPT, 1))
 
 
 @pytest.mark.parametrize("error", [EngineError("dead"), StoreError("full"), KeyboardInterrupt()])
@@ -438,8 +443,8 @@ def test_a_single_answer_is_parked_as_before(tmp_path: Path) -> None:
     class Single(Fickle):
         turns = 1
 
-        async def start(self) -> tuple[Message, ...]:
-            return self.prompt.messages
+        async def start(self) -> Opening:
+            return Opening(self.prompt.messages)
 
     journal = Journal(tmp_path / "journal.sqlite")
     asyncio.run(one_cut("park", 2, journal, Single))
@@ -457,7 +462,7 @@ def recorded(*answers: Any, **settings: Any) -> Rollout:
     async def body() -> Rollout:
         script = Script(*answers, hang)
         episodes = talks(Engine(), script, Recorder(), **settings)
-        episode = asyncio.create_task(Episode(episodes, 7, 0, PROMPT).run())
+        episode = asyncio.create_task(Episode(episodes, episodes.make(PROMPT), 7, 0, PROMPT).run())
         while len(script.heard) <= len(answers):
             await asyncio.sleep(0)
         await episodes.park()
@@ -528,7 +533,7 @@ def test_a_run_that_stops_again_before_it_got_anywhere_keeps_the_record(finish: 
 
         async def body(script: Script = script) -> Rollout:
             episodes = talks(Engine(), script, Recorder())
-            episode = asyncio.create_task(Episode(episodes, 7, 0, PROMPT, record).run())
+            episode = asyncio.create_task(Episode(episodes, episodes.make(PROMPT), 7, 0, PROMPT, record).run())
             while script.answers[:1] not in ([], [hang]) or not (script.heard or script.opening is hang):
                 await asyncio.sleep(0)
             assert episodes.grown(1) == [], "there is nothing new"
@@ -546,7 +551,7 @@ def test_only_what_is_new_of_a_conversation_is_copied(tmp_path: Path) -> None:
         episodes = talks(engine, script, Recorder())
         copies = list[tuple[Rollout, int]]()
         engine.tick = lambda: copies.extend(episodes.grown(1))
-        episode = asyncio.create_task(Episode(episodes, 7, 0, PROMPT).run())
+        episode = asyncio.create_task(Episode(episodes, episodes.make(PROMPT), 7, 0, PROMPT).run())
         while len(script.heard) < 2:
             await asyncio.sleep(0)
         copies += episodes.grown(1)
@@ -614,8 +619,8 @@ def test_any_episode_however_often_interrupted(
     random.seed(seed)
 
     class Failing(Fickle):
-        async def step(self, response: str) -> Observation:
-            found = await super().step(response)
+        async def step(self, turn: Turn) -> Observation:
+            found = await super().step(turn)
             if len(self.heard) != at or way == "none" or way == "refuse":
                 return found
             answers = {"flood": Observation((Message("tool", "x" * 80),)), "error": Observation(error="lost")}
@@ -633,7 +638,7 @@ def test_any_episode_however_often_interrupted(
     async def one(journal: Journal | None, act: str, moment: int) -> Group | None:
         clock = Clock(moment)
         engine = Refusing(clock.tick)
-        limits = EpisodeLimits(seconds=0.02 if way == "hang" else 30, tokens=50)
+        limits = EpisodeLimits(seconds=0.25 if way == "hang" else 30, tokens=50)
         episodes = talks(engine, lambda prompt: Failing(prompt, clock.tick), Recorder(), limits=limits)
         found = await interrupted(act, clock, episodes, 2, journal)
         check_requests(sorted(engine.requests, key=lambda r: r.id), engine.answers)

@@ -14,7 +14,7 @@ from kitae.data.chat import Chat
 from kitae.data.config import DataConfig
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.fake import FakeEngine
-from kitae.envs.episode import Episodes
+from kitae.envs.groups import Episodes
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import EngineError, RequestError
 from kitae.evaluation.measure import Evaluation, evaluate, measure, suite_episodes

@@ -18,7 +18,7 @@ from typing import Any
 from kitae.config.load import load_config
 from kitae.errors import KitaeError
 from kitae.observe.diagnosis import see
-from kitae.observe.diagnosis.base import Answer, Row, Seen
+from kitae.observe.diagnosis.base import Reply, Row, Seen
 from kitae.observe.timeline import Period, union
 
 HERE = Path(__file__).parent
@@ -195,7 +195,7 @@ def kept(name: str) -> Seen:
     """A run as it was seen."""
     data = json.loads((DATA / f"{name}.json").read_text())
     del data["command"]
-    return Seen(**{**data, "answers": [Answer(**a) for a in data["answers"]]})
+    return Seen(**{**data, "answers": [Reply(**a) for a in data["answers"]]})
 
 
 def _short(value: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from kitae.config.load import override_config, parse_config
 from kitae.config.root import RLConfig
-from kitae.envs.episode import Episodes
+from kitae.envs.groups import Episodes
 from kitae.errors import ConfigChangedError, ConfigError, StoreError, VerifierError
 from kitae.sampling.select import Selection
 from kitae.sampling.session import PartialFile, SampleOrder, SampleWatcher, sample_file, sample_groups

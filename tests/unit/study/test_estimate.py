@@ -10,9 +10,9 @@ import torch
 from kitae.config.load import parse_config
 from kitae.config.root import RLConfig
 from kitae.study import estimate as module
-from kitae.study.estimate import Estimate, Machine, Model, Range, estimate, read_model
+from kitae.study.estimate import Estimate, Machine, ModelShape, Range, estimate, read_model
 
-SMOLLM2 = Model(parameters=134_515_008, hidden=576, inner=1536, layers=30, vocabulary=49152)
+SMOLLM2 = ModelShape(parameters=134_515_008, hidden=576, inner=1536, layers=30, vocabulary=49152)
 
 
 class Measured(Machine):
@@ -96,7 +96,7 @@ def test_memory_grows_with_what_is_held(found: Callable[..., Estimate]) -> None:
 
 
 def test_a_machine_is_measured_in_a_moment() -> None:
-    model = Model(parameters=10**6, hidden=64, inner=128, layers=2, vocabulary=100)
+    model = ModelShape(parameters=10**6, hidden=64, inner=128, layers=2, vocabulary=100)
     machine = Machine(torch.device("cpu"), torch.float32, model)
     took = machine.generate(prompts=2, responses=8, prompt=10, longest=4, batch=8)
     assert 0 < took.low < took.high < 10

@@ -5,7 +5,7 @@ import { diff, type Piece } from "../diff";
 import { number } from "../format";
 import { Heat } from "../heat";
 import { GROUP_PAGE, Reward, Waiting } from "../parts";
-import type { GroupView, RunDetail, SampleView, Turn } from "../records";
+import type { GroupView, RunDetail, SampleView, TurnView } from "../records";
 import { alter, altered, link } from "../router";
 
 export function Group({ run, group, query }: { run: RunDetail; group: number; query: URLSearchParams }) {
@@ -95,7 +95,7 @@ function One({ run, group, sample, column }: { run: string; group: number; sampl
   );
 }
 
-export function Talk({ turns }: { turns: Turn[] }) {
+export function Talk({ turns }: { turns: TurnView[] }) {
   return (
     <>
       {turns.map((turn, i) => (

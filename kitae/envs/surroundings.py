@@ -1,0 +1,171 @@
+"""What episodes need, and what may become of one on its way."""
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from numbers import Real
+from typing import Any, Protocol
+
+from kitae.data.chat import Chat
+from kitae.engines.base import Engine, Sampled, SamplingParams
+from kitae.envs.base import Agent, Environment, EpisodeLimits, Observation, Opening
+from kitae.errors import EngineError, Interrupted, RequestError, StalledError, StoreError, root_cause
+from kitae.types import Message, Prompt, Rollout, Score, Turn
+
+MakeEnvironment = Callable[[Prompt], Environment | Agent]
+
+LAST_SECONDS = 2.0
+"""To close an environment while the run is stopping."""
+
+OWN_ERRORS = (EngineError, StoreError, StalledError, Interrupted)
+"""They end the run, whoever calls into them; but for a `RequestError`, which is about one request."""
+
+_LONGEST_REASON = 500  # characters
+
+
+class Judge(Protocol):
+    """Scores a response: a `VerifierPool`, or whatever stands in for one."""
+
+    async def score(self, response: str, reference: Any, context: Mapping[str, Any]) -> Score: ...
+
+
+class Parked(Exception):
+    """The run is stopping; what was sampled is in the journal."""
+
+
+class Failure(Exception):
+    """The episode cannot go on, and the model is not to blame; the message says why."""
+
+
+class InFlight(Protocol):
+    """An episode under way, as those see it who stop or copy it.
+
+    asking: the id of a request whose tokens can be copied as they come, or "". copied_of_turn: how many of them the
+    journal has.
+    """
+
+    @property
+    def asking(self) -> str: ...
+    @property
+    def copied_of_turn(self) -> int: ...
+    def interrupt(self) -> None: ...
+    def grown(self, news: Sampled, least: int) -> tuple[Rollout, int] | None: ...
+
+
+@dataclass(slots=True)
+class Running:
+    """The episodes under way, by the ids of their rollouts. parking: they end as soon as they can."""
+
+    episodes: dict[str, InFlight] = field(default_factory=dict)
+    parking: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What episodes need. `label` keeps the random streams of training and evaluation apart.
+
+    verifier: None where the environment gives all rewards. `waiting` is entered around each wait, with what is waited
+    for and by which rollout.
+    """
+
+    engine: Engine
+    chat: Chat
+    verifier: Judge | None
+    environment: MakeEnvironment
+    sampling: SamplingParams
+    seed: int
+    label: str = "train"
+    limits: EpisodeLimits = field(default_factory=EpisodeLimits)
+    waiting: Callable[[str, str], AbstractContextManager[None]] = lambda what, which: nullcontext()
+    running: Running = field(default_factory=Running)
+
+    def make(self, prompt: Prompt) -> Environment | Agent:
+        """One that could not be made fails when it is started."""
+        try:
+            return self.environment(prompt)
+        except Exception as error:
+            if not is_its_own(error):
+                raise
+            return _Unmade(Failure(f"making it raised {told(error)}"))
+
+    async def close(self, environment: Environment | Agent, which: str) -> str:
+        """Close an environment, in the time that it has. What went wrong, or ""."""
+        seconds = self.limits.seconds
+        if self.running.parking:  # what was sampled must be in the journal soon
+            seconds = min(seconds, LAST_SECONDS)
+        try:
+            with self.waiting("the environment to close", which):
+                async with asyncio.timeout(seconds):
+                    await environment.close()
+        except BaseException as error:
+            if not is_its_own(error):
+                raise
+            return f"the environment could not be closed: {told(error)}"
+        return ""
+
+
+class _Unmade:
+    """Stands where an environment would."""
+
+    def __init__(self, failure: Failure) -> None:
+        self._failure = failure
+
+    async def start(self) -> Opening:
+        raise self._failure
+
+    async def step(self, turn: Turn) -> Observation:
+        raise self._failure
+
+    async def close(self) -> None:
+        pass
+
+
+def noted(score: Score, complaint: str) -> Score:
+    return replace(score, detail="; ".join(filter(None, (score.detail, complaint)))) if complaint else score
+
+
+def is_its_own(error: BaseException) -> bool:
+    """Whether an error that comes out of an environment is its own: not the end of this task, nor of the run."""
+    cause = root_cause(error) if isinstance(error, ExceptionGroup) else error
+    if isinstance(cause, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or not task.cancelling()
+    return isinstance(cause, Exception) and (isinstance(cause, RequestError) or not isinstance(cause, OWN_ERRORS))
+
+
+def read_messages(name: str, found: object) -> tuple[Message, ...]:
+    """What an environment says, if it is messages that can be kept."""
+    if not isinstance(found, tuple | list):
+        raise Failure(f"the messages of {name} must be a tuple, got {type(found).__name__}")
+    for message in found:
+        if not isinstance(message, Message):
+            raise Failure(f"the messages of {name} must be of type Message, got {type(message).__name__}")
+        if not isinstance(message.role, str) or not isinstance(message.content, str):
+            raise Failure(f"role and content of a message of {name} must be text, got {shortened(repr(message))}")
+        try:
+            json.dumps(asdict(message))
+        except Exception as error:
+            raise Failure(f"a message of {name} must hold JSON: {told(error)}") from error
+    return tuple(found)
+
+
+def read_reward(found: object) -> float | None:
+    if found is None:
+        return None
+    if not isinstance(found, Real) or not math.isfinite(found):
+        raise Failure(f"a reward must be a finite number or None, got {shortened(repr(found))}")
+    return float(found)
+
+
+def told(error: BaseException) -> str:
+    try:
+        return shortened(f"{type(error).__name__}: {error}")
+    except Exception:  # it cannot even say what it is
+        return type(error).__name__
+
+
+def shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]} …"

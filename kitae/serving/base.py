@@ -1,0 +1,48 @@
+"""Who answers a client: the seam between what comes in over HTTP and what samples the tokens."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kitae.engines.base import Sampled, SamplingParams
+from kitae.types import FinishReason, Message, Tool, Turn
+
+Heard = Callable[[Sampled], None]
+"""Is told of further tokens of an answer as they come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One answer wanted, to a chat or to a text: `Ask("chat-17", messages=(Message("user", "Hello"),))`.
+
+    Exactly one of messages and prompt_tokens is given; tools belong to messages. seed None: the model draws one. retry:
+    the client says that it has asked this before and got no answer.
+    """
+
+    id: str
+    messages: tuple[Message, ...] = ()
+    prompt_tokens: tuple[int, ...] | None = None
+    tools: tuple[Tool, ...] = ()
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    seed: int | None = None
+    retry: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was sampled for an ask, as tokens and as read."""
+
+    prompt_tokens: tuple[int, ...]
+    sampled: Sampled
+    finish: FinishReason
+    turn: Turn
+
+
+class Model(Protocol):
+    """Whoever answers.
+
+    `heard` is called with further tokens as they come; all of them have been heard when `ask` returns. A caller that is
+    cancelled takes its request back. Raises `RequestError` where the ask is impossible.
+    """
+
+    async def ask(self, ask: Ask, heard: Heard | None = None) -> Answer: ...
