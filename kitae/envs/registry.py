@@ -6,7 +6,9 @@ from typing import Any, Self
 
 from kitae.envs.base import Agent, Environment, EpisodeLimits, World
 from kitae.envs.config import EnvConfig
+from kitae.envs.games.world import Games
 from kitae.envs.single_turn import SingleTurn
+from kitae.envs.tools.world import Tools
 from kitae.errors import ConfigError
 from kitae.plugins import is_plugin, load_function, nearest
 from kitae.types import Prompt
@@ -37,7 +39,7 @@ def _single(params: Params) -> World:
     return Simple(SingleTurn)
 
 
-WORLDS: dict[str, Callable[[Params], World]] = {"single": _single}
+WORLDS: dict[str, Callable[[Params], World]] = {"single": _single, "tools": Tools, "games": Games}
 
 
 def open_world(config: EnvConfig) -> World:
