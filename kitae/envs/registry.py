@@ -7,6 +7,7 @@ from typing import Any, Self
 from kitae.envs.base import Agent, Environment, EpisodeLimits, World
 from kitae.envs.config import EnvConfig
 from kitae.envs.games.world import Games
+from kitae.envs.mcp.world import Mcp
 from kitae.envs.single_turn import SingleTurn
 from kitae.envs.tools.world import Tools
 from kitae.errors import ConfigError
@@ -39,7 +40,7 @@ def _single(params: Params) -> World:
     return Simple(SingleTurn)
 
 
-WORLDS: dict[str, Callable[[Params], World]] = {"single": _single, "tools": Tools, "games": Games}
+WORLDS: dict[str, Callable[[Params], World]] = {"single": _single, "tools": Tools, "games": Games, "mcp": Mcp}
 
 
 def open_world(config: EnvConfig) -> World:

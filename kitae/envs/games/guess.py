@@ -22,7 +22,7 @@ class GuessParams(Section):
 
 
 class Guess:
-    """A `Game`. A right guess is worth 1 and ends it; so do the last guess, worth 0 if it was wrong, and none at all."""
+    """A `Game`. A right guess is worth 1 and ends it; so does the last guess, worth 0 if it is wrong."""
 
     def __init__(self, seed: int, options: Mapping[str, Any]) -> None:
         params = read_params(GuessParams, options, "games")

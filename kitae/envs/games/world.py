@@ -1,7 +1,7 @@
 """The environment `games`: the model plays, the game gives the rewards.
 
-A prompt of the data is a seed, and a seed is a game: `data.task = "episodes"` makes them. Games of other packages run in
-processes of their own, one for each episode.
+A prompt of the data is a seed, and a seed is a game: `data.task = "episodes"` makes them. Games of other packages run
+in processes of their own, one for each episode.
 """
 
 import hashlib
