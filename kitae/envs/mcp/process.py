@@ -13,7 +13,6 @@ import resource
 import shutil
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 from kitae.errors import ConfigError
@@ -145,7 +144,7 @@ async def _session(stack: AsyncExitStack, setup: Mapping[str, Any]) -> Any:
     program, *arguments = tethered(setup["command"])
     environment = {**os.environ, **setup["env"]}
     server = StdioServerParameters(command=program, args=arguments, env=environment, cwd=setup["cwd"] or None)
-    silent = stack.enter_context(Path(os.devnull).open("w"))
+    silent = stack.enter_context(open(os.devnull, "w"))  # noqa: SIM115 - the stack closes it
     read, write = await stack.enter_async_context(stdio_client(server, errlog=silent))
     session = await stack.enter_async_context(ClientSession(read, write))
     await session.initialize()

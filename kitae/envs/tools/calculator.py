@@ -178,8 +178,8 @@ _FUNCTIONS: dict[str, tuple[int, int, Callable[..., Number]]] = {
     "floor": (1, 1, lambda value: Fraction(math.floor(value))),
     "gcd": (1, _MANY, _whole(math.gcd)),
     "lcm": (1, _MANY, _whole(math.lcm)),
-    "max": (1, _MANY, max),
-    "min": (1, _MANY, min),
+    "max": (1, _MANY, lambda *values: max(values)),
+    "min": (1, _MANY, lambda *values: min(values)),
     "round": (1, 2, _rounded),
     "sqrt": (1, 1, _root),
 }
