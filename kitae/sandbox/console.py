@@ -1,6 +1,6 @@
 """Python that remembers what it was told, in a sandbox.
 
-    with Console("auto", Limits(time_limit=4.0)) as console:
+    with PythonConsole("auto", Limits(time_limit=4.0)) as console:
         console.run("x = 6 * 7")        Report("ended", "", b"")
         console.run("x")                Report("ended", "", b"42\\n")
 
@@ -18,7 +18,7 @@ _START_LIMIT = 20.0  # seconds
 _SLACK = 5.0  # seconds that the warden may be late
 
 
-class Console:
+class PythonConsole:
     """Blocks while a cell runs; see above. packages: those installed beside Kitae can be imported."""
 
     def __init__(self, sandbox: SandboxChoice, limits: Limits, packages: bool = False) -> None:

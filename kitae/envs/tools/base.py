@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kitae.data.arguments import function_of
+from kitae.data.messages import SYSTEM
 from kitae.envs.base import Observation, Opening
 from kitae.types import Message, Prompt, Tool, ToolCall, Turn
 
@@ -27,14 +28,18 @@ class ToolEpisode:
 
     A call that cannot be read, or that the tool refuses, is answered by an error that the model can read. What a tool
     says is cut to `output` characters, from its middle. Scoring is left to the verifier, which judges the last turn.
+    `examples` are shown before the prompt, after its system message.
     """
 
-    def __init__(self, prompt: Prompt, hands: Sequence[Hand], output: int) -> None:
-        self._prompt, self._output = prompt, output
+    def __init__(self, prompt: Prompt, hands: Sequence[Hand], output: int, examples: tuple[Message, ...] = ()) -> None:
+        self._output = output
+        begin = next((n for n, m in enumerate(prompt.messages) if m.role not in SYSTEM), 0)
+        shown = (*prompt.messages[:begin], *examples, *prompt.messages[begin:])
+        self._messages = shown if examples else prompt.messages
         self._hands = {str(function_of(hand.tool)["name"]): hand for hand in hands}
 
     async def start(self) -> Opening:
-        return Opening(self._prompt.messages, tuple(hand.tool for hand in self._hands.values()))
+        return Opening(self._messages, tuple(hand.tool for hand in self._hands.values()))
 
     async def step(self, turn: Turn) -> Observation:
         if turn.problem:

@@ -25,8 +25,8 @@ _LONGEST_QUERY = 64  # different words
 
 
 @dataclass(frozen=True, slots=True)
-class Passage:
-    """`Passage("rivers.md", "The Amazon is …")`; source: the title, or the file."""
+class Excerpt:
+    """`Excerpt("rivers.md", "The Amazon is …")`; source: the title, or the file."""
 
     source: str
     text: str
@@ -35,7 +35,7 @@ class Passage:
 class Index:
     """`Index.of(Path("notes")).find("longest river", 3)`."""
 
-    def __init__(self, passages: list[Passage]) -> None:
+    def __init__(self, passages: list[Excerpt]) -> None:
         self.passages = passages
         self._found: dict[str, tuple[array[int], array[int]]] = {}  # by word: passages, and how often it is in them
         self._lengths = array("l")
@@ -63,7 +63,7 @@ class Index:
             )
         return cls(passages)
 
-    def find(self, query: str, count: int) -> list[Passage]:
+    def find(self, query: str, count: int) -> list[Excerpt]:
         """The passages that fit best, best first; those that share no word with the query are none."""
         scores: dict[int, float] = defaultdict(float)
         total = len(self.passages)
@@ -89,16 +89,16 @@ def _stem(word: str) -> str:
     return f"{word[:-3]}y" if word.endswith("ies") and len(word) > 4 else word[:-1]
 
 
-def _passages(file: Path, folder: Path) -> Iterator[Passage]:
+def _passages(file: Path, folder: Path) -> Iterator[Excerpt]:
     name = file.name if file == folder else str(file.relative_to(folder))
     text = file.read_text("utf-8", errors="replace")
     if file.suffix != ".jsonl":
-        yield from (Passage(name, piece) for piece in _pieces(text))
+        yield from (Excerpt(name, piece) for piece in _pieces(text))
         return
     for number, line in enumerate(text.splitlines(), 1):
         if line.strip():
             title, said = _row(line, f"{file}:{number}")
-            yield from (Passage(title or f"{name}:{number}", piece) for piece in _pieces(said))
+            yield from (Excerpt(title or f"{name}:{number}", piece) for piece in _pieces(said))
 
 
 def _row(line: str, where: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from kitae.envs.helpers import Helper, HelperLost, Helpers
 from kitae.envs.tools.base import ToolRefusal, describe
 from kitae.errors import KitaeWarning, SandboxError
 from kitae.processes.serve import Answer, serve
-from kitae.sandbox.console import Console
+from kitae.sandbox.console import PythonConsole
 from kitae.sandbox.orders import Limits
 from kitae.sandbox.session import SandboxChoice, find_backend
 from kitae.types import ToolCall
@@ -69,7 +69,7 @@ def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KitaeWarning)
         find_backend(setup["sandbox"])
-    console = Console(setup["sandbox"], Limits(**setup["limits"]), setup["packages"])
+    console = PythonConsole(setup["sandbox"], Limits(**setup["limits"]), setup["packages"])
 
     def answer(job: Mapping[str, Any]) -> Mapping[str, Any]:
         try:

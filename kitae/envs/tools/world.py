@@ -1,23 +1,25 @@
 """The environment `tools`: a question of the data, and tools to answer it with."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
+from kitae.data.messages import read_messages
 from kitae.envs.params import read_params
 from kitae.envs.tools.base import Hand, ToolEpisode
 from kitae.envs.tools.calculator import Calculator
 from kitae.envs.tools.passages import Index
 from kitae.envs.tools.python import Python, python_helpers
 from kitae.envs.tools.search import Search
+from kitae.errors import ConfigError, DataError
 from kitae.sandbox.orders import Limits
 from kitae.sandbox.session import SandboxChoice
 from kitae.section import Section
-from kitae.types import Prompt
+from kitae.types import Message, Prompt
 
 ToolName = Literal["python", "calculator", "search"]
 
@@ -43,6 +45,9 @@ class ToolsParams(Section):
 
     tools: tuple[ToolName, ...] = Field(min_length=1, description="Which tools there are: python, calculator, search.")
     output: int = Field(2000, ge=50, description="Characters of an answer of a tool, at most; the middle is cut.")
+    examples: tuple[dict[str, JsonValue], ...] = Field(
+        (), description="Messages to show before each prompt, calls and their results included, as in OpenAI's API."
+    )
     python: PythonParams = PythonParams()
     search: SearchParams | None = None
 
@@ -60,6 +65,7 @@ class Tools:
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         self._params = read_params(ToolsParams, params, "tools")
+        self._examples = _messages(self._params.examples)
         python = self._params.python
         limits = Limits(time_limit=python.time_limit, memory_mb=python.memory_mb, output_mb=1)
         self._consoles = python_helpers(python.sandbox, python.packages, limits)
@@ -77,7 +83,8 @@ class Tools:
         await self._open.aclose()
 
     def make(self, prompt: Prompt) -> ToolEpisode:
-        return ToolEpisode(prompt, [self._hand(name) for name in self._params.tools], self._params.output)
+        hands = [self._hand(name) for name in self._params.tools]
+        return ToolEpisode(prompt, hands, self._params.output, self._examples)
 
     def _hand(self, name: ToolName) -> Hand:
         if name == "python":
@@ -86,3 +93,10 @@ class Tools:
             assert self._index is not None and self._params.search is not None
             return Search(self._index, self._params.search.results)
         return Calculator()
+
+
+def _messages(examples: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+    try:
+        return read_messages(examples) if examples else ()
+    except DataError as problem:
+        raise ConfigError(f"env.params.examples: {problem}") from None

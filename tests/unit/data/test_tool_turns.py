@@ -32,7 +32,7 @@ def result(text, role="tool"):
 
 
 def specials(made, tokens):
-    return [t for t in tokens if t in made._special_ids]
+    return [t for t in tokens if t in made.special_tokens]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

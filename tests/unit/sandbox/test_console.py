@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kitae.sandbox.console import Console
+from kitae.sandbox.console import PythonConsole
 from kitae.sandbox.orders import Limits
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewra
 
 @pytest.fixture
 def console():
-    with Console("auto", Limits(time_limit=1.0, memory_mb=256, output_mb=1)) as made:
+    with PythonConsole("auto", Limits(time_limit=1.0, memory_mb=256, output_mb=1)) as made:
         yield made
 
 
