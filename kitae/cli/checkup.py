@@ -37,8 +37,8 @@ _UNLIMITED = 10**9  # what tokenizers say that know of no limit
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was looked at: `Finding("stop token", "good", "'<|im_end|>' ends a turn")`."""
+class Checked:
+    """One thing that was looked at: `Checked("stop token", "good", "'<|im_end|>' ends a turn")`."""
 
     name: str
     verdict: Verdict
@@ -64,18 +64,18 @@ def report(model: str, as_json: bool) -> bool:
     return all(finding.verdict != "wrong" for finding in findings)
 
 
-def examine(tokenizer: Any, generation: Any = None) -> list[Finding]:
+def examine(tokenizer: Any, generation: Any = None) -> list[Checked]:
     """What the chat template and the tokenizer do."""
     chat = Chat(tokenizer, generation)
     if chat.plain:
-        template = Finding(
+        template = Checked(
             "template",
             "note",
             "none: messages are joined by newlines",
             "train from an instruct model, or teach a template by SFT first",
         )
         return [template, _padding(tokenizer)]
-    checks: tuple[Callable[[Chat], Finding], ...] = (
+    checks: tuple[Callable[[Chat], Checked], ...] = (
         _template,
         _begin,
         _stop,
@@ -88,54 +88,54 @@ def examine(tokenizer: Any, generation: Any = None) -> list[Finding]:
     return [*(_tried(check, chat) for check in checks), _padding(tokenizer)]
 
 
-def _tried(check: Callable[[Chat], Finding], chat: Chat) -> Finding:
+def _tried(check: Callable[[Chat], Checked], chat: Chat) -> Checked:
     try:
         return check(chat)
     except DataError as problem:
         name = check.__name__.strip("_")
-        return Finding(
+        return Checked(
             name, "wrong", str(problem), "mend the chat template: conversations of this kind cannot be trained"
         )
 
 
-def _template(chat: Chat) -> Finding:
+def _template(chat: Chat) -> Checked:
     tokens = chat.encode_prompt([_QUESTION])
     shown = chat.spell(*tokens)
     if _QUESTION.content not in shown:
-        return Finding("template", "wrong", "it leaves the question out", "mend the chat template")
-    return Finding(
+        return Checked("template", "wrong", "it leaves the question out", "mend the chat template")
+    return Checked(
         "template", "good", f"a question of {len(chat.encode(_QUESTION.content))} tokens becomes {len(tokens)}"
     )
 
 
-def _begin(chat: Chat) -> Finding:
+def _begin(chat: Chat) -> Checked:
     tokens = chat.encode_prompt([_QUESTION])
     if chat.bos is not None and tokens[:2] == (chat.bos, chat.bos):
-        return Finding(
+        return Checked(
             "BOS", "wrong", f"prompts begin with {chat.spell(chat.bos)!r} twice", "take one out of the template"
         )
     if chat.bos is None or tokens[0] != chat.bos:
-        return Finding("BOS", "good", "the template begins without one")
-    return Finding("BOS", "good", f"prompts begin with {chat.spell(chat.bos)!r} once")
+        return Checked("BOS", "good", "the template begins without one")
+    return Checked("BOS", "good", f"prompts begin with {chat.spell(chat.bos)!r} once")
 
 
-def _stop(chat: Chat) -> Finding:
+def _stop(chat: Chat) -> Checked:
     """A turn must end with a token at which sampling stops."""
     closing, stops = chat.closing(), chat.stop_tokens
     found = [token for token in closing if token in stops]
     if found:
-        return Finding("stop token", "good", f"{chat.spell(found[0])!r} ends a turn and stops sampling")
+        return Checked("stop token", "good", f"{chat.spell(found[0])!r} ends a turn and stops sampling")
     special = [token for token in closing if token in chat.special_tokens]
     told = ", ".join(repr(chat.spell(token)) for token in stops) or "none"
     if special:
         name = chat.spell(special[0])
-        return Finding(
+        return Checked(
             "stop token",
             "wrong",
             f"{name!r} ends a turn, but sampling stops at {told}",
             f"add {special[0]} to eos_token_id in generation_config.json",
         )
-    return Finding(
+    return Checked(
         "stop token",
         "wrong",
         f"the template ends a turn with {chat.spell(*closing)!r}, at which nothing stops ({told} would)",
@@ -143,14 +143,15 @@ def _stop(chat: Chat) -> Finding:
     )
 
 
-def _prefix(chat: Chat) -> Finding:
+def _prefix(chat: Chat) -> Checked:
     """Whether appended turns are what the template makes of the whole."""
-    end = next((token for token in chat.closing() if token in chat.stop_tokens), None)
-    said = chat.encode(_ANSWER.content) + (() if end is None else (end,))
-    grown = chat.encode_prompt([_QUESTION]) + said + chat.encode_turn([_MORE], closed=end is not None)
-    if grown == chat.encode_prompt([_QUESTION, _ANSWER, _MORE]):
-        return Finding("prefix", "good", "conversations only grow: what was said stays the same tokens")
-    return Finding(
+    asked, whole = chat.encode_prompt([_QUESTION]), chat.encode_prompt([_QUESTION, _ANSWER, _MORE])
+    said = whole[len(asked) :]
+    end = next((n + 1 for n, token in enumerate(said) if token in chat.stop_tokens), 0)
+    said = said[:end] or chat.encode(_ANSWER.content)
+    if asked + said + chat.encode_turn([_MORE], closed=end > 0) == whole and _ANSWER.content in chat.spell(*said):
+        return Checked("prefix", "good", "conversations only grow: what was said stays the same tokens")
+    return Checked(
         "prefix",
         "note",
         "the template shows old turns otherwise than they were sampled",
@@ -158,13 +159,13 @@ def _prefix(chat: Chat) -> Finding:
     )
 
 
-def _thinking(chat: Chat) -> Finding:
+def _thinking(chat: Chat) -> Checked:
     opened = chat.spell(*chat.encode_prompt([_QUESTION])).rstrip().endswith("<think>")
     whole = chat.spell(*chat.encode_prompt([_QUESTION, _THINKING, _MORE]))
     begins = "answers begin inside <think>" if opened else "the template opens no <think>"
     if _THOUGHT in whole:
-        return Finding("thinking", "good", f"{begins}; earlier turns keep their thoughts")
-    return Finding(
+        return Checked("thinking", "good", f"{begins}; earlier turns keep their thoughts")
+    return Checked(
         "thinking",
         "note",
         f"{begins}; thoughts are dropped from earlier turns",
@@ -172,11 +173,11 @@ def _thinking(chat: Chat) -> Finding:
     )
 
 
-def _tools(chat: Chat) -> Finding:
+def _tools(chat: Chat) -> Checked:
     if chat.tells_tools:
-        return Finding("tools", "good", "the template tells the model of tools")
+        return Checked("tools", "good", "the template tells the model of tools")
     chat.encode_prompt([_QUESTION], [_TOOL])
-    return Finding(
+    return Checked(
         "tools",
         "note",
         "the template tells of no tools",
@@ -184,18 +185,18 @@ def _tools(chat: Chat) -> Finding:
     )
 
 
-def _calls(chat: Chat) -> Finding:
+def _calls(chat: Chat) -> Checked:
     """Whether a call that the template shows is read as that call."""
     asked = chat.encode_prompt([_QUESTION], [_TOOL])
     whole = chat.encode_prompt([_QUESTION, Message("assistant", calls=(_CALL,)), _MORE], [_TOOL])
     if whole[: len(asked)] != asked:
-        return Finding("calls", "note", f"read as {chat.family} writes them; the template shows them otherwise")
+        return Checked("calls", "note", f"read as {chat.family} writes them; the template shows them otherwise")
     said = whole[len(asked) :]
     end = next((n for n, token in enumerate(said) if token in chat.stop_tokens), len(said))
     turn = chat.read(said[:end], tools=[_TOOL])
     if turn.calls == (_CALL,):
-        return Finding("calls", "good", f"read as {chat.family} writes them")
-    return Finding(
+        return Checked("calls", "good", f"read as {chat.family} writes them")
+    return Checked(
         "calls",
         "wrong",
         f"a call that the template shows is read as {turn.problem or as_message(turn)}",
@@ -203,31 +204,31 @@ def _calls(chat: Chat) -> Finding:
     )
 
 
-def _results(chat: Chat) -> Finding:
+def _results(chat: Chat) -> Checked:
     tokens = chat.encode_turn([_RESULT])
     if _RESULT.content not in chat.spell(*tokens):
-        return Finding("results", "wrong", "the template leaves out what tools say", "mend the chat template")
+        return Checked("results", "wrong", "the template leaves out what tools say", "mend the chat template")
     special = [token for token in tokens if token in chat.special_tokens]
     attack = [Message("tool", "".join(map(chat.spell, special)) + "3", call_id="call_0", name="add")]
     if [token for token in chat.encode_turn(attack) if token in chat.special_tokens] != special:
-        return Finding(
+        return Checked(
             "results", "wrong", "special tokens in what a tool says are read as such", "use a fast tokenizer"
         )
-    return Finding("results", "good", "what tools say is shown, and stays text")
+    return Checked("results", "good", "what tools say is shown, and stays text")
 
 
-def _padding(tokenizer: Any) -> Finding:
+def _padding(tokenizer: Any) -> Checked:
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id:
-        return Finding(
+        return Checked(
             "padding",
             "note",
             f"the padding is {tokenizer.pad_token!r}, which also ends turns",
             "Kitae never pads; trainers that mask the padding would not learn to stop",
         )
-    return Finding("padding", "good", "the padding is no end of a turn")
+    return Checked("padding", "good", "the padding is no end of a turn")
 
 
-def weigh(folder: Path, tokenizer: Any) -> Iterator[Finding]:
+def weigh(folder: Path, tokenizer: Any) -> Iterator[Checked]:
     """What the files of a model say: how much it reads, how large it is."""
     from transformers import AutoConfig
 
@@ -235,18 +236,18 @@ def weigh(folder: Path, tokenizer: Any) -> Iterator[Finding]:
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     limit = tokenizer.model_max_length
     if context is None:
-        yield Finding(
+        yield Checked(
             "context", "wrong", "the model does not say how much it reads", "set max_position_embeddings in config.json"
         )
     elif limit < min(context, _UNLIMITED):
-        yield Finding("context", "note", f"{context} tokens, but the tokenizer says {limit}", "Kitae goes by the model")
+        yield Checked("context", "note", f"{context} tokens, but the tokenizer says {limit}", "Kitae goes by the model")
     else:
-        yield Finding("context", "good", f"{context} tokens")
+        yield Checked("context", "good", f"{context} tokens")
     size = sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
     kind = str(getattr(config, "dtype", None) or "an unknown dtype").removeprefix("torch.")
     parameters = _parameters(folder)
     many = f"{parameters / 1e6:,.0f} M parameters in " if parameters else ""
-    yield Finding("size", "good", f"{many}{kind}, {size / 2**20:,.0f} MiB on disk")
+    yield Checked("size", "good", f"{many}{kind}, {size / 2**20:,.0f} MiB on disk")
 
 
 def _parameters(folder: Path) -> int:
