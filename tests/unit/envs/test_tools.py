@@ -65,6 +65,21 @@ def test_calls_are_answered_in_order_and_an_answer_without_one_is_the_end():
     assert last == Observation(done=True)
 
 
+def test_examples_are_shown_after_the_system_message():
+    call = {"name": "calculator", "arguments": {"expression": "1+1"}}
+    shown = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "tool_calls": [call]}]
+    prompt = Prompt("p", (Message("system", "Be brief."), *PROMPT.messages), "42")
+
+    async def talk(world):
+        return (await world.make(prompt).start()).messages
+
+    messages = in_world({"tools": ["calculator"], "examples": shown}, talk)
+    assert [m.role for m in messages] == ["system", "user", "assistant", "user"]
+    assert messages[2].calls == (ToolCall("calculator", {"expression": "1+1"}),)
+    with pytest.raises(ConfigError, match=r"env\.params\.examples: the role of a message must be one of"):
+        Tools({"tools": ["calculator"], "examples": [{"role": "robot", "content": "x"}]})
+
+
 def test_calls_that_cannot_be_read_are_told_and_do_not_end_it():
     async def talk(world):
         return await world.make(PROMPT).step(Turn("<tool_call>oops", problem="The call must be JSON."))
