@@ -561,11 +561,23 @@ def report(
 
 
 @app.command()
-def doctor() -> None:
-    """Say what this machine can do."""
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="A model: a folder, hub id, run or smollm2-135m.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Findings on the model as JSON.")] = False,
+) -> None:
+    """Say what this machine can do, or whether a model is fit to be trained.
+
+    Of a model the chat template and the tokenizer are tried out; the exit status is 1 where something is wrong.
+    """
+    from kitae.cli import checkup
     from kitae.cli import doctor as machine
 
-    machine.report()
+    if model is None:
+        machine.report()
+    elif not checkup.report(model, as_json):
+        raise typer.Exit(1)
 
 
 _INTERRUPTED = 130  # the exit status that typer turns Ctrl-C into

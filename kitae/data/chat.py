@@ -88,13 +88,18 @@ class Chat:
             return self._encode_shielded(self._after_calls(shown, closed), spelled)
         tokens = self._encode_shielded(tail, spelled)
         if closed:
-            closing = self.encode(self._tail((), generate=False))
-            for position, (token, last) in enumerate(zip(tokens, closing, strict=False)):
+            for position, (token, last) in enumerate(zip(tokens, self.closing(), strict=False)):
                 if token in self.stop_tokens and token == last:
                     return tokens[position + 1 :]
                 if token != last:  # here the closing of the turn is over, or old turns are closed by another token
-                    return tokens[position + 1 :] if last in self.stop_tokens and token in self._special_ids else tokens
+                    return (
+                        tokens[position + 1 :] if last in self.stop_tokens and token in self.special_tokens else tokens
+                    )
         return tokens
+
+    def closing(self) -> tuple[int, ...]:
+        """The tokens that the template writes after the last answer of a conversation."""
+        return self.encode(self._tail((), generate=False))
 
     def read(self, tokens: Sequence[int], stops: Sequence[str] = (), tools: Sequence[Tool] = ()) -> Turn:
         """What the model said, cut before a stop string; with its calls, if it was told of tools."""
@@ -193,13 +198,19 @@ class Chat:
         return tail[position + len(stop) * closed :]
 
     @cached_property
-    def _special_ids(self) -> frozenset[int]:
+    def special_tokens(self) -> frozenset[int]:
+        """All of the tokenizer's."""
         return special_ids(self.tokenizer)
+
+    @property
+    def family(self) -> str:
+        """How the model writes calls of tools: see `kitae.data.calls`."""
+        return self._reader.family
 
     @cached_property
     def _specials(self) -> "re.Pattern[str] | None":
         """Finds special tokens that are spelled out, the longest first."""
-        names = {self.tokenizer.convert_ids_to_tokens(i) for i in self._special_ids} - {"", None}
+        names = {self.tokenizer.convert_ids_to_tokens(i) for i in self.special_tokens} - {"", None}
         return re.compile("|".join(re.escape(n) for n in sorted(names, key=len, reverse=True))) if names else None
 
     def _shielded(

@@ -180,6 +180,11 @@ def _count(rng: random.Random, params: Params) -> tuple[str, str]:
     return f"Count the letter {letter} in {word}", str(word.count(letter))
 
 
+def _episode(rng: random.Random, params: Params) -> tuple[str, str]:
+    seed = str(rng.randrange(params["seeds"]))
+    return f"Episode {seed}", seed
+
+
 _LIST_DEFAULTS = {"count": 3, "low": 10, "high": 99, "examples": 2}
 _LIST_LIMITS = {"count": (1, 100), "low": (0, 10**9), "high": (0, 10**9), "examples": (0, 16)}
 
@@ -227,6 +232,14 @@ TASKS: dict[str, Task] = {
             {"constraints": 2, "examples": 0},
             {"constraints": (1, 5), "examples": (0, 0)},
             draw_instructions,
+        ),
+        Task(
+            "episodes",
+            "Seeds, one for each episode of a game.",
+            "exact",
+            {"seeds": 10**9, "examples": 0},
+            {"seeds": (16, 10**9), "examples": (0, 0)},
+            _episode,
         ),
     )
 }

@@ -6,7 +6,10 @@ from typing import Any, Self
 
 from kitae.envs.base import Agent, Environment, EpisodeLimits, World
 from kitae.envs.config import EnvConfig
+from kitae.envs.games.world import Games
+from kitae.envs.mcp.world import Mcp
 from kitae.envs.single_turn import SingleTurn
+from kitae.envs.tools.world import Tools
 from kitae.errors import ConfigError
 from kitae.plugins import is_plugin, load_function, nearest
 from kitae.types import Prompt
@@ -45,7 +48,13 @@ def _command(params: Params) -> World:
     return CommandWorld(params)
 
 
-WORLDS: dict[str, Callable[[Params], World]] = {"single": _single, "command": _command}
+WORLDS: dict[str, Callable[[Params], World]] = {
+    "single": _single,
+    "tools": Tools,
+    "games": Games,
+    "mcp": Mcp,
+    "command": _command,
+}
 
 
 def open_world(config: EnvConfig) -> World:

@@ -28,7 +28,7 @@ class Limits:
 
 
 class Order(TypedDict):
-    """What to do with a program: check it by questions, or run it.
+    """What to do with a program: check it by questions, run it, or run code as it comes, cell by cell, in one process.
 
     `{"mode": "run", "variants": ["print(1)"], "files": {}, "compile": None, "command": None}`: Python code, as the
     first of its `variants` that compiles, or the longest head of one where they are `loose`; in other languages it is
@@ -36,7 +36,7 @@ class Order(TypedDict):
     an import. `setup`: what the code under check sees of the tests, statement by statement.
     """
 
-    mode: Literal["check", "run"]
+    mode: Literal["check", "run", "console"]
     variants: list[str]
     loose: NotRequired[bool]
     typing: NotRequired[list[str]]

@@ -1,4 +1,5 @@
-"""The first process of a sandbox, which lives as long as one check does. When it ends, the kernel ends all others.
+"""The first process of a sandbox, which lives as long as one check or conversation does. When it ends, the kernel ends
+all others.
 
 It gets its orders on stdin and reports on stdout, pipes that no process of the candidate ever holds: a candidate is a
 fork that keeps nothing but its own streams or its line to the checker, and a program that the tests start gets neither.
@@ -16,6 +17,7 @@ import sys
 
 from kitae.sandbox.inside.candidate import compile_first, furnish, serve
 from kitae.sandbox.inside.checker import check
+from kitae.sandbox.inside.console import talk
 from kitae.sandbox.inside.usage import SCRATCH, Clock, Usage
 from kitae.sandbox.inside.wire import read_frame, write_frame
 
@@ -29,6 +31,7 @@ _NOBODY = 65534
 _TICK = 0.02  # seconds between two looks at a silent program's clock
 _SPARE = 20  # seconds of processor time that a checker may use beyond those of its candidate
 _STDERR_TAIL = 500  # bytes
+_LIFETIME = 3600  # seconds of processor time of a console, in all its cells
 _MEBIBYTE = 2**20
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _orders, _reports = 0, 1  # descriptors; `main` moves them
@@ -49,6 +52,8 @@ def main() -> None:
     os.dup2(null, 2)
     if order["mode"] == "check":
         _check(order)
+    elif order["mode"] == "console":
+        _converse(order)
     else:
         _run(order)
     os._exit(0)
@@ -151,6 +156,104 @@ def _run(order: FullOrder) -> None:
             result = (status, _last_line(detail), output)
         _leave(folder)
         _report(*result)
+
+
+def _converse(order: FullOrder) -> None:
+    """Run each further frame as a cell of one console. One that breaks a limit ends; the next finds a new one."""
+    _enter("work")
+    _die_when_deserted()
+    _report("loaded", "")
+    console = None
+    while True:
+        try:
+            code = read_frame(_orders)
+        except EOFError:
+            return
+        console = console or _Console(order)
+        status, detail, output = console.run(code)
+        if status != "ended":
+            console.end()
+            console = None
+        _report(status, detail, output)
+
+
+class _Console:
+    """A candidate that runs cells. Between them it and all that it has started stand still."""
+
+    def __init__(self, order: FullOrder) -> None:
+        import _socket
+
+        ours, theirs = _socket.socketpair(_socket.AF_UNIX, _socket.SOCK_STREAM)
+        self._out, out_end = os.pipe()
+        null = os.open(os.devnull, os.O_RDONLY)
+
+        def candidate() -> None:
+            _keep_only(null, out_end, out_end, theirs.fileno())
+            talk(3)
+
+        self._pid = _fork(candidate, order | {"time_limit": _LIFETIME})
+        theirs.close()
+        os.close(out_end)
+        os.close(null)
+        self._line, self._order = ours.detach(), order
+        self._usage = Usage(self._pid, order["memory_mb"], order["files_limit"])
+        for fd in (self._line, self._out):
+            os.set_blocking(fd, False)
+
+    def run(self, code: bytes) -> tuple[str, str, bytes]:
+        """How a cell ended ("ended" is well, even with an exception), why, and the first part of what it printed."""
+        while _take(self._line) or _take(self._out):
+            pass  # said between cells, which is nobody's answer
+        self._signal(_signal.SIGCONT)
+        try:
+            write_frame(self._line, code)
+        except OSError:
+            return "crashed", "the console is gone", b""
+        taken = bytearray()
+        status, detail = self._follow(taken)
+        self._signal(_signal.SIGSTOP)
+        while data := _take(self._out):  # what it had written when it stopped
+            taken += data
+        return status, detail, bytes(taken[: self._order["output_limit"]])
+
+    def _follow(self, taken: bytearray) -> tuple[str, str]:
+        poll, clock, looked, order = select.poll(), Clock(), 0.0, self._order
+        for fd in (self._line, self._out):
+            poll.register(fd, select.POLLIN)
+        self._usage.restart()
+        while True:
+            for fd, _ in poll.poll(_TICK * 1000):
+                data = _take(fd)
+                if fd == self._line and data is not None:
+                    return ("ended", "") if data else ("crashed", self._cause())
+                if data == b"":
+                    poll.unregister(fd)
+                taken += (data or b"")[: max(0, order["output_limit"] - len(taken))]
+            wall, broken = clock.read(), ""
+            if wall - looked > _TICK:
+                looked, broken = wall, self._usage.look()
+            if wall > 2 * order["time_limit"] or self._usage.seconds > order["time_limit"]:
+                return "timeout", f"more than {order['time_limit']:g} s"
+            if broken:
+                return "crashed", broken
+
+    def _cause(self) -> str:
+        for _ in range(50):
+            if (code := _exit_code(self._pid)) is not None:
+                return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+            select.poll().poll(_TICK * 1000)
+        return "it closed its line"
+
+    def end(self) -> None:
+        _sweep(self._pid)
+        os.close(self._line)
+        os.close(self._out)
+
+    def _signal(self, number: int) -> None:
+        try:  # noqa: SIM105
+            os.kill(-1 if os.getpid() == 1 else -self._pid, number)
+        except OSError:
+            pass
 
 
 def _enter(name: str) -> str:
@@ -351,9 +454,9 @@ def _source(data: bytes) -> int:
 
 
 def _keep_only(*keep: int) -> None:
-    """Close all but these; three of them become stdin, stdout and stderr, a single one becomes 3."""
+    """Close all but these; three of them become stdin, stdout and stderr, one more, or a single one, becomes 3."""
     null = os.open("/dev/null", os.O_RDWR)
-    streams = keep if len(keep) == 3 else (null, null, null, *keep)
+    streams = keep if len(keep) >= 3 else (null, null, null, *keep)
     high = [os.dup2(fd, 100 + i) for i, fd in enumerate(streams)]
     for i, fd in enumerate(high):
         os.dup2(fd, i)

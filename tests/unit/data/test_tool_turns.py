@@ -32,7 +32,7 @@ def result(text, role="tool"):
 
 
 def specials(made, tokens):
-    return [t for t in tokens if t in made._special_ids]
+    return [t for t in tokens if t in made.special_tokens]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -49,7 +49,7 @@ def test_prompts_begin_with_the_prompt_before_and_what_was_sampled(family, turns
     made = CHATS[family]
     context = made.encode_prompt([QUESTION], [ADD])
     for sampled, texts, user in turns:
-        prompt = context + (*sampled, made.stop_tokens[0])
+        prompt = (*context, *sampled, made.stop_tokens[0])
         follows = made.encode_turn([*map(result, texts), *([result("Go on.", "user")] if user else [])])
         calm = made.encode_turn([*(result("calm") for _ in texts), *([result("Go on.", "user")] if user else [])])
         assert follows and specials(made, follows) == specials(made, calm)  # the template's own, and no others

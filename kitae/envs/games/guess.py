@@ -1,0 +1,45 @@
+"""Guess the number: after each guess the player learns whether it was too low or too high."""
+
+import random
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from kitae.envs.games.base import Move
+from kitae.envs.params import read_params
+from kitae.section import Section
+
+_NUMBER = re.compile(r"\d{1,20}")
+
+
+class GuessParams(Section):
+    """Options of the game."""
+
+    high: int = Field(16, ge=2, le=10**9, description="The number is from 1 to this.")
+    guesses: int = Field(4, ge=1, le=100, description="Guesses that the player has.")
+
+
+class Guess:
+    """A `Game`. A right guess is worth 1 and ends it; so does the last guess, worth 0 if it is wrong."""
+
+    def __init__(self, seed: int, options: Mapping[str, Any]) -> None:
+        params = read_params(GuessParams, options, "games")
+        self._high, self._left = params.high, params.guesses
+        self._number = random.Random(f"guess/{seed}").randint(1, params.high)
+
+    def start(self) -> str:
+        return f"Guess my number, from 1 to {self._high}. You have {self._left} guesses."
+
+    def move(self, said: str) -> Move:
+        """The last number that was said is the guess."""
+        self._left -= 1
+        found = _NUMBER.findall(said)
+        if found and int(found[-1]) == self._number:
+            return Move("Right!", reward=1.0, done=True)
+        if not self._left:
+            return Move(f"The number was {self._number}.", done=True)
+        if not found:
+            return Move("That is no number.")
+        return Move("Too low." if int(found[-1]) < self._number else "Too high.")

@@ -1,0 +1,83 @@
+"""What a tool is to an episode, and the environment that lets a model call some."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kitae.data.arguments import function_of
+from kitae.data.messages import SYSTEM
+from kitae.envs.base import Observation, Opening
+from kitae.types import Message, Prompt, Tool, ToolCall, Turn
+
+
+class ToolRefusal(Exception):
+    """A tool cannot do what the model asked of it; the message is told to the model."""
+
+
+class Hand(Protocol):
+    """A tool in the hands of one episode. `call` gets arguments that fit the schema, and answers with a text, or with a
+    `ToolRefusal`; whatever else it raises is a failure of the episode."""
+
+    tool: Tool
+
+    async def call(self, call: ToolCall) -> str: ...
+    async def close(self) -> None: ...
+
+
+class ToolEpisode:
+    """An `Environment`: the prompt, tools, and an end when the model answers without a call.
+
+    A call that cannot be read, or that the tool refuses, is answered by an error that the model can read. What a tool
+    says is cut to `output` characters, from its middle. Scoring is left to the verifier, which judges the last turn.
+    `examples` are shown before the prompt, after its system message.
+    """
+
+    def __init__(self, prompt: Prompt, hands: Sequence[Hand], output: int, examples: tuple[Message, ...] = ()) -> None:
+        self._output = output
+        begin = next((n for n, m in enumerate(prompt.messages) if m.role not in SYSTEM), 0)
+        shown = (*prompt.messages[:begin], *examples, *prompt.messages[begin:])
+        self._messages = shown if examples else prompt.messages
+        self._hands = {str(function_of(hand.tool)["name"]): hand for hand in hands}
+
+    async def start(self) -> Opening:
+        return Opening(self._messages, tuple(hand.tool for hand in self._hands.values()))
+
+    async def step(self, turn: Turn) -> Observation:
+        if turn.problem:
+            return Observation((Message("tool", f"Error: {turn.problem}"),))
+        if not turn.calls:
+            return Observation(done=True)
+        return Observation(tuple([await self._answer(call) for call in turn.calls]))
+
+    async def _answer(self, call: ToolCall) -> Message:
+        try:
+            text = await self._hands[call.name].call(call)
+        except ToolRefusal as refusal:
+            text = f"Error: {refusal}"
+        return Message("tool", shortened(readable(text), self._output), call_id=call.id, name=call.name)
+
+    async def close(self) -> None:
+        for hand in self._hands.values():
+            await hand.close()
+
+
+def describe(name: str, description: str, **arguments: str) -> Tool:
+    """The schema of a tool all of whose arguments are texts: `describe("search", "Find …", query="What to find.")`."""
+    properties: dict[str, Any] = {key: {"type": "string", "description": said} for key, said in arguments.items()}
+    parameters = {"type": "object", "properties": properties, "required": list(arguments)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def shortened(text: str, limit: int) -> str:
+    """Both ends of a text, and how much is missing between them."""
+    if len(text) <= limit:
+        return text
+    head, tail = limit - limit // 3, limit // 3
+    return f"{text[:head]}\n[… {len(text) - head - tail} characters left out …]\n{text[len(text) - tail :]}"
+
+
+def readable(text: str) -> str:
+    """A text that can be kept and shown: valid Unicode, without control characters but tabs and newlines."""
+    return text.encode(errors="backslashreplace").decode().translate(_CONTROL)
+
+
+_CONTROL = {c: f"\\x{c:02x}" for c in [*range(32), 127] if chr(c) not in "\t\n"}

@@ -1,0 +1,81 @@
+"""Python in a sandbox, as a tool; what a call defines, the next calls of the episode find.
+
+The console runs in a helper process, because a sandbox must be waited for: `main` is what runs there.
+
+    setup  {"sandbox", "packages", "limits"}      job  {"code"}      answer  {"status", "detail", "output"}
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from kitae.envs.helpers import Helper, HelperLost, Helpers
+from kitae.envs.tools.base import ToolRefusal, describe
+from kitae.errors import KitaeWarning, SandboxError
+from kitae.processes.serve import Answer, serve
+from kitae.sandbox.console import PythonConsole
+from kitae.sandbox.orders import Limits
+from kitae.sandbox.session import SandboxChoice, find_backend
+from kitae.types import ToolCall
+
+_LONGEST = 50_000  # characters of code
+_SLACK = 30.0  # seconds to start a sandbox, beyond those of the code
+
+
+def python_helpers(sandbox: SandboxChoice, packages: bool, limits: Limits) -> Helpers:
+    setup = {"sandbox": sandbox, "packages": packages, "limits": asdict(limits)}
+    return Helpers("kitae.envs.tools.python", setup, "python tool", SandboxError)
+
+
+class Python:
+    """A `Hand` on a console of its own, which starts when it is first called."""
+
+    tool = describe(
+        "python",
+        "Runs Python code and shows what it prints and the value of its last line. Names stay defined.",
+        code="The code.",
+    )
+
+    def __init__(self, helper: Helper, seconds: float) -> None:
+        self._helper, self._seconds = helper, seconds
+
+    async def call(self, call: ToolCall) -> str:
+        code = str(call.arguments["code"])
+        if len(code) > _LONGEST:
+            raise ToolRefusal(f"code must have at most {_LONGEST} characters, got {len(code)}")
+        try:
+            answer = await self._helper.ask({"code": code}, 2 * self._seconds + _SLACK)
+        except HelperLost as loss:
+            return f"Python was stopped: {loss}. It starts anew: names are no longer defined."
+        if answer["status"] == "failed":
+            raise SandboxError(answer["detail"])
+        said: str = answer["output"].rstrip("\n")
+        if answer["status"] != "ended":
+            end = f"Python was stopped: {answer['detail']}. It starts anew: names are no longer defined."
+            return f"{said}\n{end}" if said else end
+        return said or "(no output)"
+
+    async def close(self) -> None:
+        await self._helper.close()
+
+
+def main() -> None:
+    serve(load)
+
+
+def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
+    """A sandbox that was tried out; each helper that is forked opens its own at the first job."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KitaeWarning)
+        find_backend(setup["sandbox"])
+    console = PythonConsole(setup["sandbox"], Limits(**setup["limits"]), setup["packages"])
+
+    def answer(job: Mapping[str, Any]) -> Mapping[str, Any]:
+        try:
+            report = console.run(job["code"])
+        except (SandboxError, OSError) as problem:
+            return {"status": "failed", "detail": str(problem), "output": ""}
+        return {"status": report.status, "detail": report.detail, "output": report.output.decode(errors="replace")}
+
+    return {}, answer
