@@ -6,7 +6,8 @@
 Same model (SmolLM2-135M in the dtype Kitae would choose), same prompts, every answer exactly `tokens` long, sampled at
 temperature 1. Each client asks `requests` times, one after the other. The clients are a process of their own, with
 HTTP over plain sockets, so that what is measured is the server; with few cores they take part of them all the same.
-Prints tokens per second and, of each pair measured after one another, the server's share of the engine's rate.
+Prints tokens per second and, of each pair measured after one another, the server's share of the engine's rate. On busy
+machines, `--processor-time` counts the seconds that processors worked for engine and server, without the clients.
 
 Other servers, each in an environment of its own, with the same folder (`python -c 'from kitae.models.load import
 find_model; print(find_model("smollm2-135m"))'`):
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -79,7 +81,7 @@ async def be_clients(order: dict[str, Any]) -> None:
 
 
 async def through(address: str, model: str, prompts: list[Any], tokens: int, *, stream: bool = False) -> float:
-    """Tokens per second of all clients together."""
+    """Seconds that all clients together took."""
     order = {"address": address, "model": model, "prompts": prompts, "tokens": tokens, "stream": stream}
     process = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--be-clients", stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -88,7 +90,7 @@ async def through(address: str, model: str, prompts: list[Any], tokens: int, *, 
     assert process.returncode == 0
     found = json.loads(told)
     assert found["tokens"] == tokens * sum(map(len, prompts)), found
-    return float(found["tokens"] / found["seconds"])
+    return float(found["seconds"])
 
 
 # The engine, and the server around it.
@@ -113,6 +115,7 @@ async def measure(args: argparse.Namespace) -> None:
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none"))
     serving = asyncio.create_task(server.serve(sockets=[taken]))
     address = address_of(taken, "127.0.0.1") + "/v1"
+    total = args.clients * args.requests * args.tokens
     shape = (args.clients, args.requests, args.prompt_tokens)
     prompts = np.random.default_rng(0).integers(100, 40_000, shape).tolist()
 
@@ -124,11 +127,17 @@ async def measure(args: argparse.Namespace) -> None:
                     Request(f"{round_}/{number}/{i}", tuple(prompt), sampling, seed=number * 1000 + i)
                 )
 
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         await asyncio.gather(*map(client, range(args.clients)))
-        return args.clients * args.requests * args.tokens / (time.perf_counter() - began)
+        seconds, work = time.perf_counter() - began, time.process_time() - worked
+        return total / (work if args.processor_time else seconds)
 
-    ways = {"served": lambda: through(address, MODEL, prompts, args.tokens),
+    async def rate_of(way: Callable[[], Awaitable[float]]) -> float:
+        worked = time.process_time()
+        seconds = await way()
+        return total / (time.process_time() - worked if args.processor_time else seconds)
+
+    ways: dict[str, Callable[[], Awaitable[float]]] = {"served": lambda: through(address, MODEL, prompts, args.tokens),
             "streamed": lambda: through(address, MODEL, prompts, args.tokens, stream=True)}  # fmt: skip
     if args.peer:
         ways = {"peer": lambda: through(args.peer, args.peer_model, prompts, args.tokens), **ways}
@@ -138,7 +147,7 @@ async def measure(args: argparse.Namespace) -> None:
     for round_ in range(args.repeats):
         before = await bare(3 * round_)
         for name, way in ways.items():
-            rate = await way()
+            rate = await rate_of(way)
             after = await bare(1000 * (round_ + 1) + len(shares[name]) * 10 + list(ways).index(name))
             rates[name].append(rate)
             shares[name].append(rate / statistics.mean([before, after]))  # the machine may be busier now than before
@@ -162,6 +171,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--processor-time", action="store_true", help="not for --peer")
     parser.add_argument("--peer", default="", help="the base URL of another server, /v1 included")
     parser.add_argument("--peer-model", default=MODEL)
     parser.add_argument("--be-clients", action="store_true", help=argparse.SUPPRESS)
