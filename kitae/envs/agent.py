@@ -105,10 +105,12 @@ class AgentEpisode:
         if self._on.running.parking:
             raise Parked
         seconds = self._on.limits.seconds
-        self._deadline = asyncio.timeout(seconds)
+        self._deadline = asyncio.timeout(None)
         try:
             with self._on.waiting("the environment", self.id):
                 async with self._deadline:
+                    await self._agent.enter()
+                    self._deadline.reschedule(asyncio.get_running_loop().time() + seconds)
                     outcome = await self._agent.run(self)
         except BaseException as error:
             if self._fatal is not None:

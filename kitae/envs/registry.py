@@ -68,7 +68,7 @@ def limits_of(config: EnvConfig, context: int | None = None) -> EpisodeLimits:
 
 def _own(config: EnvConfig) -> World:
     kind = load_function(config.name, "environment", ("prompt",), ConfigError)
-    wanted = ("run",) if hasattr(kind, "run") else ("start", "step")
+    wanted = ("enter", "run") if hasattr(kind, "run") else ("start", "step")
     for method in (*wanted, "close"):
         if not inspect.iscoroutinefunction(getattr(kind, method, None)):
             raise ConfigError(f"env.name {config.name!r} must have `async def {method}`, got none")

@@ -70,6 +70,7 @@ class CommandWorld:
         self.words = _split(self.params.command)
         if not Path(self.params.folder).is_dir():
             raise ConfigError(f"env.params.folder must be a folder, got {self.params.folder!r}")
+        self.starting = asyncio.Semaphore(max(2, os.cpu_count() or 1))
         self.helpers = Helpers("kitae.envs.command.process", {}, "agent", ConfigError)
         self._agents: dict[str, CommandAgent] = {}
         self._stack = AsyncExitStack()
@@ -141,11 +142,24 @@ class CommandAgent:
         self._helper = world.helpers.hire()
         self._posted: asyncio.Future[Outcome] | None = None
         self._model: Model | None = None
+        self._starting = False
 
     @property
     def model(self) -> Model:
+        """The program has started, now that it asks."""
         assert self._model is not None
+        self._has_started()
         return self._model
+
+    async def enter(self) -> None:
+        """A program takes its time to begin: as many of them as there are processors do so at once."""
+        await self._world.starting.acquire()
+        self._starting = True
+
+    def _has_started(self) -> None:
+        if self._starting:
+            self._starting = False
+            self._world.starting.release()
 
     @property
     def told(self) -> dict[str, Any]:
@@ -171,6 +185,7 @@ class CommandAgent:
         except HelperLost as loss:
             raise RuntimeError(f"the program was lost: {loss}") from None
         finally:
+            self._has_started()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
@@ -180,6 +195,7 @@ class CommandAgent:
             self._posted.set_result(outcome)
 
     async def close(self) -> None:
+        self._has_started()
         self._world.dismiss(self)
         await self._helper.close()
 

@@ -35,6 +35,9 @@ class Acting:
     def __call__(self, prompt: Prompt) -> "Acting":
         return self
 
+    async def enter(self) -> None:
+        pass
+
     async def run(self, model: Model) -> Outcome:
         return await self.body(model)
 
@@ -407,3 +410,23 @@ def test_an_interrupted_episode_gives_what_the_whole_one_does(moment: int, way: 
     assert not before & {answer.tokens for answer in engine.answers.values()}, "nothing is sampled twice"
     assert journal.counts()["parked"] == 0 and len(journal.rollouts(7)) == 1
     journal.close()
+
+
+def test_waiting_for_ones_turn_is_not_limited_and_can_be_interrupted() -> None:
+    class Late(Acting):
+        async def enter(self) -> None:
+            await asyncio.sleep(0.3)
+
+    async def body(model: Model) -> Outcome:
+        await say(model, ASKED)
+        return Outcome(1)
+
+    async def both() -> None:
+        episodes = talks(Engine(), Late(body), limits=EpisodeLimits(seconds=0.2))
+        assert (await begin(episodes).run()).status == "complete"
+        task = asyncio.create_task(begin(episodes).run())
+        await asyncio.sleep(0.01)
+        await episodes.park()
+        assert (await task).status == "parked"
+
+    asyncio.run(both())
