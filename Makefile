@@ -70,7 +70,7 @@ CLIENTS := $(patsubst tests/servers/requirements/%.txt,%,$(wildcard tests/server
 test-servers: install $(CLIENTS:%=.venv-servers/%/.installed)
 	@$(BIN)/python -m pytest tests/servers -m servers
 
-.venv-servers/%/.installed: tests/servers/requirements/%.txt
+.venv-servers/%/.installed: tests/servers/requirements/%.txt | $(VENV)/.installed
 	@echo "making .venv-servers/$*"
 	@$(PYTHON) -m venv .venv-servers/$*
 	@test $* != lm-eval || $(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(.venv-servers/$*/bin/python -c 'import site; print(site.getsitepackages()[0])')/kitae.pth

@@ -6,7 +6,8 @@
 Same model (SmolLM2-135M in the dtype Kitae would choose), same prompts, every answer exactly `tokens` long, sampled at
 temperature 1. Each client asks `requests` times, one after the other. The clients are a process of their own, with
 HTTP over plain sockets, so that what is measured is the server; with few cores they take part of them all the same.
-Prints tokens per second and, of each pair measured after one another, the server's share of the engine's rate.
+Prints tokens per second and, of each pair measured after one another, the server's share of the engine's rate. On busy
+machines, `--processor-time` counts the seconds that processors worked for engine and server, without the clients.
 
 Other servers, each in an environment of its own, with the same folder (`python -c 'from kitae.models.load import
 find_model; print(find_model("smollm2-135m"))'`):
@@ -22,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -67,28 +69,39 @@ def used(answer: bytes) -> int:
 
 async def be_clients(order: dict[str, Any]) -> None:
     place = urlsplit(order["address"])
-    path = f"{place.path}/completions"
-    fixed = {"model": order["model"], "max_tokens": order["tokens"], "temperature": 1, "ignore_eos": True}
+    fixed = {"model": order["model"], "max_tokens": order["tokens"], "temperature": 1}
     if order["stream"]:
         fixed |= {"stream": True, "stream_options": {"include_usage": True}}
-    bodies = [[json.dumps({**fixed, "prompt": p}).encode() for p in prompts] for prompts in order["prompts"]]
+    path = f"{place.path}{'/chat' if order['chat'] else ''}/completions"
+
+    def body(prompt: Any) -> bytes:
+        said = {"messages": [{"role": "user", "content": prompt}]} if order["chat"] else {"prompt": prompt}
+        return json.dumps({**fixed, **said} | ({} if order["chat"] else {"ignore_eos": True})).encode()
+
+    bodies = [[body(prompt) for prompt in prompts] for prompts in order["prompts"]]
     assert place.hostname and place.port
     began = time.perf_counter()
     tokens = await asyncio.gather(*(ask(place.hostname, place.port, path, own) for own in bodies))
     print(json.dumps({"tokens": sum(tokens), "seconds": time.perf_counter() - began}), flush=True)
 
 
-async def through(address: str, model: str, prompts: list[Any], tokens: int, *, stream: bool = False) -> float:
-    """Tokens per second of all clients together."""
-    order = {"address": address, "model": model, "prompts": prompts, "tokens": tokens, "stream": stream}
+Found = tuple[int, float]
+"""Tokens, seconds."""
+
+
+async def through(
+    address: str, model: str, prompts: list[Any], tokens: int, *, stream: bool = False, chat: bool = False
+) -> Found:
+    """What all clients together got. A prompt is token ids, or with `chat` a question, whose answer may end early."""
+    order = {"address": address, "model": model, "prompts": prompts, "tokens": tokens, "stream": stream, "chat": chat}
     process = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--be-clients", stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     told, _ = await process.communicate(json.dumps(order).encode())
     assert process.returncode == 0
     found = json.loads(told)
-    assert found["tokens"] == tokens * sum(map(len, prompts)), found
-    return float(found["tokens"] / found["seconds"])
+    assert chat or found["tokens"] == tokens * sum(map(len, prompts)), found
+    return found["tokens"], found["seconds"]
 
 
 # The engine, and the server around it.
@@ -113,32 +126,45 @@ async def measure(args: argparse.Namespace) -> None:
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", ws="none"))
     serving = asyncio.create_task(server.serve(sockets=[taken]))
     address = address_of(taken, "127.0.0.1") + "/v1"
+    total = args.clients * args.requests * args.tokens
     shape = (args.clients, args.requests, args.prompt_tokens)
     prompts = np.random.default_rng(0).integers(100, 40_000, shape).tolist()
 
     async def bare(round_: int) -> float:
         async def client(number: int) -> None:
             for i, prompt in enumerate(prompts[number]):
-                sampling = SamplingParams(max_tokens=args.tokens)
-                await engine.generate(
-                    Request(f"{round_}/{number}/{i}", tuple(prompt), sampling, seed=number * 1000 + i)
-                )
+                sampling, id = SamplingParams(max_tokens=args.tokens), f"{round_}/{number}/{i}"
+                await engine.generate(Request(id, tuple(prompt), sampling, seed=number * 1000 + i))
 
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         await asyncio.gather(*map(client, range(args.clients)))
-        return args.clients * args.requests * args.tokens / (time.perf_counter() - began)
+        seconds, work = time.perf_counter() - began, time.process_time() - worked
+        return total / (work if args.processor_time else seconds)
 
-    ways = {"served": lambda: through(address, MODEL, prompts, args.tokens),
-            "streamed": lambda: through(address, MODEL, prompts, args.tokens, stream=True)}  # fmt: skip
-    if args.peer:
-        ways = {"peer": lambda: through(args.peer, args.peer_model, prompts, args.tokens), **ways}
+    async def rate_of(way: Callable[[], Awaitable[Found]]) -> float:
+        worked = time.process_time()
+        tokens, seconds = await way()
+        return tokens / (time.process_time() - worked if args.processor_time else seconds)
+
+    ways: dict[str, Callable[[], Awaitable[Found]]] = {
+        "served": lambda: through(address, MODEL, prompts, args.tokens),
+        "streamed": lambda: through(address, MODEL, prompts, args.tokens, stream=True),
+    }
+    if args.peer:  # few servers take token ids, or go on after the end of an answer
+        asked = [
+            [f"Write a long story about the number {i}-{j}." for j in range(args.requests)] for i in range(args.clients)
+        ]
+        ways = {
+            "chats served": lambda: through(address, MODEL, asked, args.tokens, chat=True),
+            "chats of the peer": lambda: through(args.peer, args.peer_model, asked, args.tokens, chat=True),
+        }
     await bare(-1)  # warm up
     rates: dict[str, list[float]] = {name: [] for name in ("bare", *ways)}
     shares: dict[str, list[float]] = {name: [] for name in ways}
     for round_ in range(args.repeats):
         before = await bare(3 * round_)
         for name, way in ways.items():
-            rate = await way()
+            rate = await rate_of(way)
             after = await bare(1000 * (round_ + 1) + len(shares[name]) * 10 + list(ways).index(name))
             rates[name].append(rate)
             shares[name].append(rate / statistics.mean([before, after]))  # the machine may be busier now than before
@@ -162,10 +188,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--processor-time", action="store_true", help="not for --peer")
     parser.add_argument("--peer", default="", help="the base URL of another server, /v1 included")
     parser.add_argument("--peer-model", default=MODEL)
     parser.add_argument("--be-clients", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.peer and args.processor_time:
+        parser.error("--processor-time cannot look into --peer")
     if args.be_clients:
         asyncio.run(be_clients(json.load(sys.stdin)))
     else:

@@ -24,7 +24,7 @@ T = TypeVar("T")
 Json = dict[str, Any]
 Handler = Callable[[Request], Awaitable[Response]]
 
-_MOST_BYTES = 32 * 2**20  # of a body
+_MOST_BYTES = 8 * 2**20  # of a body
 _GONE = 499  # the status that nobody reads
 _DONE = b"data: [DONE]\n\n"
 _log = logging.getLogger("kitae.serving")

@@ -10,6 +10,7 @@ from kitae.errors import DataError, RequestError
 from kitae.serving.base import Answer, Ask, Heard
 
 _EVERY = 0.02  # seconds between two looks at what was sampled, while somebody listens
+_MOST_TOLD = 500  # pieces in a second, of all streams together: each costs what a token costs, or more
 _SHARE = "served"  # prompts that are the same are computed once, whoever asks
 _ALL = sys.maxsize
 
@@ -41,7 +42,8 @@ class EngineModel:
 
 
 class Listening:
-    """Requests whose tokens are told as they come. One task looks for all of them, and only while there are any."""
+    """Requests whose tokens are told as they come. One task looks for all of them, and only while there are any; less
+    often, the more they are."""
 
     def __init__(self, engine: Engine, every: float = _EVERY) -> None:
         self._engine, self._every = engine, every
@@ -71,7 +73,7 @@ class Listening:
 
     async def _keep_looking(self) -> None:
         while self._listeners:
-            await asyncio.sleep(self._every)
+            await asyncio.sleep(max(self._every, len(self._listeners) / _MOST_TOLD))
             for id, news in self._engine.progress(self._known).items():
                 self._tell(id, news)
 

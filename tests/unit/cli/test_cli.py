@@ -27,7 +27,8 @@ from kitae.types import Message, Prompt, Rollout, Score, Segment, ToolCall
 
 COMMANDS = (
     *("train", "resume", "sample", "chain", "runs", "compare", "clean", "eval", "suites", "show", "diagnose", "replay"),
-    *("plot", "simulate", "recipes", "algorithms", "validate", "data", "verifiers", "verify", "ui", "report", "doctor"),
+    *("plot", "simulate", "recipes", "algorithms", "validate", "data", "verifiers", "verify", "ui", "serve"),
+    *("report", "doctor"),
 )
 
 
