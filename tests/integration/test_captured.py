@@ -52,7 +52,7 @@ def test_a_killed_run_resumes_to_the_same_numbers(moment: int, whole: Path, tmp_
         assert process.poll() is None and time.time() < deadline
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=100)
+    process.ended(timeout=100)
     before = [told(r) for r in rollouts_of(run)]
     finish(kitae("resume", str(run)))
     assert [told(r) for r in rollouts_of(run)] == [told(r) for r in rollouts_of(whole)]
