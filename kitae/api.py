@@ -172,6 +172,8 @@ def as_config(recipe: Recipe, overrides: Sequence[str] = (), settings: Settings 
     """The settings of a recipe, with others in place of some of them."""
     if isinstance(recipe, Root):
         return make_config(recipe.given(), overrides, settings) if overrides or settings else recipe
+    if not isinstance(recipe, str | Path | Mapping):
+        raise ConfigError(f"a recipe is a name, a path, nested dicts or settings, got {recipe!r}")
     values = dict(recipe) if isinstance(recipe, Mapping) else read_recipe(find_recipe(str(recipe)))
     return make_config(values, overrides, settings)
 

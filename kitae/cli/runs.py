@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from kitae.cli.text import as_size, as_time, table
+from kitae.config.root import StageConfig
 from kitae.errors import KitaeError, StoreError
 from kitae.store.look import RunView, find_runs, look, size_of
 
@@ -152,7 +153,8 @@ def _consequence(run: RunView, weights_only: bool, paths: Sequence[Path]) -> str
         return f"then it can be evaluated and started from (model.path={run.folder}), but not resumed"
     if not run.checkpoints:
         return "what a killed process had begun to write; nothing else goes"
-    return f"then it goes on from {run.checkpoints[-1]} only; a replay of earlier steps begins at the first one"
+    last = f"then it goes on from {run.checkpoints[-1]} only"
+    return last if isinstance(run.config, StageConfig) else f"{last}; a replay of earlier steps begins at the first one"
 
 
 def _remove(run: RunView, paths: Sequence[Path], weights_only: bool) -> None:

@@ -23,6 +23,7 @@ from kitae.plugins import nearest
 R = TypeVar("R", bound=Root)
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
+_FILES = ("path", "mix")  # sources beside which a file of held-out rows may stay
 
 
 def load_config(recipe: Path, overrides: Iterable[str] = ()) -> Root:
@@ -74,6 +75,7 @@ def parse_config(values: Any) -> Root:
     """Validate a nested mapping; every complaint becomes one `ConfigError` that lists all of them."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"settings are sections with keys, got {values!r}")
+    _check_names(values)
     root = _root(values)
     settings = _settings(root)
     problems = list(_unknown_keys(values, settings))
@@ -84,6 +86,16 @@ def parse_config(values: Any) -> Root:
     if problems:
         raise ConfigError("\n".join(problems))
     return config
+
+
+def _check_names(values: Mapping[Any, Any]) -> None:
+    """Python has dicts with other keys than text; TOML has not."""
+    for section, keys in values.items():
+        if not isinstance(section, str):
+            raise ConfigError(f"the name of a section must be text, got {section!r}")
+        for key in keys if isinstance(keys, Mapping) else ():
+            if not isinstance(key, str):
+                raise ConfigError(f"the name of a key in section {section!r} must be text, got {key!r}")
 
 
 def _root(values: Mapping[str, Any]) -> type[Root]:
@@ -140,6 +152,8 @@ def _given(settings: Mapping[str, Any]) -> Iterable[_Change]:
 
 
 def _split_override(override: str) -> _Change:
+    if not isinstance(override, str):
+        raise ConfigError(f"an override has the form section.key=value, as text, got {override!r}")
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or len(keys) < 2 or not all(keys):
@@ -155,6 +169,11 @@ def _keeps_source(keys: list[str], sources: Collection[str]) -> bool:
 
 def _apply_change(values: dict[str, Any], change: _Change, root: type[Root]) -> None:
     node, keys, value = values, change.keys, change.value
+    if keys[:2] == ["data", "mix"] and len(keys) > 2:
+        raise ConfigError(
+            f"data.mix is a list of files, given as a whole: 'data.mix=[{{path = \"a.jsonl\", weight = 2}}, …]', got "
+            f"{'.'.join(keys)!r}"
+        )
     for key in keys[:-1]:
         node = node.setdefault(key, {})
         if not isinstance(node, dict):
@@ -165,7 +184,7 @@ def _apply_change(values: dict[str, Any], change: _Change, root: type[Root]) -> 
         value = _parse_value(value.text, wants_text=_is_text(root, *keys[:2]))
     node[keys[-1]] = value
     if keys[0] == "data" and keys[1] in (sources := root.sources()):  # a new source replaces the recipe's
-        gone = {*sources, "params", *(["eval_path"] if keys[1] != "path" else [])} - {keys[1]}
+        gone = {*sources, "params", *(["eval_path"] if keys[1] not in _FILES else [])} - {keys[1]}
         for other in gone:
             node.pop(other, None)
 

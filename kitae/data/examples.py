@@ -100,6 +100,12 @@ class ExampleStream:
         source, turn = self._mixture.at(position)
         return self.sources[source][self._epochs[source].at(turn)]
 
+    def order(self) -> list[Example]:
+        """All examples, each once: as they come first in one epoch's worth of positions, then those that a mixture has
+        not reached by then."""
+        reached = (self.at(position) for position in range(self.size))
+        return list({example.id: example for example in (*reached, *(e for s in self.sources for e in s))}.values())
+
     def without(self, ids: Set[str], why: str) -> "ExampleStream":
         """The stream without some of its examples: `without({"train.jsonl:17"}, "are too long")`."""
         kept = [[example for example in examples if example.id not in ids] for examples in self.sources]
@@ -155,7 +161,8 @@ def reshape(example: Example, shape: Shape) -> tuple[Example, ...]:
             Example(f"{example.id}/rejected", example.rejected, label=False),
         )
     needs = {"preference": "chosen and rejected", "labelled": "a label, or chosen and rejected"}[shape]
-    raise DataError(f"this stage needs rows with {needs}, got a {example.shape}")
+    got = {"demonstration": "an answer alone", "labelled": "one answer with a label"}[example.shape]
+    raise DataError(f"this stage needs rows with {needs}, got {got}")
 
 
 def found_shapes(config: ExamplesConfig) -> dict[str, Counter[Shape]]:

@@ -22,12 +22,16 @@ from kitae.types import FloatArray, Sample
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An example in tokens: `Item("train.jsonl:17", (Rendered(…),))`; a pair has two sequences, chosen first."""
+    """An example in tokens: `Item("train.jsonl:17", (Rendered(…),))`; a pair has two sequences, chosen first.
+
+    partner: of a labelled answer to train on, one that was given to another prompt.
+    """
 
     id: str
     sequences: tuple[Rendered, ...]
     label: bool | None = None
     margin: float | None = None
+    partner: Rendered | None = None
 
 
 class Method(Protocol):

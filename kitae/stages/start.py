@@ -71,10 +71,11 @@ def check(config: Root) -> None:
 def check_data(config: Root) -> None:
     """The same without the model, which may not be there yet."""
     if isinstance(config, StageConfig):
-        from kitae.data.examples import held_out_examples, open_examples
+        from kitae.data.examples import held_out_examples
+        from kitae.stages.data import opened
         from kitae.stages.registry import shape_of
 
-        open_examples(config.data, config.run.seed, shape_of(config))
+        opened(config)
         held_out_examples(config.data, config.run.seed, config.eval.examples, shape_of(config))
     else:
         check_rl(reinforcement(config, "kitae train"))

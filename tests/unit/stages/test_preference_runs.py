@@ -19,6 +19,7 @@ from kitae.stages import session
 from kitae.stages.data import StageData
 from kitae.stages.loop import StageLoop
 from kitae.stages.reference import ReferenceLogProbs
+from kitae.stages.start import check
 from kitae.store.run import RunStore
 
 KINDS = ("dpo", "kto", "reward")
@@ -173,5 +174,34 @@ def test_bad_rows_are_named(make: Callable[..., StageConfig], tmp_path: Path) ->
 def test_margins_that_no_row_has_are_refused(make: Callable[..., StageConfig], tmp_path: Path) -> None:
     rows = [{k: v for k, v in row.items() if k != "margin"} for row in pairs(4)]
     write_rows(tmp_path / "train.jsonl", rows)
-    with pytest.raises(DataError, match=r"method\.margin_coef is 1, but no row has a margin"):
-        run_stage(make("reward", "method.margin_coef=1"))
+    for look in (check, StageData):
+        with pytest.raises(DataError, match=r"method\.margin_coef is 1, but no row has a margin"):
+            look(make("reward", "method.margin_coef=1"))
+
+
+def test_kto_needs_two_prompts_and_says_so_before_a_model_is_loaded(
+    make: Callable[..., StageConfig], tmp_path: Path
+) -> None:
+    write_rows(tmp_path / "train.jsonl", pairs(1))
+    for look in (check, StageData):
+        with pytest.raises(
+            DataError, match=r"kto needs answers to at least two prompts, got one: that of train\.jsonl"
+        ):
+            look(make("kto"))
+    write_rows(tmp_path / "train.jsonl", pairs(2))
+    assert run_stage(make("kto", "training.batch=1", "training.steps=1", "eval.examples=0")).step == 1
+
+
+def test_partners_of_kto_do_not_depend_on_how_many_steps_are_trained(make: Callable[..., StageConfig]) -> None:
+    """Nor on which: 5 does not divide the 24 answers."""
+    data = StageData(make("kto", "training.batch=5"))
+
+    def partners(steps: int) -> dict[str, list[int]]:
+        found = {item.id: item.partner for item in data.trained(steps)}
+        return {id: partner.tokens_T.tolist() for id, partner in found.items() if partner is not None}
+
+    few, some, all_of_them = partners(1), partners(3), partners(9)
+    assert (len(few), len(some), len(all_of_them)) == (5, 15, 24)
+    assert few.items() <= some.items() <= all_of_them.items()
+    again = {item.id: item.partner for step in range(1, 10) for item in data.batch(step)}
+    assert {id: p.tokens_T.tolist() for id, p in again.items() if p is not None} == all_of_them
