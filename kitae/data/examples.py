@@ -218,7 +218,7 @@ def _held_out_files(config: ExamplesConfig) -> list[File]:
     if config.eval_path is not None:
         file = local_file("data.eval_path", config.eval_path)
         paths = [config.path] if config.path else [part.path for part in config.mix]
-        if file.path.resolve() in [Path(path).expanduser().resolve() for path in paths]:
+        if file.path.resolve() in [local_file("data", path).path.resolve() for path in paths]:
             raise DataError(f"data.eval_path must be another file than those to train on, got {config.eval_path} twice")
         return [file]
     if config.hub is not None and config.hub_eval_files is not None:

@@ -147,10 +147,16 @@ def evaluate_models(
 
 def evaluate_own(config: RLConfig) -> Evaluation:
     """The model of these settings on the held-out prompts of their own task. Nothing is kept."""
+    (found,) = evaluate_on(config, [replace(own_suite(config), count=config.eval.prompts)]).values()
+    return found
+
+
+def evaluate_on(config: RLConfig, suites: Sequence[Suite]) -> dict[str, Evaluation]:
+    """The model of these settings on each suite, by its name. Nothing is kept."""
     entrant = Entrant(config.model.path, config.model)
-    suite = replace(own_suite(config), count=config.eval.prompts)
     settings = EvaluationSettings(config.eval, config.engine, config.run.seed)
-    return evaluate_models([entrant], [suite], settings).evaluations[entrant.name, suite.name]
+    found = evaluate_models([entrant], suites, settings).evaluations
+    return {suite.name: found[entrant.name, suite.name] for suite in suites}
 
 
 async def _evaluate_models(

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from kitae.algorithms.functions import Functions
 from kitae.algorithms.traits import Trait
 from kitae.config.root import DistilConfig, RLConfig
 from kitae.data.chat import Chat
+from kitae.data.fingerprint import fingerprint
 from kitae.data.prompts import PromptStream, eval_prompts, open_stream
 from kitae.engines.base import Engine, SamplingParams
 from kitae.envs.base import EpisodeLimits
@@ -32,6 +34,10 @@ class Sources:
     stream: PromptStream
     held_out: list[Prompt]
     suites: tuple[tuple[Suite, list[Prompt]], ...] = ()
+
+    def fingerprint(self) -> str:
+        """Of the rows of a file, and of what is held out of it. What is generated follows from the settings."""
+        return fingerprint(chain(self.stream.all(), self.held_out if self.stream.size else ()))
 
 
 def prepare(config: RLConfig, note: Callable[[str], None]) -> Sources:

@@ -20,6 +20,7 @@ from kitae.pipeline.prepare import Sources, make_episodes, make_pool
 from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import START, Frontier
 from kitae.store.disk import flush
+from kitae.store.provenance import check_data, record_data
 from kitae.store.run import LEARNING, Result, RunStore, changes_of_learning
 from kitae.trainer.start import make_learner, start_trainer
 from kitae.weights.probe import probe_tolerance
@@ -39,6 +40,15 @@ def train(
 async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None, forget: bool) -> Result:
     config = reinforcement(store.config, "this loop")
     frontier, state = _where_it_stands(store, checkpoint, forget)
+    data = sources.fingerprint()
+    if frontier.step or not forget:
+        check_data(
+            store.journal,
+            data,
+            f"the prompts must be those that the run began with, but {config.data.path or config.data.hub}",
+            f"ask the new ones from the start with --from {START} --forget, or in a new run from a model of your "
+            "choice",
+        )
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(make_pool(config, observer.note))
         observer.note(f"loading {config.model.path}")
@@ -52,6 +62,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         for change in store.changes.values():
             observer.note(f"changed for this run from here on: {change}")
         await store.begin(frontier.step, forget)  # nothing of the run was touched so far
+        await record_data(store.journal, data)
         engine, publisher = await start_engine(config.model, config.engine, policy, frontier.step)
         if publisher is not None:
             stack.callback(publisher.close)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kitae.data.examples import Shape
 from kitae.data.rendering import Rendered
+from kitae.observe.observer import Observer
 from kitae.trainer.base import Batch, Trainer
 from kitae.trainer.objectives import Objective
 from kitae.trainer.responses import PLACE
@@ -44,9 +45,12 @@ class Method(Protocol):
     shape: Shape
     objective: Objective
 
-    async def prepare(self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path) -> None:
+    async def prepare(
+        self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
+    ) -> None:
         """Before the first step, and when a run goes on: what must be known of all items that will be trained on, and
-        of those that are held out. The trainer has the weights that the run begins with."""
+        of those that are held out. The trainer has the weights that the run begins with. observer: hears how far it is,
+        where that takes its time."""
 
     async def batch(self, trainer: Trainer, items: Sequence[Item]) -> Batch:
         """What one step trains on."""

@@ -1,13 +1,13 @@
 """Examples in tokens: which ones a step trains on, which are held out, and which do not fit."""
 
-import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 
 from kitae.config.root import StageConfig
 from kitae.data.chat import Chat
 from kitae.data.examples import Example, ExampleStream, held_out_examples, open_examples
+from kitae.data.fingerprint import fingerprint
 from kitae.data.rendering import Renderer, fit_list, fit_stream
 from kitae.errors import DataError
 from kitae.models.load import load_tokenizer
@@ -33,7 +33,7 @@ class StageData:
         held_out = held_out_examples(config.data, seed, config.eval.examples, shape)
         fitting = fit_list(held_out, self._renderer, config.data)
         self.held_out = [self._item(e) for e in fitting]
-        self.fingerprint = _fingerprint((*chain.from_iterable(self._stream.sources), *fitting))
+        self.fingerprint = fingerprint((*chain.from_iterable(self._stream.sources), *fitting))
 
     @property
     def size(self) -> int:
@@ -87,10 +87,3 @@ def _partners(stream: ExampleStream, block: int) -> dict[str, Example]:
 
 def _prompt(example: Example) -> str:
     return repr(example.chosen.messages[: example.chosen.prompt])
-
-
-def _fingerprint(examples: Iterable[Example]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for example in examples:
-        digest.update(repr(example).encode())
-    return digest.hexdigest()

@@ -10,6 +10,7 @@ from kitae.config.root import KTOConfig
 from kitae.data.examples import Shape
 from kitae.data.rendering import Rendered
 from kitae.models.load import export_policy, load_policy
+from kitae.observe.observer import Observer
 from kitae.stages.base import Item, better, sample_of
 from kitae.stages.reference import COLUMN, ReferenceLogProbs
 from kitae.trainer.base import Batch, Column, Trainer
@@ -36,8 +37,10 @@ class KTO:
             self._policy, config.training, beta=m.beta, desirable=m.desirable, undesirable=m.undesirable
         )
 
-    async def prepare(self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path) -> None:
-        self._reference = ReferenceLogProbs(folder)
+    async def prepare(
+        self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
+    ) -> None:
+        self._reference = ReferenceLogProbs(folder, observer)
         units = ([sample_of(i, 0, x.sequences[0]), self._strange(i, x)] for i, x in enumerate(items))
         await self._reference.add(trainer, units)
         await self._reference.add(trainer, ([sample_of(i, 0, x.sequences[0])] for i, x in enumerate(held_out)))

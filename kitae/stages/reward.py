@@ -9,10 +9,9 @@ import numpy as np
 from kitae.config.root import RewardConfig
 from kitae.data.examples import Example, Shape
 from kitae.errors import DataError
-from kitae.models.classifier import classifier_class, export_scalar
-from kitae.models.load import load_policy
-from kitae.models.scalar import ScalarModel
+from kitae.models.classifier import begin_scalar, export_scalar
 from kitae.models.scorer import scored
+from kitae.observe.observer import Observer
 from kitae.stages.base import Item, better, pair_of
 from kitae.trainer.base import Batch, Column, Trainer
 from kitae.trainer.objectives import Objective
@@ -26,13 +25,13 @@ class RewardModelling:
     shape: Shape = "preference"
 
     def __init__(self, config: RewardConfig) -> None:
-        policy = load_policy(config.model, config.run.seed)
-        classifier_class(policy.base.config, config.model.path)  # or nothing could be exported in the end
-        self._model = ScalarModel(policy, bias=False)
+        self._model = begin_scalar(config.model, config.run.seed)
         self._margin_coef = config.method.margin_coef
         self.objective: Objective = ScoredPairs(self._model, centring=config.method.centring)
 
-    async def prepare(self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path) -> None:
+    async def prepare(
+        self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
+    ) -> None:
         pass
 
     async def batch(self, trainer: Trainer, items: Sequence[Item]) -> Batch:

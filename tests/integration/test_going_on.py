@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from test_async import check_ledger
 from test_resume import rollouts_written
 
-from kitae.errors import ConfigError, StoreError, VerifierError
+from kitae.errors import ConfigError, DataError, StoreError, VerifierError
 from kitae.models.load import find_model
 from kitae.observe.observer import Silent
 from kitae.pipeline import evaluate as run_evaluations
@@ -592,3 +592,27 @@ def test_a_stop_gives_no_slot_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = journal.groups(2)
     journal.close()
     assert found == []
+
+
+def test_prompts_that_were_changed_since_the_run_began_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    asked = [{"question": f"Say {i}", "answer": str(i)} for i in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    settings = (f"data.path={file}", "verifier.check_gold=false", "eval.prompts=0", "training.steps=3")
+    with crash_at(monkeypatch, 3):
+        run_toy(tmp_path, *settings, "checkpoint.every=2")
+    file.write_text("".join(json.dumps({**row, "answer": "7"}) + "\n" for row in asked))
+    with pytest.raises(
+        DataError, match=r"the prompts must be those that the run began with, but .*prompts\.jsonl or what"
+    ):
+        go_on(tmp_path)
+    with pytest.raises(DataError, match=r"--from start --forget, or in a new run"):
+        go_on(tmp_path, checkpoint="start")
+    file.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    assert go_on(tmp_path).step == 3, "put back, they are fine"
+    file.write_text("".join(json.dumps({**row, "answer": "7"}) + "\n" for row in asked))
+    store = RunStore.open(tmp_path / "toy-001")
+    assert train(store, prepare(store.config, print), Silent(), "start", forget=True).step == 3
+    assert go_on(tmp_path, "training.steps=4").step == 4, "now these are what it began with"

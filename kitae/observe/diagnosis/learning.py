@@ -7,6 +7,7 @@ from kitae.observe.diagnosis.base import WINDOW, Seen, rule, sentence, values
 SOLVED = 0.9
 """A mean reward from which a task counts as solved: little entropy and few groups with signal are fine then."""
 
+_FAR = 100.0  # between two scores: their sigmoid is 0 or 1 in single precision
 _ENOUGH = 20  # steps after which something should have been learnt, and half of those that are planned
 
 
@@ -185,6 +186,23 @@ def gradient_growth(seen: Seen) -> str | None:
 
 
 @rule(
+    "scores-run-away",
+    "bad",
+    title="The scores have run away",
+    looks_at="`margin`",
+    when=f"chosen and rejected answers are more than {_FAR} apart, over the last {WINDOW} steps: the loss of a pair is 0 "
+    "from there, right or wrong, to the last digit",
+    advice="lower training.lr, by a factor of 10 at first, and start again; method.centring keeps the scores of a reward "
+    "model near 0, a larger method.beta holds back a policy",
+)
+def scores_run_away(seen: Seen) -> str | None:
+    margin = seen.last("margin")
+    if margin is None or abs(margin) <= _FAR:
+        return None
+    return sentence(f"margin {margin:.3g} over {seen.span()}", seen.setting("training.lr"))
+
+
+@rule(
     "skipped-updates",
     "bad",
     title="Updates are skipped, because gradients are not finite",
@@ -231,6 +249,7 @@ RULES = (
     entropy_explosion,
     kl_runaway,
     gradient_growth,
+    scores_run_away,
     skipped_updates,
     clipped,
 )
