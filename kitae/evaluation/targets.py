@@ -1,4 +1,4 @@
-"""Whom to evaluate, on what: from what users name to settings and suites. `kitae eval` and `kitae.evaluate` share it."""
+"""Whom to evaluate, and on what: from names to settings and suites, for `kitae eval` and `kitae.evaluate` alike."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,6 +50,7 @@ def without_recipe(
     named, for who forgot it: `"--suites"`."""
     if not names:
         raise ConfigError(f"a model alone has no task: name suites with {how} (kitae suites lists them), got {model!r}")
+    _refuse_own(names)
     files = [name for name in names if Path(name).suffix in (".jsonl", ".json", ".parquet")]
     given = [*overrides]
     other = [o for o in (*given, *settings) if str(o).partition(".")[0] not in _ASKING]
@@ -68,11 +69,16 @@ def without_recipe(
 def asked_suites(names: Sequence[str], data: str | None, base: RLConfig, *, own: bool, limited: bool) -> list[Suite]:
     """The suites with their numbers of problems. own: whether there is a task of a run or recipe. limited: all have
     `eval.prompts` of them, and not only that task."""
-    if OWN in names and not own:
-        raise ConfigError(f"suite {OWN!r} is the task of a run or recipe, got models alone")
+    if not own:
+        _refuse_own(names)
     found = find_suites(names, data or base.eval.data, base)
     expanded = [each for name in names for each in (PUZZLES if name == "puzzles" else (name,))]
     return [
         replace(suite, count=base.eval.prompts if limited or name == OWN else None)
         for name, suite in zip(expanded, found, strict=True)
     ]
+
+
+def _refuse_own(names: Sequence[str]) -> None:
+    if OWN in names:
+        raise ConfigError(f"suite {OWN!r} is the task of a run or recipe, got models alone")

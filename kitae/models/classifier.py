@@ -54,8 +54,11 @@ def check_reward_start(config: ModelConfig) -> None:
     """What a reward model is trained from: a language model, or a reward model, whose training then goes on."""
     folder = find_model(config.path)
     assert folder is not None
-    if is_classifier(folder):
-        check_classifier(folder)
+    if not is_classifier(folder):
+        return
+    check_classifier(folder)
+    if _find(folder, f"{_HEAD}.bias") is not None:
+        raise ModelError(f"a reward model to train further must have a head without a bias, got one in {folder}")
 
 
 def begin_scalar(config: ModelConfig, seed: int) -> "ScalarModel":
@@ -179,6 +182,11 @@ def load_scalar(config: ModelConfig, seed: int = 0) -> "ScalarModel":
 
 def _stored(folder: Path, name: str, loaded: "Tensor") -> "Tensor":
     """A tensor in the dtype in which it was written; where that cannot be had, as it was loaded."""
+    found = _find(folder, name)
+    return loaded if found is None else found
+
+
+def _find(folder: Path, name: str) -> "Tensor | None":
     from safetensors import safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
@@ -186,7 +194,7 @@ def _stored(folder: Path, name: str, loaded: "Tensor") -> "Tensor":
             if name in set(opened.keys()):
                 tensor: Tensor = opened.get_tensor(name)
                 return tensor
-    return loaded
+    return None
 
 
 def _is_lm_head(name: str, base: Any) -> bool:

@@ -1,6 +1,7 @@
 """The Python API: what is promised, that the documentation's examples run, and where it may be called."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -193,3 +194,23 @@ def test_impossible_sampling_is_refused() -> None:
                 model.generate("Hi", **{"max_tokens": 2, **wrong})
             assert str(caught.value) == message
         assert len(model.generate("Hi", max_tokens=2, temperature=0, n=2)) == 2
+
+
+def test_suites_and_models_alone_are_evaluated(folder: Path) -> None:
+    few = {"eval": {"prompts": 3}, "engine": {"memory_gb": 0.05}}
+    small = {"path": "tiny", "device": "cpu", "dtype": "float32"}
+    found = kitae.evaluate("tiny", suites=["sort", "reverse"], model=None, **few)
+    assert list(found) == ["sort", "reverse"] and all(e.prompts == 3 for e in found.values())
+    own = kitae.evaluate(RECIPE, suites="own,sort", **{**few, "eval": {"prompts": 2, "max_tokens": 4}})
+    assert len(own) == 2 and all(e.prompts == 2 for e in own.values())
+    assert isinstance(kitae.evaluate(RECIPE, **few), kitae.Evaluation)
+    rows = [{"question": "1 + 1", "answer": "2"}]
+    Path("mine.jsonl").write_text(json.dumps(rows[0]))
+    mine = kitae.evaluate("tiny", suites=["mine.jsonl"], model=small["path"], verifier={"name": "number"})
+    assert [e.prompts for e in mine.values()] == [1], "all of it, where nothing says how many"
+    with pytest.raises(ConfigError, match=r"a model alone has no task: name suites with suites=\[…\]"):
+        kitae.evaluate("tiny")
+    with pytest.raises(ConfigError, match="suite 'own' is the task of a run or recipe"):
+        kitae.evaluate("tiny", suites=["own", "sort"])
+    with pytest.raises(ConfigError, match="settings are those of eval, model, engine, run, got 'training'"):
+        kitae.evaluate("tiny", suites=["sort"], training={"lr": 1.0})

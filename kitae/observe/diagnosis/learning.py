@@ -190,10 +190,10 @@ def gradient_growth(seen: Seen) -> str | None:
     "bad",
     title="The scores have run away",
     looks_at="`margin`",
-    when=f"chosen and rejected answers are more than {_FAR} apart, over the last {WINDOW} steps: the loss of a pair is 0 "
-    "from there, right or wrong, to the last digit",
-    advice="lower training.lr, by a factor of 10 at first, and start again; method.centring keeps the scores of a reward "
-    "model near 0, a larger method.beta holds back a policy",
+    when=f"chosen and rejected answers are more than {_FAR:g} apart, over the last {WINDOW} steps: from there "
+    "on, pairs in the right order teach nothing any more, to the last digit",
+    advice="lower training.lr, by a factor of 10 at first, and start again; method.centring keeps the scores of a "
+    "reward model near 0",
 )
 def scores_run_away(seen: Seen) -> str | None:
     margin = seen.last("margin")

@@ -187,3 +187,13 @@ def test_another_suite_is_not_the_runs_own_task() -> None:
     assert BY_NAME["lr-too-high"].find(seen) is not None
     others = [{**row, "suite": "svamp"} for row in seen.evaluations]
     assert BY_NAME["lr-too-high"].find(replace(seen, evaluations=others)) is None
+
+
+def test_scores_that_run_away_are_noticed_although_every_pair_is_in_order() -> None:
+    def seen(margin: float) -> Seen:
+        rows = [{"step": step, "margin": margin, "accuracy": 1.0, "loss": 0.0} for step in range(1, 9)]
+        return Seen(rows, settings={"method.kind": "reward", "training.lr": 1e30})
+
+    found = BY_NAME["scores-run-away"].find(seen(8e31))
+    assert found is not None and found.evidence == "margin 8e+31 over steps 4 to 8; training.lr is 1e+30"
+    assert BY_NAME["scores-run-away"].find(seen(12.0)) is None

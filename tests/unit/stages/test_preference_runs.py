@@ -13,13 +13,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from kitae.config.load import override_config
 from kitae.config.root import StageConfig
-from kitae.errors import ConfigError, DataError
+from kitae.errors import ConfigError, DataError, ModelError
 from kitae.observe.observer import Silent
 from kitae.stages import session
 from kitae.stages.data import StageData
 from kitae.stages.loop import StageLoop
 from kitae.stages.reference import ReferenceLogProbs
-from kitae.stages.start import check
+from kitae.stages.start import check, prepare
 from kitae.store.run import RunStore
 
 KINDS = ("dpo", "kto", "reward")
@@ -205,3 +205,45 @@ def test_partners_of_kto_do_not_depend_on_how_many_steps_are_trained(make: Calla
     assert few.items() <= some.items() <= all_of_them.items()
     again = {item.id: item.partner for step in range(1, 10) for item in data.batch(step)}
     assert {id: p.tokens_T.tolist() for id, p in again.items() if p is not None} == all_of_them
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_reward_model_is_trained_further(make: Callable[..., StageConfig], tmp_path: Path, lora: int) -> None:
+    """It begins where it ended: with its own head, which a language model would have to learn first."""
+    first = run_stage(make("reward", "training.steps=6"))
+    config, _ = prepare(
+        make("reward", f"model.path={first.folder}", f"model.lora_rank={lora}", "training.steps=2"), print
+    )
+    assert isinstance(config, StageConfig)
+    second = run_stage(config)
+    assert first.after is not None and second.before is not None
+    assert second.before["avg"] == first.after["avg"] > 0.5
+    before, after = steps_of(first.folder)[-1], steps_of(second.folder)[0]
+    assert after["loss"] < before["loss"] + 0.1 and after["loss"] < 0.6
+    model = AutoModelForSequenceClassification.from_pretrained(second.folder / "model")
+    assert model.config.num_labels == 1 and model.score.weight.abs().sum() > 0
+    with pytest.raises(ModelError, match="must be a language model, got a reward model"):
+        prepare(make("dpo", f"model.path={first.folder}"), print)
+
+
+def test_it_is_said_that_data_are_read_and_a_reference_is_computed(make: Callable[..., StageConfig]) -> None:
+    said: list[str] = []
+
+    class Heard(Silent):
+        def note(self, text: str) -> None:
+            said.append(text)
+
+        def status(self, text: str) -> None:
+            said.append(text)
+
+    config, start = prepare(make("dpo", "training.steps=2", "training.batch=6"), said.append)
+    assert said == [f"reading {config.data.path}: every example is rendered and measured once"]
+    store = RunStore.create(config)
+    start(store, Heard(), None, False)
+    folder = store.folder / "reference"
+    expected = [
+        "computing the log-probs of the reference, once, before the first step",
+        "computing the log-probs of the reference: 30 answers so far",
+        f"the reference has scored 30 answers, which are kept in {folder}",
+    ]
+    assert [text for text in said if "reference" in text] == expected
