@@ -19,8 +19,8 @@ from kitae.errors import ConfigError, VerifierError
 from kitae.evaluation.suites import Suite, find_suites
 from kitae.models.load import load_tokenizer
 from kitae.models.policy import Policy
-from kitae.trainer.start import served_teacher
 from kitae.trainer.teacher import check_teacher
+from kitae.trainer.teachers import served_teacher
 from kitae.types import Prompt
 from kitae.verifiers.pool import VerifierPool, validate
 
