@@ -14,8 +14,8 @@ _STATUS = Path("/proc/self/status")
 
 
 def free_memory() -> None:
-    """Models hold each other in circles, so they outlive their stage until somebody looks. What was freed stays with the
-    process (`kitae.kernels.memory`), cut up for sizes that the next stage may not have."""
+    """Models hold each other in circles, so they outlive their stage until somebody looks. What was freed stays
+    with the process (`kitae.kernels.memory`), cut up for sizes that the next stage may not have."""
     gc.collect()
     return_freed_memory()
     if torch.cuda.is_available():

@@ -192,8 +192,7 @@ def gradient_growth(seen: Seen) -> str | None:
     looks_at="`margin`",
     when=f"chosen and rejected answers are more than {_FAR:g} apart, over the last {WINDOW} steps: from there "
     "on, pairs in the right order teach nothing any more, to the last digit",
-    advice="lower training.lr, by a factor of 10 at first, and start again; method.centring keeps the scores of a "
-    "reward model near 0",
+    advice="lower training.lr, by a factor of 10 at first, and start again from the model that it began with",
 )
 def scores_run_away(seen: Seen) -> str | None:
     margin = seen.last("margin")
