@@ -161,7 +161,7 @@ def reshape(example: Example, shape: Shape) -> tuple[Example, ...]:
             Example(f"{example.id}/rejected", example.rejected, label=False),
         )
     needs = {"preference": "chosen and rejected", "labelled": "a label, or chosen and rejected"}[shape]
-    got = {"demonstration": "an answer alone", "labelled": "one answer with a label"}[example.shape]
+    got = {"demonstration": "a demonstration", "labelled": "a labelled answer"}[example.shape]
     raise DataError(f"this stage needs rows with {needs}, got {got}")
 
 
