@@ -2,6 +2,8 @@
 # make quickstart  train a real language model on this machine, from nothing, in minutes
 # make test        lint, types and the whole test suite
 # make test-slow   proofs that take minutes
+# make test-servers  other people's clients (openai, lm-eval) against a real kitae serve, each in an environment of its own
+# make site        the documentation as pages in build/site
 # make ui          build the page of kitae ui from ui/, with node
 # make ui-check    build it again and compare with what is committed
 #
@@ -14,7 +16,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A pinned version comes first: a looser requirement may pull gigabytes of CUDA libraries onto a machine without a GPU.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
 
-.PHONY: install quickstart test test-slow lint types docs ui ui-check clean
+.PHONY: install quickstart test test-slow test-servers lint types docs site ui ui-check clean
 
 install: $(VENV)/.installed
 
@@ -48,6 +50,11 @@ types: install
 docs: install
 	@$(BIN)/python docs/generate.py
 
+# The theme's notice of its own end of life is no warning about these pages.
+site: install
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "the documentation: build/site/index.html"
+
 test: install lint types
 	@echo "tests"
 	@$(BIN)/python docs/generate.py --check
@@ -55,6 +62,20 @@ test: install lint types
 
 test-slow: install
 	@$(BIN)/python -m pytest -m slow
+
+# Each client gets an environment of its own in .venv-servers: they need versions that exclude each other. The torch and
+# transformers of lm-eval are those of Kitae.
+CLIENTS := $(patsubst tests/servers/requirements/%.txt,%,$(wildcard tests/servers/requirements/*.txt))
+
+test-servers: install $(CLIENTS:%=.venv-servers/%/.installed)
+	@$(BIN)/python -m pytest tests/servers -m servers
+
+.venv-servers/%/.installed: tests/servers/requirements/%.txt | $(VENV)/.installed
+	@echo "making .venv-servers/$*"
+	@$(PYTHON) -m venv .venv-servers/$*
+	@test $* != lm-eval || $(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(.venv-servers/$*/bin/python -c 'import site; print(site.getsitepackages()[0])')/kitae.pth
+	@.venv-servers/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
 
 ui: install ui/node_modules
 	@$(BIN)/python ui/records.py > ui/src/records.ts
@@ -71,4 +92,4 @@ ui-check:
 	echo "the page of kitae ui is what ui/ says"
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-servers build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -4,6 +4,7 @@ Both as a clock has them and as the processor spent them: on a machine with othe
 property of the program.
 
     python benchmarks/ui.py [--rollouts 100000] [--folder DIR]
+    python benchmarks/ui.py --first-page [--starts 9]       only the first page, on a small journal
 
 Makes a run folder with a synthetic journal once (about 0.7 GB; DIR keeps it for the next time), written by the class
 that real runs use, then starts the program as a user would and asks it over HTTP. Also: what the index that the pages
@@ -153,6 +154,21 @@ def start(folder: Path) -> tuple[subprocess.Popen[str], str, float]:
     return process, address, time.perf_counter() - begin
 
 
+def first_page(folder: Path, count: int) -> None:
+    """Seconds from the command to the first page with the list of runs, and how many of them the processor worked."""
+    taken, spent = [], []
+    for _ in range(count):
+        process, _, seconds = start(folder)
+        taken.append(seconds)
+        spent.append(cpu_seconds(process.pid))
+        process.terminate()
+        process.wait()
+    print(
+        f"first page with the list of runs, {count} starts: median {median(taken):.2f} s ({min(taken):.2f} to "
+        f"{max(taken):.2f}), processor {median(spent):.2f} s ({min(spent):.2f} to {max(spent):.2f})"
+    )
+
+
 def index_cost(count: int = 4000) -> tuple[float, float]:
     """Microseconds to write a rollout without and with the index."""
 
@@ -180,7 +196,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=100_000)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "kitae-ui-benchmark")
+    parser.add_argument("--first-page", action="store_true", help="measure nothing else")
+    parser.add_argument("--starts", type=int, default=5)
     options = parser.parse_args()
+    if options.first_page:
+        with tempfile.TemporaryDirectory() as folder:
+            make_run(Path(folder), 800)
+            first_page(Path(folder), options.starts)
+        return
     begin = time.perf_counter()
     run = make_run(options.folder, options.rollouts)
     print(
@@ -188,15 +211,8 @@ def main() -> None:
     )
     sizes = [path.stat().st_size for path in STATIC.rglob("*") if path.is_file()]
     print(f"bundle: {sum(sizes) / 1000:.1f} KB in {len(sizes)} files")
-    starts, spent = [], []
-    for _ in range(5):
-        process, address, seconds = start(options.folder)
-        starts.append(seconds)
-        spent.append(cpu_seconds(process.pid))
-        if len(starts) < 5:
-            process.terminate()
-            process.wait()
-    print(f"first page with the list of runs: {median(starts):.2f} s (of 5), processor {median(spent):.2f} s")
+    first_page(options.folder, options.starts)
+    process, address, _ = start(options.folder)
     try:
         with httpx.Client(base_url=address, timeout=60) as client:
             pages = measure_pages(client, process.pid, run.name, options.rollouts // GROUP)

@@ -125,8 +125,7 @@ def token_columns() -> str:
 
 
 def master() -> str:
-    links = _anchors()
-    rows = [(f"[`{name}`](#{links[name]})", *cells) for name, *cells in master_table()]
+    rows = [(f"[`{name}`](#{_anchor(name)})", *cells) for name, *cells in master_table()]
     return _table(COLUMNS, rows)
 
 
@@ -149,8 +148,10 @@ def methods() -> str:
     for name, preset in PRESETS.items():
         different = {k: v for k, v in settings(name).items() if BASE.get(k) != v}
         listed = ", ".join(f"`{key} = {_plain(value)}`" for key, value in different.items()) or "none"
+        mark = f'<a id="{_anchor(name)}"></a>\n\n' if _anchor(name) != name else ""
         parts.append(
-            f"### {name}\n\n{preset.title}. *{preset.source}.*\n\n- Formula: {preset.formula}.\n- Trap: {preset.trap}\n"
+            f"{mark}### {name}\n\n{preset.title}. *{preset.source}.*\n\n"
+            f"- Formula: {preset.formula}.\n- Trap: {preset.trap}\n"
             f"- Differs from the common values in: {listed}.\n"
         )
     return "\n".join(parts)
@@ -172,14 +173,9 @@ def _algorithm_rows() -> Iterable[tuple[str, ...]]:
         yield f"`{key}`", f"{allowed} or file.py:function" if key in STAGES else allowed, start, _text(info.description)
 
 
-def _anchors() -> dict[str, str]:
-    """Links to the headings of the methods, as Markdown viewers make them: without signs, repeated ones numbered."""
-    found: dict[str, str] = {}
-    for name in PRESETS:
-        plain = name.replace("+", "")
-        earlier = sum(link == plain or link.removeprefix(f"{plain}-").isdigit() for link in found.values())
-        found[name] = f"{plain}-{earlier}" if earlier else plain
-    return found
+def _anchor(name: str) -> str:
+    """A link to the heading of a method. Viewers drop `+` and number what is then the same, each in its way."""
+    return name.replace("+", "-plus")
 
 
 def _plain(value: Any) -> str:

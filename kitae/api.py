@@ -13,15 +13,16 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
-from kitae.config.load import make_config, read_recipe
+from kitae.config.load import make_config, model_settings, read_recipe
 from kitae.config.locate import find_recipe, find_run
 from kitae.config.root import RLConfig, Root, reinforcement
 from kitae.engines.base import SamplingParams
 from kitae.errors import ConfigError, Interrupted
 from kitae.evaluation.measure import Evaluation
-from kitae.evaluation.session import evaluate_own
+from kitae.evaluation.session import evaluate_on, evaluate_own
+from kitae.evaluation.targets import asked_suites, is_model, suite_names, without_recipe
 from kitae.models.load import trained_model
 from kitae.observe.observer import Audience, Observer
 from kitae.pipeline.interrupts import stop_elsewhere
@@ -84,18 +85,72 @@ def resume(
     return _ended(outside_a_loop(lambda: go_on(folder, audience, overrides, checkpoint, forget)))
 
 
+@overload
 def evaluate(
-    target: Recipe | Result, *, model: str | Path | None = None, overrides: Sequence[str] = (), **settings: Settings
-) -> Evaluation:
-    """Measure a model on the held-out prompts of a recipe: `evaluate("runs/quickstart-001").avg`.
+    target: Recipe | Result,
+    *,
+    suites: None = None,
+    data: str | Path | None = None,
+    model: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    **settings: Settings,
+) -> Evaluation: ...
 
-    target: a run (its trained model), or a recipe (its untrained one). model: another one in its place.
+
+@overload
+def evaluate(
+    target: Recipe | Result,
+    *,
+    suites: str | Sequence[str],
+    data: str | Path | None = None,
+    model: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    **settings: Settings,
+) -> dict[str, Evaluation]: ...
+
+
+def evaluate(
+    target: Recipe | Result,
+    *,
+    suites: str | Sequence[str] | None = None,
+    data: str | Path | None = None,
+    model: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    **settings: Settings,
+) -> Evaluation | dict[str, Evaluation]:
+    """Measure a model on the held-out prompts of a recipe: `evaluate("runs/quickstart-001").avg`. Or on suites, which
+    are found by their names then: `evaluate("smollm2-135m", suites=["gsm8k", "sort"])["sort"].avg`.
+
+    target: a run (its trained model), a recipe (its untrained one), or with suites a model alone. model: another one in
+    its place. suites: as `kitae suites` lists them, with all their problems unless `eval={"prompts": 64}` says how
+    many; `own` is the task of the target. data: the folder that has their files, else they come from the hub.
     """
-    config = reinforcement(of_target(target, model, overrides, settings), "evaluate")
+    names = suite_names(suites if suites is None or isinstance(suites, str) else ",".join(suites))
+    alone = _model_alone(target)
+    if alone is not None:
+        path = str(model or alone)
+        config = without_recipe(path, names, str(data) if data else None, overrides, settings, how="suites=[…]")
+    else:
+        config = reinforcement(of_target(target, model, overrides, settings), "evaluate")
     if config.eval.prompts == 0:
         raise ConfigError("eval.prompts must be at least 1 for an evaluation, got 0")
-    check(config)
-    return outside_a_loop(lambda: evaluate_own(config))
+    if alone is None:
+        check(config)
+    if suites is None:
+        return outside_a_loop(lambda: evaluate_own(config))
+    limited = "prompts" in settings.get("eval", {}) or any(o.startswith("eval.prompts=") for o in overrides)
+    asked = asked_suites(names, str(data) if data else None, config, own=alone is None, limited=limited)
+    return outside_a_loop(lambda: evaluate_on(config, asked))
+
+
+def _model_alone(target: Recipe | Result) -> str | None:
+    """The model, where the target has no task: because it is one, or a run that learnt from examples."""
+    found = target.folder if isinstance(target, Result) else target
+    if not isinstance(found, str | Path):
+        return None
+    if is_run(folder := find_run(Path(found))):
+        return None if isinstance(read_config(folder), RLConfig) else str(trained_model(folder))
+    return str(found) if is_model(str(found)) else None
 
 
 def sample(
@@ -162,9 +217,7 @@ def load(model: str | Path | Result, *, engine: Settings | None = None, **settin
     those of `[engine]`.
     """
     path = model.folder if isinstance(model, Result) else find_run(Path(model))
-    values = {**settings, "path": str(path)}
-    config = make_config({"data": {"task": "reverse"}, "model": values, "engine": dict(engine or {})})
-    assert isinstance(config, RLConfig)
+    config = model_settings(str(path), settings={"model": settings, "engine": dict(engine or {})})
     return LoadedModel(config.model, config.engine)
 
 
@@ -172,6 +225,8 @@ def as_config(recipe: Recipe, overrides: Sequence[str] = (), settings: Settings 
     """The settings of a recipe, with others in place of some of them."""
     if isinstance(recipe, Root):
         return make_config(recipe.given(), overrides, settings) if overrides or settings else recipe
+    if not isinstance(recipe, str | Path | Mapping):
+        raise ConfigError(f"a recipe is a name, a path, nested dicts or settings, got {recipe!r}")
     values = dict(recipe) if isinstance(recipe, Mapping) else read_recipe(find_recipe(str(recipe)))
     return make_config(values, overrides, settings)
 

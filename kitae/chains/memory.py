@@ -1,12 +1,25 @@
-"""The most memory that this process had since a moment that can be chosen."""
+"""Memory between the stages of a chain: what one has left is given back, and the most is counted for each alone."""
 
+import gc
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
+from kitae.kernels.memory import return_freed_memory
 from kitae.observe.progress import peak_memory_gb
 
 _RESET = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
+
+
+def free_memory() -> None:
+    """Models hold each other in circles, so they outlive their stage until somebody looks. What was freed stays
+    with the process (`kitae.kernels.memory`), cut up for sizes that the next stage may not have."""
+    gc.collect()
+    return_freed_memory()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def forget_peak() -> None:

@@ -4,7 +4,6 @@ Everything is checked before the first stage. A stage is begun on record, run, a
 between, it goes on from its own last checkpoint or its own journal when the chain is run again.
 """
 
-import gc
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kitae.chains.memory import forget_peak, peak_gb
+from kitae.chains.memory import forget_peak, free_memory, peak_gb
 from kitae.chains.plan import ChainPlan, ChainStage, check_chain
 from kitae.chains.record import Record, read_record, refuse_changes
 from kitae.chains.report import draw_curve, write_report
@@ -94,7 +93,7 @@ def _sample(chain: ChainPlan, stage: ChainStage, config: RLConfig, watcher: Samp
 
 def _measured(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """seconds: of this process; what it did before it was killed is not in it."""
-    gc.collect()
+    free_memory()
     forget_peak()
     began = now()
     found = work()
@@ -107,7 +106,7 @@ def _evaluate(chain: ChainPlan, record: Record, after: int, model: str, audience
         return
     config = chain.evaluation(model)
     audience.note(f"evaluating {config.model.path} on {config.eval.prompts} held-out prompts")
-    gc.collect()
+    free_memory()
     found = evaluate_own(config)
     record.evaluated(after, {"model": model, **found.row()})
     audience.note(f"held-out accuracy: {found.avg}")

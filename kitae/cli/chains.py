@@ -1,6 +1,8 @@
 """`kitae chain`."""
 
+import shutil
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +39,8 @@ def _print(found: "ChainPlan") -> None:
     from kitae.chains.report import HEADER, cells, final_model, lines_of
 
     lines = lines_of(found, *read_record(found))
-    print(table([list(HEADER), *map(cells, lines)], left=4))
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print(table([list(HEADER), *map(cells, lines)], left=4, width=width))
     if all(line.status == "finished" for line in lines):
         print(f"\nreport         {found.folder / 'report.md'}\ntrained model  {final_model(found, lines)}")
     print()

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from kitae import __version__
+from kitae.observe.machine import processor_name
 
 
 def report() -> None:
@@ -46,13 +47,7 @@ def _device_name(device: object) -> str:
     if str(device).startswith("cuda"):
         properties = torch.cuda.get_device_properties(0)
         return f"{properties.name}, {properties.total_memory / 2**30:.0f} GB"
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-        amx = ", AMX" if any("amx_bf16" in line for line in lines) else ""
-    except (OSError, StopIteration):
-        name, amx = platform.processor() or "unknown", ""
-    return f"CPU: {name}, {os.cpu_count()} cores{amx}"
+    return f"CPU: {processor_name()}, {os.cpu_count()} cores"
 
 
 def _matmul_rate(device: object, dtype: object) -> float:

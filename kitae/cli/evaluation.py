@@ -6,13 +6,13 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kitae.cli.text import table
-from kitae.config.load import load_config, override_config, parse_config
-from kitae.config.locate import find_recipe, find_run, shipped_recipes
+from kitae.config.load import load_config, override_config
+from kitae.config.locate import find_recipe, find_run
 from kitae.config.root import RLConfig, reinforcement
 from kitae.errors import ConfigError, Interrupted, StoreError
 
@@ -20,10 +20,7 @@ if TYPE_CHECKING:
     from kitae.evaluation.session import Entrant, EvaluationReport, EvaluationWatcher
     from kitae.evaluation.suites import Suite
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _OVERRIDE = re.compile(r"[\w.]*=")
-_ASKING = ("eval", "model", "engine", "run")
-"""Sections that say how models are asked, whatever they are asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +95,7 @@ def suites() -> None:
 
 def _config(wanted: Wanted, target: str) -> RLConfig | None:
     """The settings of a run or recipe; None: the target is a model."""
+    from kitae.evaluation.targets import is_model
     from kitae.models.load import trained_model
     from kitae.store.run import is_run, read_config
 
@@ -111,25 +109,19 @@ def _config(wanted: Wanted, target: str) -> RLConfig | None:
             return None
         trained = [f"model.path={trained_model(folder)}", "model.lora_rank=0"] if wanted.model is None else other
         return override_config(config, [*trained, *wanted.overrides])
-    if _is_model(target):
+    if is_model(target):
         return None
     return reinforcement(load_config(find_recipe(target), [*other, *wanted.overrides]), "kitae eval")
-
-
-def _is_model(target: str) -> bool:
-    from kitae.models.load import SMOLLM2
-
-    path = Path(target).expanduser()
-    if target in (SMOLLM2, "tiny") or (path / "config.json").is_file():
-        return True
-    return bool(_HUB_ID.fullmatch(target)) and path.suffix != ".toml" and not path.parent.exists()
 
 
 def _base(wanted: Wanted, configs: Sequence[RLConfig | None]) -> RLConfig:
     """The settings that all models are asked with: those of the first run or recipe, or else the usual ones."""
     first = next((config for config in configs if config is not None), None)
     if first is None:
-        first = _without_recipe(wanted)
+        from kitae.evaluation.targets import suite_names, without_recipe
+
+        model, names = wanted.model or wanted.targets[0], suite_names(wanted.suites)
+        first = without_recipe(model, names, wanted.data, wanted.overrides, how="--suites")
     if first.eval.prompts == 0:
         raise ConfigError("eval.prompts must be at least 1 for an evaluation, got 0")
     if any(configs):
@@ -139,57 +131,14 @@ def _base(wanted: Wanted, configs: Sequence[RLConfig | None]) -> RLConfig:
     return first
 
 
-def _without_recipe(wanted: Wanted) -> RLConfig:
-    """Settings for models alone: the data is that of the first suite, and only how to ask can be set."""
-    from kitae.evaluation.suites import find_suites
-
-    names = _names(wanted.suites)
-    if not names:
-        raise ConfigError(
-            f"a model alone has no task: name suites with --suites (kitae suites lists them), got {wanted.targets[0]!r}"
-        )
-    files = [name for name in names if Path(name).suffix in (".jsonl", ".json", ".parquet")]
-    other = [o for o in wanted.overrides if o.partition(".")[0] not in _ASKING]
-    if not files and other:
-        raise ConfigError(
-            f"without a recipe and a file of your own, settings are those of {', '.join(_ASKING)}, got {other[0]!r}"
-        )
-    if files:
-        data: dict[str, Any] = {"path": files[0]}
-    else:
-        data = find_suites(names[:1], wanted.data, None)[0].data.model_dump(exclude_unset=True)
-    values = {"data": data, "model": {"path": wanted.model or wanted.targets[0]}}
-    return override_config(reinforcement(parse_config(values), "kitae eval"), wanted.overrides)
-
-
 def _suites(wanted: Wanted, base: RLConfig, *, own: bool) -> "list[Suite]":
     """With their numbers of problems: as set, and else all of those that are named here."""
-    from kitae.evaluation.suites import OWN, find_suites
+    from kitae.evaluation.suites import OWN
+    from kitae.evaluation.targets import asked_suites, suite_names
 
-    names = _names(wanted.suites) or [OWN, *base.eval.suites]
-    if OWN in names and not own:
-        raise ConfigError(f"suite {OWN!r} is the task of a run or recipe, got models alone")
-    found = find_suites(names, wanted.data or base.eval.data, base)
-    is_set = wanted.suites is None or any(o.startswith("eval.prompts=") for o in wanted.overrides)
-    return [
-        replace(suite, count=base.eval.prompts if is_set or name == OWN else None)
-        for name, suite in zip(_expanded(names), found, strict=True)
-    ]
-
-
-def _expanded(names: Sequence[str]) -> list[str]:
-    from kitae.evaluation.suites import PUZZLES
-
-    return [each for name in names for each in (PUZZLES if name == "puzzles" else (name,))]
-
-
-def _names(text: str | None) -> list[str]:
-    """Separated by commas; the name of a shipped recipe stands for its file, where no suite is called so."""
-    from kitae.data.tasks import TASKS
-    from kitae.evaluation.suites import KNOWN
-
-    recipes = {path.stem: str(path) for path in shipped_recipes() if path.stem not in KNOWN and path.stem not in TASKS}
-    return [recipes.get(name, name) for part in (text or "").split(",") if (name := part.strip())]
+    names = suite_names(wanted.suites) or [OWN, *base.eval.suites]
+    limited = wanted.suites is None or any(o.startswith("eval.prompts=") for o in wanted.overrides)
+    return asked_suites(names, wanted.data, base, own=own, limited=limited)
 
 
 def _entrant(wanted: Wanted, target: str, config: RLConfig | None, base: RLConfig) -> "Entrant":

@@ -242,26 +242,55 @@ def suites() -> None:
 @app.command()
 def show(
     run: Run,
-    step: Annotated[int | None, typer.Option(help="Only this step; default: the last.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Only this step; default: the last, unless another option chooses.")
+    ] = None,
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first, over all steps.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first, over all steps.")] = False,
+    order: Annotated[str | None, typer.Option(help="newest, oldest, best, worst, longest or shortest first.")] = None,
     errors: Annotated[bool, typer.Option("--errors", help="Answers that could not be judged.")] = False,
+    min_reward: Annotated[float | None, typer.Option(help="Least reward.")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="Highest reward.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(min=0, help="Least length, in tokens after the prompt.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=0, help="Greatest length.")] = None,
+    finish: Annotated[str, typer.Option(help="How the answer ended: stop, length (cut off) or abort.")] = "",
+    text: Annotated[str, typer.Option(help="Words in prompt, answer or verdict; capitals do not matter.")] = "",
+    prompt: Annotated[str, typer.Option(help="The id of a prompt: all its samples, of all steps.")] = "",
     one_per_prompt: Annotated[
         bool, typer.Option("--one-per-prompt", help="Only the first of each prompt's samples in this order.")
     ] = False,
-    limit: Annotated[int, typer.Option(min=1, help="How many samples.")] = 8,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="How many samples; default: all in a pager or as JSON, else 8.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a line, and nothing else.")] = False,
     timeline: Annotated[bool, typer.Option("--timeline", help="Who worked when, as a PNG, and for how long.")] = False,
 ) -> None:
     """Show sampled answers with their rewards.
 
-    Of the last step, unless an option says otherwise; or the timeline of the run.
+    Of the last step, unless an option says otherwise; or the timeline of the run. On a terminal they go through $PAGER,
+    or less.
     """
-    from kitae.cli import inspection
-
     if timeline:
+        from kitae.cli import inspection
+
         inspection.timeline(run)
-    else:
-        inspection.show(run, step, best, worst, errors, one_per_prompt, limit)
+        return
+    from kitae.cli import show as showing
+    from kitae.ui.queries import RolloutFilter
+
+    wanted = RolloutFilter(
+        step=step,
+        reward_min=min_reward,
+        reward_max=max_reward,
+        length_min=min_tokens,
+        length_max=max_tokens,
+        finish=finish,
+        verdict="error" if errors else "",
+        prompt=prompt,
+        text=text,
+        order=order or ("best" if best else "worst" if worst else "newest"),
+    )
+    showing.show(run, showing.Asked(wanted, one_per_prompt, limit), json)
 
 
 @app.command()
@@ -464,6 +493,71 @@ def ui(
     from kitae.cli import window
 
     window.show(places or [], host, port, open_browser)
+
+
+@app.command()
+def serve(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A model: a run, a folder, a hub id or a short name; or a reward model.", metavar="MODEL-OR-RUN"
+        ),
+    ],
+    overrides: Overrides = None,
+    host: Annotated[
+        str, typer.Option(help="Where to listen; an address that others can reach needs a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    api_key_env: Annotated[
+        str | None, typer.Option(help="The environment variable with the key that clients must send.", metavar="NAME")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="How clients call the model; default: the name of its run or folder.")
+    ] = None,
+    queue: Annotated[
+        int, typer.Option(min=1, help="Answers under way, waiting ones included; who comes then is told to try again.")
+    ] = 512,
+    tries: Annotated[
+        int,
+        typer.Option(min=1, help="How often an answer is sampled until it calls the tool that tool_choice asks for."),
+    ] = 3,
+    answer_anyway: Annotated[
+        bool, typer.Option("--answer-anyway", help="If no try calls it, tell the last answer; default: refuse.")
+    ] = False,
+) -> None:
+    """Serve a model to OpenAI's clients.
+
+    Chats and completions, streamed or whole, with tools and log-probs; or the scores of a reward model.
+    """
+    from kitae.cli import serving
+
+    serving.serve(
+        target,
+        overrides or [],
+        host=host,
+        port=port,
+        key_env=api_key_env,
+        name=name,
+        queue=queue,
+        tries=tries,
+        answer_anyway=answer_anyway,
+    )
+
+
+@app.command()
+def report(
+    run: Run,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The HTML file to write; default: RUN/report.html.")
+    ] = None,
+) -> None:
+    """Write a run into one HTML file, to send to somebody.
+
+    Results, curves, answers, settings, diagnosis; of running and crashed runs too. It needs no network and no scripts.
+    """
+    from kitae.cli import report as writing
+
+    writing.report(run, output)
 
 
 @app.command()

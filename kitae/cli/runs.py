@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from kitae.cli.text import as_size, as_time, table
+from kitae.config.root import StageConfig
 from kitae.errors import KitaeError, StoreError
 from kitae.store.look import RunView, find_runs, look, size_of
 
@@ -34,11 +35,34 @@ def compare(folders: Sequence[Path]) -> None:
     rows += [[key, *(_setting(s.get(key)) for s in settings)] for key in names if key not in ("run.name", "run.dir")]
     if len(rows) == 1:
         rows.append(["settings", *("the same" for _ in found)])
+    paired, reasons = _paired(found)
     for title, cell in _RESULTS.items():
         rows.append([title, *map(cell, found)])
         if title == _AFTER:
-            rows += _suites(found)
+            rows += _suites(found) + paired
     print(table(rows))
+    for reason in reasons:
+        print(reason)
+
+
+def _paired(found: Sequence[RunView]) -> tuple[list[list[str]], list[str]]:
+    """Against the first run, on the held-out prompts of both: the rows of it, and why there is no difference."""
+    from kitae.evaluation.held_out import pair
+
+    first, *others = found
+    pairs = [pair(first.folder, other.folder) for other in others]
+    reasons = [f"not paired with {first.folder.name}: {p.reason}" for p in pairs if p.difference is None]
+    if len(reasons) == len(pairs):
+        return [], reasons
+    rows = [[f"paired with {first.folder.name}", "–"], ["  p", "–"], ["  prompts of both", "–"]]
+    for p in pairs:
+        cells = ["–"] * len(rows)
+        if p.difference is not None:
+            i = p.difference.interval
+            chance = "<0.001" if p.difference.p < 0.001 else f"{p.difference.p:.3f}"
+            cells = [f"{i.mean:+.3f} [{i.low:+.3f}, {i.high:+.3f}]", chance, str(p.difference.problems)]
+        rows = [[*row, cell] for row, cell in zip(rows, cells, strict=True)]
+    return rows, reasons
 
 
 def _suites(found: Sequence[RunView]) -> list[list[str]]:
@@ -152,7 +176,8 @@ def _consequence(run: RunView, weights_only: bool, paths: Sequence[Path]) -> str
         return f"then it can be evaluated and started from (model.path={run.folder}), but not resumed"
     if not run.checkpoints:
         return "what a killed process had begun to write; nothing else goes"
-    return f"then it goes on from {run.checkpoints[-1]} only; a replay of earlier steps begins at the first one"
+    last = f"then it goes on from {run.checkpoints[-1]} only"
+    return last if isinstance(run.config, StageConfig) else f"{last}; a replay of earlier steps begins at the first one"
 
 
 def _remove(run: RunView, paths: Sequence[Path], weights_only: bool) -> None:

@@ -16,13 +16,14 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from kitae.config.hints import hint
-from kitae.config.root import ROOTS, Root
+from kitae.config.root import ROOTS, RLConfig, Root
 from kitae.errors import ConfigError
 from kitae.plugins import nearest
 
 R = TypeVar("R", bound=Root)
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
+_FILES = ("path", "mix")  # sources beside which a file of held-out rows may stay
 
 
 def load_config(recipe: Path, overrides: Iterable[str] = ()) -> Root:
@@ -34,6 +35,13 @@ def make_config(values: dict[str, Any], overrides: Iterable[str] = (), settings:
     """From the nested values of a recipe, with others in place of some of them: `section.key=value`, as text or as
     `{"training": {"lr": 1e-5}}`."""
     return parse_config(with_settings(values, overrides, settings))
+
+
+def model_settings(path: str, overrides: Iterable[str] = (), settings: Mapping[str, Any] = _NONE) -> RLConfig:
+    """Those of a model that only answers, and of its engine; what it would be trained on does not matter."""
+    config = make_config({"data": {"task": "reverse"}, "model": {"path": path}}, overrides, settings)
+    assert isinstance(config, RLConfig)
+    return config
 
 
 def with_settings(
@@ -74,6 +82,7 @@ def parse_config(values: Any) -> Root:
     """Validate a nested mapping; every complaint becomes one `ConfigError` that lists all of them."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"settings are sections with keys, got {values!r}")
+    _check_names(values)
     root = _root(values)
     settings = _settings(root)
     problems = list(_unknown_keys(values, settings))
@@ -84,6 +93,16 @@ def parse_config(values: Any) -> Root:
     if problems:
         raise ConfigError("\n".join(problems))
     return config
+
+
+def _check_names(values: Mapping[Any, Any]) -> None:
+    """Python has dicts with other keys than text; TOML has not."""
+    for section, keys in values.items():
+        if not isinstance(section, str):
+            raise ConfigError(f"the name of a section must be text, got {section!r}")
+        for key in keys if isinstance(keys, Mapping) else ():
+            if not isinstance(key, str):
+                raise ConfigError(f"the name of a key in section {section!r} must be text, got {key!r}")
 
 
 def _root(values: Mapping[str, Any]) -> type[Root]:
@@ -140,6 +159,8 @@ def _given(settings: Mapping[str, Any]) -> Iterable[_Change]:
 
 
 def _split_override(override: str) -> _Change:
+    if not isinstance(override, str):
+        raise ConfigError(f"an override has the form section.key=value, as text, got {override!r}")
     path, equals, text = override.partition("=")
     keys = path.strip().split(".")
     if not equals or len(keys) < 2 or not all(keys):
@@ -155,6 +176,11 @@ def _keeps_source(keys: list[str], sources: Collection[str]) -> bool:
 
 def _apply_change(values: dict[str, Any], change: _Change, root: type[Root]) -> None:
     node, keys, value = values, change.keys, change.value
+    if keys[:2] == ["data", "mix"] and len(keys) > 2:
+        raise ConfigError(
+            f"data.mix is a list of files, given as a whole: 'data.mix=[{{path = \"a.jsonl\", weight = 2}}, …]', got "
+            f"{'.'.join(keys)!r}"
+        )
     for key in keys[:-1]:
         node = node.setdefault(key, {})
         if not isinstance(node, dict):
@@ -165,7 +191,7 @@ def _apply_change(values: dict[str, Any], change: _Change, root: type[Root]) -> 
         value = _parse_value(value.text, wants_text=_is_text(root, *keys[:2]))
     node[keys[-1]] = value
     if keys[0] == "data" and keys[1] in (sources := root.sources()):  # a new source replaces the recipe's
-        gone = {*sources, "params", *(["eval_path"] if keys[1] != "path" else [])} - {keys[1]}
+        gone = {*sources, "params", *(["eval_path"] if keys[1] not in _FILES else [])} - {keys[1]}
         for other in gone:
             node.pop(other, None)
 

@@ -127,6 +127,7 @@ class RLConfig(Root):
         yield from rules.reference(self.algorithm, self.model)
         yield from rules.staleness(self.algorithm, self.pipeline)
         yield from rules.taught(self.algorithm, self.method)
+        yield from rules.commanded(self.env)
 
     @property
     def title(self) -> str:
@@ -143,7 +144,10 @@ class RLConfig(Root):
 
     @classmethod
     def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Data knows its verifier."""
+        """Data knows its verifier, and who has a command runs it."""
+        env = values.get("env", {})
+        if env.get("command") and "name" not in env:
+            values = {**values, "env": {**env, "name": "command"}}
         verifier, data = values.get("verifier", {}), values.get("data", {})
         name = usual_verifier(data)
         if name is None or "name" in verifier:

@@ -10,6 +10,7 @@ from kitae.algorithms.config import AlgorithmConfig, needs_group
 from kitae.algorithms.stages import STAGES
 from kitae.algorithms.traits import Trait
 from kitae.engines.config import EngineConfig, SamplingConfig
+from kitae.envs.config import EnvConfig
 from kitae.models.config import ModelConfig
 from kitae.pipeline.config import PipelineConfig
 from kitae.plugins import is_plugin
@@ -66,6 +67,13 @@ def reference(a: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
             "algorithm.reference must be 'frozen' or 'reset' with model.lora_rank, got 'ema': the mean of two pairs of "
             "adapters is not the adapter of the mean"
         )
+
+
+def commanded(e: EnvConfig) -> Iterator[str]:
+    if e.command and e.name != "command":
+        yield f"env.command is run by env.name = 'command', got {e.name!r}"
+    if e.name == "command" and not e.command and "command" not in e.params:
+        yield "env.name = 'command' needs env.command, got none"
 
 
 def taught(a: AlgorithmConfig, m: MethodConfig) -> Iterator[str]:

@@ -42,7 +42,7 @@ class Chat:
     """
 
     def __init__(self, tokenizer: Any, generation_config: Any = None) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self.plain = not getattr(tokenizer, "chat_template", None)
         """Whether the model has no template."""
         self._last: tuple[object, tuple[int, ...]] = (None, ())  # a group asks for one many times
@@ -110,11 +110,11 @@ class Chat:
 
     @cached_property
     def _reader(self) -> CallReader:
-        return CallReader(self._tokenizer)
+        return CallReader(self.tokenizer)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text without special tokens, its spaces as they are."""
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def render(self, messages: Sequence[Message], *, generate: bool = True, tools: Sequence[Tool] = ()) -> str:
@@ -122,7 +122,7 @@ class Chat:
         turns = [as_dict(m) for m in messages]
         told = {"tools": [dict(tool) for tool in tools]} if tools else {}
         try:
-            text: str = self._tokenizer.apply_chat_template(
+            text: str = self.tokenizer.apply_chat_template(
                 turns, add_generation_prompt=generate, tokenize=False, **told
             )
         except Exception as error:  # the template is a program that came with the model
@@ -138,21 +138,21 @@ class Chat:
             text.encode()
         except UnicodeEncodeError as error:
             raise DataError(f"a message must be valid Unicode: {error}") from None
-        return tuple(self._tokenizer(text, add_special_tokens=False, **options)["input_ids"])
+        return tuple(self.tokenizer(text, add_special_tokens=False, **options)["input_ids"])
 
     def begin(self) -> tuple[int, ...]:
         """The BOS token where the tokenizer adds one of its own accord; an EOS that it would add is left out."""
-        added = tuple(self._tokenizer("")["input_ids"])
-        return added[:1] if added and added[0] == self._tokenizer.bos_token_id else ()
+        added = tuple(self.tokenizer("")["input_ids"])
+        return added[:1] if added and added[0] == self.tokenizer.bos_token_id else ()
 
     def spell(self, *tokens: int) -> str:
         """How tokens are written in a text, special ones too: `"Hello<|im_end|>"`."""
-        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     @property
     def bos(self) -> int | None:
-        token: int | None = self._tokenizer.bos_token_id
+        token: int | None = self.tokenizer.bos_token_id
         return token
 
     def _helped(self, messages: Sequence[Message], tools: Sequence[Tool]) -> str:
@@ -200,7 +200,7 @@ class Chat:
     @cached_property
     def special_tokens(self) -> frozenset[int]:
         """All of the tokenizer's."""
-        return special_ids(self._tokenizer)
+        return special_ids(self.tokenizer)
 
     @property
     def family(self) -> str:
@@ -210,7 +210,7 @@ class Chat:
     @cached_property
     def _specials(self) -> "re.Pattern[str] | None":
         """Finds special tokens that are spelled out, the longest first."""
-        names = {self._tokenizer.convert_ids_to_tokens(i) for i in self.special_tokens} - {"", None}
+        names = {self.tokenizer.convert_ids_to_tokens(i) for i in self.special_tokens} - {"", None}
         return re.compile("|".join(re.escape(n) for n in sorted(names, key=len, reverse=True))) if names else None
 
     def _shielded(

@@ -100,6 +100,12 @@ class ExampleStream:
         source, turn = self._mixture.at(position)
         return self.sources[source][self._epochs[source].at(turn)]
 
+    def order(self) -> list[Example]:
+        """All examples, each once: as they come first in one epoch's worth of positions, then those that a mixture has
+        not reached by then."""
+        reached = (self.at(position) for position in range(self.size))
+        return list({example.id: example for example in (*reached, *(e for s in self.sources for e in s))}.values())
+
     def without(self, ids: Set[str], why: str) -> "ExampleStream":
         """The stream without some of its examples: `without({"train.jsonl:17"}, "are too long")`."""
         kept = [[example for example in examples if example.id not in ids] for examples in self.sources]
@@ -155,7 +161,8 @@ def reshape(example: Example, shape: Shape) -> tuple[Example, ...]:
             Example(f"{example.id}/rejected", example.rejected, label=False),
         )
     needs = {"preference": "chosen and rejected", "labelled": "a label, or chosen and rejected"}[shape]
-    raise DataError(f"this stage needs rows with {needs}, got a {example.shape}")
+    got = {"demonstration": "a demonstration", "labelled": "a labelled answer"}[example.shape]
+    raise DataError(f"this stage needs rows with {needs}, got {got}")
 
 
 def found_shapes(config: ExamplesConfig) -> dict[str, Counter[Shape]]:
@@ -211,7 +218,7 @@ def _held_out_files(config: ExamplesConfig) -> list[File]:
     if config.eval_path is not None:
         file = local_file("data.eval_path", config.eval_path)
         paths = [config.path] if config.path else [part.path for part in config.mix]
-        if file.path.resolve() in [Path(path).expanduser().resolve() for path in paths]:
+        if file.path.resolve() in [local_file("data", path).path.resolve() for path in paths]:
             raise DataError(f"data.eval_path must be another file than those to train on, got {config.eval_path} twice")
         return [file]
     if config.hub is not None and config.hub_eval_files is not None:

@@ -5,7 +5,7 @@ that resumes, or asks twice, gets the same prompt. Every row of a file is checke
 stops the run before it begins, not when its turn comes.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -37,6 +37,10 @@ class PromptStream:
         self.skipped = skipped
         self._read = read
         self._order = Epochs(size, seed=seed, shuffle=shuffle) if size else None
+
+    def all(self) -> Iterator[Prompt]:
+        """Each prompt of a finite source once, in the order of its rows; nothing of one that has no end."""
+        return map(self._read, range(self.size or 0))
 
     def at(self, position: int) -> Prompt:
         assert position >= 0, f"a stream position is not negative, got {position}"

@@ -42,12 +42,27 @@ class DataRow(NamedTuple):
         return f"{self.file.path}:{self.number}"
 
 
+SHIPPED = "shipped:"
+_SHIPPED_FOLDER = Path(__file__).parent / "shipped"
+
+
 def local_file(setting: str, text: str) -> File:
+    """A file of the user's; `shipped:NAME` is one that comes with Kitae."""
+    if text.startswith(SHIPPED):
+        return _shipped_file(setting, text)
     path = Path(text).expanduser()
     if not path.is_file():
         found = "a folder is there" if path.is_dir() else f"nothing is there (in {Path.cwd()})"
         raise DataError(f"{setting} must name a file, got {text}, but {found}")
     return File(path, path.name)
+
+
+def _shipped_file(setting: str, text: str) -> File:
+    known = {path.stem: path for path in sorted(_SHIPPED_FOLDER.glob("*.jsonl"))}
+    name = text.removeprefix(SHIPPED)
+    if name not in known:
+        raise DataError(f"{setting}: {SHIPPED}NAME must be one of {', '.join(known)}, got {name!r}")
+    return File(known[name], known[name].name)
 
 
 def hub_files(hub: str, pattern: str) -> list[File]:

@@ -1,7 +1,7 @@
 """Several engines as one: requests are shared out among them, everything else is for all of them."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,12 +13,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_MOST_THREADS = 100_000  # that are remembered
+
 
 class Fleet:
     """Implements `kitae.engines.base.Engine` over `engines`, which all share the trainer's weights or none does.
 
     A request goes to the engine that has the fewest; but requests with the same share key go where the first of them
-    went while any of them is in flight, so that their prompt is computed once. `busy_seconds` of its stats is the mean
+    went while any of them is in flight, so that their prompt is computed once, and those of a thread where its last one
+    went. `busy_seconds` of its stats is the mean
     of the engines, so that it is a share of the time that passed; other counters are sums. It can do what all of them
     can. An update goes to all at the same time; if it reaches some damaged, those stand still and it must be repeated.
     """
@@ -40,12 +43,18 @@ class Fleet:
         self._homes: dict[str, int] = {}  # where requests with a share key go
         self._sharing: Counter[str] = Counter()
         self._where: dict[str, int] = {}
+        self._threads: OrderedDict[str, int] = OrderedDict()  # where the last request of a thread went
 
     async def generate(self, request: Request) -> Completion:
         if request.id in self._where:
             raise RequestError(f"request id {request.id!r} is in flight already")
         key = request.share or f"request {request.id}"
-        place = self._homes.setdefault(key, min(range(len(self._load)), key=self._load.__getitem__))
+        idlest = min(range(len(self._load)), key=self._load.__getitem__)
+        place = self._homes.setdefault(key, self._threads.pop(request.thread, idlest))
+        if request.thread:
+            self._threads[request.thread] = place
+            if len(self._threads) > _MOST_THREADS:
+                self._threads.popitem(last=False)
         self._where[request.id] = place
         self._load[place] += 1
         self._sharing[key] += 1

@@ -1,11 +1,13 @@
 """An episode that a program holds: it asks, the engine answers, and what was asked and answered becomes chains."""
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 
+from kitae.data.chat import Chat
 from kitae.engines.base import Request, Sampled, SamplingParams
 from kitae.engines.native.sampler import stream_seed
 from kitae.envs.base import Agent, Outcome
@@ -56,8 +58,9 @@ class AgentEpisode:
         self._record = record
         self._recorded = _turns_of(record.chains) if record else {}
         self._threads = Threads(on.chat)
-        self._answers: dict[tuple[Context, int], Answer] = {}
-        self._answered: Counter[Context] = Counter()
+        self._pending: dict[Context, asyncio.Future[None]] = {}
+        self._latest: dict[Context, Answer] = {}
+        self._numbers: defaultdict[Context, set[int]] = defaultdict(set)  # of answers, also of those on their way
         self._asked = 0  # in flight
         self._turns = 0
         self._deadline: asyncio.Timeout | None = None
@@ -67,6 +70,10 @@ class AgentEpisode:
         self._finish: FinishReason = "stop"
         self._said = list[str]()
         self._copied = sum(len(s.tokens) for s in record.segments) if record else 0
+
+    @property
+    def chat(self) -> Chat:
+        return self._on.chat
 
     @property
     def id(self) -> str:
@@ -98,10 +105,12 @@ class AgentEpisode:
         if self._on.running.parking:
             raise Parked
         seconds = self._on.limits.seconds
-        self._deadline = asyncio.timeout(seconds)
+        self._deadline = asyncio.timeout(None)
         try:
             with self._on.waiting("the environment", self.id):
                 async with self._deadline:
+                    await self._agent.enter()
+                    self._deadline.reschedule(asyncio.get_running_loop().time() + seconds)
                     outcome = await self._agent.run(self)
         except BaseException as error:
             if self._fatal is not None:
@@ -130,7 +139,7 @@ class AgentEpisode:
         """See `Model`. Temperature and other choices of how to sample are the run's: the tokens are trained on."""
         with self._working():
             place = self._place(ask)
-            answer = self._repeated(ask, place.context)
+            answer = await self._repeated(place.context) if ask.retry else None
             if answer is None:
                 self._check_limits(place.context)
                 answer = await self._answer(ask, place)
@@ -176,16 +185,22 @@ class AgentEpisode:
             raise RequestError(f"an observation must have at most {limits.tokens} tokens, got {len(place.added)}")
         return place
 
-    def _repeated(self, ask: Ask, context: Context) -> Answer | None:
-        """The answer that a client asks for again, because it never got it."""
-        return self._answers.get((context, self._answered[context] - 1)) if ask.retry else None
+    async def _repeated(self, context: Context) -> Answer | None:
+        """The answer that a client asks for again, because it never got it. One that is on its way is waited for, until
+        it is there or was taken back."""
+        if context in self._pending:
+            await asyncio.wait([self._pending[context]])
+        return self._latest.get(context)
 
     async def _answer(self, ask: Ask, place: Place) -> Answer:
         context, thread = place.context, place.thread
         sampling = self._asked_sampling(ask)
+        taken = self._numbers[context]
+        number = next(n for n in count() if n not in taken)
+        taken.add(number)
+        gone = self._pending[context] = asyncio.get_running_loop().create_future()
         thread.busy = True
         try:
-            number = self._answered[context]
             recorded = self._recorded.get((context, number))
             if recorded is not None:
                 segment, finish = recorded, self._ended_by(recorded, sampling)
@@ -196,11 +211,16 @@ class AgentEpisode:
             turn = _with_ids(turn, stream_seed(self.id, context, number))
             said = Message("assistant", turn.content, turn.calls)
             self._threads.grow(place, segment, said)
+        except BaseException:
+            taken.remove(number)
+            raise
         finally:
             thread.busy = False
+            gone.set_result(None)
+            if self._pending[context] is gone:
+                del self._pending[context]
         answer = Answer(context, Sampled(segment.tokens, segment.logprobs, segment.versions), finish, turn)
-        self._answers[context, number] = answer
-        self._answered[context] += 1
+        self._latest[context] = answer
         self._turns += 1
         self._finish = finish
         self._transcript = thread.messages

@@ -72,10 +72,12 @@ class Agent(Protocol):
     things at once, and rewrites what was said as it likes.
 
     Each answer continues the context that the messages of its ask continue; where they continue none, the episode has
-    one more chain. Failures are as with an `Environment`; its limit of seconds holds whenever it asks nothing. One that
-    was interrupted runs again from its beginning: what it asks as before is answered from the record.
+    one more chain. Failures are as with an `Environment`; its limit of seconds holds whenever it asks nothing, but not
+    while it waits in `enter` for its turn to begin. One that was interrupted runs again from its beginning: what it
+    asks as before is answered from the record.
     """
 
+    async def enter(self) -> None: ...
     async def run(self, model: Model) -> Outcome: ...
     async def close(self) -> None: ...
 

@@ -10,7 +10,10 @@ class EnvConfig(Section):
 
     name: str = Field(
         "single",
-        description="single: one question, one answer; see `kitae environments`, or your own: file.py:Class.",
+        description="single: one question, one answer; see docs/agents.md, or your own: file.py:Class.",
+    )
+    command: str = Field(
+        "", description="An agent program that is run for each episode, with name = 'command': python agent.py."
     )
     params: dict[str, JsonValue] = Field(default_factory=dict, description="Options of the environment.")
     turns: int = Field(8, ge=1, description="Turns of the model in one episode, at most.")

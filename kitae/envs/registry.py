@@ -40,7 +40,21 @@ def _single(params: Params) -> World:
     return Simple(SingleTurn)
 
 
-WORLDS: dict[str, Callable[[Params], World]] = {"single": _single, "tools": Tools, "games": Games, "mcp": Mcp}
+def _command(params: Params) -> World:
+    try:
+        from kitae.envs.command.world import CommandWorld
+    except ImportError as missing:
+        raise ConfigError(f"env.name = 'command' needs kitae[serve]: {missing}") from None
+    return CommandWorld(params)
+
+
+WORLDS: dict[str, Callable[[Params], World]] = {
+    "single": _single,
+    "tools": Tools,
+    "games": Games,
+    "mcp": Mcp,
+    "command": _command,
+}
 
 
 def open_world(config: EnvConfig) -> World:
@@ -51,7 +65,8 @@ def open_world(config: EnvConfig) -> World:
         known = ", ".join(WORLDS)
         hint = nearest(config.name, WORLDS)
         raise ConfigError(f"env.name must be one of {known}, or file.py:Class, got {config.name!r}{hint}")
-    return WORLDS[config.name](config.params)
+    params = {**config.params, "command": config.command} if config.command else config.params
+    return WORLDS[config.name](params)
 
 
 def limits_of(config: EnvConfig, context: int | None = None) -> EpisodeLimits:
@@ -62,7 +77,7 @@ def limits_of(config: EnvConfig, context: int | None = None) -> EpisodeLimits:
 
 def _own(config: EnvConfig) -> World:
     kind = load_function(config.name, "environment", ("prompt",), ConfigError)
-    wanted = ("run",) if hasattr(kind, "run") else ("start", "step")
+    wanted = ("enter", "run") if hasattr(kind, "run") else ("start", "step")
     for method in (*wanted, "close"):
         if not inspect.iscoroutinefunction(getattr(kind, method, None)):
             raise ConfigError(f"env.name {config.name!r} must have `async def {method}`, got none")

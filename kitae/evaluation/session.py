@@ -27,7 +27,7 @@ from kitae.envs.single_turn import SingleTurn
 from kitae.errors import ConfigError, root_cause
 from kitae.evaluation.measure import Evaluation, evaluate, measure, suite_episodes
 from kitae.evaluation.statistics import Difference, compare
-from kitae.evaluation.storage import Answers, fingerprint, plugin_digests
+from kitae.evaluation.storage import Answers, fingerprint, how_asked
 from kitae.evaluation.suites import Suite, own_suite
 from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, load_policy, pick_device, pick_dtype
@@ -35,9 +35,6 @@ from kitae.pipeline.config import EvalConfig
 from kitae.store.journal import Journal
 from kitae.types import Group, Prompt
 from kitae.verifiers.pool import VerifierPool
-
-_SOURCE = {"path", "eval_path", "hub", "hub_files", "hub_eval_files", "skip_bad_rows"}
-"""Where prompts come from does not matter for an answer: it is kept with the prompt itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +145,16 @@ def evaluate_models(
 
 def evaluate_own(config: RLConfig) -> Evaluation:
     """The model of these settings on the held-out prompts of their own task. Nothing is kept."""
+    (found,) = evaluate_on(config, [replace(own_suite(config), count=config.eval.prompts)]).values()
+    return found
+
+
+def evaluate_on(config: RLConfig, suites: Sequence[Suite]) -> dict[str, Evaluation]:
+    """The model of these settings on each suite, by its name. Nothing is kept."""
     entrant = Entrant(config.model.path, config.model)
-    suite = replace(own_suite(config), count=config.eval.prompts)
     settings = EvaluationSettings(config.eval, config.engine, config.run.seed)
-    return evaluate_models([entrant], [suite], settings).evaluations[entrant.name, suite.name]
+    found = evaluate_models([entrant], suites, settings).evaluations
+    return {suite.name: found[entrant.name, suite.name] for suite in suites}
 
 
 async def _evaluate_models(
@@ -274,26 +277,11 @@ def _check(entrants: Sequence[Entrant], suites: Sequence[Suite]) -> None:
 
 def _identity(model: ModelConfig, folder: Path, suite: Suite, settings: EvaluationSettings) -> dict[str, Any]:
     """All that an answer and its verdict depend on."""
-    e = settings.eval
-    verifier, params = suite.verifier
-    data = suite.data.model_dump(mode="json", exclude=_SOURCE)
     return {
         "weights": fingerprint(folder),
         "dtype": str(pick_dtype(model.dtype, pick_device(model.device))).removeprefix("torch."),
         "exact": model.exact,
-        "data": data,
-        "verifier": verifier,
-        "params": dict(params),
-        "own files": plugin_digests([data, verifier, params, suite.env.name]),
-        "temperature": e.temperature,
-        "top_p": e.top_p,
-        "top_k": e.top_k,
-        "min_p": e.min_p,
-        "max_tokens": e.max_tokens or suite.max_tokens,
-        "stop": list(suite.stop),
-        "env": suite.env.model_dump(mode="json"),
-        "label": suite.label,
-        "seed": settings.seed,
+        **how_asked(suite, settings.eval, settings.seed),
     }
 
 

@@ -17,10 +17,15 @@ from typing import Any
 
 from kitae.data.chat import as_dict
 from kitae.errors import StoreError
+from kitae.evaluation.suites import Suite
+from kitae.pipeline.config import EvalConfig
 from kitae.plugins import is_plugin
 from kitae.store.journal import Journal
 from kitae.store.run import lock
 from kitae.types import Group, Prompt
+
+_SOURCE = {"path", "eval_path", "hub", "hub_files", "hub_eval_files", "skip_bad_rows"}
+"""Where prompts come from does not matter for an answer: it is kept with the prompt itself."""
 
 _BLOCKS, _BLOCK = 128, 65_536  # pieces of a file of weights that are looked at, and their size
 
@@ -90,6 +95,27 @@ def fingerprint(model: Path) -> str:
                 file.seek(max(0, start))
                 digest.update(file.read(_BLOCK))
     return digest.hexdigest()[:16]
+
+
+def how_asked(suite: Suite, settings: EvalConfig, seed: int) -> dict[str, Any]:
+    """What an answer and its verdict depend on, the model apart."""
+    verifier, params = suite.verifier
+    data = suite.data.model_dump(mode="json", exclude=_SOURCE)
+    return {
+        "data": data,
+        "verifier": verifier,
+        "params": dict(params),
+        "own files": plugin_digests([data, verifier, params, suite.env.name]),
+        "temperature": settings.temperature,
+        "top_p": settings.top_p,
+        "top_k": settings.top_k,
+        "min_p": settings.min_p,
+        "max_tokens": settings.max_tokens or suite.max_tokens,
+        "stop": list(suite.stop),
+        "env": suite.env.model_dump(mode="json"),
+        "label": suite.label,
+        "seed": seed,
+    }
 
 
 def plugin_digests(values: Any) -> dict[str, str]:

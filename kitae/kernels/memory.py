@@ -20,7 +20,7 @@ _MASTER = "kitae_master"  # goes with the parameter, and is gone with it
 @functools.cache
 def keep_freed_memory() -> bool:
     """Tell glibc to reuse large blocks instead of returning them. Elsewhere nothing happens."""
-    if platform.system() != "Linux" or platform.libc_ver()[0] != "glibc":
+    if not _is_glibc():
         return False
     mallopt = ctypes.CDLL(None).mallopt
     settings = {
@@ -30,6 +30,16 @@ def keep_freed_memory() -> bool:
         _M_ARENA_MAX: 1,  # the arenas of other threads cannot grow large blocks
     }
     return all(mallopt(name, value) for name, value in settings.items())
+
+
+def _is_glibc() -> bool:
+    return platform.system() == "Linux" and platform.libc_ver()[0] == "glibc"
+
+
+def return_freed_memory() -> None:
+    """Give back what is free now, with holes of it between what is not: whoever comes next may need other sizes."""
+    if _is_glibc():
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def together(parameters: "Sequence[Tensor]") -> "Tensor | None":

@@ -41,6 +41,41 @@ def check_classifier(folder: Path) -> None:
     classifier_class(config, str(folder))
 
 
+def is_classifier(folder: Path) -> bool:
+    """Whether the config of a folder is that of a sequence classifier, with one label or more."""
+    from transformers import AutoConfig
+
+    with quiet_transformers():
+        kinds = getattr(AutoConfig.from_pretrained(folder), "architectures", None) or [""]
+    return str(kinds[0]).endswith("ForSequenceClassification")
+
+
+def check_reward_start(config: ModelConfig) -> None:
+    """What a reward model is trained from: a language model, or a reward model, whose training then goes on."""
+    folder = find_model(config.path)
+    assert folder is not None
+    if not is_classifier(folder):
+        return
+    check_classifier(folder)
+    if _find(folder, f"{_HEAD}.bias") is not None:
+        raise ModelError(f"a reward model to train further must have a head without a bias, got one in {folder}")
+
+
+def begin_scalar(config: ModelConfig, seed: int) -> "ScalarModel":
+    """The model that training of a reward model begins with. A language model gets a head that is zero; a reward model
+    has its own, and gives the scores that it gave."""
+    from kitae.models.load import load_policy
+    from kitae.models.scalar import ScalarModel
+
+    folder = find_model(config.path)
+    assert folder is not None
+    if is_classifier(folder):
+        return load_scalar(config, seed)
+    policy = load_policy(config, seed)
+    classifier_class(policy.base.config, config.path)  # or nothing could be exported in the end
+    return ScalarModel(policy, bias=False)
+
+
 def classifier_class(config: Any, source: str) -> Any:
     """The class of sequence classifiers for models with this config; an error where there is none."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
@@ -94,9 +129,9 @@ def export_scalar(model: "ScalarModel", folder: Path) -> None:
     scratch.rename(folder)
 
 
-def load_scalar(config: ModelConfig) -> "ScalarModel":
+def load_scalar(config: ModelConfig, seed: int = 0) -> "ScalarModel":
     """The reward model in a folder, a run, or on the hub: one that `export_scalar` wrote, or any other sequence
-    classifier with one label that reads it at the last token."""
+    classifier with one label that reads it at the last token. seed: of adapters, if asked for."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -131,7 +166,13 @@ def load_scalar(config: ModelConfig) -> "ScalarModel":
         raise ModelError(f"{folder} must hold all weights of {type(whole).__name__}, but lacks {missing[0]}")
     setattr(base, base.base_model_prefix, whole.base_model)
     base.get_output_embeddings().weight = whole.get_input_embeddings().weight  # never used, so it may be any
-    policy = Policy(prepared(base, config, device), load_tokenizer(config)[0], config.path)
+    base = prepared(base, config, device)
+    if config.lora_rank:
+        from kitae.models.lora import add_lora
+
+        torch.manual_seed(seed)
+        base = add_lora(base, config)
+    policy = Policy(base, load_tokenizer(config)[0], config.path)
     model = ScalarModel(policy, bias=head.bias is not None)
     with torch.no_grad():
         for name, parameter in model.head.named_parameters():
@@ -141,6 +182,11 @@ def load_scalar(config: ModelConfig) -> "ScalarModel":
 
 def _stored(folder: Path, name: str, loaded: "Tensor") -> "Tensor":
     """A tensor in the dtype in which it was written; where that cannot be had, as it was loaded."""
+    found = _find(folder, name)
+    return loaded if found is None else found
+
+
+def _find(folder: Path, name: str) -> "Tensor | None":
     from safetensors import safe_open
 
     for file in sorted(folder.glob("*.safetensors")):
@@ -148,7 +194,7 @@ def _stored(folder: Path, name: str, loaded: "Tensor") -> "Tensor":
             if name in set(opened.keys()):
                 tensor: Tensor = opened.get_tensor(name)
                 return tensor
-    return loaded
+    return None
 
 
 def _is_lm_head(name: str, base: Any) -> bool:

@@ -172,8 +172,11 @@ def pick_dtype(name: str, device: "torch.device") -> "torch.dtype":
     return torch.bfloat16 if fast else torch.float32
 
 
-def check_model(config: ModelConfig) -> Path:
-    """The folder of the model, with all that can be found wrong before its weights are loaded; gets it if need be."""
+def check_model(config: ModelConfig, *, reward: bool = False) -> Path:
+    """The folder of the model, with all that can be found wrong before its weights are loaded; gets it if need be.
+
+    reward: whether a reward model will do too.
+    """
     from transformers import AutoConfig
 
     from kitae.models.lora import import_peft
@@ -189,7 +192,9 @@ def check_model(config: ModelConfig) -> Path:
             _load_tokenizer(config.path, folder)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
-    if kinds[0].endswith("ForSequenceClassification"):  # its language head is gone, and would be a random one
+    if (
+        kinds[0].endswith("ForSequenceClassification") and not reward
+    ):  # its language head is gone, and would be a random one
         raise ModelError(f"{config.path!r} must be a language model, got a reward model or classifier ({kinds[0]})")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ModelError(f"{folder} must hold weights (*.safetensors or *.bin), got none")

@@ -6,7 +6,7 @@ from typing import Any
 from kitae.errors import StoreError
 from kitae.store.run import Metrics
 
-_CURVES = {
+CURVES = {
     "length": "response length (tokens)",
     "entropy": "entropy (nats per token)",
     "signal": "share of groups with signal",
@@ -26,18 +26,18 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
         what = "" if run.is_dir() else ": there is no such folder"
         raise StoreError(f"{run} has no finished step to draw{what}")
     pyplot = load_pyplot()
-    curves = {key: values for key in _CURVES if (values := _values(key, steps))}
+    curves = {key: values for key in CURVES if (values := values_of(key, steps))}
     columns = (len(curves) + 2) // 2
     figure, axes = pyplot.subplots(2, columns, figsize=(4.2 * columns, 6), constrained_layout=True, squeeze=False)
     x = [row["step"] for row in steps]
     reward, *others = axes.flat
-    main = "reward" if "reward" in steps[0] else "accuracy" if "accuracy" in steps[0] else "loss"
+    main = main_metric(steps)
     reward.plot(x, [_number(row[main]) for row in steps], ".-", label=f"training {main}", color="tab:blue")
     _draw_evaluations(reward, evals)
     reward.set_title(main)
     for axis, (key, values) in zip(others, curves.items(), strict=False):
         axis.plot(x, values, ".-")
-        axis.set_title(_CURVES[key])
+        axis.set_title(CURVES[key])
         if key == "signal":
             axis.set_ylim(-0.02, 1.02)
     for axis in axes.flat:
@@ -80,15 +80,21 @@ def load_pyplot() -> Any:
     return pyplot
 
 
-def _values(key: str, steps: list[dict[str, Any]]) -> list[float]:
-    """A number for each step, not a number where there is none; nothing if there is none at all."""
+def main_metric(steps: list[dict[str, Any]]) -> str:
+    """What is drawn together with the scores on held-out prompts."""
+    return next((name for name in ("reward", "accuracy") if name in steps[0]), "loss")
+
+
+def values_of(key: str, steps: list[dict[str, Any]]) -> list[float]:
+    """A number for each step, not a number where there is none; nothing if there is none at all. "signal": the share of
+    groups whose rewards differ."""
     found = [_signal(row) if key == "signal" else row.get(key) for row in steps]
     return [_number(value) for value in found] if any(value is not None for value in found) else []
 
 
 def _signal(row: dict[str, Any]) -> float | None:
     groups = row.get("groups", 0) + row.get("groups_dropped", 0)
-    return row["groups_with_signal"] / groups if groups else None
+    return row["groups_with_signal"] / groups if groups and "groups_with_signal" in row else None
 
 
 def _number(value: float | None) -> float:

@@ -1,10 +1,16 @@
-"""Progress on the screen: a live table on a terminal, plain lines anywhere else."""
+"""Progress on the screen: a live table on a terminal, plain lines anywhere else.
+
+Both are as wide as the screen, 80 columns where there is none: what matters most is shown, the rest where there is
+room. The log has all of it.
+"""
 
 import resource
+import shutil
 import sys
+import textwrap
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,6 +42,25 @@ _OFFLINE = (
     ("train tok/s", "train_tokens_per_second", "{:,.0f}"),
     ("s/step", "step_seconds", "{:.2f}"),
 )
+
+
+_MATTERS = (
+    *("reward", "loss", "accuracy", "step_seconds", "entropy", "length", "kl_k3", "teacher_kl", "teacher_divergence"),
+    *("groups_with_signal", "margin", "logp_gap", "grad_norm", "generate_tokens_per_second", "train_tokens_per_second"),
+)
+"""Which columns are shown first where not all have room. The first of them, the step and the ETA always are."""
+
+_GAP = 2  # between columns
+
+
+def fitting(widths: Mapping[str, int], room: int) -> list[str]:
+    """The columns that have room beside each other, in their order: each one that still fits, by what matters most."""
+    chosen: set[str] = set()
+    for key in sorted(widths, key=_MATTERS.index):
+        if not chosen or widths[key] + _GAP <= room:
+            chosen.add(key)
+            room -= widths[key] + _GAP
+    return [key for key in widths if key in chosen]
 
 
 def _columns(config: Root) -> tuple[tuple[str, str, str], ...]:
@@ -96,13 +121,22 @@ class Progress:
         row = report.row()
         eta = self._eta(row)
         cells = [f"{title} {_cell(row, key, form)}" for title, key, form in self.columns[1:]]
-        line = "  ".join([f"step {row['step']}/{self.config.training.steps}", *cells, f"ETA {eta}", *remarks(row)])
-        self.log(line)
-        self.show_step(row, eta, line)
+        first, end = f"step {row['step']}/{self.config.training.steps}", f"ETA {eta}"
+        self.log("  ".join([first, *cells, end, *remarks(row)]))
+        self.show_step(row, eta, first, cells, end)
         self._explain_errors(row)
 
-    def show_step(self, row: dict[str, Any], eta: str, line: str) -> None:
-        self.show(line)
+    def show_step(self, row: dict[str, Any], eta: str, first: str, cells: list[str], end: str) -> None:
+        """A line, and a second one where the remarks have no room on it."""
+        width, remarked = shutil.get_terminal_size().columns, "  ".join(remarks(row))
+        keyed = dict(zip((key for _, key, _ in self.columns[1:]), cells, strict=True))
+        room = width - len(first) - len(end) - _GAP
+        beside = not remarked or len(remarked) + _GAP + min(map(len, cells)) + _GAP <= room
+        room -= len(remarked) + _GAP if remarked and beside else 0
+        shown = [keyed[key] for key in fitting({key: len(cell) for key, cell in keyed.items()}, room)]
+        self.show("  ".join([first, *shown, end, *([remarked] if remarked and beside else [])]))
+        if not beside:
+            self.show(textwrap.fill(remarked, width, initial_indent="  ", subsequent_indent="  "))
 
     def _explain_errors(self, row: dict[str, Any]) -> None:
         """Why answers could not be judged, each reason once."""
@@ -139,7 +173,7 @@ class LiveProgress(Progress):
 
         super().__init__(config, folder, log)
         self.console = Console()
-        self._rows: deque[list[str]] = deque(maxlen=12)
+        self._rows: deque[dict[str, str]] = deque(maxlen=12)
         self._status = "starting"
         self._began = time.perf_counter()
         self._live = Live(console=self.console, get_renderable=self._draw, refresh_per_second=4, transient=False)
@@ -159,25 +193,33 @@ class LiveProgress(Progress):
     def show(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False)
 
-    def show_step(self, row: dict[str, Any], eta: str, line: str) -> None:
-        cells = (_cell(row, key, form) for _, key, form in self.columns)
-        self._rows.append([*cells, eta, ", ".join(remarks(row))])
+    def show_step(self, row: dict[str, Any], eta: str, first: str, cells: list[str], end: str) -> None:
+        found = {key: _cell(row, key, form) for _, key, form in self.columns}
+        self._rows.append({**found, "eta": eta, "remarks": ", ".join(remarks(row))})
 
     def _draw(self) -> Any:
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(box=None, pad_edge=False)
-        for title in (*(c[0] for c in self.columns), "ETA"):
-            table.add_column(title, justify="right")
         rows = list(self._rows)  # rich draws in a thread of its own, while steps arrive
-        if any(row[-1] for row in rows):
-            table.add_column("remarks")
+        titles = {**{key: title for title, key, _ in self.columns}, "eta": "ETA", "remarks": "remarks"}
+        wide = {key: max([len(title), *(len(row[key]) for row in rows)]) for key, title in titles.items()}
+        room = self.console.width - wide["step"] - wide["eta"] - _GAP
+        others = {key: wide[key] for _, key, _ in self.columns[1:]}
+        said = any(row["remarks"] for row in rows)
+        beside = said and wide["remarks"] + _GAP + min(others.values()) + _GAP <= room
+        room -= wide["remarks"] + _GAP if beside else 0
+        table = Table(box=None, pad_edge=False)
+        shown = ["step", *fitting(others, room), "eta", *(["remarks"] if beside else [])]
+        for key in shown:
+            table.add_column(titles[key], justify="left" if key == "remarks" else "right", no_wrap=True)
         for row in rows:
-            table.add_row(*row[: len(table.columns)])
+            table.add_row(*(Text(row[key]) for key in shown))
+        below = [] if beside else [Text(f"step {r['step']}: {r['remarks']}") for r in rows[-3:] if r["remarks"]]
         elapsed = time.perf_counter() - self._began
-        return Group(table, Text(f"{elapsed:5.0f} s  {self._status}", style="dim"))
+        status = Text(f"{elapsed:5.0f} s  {self._status}", style="dim", no_wrap=True, overflow="ellipsis")
+        return Group(table, *below, status)
 
 
 def remarks(row: dict[str, Any]) -> list[str]:
@@ -191,9 +233,9 @@ def remarks(row: dict[str, Any]) -> list[str]:
         found.append(f"updates skipped {skipped:.0f}")
     if row.get("staleness_max"):
         found.append(f"staleness {row['staleness']:.2f} (at most {row['staleness_max']})")
-    for title, key in (("overdue", "overdue"), ("engine restarts", "engine_restarts")):
+    for key in ("overdue", "engine_restarts", "teacher_restarts"):
         if row.get(key):
-            found.append(f"{title} {row[key]:.0f}")
+            found.append(f"{key.replace('_', ' ')} {row[key]:.0f}")
     return found
 
 

@@ -10,6 +10,7 @@ from kitae.observe.config import ObserveConfig
 from kitae.observe.diagnosis.base import Finding
 from kitae.observe.diagnosis.live import LiveDiagnosis
 from kitae.observe.hooks import Hooks
+from kitae.observe.machine import note_machine
 from kitae.observe.observer import Observer, Reported, Several, Silent
 from kitae.observe.prometheus import MetricsServer
 from kitae.observe.trackers import TRACKERS, Tracked
@@ -19,6 +20,7 @@ from kitae.store.run import Metrics
 @contextmanager
 def watched(config: Root, observe: ObserveConfig, run: Path, screen: Observer) -> Iterator[Observer]:
     """Tells trackers, server and hooks how the run ended when the block ends, by an error or not."""
+    note_machine(run)
     end = _End()
     hooks = Hooks(observe, run, screen.note)
     observers: list[Observer] = [screen, end]

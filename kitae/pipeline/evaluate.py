@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from kitae.config.root import RLConfig
 from kitae.envs.base import World
 from kitae.envs.groups import Episodes
 from kitae.envs.registry import open_world
+from kitae.evaluation.held_out import answers_of
 from kitae.evaluation.measure import evaluate, suite_episodes
+from kitae.evaluation.storage import how_asked
 from kitae.evaluation.suites import Suite, own_suite
 from kitae.observe.observer import Observer
 from kitae.pipeline.prepare import Sources
@@ -25,13 +28,14 @@ def evaluation_due(config: RLConfig, step: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RunEvaluations:
-    """Evaluates once per step: a resumed run finds what is in the metrics already.
+    """Evaluates once per step: a resumed run finds what is in the metrics already. Answers are kept in the run folder.
 
     An evaluation in which no answer could be judged is no result: a resumed run makes it again. pool, world: the
     run's own.
     """
 
     config: RLConfig
+    folder: Path
     metrics: Metrics
     observer: Observer
     episodes: Episodes
@@ -72,7 +76,12 @@ class RunEvaluations:
         self.observer.note(f"evaluating on {len(prompts)} {what}")
         e = self.config.eval
         asked = suite_episodes(self.episodes, suite, pool, world, e)
-        found = await evaluate(asked, prompts, e.samples, suite.scorings)
+        answers = answers_of(self.folder, step, suite.name, name is None, how_asked(suite, e, self.config.run.seed))
+        try:
+            await answers.begin(prompts)
+            found = await evaluate(asked, prompts, e.samples, suite.scorings, answers.journal)
+        finally:
+            answers.close()
         row: dict[str, Any] = {"kind": "eval", "step": step, **({"suite": name} if name else {}), **found.row()}
         self.metrics.append(row)
         self.observer.evaluated(row)

@@ -126,7 +126,6 @@ class Pipeline:
             self.buffer.on_overdue = self.issuing.give_up
         # Where the trainer needs the memory of the cache, engine and trainer take turns.
         self._beside = p.max_staleness > 0 and config.engine.keep_cache
-        self._complaints = report.Complaints(config, observer, store.folder)
         self._settling: asyncio.Task[None] | None = None
         self._evaluating: asyncio.Task[None] | None = None
         self._after: dict[str, float] = {}  # seconds that followed the last report, and that training waited for
@@ -192,7 +191,6 @@ class Pipeline:
             work = _Work(step, [slot.harvest for slot in slots if slot.harvest], waited=now() - began)
             work = replace(work, overdue=self.issuing.taken(work.sampled.rollouts))
             report.check_errors(step, work.sampled, self.config.verifier.max_error_share)
-            self._complaints.about_rewards(work.sampled)
             await self._train(tasks, laps, work)
         await self._settled()
         await self._evaluated()
@@ -204,7 +202,8 @@ class Pipeline:
         learnt = await self._learn(step, work.harvests)
         await asyncio.to_thread(self.tokens.write, step, learnt.tokens)
         if work.new:
-            self._complaints.about_updates(step, learnt, work.harvests)
+            if learnt.skipped:
+                self.observer.note(f"step {step}: a gradient was not finite; those weights were left as they were")
             with self.watch.waits("train", "the journal"):
                 await self.store.journal.add_fates(step, work.trained, work.dropped)
         self._advance(Frontier(step, self.learner.updates))

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from kitae.algorithms.functions import Functions
 from kitae.algorithms.traits import Trait
 from kitae.config.root import DistilConfig, RLConfig
 from kitae.data.chat import Chat
+from kitae.data.fingerprint import fingerprint
 from kitae.data.prompts import PromptStream, eval_prompts, open_stream
 from kitae.engines.base import Engine, SamplingParams
 from kitae.envs.base import World
@@ -17,8 +19,8 @@ from kitae.errors import ConfigError, VerifierError
 from kitae.evaluation.suites import Suite, find_suites
 from kitae.models.load import load_tokenizer
 from kitae.models.policy import Policy
-from kitae.trainer.start import served_teacher
 from kitae.trainer.teacher import check_teacher
+from kitae.trainer.teachers import served_teacher
 from kitae.types import Prompt
 from kitae.verifiers.pool import VerifierPool, validate
 
@@ -32,6 +34,10 @@ class Sources:
     stream: PromptStream
     held_out: list[Prompt]
     suites: tuple[tuple[Suite, list[Prompt]], ...] = ()
+
+    def fingerprint(self) -> str:
+        """Of the rows of a file, and of what is held out of it. What is generated follows from the settings."""
+        return fingerprint(chain(self.stream.all(), self.held_out if self.stream.size else ()))
 
 
 def prepare(config: RLConfig, note: Callable[[str], None]) -> Sources:
@@ -88,7 +94,7 @@ def _check_teacher(config: RLConfig, read: Trait) -> None:
     if (served := served_teacher(config)) is not None:
         asyncio.run(served.check(load_tokenizer(config.model)[0]))
     else:
-        check_teacher(config.model, m.teacher)
+        check_teacher(config.model, m.teacher, m.teacher_device)
 
 
 def make_pool(config: RLConfig, note: Callable[[str], None] | None = None, workers: int | None = None) -> VerifierPool:

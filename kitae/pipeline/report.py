@@ -1,25 +1,19 @@
-"""Make the reports of steps, refuse a step that cannot be trusted, and complain about steps that teach nothing."""
+"""Make the reports of steps, and refuse a step that cannot be trusted."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from kitae.algorithms.config import needs_group
 from kitae.algorithms.filters import has_variance
 from kitae.clock import now
-from kitae.config.root import RLConfig
 from kitae.engines.base import Engine, EngineStats
 from kitae.errors import VerifierError
 from kitae.observe.memory import memory_share
-from kitae.observe.observer import Observer
 from kitae.observe.report import BatchStats, Generation, Lap, Staleness, StepReport
 from kitae.pipeline.buffer import Harvest
 from kitae.trainer.learner import Learnt
 from kitae.types import Rollout
-
-_SILENT_LIMIT = 5  # steps
 
 
 def sampled(harvests: Sequence[Harvest]) -> BatchStats:
@@ -115,36 +109,6 @@ def step_report(
         sync,
         memory_share(),
     )
-
-
-class Complaints:
-    """Says it once when steps go by without anything to learn from."""
-
-    def __init__(self, config: RLConfig, observer: Observer, folder: Path) -> None:
-        self._compares = needs_group(config.algorithm)
-        self._observer = observer
-        self._folder = folder
-        self._silent_steps = 0
-        self._idle_steps = 0
-
-    def about_rewards(self, found: BatchStats) -> None:
-        if not self._compares:
-            return
-        self._silent_steps = 0 if found.groups_with_signal else self._silent_steps + 1
-        if self._silent_steps == _SILENT_LIMIT:
-            self._observer.note(
-                f"no group had differing rewards for {_SILENT_LIMIT} steps: nothing is being learnt. The mean "
-                f"reward is {found.reward}; make the task easier or harder, or look at: kitae show {self._folder}"
-            )
-
-    def about_updates(self, step: int, learnt: Learnt, harvests: Sequence[Harvest]) -> None:
-        self._idle_steps = 0 if learnt.updates else self._idle_steps + 1
-        if self._idle_steps == _SILENT_LIMIT:
-            reasons = Counter(reason for h in harvests for _, reason in h.dropped)
-            why = ", ".join(f"{count} dropped by {reason!r}" for reason, count in reasons.most_common())
-            self._observer.note(f"nothing was trained on for {_SILENT_LIMIT} steps; of the last one's groups: {why}")
-        if learnt.skipped:
-            self._observer.note(f"step {step}: a gradient was not finite; those weights were left as they were")
 
 
 def _first_error(rollouts: Sequence[Rollout]) -> str:

@@ -12,6 +12,7 @@ from kitae.config.root import reinforcement
 from kitae.engines.start import start_engine
 from kitae.envs.registry import open_world
 from kitae.errors import ConfigError
+from kitae.evaluation.held_out import forget_after
 from kitae.models.load import export_policy, load_policy
 from kitae.observe.observer import Observer
 from kitae.pipeline.evaluate import RunEvaluations, evaluation_due
@@ -21,6 +22,7 @@ from kitae.pipeline.prepare import Sources, make_episodes, make_pool
 from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import START, Frontier
 from kitae.store.disk import flush
+from kitae.store.provenance import check_data, record_data
 from kitae.store.run import LEARNING, Result, RunStore, changes_of_learning
 from kitae.trainer.start import make_learner, start_trainer
 from kitae.weights.probe import probe_tolerance
@@ -40,19 +42,31 @@ def train(
 async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None, forget: bool) -> Result:
     config = reinforcement(store.config, "this loop")
     frontier, state = _where_it_stands(store, checkpoint, forget)
+    data = sources.fingerprint()
+    if frontier.step or not forget:
+        check_data(
+            store.journal,
+            data,
+            f"the prompts must be those that the run began with, but {config.data.path or config.data.hub}",
+            f"ask the new ones from the start with --from {START} --forget, or in a new run from a model of your "
+            "choice",
+        )
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(make_pool(config, observer.note))
         world = await stack.enter_async_context(open_world(config.env))
         observer.note(f"loading {config.model.path}")
         policy = load_policy(config.model, config.run.seed)
-        trainer = start_trainer(config, policy)
+        trainer = start_trainer(config, policy, observer.note)
         stack.push_async_callback(trainer.close)
+        await trainer.start()
         learner = make_learner(config, trainer)
         if state is not None:
             await learner.load(state)
         for change in store.changes.values():
             observer.note(f"changed for this run from here on: {change}")
         await store.begin(frontier.step, forget)  # nothing of the run was touched so far
+        await record_data(store.journal, data)
+        forget_after(store.folder, max(frontier.step, store.journal.last_step()))
         engine, publisher = await start_engine(config.model, config.engine, policy, frontier.step)
         if publisher is not None:
             stack.callback(publisher.close)
@@ -66,7 +80,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
             tolerance=probe_tolerance(policy),
         )
         episodes = make_episodes(config, engine, pool, world, policy)
-        evaluations = RunEvaluations(config, store.metrics, observer, episodes, pool, world, sources)
+        evaluations = RunEvaluations(config, store.folder, store.metrics, observer, episodes, pool, world, sources)
         pipeline = Pipeline(
             config, store, sources.stream, episodes, engine, learner, weights, observer, frontier, evaluations.at
         )

@@ -130,8 +130,12 @@ class WorkerProcess:
     async def kill(self) -> None:
         """End the process and the children it started, and let go of the pipes that any others may hold."""
         if self._reaping is None:  # afterwards its id may be somebody else's
+            strayed = [pid for pid in family_of(self.pid) if pid != self.pid]  # some may have left the group
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
+            for pid in strayed:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
         await self._reap()
         self._requests.transport.abort()
         await self._words.close()

@@ -1,6 +1,7 @@
 """A model that answers: loaded once, asked as often as you like, from scripts and notebooks alike."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -64,6 +65,7 @@ class LoadedModel:
         """n answers to each prompt, with their tokens and log-probs; nobody judges them."""
         if n < 1:
             raise ConfigError(f"n must be at least 1, got {n}")
+        _check(params)
         asked = [Prompt(f"prompt/{i}", as_messages(p), None) for i, p in enumerate(prompts)]
         params = replace(params, stop_tokens=self._chat.stop_tokens)
         return self._wait(self._sample(asked, n, params, seed))
@@ -100,6 +102,21 @@ class LoadedModel:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _check(params: SamplingParams) -> None:
+    """What recipes refuse by their types, callers may say all the same."""
+    for name, good, rule in (
+        ("temperature", 0 <= params.temperature < math.inf, "at least 0, and finite"),
+        ("max_tokens", params.max_tokens >= 1, "at least 1"),
+        ("top_p", 0 < params.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", params.top_k >= 0, "at least 0"),
+        ("min_p", 0 <= params.min_p < 1, "at least 0 and below 1"),
+        ("stop", all(params.stop_strings), "texts that are not empty"),
+    ):
+        if not good:
+            got = params.stop_strings if name == "stop" else getattr(params, name)
+            raise ConfigError(f"{name} must be {rule}, got {got!r}")
 
 
 class _Nobody:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kitae.data.chat import Chat
 from kitae.engines.base import Sampled, SamplingParams
 from kitae.types import FinishReason, Message, Tool, Turn
 
@@ -42,7 +43,10 @@ class Model(Protocol):
     """Whoever answers.
 
     `heard` is called with further tokens as they come; all of them have been heard when `ask` returns. A caller that is
-    cancelled takes its request back. Raises `RequestError` where the ask is impossible.
+    cancelled takes its request back. Raises `RequestError` where the ask is impossible. `chat` is how messages become
+    tokens, and back.
     """
 
+    @property
+    def chat(self) -> Chat: ...
     async def ask(self, ask: Ask, heard: Heard | None = None) -> Answer: ...

@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from kitae.data.examples import Shape
 from kitae.data.rendering import Rendered
+from kitae.evaluation.held_out import digest
+from kitae.observe.observer import Observer
 from kitae.trainer.base import Batch, Trainer
 from kitae.trainer.objectives import Objective
 from kitae.trainer.responses import PLACE
@@ -22,12 +24,21 @@ from kitae.types import FloatArray, Sample
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An example in tokens: `Item("train.jsonl:17", (Rendered(…),))`; a pair has two sequences, chosen first."""
+    """An example in tokens: `Item("train.jsonl:17", (Rendered(…),))`; a pair has two sequences, chosen first.
+
+    partner: of a labelled answer to train on, one that was given to another prompt.
+    """
 
     id: str
     sequences: tuple[Rendered, ...]
     label: bool | None = None
     margin: float | None = None
+    partner: Rendered | None = None
+
+    @property
+    def digest(self) -> str:
+        """The same for the same tokens, in whatever file they stand."""
+        return digest(repr(([s.tokens_T.tolist() for s in self.sequences], self.label)))
 
 
 class Method(Protocol):
@@ -40,9 +51,12 @@ class Method(Protocol):
     shape: Shape
     objective: Objective
 
-    async def prepare(self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path) -> None:
+    async def prepare(
+        self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
+    ) -> None:
         """Before the first step, and when a run goes on: what must be known of all items that will be trained on, and
-        of those that are held out. The trainer has the weights that the run begins with."""
+        of those that are held out. The trainer has the weights that the run begins with. observer: hears how far it is,
+        where that takes its time."""
 
     async def batch(self, trainer: Trainer, items: Sequence[Item]) -> Batch:
         """What one step trains on."""

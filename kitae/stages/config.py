@@ -94,6 +94,14 @@ class DistilMethod(RLMethod):
         None, gt=0, description="Of jsd: what both logits are divided by; not set: 1. reverse-kl has that of sampling."
     )
     teacher: str = Field("", description="The teacher: a folder, a hub id, a finished run, or a short name.")
+    teacher_place: Literal["trainer", "process"] = Field(
+        "trainer",
+        description="Where it runs: in the process of the trainer, or in one of its own, replaced when it dies.",
+    )
+    teacher_device: str = Field("", description="Device of its own process: cpu, cuda:1 …; empty: model.device.")
+    teacher_threads: int = Field(
+        0, ge=0, description="Threads of its own process, on a CPU; 0: as many as the trainer has."
+    )
     teacher_url: str = Field("", description="Or a server with /v1/completions: `http://localhost:8000/v1`.")
     teacher_model: str = Field("", description="Its name on that server.")
     teacher_key_env: str = Field("", description="Environment variable with the key of that server; empty: none.")
@@ -126,6 +134,16 @@ class DistilMethod(RLMethod):
         for key in ("beta", "temperature"):
             if self.loss != "jsd" and getattr(self, key) is not None:
                 yield f"method.{key} belongs to method.loss = 'jsd', got {getattr(self, key):g} with {self.loss!r}"
+        if self.teacher_place == "process" and self.teacher_url:
+            yield "method.teacher_place = 'process' is for method.teacher, got method.teacher_url, which runs already"
+        if self.teacher_place == "process" and self.loss == "jsd":
+            yield (
+                "method.loss = 'jsd' needs method.teacher_place = 'trainer', which gives all logits, got 'process', "
+                "which gives log-probs of single tokens"
+            )
+        for key in ("teacher_device", "teacher_threads"):
+            if getattr(self, key) and self.teacher_place != "process":
+                yield f"method.{key} belongs to method.teacher_place = 'process', got {getattr(self, key)!r}"
         for key in ("teacher_model", "teacher_key_env", "teacher_cache"):
             if getattr(self, key) and not self.teacher_url:
                 yield f"method.{key} belongs to method.teacher_url, which is not set, got {getattr(self, key)!r}"

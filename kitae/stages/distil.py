@@ -8,6 +8,7 @@ import numpy as np
 from kitae.config.root import DistilFileConfig
 from kitae.data.examples import Shape
 from kitae.models.load import export_policy, load_policy
+from kitae.observe.observer import Observer
 from kitae.stages.base import Item, sample_of
 from kitae.trainer.base import Batch, Column, Trainer
 from kitae.trainer.objectives import Objective
@@ -27,7 +28,9 @@ class FileDistillation:
         apart = TeacherDivergence(teacher, training, beta=method.beta, temperature=method.temperature)
         self.objective: Objective = Distilled(self._policy, training, apart)
 
-    async def prepare(self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path) -> None:
+    async def prepare(
+        self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
+    ) -> None:
         pass
 
     async def batch(self, trainer: Trainer, items: Sequence[Item]) -> Batch:

@@ -11,6 +11,7 @@ from kitae.algorithms.preferences import PREFERENCE_LOSSES, PairBatch
 from kitae.config.root import DPOConfig
 from kitae.data.examples import Shape
 from kitae.models.load import export_policy, load_policy
+from kitae.observe.observer import Observer
 from kitae.stages.base import Item, better, pair_of
 from kitae.stages.reference import COLUMN, ReferenceLogProbs
 from kitae.trainer.base import Batch, Column, Trainer
@@ -33,9 +34,11 @@ class DPO:
             self._policy, config.training, self._loss, self._settings, sft_coef=config.method.sft_coef
         )
 
-    async def prepare(self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path) -> None:
+    async def prepare(
+        self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
+    ) -> None:
         if self._loss.reference:
-            self._reference = ReferenceLogProbs(folder)
+            self._reference = ReferenceLogProbs(folder, observer)
             await self._reference.add(trainer, (pair_of(i, x) for i, x in enumerate(chain(items, held_out))))
 
     async def batch(self, trainer: Trainer, items: Sequence[Item]) -> Batch:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,8 @@ import numpy as np
 from kitae.config.root import KTOConfig
 from kitae.data.examples import Shape
 from kitae.data.rendering import Rendered
-from kitae.errors import DataError
 from kitae.models.load import export_policy, load_policy
+from kitae.observe.observer import Observer
 from kitae.stages.base import Item, better, sample_of
 from kitae.stages.reference import COLUMN, ReferenceLogProbs
 from kitae.trainer.base import Batch, Column, Trainer
@@ -24,28 +23,25 @@ class KTO:
     """Every answer of a batch counts the same, times the weight of its label.
 
     How far the policy has moved is measured on answers to other prompts: each example has a partner for the whole run,
-    whose answer is put after its prompt. In the first epoch, partners are of one batch.
+    whose answer is put after its prompt (`kitae.stages.data`).
     """
 
     shape: Shape = "labelled"
 
     def __init__(self, config: KTOConfig) -> None:
         self._policy = load_policy(config.model, config.run.seed)
-        self._block, self._limit = config.training.batch, config.data.max_tokens
+        self._limit = config.data.max_tokens
         self._reference: ReferenceLogProbs
-        self._mismatched: dict[str, Rendered] = {}
         m = config.method
         self.objective: Objective = Rated(
             self._policy, config.training, beta=m.beta, desirable=m.desirable, undesirable=m.undesirable
         )
 
-    async def prepare(self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path) -> None:
-        found = list(items)
-        for number, item in enumerate(found):
-            partner = partner_of(number, found, self._block)
-            self._mismatched[item.id] = mismatched(item.sequences[0], partner.sequences[0], self._limit)
-        self._reference = ReferenceLogProbs(folder)
-        units = ([sample_of(i, 0, x.sequences[0]), self._strange(i, x)] for i, x in enumerate(found))
+    async def prepare(
+        self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
+    ) -> None:
+        self._reference = ReferenceLogProbs(folder, observer)
+        units = ([sample_of(i, 0, x.sequences[0]), self._strange(i, x)] for i, x in enumerate(items))
         await self._reference.add(trainer, units)
         await self._reference.add(trainer, ([sample_of(i, 0, x.sequences[0])] for i, x in enumerate(held_out)))
 
@@ -66,24 +62,13 @@ class KTO:
         export_policy(self._policy, folder)
 
     def _strange(self, number: int, item: Item) -> Sample:
-        return sample_of(number, 1, self._mismatched[item.id])
+        assert item.partner is not None
+        return sample_of(number, 1, mismatched(item.sequences[0], item.partner, self._limit))
 
     def _sample(self, number: int, item: Item, weight: float, kl: np.float32) -> Sample:
         sample = self._reference.annotated(sample_of(number, 0, item.sequences[0], weight))
         good = np.float32(bool(item.label))
         return sample.with_columns(desirable=sample.spread(good), kl=sample.spread(kl))
-
-
-def partner_of(number: int, items: Sequence[Item], block: int) -> Item:
-    """Of the same block of so many items, the nearest one before it, in a circle, with another prompt; else of all."""
-    prompt, start = _prompt(items[number]), number - number % block
-    size = min(block, len(items) - start)
-    near = (start + (number - start - distance) % size for distance in range(1, size))
-    far = ((number - distance) % len(items) for distance in range(1, len(items)))
-    for other in chain(near, far):
-        if _prompt(items[other]) != prompt:
-            return items[other]
-    raise DataError(f"kto needs answers to at least two prompts, got one: that of {items[number].id}")
 
 
 def mismatched(prompt: Rendered, answer: Rendered, limit: int) -> Rendered:
@@ -97,11 +82,6 @@ def mismatched(prompt: Rendered, answer: Rendered, limit: int) -> Rendered:
         mask_T=np.concatenate([np.zeros(len(begin), dtype=np.bool_), mask[:fits]]),
         cut=max(0, len(rest) - fits),
     )
-
-
-def _prompt(item: Item) -> bytes:
-    sequence = item.sequences[0]
-    return sequence.tokens_T[: sequence.prompt_length].tobytes()
 
 
 def _log_ratio(sample: Sample) -> float:

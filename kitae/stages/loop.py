@@ -10,6 +10,7 @@ from typing import Any
 
 from kitae.clock import now
 from kitae.config.root import StageConfig
+from kitae.evaluation.held_out import keep_examples
 from kitae.evaluation.statistics import interval_of
 from kitae.observe.observer import Observer
 from kitae.observe.report import Lap, StageReport
@@ -91,7 +92,10 @@ class StageLoop:
             if row["step"] == step:
                 return row
         self.observer.status(f"evaluating on {len(self.data.held_out)} held-out examples")
-        found = interval_of(await self.method.evaluate(self.trainer, self.data.held_out))
+        values = await self.method.evaluate(self.trainer, self.data.held_out)
+        digests = [item.digest for item in self.data.held_out]
+        keep_examples(self.store.folder, step, dict(zip(digests, values.tolist(), strict=True)))
+        found = interval_of(values)
         row = {"kind": "eval", "step": step, "avg": found.mean, "avg_low": found.low, "avg_high": found.high}
         row["examples"] = len(self.data.held_out)
         self.store.metrics.append(row)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from kitae.observe.observer import Observer
 from kitae.store.disk import flush
 from kitae.trainer.base import Column, Trainer
 from kitae.types import FloatArray, Sample
@@ -21,13 +22,18 @@ COLUMN = Column.REFERENCE.value
 
 _KEY = 16  # bytes
 _PART = 1024  # units computed between two files
+_TOLD = 64  # units computed between two words on how far it is
 
 
 class ReferenceLogProbs:
-    """`folder` is that of the run; its `reference/00000.safetensors`, … hold a part of the sequences each."""
+    """`folder` is that of the run; its `reference/00000.safetensors`, … hold a part of the sequences each.
 
-    def __init__(self, folder: Path) -> None:
+    observer: hears how far it is.
+    """
+
+    def __init__(self, folder: Path, observer: Observer) -> None:
         self._folder = folder / FOLDER
+        self._observer = observer
         self._known: dict[bytes, FloatArray] = {}
         self._parts = 0
         for part in sorted(self._folder.glob("*.safetensors")):
@@ -36,9 +42,19 @@ class ReferenceLogProbs:
     async def add(self, trainer: Trainer, units: Iterable[Sequence[Sample]]) -> None:
         """Compute what is missing, with the weights that the trainer has now. Samples of a unit share their prompt."""
         missing = (unit for unit in units if any(_key(s) not in self._known for s in unit))
+        done = 0
         while unknown := list(islice(missing, _PART)):
-            scored = await trainer.annotate([s for unit in unknown for s in unit], [Column.OLD])
-            self._write({_key(s): s.loss(Column.OLD.value) for s in scored})
+            if not done:
+                self._observer.note("computing the log-probs of the reference, once, before the first step")
+            found: dict[bytes, FloatArray] = {}
+            for some in (unknown[i : i + _TOLD] for i in range(0, len(unknown), _TOLD)):
+                scored = await trainer.annotate([s for unit in some for s in unit], [Column.OLD])
+                found |= {_key(s): s.loss(Column.OLD.value) for s in scored}
+                done += len(scored)
+                self._observer.status(f"computing the log-probs of the reference: {done} answers so far")
+            self._write(found)
+        if done:
+            self._observer.note(f"the reference has scored {done} answers, which are kept in {self._folder}")
 
     def annotated(self, sample: Sample) -> Sample:
         """With the column `logp_ref`."""

@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from kitae.config.root import RewardConfig
-from kitae.data.examples import Shape
+from kitae.data.examples import Example, Shape
 from kitae.errors import DataError
-from kitae.models.classifier import classifier_class, export_scalar
-from kitae.models.load import load_policy
-from kitae.models.scalar import ScalarModel
+from kitae.models.classifier import begin_scalar, export_scalar
 from kitae.models.scorer import scored
+from kitae.observe.observer import Observer
 from kitae.stages.base import Item, better, pair_of
 from kitae.trainer.base import Batch, Column, Trainer
 from kitae.trainer.objectives import Objective
@@ -26,18 +25,14 @@ class RewardModelling:
     shape: Shape = "preference"
 
     def __init__(self, config: RewardConfig) -> None:
-        policy = load_policy(config.model, config.run.seed)
-        classifier_class(policy.base.config, config.model.path)  # or nothing could be exported in the end
-        self._model = ScalarModel(policy, bias=False)
+        self._model = begin_scalar(config.model, config.run.seed)
         self._margin_coef = config.method.margin_coef
         self.objective: Objective = ScoredPairs(self._model, centring=config.method.centring)
 
-    async def prepare(self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path) -> None:
-        if self._margin_coef and all(item.margin is None for item in items):
-            raise DataError(
-                f"method.margin_coef is {self._margin_coef:g}, but no row has a margin: data.margin_key names its "
-                "column, data.score_keys two columns that it is between"
-            )
+    async def prepare(
+        self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
+    ) -> None:
+        pass
 
     async def batch(self, trainer: Trainer, items: Sequence[Item]) -> Batch:
         return Batch(tuple(s for i, item in enumerate(items) for s in self._pair(i, item, 1 / len(items))))
@@ -57,3 +52,12 @@ class RewardModelling:
         margin = np.float32(self._margin_coef * (item.margin or 0.0))
         chosen, rejected = (s.with_columns(margin=s.spread(margin)) for s in pair_of(number, whole, weight))
         return chosen, rejected
+
+
+def check_margins(config: RewardConfig, examples: Iterable[Example]) -> None:
+    coefficient = config.method.margin_coef
+    if coefficient and all(example.margin is None for example in examples):
+        raise DataError(
+            f"method.margin_coef is {coefficient:g}, but no row has a margin: data.margin_key names its column, "
+            "data.score_keys two columns that it is between"
+        )

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from kitae.config.root import Root
-from kitae.errors import StoreError
+from kitae.config.root import Root, StageConfig
+from kitae.errors import ConfigError, StoreError
 from kitae.observe.observer import Audience, Observer, Silent
 from kitae.observe.watching import watched
 from kitae.stages.start import Start, check, prepare
@@ -49,6 +49,11 @@ def go_on(
     """Go on with a run from its last checkpoint, or the one named. Of a finished one, this is said."""
     store = RunStore.open(folder, overrides)
     try:
+        if forget and isinstance(store.config, StageConfig):
+            raise ConfigError(
+                f"--forget gives up answers that were sampled after a checkpoint; a run of method.kind = "
+                f"{store.config.method.kind!r} samples none: --from CHECKPOINT alone goes back to an older one"
+            )
         if checkpoint is None and (result := _finished(folder, store.config)) is not None:
             audience.note(
                 f"{folder} is finished: {result.step} of {result.step} steps; its model is {result.model}\n"

@@ -6,7 +6,8 @@ import signal
 from contextlib import AsyncExitStack
 
 from kitae.config.root import StageConfig
-from kitae.errors import ConfigError, DataError
+from kitae.errors import ConfigError
+from kitae.evaluation.held_out import forget_after
 from kitae.observe.observer import Observer
 from kitae.pipeline.interrupts import Interrupts
 from kitae.pipeline.loops import Stopped
@@ -15,10 +16,9 @@ from kitae.stages.loop import StageLoop
 from kitae.stages.registry import make_method
 from kitae.store.checkpoint import START, Frontier
 from kitae.store.disk import flush
+from kitae.store.provenance import check_data, record_data
 from kitae.store.run import Result, RunStore
 from kitae.trainer.start import supervised
-
-_DATA = "data"  # the event that says what the run trains on
 
 
 def train(store: RunStore, data: StageData, observer: Observer, checkpoint: str | None = None) -> Result:
@@ -43,12 +43,12 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
             f"training.steps must be at least {frontier.step}, the steps that the run has trained, got "
             f"{config.training.steps}; --from CHECKPOINT goes back to an older one"
         )
-    known = next((detail for _, kind, detail in reversed(store.journal.events()) if kind == _DATA), None)
-    if frontier.step and known not in (None, data.fingerprint):
-        raise DataError(
-            f"the examples must be those that the run began with, but {config.data.source} or what is held out was "
-            f"changed since then. Put it back; or train on the new ones from the start with --from {START}, or in a "
-            f"new run from a model of your choice"
+    if frontier.step:
+        check_data(
+            store.journal,
+            data.fingerprint,
+            f"the examples must be those that the run began with, but {config.data.source}",
+            f"train on the new ones from the start with --from {START}, or in a new run from a model of your choice",
         )
     async with AsyncExitStack() as stack:
         observer.note(f"loading {config.model.path}")
@@ -56,14 +56,14 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
         trainer = supervised(method.objective, config.training)
         stack.push_async_callback(trainer.close)
         observer.status("preparing")
-        await method.prepare(trainer, data.trained(config.training.steps), data.held_out, store.folder)
+        await method.prepare(trainer, data.trained(config.training.steps), data.held_out, store.folder, observer)
         if state is not None:
             await trainer.load(state)
         for change in store.changes.values():
             observer.note(f"changed for this run from here on: {change}")
         await store.begin(frontier.step)  # nothing of the run was touched so far
-        if known != data.fingerprint:
-            await store.journal.add_event(_DATA, data.fingerprint)
+        await record_data(store.journal, data.fingerprint)
+        forget_after(store.folder, frontier.step)
         loop = StageLoop(config, store, method, trainer, data, observer, frontier)
 
         def stop() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 from kitae.config.root import SFTConfig
 from kitae.data.examples import Shape
 from kitae.models.load import export_policy, load_policy
+from kitae.observe.observer import Observer
 from kitae.stages.base import Item, sample_of
 from kitae.trainer.base import Batch, Column, Trainer
 from kitae.trainer.objectives import Likelihood, Objective
@@ -24,7 +25,9 @@ class SFT:
         dft = config.method.loss == "dft"
         self.objective: Objective = Likelihood(self._policy, config.training, temperature=1.0, by_probability=dft)
 
-    async def prepare(self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path) -> None:
+    async def prepare(
+        self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
+    ) -> None:
         pass
 
     async def batch(self, trainer: Trainer, items: Sequence[Item]) -> Batch:

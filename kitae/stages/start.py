@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kitae.config.load import override_config
-from kitae.config.root import DistilConfig, DistilFileConfig, RLConfig, Root, StageConfig, reinforcement
+from kitae.config.root import DistilConfig, DistilFileConfig, RewardConfig, RLConfig, Root, StageConfig, reinforcement
 from kitae.errors import ConfigError
 from kitae.observe.observer import Observer
 from kitae.store.run import Result, RunStore
@@ -20,13 +20,16 @@ Start = Callable[[RunStore, Observer, str | None, bool], Result]
 
 def prepare(config: Root, note: Note) -> tuple[Root, Start]:
     """The settings with what the data decides, and how to train by them."""
+    from kitae.models.classifier import check_reward_start
     from kitae.models.load import check_model
     from kitae.observe.trackers import check_installed
     from kitae.store.run import is_run
 
     check_installed(config.observe.trackers)
     if isinstance(config, StageConfig):
-        folder = check_model(config.model)
+        folder = check_model(config.model, reward=isinstance(config, RewardConfig))
+        if isinstance(config, RewardConfig):
+            check_reward_start(config.model)
         config, start = _prepare_stage(config, note)
     else:
         start = _prepare_rl(reinforcement(config, "kitae train"), note)
@@ -52,6 +55,7 @@ def _prepare_stage(config: StageConfig, note: Note) -> tuple[StageConfig, Start]
         from kitae.trainer.teacher import check_teacher
 
         check_teacher(config.model, config.method.teacher)
+    note(f"reading {config.data.source}: every example is rendered and measured once")
     data = StageData(config)
     for text in data.notes:
         note(text)
@@ -71,10 +75,11 @@ def check(config: Root) -> None:
 def check_data(config: Root) -> None:
     """The same without the model, which may not be there yet."""
     if isinstance(config, StageConfig):
-        from kitae.data.examples import held_out_examples, open_examples
+        from kitae.data.examples import held_out_examples
+        from kitae.stages.data import opened
         from kitae.stages.registry import shape_of
 
-        open_examples(config.data, config.run.seed, shape_of(config))
+        opened(config)
         held_out_examples(config.data, config.run.seed, config.eval.examples, shape_of(config))
     else:
         check_rl(reinforcement(config, "kitae train"))

@@ -9,13 +9,15 @@ import sqlite3
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from kitae.config.root import Root
 from kitae.errors import KitaeError, StoreError
 from kitae.store.checkpoint import Checkpoints
 from kitae.store.journal import Journal
 from kitae.store.run import Metrics, is_run, read_config
+
+if TYPE_CHECKING:
+    from kitae.config.root import Root
 
 _WRITTEN = ("config.json", "journal.sqlite", "metrics.jsonl", "timeline.jsonl", "console.log", "checkpoints", "model")
 
@@ -44,7 +46,7 @@ class RunView:
     folder: Path
 
     @cached_property
-    def config(self) -> Root:
+    def config(self) -> "Root":
         return read_config(self.folder)
 
     @cached_property

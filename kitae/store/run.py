@@ -5,7 +5,9 @@ journal.sqlite   prompts, rollouts, scores, fates, events
 metrics.jsonl    one line per step; evaluations have "kind": "eval", and "suite" where it is not the run's own task
 timeline.jsonl   who worked when
 tokens/          numbers of single tokens, of a share of the samples
+evaluations/     answers to held-out prompts, of each evaluation
 console.log      what was on the screen
+machine.json     the machine that last worked on it, and the versions
 checkpoints/     the last few frontiers
 model/           the trained model, loadable by transformers
 plot.png         reward, length, entropy over steps
@@ -21,14 +23,18 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kitae.config.load import override_config, parse_config
-from kitae.config.root import Root
 from kitae.errors import ConfigChangedError, DiskFullError, StoreError
 from kitae.store.checkpoint import Checkpoints
 from kitae.store.disk import flush, is_full
 from kitae.store.journal import Journal
+
+if TYPE_CHECKING:
+    from kitae.config.root import Root
+
+# What makes settings of files is imported where that is done: who only looks at runs, as the window's first page does,
+# would wait for it longer than for anything else.
 
 LEARNING = (
     "training.lr",
@@ -46,6 +52,9 @@ CHANGEABLE = (
     "training.token_budget",
     "training.logit_chunk",
     "training.checkpoint_activations",
+    "method.teacher_place",
+    "method.teacher_device",
+    "method.teacher_threads",
     "verifier.workers",
     "verifier.timeout",
     "verifier.max_error_share",
@@ -93,7 +102,7 @@ class Result:
 class RunStore:
     """A run open for writing. One process at a time: the folder is locked."""
 
-    def __init__(self, folder: Path, config: Root, journal: Journal | None = None) -> None:
+    def __init__(self, folder: Path, config: "Root", journal: Journal | None = None) -> None:
         self.folder = folder
         self.config = config
         self.changes: dict[str, str] = {}  # settings that are not as the run had them, by key
@@ -109,7 +118,7 @@ class RunStore:
         self.metrics = Metrics(folder / "metrics.jsonl")
 
     @staticmethod
-    def create(config: Root) -> "RunStore":
+    def create(config: "Root") -> "RunStore":
         """A new folder: the run's name and the first free number."""
         parent = Path(config.run.dir)
         for number in range(1, 100_000):
@@ -131,6 +140,8 @@ class RunStore:
 
         Nothing is written before `begin`.
         """
+        from kitae.config.load import override_config, parse_config
+
         config = read_config(folder)
         if wanted := list(overrides):
             config = override_config(config, wanted)
@@ -224,7 +235,9 @@ def is_run(folder: Path) -> bool:
     return (folder / "config.json").is_file() and (folder / "journal.sqlite").is_file()
 
 
-def read_config(folder: Path) -> Root:
+def read_config(folder: Path) -> "Root":
+    from kitae.config.load import parse_config
+
     path = folder / "config.json"
     try:
         return parse_config(json.loads(path.read_text()))
@@ -234,7 +247,7 @@ def read_config(folder: Path) -> Root:
         raise StoreError(f"{path} is not valid JSON: {error}") from None
 
 
-def _differences(before: Root, now: Root) -> dict[str, str]:
+def _differences(before: "Root", now: "Root") -> dict[str, str]:
     """`{"training.lr": "training.lr: was 1e-05, is 1e-06"}`"""
     old, new = before.flat(), now.flat()
     return {key: f"{key}: was {old[key]!r}, is {new[key]!r}" for key in old if old[key] != new.get(key)}

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kitae.algorithms.control import Coefficients
 from kitae.observe.meter import Totals
-from kitae.types import Sample, SampleKey
+from kitae.types import FloatArray, Sample, SampleKey
 from kitae.weights.base import Manifest
 
 THREADS = "kitae-trainer"
@@ -26,6 +26,27 @@ class Column(Enum):
     REFERENCE = "logp_ref"  # under the reference
     TEACHER = "logp_teacher"  # under a teacher
     VALUE = "value"  # of the critic
+
+
+class OutsideTeacher(Protocol):
+    """A teacher that the trainer asks: behind a server, or in a process of its own.
+
+    `start` comes first: whatever is wrong with it is said there. `score` gives the log-probs of the loss tokens of each
+    sample. restarts: how often it was lost and replaced so far. takes_turns: whether it computes with the processors
+    that the trainer has too, so that both at once would be slower than one after the other. `use_threads`: how many the
+    trainer computes with from now on.
+    """
+
+    @property
+    def restarts(self) -> int: ...
+
+    @property
+    def takes_turns(self) -> bool: ...
+
+    def use_threads(self, count: int) -> None: ...
+    async def start(self) -> None: ...
+    async def score(self, samples: Sequence[Sample]) -> list[FloatArray]: ...
+    async def close(self) -> None: ...
 
 
 class Role(Enum):

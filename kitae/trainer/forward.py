@@ -13,7 +13,7 @@ from kitae.kernels.transfer import send
 from kitae.models.policy import Policy
 from kitae.trainer.attention import PackedAttention
 from kitae.trainer.config import LearningConfig
-from kitae.types import Sample, SampleKey
+from kitae.types import FloatArray, Sample, SampleKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,14 @@ def pack_rows(
     """As many rows as ranks, or a multiple of that, and the samples of each."""
     parts = pack(samples, token_budget(config, device), config.share_prompts, multiple=ranks)
     return parts, [lay_out(part, config.share_prompts, observed) for part in parts]
+
+
+def split_rows(
+    parts: Sequence[Sequence[Sample]], rows: Sequence[Row], values: Sequence[FloatArray]
+) -> dict[SampleKey, FloatArray]:
+    """Numbers of the loss tokens of each row, by sample; parts: the samples of each row."""
+    found = zip(parts, rows, values, strict=True)
+    return {s.key: own_N for part, row, values_N in found for s, own_N in zip(part, row.split(values_N), strict=True)}
 
 
 def attention(policy: Policy, micro: MicroBatch) -> PackedAttention:

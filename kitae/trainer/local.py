@@ -8,10 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from kitae.observe.meter import Totals
-from kitae.trainer.base import THREADS, Batch, Column
-from kitae.trainer.forward import pack_rows
-from kitae.trainer.served import ServedTeacher
+from kitae.observe.meter import Kind, Totals
+from kitae.trainer.base import THREADS, Batch, Column, OutsideTeacher
+from kitae.trainer.forward import pack_rows, split_rows
 from kitae.trainer.worker import Worker
 from kitae.types import Sample
 from kitae.weights.base import Manifest, Publisher
@@ -21,11 +20,12 @@ T = TypeVar("T")
 
 
 class LocalTrainer:
-    """Implements `kitae.trainer.base.Trainer`. teacher: one that is asked over the network, beside what is computed."""
+    """Implements `kitae.trainer.base.Trainer`. teacher: one outside this process, beside what is computed."""
 
-    def __init__(self, worker: Worker, teacher: ServedTeacher | None = None) -> None:
+    def __init__(self, worker: Worker, teacher: OutsideTeacher | None = None) -> None:
         self.worker = worker
-        self._served = teacher
+        self._teacher = teacher
+        self._restarts = 0  # of the teacher, that are reported
         self.publisher: Publisher | None = None  # for engines with weights of their own
         threads = torch.get_num_threads()  # a thread begins with as many as there are cores
         self._compute = ThreadPoolExecutor(1, THREADS, initializer=torch.set_num_threads, initargs=(threads,))
@@ -37,33 +37,47 @@ class LocalTrainer:
     def updates(self) -> int:
         return self.worker.updates
 
+    async def start(self) -> None:
+        """Before the first step: a teacher outside this process says whether it is ready."""
+        if self._teacher is not None:
+            await self._teacher.start()
+
     async def annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
-        if self._served is None or Column.TEACHER not in columns:
+        if self._teacher is None or Column.TEACHER not in columns:
             return await self._run(self._compute, lambda: self._annotate(samples, columns))
         own = [column for column in columns if column is not Column.TEACHER]
-        annotated, taught = await asyncio.gather(
-            self._run(self._compute, lambda: self._annotate(samples, own)), self._served.score(samples)
-        )
+        computing = self._run(self._compute, lambda: self._annotate(samples, own))
+        if self._teacher.takes_turns:
+            annotated, taught = await computing, await self._teacher.score(samples)
+        else:
+            annotated, taught = await asyncio.gather(computing, self._teacher.score(samples))
         pairs = zip(annotated, taught, strict=True)
         return [s.with_columns(**{Column.TEACHER.value: s.spread(logp_N)}) for s, logp_N in pairs]
 
     def _annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
         parts, rows = pack_rows(samples, self.worker.training, self.worker.policy.device)
-        found = self.worker.annotate(rows, columns)
         annotated = {s.key: s for s in samples}
-        for column, values in found.items():
-            for part, row, values_N in zip(parts, rows, values, strict=True):
-                for s, own_N in zip(part, row.split(values_N), strict=True):
-                    annotated[s.key] = annotated[s.key].with_columns(**{column.value: s.spread(own_N)})
+        for column, values in self.worker.annotate(rows, columns).items():
+            for key, own_N in split_rows(parts, rows, values).items():
+                s = annotated[key]
+                annotated[key] = s.with_columns(**{column.value: s.spread(own_N)})
         return [annotated[s.key] for s in samples]
 
     async def forward_backward(self, batch: Batch) -> Totals:
-        return await self._run(self._compute, lambda: self._forward_backward(batch))
+        totals = await self._run(self._compute, lambda: self._forward_backward(batch))
+        return totals + self._lost_teachers()
 
     def _forward_backward(self, batch: Batch) -> Totals:
         worker = self.worker
         _, rows = pack_rows(batch.samples, worker.training, worker.policy.device, observed=batch.observed)
         return worker.forward_backward(rows, batch.conditions, batch.roles)
+
+    def _lost_teachers(self) -> Totals:
+        """Since the last batch."""
+        if self._teacher is None:
+            return Totals()
+        before, self._restarts = self._restarts, self._teacher.restarts
+        return Totals.of(Kind.COUNT, teacher_restarts=self._restarts - before)
 
     async def optim_step(self) -> Totals:
         return await self._change(self.worker.optim_step)
@@ -87,11 +101,15 @@ class LocalTrainer:
         return await self._read(lambda: score_probe(self.worker.policy))
 
     async def close(self) -> None:
+        if self._teacher is not None:
+            await self._teacher.close()
         self._compute.shutdown(wait=False)
         self._look.shutdown(wait=False)
 
     async def use_threads(self, count: int) -> None:
         """From now on its thread computes with so many: with others, sums are added up in another order."""
+        if self._teacher is not None:
+            self._teacher.use_threads(count)
         await self._run(self._compute, lambda: torch.set_num_threads(count))
 
     async def _change(self, work: Callable[[], T]) -> T:

@@ -22,11 +22,26 @@ _PROBE = "The quick brown fox jumps over 13 lazy dogs; 2 + 2 = 4."
 
 
 class ServedTeacher:
-    """Asks for all samples at once; the client holds back what is more than `service.concurrency`."""
+    """Implements `kitae.trainer.base.OutsideTeacher`.
+
+    Asks for all samples at once; the client holds back what is more than `service.concurrency`.
+    """
+
+    restarts = 0
+    takes_turns = False
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._url = service.url(_PATH)
+
+    def use_threads(self, count: int) -> None:
+        """It has its own."""
+
+    async def start(self) -> None:
+        """It runs already."""
+
+    async def close(self) -> None:
+        """It goes on for others."""
 
     async def score(self, samples: Sequence[Sample]) -> list[FloatArray]:
         """The log-probs of the loss tokens of each sample."""

@@ -1,5 +1,7 @@
 """From the settings to a trainer and a learner: the one place that knows every kind of trainer."""
 
+from collections.abc import Callable
+
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control
 from kitae.algorithms.groups import GroupStages
@@ -9,7 +11,6 @@ from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.observe.tokens import TokenChoice
-from kitae.remote.service import Service
 from kitae.stages.config import JSD
 from kitae.trainer.base import Role, Trainer
 from kitae.trainer.config import LearningConfig, TrainingConfig
@@ -18,14 +19,17 @@ from kitae.trainer.local import LocalTrainer
 from kitae.trainer.objectives import Objective, PolicyGradient, Values
 from kitae.trainer.ranks import Alone, Ranks
 from kitae.trainer.reference import Reference
-from kitae.trainer.served import ServedTeacher
-from kitae.trainer.teacher import Teacher, TeacherDivergence, load_teacher
+from kitae.trainer.teacher import Teacher, TeacherDivergence
+from kitae.trainer.teachers import inside_teacher, outside_teacher
 from kitae.trainer.trained import Trained
 from kitae.trainer.worker import Worker
 
 
-def start_trainer(config: RLConfig, policy: Policy) -> LocalTrainer:
-    """A reference and a critic are made only if the algorithm reads them, a teacher if the run has one."""
+def start_trainer(config: RLConfig, policy: Policy, note: Callable[[str], None] = lambda text: None) -> LocalTrainer:
+    """A reference and a critic are made only if the algorithm reads them, a teacher if the run has one.
+
+    note: hears what becomes of a teacher's process.
+    """
     groups = GroupStages(config.algorithm, config.sampling.max_tokens)
     plain = config.model.model_copy(update={"lora_rank": 0, "exact": False})
     worker = reinforced(
@@ -36,31 +40,10 @@ def start_trainer(config: RLConfig, policy: Policy) -> LocalTrainer:
         temperature=config.sampling.temperature,
         reference=groups.wants_reference,
         critic=ScalarModel(load_policy(plain, config.run.seed)) if groups.wants_values else None,
-        teacher=_teacher(config, policy),
+        teacher=inside_teacher(config, policy),
         divergence=config.method.divergence if isinstance(config, DistilConfig) else None,
     )
-    return LocalTrainer(worker, served_teacher(config))
-
-
-def _teacher(config: RLConfig, student: Policy) -> Teacher | None:
-    """One in this process."""
-    if not isinstance(config, DistilConfig) or not config.method.teacher:
-        return None
-    return load_teacher(config.model, config.method.teacher, student, config.training, config.sampling.temperature)
-
-
-def served_teacher(config: RLConfig) -> ServedTeacher | None:
-    if not isinstance(config, DistilConfig) or not config.method.teacher_url:
-        return None
-    m = config.method
-    service = Service(
-        base_url=m.teacher_url,
-        model=m.teacher_model,
-        key_env=m.teacher_key_env,
-        concurrency=m.teacher_concurrency,
-        cache=m.teacher_cache,
-    )
-    return ServedTeacher(service)
+    return LocalTrainer(worker, outside_teacher(config, policy, note))
 
 
 def make_learner(config: RLConfig, trainer: Trainer) -> Learner:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kitae.algorithms.distillation import generalised_jsd
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
-from kitae.models.load import check_model, load_policy, load_tokenizer
+from kitae.models.load import check_model, load_policy, load_tokenizer, pick_device
 from kitae.models.logprobs import Head
 from kitae.models.policy import Policy
 from kitae.models.vocabulary import common_rows
@@ -102,25 +102,38 @@ def load_teacher(
     model: ModelConfig, path: str, student: Policy, training: LearningConfig, temperature: float
 ) -> Teacher:
     """Beside the student: on its device, in its dtype, without adapters. model: what the student was loaded from."""
-    policy = load_policy(_beside(model, path))
-    rows = common_rows(student.tokenizer, student.vocabulary, policy.tokenizer, policy.vocabulary, (model.path, path))
-    return Teacher(policy, training, temperature, rows)
+    policy = load_policy(beside(model, path))
+    return Teacher(policy, training, temperature, rows_of(model, path, student))
 
 
-def check_teacher(model: ModelConfig, path: str) -> None:
+def rows_of(model: ModelConfig, path: str, student: Policy) -> int:
+    """Those of the teacher's logits that the student has too; model: what the student was loaded from."""
+    teacher = beside(model, path)
+    tokenizer, rows = load_tokenizer(teacher)[0], _rows(teacher)
+    return common_rows(student.tokenizer, student.vocabulary, tokenizer, rows, (model.path, path))
+
+
+def check_teacher(model: ModelConfig, path: str, device: str = "") -> None:
     """All that can be found wrong with a teacher before weights are loaded; gets the models if need be."""
-    beside = _beside(model, path)
+    teacher = beside(model, path, device)
     try:
-        check_model(beside)
+        check_model(teacher)
     except ModelError as problem:
         raise ModelError(f"method.teacher: {problem}") from None
+    try:
+        pick_device(teacher.device)
+    except ModelError as problem:
+        raise ModelError(f"method.teacher_device: {problem}" if device else str(problem)) from None
     check_model(model)
-    student, teacher = load_tokenizer(model)[0], load_tokenizer(beside)[0]
-    common_rows(student, _rows(model), teacher, _rows(beside), (model.path, path))
+    tokenizers = load_tokenizer(model)[0], load_tokenizer(teacher)[0]
+    common_rows(tokenizers[0], _rows(model), tokenizers[1], _rows(teacher), (model.path, path))
 
 
-def _beside(model: ModelConfig, path: str) -> ModelConfig:
-    return model.model_copy(update={"path": path, "lora_rank": 0, "exact": False})
+def beside(model: ModelConfig, path: str, device: str = "") -> ModelConfig:
+    """The settings of a teacher: the student's, without adapters; device: its own, where it has one."""
+    return model.model_copy(
+        update={"path": path, "lora_rank": 0, "exact": False, "device": device or model.device},
+    )
 
 
 def _rows(model: ModelConfig) -> int:

@@ -7,8 +7,6 @@ server, a token is needed, which is a cookie after the first visit.
 """
 
 import hmac
-import ipaddress
-import socket
 from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs
@@ -16,6 +14,8 @@ from urllib.parse import parse_qs
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kitae.remote.hosts import host_name, is_loopback, means
 
 HEADERS = {
     "content-security-policy": (
@@ -44,26 +44,10 @@ class Door:
 
     def knows(self, name: str) -> bool:
         """Whether a Host header, without its port, means this server. A name that anybody can point here does not."""
-        if name == "localhost" or is_loopback(name):
-            return True
-        if is_loopback(self.host):
-            return False
-        return name in (self.host, socket.gethostname()) or _address(name) is not None
+        return means(self.host, name)
 
     def admits(self, token: str) -> bool:
         return not self.token or hmac.compare_digest(self.token.encode(), token.encode())
-
-
-def is_loopback(host: str) -> bool:
-    address = _address(host)
-    return host == "localhost" or (address is not None and address.is_loopback)
-
-
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(name.strip("[]"))
-    except ValueError:
-        return None
 
 
 class Guard:
@@ -111,13 +95,6 @@ class Guard:
         answer = RedirectResponse(scope["path"] or "/", 303)
         answer.set_cookie(cookie_name(scope), self._door.token, httponly=True, samesite="lax")
         return answer
-
-
-def host_name(header: str) -> str:
-    """Without the port: `"[::1]:8000"` is `"::1"`."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0].lower()
 
 
 def cookie_name(scope: Scope) -> str:

@@ -15,6 +15,7 @@ from kitae.ui.library import file_of
 from kitae.ui.records import (
     ConsoleEnd,
     Event,
+    HeldOutPairing,
     Pairing,
     RunComparison,
     RunDetail,
@@ -120,6 +121,20 @@ def compare(found: Sequence[tuple[str, Path]], tables: Tables) -> RunComparison:
             for (key, _), others in zip(found[1:], rates[1:], strict=True)
             if (pairing := pair(key, rates[0], others)) is not None
         ],
+        held_out=[_held_out(found[0][1], key, run) for key, run in found[1:]],
+    )
+
+
+def _held_out(first: Path, key: str, second: Path) -> HeldOutPairing:
+    from kitae.evaluation import held_out  # only here: it knows suites and verifiers, which take a while to import
+
+    paired = held_out.pair(first, second)
+    found = paired.difference
+    if found is None:
+        return HeldOutPairing(key, 0, None, None, None, None, None, None, paired.reason)
+    interval = found.interval
+    return HeldOutPairing(
+        key, found.problems, paired.first, paired.second, interval.mean, interval.low, interval.high, found.p, ""
     )
 
 

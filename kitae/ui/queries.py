@@ -40,6 +40,16 @@ ORDERS = {
 }
 """By what rollouts are ordered, smallest first, before the order of groups; nothing: by that alone."""
 
+FATES = {
+    "trained": "IN (SELECT group_id FROM fates WHERE fate = 'trained')",
+    "dropped": "IN (SELECT group_id FROM fates WHERE fate = 'dropped')",
+    "skipped": "IN (SELECT group_id FROM fates WHERE fate = 'skipped')",
+    "pending": "NOT IN (SELECT group_id FROM fates)",
+    "closed": "IN (SELECT group_id FROM fates WHERE fate != 'skipped')",
+    "kept": "NOT IN (SELECT group_id FROM fates WHERE fate = 'skipped')",
+}
+"""What may have become of a group, and which ones that is. closed: trained or dropped; kept: that, or pending."""
+
 Key = tuple[int, int]
 Place = tuple[float, int, int]  # what a rollout is ordered by, and its key
 
@@ -72,7 +82,8 @@ class PageCursor:
 class RolloutFilter:
     """Which rollouts, in which order: `RolloutFilter(step=3, reward_max=0.5, finish="length", order="longest")`.
 
-    length: tokens after the prompt, those of an environment included. verdict: "error", "scored" or "".
+    length: tokens after the prompt, those of an environment included. verdict: "error", "scored" or "". fate: one of
+    `FATES`, or "". prompt: its id.
     """
 
     step: int | None = None
@@ -84,12 +95,14 @@ class RolloutFilter:
     verdict: str = ""
     status: str = ""
     fate: str = ""
+    prompt: str = ""
     text: str = ""
     order: str = "newest"
 
     def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise StoreError(f"order must be one of {', '.join(ORDERS)}, got {self.order!r}")
+        for name, value, known in (("order", self.order, ORDERS), ("fate", self.fate or "kept", FATES)):
+            if value not in known:
+                raise StoreError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
     @property
     def needs_length(self) -> bool:
@@ -130,6 +143,24 @@ def rollouts(run: Path, wanted: RolloutFilter, after: PageCursor | None = None, 
     return RolloutPage(rows, start, following, total, start + end if wanted.text else total)
 
 
+def all_rollouts(run: Path, wanted: RolloutFilter) -> Iterator[tuple[Brief, int]]:
+    """Page after page, each with how many pass all filters but the text."""
+    after: PageCursor | None = None
+    while True:
+        page = rollouts(run, wanted, after)
+        yield from ((row, page.total) for row in page.rows)
+        if page.next is None:
+            return
+        after = PageCursor.read(page.next)
+
+
+def count_groups(run: Path, wanted: RolloutFilter) -> int:
+    """How many groups have a rollout that passes all filters but the text."""
+    with reading(run) as db:
+        source, values = _source(db, wanted)
+        return int(db.execute(f"SELECT count(DISTINCT r.group_id) {source}", values).fetchone()[0])
+
+
 def _ordered(
     db: sqlite3.Connection, order: str, source: str, values: Sequence[Any], after: PageCursor | None, limit: int
 ) -> list[Place]:
@@ -163,15 +194,13 @@ def _source(db: sqlite3.Connection, wanted: RolloutFilter) -> tuple[str, list[An
         ("r.outcome = ?", wanted.verdict or None),
         ("r.status = ?", wanted.status or None),
         ("r.group_id IN (SELECT group_id FROM fates WHERE step = ?)", wanted.step),
+        ("r.group_id IN (SELECT group_id FROM prompts WHERE prompt_id = ?)", wanted.prompt or None),
     ):
         if value is not None:
             conditions.append(condition)
             values.append(value)
-    if wanted.fate == "pending":
-        conditions.append("r.group_id NOT IN (SELECT group_id FROM fates)")
-    elif wanted.fate:
-        conditions.append("r.group_id IN (SELECT group_id FROM fates WHERE fate = ?)")
-        values.append(wanted.fate)
+    if wanted.fate:
+        conditions.append(f"r.group_id {FATES[wanted.fate]}")
     where = f"WHERE {' AND '.join(conditions)}" if conditions else ""
     if wanted.needs_length and wanted.needs_brief:  # the one slow walk, done once for the count and the page
         db.execute("PRAGMA temp_store = MEMORY")
@@ -191,17 +220,30 @@ def _search(
 ) -> tuple[list[Place], int]:
     """Of rollouts in order, those whose text, prompt or verdict holds the words, and how many were looked at: at least
     a few of them, however late it is."""
-    pattern = "%" + re.sub(r"([\\%_])", r"\\\1", text) + "%"
-    columns = ("r.text", "p.messages", "r.detail", "r.transcript")
-    holds = " OR ".join(f"{column} LIKE ?3 ESCAPE '\\'" for column in columns)
+    pattern, written = _pattern(text), _pattern(json.dumps(text)[1:-1])
+    holds = " OR ".join(
+        [f"{column} LIKE ?3 ESCAPE '\\'" for column in ("r.text", "r.detail")]
+        + [_SAID.format(column=column) for column in ("p.messages", "r.transcript")]
+    )
     one = "SELECT 1 FROM rollouts r JOIN prompts p USING (group_id) WHERE r.group_id = ?1 AND r.sample = ?2"
     found = list[Place]()
     for count, row in enumerate(ordered):
         if len(found) == limit or (count >= _AT_LEAST and time.monotonic() > deadline):
             return found, count
-        if db.execute(f"{one} AND ({holds})", (*row[1:], pattern)).fetchone():
+        if db.execute(f"{one} AND ({holds})", (*row[1:], pattern, written)).fetchone():
             found.append(row)
     return found, len(ordered)
+
+
+_SAID = (
+    "({column} LIKE ?4 ESCAPE '\\' AND EXISTS (SELECT 1 FROM json_tree({column}) t WHERE t.type = 'text' AND "
+    "t.key NOT IN ('role', 'id', 'call_id', 'type') AND t.atom LIKE ?3 ESCAPE '\\'))"
+)
+"""Messages are kept as JSON: what was said in them, not how they are written down. Most are refused at first sight."""
+
+
+def _pattern(text: str) -> str:
+    return "%" + re.sub(r"([\\%_])", r"\\\1", text) + "%"
 
 
 _BRIEF_ROW = """

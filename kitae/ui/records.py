@@ -290,13 +290,34 @@ class Pairing:
 
 
 @dataclass(frozen=True, slots=True)
+class HeldOutPairing:
+    """The last evaluations of two runs on the held-out prompts of both: means, their difference with its 95 % interval,
+    and the chance p of one at least so large by luck alone. Null, with a reason, where they cannot be compared.
+
+    `HeldOutPairing("b", prompts=128, first=0.52, second=0.98, difference=0.46, low=0.37, high=0.55, p=0.01, reason="")`
+    """
+
+    key: str
+    prompts: int
+    first: float | None
+    second: float | None
+    difference: float | None
+    low: float | None
+    high: float | None
+    p: float | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunComparison:
-    """runs: the first is what the others are compared with."""
+    """runs: the first is what the others are compared with. pairings: by what was trained on; held_out: by what was
+    not."""
 
     runs: list[RunSummary]
     metrics: list[str]
     settings: list[SettingDifference]
     pairings: list[Pairing]
+    held_out: list[HeldOutPairing]
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,21 +330,21 @@ class ConsoleEnd:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosed:
-    """`Diagnosed("entropy-collapse", "warning", "entropy fell to 0.01", ["step 40: 0.01"], "raise …")`."""
+    """`Diagnosed("entropy-collapse", "bad", "The entropy has collapsed", "0.310 → 0.010", "raise …")`."""
 
     rule: str
     severity: str
     title: str
-    evidence: list[str]
+    evidence: str
     advice: str
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """available: this version of Kitae has rules to diagnose runs by."""
+    """rules: how many there are to find something by."""
 
-    available: bool
     findings: list[Diagnosed]
+    rules: int
 
 
 RECORDS = (
@@ -349,6 +370,7 @@ RECORDS = (
     LaneView,
     SettingDifference,
     Pairing,
+    HeldOutPairing,
     RunComparison,
     ConsoleEnd,
     Diagnosed,

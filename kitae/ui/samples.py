@@ -1,21 +1,18 @@
 """A group beside each other, and one sample token by token."""
 
-import importlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kitae.errors import KitaeError, StoreError
+from kitae.errors import StoreError
+from kitae.observe.tokens import read_tokens
 from kitae.store.journal import Journal
 from kitae.types import Chain, Message, Rollout
 from kitae.ui import words
 from kitae.ui.queries import brief_table, reading
 from kitae.ui.records import ChainTokens, GroupView, SampleTokens, SampleView, TurnView
-
-_RECORDS = "kitae.observe.tokens"
-"""What training noted of each token, where a run did; a version of Kitae without it has no such columns."""
 
 
 def group(run: Path, number: int) -> GroupView:
@@ -137,11 +134,11 @@ def _finite(value: float) -> float | None:
 
 def _noted(run: Path, step: int | None, number: int, sample: int) -> dict[str, Sequence[float]]:
     """What `observe.tokens` has of a sample, by column."""
-    if step is None or not (run / "tokens").is_dir():
+    if step is None:
         return {}
     try:
-        found = importlib.import_module(_RECORDS).read_tokens(run, step)
-    except (ModuleNotFoundError, KitaeError):  # this step was not recorded, or its file is damaged
+        found = read_tokens(run, step)
+    except StoreError:  # this step was not recorded, or its file is damaged
         return {}
     return {name: array.tolist() for name, array in found.get((number, sample), {}).items()}
 

@@ -2,7 +2,6 @@
 
 import json
 import secrets
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -17,8 +16,9 @@ from starlette.routing import BaseRoute, Route
 from starlette.staticfiles import StaticFiles
 
 from kitae.errors import ConfigError, KitaeError
-from kitae.ui import findings, live, overview, prompts, queries, samples, schedule
-from kitae.ui.guard import Door, Guard, is_loopback
+from kitae.remote.hosts import address_of, is_loopback, listen
+from kitae.ui import live, overview, prompts, queries, samples, schedule
+from kitae.ui.guard import Door, Guard
 from kitae.ui.library import Library
 from kitae.ui.tables import Tables
 
@@ -53,7 +53,7 @@ class Window:
             Route(f"{one}/errors", _json(lambda request: queries.errors(self._folder(request)))),
             Route(f"{one}/timeline", _json(self._timeline)),
             Route(f"{one}/console", _json(lambda request: overview.console(self._folder(request)))),
-            Route(f"{one}/diagnosis", _json(lambda request: findings.diagnosis(self._folder(request)))),
+            Route(f"{one}/diagnosis", _json(self._diagnosis)),
         ]
 
     def _folder(self, request: Request) -> Path:
@@ -82,6 +82,7 @@ class Window:
             verdict=asked.get("verdict", ""),
             status=asked.get("status", ""),
             fate=asked.get("fate", ""),
+            prompt=asked.get("prompt", ""),
             text=asked.get("text", ""),
             order=asked.get("order", "newest"),
         )
@@ -103,6 +104,11 @@ class Window:
         asked = request.query_params
         steps = min(64, max(1, _given(asked.get("steps"), int) or schedule.STEPS))
         return schedule.schedule(self._folder(request), _given(asked.get("last"), int), steps)
+
+    def _diagnosis(self, request: Request) -> Any:
+        from kitae.ui import findings  # the rules know settings and algorithms, for which no other page need wait
+
+        return findings.diagnosis(self._folder(request))
 
     def _compare(self, request: Request) -> Any:
         keys = [key for key in request.query_params.get("runs", "").split(",") if key]
@@ -165,9 +171,8 @@ def serve(places: Sequence[Path], host: str, port: int, ready: Callable[[str], N
     """Until Ctrl-C. `ready` gets the address, token included, when the port is taken."""
     library = Library(places)
     door = Door(host, "" if is_loopback(host) else secrets.token_urlsafe(24))
-    taken = _bind(host, port)
-    shown = f"[{host}]" if ":" in host else host
-    ready(f"http://{shown}:{taken.getsockname()[1]}/{f'?token={door.token}' if door.token else ''}")
+    taken = listen(host, port)
+    ready(f"{address_of(taken, host)}/{f'?token={door.token}' if door.token else ''}")
     config = uvicorn.Config(
         make_app(library, door),
         log_level="warning",
@@ -178,16 +183,3 @@ def serve(places: Sequence[Path], host: str, port: int, ready: Callable[[str], N
         timeout_graceful_shutdown=_LAST_WORDS,
     )
     uvicorn.Server(config).run(sockets=[taken])
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    taken = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # named, so that answers are sent at once
-    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        taken.bind((host, port))
-        taken.listen()  # whoever reads the address is answered as soon as the server runs
-    except OSError as error:
-        taken.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port") from None
-    return taken

@@ -67,7 +67,7 @@ class MetricTable:
             self._clear()
         for row in rows:
             if isinstance(row, dict) and isinstance(row.get("step"), int):
-                (self.evaluations if row.get("kind") == "eval" else self.steps).add(row)
+                (self.evaluations if row.get("kind") == "eval" else self.steps).add(_own_names(row))
 
     def series(self, names: Iterable[str]) -> Series:
         """Some columns of the steps, and all of the evaluations."""
@@ -87,6 +87,12 @@ class MetricTable:
     def last(self, name: str) -> float | None:
         column = self.steps.columns.get(name, ())
         return next((value for value in reversed(column) if value is not None), None)
+
+
+def _own_names(row: dict[str, Any]) -> dict[str, Any]:
+    """Numbers of another suite than the run's own task have its name before theirs: `"gsm8k/avg"`."""
+    suite = row.get("suite")
+    return row if suite is None else {"step": row["step"], **{f"{suite}/{name}": row[name] for name in row}}
 
 
 class _Columns:

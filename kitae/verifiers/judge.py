@@ -190,6 +190,7 @@ async def reward_model(
         classify   POST /classify   a chat, or a text       → data[0].probs     vLLM, SGLang (under /v1)
         score      POST /score      question and response   → data[0].score     vLLM, models of pairs
         sglang     POST /classify   a text                  → [0].embedding     SGLang, reward models
+        kitae      POST /score      messages and response   → data[0].score     `kitae serve REWARD_MODEL`
         plain      POST base_url    {model, question, reference, response} → score or reward: a server of your own
 
     index: which number, where there are several (classes, or tokens: the last one is the whole text's). template: the
@@ -200,13 +201,17 @@ async def reward_model(
     try:
         service = Service(base_url=base_url, model=model, key_env=key_env, **options)
         value_of = mapped_reward(center, spread, squash, clip)
-        places = set(_PLACE_RE.findall(template)) if template else {"question", "response"}
-        if "response" not in places:
-            raise VerifierError(f"template must be a text with {{response}}, got {template[:100]!r}")
-        optional = {"reference"} if style == "plain" else set()
-        given = {"question": context.get(question_key), "reference": reference, "response": response}
-        parts = _parts(given, places | optional, optional, max_input_tokens)
-        path, body, pick = _adapter(style, parts, template)
+        pick: Callable[[Any], Any] = _first_score
+        if style == "kitae":
+            path, body = "/score", _talk_for_kitae(response, context, question_key, template)
+        else:
+            places = set(_PLACE_RE.findall(template)) if template else {"question", "response"}
+            if "response" not in places:
+                raise VerifierError(f"template must be a text with {{response}}, got {template[:100]!r}")
+            optional = {"reference"} if style == "plain" else set()
+            given = {"question": context.get(question_key), "reference": reference, "response": response}
+            parts = _parts(given, places | optional, optional, max_input_tokens)
+            path, body, pick = _adapter(style, parts, template)
         raw = await ask(service, path, _merge({"model": model, **body}, extra), lambda got: _reward(got, pick, index))
         value = value_of(raw)
     except (VerifierError, RemoteError) as error:
@@ -451,12 +456,35 @@ def _adapter(style: str, parts: Mapping[str, str], template: str) -> tuple[str, 
             return "/classify", either, lambda got: got["data"][0]["probs"]
         case "score":
             pair = {"text_1": parts["question"], "text_2": parts["response"]}
-            return "/score", pair, lambda got: got["data"][0]["score"]
+            return "/score", pair, _first_score
         case "sglang":
             return "/classify", {"text": text}, lambda got: (got[0] if isinstance(got, list) else got)["embedding"]
         case "plain":
             return "", dict(parts), lambda got: got["score"] if "score" in got else got["reward"]
-    raise VerifierError(f"style must be pooling, classify, score, sglang or plain, got {style!r}")
+    raise VerifierError(f"style must be pooling, classify, score, sglang, kitae or plain, got {style!r}")
+
+
+def talk_of(response: str, context: Mapping[str, Any], question_key: str) -> dict[str, Any]:
+    """What was said: all turns of an episode, else the prompt as the model saw it, else the question."""
+    if transcript := context.get("transcript"):
+        turns = [i for i, turn in enumerate(transcript) if turn["role"] == "assistant"]
+        if turns:
+            return {"messages": transcript[: turns[-1]], "response": transcript[turns[-1]]["content"]}
+    messages, question = context.get("prompt_messages"), context.get(question_key)
+    if not messages and not (isinstance(question, str) and question):
+        raise VerifierError(f"the question must be a text in the context, under question_key, got {question!r}")
+    return {"messages": messages or [{"role": "user", "content": question}], "response": response}
+
+
+def _talk_for_kitae(response: str, context: Mapping[str, Any], question_key: str, template: str) -> dict[str, Any]:
+    """The server renders it as in training, and refuses what is too long."""
+    if template:
+        raise VerifierError(f"template must be empty with style kitae: the server has its own, got {template[:100]!r}")
+    return talk_of(response, context, question_key)
+
+
+def _first_score(answer: Any) -> Any:
+    return answer["data"][0]["score"]
 
 
 def _reward(answer: Any, pick: Callable[[Any], Any], index: int) -> float:

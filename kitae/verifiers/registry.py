@@ -6,7 +6,7 @@ Importing this module is cheap: what a verifier needs (sympy, for one) is import
 from typing import Any
 
 from kitae.errors import VerifierError
-from kitae.plugins import is_plugin, load_function, nearest
+from kitae.plugins import is_plugin, nearest
 from kitae.verifiers.base import ScoredPair, Verifier
 from kitae.verifiers.code.executor import remote_code
 from kitae.verifiers.code.verifier import code
@@ -16,6 +16,7 @@ from kitae.verifiers.instructions.verifier import instructions
 from kitae.verifiers.judge import judge, reward_model
 from kitae.verifiers.math import math
 from kitae.verifiers.nothing import nothing
+from kitae.verifiers.own import own
 from kitae.verifiers.puzzles import countdown, knights_knaves
 from kitae.verifiers.rewards import prepare as prepare_reward
 from kitae.verifiers.shape import json_schema, language, length, repetition, tags
@@ -74,8 +75,7 @@ def resolve(name: str) -> Verifier:
     if not is_plugin(name):
         hint = nearest(name, VERIFIERS)
         raise VerifierError(f"a verifier is one of {', '.join(VERIFIERS)} or file.py:function, got {name!r}{hint}")
-    score = load_function(name, "verifier", ("response", "reference", "context"), VerifierError)
-    return Verifier(name, score, on_timeout="error", repeatable=getattr(score, "repeatable", False))
+    return own(name)
 
 
 _composition = Composition(resolve)

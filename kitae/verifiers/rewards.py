@@ -10,8 +10,6 @@ the pool starts: what is wrong with it is said there.
 """
 
 import asyncio
-import itertools
-import json
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -19,16 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kitae.errors import KitaeError, VerifierError
-from kitae.processes.template import Template
-from kitae.processes.worker import OutOfTimeError, WorkerDied, WorkerProcess
+from kitae.processes.model import ModelProcess
+from kitae.processes.worker import WorkerDied
 from kitae.types import Score
 from kitae.verifiers.base import Verifier
-from kitae.verifiers.judge import mapped_reward, reward_model
+from kitae.verifiers.judge import mapped_reward, reward_model, talk_of
 
 _COLLECT = 0.005  # seconds in which answers that come together find each other
 _BATCH = 32  # answers
-_START_LIMIT = 600.0  # seconds to load a model: large ones come from slow disks
-_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # or it could not be forked
 _PROBE = {"messages": [{"role": "user", "content": "Hello"}], "response": "Hello!"}
 _HERE = {"model", "device", "dtype", "threads", "question_key", "center", "spread", "squash", "clip", "deadline"}
 _ONLY_HERE = {"device", "dtype", "threads"}
@@ -84,23 +80,17 @@ class RewardService:
         if not deadline > 0:
             raise VerifierError(f"deadline must be above 0 seconds, got {deadline}")
         self._value = mapped_reward(center, spread, squash, clip)
-        self._model, self._question_key, self._deadline = model, question_key, deadline
-        self._template = Template(
+        self._model, self._question_key = model, question_key
+        self.process = ModelProcess(
             "kitae.verifiers.scoring",
             {"path": model, "device": device, "dtype": dtype, "threads": threads},
-            read=lambda greeting: greeting,
-            hear=lambda words: None,
             what="reward model's process",
             error=VerifierError,
-            start_limit=_START_LIMIT,
-            environment=_ENVIRONMENT,
+            deadline=deadline,
         )
-        self._process: WorkerProcess | None = None
-        self._numbers = itertools.count(1)
         self._queue: deque[_Asked] = deque()
         self._arrived = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
-        self.restarts = 0
 
     async def start(self) -> None:
         """Load the model and score something; `VerifierError` where that fails."""
@@ -112,7 +102,7 @@ class RewardService:
             assert folder is not None
             check_classifier(folder)
             (probe,) = await self._ask([_PROBE])
-        except (KitaeError, WorkerDied, EOFError, OutOfTimeError) as error:
+        except (KitaeError, WorkerDied) as error:
             await self.close()
             raise VerifierError(f"reward_model {self._model!r}: {error}") from None
         if isinstance(probe, str):
@@ -139,8 +129,7 @@ class RewardService:
             await asyncio.gather(self._serving, return_exceptions=True)
         while self._queue:
             _refuse(self._queue.popleft(), "it was closed")
-        await self._end()
-        await self._template.close()
+        await self.process.close()
 
     async def _serve(self) -> None:
         """One batch after the other, for ever."""
@@ -176,10 +165,8 @@ class RewardService:
             for asked in batch:
                 _refuse(asked, str(error))
             return
-        except (WorkerDied, EOFError, OutOfTimeError) as error:
-            late = isinstance(error, OutOfTimeError)
-            why = f"it took longer than its deadline of {self._deadline:g} s" if late else f"its process died: {error}"
-            await self._lose(batch, why)
+        except WorkerDied as error:
+            self._lose(batch, str(error))
             return
         for asked, result in zip(batch, results, strict=True):
             if isinstance(result, str):
@@ -187,10 +174,8 @@ class RewardService:
             elif not asked.answer.done():
                 asked.answer.set_result(result)
 
-    async def _lose(self, batch: list[_Asked], why: str) -> None:
-        """The process is of no use any more; who of the batch is to blame shows when each is tried alone."""
-        await self._end()
-        self.restarts += 1
+    def _lose(self, batch: list[_Asked], why: str) -> None:
+        """The process is gone; who of the batch is to blame shows when each is tried alone."""
         if len(batch) == 1:
             _refuse(batch[0], why)
             return
@@ -200,32 +185,8 @@ class RewardService:
 
     async def _ask(self, talks: list[Mapping[str, Any]]) -> list[float | str]:
         """A score for each, or the reason why there is none."""
-        if self._process is None:
-            self._process = await self._template.spawn()
-        number = next(self._numbers)
-        message = json.dumps({"id": number, "talks": talks}).encode() + b"\n"
-        try:
-            reply = await self._process.ask(message, number, self._deadline)
-        except EOFError:
-            raise WorkerDied(await self._process.post_mortem()) from None
+        reply = await self.process.ask({"talks": talks})
         return [_number(result) for result in reply["results"]]
-
-    async def _end(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            await process.kill()
-
-
-def talk_of(response: str, context: Mapping[str, Any], question_key: str) -> dict[str, Any]:
-    """What was said: all turns of an episode, else the prompt as the model saw it, else the question."""
-    if transcript := context.get("transcript"):
-        turns = [i for i, turn in enumerate(transcript) if turn["role"] == "assistant"]
-        if turns:
-            return {"messages": transcript[: turns[-1]], "response": transcript[turns[-1]]["content"]}
-    messages, question = context.get("prompt_messages"), context.get(question_key)
-    if not messages and not (isinstance(question, str) and question):
-        raise VerifierError(f"the question must be a text in the context, under question_key, got {question!r}")
-    return {"messages": messages or [{"role": "user", "content": question}], "response": response}
 
 
 def _number(result: Mapping[str, Any]) -> float | str:

@@ -1,8 +1,6 @@
 """The process in which a reward model runs, so that neither its work nor its end touches the run.
 
-The template loads the model once; the one worker that scores is forked from it (see `kitae.processes.template`), so one
-that was lost is replaced in a moment. A GPU cannot be taken through a fork: there the worker loads the model itself, at
-its first job.
+The other end is a `kitae.processes.model.ModelProcess`.
 
     setup  {"path", "device", "dtype", "threads"}               greeting  {}
     job    {"talks": [{"messages": […], "response": "…"}, …]}   answer    {"results": [{"score"} or {"error"}, …]}
@@ -12,14 +10,14 @@ none. What stands in front of it (a verifier, a server) collects what arrives to
 """
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kitae.data.chat import Chat
 from kitae.data.messages import read_messages
 from kitae.errors import DataError
 from kitae.models.config import ModelConfig
-from kitae.models.load import pick_device
+from kitae.models.forked import forked
 from kitae.processes.serve import Answer, serve
 from kitae.types import Message
 
@@ -33,10 +31,7 @@ def main() -> None:
 
 def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
     config = ModelConfig(path=setup["path"], device=setup["device"], dtype=setup["dtype"])
-    scorer = cache(partial(_open, config))
-    if pick_device(config.device).type == "cpu":
-        scorer()
-    return {}, partial(_answer, scorer, setup["threads"])
+    return {}, partial(_answer, forked(config.device, partial(_open, config)), setup["threads"])
 
 
 def _open(config: ModelConfig) -> "Scorer":

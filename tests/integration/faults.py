@@ -13,7 +13,6 @@ once, and where the docs promise it, the numbers must be those of a run that was
 import argparse
 import asyncio
 import contextlib
-import multiprocessing
 import os
 import random
 import resource
@@ -33,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commands import warm
 from harness import RECIPE, assert_same_metrics, rows, toy_config
 
 PROMPTS, SAMPLES = 3, 3
@@ -430,8 +430,7 @@ class Trial:
         return self._run(arguments, kind, f"{self.seed}/{attempt}")
 
     def _run(self, arguments: list[str], kind: str | None, seed: str) -> int:
-        context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=_child, args=(str(self.folder), arguments, kind, seed, self.plan.steps))
+        process = warm().Process(target=_child, args=(str(self.folder), arguments, kind, seed, self.plan.steps))
         process.start()
         process.join(LIMIT)
         if process.exitcode is None:
@@ -508,7 +507,6 @@ def main() -> None:
     arguments = parser.parse_args()
     found: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     ends = time.monotonic() + arguments.seconds
-    preload()
 
     def one(seed: int) -> None:
         if time.monotonic() > ends:
@@ -531,13 +529,6 @@ def main() -> None:
     failed = sum(endings["FAILED"] for endings in found.values())
     print(f"{done} trials, {failed} with something lost, trained twice, stuck or different")
     sys.exit(failed > 0)
-
-
-def preload() -> None:
-    """Processes are forked from one that has the imports done."""
-    context = multiprocessing.get_context("forkserver")
-    heavy = ["peft", "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto"]
-    context.set_forkserver_preload(["kitae.pipeline.session", "kitae.cli.training", "torch", "harness", *heavy])
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Run the toy recipe in this process or as a command, and compare runs."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+
+from commands import Command
 
 from kitae.config.load import load_config
 from kitae.config.root import RLConfig
@@ -35,18 +34,17 @@ def run_config(config: RLConfig) -> Result:
 
 
 def kitae(
-    *arguments: str, script: str = "from kitae.cli.main import run; run()", **settings: Any
-) -> "subprocess.Popen[str]":
+    *arguments: str,
+    script: str = "from kitae.cli.main import run; run()",
+    cwd: Path | None = None,
+    start_new_session: bool = False,
+) -> Command:
     """Start the command line as a user would; one thread, so that tiny models are fast on a busy machine."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", script, *arguments]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, **settings
-    )
+    return Command(arguments, script, cwd or Path.cwd(), own_session=start_new_session)
 
 
-def finish(process: "subprocess.Popen[str]", status: int = 0) -> str:
-    output, _ = process.communicate(timeout=120)
+def finish(process: Command, status: int = 0) -> str:
+    output = process.ended(timeout=200)  # a busy machine
     assert process.returncode == status, output
     return output
 

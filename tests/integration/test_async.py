@@ -233,7 +233,7 @@ def test_what_is_being_sampled_is_parked_on_ctrl_c(tmp_path: Path) -> None:
     process = kitae("train", str(RECIPE), f"run.dir={tmp_path}", *settings)
     run = tmp_path / "toy-001"
     while rollouts_written(run) < 20:
-        assert process.poll() is None, process.stdout.read() if process.stdout else ""
+        assert process.poll() is None, process.printed()
         time.sleep(0.002)
     process.send_signal(signal.SIGINT)
     output = finish(process, status=130)

@@ -102,7 +102,7 @@ def test_an_interrupted_run_resumes_to_the_same_numbers(
         assert process.poll() is None and time.time() < deadline
         time.sleep(0.002)
     process.send_signal(number)
-    process.communicate(timeout=100)
+    process.ended(timeout=100)
     before = [told(r) for r in rollouts_of(run)]
     assert count(run, "parked") > 0 or number == signal.SIGKILL, "what is being said is kept"
     finish(kitae("resume", str(run)))

@@ -5,12 +5,15 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 from harness import RECIPE, finish, kitae, rows, run_toy, toy_config
 
 from kitae.cli import evaluation
+from kitae.cli.runs import compare
+from kitae.evaluation.held_out import answers_at, pair
 from kitae.observe.observer import Silent
 from kitae.pipeline.prepare import prepare
 from kitae.pipeline.session import train
@@ -62,6 +65,29 @@ def test_other_suites_beside_the_run_s_own_task(tmp_path: Path) -> None:
     assert own == [r for r in rows(alone.folder) if r["kind"] == "eval"], "suites change nothing of it"
 
 
+def test_two_runs_are_compared_prompt_by_prompt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By what they kept of their last evaluations; the means are those of the metrics."""
+    one = run_toy(tmp_path, *FEW)
+    two = run_toy(tmp_path, *FEW, "training.lr=3e-2")
+    kept = [answers_at(one.folder, step) for step in (0, 2)]
+    assert [len(each) for each in kept] == [4, 4] and kept[0].keys() == kept[1].keys()
+    for step, each in zip((0, 2), kept, strict=True):
+        (row,) = [r for r in rows(one.folder) if r["kind"] == "eval" and r["step"] == step]
+        assert fmean(a.value or 0.0 for a in each.values()) == pytest.approx(row["avg"])
+        assert {v for a in each.values() for r in a.rollouts for s in r.segments for v in s.versions} == {step}
+    found = pair(one.folder, two.folder)
+    assert one.after is not None and two.after is not None and found.difference is not None
+    assert found.difference.interval.mean == pytest.approx(two.after["avg"] - one.after["avg"], abs=1e-6)
+    capsys.readouterr()
+    compare([one.folder, two.folder])
+    lines = {line.split("  ")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
+    assert f"{found.difference.interval.mean:+.3f} [" in lines["paired with toy-001"]
+    other = run_toy(tmp_path, *FEW, "run.seed=5")
+    compare([one.folder, other.folder])
+    said = capsys.readouterr().out
+    assert "not paired with toy-001: they have no held-out prompt in common: 4 of toy-001, 4 of toy-003" in said
+
+
 def test_a_bad_suite_is_refused_before_the_run_begins(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="no data for suite 'gsm8k'"):
         run_toy(tmp_path, 'eval.suites=["gsm8k"]', f"eval.data={tmp_path}")
@@ -88,7 +114,7 @@ def interrupted(arguments: list[str], moment: Callable[[], bool], number: signal
     process = kitae(*arguments)
     until(moment)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output = process.ended(timeout=60)
     return process.returncode, output
 
 
@@ -100,9 +126,12 @@ def test_ctrl_c_during_the_first_evaluation(number: signal.Signals, judge: Path,
     assert status == 128 + number, output
     run = tmp_path / "toy-001"
     assert look(run).status == "stopped"
+    (answers,) = run.glob("evaluations/step-000000/own/*/answers.sqlite")
+    before = _texts(answers)
+    assert before, "answers are kept before they are judged"
     (tmp_path / "go").touch()
     finish(kitae("resume", str(run)))
-    assert look(run).status == "finished"
+    assert look(run).status == "finished" and _texts(answers).items() >= before.items()
     assert [r["step"] for r in look(run).evaluations] == [0, 2]
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from faults import KINDS, Trial, preload
+from faults import KINDS, Trial
 
 QUICK = len(KINDS)  # one of each kind
 
@@ -12,7 +12,6 @@ QUICK = len(KINDS)  # one of each kind
     "seed", [*range(QUICK), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(QUICK, 200))]
 )
 def test_nothing_is_lost_after(seed: int, tmp_path: Path) -> None:
-    preload()
     Trial(seed, tmp_path)()
 
 

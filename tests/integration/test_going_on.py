@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from test_async import check_ledger
 from test_resume import rollouts_written
 
-from kitae.errors import ConfigError, StoreError, VerifierError
+from kitae.errors import ConfigError, DataError, StoreError, VerifierError
 from kitae.models.load import find_model
 from kitae.observe.observer import Silent
 from kitae.pipeline import evaluate as run_evaluations
@@ -247,10 +247,10 @@ def test_responses_that_wait_for_a_verdict_are_saved(tmp_path: Path) -> None:
     run = tmp_path / "toy-001"
     deadline = time.time() + 100
     while rollouts_written(run) < 32:
-        assert process.poll() is None and time.time() < deadline, process.stdout and process.stdout.read()
+        assert process.poll() is None and time.time() < deadline, process.printed()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.ended(timeout=60)
     journal = Journal(run / "journal.sqlite", read_only=True)
     before = {r.id: r.segments for g in range(4) for r in journal.rollouts(g)}
     assert len(before) == 32 and all(r.score and not r.score.valid for r in journal.rollouts(0))
@@ -274,14 +274,14 @@ def test_the_second_ctrl_c_does_not_wait_for_the_step(tmp_path: Path) -> None:
     process = kitae("train", str(RECIPE), *settings, script=script)
     deadline = time.time() + 100
     while not (tmp_path / "learning").exists():
-        assert process.poll() is None and time.time() < deadline, process.stdout and process.stdout.read()
+        assert process.poll() is None and time.time() < deadline, process.printed()
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     time.sleep(1)
     assert process.poll() is None, "the first one waits for the step"
     began = time.time()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=50)
+    process.ended(timeout=50)
     assert time.time() - began < 15 and process.returncode == 130
     go_on(tmp_path, "training.steps=2")
     check_ledger(tmp_path / "toy-001", toy_config(tmp_path, "training.steps=2", "eval.prompts=0"))
@@ -592,3 +592,25 @@ def test_a_stop_gives_no_slot_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     found = journal.groups(2)
     journal.close()
     assert found == []
+
+
+def test_prompts_that_were_changed_since_the_run_began_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    asked = [{"question": f"Say {i}", "answer": str(i)} for i in range(8)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    settings = (f"data.path={file}", "verifier.check_gold=false", "eval.prompts=0", "training.steps=3")
+    with crash_at(monkeypatch, 3):
+        run_toy(tmp_path, *settings, "checkpoint.every=2")
+    file.write_text("".join(json.dumps({**row, "answer": "7"}) + "\n" for row in asked))
+    with pytest.raises(DataError, match=r"must be those that the run began with, but .*prompts\.jsonl or what"):
+        go_on(tmp_path)
+    with pytest.raises(DataError, match=r"--from start --forget, or in a new run"):
+        go_on(tmp_path, checkpoint="start")
+    file.write_text("".join(json.dumps(row) + "\n" for row in asked))
+    assert go_on(tmp_path).step == 3, "put back, they are fine"
+    file.write_text("".join(json.dumps({**row, "answer": "7"}) + "\n" for row in asked))
+    store = RunStore.open(tmp_path / "toy-001")
+    assert train(store, prepare(store.config, print), Silent(), "start", forget=True).step == 3
+    assert go_on(tmp_path, "training.steps=4").step == 4, "now these are what it began with"

@@ -3,12 +3,12 @@
 import json
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from commands import Command
 from harness import HERE, RECIPE, kitae
 from safetensors.torch import load_file
 
@@ -41,11 +41,8 @@ checkpoint.every = 1
 """
 
 
-def ended(process: "subprocess.Popen[str]", status: int = 0) -> str:
-    try:
-        output, _ = process.communicate(timeout=_LIMIT)
-    finally:
-        process.kill()
+def ended(process: Command, status: int = 0) -> str:
+    output = process.ended(timeout=_LIMIT)
     assert process.returncode == status, output
     return output
 
@@ -56,9 +53,9 @@ def kill_when(arguments: list[str], folder: Path, there: Path) -> None:
     end = time.monotonic() + _LIMIT
     while not there.exists() and process.poll() is None and time.monotonic() < end:
         time.sleep(0.01)
-    assert process.poll() is None, process.communicate()[0]
+    assert process.poll() is None, process.printed()
     os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.ended()
 
 
 def test_a_chain_that_is_killed_at_every_stage_ends_where_it_would_have(tmp_path: Path) -> None:

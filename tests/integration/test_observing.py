@@ -124,10 +124,11 @@ def test_metrics_while_a_run_goes_on(tmp_path: Path) -> None:
                 pages.append(answer.read().decode())
 
     screen = Asks()
-    with watched(config, config.observe, tmp_path / "toy-001", screen) as observer:
-        with watched(config, config.observe, tmp_path / "toy-002", screen):
+    store = RunStore.create(config)
+    with watched(config, config.observe, store.folder, screen) as observer:
+        with watched(config, config.observe, tmp_path, screen):
             pass  # a second run on the same port
-        train(RunStore.create(config), prepare(config, print), observer)
+        train(store, prepare(config, print), observer)
     assert 'kitae_step{run="toy-001"} 5.0' in pages[-1] and "kitae_reward{" in pages[-1]
     assert sum("no /metrics for this run" in text for text in screen.notes) == 1
 

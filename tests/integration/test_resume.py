@@ -50,11 +50,11 @@ def rollouts_written(run: Path) -> int:
 def kill_when(process: object, reached: object) -> None:
     deadline = time.time() + 100
     while not reached():  # type: ignore[operator]
-        assert process.poll() is None, process.stdout.read()  # type: ignore[attr-defined]
+        assert process.poll() is None, process.printed()  # type: ignore[attr-defined]
         assert time.time() < deadline
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)  # type: ignore[attr-defined]
-    process.communicate()  # type: ignore[attr-defined]
+    process.ended()  # type: ignore[attr-defined]
 
 
 # In the middle of the first batch, between checkpoints, right after a step's last rollout, late in the run.
@@ -87,7 +87,7 @@ def test_killed_twice_also_while_saving(uninterrupted: Path, tmp_path: Path) -> 
 def test_ctrl_c_saves_and_says_how_to_go_on(number: signal.Signals, uninterrupted: Path, tmp_path: Path) -> None:
     process, run = start(tmp_path)
     while rollouts_written(run) < 60:
-        assert process.poll() is None, process.stdout.read()
+        assert process.poll() is None, process.printed()
         time.sleep(0.002)
     process.send_signal(number)
     output = finish(process, status=128 + number)
@@ -114,7 +114,7 @@ def test_refusals_leave_the_run_untouched(uninterrupted: Path, tmp_path: Path) -
 
     def failed(run: Path, *arguments: str) -> str:
         process = kitae("resume", str(run), *arguments)
-        output, _ = process.communicate(timeout=120)
+        output = process.ended(timeout=120)
         assert process.returncode == 1 and "Traceback" not in output, output
         return output
 

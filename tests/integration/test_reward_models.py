@@ -65,9 +65,9 @@ def test_a_killed_run_goes_on_with_the_same_scores(reward_run: Path, tmp_path: P
     process = kitae("train", str(RECIPE), *more, f"run.dir={tmp_path}")
     metrics = tmp_path / "toy-001" / "metrics.jsonl"
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
-        assert process.poll() is None, process.stdout and process.stdout.read()
+        assert process.poll() is None, process.printed()
     process.send_signal(signal.SIGKILL)
-    process.communicate()
+    process.ended()
     finish(kitae("resume", str(tmp_path / "toy-001")))
     assert [row["reward"] for row in rows(tmp_path / "toy-001")] == pytest.approx(
         [row["reward"] for row in rows(whole)], abs=1e-4

@@ -1,8 +1,11 @@
 """A teacher with strong preferences teaches a tiny student: it comes closer, and stopping changes nothing."""
 
 import asyncio
+import os
 import shutil
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fake_server import FakeServer, Reply, Request
-from harness import assert_same_metrics, rows, run_config, toy_config
+from harness import RECIPE, VERIFIER, assert_same_metrics, kitae, rows, run_config, toy_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kitae.config.root import RLConfig
@@ -21,6 +24,7 @@ from kitae.observe.observer import Silent
 from kitae.pipeline.prepare import prepare
 from kitae.pipeline.replay import replay
 from kitae.pipeline.session import train
+from kitae.processes.status import family_of, state_of
 from kitae.store.run import RunStore
 
 SHORT = ("eval.prompts=0", "training.steps=4", "checkpoint.every=2")
@@ -101,6 +105,69 @@ def test_rewards_count_only_where_they_are_asked_for(distil: Config) -> None:
     assert plain["grad_norm"] == pytest.approx(unjudged["grad_norm"], rel=1e-6)
     assert plain["teacher_kl"] == pytest.approx(rewarded["teacher_kl"], rel=1e-6)
     assert abs(plain["grad_norm"] - rewarded["grad_norm"]) > 1e-2 * plain["grad_norm"]
+
+
+# A teacher in a process of its own.
+
+APART = "method.teacher_place=process"
+
+
+def test_a_teacher_in_its_own_process_teaches_the_same_also_after_its_end(distil: Config, tmp_path: Path) -> None:
+    """Values are equal, whatever happens to the process; and the run can be resumed and replayed."""
+    here = run_config(distil(*SHORT, name="here")).folder
+    config = distil(*SHORT, APART, name="there")
+    killed: list[int] = []
+
+    class Killer(Silent):
+        def step(self, report: Any) -> None:
+            if report.step == 2:
+                worker = [pid for pid in family_of(os.getpid()) if _is_teacher(pid)][-1]  # the last is the youngest
+                killed.append(worker)
+                os.kill(worker, signal.SIGKILL)
+
+    there = train(RunStore.create(config), prepare(config, print), Killer()).folder
+    assert killed and [row["teacher_restarts"] for row in rows(there)] == [0, 0, 1, 0]
+    for a, b in zip(rows(here), rows(there), strict=True):
+        for key in ("teacher_kl", "teacher_agreement", "loss", "grad_norm", "reward"):
+            assert a[key] == pytest.approx(b[key], rel=1e-5, abs=1e-6), (a["step"], key)  # what is sampled is rounded
+    copy = shutil.copytree(there, tmp_path / "copy")
+    store = RunStore.open(copy)
+    train(store, prepare(store.config, print), Silent(), "step-000002")
+    for a, b in zip(rows(copy), rows(there), strict=True):
+        assert a["teacher_kl"] == pytest.approx(b["teacher_kl"], abs=1e-6)
+    assert replay(there, 4, print).difference <= 1e-5
+    assert not [pid for pid in family_of(os.getpid()) if _is_teacher(pid)], "none is left"
+
+
+def _is_teacher(pid: int) -> bool:
+    try:
+        return b"kitae.trainer.teaching" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+def test_no_teacher_survives_a_run_that_is_killed(distil: Config, teacher: Path, tmp_path: Path) -> None:
+    run = tmp_path / "orphans" / "toy-001"
+    process = kitae(
+        *("train", str(RECIPE), VERIFIER, f"run.dir={run.parent}", "method.kind=distil", f"method.teacher={teacher}"),
+        *(APART, "eval.prompts=0", "training.steps=500"),
+    )
+    try:
+        until = time.monotonic() + 100
+        while not ((run / "metrics.jsonl").exists() and rows(run)):
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.1)
+        teachers = [pid for pid in family_of(process.pid) if _is_teacher(pid)]
+        assert len(teachers) == 2, "a template and its worker"
+    finally:
+        process.kill()
+        process.wait()
+    until = time.monotonic() + 20
+    while left := [pid for pid in teachers if state_of(pid) not in ("", "Z")]:
+        assert time.monotonic() < until, f"orphans: {left}"
+        time.sleep(0.05)
+    process.communicate()
 
 
 # A teacher behind a server.

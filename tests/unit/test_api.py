@@ -1,6 +1,7 @@
 """The Python API: what is promised, that the documentation's examples run, and where it may be called."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -156,3 +157,60 @@ def test_what_is_wrong_is_said_before_anything_is_made(folder: Path, call: Any, 
 def test_a_text_is_no_list_of_prompts() -> None:
     with pytest.raises(ConfigError, match="prompts must be a number or a list of prompts, got the text 'Reverse 1, 2'"):
         api.sample("quickstart", prompts="Reverse 1, 2", model="tiny")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "message"),
+    [
+        ({1: {}}, {}, "the name of a section must be text, got 1"),
+        ({"training": {2: 3}}, {}, "the name of a key in section 'training' must be text, got 2"),
+        (RECIPE, {"overrides": [5]}, "an override has the form section.key=value, as text, got 5"),
+        (RECIPE, {"overrides": [None]}, "an override has the form section.key=value, as text, got None"),
+        (5, {}, "a recipe is a name, a path, nested dicts or settings, got 5"),
+    ],
+)
+def test_what_is_no_setting_is_refused_by_name(
+    recipe: Any, options: dict[str, Any], message: str, folder: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kitae.train(recipe, **options)
+    assert str(caught.value) == message
+    assert not list(folder.iterdir())
+
+
+def test_impossible_sampling_is_refused() -> None:
+    with kitae.load("tiny", device="cpu", dtype="float32", engine={"memory_gb": 0.05}) as model:
+        for wrong, message in (
+            ({"temperature": -1}, "temperature must be at least 0, and finite, got -1"),
+            ({"temperature": float("nan")}, "temperature must be at least 0, and finite, got nan"),
+            ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+            ({"top_p": 0}, "top_p must be above 0 and at most 1, got 0"),
+            ({"top_k": -1}, "top_k must be at least 0, got -1"),
+            ({"min_p": 1}, "min_p must be at least 0 and below 1, got 1"),
+            ({"stop": [""]}, "stop must be texts that are not empty, got ('',)"),
+            ({"n": 0}, "n must be at least 1, got 0"),
+        ):
+            with pytest.raises(ConfigError) as caught:
+                model.generate("Hi", **{"max_tokens": 2, **wrong})
+            assert str(caught.value) == message
+        assert len(model.generate("Hi", max_tokens=2, temperature=0, n=2)) == 2
+
+
+def test_suites_and_models_alone_are_evaluated(folder: Path) -> None:
+    few = {"eval": {"prompts": 3}, "engine": {"memory_gb": 0.05}}
+    small = {"path": "tiny", "device": "cpu", "dtype": "float32"}
+    found = kitae.evaluate("tiny", suites=["sort", "reverse"], model=None, **few)
+    assert list(found) == ["sort", "reverse"] and all(e.prompts == 3 for e in found.values())
+    own = kitae.evaluate(RECIPE, suites="own,sort", **{**few, "eval": {"prompts": 2, "max_tokens": 4}})
+    assert len(own) == 2 and all(e.prompts == 2 for e in own.values())
+    assert isinstance(kitae.evaluate(RECIPE, **few), kitae.Evaluation)
+    rows = [{"question": "1 + 1", "answer": "2"}]
+    Path("mine.jsonl").write_text(json.dumps(rows[0]))
+    mine = kitae.evaluate("tiny", suites=["mine.jsonl"], model=small["path"], verifier={"name": "number"})
+    assert [e.prompts for e in mine.values()] == [1], "all of it, where nothing says how many"
+    with pytest.raises(ConfigError, match=r"a model alone has no task: name suites with suites=\[…\]"):
+        kitae.evaluate("tiny")
+    with pytest.raises(ConfigError, match="suite 'own' is the task of a run or recipe"):
+        kitae.evaluate("tiny", suites=["own", "sort"])
+    with pytest.raises(ConfigError, match="settings are those of eval, model, engine, run, got 'training'"):
+        kitae.evaluate("tiny", suites=["sort"], training={"lr": 1.0})

@@ -29,6 +29,7 @@ BESIDE = {
     ("stages", "evaluation"),
     ("pipeline", "evaluation"),
     ("envs", "serving"),
+    ("serving", "verifiers"),
     ("weights", "models"),
     ("observe", "store"),
 }

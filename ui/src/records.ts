@@ -204,11 +204,24 @@ export interface Pairing {
   high: number;
 }
 
+export interface HeldOutPairing {
+  key: string;
+  prompts: number;
+  first: number | null;
+  second: number | null;
+  difference: number | null;
+  low: number | null;
+  high: number | null;
+  p: number | null;
+  reason: string;
+}
+
 export interface RunComparison {
   runs: RunSummary[];
   metrics: string[];
   settings: SettingDifference[];
   pairings: Pairing[];
+  held_out: HeldOutPairing[];
 }
 
 export interface ConsoleEnd {
@@ -220,11 +233,11 @@ export interface Diagnosed {
   rule: string;
   severity: string;
   title: string;
-  evidence: string[];
+  evidence: string;
   advice: string;
 }
 
 export interface Diagnosis {
-  available: boolean;
   findings: Diagnosed[];
+  rules: number;
 }

@@ -15,16 +15,26 @@ PrefixKey = tuple[str, tuple[int, ...]]
 class Prefix:
     """A prompt computed once. Holds one reference to each of its pages while `users` may still join.
 
-    `hidden` is the last hidden state of the prompt: every sample draws its first token from it.
+    `hidden` is the last hidden state of the prompt: every sample draws its first token from it. The pages hold the
+    first `start` tokens already.
     """
 
     key: PrefixKey
     pages: list[int]
+    start: int = 0
     hidden: Tensor | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
         return self.key[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """What is kept of a thread until its next request: tokens, and the pages that hold them."""
+
+    tokens: tuple[int, ...]
+    pages: list[int]
 
 
 @dataclass(slots=True, eq=False)

@@ -241,7 +241,7 @@ class NativeEngine:
         return any(stop in text for stop in stops)
 
     def _finish(self, sequence: Decoding, finish: FinishReason) -> None:
-        self.scheduler.remove(sequence)
+        self.scheduler.remove(sequence, keep=finish in ("stop", "length"))
         self._sequences.pop(sequence.request.id, None)
         sequence.done(sequence.completion(finish))
 
@@ -283,6 +283,7 @@ class NativeEngine:
         self.scheduler.forget_prefixes()
         if update.recompute:
             self.scheduler.preempt_all()
+            self.scheduler.forget_threads()
         return self.version
 
     def _set_paused(self, paused: bool) -> None:
@@ -294,6 +295,7 @@ class NativeEngine:
         """What is in flight waits without pages, and is computed again."""
         self.scheduler.preempt_all()
         self.scheduler.forget_prefixes()
+        self.scheduler.forget_threads()
         self.runner = ModelRunner(self.policy, self.cache, fast=False)  # holds none of its memory
         self.cache.free()
 

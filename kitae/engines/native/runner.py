@@ -61,7 +61,7 @@ class ModelRunner:
             pages_of_T.extend(pages[t // page_size] for t in range(start, end))
 
         for prefix in admission.prefixes:
-            add(prefix.tokens, 0, prefix.pages)
+            add(prefix.tokens, prefix.start, prefix.pages)
         for s in admission.resumed:
             # From the last shared page border on: the tail of the prompt goes into the sequence's own page again.
             start = s.prompt_length // page_size * page_size

@@ -4,14 +4,17 @@ Waiting sequences are admitted in order of arrival as soon as a batch slot and p
 decoding, so a finished sequence's slot is refilled at once. When the cache is full, the sequence admitted last gives
 its pages back and waits in front of the queue; its random stream is a function of the position, so it continues
 exactly where it was.
+
+What was computed for a thread is kept after its answer, as long as nobody needs the pages: its next request computes
+only what is new. Pages that are kept so are the first to go, those of the thread that waits longest before others.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from kitae.engines.base import EngineStats
 from kitae.engines.native.cache import PagePool
-from kitae.engines.native.decoding import Decoding, Prefix, PrefixKey
+from kitae.engines.native.decoding import Decoding, Lease, Prefix, PrefixKey
 from kitae.errors import RequestError
 
 
@@ -40,6 +43,7 @@ class Scheduler:
         self.running: list[Decoding] = []
         self.prefixes: dict[PrefixKey, Prefix] = {}
         self.users: dict[PrefixKey, int] = {}
+        self.leases: OrderedDict[str, Lease] = OrderedDict()  # by thread, the oldest first
         self.prompt_tokens = 0
         self.prompt_tokens_shared = 0
         self.preemptions = 0
@@ -67,28 +71,33 @@ class Scheduler:
                 break
             self.running.append(self.waiting.popleft())
         if not admission.any and not self.running and self.waiting:
-            if not self._drop_unused_prefixes():
+            if not self._drop_unused_prefixes() and not self._drop_lease():
                 self._fail(self.waiting[0])
             return self.admit()
         return admission
 
     def _admit_one(self, sequence: Decoding, admission: Admission) -> bool:
         prefix = self.prefixes.get(sequence.key)
+        lease = self._lease_of(sequence) if prefix is None else None
+        kept = lease or Lease((), [])
         shared = sequence.prompt_length // self.page_size
         own = self._pages(sequence.cached) - shared
-        prompt = 0 if prefix else self._pages(sequence.prompt_length)
-        work = (0 if prefix else sequence.prompt_length) + max(0, len(sequence.tokens) - 1)
+        prompt = 0 if prefix else self._pages(sequence.prompt_length) - len(kept.pages)
+        work = (0 if prefix else sequence.prompt_length - len(kept.tokens)) + max(0, len(sequence.tokens) - 1)
         # Every running sequence may need a page soon; without this reserve admission and preemption would alternate.
         reserve = min(len(self.running), self.pool.total // 8)
-        if own + prompt + reserve > self.pool.free:
-            return False
+        while own + prompt + reserve > self.pool.free:
+            if not self._drop_lease(but=lease):
+                return False
         if admission.any and admission.tokens + work > self.prefill_tokens:
             return False
         if prefix is None:
-            prefix = Prefix(sequence.key, self.pool.take(prompt))
+            self.leases.pop(sequence.request.thread, None)
+            prefix = Prefix(sequence.key, kept.pages + self.pool.take(prompt), len(kept.tokens))
             self.prefixes[sequence.key] = prefix
             admission.prefixes.append(prefix)
-            self.prompt_tokens += sequence.prompt_length
+            self.prompt_tokens += sequence.prompt_length - len(kept.tokens)
+            self.prompt_tokens_shared += len(kept.tokens)
         else:
             self.prompt_tokens_shared += sequence.prompt_length
         full = prefix.pages[:shared]
@@ -115,8 +124,8 @@ class Scheduler:
             wanted = min(sequence.cached + ahead, sequence.capacity)
             if len(sequence.pages) * self.page_size >= wanted:
                 position += 1
-            elif self.pool.free:
-                sequence.pages += self.pool.take(1)
+            elif self.pool.free or self._drop_lease():
+                sequence.pages += self.pool.take(1) if self.pool.free else []
             elif not preempt:
                 return False
             elif not self._drop_unused_prefixes() and not self._preempt_youngest():
@@ -151,17 +160,49 @@ class Scheduler:
             )
         )
 
-    def remove(self, sequence: Decoding) -> None:
-        """Forget a finished, failed or aborted sequence."""
+    def remove(self, sequence: Decoding, *, keep: bool = False) -> None:
+        """Forget a finished, failed or aborted sequence; `keep` what was computed of it for its thread."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
+        if keep and sequence.request.thread and sequence.pages:
+            self._keep(sequence)
         self._release_pages(sequence)
         self.users[sequence.key] -= 1
         if not self.users[sequence.key]:
             del self.users[sequence.key]
             self._drop_prefix(sequence.key)
+
+    def _keep(self, sequence: Decoding) -> None:
+        tokens = (*sequence.request.prompt_tokens, *sequence.tokens)[: sequence.cached]
+        held = self._pages(len(tokens))
+        self._drop_lease(thread=sequence.request.thread)
+        self.leases[sequence.request.thread] = Lease(tokens, sequence.pages[:held])
+        sequence.pages = sequence.pages[held:]
+
+    def _lease_of(self, sequence: Decoding) -> Lease | None:
+        """What is kept for the thread of a request, where that goes on with it."""
+        thread, prompt = sequence.request.thread, sequence.request.prompt_tokens
+        lease = self.leases.get(thread)
+        if lease is None:
+            return None
+        if len(lease.tokens) < len(prompt) and prompt[: len(lease.tokens)] == lease.tokens:
+            return lease
+        self._drop_lease(thread=thread)
+        return None
+
+    def _drop_lease(self, *, thread: str | None = None, but: Lease | None = None) -> bool:
+        """Free what is kept of a thread, or of the one that waits longest; whether there was any."""
+        found = next((name for name, lease in self.leases.items() if lease is not but and thread in (None, name)), None)
+        if found is None:
+            return False
+        self.pool.release(self.leases.pop(found).pages)
+        return True
+
+    def forget_threads(self) -> None:
+        while self._drop_lease():
+            pass
 
     def forget_prefixes(self) -> None:
         """After a weight update: later sequences must compute their prompts again. Running ones keep their pages."""

@@ -42,6 +42,7 @@ class Frame:
             sampling=SamplingParams(**sampling),
             seed=self.header["seed"],
             share=self.header["share"],
+            thread=self.header["thread"],
             prior=self.sampled,
         )
 
@@ -59,10 +60,10 @@ def pack_sampled(header: dict[str, Any], sampled: Sampled) -> bytes:
 
 
 def pack_request(number: int, request: Request) -> bytes:
-    header = {"generate": number, "id": request.id, "seed": request.seed, "share": request.share}
+    names = {"id": request.id, "share": request.share, "thread": request.thread}
     prior = request.prior
     return pack(
-        {**header, "sampling": asdict(request.sampling)},
+        {"generate": number, **names, "seed": request.seed, "sampling": asdict(request.sampling)},
         prompt=request.prompt_tokens,
         tokens=prior.tokens,
         logprobs=prior.logprobs,

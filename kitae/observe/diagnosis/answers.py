@@ -4,6 +4,8 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 
+from kitae.algorithms.config import AlgorithmConfig, needs_group
+from kitae.errors import KitaeError
 from kitae.observe.diagnosis.base import WINDOW, Reply, Seen, rule, sentence, values
 from kitae.observe.diagnosis.learning import SOLVED, fell_from, lr_too_high, signal_share
 
@@ -16,15 +18,15 @@ _REPETITIVE = 0.2  # what compression leaves of a text that repeats itself; pros
     "bad",
     title="No answer is ever right",
     looks_at="`reward`",
-    when=f"in {WINDOW} steps or more, no step had a mean reward above 0.02",
+    when=f"in {WINDOW} steps or more, no step had a mean reward above 0.02; while the run goes on, only if no group of "
+    f"the last {WINDOW} had differing rewards",
     advice="look at answers (kitae show RUN --worst) and at the verifier (kitae validate RECIPE): a format that the "
     "model does not know scores 0 too; make the task easier, allow more sampling.max_tokens, show the format in "
     "data.instruction or data.system, or take a stronger model.path",
-    live=False,
 )
 def all_wrong(seen: Seen) -> str | None:
     rewards = seen.all("reward")
-    if len(rewards) < WINDOW or max(rewards) > 0.02:
+    if len(rewards) < WINDOW or max(rewards) > 0.02 or (seen.status == "running" and signal_share(seen)):
         return None
     rollouts = sum(values(seen.steps, "rollouts"))
     return f"{rollouts:.0f} answers of {len(rewards)} steps, mean reward at most {max(rewards):.3f}"
@@ -37,7 +39,6 @@ def all_wrong(seen: Seen) -> str | None:
     looks_at="`reward`",
     when=f"the first {WINDOW} steps all had a mean reward above 0.98",
     advice="take harder prompts; prompts that were mastered can be asked less often (pipeline.mastered_visits)",
-    live=False,
 )
 def all_right(seen: Seen) -> str | None:
     rewards = seen.all("reward")[:WINDOW]
@@ -51,15 +52,16 @@ def all_right(seen: Seen) -> str | None:
     "warning",
     title="Most groups teach nothing",
     looks_at="`groups_with_signal`, `groups`, `groups_dropped`, `reward`",
-    when=f"over the last {WINDOW} steps, under a fifth of the groups had differing rewards, and the reward is "
-    "between 0.02 and 0.95",
+    when=f"over the last {WINDOW} steps, under a fifth of the groups had differing rewards, the reward is between 0.02 "
+    "and 0.95, and the algorithm learns from such differences alone; while the run goes on, only if none had",
     advice="larger training.group_size, higher sampling.temperature, prompts of medium difficulty; pipeline.refill "
     "asks others in the place of those that teach nothing",
-    live=False,
 )
 def dead_groups(seen: Seen) -> str | None:
     share, reward = signal_share(seen), seen.last("reward")
     if share is None or reward is None or share >= 0.2 or not 0.02 < reward < SOLVED or fell_from(seen):
+        return None
+    if (seen.status == "running" and share) or not _compares(seen):
         return None
     return sentence(
         f"{share:.0%} of the groups of {seen.span()} had differing rewards, with a mean reward of {reward:.3f}",
@@ -75,7 +77,6 @@ def dead_groups(seen: Seen) -> str | None:
     when=f"the last {WINDOW} steps made no update, and the task is not solved",
     advice="the filter (algorithm.filter) or algorithm.truncation drops every group: make the task easier, or "
     "loosen them",
-    live=False,
 )
 def no_updates(seen: Seen) -> str | None:
     updates, reward = values(seen.steps[-WINDOW:], "updates"), seen.last("reward")
@@ -233,6 +234,15 @@ def repetition(seen: Seen) -> str | None:
         return None
     share, then = len(now) / len(last), len(before) / max(1, len(first))
     return f"{share:.0%} of the answers of the last steps, {then:.0%} at first; one of them: {_brief(now[-1])!r}"
+
+
+def _compares(seen: Seen) -> bool:
+    """Whether advantages come from the differences within a group; a critic, say, knows others."""
+    own = {key.removeprefix("algorithm."): v for key, v in seen.settings.items() if key.startswith("algorithm.")}
+    try:
+        return needs_group(AlgorithmConfig(**own))
+    except (KitaeError, ValueError):  # of another version, or a stage of the user's own that is not here
+        return True
 
 
 def _ends(answers: Sequence[Reply]) -> tuple[list[Reply], list[Reply]]:

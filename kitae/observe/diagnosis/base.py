@@ -133,7 +133,7 @@ Check = Callable[[Seen], str | None]
 class Rule:
     """looks_at: metrics and files; when: the condition in words; advice: what to change.
 
-    live: also checked after each step of a run. The others need more than metrics, or the run says it anyhow.
+    live: also checked after each step of a run. The others need more than metrics, or a run that is over.
     """
 
     name: str

@@ -7,6 +7,7 @@ from kitae.observe.diagnosis.base import WINDOW, Seen, rule, sentence, values
 SOLVED = 0.9
 """A mean reward from which a task counts as solved: little entropy and few groups with signal are fine then."""
 
+_FAR = 100.0  # between two scores: their sigmoid is 0 or 1 in single precision
 _ENOUGH = 20  # steps after which something should have been learnt, and half of those that are planned
 
 
@@ -185,6 +186,22 @@ def gradient_growth(seen: Seen) -> str | None:
 
 
 @rule(
+    "scores-run-away",
+    "bad",
+    title="The scores have run away",
+    looks_at="`margin`",
+    when=f"chosen and rejected answers are more than {_FAR:g} apart, over the last {WINDOW} steps: from there "
+    "on, pairs in the right order teach nothing any more, to the last digit",
+    advice="lower training.lr, by a factor of 10 at first, and start again from the model that it began with",
+)
+def scores_run_away(seen: Seen) -> str | None:
+    margin = seen.last("margin")
+    if margin is None or abs(margin) <= _FAR:
+        return None
+    return sentence(f"margin {margin:.3g} over {seen.span()}", seen.setting("training.lr"))
+
+
+@rule(
     "skipped-updates",
     "bad",
     title="Updates are skipped, because gradients are not finite",
@@ -216,7 +233,9 @@ def clipped(seen: Seen) -> str | None:
 
 
 def signal_share(seen: Seen, count: int = WINDOW) -> float | None:
-    """Of the groups of the last steps, dropped ones included, those whose rewards differ."""
+    """Of the groups of the last steps, dropped ones included, those whose rewards differ; in groups of one none can."""
+    if seen.settings.get("training.group_size") == 1:
+        return None
     rows = seen.steps[-count:]
     signal = values(rows, "groups_with_signal")
     groups = sum(values(rows, "groups")) + sum(values(rows, "groups_dropped"))
@@ -231,6 +250,7 @@ RULES = (
     entropy_explosion,
     kl_runaway,
     gradient_growth,
+    scores_run_away,
     skipped_updates,
     clipped,
 )

@@ -27,7 +27,8 @@ from kitae.types import Message, Prompt, Rollout, Score, Segment, ToolCall
 
 COMMANDS = (
     *("train", "resume", "sample", "chain", "runs", "compare", "clean", "eval", "suites", "show", "diagnose", "replay"),
-    *("plot", "simulate", "recipes", "algorithms", "validate", "data", "verifiers", "verify", "ui", "doctor"),
+    *("plot", "simulate", "recipes", "algorithms", "validate", "data", "verifiers", "verify", "ui", "serve"),
+    *("report", "doctor"),
 )
 
 
@@ -402,10 +403,9 @@ def test_runs_lists_what_is_there(cli: Cli, trained: Callable[..., Path], tmp_pa
 
 def test_compare_shows_what_differs_and_what_came_of_it(cli: Cli, trained: Callable[..., Path]) -> None:
     one, two = trained("a", 3, "finished"), trained("b", 2, "stopped", lr=3e-4)
-    rows = {
-        line.partition("  ")[0]: line.split("  ", 1)[1].split("  ")
-        for line in cli("compare", one, two).out.splitlines()[1:]
-    }
+    _, *lines, reason = cli("compare", one, two).out.splitlines()
+    assert reason == "not paired with a-001: a-001 kept no results of single prompts"
+    rows = {line.partition("  ")[0]: line.split("  ", 1)[1].split("  ") for line in lines}
     cells = {name: [c.strip() for c in found if c.strip()] for name, found in rows.items()}
     assert cells["training.lr"] == ["1e-05", "0.0003"]
     assert cells["held out after"] == ["0.750 [0.100, 0.900]", "–"]

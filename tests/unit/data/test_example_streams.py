@@ -203,7 +203,7 @@ class TestShapes:
     )
     def test_what_a_stage_cannot_use_is_named(self, tmp_path, row, shape):
         with pytest.raises(
-            DataError, match=r"f.jsonl:1: this stage needs rows with .*, got a (demonstration|labelled)"
+            DataError, match=r"f.jsonl:1: this stage needs rows with .*, got a (demonstration|labelled answer)"
         ):
             self.rows(tmp_path, [row], shape)
 

@@ -31,7 +31,7 @@ KEPT = {
     *("engine_restarts", "entropy", "clip_high", "clip_low", "clip_dual", "logp_gap", "mismatch_max", "ess", "kl_k3"),
     *("kl_per_response", "loss", "grad_norm", "skipped_updates", "critic_skipped_updates", "updates", "step_seconds"),
     *("hold_seconds", "sync_seconds", "save_seconds", "evaluate_seconds", "other_seconds", "trainer_idle"),
-    *("engine_idle", "memory_share", "device_memory_share"),
+    *("engine_idle", "memory_share", "device_memory_share", "margin", "accuracy"),
 }
 """The metrics that rules look at."""
 

@@ -187,3 +187,42 @@ def test_another_suite_is_not_the_runs_own_task() -> None:
     assert BY_NAME["lr-too-high"].find(seen) is not None
     others = [{**row, "suite": "svamp"} for row in seen.evaluations]
     assert BY_NAME["lr-too-high"].find(replace(seen, evaluations=others)) is None
+
+
+def test_scores_that_run_away_are_noticed_although_every_pair_is_in_order() -> None:
+    def seen(margin: float) -> Seen:
+        rows = [{"step": step, "margin": margin, "accuracy": 1.0, "loss": 0.0} for step in range(1, 9)]
+        return Seen(rows, settings={"method.kind": "reward", "training.lr": 1e30})
+
+    found = BY_NAME["scores-run-away"].find(seen(8e31))
+    assert found is not None and found.evidence == "margin 8e+31 over steps 4 to 8; training.lr is 1e+30"
+    assert BY_NAME["scores-run-away"].find(seen(12.0)) is None
+
+
+def steps(count: int, **numbers: float) -> list[dict[str, Any]]:
+    return [
+        {"kind": "step", "step": i + 1, "updates": 1.0, "groups": 8, "rollouts": 64, **numbers} for i in range(count)
+    ]
+
+
+def names(seen: Seen) -> list[str]:
+    return [finding.rule for finding in findings(seen, RULES)]
+
+
+def test_a_run_that_begins_slowly_is_left_alone_while_it_goes_on() -> None:
+    """Few answers are right, and some groups teach: that may still become something. At the end it has not."""
+    slow = steps(5, reward=0.01, groups_with_signal=1)
+    assert names(Seen(slow)) == [] and names(Seen(slow, status="finished")) == ["all-wrong"]
+    assert names(Seen(steps(5, reward=0.0, groups_with_signal=0))) == ["all-wrong"]
+    few = steps(5, reward=0.5, groups_with_signal=1)
+    assert names(Seen(few)) == [] and names(Seen(few, status="finished")) == ["dead-groups"]
+    assert names(Seen(steps(5, reward=0.5, groups_with_signal=0))) == ["dead-groups"]
+
+
+def test_groups_that_agree_teach_a_critic_all_the_same() -> None:
+    seen = Seen(steps(5, reward=0.5, groups_with_signal=0), status="finished")
+    assert names(seen) == ["dead-groups"]
+    assert names(replace(seen, settings={"algorithm.preset": "ppo"})) == []
+    assert names(replace(seen, settings={"algorithm.preset": "grpo"})) == ["dead-groups"]
+    assert names(replace(seen, settings={"algorithm.gate": "no_such_file.py:gate"})) == ["dead-groups"]
+    assert names(replace(seen, settings={"training.group_size": 1})) == []

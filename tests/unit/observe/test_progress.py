@@ -1,6 +1,7 @@
 """What a run shows: plain lines in a file, a live table on a terminal."""
 
 import io
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from rich.console import Console
 
 from kitae.config.load import parse_config
 from kitae.config.root import RLConfig
-from kitae.observe.progress import LiveProgress, Progress, make_progress, peak_memory_gb
+from kitae.observe.progress import LiveProgress, Progress, _cell, make_progress, peak_memory_gb
 from kitae.observe.report import StepReport
 
 ROW = {
@@ -49,6 +50,11 @@ def everything(progress: Progress) -> None:
         progress.note("prompt [x/y] was skipped: [/red]")
         progress.step(reported({"kind": "step", "step": 3, "reward": float("nan"), "step_seconds": 1.0}))
         progress.finished(Path("runs/r-001"))
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
 
 
 def test_plain_lines(config: RLConfig, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,3 +193,82 @@ def test_a_terminal_gets_the_table_and_a_file_the_lines(config: RLConfig, monkey
 
 def test_peak_memory_is_plausible() -> None:
     assert 0.01 < peak_memory_gb() < 1000
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "rl": {"data": {"task": "reverse"}},
+    "kl": {"data": {"task": "reverse"}, "algorithm": {"kl_coef": 0.01, "reference": "frozen"}},
+    "distil": {"data": {"task": "reverse"}, "method": {"kind": "distil", "teacher": "tiny"}},
+    "sft": {"data": {"path": "chats.jsonl"}, "method": {"kind": "sft"}},
+    "dpo": {"data": {"path": "pairs.jsonl"}, "method": {"kind": "dpo"}},
+    "reward": {"data": {"path": "pairs.jsonl"}, "method": {"kind": "reward"}},
+}
+LONG = {
+    **UNUSUAL,
+    "step": 12_345,
+    "length": 31_999.5,
+    "loss": 12.3456,
+    "accuracy": 0.987,
+    "margin": -12.345,
+    "grad_norm": 1234.5,
+    "kl_k3": 0.1234,
+    "teacher_kl": 0.1234,
+    "generate_tokens_per_second": 123_456.0,
+    "train_tokens_per_second": 123_456.0,
+    "step_seconds": 1234.5,
+    "engine_restarts": 2,
+}
+
+
+@pytest.mark.parametrize("width", [80, 60])
+@pytest.mark.parametrize("kind", KINDS)
+def test_lines_fit_the_screen(
+    kind: str, width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing wraps; whole columns are left out, and the log has all of them."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    logged: list[str] = []
+    config = parse_config({**KINDS[kind], "training": {"steps": 20_000}})
+    progress = Progress(config, Path("r"), logged.append)
+    for row in (LONG, {**LONG, "errors": 0, "updates": 1.0, "staleness_max": 0, "engine_restarts": 0}):
+        progress.step(reported(row))
+    said = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("not judged")]
+    assert all(len(line) <= width for line in said)
+    main = "loss 12.3456" if config.method.kind in ("sft", "dpo", "reward") else "reward 0.531"
+    lines = [line for line in said if line.startswith("step ")]
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith("step 12345/20000  ") and main in line and "ETA " in line
+    full = [line for line in logged if line.startswith("step ")]
+    for part in ("errors 3 of 64", "no update", "staleness 0.50 (at most 1)", "engine restarts 2"):
+        assert part in " ".join(" ".join(said).split()) and part in full[0]
+    assert all(set(a.split("  ")) <= set(b.split("  ")) for a, b in zip(lines, full, strict=True))
+    assert all(title in full[0] for title, _, _ in progress.columns)
+
+
+@pytest.mark.parametrize("width", [80, 60])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("row", [LONG, {**LONG, "errors": 0, "updates": 1.0, "staleness_max": 0, "engine_restarts": 0}])
+def test_the_table_fits_the_screen(row: dict[str, Any], kind: str, width: int) -> None:
+    progress = LiveProgress(parse_config({**KINDS[kind], "training": {"steps": 20_000}}), Path("r"))
+    progress.console = Console(file=io.StringIO(), width=width)
+    for step in range(3):
+        progress.step(reported({**row, "step": 12_345 + step}))
+    progress.status("step 12346: 1234 of 4096 rollouts, " + "and more to tell than there is room for " * 3)
+    with progress.console.capture() as drawn:
+        progress.console.print(progress._draw())
+    head, *lines = drawn.get().splitlines()
+    assert all(len(line) <= width for line in (head, *lines))
+    titles = {title: key for title, key, _ in progress.columns}
+    forms = {title: form for title, _, form in progress.columns}
+    assert head.split()[0] == "step" and ("reward" in head or "loss" in head) and "ETA" in head
+    rows = [line for line in lines if re.match(r" *\d+  ", line)]
+    assert [line.split()[0] for line in rows] == ["12345", "12346", "12347"]
+    shown = [cell for cell in re.split(r"  +", head.strip()) if cell not in ("ETA", "remarks")]
+    assert set(shown) <= titles.keys() and len(shown) >= 3
+    for line in rows:
+        cells = re.split(r"  +", line.strip())
+        assert "…" not in line
+        assert cells[1 : len(shown)] == [_cell(row, titles[t], forms[t]) for t in shown[1:]]
+    if row is LONG:
+        assert "engine restarts 2" in " ".join(drawn.get().split())

@@ -13,12 +13,13 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from kitae.config.load import override_config
 from kitae.config.root import StageConfig
-from kitae.errors import ConfigError, DataError
+from kitae.errors import ConfigError, DataError, ModelError
 from kitae.observe.observer import Silent
 from kitae.stages import session
 from kitae.stages.data import StageData
 from kitae.stages.loop import StageLoop
 from kitae.stages.reference import ReferenceLogProbs
+from kitae.stages.start import check, prepare
 from kitae.store.run import RunStore
 
 KINDS = ("dpo", "kto", "reward")
@@ -173,5 +174,76 @@ def test_bad_rows_are_named(make: Callable[..., StageConfig], tmp_path: Path) ->
 def test_margins_that_no_row_has_are_refused(make: Callable[..., StageConfig], tmp_path: Path) -> None:
     rows = [{k: v for k, v in row.items() if k != "margin"} for row in pairs(4)]
     write_rows(tmp_path / "train.jsonl", rows)
-    with pytest.raises(DataError, match=r"method\.margin_coef is 1, but no row has a margin"):
-        run_stage(make("reward", "method.margin_coef=1"))
+    for look in (check, StageData):
+        with pytest.raises(DataError, match=r"method\.margin_coef is 1, but no row has a margin"):
+            look(make("reward", "method.margin_coef=1"))
+
+
+def test_kto_needs_two_prompts_and_says_so_before_a_model_is_loaded(
+    make: Callable[..., StageConfig], tmp_path: Path
+) -> None:
+    write_rows(tmp_path / "train.jsonl", pairs(1))
+    for look in (check, StageData):
+        with pytest.raises(
+            DataError, match=r"kto needs answers to at least two prompts, got one: that of train\.jsonl"
+        ):
+            look(make("kto"))
+    write_rows(tmp_path / "train.jsonl", pairs(2))
+    assert run_stage(make("kto", "training.batch=1", "training.steps=1", "eval.examples=0")).step == 1
+
+
+def test_partners_of_kto_do_not_depend_on_how_many_steps_are_trained(make: Callable[..., StageConfig]) -> None:
+    """Nor on which: 5 does not divide the 24 answers."""
+    data = StageData(make("kto", "training.batch=5"))
+
+    def partners(steps: int) -> dict[str, list[int]]:
+        found = {item.id: item.partner for item in data.trained(steps)}
+        return {id: partner.tokens_T.tolist() for id, partner in found.items() if partner is not None}
+
+    few, some, all_of_them = partners(1), partners(3), partners(9)
+    assert (len(few), len(some), len(all_of_them)) == (5, 15, 24)
+    assert few.items() <= some.items() <= all_of_them.items()
+    again = {item.id: item.partner for step in range(1, 10) for item in data.batch(step)}
+    assert {id: p.tokens_T.tolist() for id, p in again.items() if p is not None} == all_of_them
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+def test_a_reward_model_is_trained_further(make: Callable[..., StageConfig], tmp_path: Path, lora: int) -> None:
+    """It begins where it ended: with its own head, which a language model would have to learn first."""
+    first = run_stage(make("reward", "training.steps=6"))
+    config, _ = prepare(
+        make("reward", f"model.path={first.folder}", f"model.lora_rank={lora}", "training.steps=2"), print
+    )
+    assert isinstance(config, StageConfig)
+    second = run_stage(config)
+    assert first.after is not None and second.before is not None
+    assert second.before["avg"] == first.after["avg"] > 0.5
+    before, after = steps_of(first.folder)[-1], steps_of(second.folder)[0]
+    assert after["loss"] < before["loss"] + 0.1 and after["loss"] < 0.6
+    model = AutoModelForSequenceClassification.from_pretrained(second.folder / "model")
+    assert model.config.num_labels == 1 and model.score.weight.abs().sum() > 0
+    with pytest.raises(ModelError, match="must be a language model, got a reward model"):
+        prepare(make("dpo", f"model.path={first.folder}"), print)
+
+
+def test_it_is_said_that_data_are_read_and_a_reference_is_computed(make: Callable[..., StageConfig]) -> None:
+    said: list[str] = []
+
+    class Heard(Silent):
+        def note(self, text: str) -> None:
+            said.append(text)
+
+        def status(self, text: str) -> None:
+            said.append(text)
+
+    config, start = prepare(make("dpo", "training.steps=2", "training.batch=6"), said.append)
+    assert said == [f"reading {config.data.path}: every example is rendered and measured once"]
+    store = RunStore.create(config)
+    start(store, Heard(), None, False)
+    folder = store.folder / "reference"
+    expected = [
+        "computing the log-probs of the reference, once, before the first step",
+        "computing the log-probs of the reference: 30 answers so far",
+        f"the reference has scored 30 answers, which are kept in {folder}",
+    ]
+    assert [text for text in said if "reference" in text] == expected

@@ -6,7 +6,8 @@ import pytest
 from starlette.testclient import TestClient
 from written_runs import WrittenRun
 
-from kitae.ui.guard import HEADERS, Door, host_name
+from kitae.remote.hosts import host_name
+from kitae.ui.guard import HEADERS, Door
 from kitae.ui.library import Library
 from kitae.ui.server import make_app
 

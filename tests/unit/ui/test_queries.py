@@ -1,12 +1,15 @@
 """Rollouts by page: filters, orders, cursors, searches, errors; and that the narrow index is what is read."""
 
+import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from written_runs import WrittenRun
+from written_runs import WrittenRun, rollout
 
 from kitae.errors import StoreError
 from kitae.store.journal import BRIEF
+from kitae.types import Message, Prompt, ToolCall
 from kitae.ui import queries
 from kitae.ui.queries import PageCursor, RolloutFilter, errors, reading, rollouts
 
@@ -147,3 +150,27 @@ def test_lengths_are_those_of_the_model(tmp_path: Path) -> None:
     assert (
         queries.model_length('[[3, [["model", 5, 0.5], ["environment", 9], ["model", 4]]], [2, [["model", 1]]]]') == 10
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('say "é"', 1),
+        ("Ünder_line", 1),
+        ("100 %", 1),
+        ("\\frac", 1),
+        ("two\nlines", 1),
+        ("role", 0),
+        ("u00e9", 0),
+        ("tool_n", 1),
+    ],
+)
+def test_a_search_reads_what_was_said_and_not_how_it_is_kept(tmp_path: Path, text: str, found: int) -> None:
+    """Messages are JSON in the journal, with its own quotations and keys."""
+    made = WrittenRun(tmp_path).step([[1.0]])
+    said = Message("user", 'Please say "é" and Ünder_line, 100 %, \\frac,\ntwo\nlines')
+    answer = Message("assistant", "", (ToolCall("tool_name", {"code": "x"}),))
+    asyncio.run(made.store.journal.add_prompt(1, Prompt("p", (said,), ""), 0, 1))
+    asyncio.run(made.store.journal.add_rollout(replace(rollout(1, 0, 1.0), transcript=(answer,))))
+    page = queries.rollouts(made.close(), queries.RolloutFilter(text=text))
+    assert len(page.rows) == found

@@ -1,15 +1,14 @@
 """A group in full, and tokens with their columns: those of the journal, and those that training noted."""
 
 import asyncio
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 from written_runs import HOSTILE, WrittenRun, rollout
 
 from kitae.errors import StoreError
+from kitae.observe.tokens import TokenFiles
 from kitae.types import Chain, Message, Prompt, Rollout, Score, Segment, ToolCall
 from kitae.ui import samples
 
@@ -63,17 +62,17 @@ def test_turns_calls_and_several_contexts_are_shown(tmp_path: Path) -> None:
     assert two.columns == {"logprob": [-2.0], "version": [1]}
 
 
-def test_what_training_noted_appears_as_columns(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = ModuleType("kitae.observe.tokens")
-    noted = {"entropy": [0.5, 0.25, np.nan], "gate": [1.0, 0.0, 1.0], "chain": [0, 0, 0], "version": [0, 0, 0]}
-    arrays = {name: np.array(values) for name, values in noted.items()}
-    reader.read_tokens = lambda folder, step: {(0, 0): arrays} if (folder, step) == (run, 1) else {}  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "kitae.observe.tokens", reader)
+def test_what_training_noted_appears_as_columns(run: Path) -> None:
     assert set(samples.tokens(run, 0, 0).chains[0].columns) == {"logprob", "version"}  # the run has recorded none
-    (run / "tokens").mkdir()
-    columns = samples.tokens(run, 0, 0).chains[0].columns
-    assert columns["entropy"] == [0.5, 0.25, None] and columns["gate"] == [1.0, 0.0, 1.0] and "chain" not in columns
+    noted = {"logp": [-1.0, -2.0, -0.5], "entropy": [0.5, 0.25, np.nan], "gate": [1.0, 0.0, 1.0], "version": [0, 0, 0]}
+    columns = {name: np.array(values, dtype=np.float32) for name, values in noted.items()}
+    TokenFiles(run, 256, pytest.fail).write(1, {(0, 0, 0): columns})
+    shown = samples.tokens(run, 0, 0).chains[0].columns
+    assert shown["entropy"] == [0.5, 0.25, None] and shown["gate"] == [1.0, 0.0, 1.0]
+    assert set(shown) == {"logprob", "version", "logp", "entropy", "gate"}
     assert set(samples.tokens(run, 0, 1).chains[0].columns) == {"logprob", "version"}
+    next((run / "tokens").iterdir()).write_bytes(b"damaged")
+    assert set(samples.tokens(run, 0, 0).chains[0].columns) == {"logprob", "version"}
 
 
 def test_columns_are_laid_out_by_their_length() -> None:

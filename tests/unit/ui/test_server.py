@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,8 @@ from starlette.testclient import TestClient
 from written_runs import HOSTILE, WrittenRun
 
 from kitae.errors import StoreError
-from kitae.ui import findings
+from kitae.evaluation.held_out import keep_examples
+from kitae.observe.diagnosis import RULES, diagnose
 from kitae.ui.guard import Door
 from kitae.ui.library import Library
 from kitae.ui.server import STATIC, make_app
@@ -139,6 +143,25 @@ def test_comparison_pairs_prompts_and_names_differences(tmp_path: Path) -> None:
     (pair,) = found["pairings"]
     assert (pair["prompts"], pair["difference"]) == (3, 0.5)
     assert pair["first"] == pytest.approx(1 / 3) and pair["low"] == pair["high"] == 0.5
+    assert [row["reason"] for row in found["held_out"]] == ["a-001 has no evaluation yet"]
+
+
+def test_comparison_pairs_held_out_results(tmp_path: Path) -> None:
+    runs = [WrittenRun(tmp_path, name).step([[0.0]]).evaluate(0.5).finish() for name in "abc"]
+    for run, values in zip(runs, ([0.0] * 8, [1.0] * 8), strict=False):
+        keep_examples(run, 1, {f"example {i}": value for i, value in enumerate(values)})
+    found = client(tmp_path).get("/api/compare?runs=a-001,b-001,c-001").json()["held_out"]
+    assert [(row["key"], row["prompts"], row["difference"]) for row in found] == [("b-001", 8, 1.0), ("c-001", 0, None)]
+    assert found[0]["low"] > 0.3 and found[0]["p"] == pytest.approx(2 / 2**8)
+    assert found[1]["reason"] == "c-001 kept no results of single prompts"
+
+
+def test_rollouts_of_one_prompt(tmp_path: Path) -> None:
+    WrittenRun(tmp_path).step([[0.0], [1.0], [0.5], [0.25]]).finish()
+    with client(tmp_path) as asked:
+        rows = asked.get("/api/runs/toy-001/rollouts?prompt=reverse/0").json()["rows"]
+        assert [row["group"] for row in rows] == [3, 0]
+        assert "fate must be one of" in asked.get("/api/runs/toy-001/rollouts?fate=x").json()["error"]
 
 
 def test_prompts_have_their_visits(tmp_path: Path) -> None:
@@ -173,20 +196,17 @@ def test_the_timeline_has_who_worked_in_some_steps(tmp_path: Path) -> None:
         assert [(s["part"], s["step"]) for s in found["spans"]] == [("train", 2), ("generate", 3), ("train", 3)]
 
 
-def test_a_diagnosis_is_shown_where_there_are_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = WrittenRun(tmp_path).step([[1.0]]).finish()
-    monkeypatch.setattr(findings, "_RULES", "kitae.observe.no_such_rules")
-    assert not findings.diagnosis(run).available
-    (tmp_path / "some_rules.py").write_text(
-        "from types import SimpleNamespace as N\n"
-        "def diagnose(run):\n"
-        "    many = N(rule='b', severity='warn', title='B', evidence=['step 3', 0.5], advice='wait')\n"
-        "    return [N(rule='a', severity='bad', title='A', evidence='all of it', advice='stop'), many]\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(findings, "_RULES", "some_rules")
-    found = findings.diagnosis(run)
-    assert found.available and [f.evidence for f in found.findings] == [["all of it"], ["step 3", "0.5"]]
+def test_a_diagnosis_is_what_the_rules_say(tmp_path: Path) -> None:
+    made = WrittenRun(tmp_path)
+    for _ in range(5):
+        made.step([[0.0, 0.0]], rollouts=2)
+    run = made.finish()
+    found = client(tmp_path).get("/api/runs/toy-001/diagnosis").json()
+    assert found["rules"] == len(RULES)
+    assert found["findings"] == [asdict(finding) for finding in diagnose(run.resolve())]
+    (finding,) = found["findings"]
+    assert finding["rule"] == "all-wrong" and "10 answers of 5 steps" in finding["evidence"]
+    assert str(run) in finding["advice"]
 
 
 def test_reading_leaves_no_traces(tmp_path: Path) -> None:
@@ -223,3 +243,23 @@ def test_no_number_is_lost_for_not_being_one(tmp_path: Path) -> None:
     made.finish()
     answer = client(tmp_path).get("/api/runs/toy-001/series?names=loss,reward")
     assert json.loads(answer.text)["columns"] == {"loss": [None], "reward": [None]}
+
+
+def test_the_first_page_waits_for_nothing_heavy(tmp_path: Path) -> None:
+    """Neither torch nor what makes settings of files, which takes longer to import than all the rest."""
+    WrittenRun(tmp_path).step([[1.0]]).finish()
+    code = f"""
+import sys
+from pathlib import Path
+from starlette.testclient import TestClient
+known = {{*sys.modules}}
+from kitae.ui.guard import Door
+from kitae.ui.library import Library
+from kitae.ui.server import make_app
+asked = TestClient(make_app(Library([Path({str(tmp_path)!r})]), Door("127.0.0.1")), base_url="http://127.0.0.1")
+assert asked.get("/").status_code == 200 and len(asked.get("/api/runs").json()) == 1
+heavy = ("torch", "transformers", "pydantic", "sympy", "matplotlib", "kitae.config.root", "kitae.observe.diagnosis")
+print("HEAVY", [name for name in heavy if name in sys.modules and name not in known])
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "HEAVY []"

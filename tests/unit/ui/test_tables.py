@@ -8,6 +8,7 @@ import pytest
 from written_runs import WrittenRun
 
 from kitae.ui import tables
+from kitae.ui.records import HeldOut
 from kitae.ui.tables import LineReader, Tables
 
 
@@ -75,3 +76,13 @@ def test_a_reader_gives_each_line_once(tmp_path: Path) -> None:
     path.write_text("1\n2\n")
     assert reader.read(path) == (True, [1, 2])
     assert reader.read(path) == (False, [])
+
+
+def test_other_suites_leave_the_own_results_as_they_are(tmp_path: Path) -> None:
+    """Both are evaluated after the same step."""
+    own = {"kind": "eval", "step": 3, "avg": 0.5, "avg_low": 0.4, "avg_high": 0.6}
+    rows = [own, {**own, "suite": "gsm8k", "avg": 0.9}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = Tables()
+    assert found.glance(tmp_path).points == [HeldOut(3, 0.5, 0.4, 0.6)]
+    assert found.series(tmp_path, []).evaluations["gsm8k/avg"] == [0.9]

@@ -679,7 +679,7 @@ def test_rewards_are_shifted_and_squashed(options: dict[str, Any], value: float)
         ({"score": 1e308}, "plain", {"spread": 1e-10}, "a reward must be finite"),
         (Reply(status=404), "score", {}, "HTTP 404"),
         (Reply(status=503), "score", {"retries": 0}, "HTTP 503"),
-        ({}, "other", {}, "style must be pooling, classify, score, sglang or plain, got 'other'"),
+        ({}, "other", {}, "style must be pooling, classify, score, sglang, kitae or plain, got 'other'"),
         ({}, "plain", {"squash": "tanh"}, "squash must be none or sigmoid, got 'tanh'"),
         ({}, "plain", {"spread": 0}, "spread must be above 0, got 0"),
         ({}, "pooling", {"template": "{question}"}, "template must be a text with {response}"),

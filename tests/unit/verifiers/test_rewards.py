@@ -18,9 +18,10 @@ from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.models.scorer import Scorer
 from kitae.types import Message, Prompt
+from kitae.verifiers.judge import talk_of
 from kitae.verifiers.pool import VerifierPool
 from kitae.verifiers.registry import VERIFIERS
-from kitae.verifiers.rewards import RewardService, prepare, talk_of
+from kitae.verifiers.rewards import RewardService, prepare
 from kitae.verifiers.scoring import load
 
 ASKED = {"question": "What is 6 times 7?"}
@@ -86,7 +87,7 @@ def test_a_process_that_dies_or_hangs_costs_the_answer_that_is_to_blame(reward_f
                 here(reward_folder, ANSWERS[:4]), abs=1e-5
             )
             pid = process_of(service)
-            assert service.restarts == 1 and pid != first
+            assert service.process.restarts == 1 and pid != first
 
             os.kill(pid, signal.SIGSTOP)
             alone = asyncio.create_task(service.score(ANSWERS[0], None, ASKED))
@@ -95,14 +96,14 @@ def test_a_process_that_dies_or_hangs_costs_the_answer_that_is_to_blame(reward_f
             score = await alone
             assert not score.valid and "its process died: killed by signal 9" in score.detail
 
-            service._deadline = 0.1
+            service.process.deadline = 0.1
             assert (await service.score(ANSWERS[0], None, ASKED)).valid
             os.kill(process_of(service), signal.SIGSTOP)  # stopped by others: ten times the deadline
             score = await service.score(ANSWERS[0], None, ASKED)
             assert not score.valid and "longer than its deadline of 0.1 s" in score.detail
-            service._deadline = 20.0
+            service.process.deadline = 20.0
             assert (await service.score(ANSWERS[0], None, ASKED)).valid
-            assert service.restarts == 3
+            assert service.process.restarts == 3
 
             os.kill(process_of(service), signal.SIGSTOP)
             left = asyncio.create_task(service.score(ANSWERS[0], None, ASKED))
@@ -115,8 +116,8 @@ def test_a_process_that_dies_or_hangs_costs_the_answer_that_is_to_blame(reward_f
 
 
 def process_of(service: RewardService) -> int:
-    assert service._process is not None
-    return service._process.pid
+    assert service.process.pid is not None
+    return service.process.pid
 
 
 def test_the_protocol(reward_folder: Path) -> None:

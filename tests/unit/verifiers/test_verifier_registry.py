@@ -55,6 +55,15 @@ def test_import_is_cheap() -> None:
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
+def test_a_worker_for_a_function_of_a_file_imports_no_built_in_check(user_file: Path) -> None:
+    code = (
+        "import sys; from kitae.verifiers.worker import load; "
+        f"greeting, _ = load({{'name': '{user_file}:length', 'params': {{}}}}); "
+        "print(greeting['on_timeout'], 'kitae.verifiers.registry' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["error", "False"]
+
+
 def test_function_of_a_file(user_file: Path) -> None:
     verifier = resolve(f"{user_file}:length")
     assert verifier.on_timeout == "error"

@@ -56,19 +56,16 @@ export function Findings({ run }: { run: RunDetail }) {
   const key = run.summary.key;
   const state = useData(ask.diagnosis(key), [key]);
   if (!state.data) return <Waiting state={state} what="Looking for problems" />;
-  if (!state.data.available) return <Empty>This version of Kitae has no rules to diagnose runs by.</Empty>;
-  if (!state.data.findings.length) return <Empty>Nothing stands out: no rule has found a problem.</Empty>;
+  if (!state.data.findings.length) return <Empty>Nothing stands out: none of {state.data.rules} rules has found a problem.</Empty>;
   return (
     <>
       {state.data.findings.map((finding, i) => (
         <section key={i} class="card finding">
-          <div class="bar"><span class={`chip ${severity(finding.severity)}`}>{finding.severity}</span><h3>{finding.title}</h3><span class="grow" /><code class="muted small">{finding.rule}</code></div>
-          {finding.evidence.length > 0 && <ul class="evidence">{finding.evidence.map((line, j) => <li key={j}>{line}</li>)}</ul>}
-          {finding.advice && <p class="advice">{finding.advice}</p>}
+          <div class="bar"><span class={`chip ${finding.severity === "bad" ? "bad" : "warn"}`}>{finding.severity}</span><h3>{finding.title}</h3><span class="grow" /><code class="muted small">{finding.rule}</code></div>
+          <p class="evidence">{finding.evidence}</p>
+          <p class="advice">{finding.advice}</p>
         </section>
       ))}
     </>
   );
 }
-
-const severity = (name: string) => (/err|crit|high|bad/.test(name) ? "bad" : /warn|medium/.test(name) ? "warn" : "half");

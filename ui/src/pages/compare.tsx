@@ -61,7 +61,9 @@ function Found({ found, query }: { found: RunComparison; query: URLSearchParams 
       <div class="charts">{chosen.map((name) => <Chart key={name} title={name} lines={lines(name)} smoothing={smoothing} zoom={zoom} onZoom={setZoom} />)}</div>
       <h3>Results</h3>
       <Results found={found} />
-      <h3>Prompts that both were asked</h3>
+      <h3>Held-out prompts of both</h3>
+      <HeldOutPairs found={found} />
+      <h3>Training prompts of both</h3>
       <Pairs found={found} />
       <h3>Settings that differ <span class="muted">{found.settings.length}</span></h3>
       {found.settings.length ? (
@@ -99,6 +101,26 @@ function Results({ found }: { found: RunComparison }) {
 function Interval({ run, which }: { run: RunSummary; which: "before" | "after" }) {
   const point = run[which];
   return <><Held point={point} />{point?.low != null && <span class="muted small"> [{fixed(point.low, 2)}, {fixed(point.high, 2)}]</span>}</>;
+}
+
+function HeldOutPairs({ found }: { found: RunComparison }) {
+  const [first] = found.runs;
+  const name = (key: string) => found.runs.find((run) => run.key === key)?.name;
+  return (
+    <div class="card flush scroll-x" tabIndex={0} data-pairs="held-out">
+      <table class="plain">
+        <thead><tr><th>against {first!.name}</th><th>prompts</th><th>{first!.name}</th><th>this run</th><th>difference, 95 % interval</th><th>p</th></tr></thead>
+        <tbody>{found.held_out.map((pair) => pair.difference === null || pair.low === null || pair.high === null ? (
+          <tr key={pair.key}><td>{name(pair.key)}</td><td colSpan={5} class="muted why">{pair.reason}</td></tr>
+        ) : (
+          <tr key={pair.key}><td>{name(pair.key)}</td><td>{number(pair.prompts)}</td><td>{fixed(pair.first)}</td><td>{fixed(pair.second)}</td>
+            <td><b class={pair.low > 0 || pair.high < 0 ? "" : "muted"}>{signed(pair.difference)}</b> <span class="muted">[{signed(pair.low)}, {signed(pair.high)}]</span></td>
+            <td>{pair.p! < 0.001 ? "<0.001" : fixed(pair.p)}</td></tr>
+        ))}</tbody>
+      </table>
+      <p class="muted small pad">Last evaluations, prompt by prompt. p: the chance of a difference at least so large, were both runs equally good.</p>
+    </div>
+  );
 }
 
 function Pairs({ found }: { found: RunComparison }) {

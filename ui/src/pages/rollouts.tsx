@@ -6,7 +6,7 @@ import { Choice, Empty, Field, GROUP_PAGE, Reward, Waiting } from "../parts";
 import type { Brief, RolloutPage, RunDetail } from "../records";
 import { alter } from "../router";
 
-const FILTERS = ["step", "reward_min", "reward_max", "length_min", "length_max", "finish", "verdict", "fate", "text", "order"];
+const FILTERS = ["step", "reward_min", "reward_max", "length_min", "length_max", "finish", "verdict", "fate", "prompt", "text", "order"];
 
 export function Rollouts({ run, query }: { run: RunDetail; query: URLSearchParams }) {
   const key = run.summary.key;
@@ -25,6 +25,7 @@ export function Rollouts({ run, query }: { run: RunDetail; query: URLSearchParam
         <Field label="step" type="number" value={value("step")} onChange={set("step")} />
         <div class="pair"><Field label="reward from" type="number" value={value("reward_min")} onChange={set("reward_min")} /><Field label="to" type="number" value={value("reward_max")} onChange={set("reward_max")} /></div>
         <div class="pair"><Field label="tokens from" type="number" value={value("length_min")} onChange={set("length_min")} /><Field label="to" type="number" value={value("length_max")} onChange={set("length_max")} /></div>
+        <Field label="prompt" value={value("prompt")} onChange={set("prompt")} placeholder="its id" />
         <Choice label="finish" value={value("finish")} onChange={set("finish")} of={[["", "any"], ["stop", "stop"], ["length", "cut off"], ["abort", "aborted"]]} />
         <Choice label="verdict" value={value("verdict")} onChange={set("verdict")} of={[["", "any"], ["scored", "scored"], ["error", "error"]]} />
         <Choice label="fate" value={value("fate")} onChange={set("fate")} of={[["", "any"], ["trained", "trained"], ["dropped", "dropped"], ["skipped", "skipped"], ["pending", "pending"]]} />

@@ -1,0 +1,218 @@
+"""`kitae show`: sampled answers, by the same filter as the page of rollouts in `kitae ui`."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kitae.cli.pager import pager, show_all
+from kitae.errors import KitaeError, StoreError
+from kitae.store.journal import Journal
+from kitae.types import GREEDY
+from kitae.ui import samples
+from kitae.ui.queries import RolloutFilter, all_rollouts, count_groups
+from kitae.ui.records import GroupView, SampleView
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from kitae.types import Group
+
+_FEW = 8  # samples, where neither a pager nor a program reads them
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line asks for: `Asked(RolloutFilter(text="sum"), one_per_prompt=True, limit=20)`.
+
+    limit: None is all of them for a pager or a program, else a few.
+    """
+
+    filter: RolloutFilter
+    one_per_prompt: bool = False
+    limit: int | None = None
+
+
+def show(run: Path, asked: Asked, as_json: bool) -> None:
+    journal = _journal(run)
+    try:
+        wanted = _resolved(run, journal, asked.filter)
+        found = _found(run, wanted, asked.one_per_prompt)
+        advantages = _Advantages(run, journal)
+        command = None if as_json else pager()
+        limit = asked.limit or (None if as_json or command else _FEW)
+        if as_json:
+            for one in _first(found, limit):
+                print(json.dumps(_as_json(one, advantages), ensure_ascii=False))
+        else:
+            show_all(_pieces(run, replace(asked, filter=wanted, limit=limit), found, advantages), command)
+    finally:
+        journal.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _One:
+    """A sample, its group, and how many there are."""
+
+    group: GroupView
+    sample: SampleView
+    total: int
+
+
+def _resolved(run: Path, journal: Journal, wanted: RolloutFilter) -> RolloutFilter:
+    """Of the last step, where nothing else is asked for. What was skipped is never shown."""
+    last = journal.last_step()
+    errors = wanted.verdict == "error"
+    if not last and not (errors and journal.counts()["rollouts"]):
+        _refuse_other_kinds(run)
+        raise StoreError(f"{run} has no finished step yet: there is nothing to show")
+    if wanted == RolloutFilter():
+        wanted = replace(wanted, step=last, order="oldest")
+    elif wanted.order == "newest" and (wanted.step is not None or errors):
+        wanted = replace(wanted, order="oldest")
+    if wanted.order in ("best", "worst") and not errors:
+        wanted = replace(wanted, verdict="scored")
+    return replace(wanted, fate="kept" if errors else "closed")
+
+
+def _refuse_other_kinds(run: Path) -> None:
+    from kitae.config.root import reinforcement
+    from kitae.store.run import read_config
+
+    if (run / "config.json").is_file():
+        reinforcement(read_config(run), "kitae show")
+
+
+def _found(run: Path, wanted: RolloutFilter, one_per_prompt: bool) -> Iterator[_One]:
+    seen: set[int] = set()
+    view: GroupView | None = None
+    for row, total in all_rollouts(run, wanted):
+        if one_per_prompt and row.group in seen:
+            continue
+        seen.add(row.group)
+        if view is None or view.group != row.group:
+            view = samples.group(run, row.group)
+        yield _One(view, next(s for s in view.samples if s.sample == row.sample), total)
+
+
+def _first(found: Iterator[_One], limit: int | None) -> Iterator[_One]:
+    for count, one in enumerate(found):
+        if count == limit:
+            return
+        yield one
+
+
+def _pieces(run: Path, asked: Asked, found: Iterator[_One], advantages: "_Advantages") -> "Iterator[RenderableType]":
+    from rich.text import Text
+
+    count, wanted = 0, asked.filter
+    for one in found:
+        if count == asked.limit:
+            total = count_groups(run, wanted) if asked.one_per_prompt else one.total
+            of = f"{count} of {total} samples" if not wanted.text else f"the first {count} samples"
+            yield Text(f"{of}; --limit shows more, --one-per-prompt one of each prompt")
+            return
+        count += 1
+        yield _panel(one, advantages)
+    if not count:
+        yield Text(_nothing(run, wanted))
+
+
+def _nothing(run: Path, wanted: RolloutFilter) -> str:
+    if wanted.verdict == "error":
+        return "every answer could be judged"
+    other = replace(RolloutFilter(), step=wanted.step, fate=wanted.fate)
+    if wanted.step is not None and next(all_rollouts(run, other), None) is None:
+        journal = _journal(run)
+        last = journal.last_step()
+        journal.close()
+        raise StoreError(f"step {wanted.step} has no samples; the last step with samples is {last}")
+    return "no sample passes these filters"
+
+
+def _panel(one: _One, advantages: "_Advantages") -> "RenderableType":
+    from rich.panel import Panel
+    from rich.text import Text
+
+    group, sample = one.group, one.sample
+    asked = group.messages[-1:]
+    said = [(turn.role, " ".join(filter(None, [turn.text, *turn.calls]))) for turn in sample.transcript or asked]
+    said += [] if sample.transcript else [("answer", sample.text)]
+    body = Text()
+    for who, text in [*said, ("reference", group.reference)]:
+        body.append(f"{who}: ", style="bold").append(f"{text}\n")
+    failed = sample.status == "failed"
+    if sample.detail:
+        body.append("failed: " if failed else "verifier: ", style="bold").append(f"{sample.detail}\n")
+    advantage = advantages.of(one)
+    facts = [
+        "failed" if failed else "not judged" if sample.value is None else f"reward {sample.value:g}",
+        *([] if advantage is None else [f"advantage {advantage:+.2f}"]),
+        *([f"{sample.turns} turns"] if sample.turns > 1 else []),
+        f"{sample.length} tokens",
+        "cut off" if sample.finish == "length" else sample.finish,
+    ]
+    body.append(" · ".join(facts), style="dim")
+    when = "pending" if group.step is None else f"step {group.step}"
+    title = Text(f"{when} · {group.prompt_id} · {_name(sample)}")
+    colour = "yellow" if sample.value is None else "green" if sample.value >= 1 else "red"
+    return Panel(body, title=title, title_align="left", border_style=colour)
+
+
+def _name(sample: SampleView) -> str:
+    return "greedy" if sample.sample == GREEDY else f"sample {sample.sample}"
+
+
+def _as_json(one: _One, advantages: "_Advantages") -> dict[str, Any]:
+    group = {name: getattr(one.group, name) for name in ("group", "prompt_id", "step", "fate", "reason", "reference")}
+    messages = [asdict(turn) for turn in one.group.messages]
+    return {**group, "messages": messages, **asdict(one.sample), "advantage": advantages.of(one)}
+
+
+class _Advantages:
+    """What samples were worth to the trainer, worked out again from the journal, a step at a time."""
+
+    def __init__(self, run: Path, journal: Journal) -> None:
+        from kitae.config.root import RLConfig
+        from kitae.store.run import read_config
+
+        self._journal = journal
+        config = read_config(run) if (run / "config.json").is_file() else None
+        self._config = config if isinstance(config, RLConfig) else None
+        self._steps: dict[int, dict[tuple[int, int], float]] = {}
+
+    def of(self, one: _One) -> float | None:
+        """None: it was not trained on, or its advantage cannot be known from the journal alone."""
+        step = one.group.step
+        if step is None:
+            return None
+        if step not in self._steps:
+            self._steps[step] = self._compute(step)
+        return self._steps[step].get((one.group.group, one.sample.sample))
+
+    def _compute(self, step: int) -> dict[tuple[int, int], float]:
+        if self._config is None:
+            return {}
+        from kitae.algorithms.groups import GroupStages
+
+        try:
+            stages = GroupStages(self._config.algorithm, self._config.sampling.max_tokens)
+        except KitaeError:  # a stage of the user's own that is not here any more
+            return {}
+        if stages.wants_values or stages.wants_old or self._config.algorithm.reward_norm == "running":
+            return {}
+        by_fate: dict[str, list[Group]] = {"trained": [], "dropped": []}
+        for group, _, fate, _ in self._journal.groups(step):
+            if fate in by_fate:
+                by_fate[fate].append(self._journal.group(group))
+        candidates = stages.advantages(stages.candidates(by_fate["trained"], by_fate["dropped"]))
+        return {(c.group, c.index): float(c.column("advantage").mean()) for c in candidates}
+
+
+def _journal(run: Path) -> Journal:
+    path = run / "journal.sqlite"
+    if not path.is_file():
+        what = "it has no journal.sqlite" if run.exists() else "there is no such folder"
+        raise StoreError(f"{run} is not a run folder: {what} (kitae runs lists them)")
+    return Journal(path, read_only=True)

@@ -1,0 +1,90 @@
+"""The machine that a run is on, and the versions it runs with: machine.json in its folder.
+
+Written each time a run begins or goes on, so it is the last one that worked on it. Nothing here imports torch or asks a
+driver: the names of GPUs are where the kernel shows them.
+"""
+
+import json
+import os
+import platform
+import re
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from kitae.store.disk import write_whole
+
+FILE = "machine.json"
+_PACKAGES = ("kitae", "torch", "transformers", "numpy")
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass(frozen=True, slots=True)
+class HostMachine:
+    """`HostMachine("Intel Xeon …", 2, 7.8, ("NVIDIA H200",), "Linux x86_64", {"kitae": "0.1.0", "torch": "2.13.0"})`.
+
+    cores: those that this process may use; memory_gb: of the machine.
+    """
+
+    processor: str
+    cores: int
+    memory_gb: float
+    gpus: tuple[str, ...]
+    system: str
+    versions: dict[str, str]
+
+    @property
+    def hardware(self) -> str:
+        """`"NVIDIA H200 · Intel Xeon …, 2 cores · 8 GB"`."""
+        counted = {name: self.gpus.count(name) for name in self.gpus}
+        gpus = [name if count == 1 else f"{count} × {name}" for name, count in counted.items()]
+        return " · ".join([*gpus, f"{self.processor}, {self.cores} cores", f"{self.memory_gb:.0f} GB"])
+
+
+def this_machine() -> HostMachine:
+    return HostMachine(
+        processor_name(),
+        len(os.sched_getaffinity(0)),
+        round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        tuple(map(_gpu_name, sorted(_GPUS.glob("*/information")))),
+        f"{platform.system()} {platform.machine()}",
+        {"python": platform.python_version(), **_versions()},
+    )
+
+
+def processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+    return f"{name}, AMX" if any("amx_bf16" in line for line in lines) else name
+
+
+def note_machine(run: Path) -> None:
+    """`StoreError` where it cannot be written."""
+    write_whole(run / FILE, json.dumps(asdict(this_machine()), indent=1))
+
+
+def machine_of(run: Path) -> HostMachine | None:
+    """The one that last worked on a run; None: it has not said, or in a way that this version does not read."""
+    try:
+        values = json.loads((run / FILE).read_text("utf-8"))
+        return HostMachine(**{**values, "gpus": tuple(values["gpus"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _gpu_name(information: Path) -> str:
+    found = re.search(r"Model:\s*(.+)", information.read_text())
+    return found[1].strip() if found else "GPU"

@@ -1,0 +1,83 @@
+"""A model on an engine: chats and texts in, answers out, their tokens as they come where somebody listens."""
+
+import asyncio
+import secrets
+import sys
+
+from kitae.data.chat import Chat
+from kitae.engines.base import Completion, Engine, Request, Sampled
+from kitae.errors import DataError, RequestError
+from kitae.serving.base import Answer, Ask, Heard
+
+_EVERY = 0.02  # seconds between two looks at what was sampled, while somebody listens
+_MOST_TOLD = 500  # pieces in a second, of all streams together: each costs what a token costs, or more
+_SHARE = "served"  # prompts that are the same are computed once, whoever asks
+_ALL = sys.maxsize
+
+
+class EngineModel:
+    """Implements `kitae.serving.base.Model`. The engine is the caller's to close."""
+
+    def __init__(self, engine: Engine, chat: Chat) -> None:
+        self._engine, self.chat = engine, chat
+        self._listening = Listening(engine)
+
+    async def ask(self, ask: Ask, heard: Heard | None = None) -> Answer:
+        prompt = self._prompt(ask)
+        if ask.sampling.stop_strings and not self._engine.capabilities.stop_strings:
+            raise RequestError("this engine knows no stop strings, got some")
+        seed = secrets.randbits(63) if ask.seed is None else ask.seed
+        request = Request(ask.id, prompt, ask.sampling, seed, share=_SHARE)
+        done = await self._listening.generate(request, heard)
+        turn = self.chat.read(done.tokens, ask.sampling.stop_strings, ask.tools)
+        return Answer(prompt, done.sampled, done.finish, turn)
+
+    def _prompt(self, ask: Ask) -> tuple[int, ...]:
+        if ask.prompt_tokens is not None:
+            return ask.prompt_tokens
+        try:
+            return self.chat.encode_prompt(ask.messages, ask.tools)
+        except DataError as error:
+            raise RequestError(str(error)) from error
+
+
+class Listening:
+    """Requests whose tokens are told as they come. One task looks for all of them, and only while there are any; less
+    often, the more they are."""
+
+    def __init__(self, engine: Engine, every: float = _EVERY) -> None:
+        self._engine, self._every = engine, every
+        self._known: dict[str, int] = {}  # of each request in flight, how many tokens were told
+        self._listeners: dict[str, Heard] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    async def generate(self, request: Request, heard: Heard | None) -> Completion:
+        if request.id in self._known:
+            raise RequestError(f"request id {request.id!r} is in flight already")
+        self._known[request.id] = 0 if heard else _ALL
+        if heard:
+            self._listeners[request.id] = heard
+            self._look()
+        try:
+            done = await self._engine.generate(request)
+            if heard:
+                self._tell(request.id, done.sampled.after(self._known[request.id]))
+            return done
+        finally:
+            del self._known[request.id]
+            self._listeners.pop(request.id, None)
+
+    def _look(self) -> None:
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.create_task(self._keep_looking())
+
+    async def _keep_looking(self) -> None:
+        while self._listeners:
+            await asyncio.sleep(max(self._every, len(self._listeners) / _MOST_TOLD))
+            for id, news in self._engine.progress(self._known).items():
+                self._tell(id, news)
+
+    def _tell(self, id: str, news: Sampled) -> None:
+        if news.tokens and id in self._listeners:
+            self._known[id] += len(news.tokens)
+            self._listeners[id](news)

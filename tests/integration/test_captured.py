@@ -1,0 +1,74 @@
+"""Training on what agent programs ask: chains of one rollout, failures of one sample, and a killed run that goes on."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import HERE, RECIPE, VERIFIER, assert_same_metrics, finish, kitae, rows
+from test_conversations import count, rollouts_of, told
+
+SETTINGS = (
+    "training.steps=3",
+    "training.prompts_per_step=2",
+    "training.group_size=4",
+    "checkpoint.every=1",
+    "eval.prompts=2",
+    "sampling.max_tokens=40",
+    "verifier.max_error_share=1",
+    "pipeline.snapshot_seconds=0.02",
+    f"env.command={sys.executable} {HERE / 'captured_agent.py'}",
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    finish(kitae("train", str(RECIPE), VERIFIER, f"run.dir={folder}", *SETTINGS))
+    return folder / "toy-001"
+
+
+def test_chains_are_trained_on_and_failures_cost_one_sample(whole: Path) -> None:
+    rollouts = rollouts_of(whole)
+    assert len(rollouts) == 3 * 2 * 4
+    failed = [r for r in rollouts if r.status == "failed"]
+    assert failed and all("I do not like" in r.score.detail for r in failed if r.score)
+    for r in rollouts:
+        if r.status == "complete" and r.finish == "stop":
+            assert [len(c.segments) for c in r.chains] == [3, 1]
+    steps = [r for r in rows(whole) if r["kind"] == "step"]
+    assert sum(r["errors"] for r in steps) == len(failed)
+    assert all(r["updates"] for r in steps)
+
+
+@pytest.mark.parametrize("moment", [9, pytest.param(17, marks=pytest.mark.slow)])
+def test_a_killed_run_resumes_to_the_same_numbers(moment: int, whole: Path, tmp_path: Path) -> None:
+    process = kitae("train", str(RECIPE), VERIFIER, f"run.dir={tmp_path}", *SETTINGS)
+    run, deadline = tmp_path / "toy-001", time.time() + 100
+    while count(run, "rollouts") < moment or not count(run, "parked"):
+        assert process.poll() is None and time.time() < deadline
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.ended(timeout=100)
+    before = [told(r) for r in rollouts_of(run)]
+    finish(kitae("resume", str(run)))
+    assert [told(r) for r in rollouts_of(run)] == [told(r) for r in rollouts_of(whole)]
+    assert before == [told(r) for r in rollouts_of(run)][: len(before)]
+    assert_same_metrics(run, whole)
+    assert count(run, "parked") == 0
+    assert not _agents(), "no program is left"
+
+
+def _agents() -> list[Any]:
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if str(HERE / "captured_agent.py").encode() in words.split(b"\0"):
+            found.append(pid)
+    return found

@@ -1,0 +1,219 @@
+"""Agent programs as they are: started, answered at an address of their own, ended, and gone."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kitae.data.chat import Chat
+from kitae.engines.base import SamplingParams
+from kitae.engines.fake import FakeEngine
+from kitae.envs.base import EpisodeLimits
+from kitae.envs.command.world import CommandWorld
+from kitae.envs.config import EnvConfig
+from kitae.envs.groups import Episodes
+from kitae.envs.registry import open_world
+from kitae.errors import ConfigError
+from kitae.models.tiny import _tokenizer
+from kitae.processes.status import family_of, state_of
+from kitae.types import Group, Message, Prompt, Score
+
+PROMPT = Prompt("p/1", (Message("user", "2 + 2"),), "4", {"question": "2 + 2"})
+
+ASK = """
+import json, os, sys, urllib.request
+def post(url, body):
+    headers = {"content-type": "application/json", "authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return json.loads(urllib.request.urlopen(request).read())
+def say(*messages, **more):
+    body = {"model": "gpt-4o", "messages": list(messages), "temperature": 0.2, **more}
+    return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)["choices"][0]["message"]
+def reward(value, detail=""):
+    post(os.environ["KITAE_EPISODE_URL"] + "/reward", {"reward": value, "detail": detail})
+def user(text):
+    return {"role": "user", "content": text}
+prompt = json.load(sys.stdin)
+"""
+
+
+class Judge:
+    def __init__(self) -> None:
+        self.heard = list[str]()
+
+    async def score(self, response: str, reference: Any, context: Any) -> Score:
+        self.heard.append(response)
+        return Score(1.0)
+
+
+def run(
+    tmp_path: Path, program: str, *, size: int = 1, judge: Any = None, arguments: str = "", seconds: float = 20.0
+) -> Group:
+    (tmp_path / "agent.py").write_text(ASK + program)
+    config = EnvConfig(
+        name="command", command=f"{sys.executable} agent.py {arguments}", params={"folder": str(tmp_path)}
+    )
+    tokenizer = _tokenizer()
+    chat = Chat(tokenizer)
+    engine = FakeEngine(lambda request: [*chat.encode("ab"), *chat.stop_tokens[:1]])
+    sampling = SamplingParams(max_tokens=200, stop_tokens=chat.stop_tokens)
+
+    async def body() -> Group:
+        async with open_world(config) as world:
+            limits = EpisodeLimits(turns=8, seconds=seconds)
+            episodes = Episodes(engine, chat, judge, world.make, sampling, 0, limits=limits)
+            return await episodes.group(7, PROMPT, size)
+
+    return asyncio.run(body())
+
+
+def test_a_program_talks_and_its_last_answer_is_judged(tmp_path: Path) -> None:
+    judge = Judge()
+    group = run(
+        tmp_path,
+        """
+assert prompt["question"] == "2 + 2" and prompt["reference"] == "4", prompt
+assert sys.argv[1:] == ["2 + 2", "policy"], sys.argv
+talk = prompt["messages"]
+for word in ("more", "again"):
+    talk += [say(*talk), user(word)]
+say(*talk)
+""",
+        size=2,
+        judge=judge,
+        arguments="{question} {model}",
+    )
+    for rollout in group.rollouts:
+        assert rollout.score == Score(1.0), rollout.score
+        (chain,) = rollout.chains
+        assert [s.source for s in chain.segments] == ["model", "environment"] * 2 + ["model"]
+        assert rollout.status == "complete" and len(rollout.transcript) == 6
+    assert judge.heard == ["ab", "ab"]
+
+
+def test_a_posted_reward_ends_the_episode(tmp_path: Path) -> None:
+    program = "say(user('hello'))\nreward(0.25, 'nearly')\nimport time; time.sleep(1000)"
+    (rollout,) = run(tmp_path, program).rollouts
+    assert rollout.score == Score(0.25, {"environment": 0.25}, detail="nearly")
+
+
+def test_a_rewritten_history_is_another_chain(tmp_path: Path) -> None:
+    program = """
+first = say(user("a"))
+say(user("a"), first, user("b"))
+say(user("a"), {"role": "assistant", "content": "summary"}, user("c"))
+reward(1)
+"""
+    (rollout,) = run(tmp_path, program).rollouts
+    assert [len(c.segments) for c in rollout.chains] == [3, 1]
+
+
+def test_streams_and_branches_at_once(tmp_path: Path) -> None:
+    program = """
+import threading
+threads = [threading.Thread(target=say, args=(user(word),)) for word in "abcd"]
+[t.start() for t in threads]; [t.join() for t in threads]
+body = {"model": "m", "messages": [user("e")], "stream": True}
+headers = {"content-type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+lines = urllib.request.urlopen(request).read().decode().splitlines()
+events = [json.loads(l[6:]) for l in lines if l.startswith("data: {")]
+text = "".join(c["delta"].get("content") or "" for e in events for c in e["choices"])
+assert text == "ab", events
+reward(1)
+"""
+    (rollout,) = run(tmp_path, program).rollouts
+    assert rollout.score is not None and rollout.score.valid, rollout.score
+    assert len(rollout.chains) == 5
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("say(user('a'))\nprint('so long')\nsys.exit(3)", "ended with status 3: so long"),
+        ("say(user('a'))\nraise ValueError('boom')", "ValueError: boom"),
+        ("pass", "without asking the model anything"),
+        ("say(user('a'))\nimport time; time.sleep(1000)", "asked nothing for 2 s"),
+        ("say(user('a'))\nos.kill(os.getpid(), 9)", "status -9"),
+        ("say(user('a'))\nwhile True: print('x' * 10**6)", "asked nothing for 2 s"),
+        ("say(user('a'))\nos.kill(os.getppid(), 9)", "the program was lost"),
+    ],
+)
+def test_a_failure_costs_one_sample(tmp_path: Path, program: str, reason: str) -> None:
+    (rollout,) = run(tmp_path, program, judge=Judge(), seconds=2.0).rollouts
+    assert rollout.status == "failed" and rollout.score is not None
+    assert reason in rollout.score.detail, rollout.score.detail
+
+
+def test_what_the_server_refuses(tmp_path: Path) -> None:
+    program = """
+import urllib.error
+def status(call):
+    try:
+        call()
+    except urllib.error.HTTPError as error:
+        return error.code
+base = os.environ["OPENAI_BASE_URL"]
+assert status(lambda: post(base.replace("/v1", "x/v1") + "/chat/completions", {"messages": [user("a")]})) == 404
+assert status(lambda: say(user("a"), frequency_penalty=1)) == 400
+assert status(lambda: post(os.environ["KITAE_EPISODE_URL"] + "/reward", {"reward": "much"})) == 400
+for _ in range(8): say(user("a"))
+assert status(lambda: say(user("a"))) == 400
+sys.exit(1)
+"""
+    (rollout,) = run(tmp_path, program, judge=Judge()).rollouts
+    assert (rollout.status, rollout.finish) == ("complete", "length"), rollout.score
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    program = """
+import subprocess
+left = [subprocess.Popen(["sleep", "1000"], start_new_session=new) for new in (False, True)]
+open("pids", "w").write(" ".join(str(p.pid) for p in left))
+say(user("a"))
+"""
+    (rollout,) = run(tmp_path, program, judge=Judge()).rollouts
+    assert rollout.status == "complete"
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    _until(lambda: not any(state_of(pid) not in ("", "Z") for pid in pids))
+    assert not [pid for pid in family_of(os.getpid())[1:] if state_of(pid) not in ("", "Z")]
+
+
+def _until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("params", "rule"),
+    [
+        ({"command": "python 'agent.py"}, "cannot be split"),
+        ({"command": "  "}, "must name a program"),
+        ({"command": "python x.py", "folder": "/nowhere"}, "must be a folder, got '/nowhere'"),
+        ({"command": "python x.py", "keeps": 3}, "no such parameter"),
+        ({}, "needs it"),
+    ],
+)
+def test_bad_params(params: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        CommandWorld(params)
+
+
+def test_a_program_that_does_not_exist_costs_its_samples(tmp_path: Path) -> None:
+    async def body() -> Group:
+        async with open_world(EnvConfig(name="command", command="no-such-program")) as world:
+            chat = Chat(_tokenizer())
+            return await Episodes(FakeEngine(lambda r: [1]), chat, None, world.make, SamplingParams(), 0).group(
+                7, PROMPT, 1
+            )
+
+    (rollout,) = asyncio.run(body()).rollouts
+    assert rollout.score is not None and "could not be started" in rollout.score.detail
