@@ -270,7 +270,7 @@ def test_suites_are_listed(cli: Cli) -> None:
     [
         (["tiny"], "a model alone has no task: name suites with --suites (kitae suites lists them), got 'tiny'"),
         (["tiny", "--suites", "gsm8"], "did you mean 'gsm8k'?"),
-        (["tiny", "--suites", "own"], "suite 'own' is read and judged as a run's or recipe's own data is"),
+        (["tiny", "--suites", "own"], "suite 'own' is the task of a run or recipe, got models alone"),
         (
             ["tiny", "--suites", "reverse", "training.lr=1"],
             "settings are those of eval, model, engine, run, got 'training",
