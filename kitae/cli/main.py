@@ -475,6 +475,14 @@ def verify(
 
 
 @app.command()
+def environments() -> None:
+    """List the environments, each with its params."""
+    from kitae.cli import environments as listing
+
+    listing.environments()
+
+
+@app.command()
 def ui(
     places: Annotated[
         list[Path] | None,

@@ -35,12 +35,14 @@ class Simple:
 
 
 def _single(params: Params) -> World:
+    """One question, one answer."""
     if params:
         raise ConfigError(f"env.params: the environment 'single' takes none, got {', '.join(params)}")
     return Simple(SingleTurn)
 
 
 def _command(params: Params) -> World:
+    """A program of yours, which asks the model over HTTP."""
     try:
         from kitae.envs.command.world import CommandWorld
     except ImportError as missing:

@@ -6,7 +6,7 @@ in processes of their own, one for each episode.
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from pydantic import Field, JsonValue
 
@@ -114,7 +114,12 @@ def _told(answer: Mapping[str, Any]) -> Move:
 
 
 class Games:
-    """A `World`: the package of the game is imported once, in the template of the helpers."""
+    """Games that the model plays for rewards.
+
+    A `World`. The package of the game is imported once, in the template of the helpers.
+    """
+
+    params: ClassVar = GamesParams
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         self._params = read_params(GamesParams, params, "games")

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
@@ -31,7 +31,12 @@ class ServerFailed(Exception):
 
 
 class Mcp:
-    """A `World`: the tools are listed once, when it is opened."""
+    """A question of the data, and the tools of an MCP server to answer it with.
+
+    A `World`. The tools are listed once, when it is opened.
+    """
+
+    params: ClassVar = McpParams
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         self._params = read_params(McpParams, params, "mcp")

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -61,7 +61,12 @@ class ToolsParams(Section):
 
 
 class Tools:
-    """A `World`: the index and the template of consoles are made once."""
+    """A question of the data, and tools to answer it with.
+
+    A `World`. The index and the template of consoles are made once.
+    """
+
+    params: ClassVar = ToolsParams
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         self._params = read_params(ToolsParams, params, "tools")

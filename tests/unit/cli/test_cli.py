@@ -27,8 +27,8 @@ from kitae.types import Message, Prompt, Rollout, Score, Segment, ToolCall
 
 COMMANDS = (
     *("train", "resume", "sample", "chain", "runs", "compare", "clean", "eval", "suites", "show", "diagnose", "replay"),
-    *("plot", "simulate", "recipes", "algorithms", "validate", "data", "verifiers", "verify", "ui", "serve"),
-    *("report", "doctor"),
+    *("plot", "simulate", "recipes", "algorithms", "validate", "data", "verifiers", "verify", "environments"),
+    *("ui", "serve", "report", "doctor"),
 )
 
 
@@ -83,6 +83,13 @@ def test_every_command_has_help(cli: Cli, command: str) -> None:
     result = cli(command, "--help")
     assert result.status == 0
     assert result.out.partition("Usage: ")[2].splitlines()[0].split(" [")[0].endswith(command)
+
+
+def test_environments_are_listed_with_their_params(cli: Cli) -> None:
+    result = cli("environments")
+    assert result.status == 0
+    for line in ("tools ", "    search.path          needed", "    game                 needed", "    shared ", "mcp "):
+        assert line in result.out
 
 
 def test_no_arguments_show_the_help(cli: Cli) -> None:
