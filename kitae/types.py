@@ -52,6 +52,7 @@ class Message:
 
     calls: what an assistant asked tools to do; call_id: which call a tool answers, and name: which tool. parts: where
     the content is not one text, its parts as chat templates take them: `({"type": "text", "text": "Look:"}, …)`.
+    problem: why a call in it cannot be read; no template shows that.
     """
 
     role: str
@@ -60,6 +61,7 @@ class Message:
     call_id: str = ""
     name: str = ""
     parts: tuple[Mapping[str, Any], ...] = ()
+    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True)

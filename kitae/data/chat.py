@@ -328,7 +328,11 @@ def _with_texts(message: Message, change: Callable[[str], str]) -> Message:
 
 def as_message(turn: Turn) -> Message:
     """A turn as a transcript has it: without the text of its calls, where there are any."""
-    return Message("assistant", turn.content, turn.calls) if turn.calls else Message("assistant", turn.text)
+    return (
+        Message("assistant", turn.content, turn.calls)
+        if turn.calls
+        else Message("assistant", turn.text, problem=turn.problem)
+    )
 
 
 def joined(messages: Sequence[Message]) -> str:

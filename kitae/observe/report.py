@@ -27,10 +27,28 @@ class BatchStats:
     error_share: float
     first_error: str
     components: Mapping[str, float] = field(default_factory=dict)
+    talks: "Talks | None" = None
 
     def row(self) -> Row:
-        numbers = {name: getattr(self, name) for name in self.__slots__ if name != "components"}
-        return numbers | {f"reward/{name}": value for name, value in self.components.items()}
+        numbers = {name: getattr(self, name) for name in self.__slots__ if name not in ("components", "talks")}
+        parts = {f"reward/{name}": value for name, value in self.components.items()}
+        return numbers | parts | (self.talks.row() if self.talks else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Talks:
+    """Of episodes of several turns, means for one: `Talks(turns=2.1, chains=1.0, calls=1.0, bad_calls=0.1)`.
+
+    calls: of tools that could be read; bad_calls: that could not.
+    """
+
+    turns: float
+    chains: float
+    calls: float
+    bad_calls: float
+
+    def row(self) -> Row:
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from kitae.clock import now
 from kitae.engines.base import Engine, EngineStats
 from kitae.errors import VerifierError
 from kitae.observe.memory import memory_share
-from kitae.observe.report import BatchStats, Generation, Lap, Staleness, StepReport
+from kitae.observe.report import BatchStats, Generation, Lap, Staleness, StepReport, Talks
 from kitae.pipeline.buffer import Harvest
 from kitae.trainer.learner import Learnt
 from kitae.types import Rollout
@@ -38,6 +38,27 @@ def sampled(harvests: Sequence[Harvest]) -> BatchStats:
         error_share=len(failed) / len(judged) if judged else 1.0,
         first_error=_first_error(judged),
         components=_component_means([r.score.components for r in valid if r.score]),
+        talks=_talks(rollouts),
+    )
+
+
+def _talks(rollouts: Sequence[Rollout]) -> Talks | None:
+    """None where all that was said is one answer each."""
+    talked = [r for r in rollouts if r.transcript]
+    if not talked:
+        return None
+    turns = [sum(s.source == "model" for s in r.segments) for r in talked]
+    said = [
+        message
+        for r, count in zip(talked, turns, strict=True)
+        for message in [m for m in r.transcript if m.role == "assistant"][-count or None :]  # not those of the prompt
+    ]
+    number = len(talked)
+    return Talks(
+        turns=sum(turns) / number,
+        chains=sum(len(r.chains) for r in talked) / number,
+        calls=sum(len(m.calls) for m in said) / number,
+        bad_calls=sum(bool(m.problem) for m in said) / number,
     )
 
 

@@ -1,11 +1,13 @@
 """What a step says of itself where episodes have several turns, several chains, or have failed."""
 
+from dataclasses import replace
+
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.groups import GroupStages
-from kitae.observe.report import Generation, Lap, StepReport
+from kitae.observe.report import Generation, Lap, StepReport, Talks
 from kitae.pipeline.buffer import Harvest
 from kitae.pipeline.report import sampled, staleness
-from kitae.types import Chain, Group, Message, Prompt, Rollout, Score, Segment
+from kitae.types import Chain, Group, Message, Prompt, Rollout, Score, Segment, ToolCall
 
 PROMPT = Prompt("p", (Message("user", "2 + 2"),), "4")
 
@@ -66,3 +68,16 @@ def test_the_parts_of_a_step_add_up() -> None:
     assert seconds.pop("step_seconds") == 5.0 and seconds.pop("generate_seconds") == 2.5
     assert sum(seconds.values()) == 5.0 and seconds["other_seconds"] == 0.5
     assert row["trainer_idle"] == 0.4 and row["engine_idle"] == 0.5 and row["train_tokens_per_second"] == 25.0
+
+
+def test_turns_and_calls_are_counted_without_those_that_the_prompt_shows() -> None:
+    call = (ToolCall("add", {}),)
+    shown = (Message("assistant", calls=call), Message("tool", "3"), *PROMPT.messages)
+    good = replace(
+        talk(0, Score(1.0)), transcript=(*shown, Message("assistant", calls=call), Message("assistant", "4"))
+    )
+    bad = replace(talk(1, Score(0.0)), transcript=(*shown, Message("assistant", "{", problem="no JSON"), *shown[:1]))
+    found = sampled([Harvest(Group(0, PROMPT, (good, bad, failed(2))), ())])
+    assert found.talks == Talks(turns=2.0, chains=1.0, calls=1.0, bad_calls=0.5)
+    assert found.row()["bad_calls"] == 0.5 and "talks" not in found.row()
+    assert sampled([Harvest(Group(0, PROMPT, (talk(0, Score(1.0)),)), ())]).talks is None
