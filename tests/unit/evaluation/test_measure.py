@@ -15,6 +15,7 @@ from kitae.data.config import DataConfig
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.fake import FakeEngine
 from kitae.envs.groups import Episodes
+from kitae.envs.registry import Simple
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import EngineError, RequestError
 from kitae.evaluation.measure import Evaluation, evaluate, measure, suite_episodes
@@ -182,8 +183,8 @@ def test_a_suite_is_asked_with_its_own_limits_and_streams(tokenizer: Any) -> Non
     episodes = Episodes(FakeEngine(lambda request: [5]), chat, None, SingleTurn, SamplingParams(stop_strings=("x",)), 0)
     suite = Suite("s", DataConfig(task="reverse"), (Scoring("score", "exact"),), 33, stop=("END",), label="eval:s")
     pool = VerifierPool("exact")
-    asked = suite_episodes(episodes, suite, pool, EvalConfig(temperature=0.5, top_p=0.9, samples=2))
+    asked = suite_episodes(episodes, suite, pool, Simple(SingleTurn), EvalConfig(temperature=0.5, top_p=0.9, samples=2))
     assert (asked.sampling.max_tokens, asked.sampling.stop_strings, asked.sampling.temperature) == (33, ("END",), 0.5)
     assert (asked.label, asked.verifier) == ("eval:s", pool)
     assert asked.running is not episodes.running
-    assert suite_episodes(episodes, suite, pool, EvalConfig(max_tokens=7)).sampling.max_tokens == 7
+    assert suite_episodes(episodes, suite, pool, Simple(SingleTurn), EvalConfig(max_tokens=7)).sampling.max_tokens == 7
