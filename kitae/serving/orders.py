@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from kitae.data.chat import Chat
+from kitae.data.chat import Chat, text_of
 from kitae.data.messages import read_message, read_tools
 from kitae.data.rows import clip
 from kitae.engines.base import SamplingParams
@@ -275,9 +275,10 @@ def _message(number: int, turn: Any) -> Message:
         if turn.get("role") == "assistant" and not turn.get("tool_calls") and not turn.get("content"):
             return Message("assistant")  # a model that said nothing: no example to learn from, but it happened
     try:
-        return read_message(turn)
+        read = read_message(turn)
     except DataError as error:
         raise Refused(f"{where}: {error}", param=where) from None
+    return replace(read, content=text_of(read), parts=())  # text in parts is one text: many templates know no parts
 
 
 def _tools(fields: Fields) -> tuple[Wish, tuple[Tool, ...]]:

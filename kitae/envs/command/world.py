@@ -50,6 +50,7 @@ _HOST = "127.0.0.1"
 _NAME = "policy"
 _MOST_ASKS = 10_000  # in flight: episodes have limits of their own
 _FOREVER = 1e9  # seconds: how long an agent may take is the episode's affair
+_HINTS = ("reasoning_effort", "verbosity")  # how to answer is the policy's choice, as how to sample is the run's
 _EPISODES = "/episodes/{token}"
 
 
@@ -104,7 +105,7 @@ class CommandWorld:
         places = Places(_MOST_ASKS)
         counters = Counters(places)
         voice = Voice(_NAME, chat, Spelling(chat.tokenizer), tells_early(chat.tokenizer))
-        manners = Manners(tries=1, answer_anyway=True, any_name=True)
+        manners = Manners(tries=1, answer_anyway=True, any_name=True, ignored=_HINTS)
         desk = Desk(lambda request: self._find(request).model, voice, places, manners=manners)
         own = [
             Route("/prompt", endpoint(self._prompt, counters), methods=["GET"]),
