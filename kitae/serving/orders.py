@@ -256,8 +256,9 @@ def _prompt(given: Any, chat: Chat) -> tuple[tuple[int, ...], str]:
 # Messages and tools.
 
 _MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", "name"}
-_UNREAD = {"reasoning_content", "reasoning"}
-"""Of a message of the assistant: chat templates leave the thinking of earlier turns out."""
+_UNREAD = {"reasoning_content", "reasoning", "provider_specific_fields"}
+"""Of a message of the assistant: chat templates leave the thinking of earlier turns out, and what clients note beside
+an answer (litellm) is for themselves."""
 
 
 def _messages(given: Any) -> tuple[Message, ...]:

@@ -130,7 +130,7 @@ def capture(
     return asyncio.run(episode(open_world(config), prompt, answers))
 
 
-CLEAN = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+CLEAN = {"PYTHONPATH": "", "HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_COLOR": "1"}
 """Variables that keep a client from what belongs to us, and from the network."""
 
 
