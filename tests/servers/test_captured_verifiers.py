@@ -16,9 +16,9 @@ from kitae.types import Message, Prompt
 KINDS = {"guess_v1": "verifiers", "guess_legacy": "verifiers-legacy"}
 
 
-def world(environment: str, package: str = "", **params: Any) -> VerifiersWorld:
-    package = package or KINDS[environment]
-    given = {"environment": environment, "python": str(interpreter(package)), "folder": str(HERE / "environments")}
+def world(environment: str, /, **params: Any) -> VerifiersWorld:
+    python = str(interpreter(KINDS[environment]))
+    given = {"environment": environment, "python": python, "folder": str(HERE / "environments")}
     opened = open_world(EnvConfig(name="verifiers", params={**given, "variables": CLEAN, **params}))
     assert isinstance(opened, VerifiersWorld)
     return opened

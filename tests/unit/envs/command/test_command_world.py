@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,21 @@ class Judge:
         return Score(1.0)
 
 
+async def nothing() -> None:
+    pass
+
+
 def run(
-    tmp_path: Path, program: str, *, size: int = 1, judge: Any = None, arguments: str = "", seconds: float = 20.0
+    tmp_path: Path,
+    program: str,
+    *,
+    size: int = 1,
+    judge: Any = None,
+    arguments: str = "",
+    seconds: float = 20.0,
+    says: str = "ab",
+    tokens: int = 200,
+    beside: Callable[[], Coroutine[Any, Any, None]] = nothing,
 ) -> Group:
     (tmp_path / "agent.py").write_text(ASK + program)
     config = EnvConfig(
@@ -60,14 +73,19 @@ def run(
     )
     tokenizer = _tokenizer()
     chat = Chat(tokenizer)
-    engine = FakeEngine(lambda request: [*chat.encode("ab"), *chat.stop_tokens[:1]])
-    sampling = SamplingParams(max_tokens=200, stop_tokens=chat.stop_tokens)
+    answer = [*chat.encode(says), *chat.stop_tokens[:1]]
+    engine = FakeEngine(lambda request: answer)
+    sampling = SamplingParams(max_tokens=tokens, stop_tokens=chat.stop_tokens)
 
     async def body() -> Group:
         async with open_world(config) as world:
             limits = EpisodeLimits(turns=8, seconds=seconds)
             episodes = Episodes(engine, chat, judge, world.make, sampling, 0, limits=limits)
-            return await episodes.group(7, PROMPT, size)
+            watching = asyncio.create_task(beside())
+            try:
+                return await episodes.group(7, PROMPT, size)
+            finally:
+                watching.cancel()
 
     return asyncio.run(body())
 
