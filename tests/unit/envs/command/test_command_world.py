@@ -131,6 +131,35 @@ reward(1)
     assert [len(c.segments) for c in rollout.chains] == [3, 1]
 
 
+def test_a_call_that_cannot_be_read_is_told_as_it_is_and_goes_on(tmp_path: Path) -> None:
+    program = """
+tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+first = say(user("a"), tools=[tool])
+assert first["content"] == "so: <tool_call>{'name'</tool_call>", first
+say(user("a"), first, user("b"), tools=[tool])
+reward(1)
+"""
+    (rollout,) = run(tmp_path, program, says="so: <tool_call>{'name'</tool_call>").rollouts
+    assert rollout.score is not None and rollout.score.valid, rollout.score
+    assert [len(c.segments) for c in rollout.chains] == [3]
+
+
+def test_what_clients_ask_before_they_begin_and_how_they_want_to_be_answered(tmp_path: Path) -> None:
+    program = """
+base = os.environ["OPENAI_BASE_URL"]
+listed = json.load(urllib.request.urlopen(base + "/models"))
+assert [one["id"] for one in listed["data"]] == [os.environ["OPENAI_MODEL"]], listed
+parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+first = say(user(parts), reasoning_effort="high", verbosity="low", service_tier="auto")
+first["provider_specific_fields"] = {"refusal": None}
+say(user("ab"), first, user("c"))
+reward(1)
+"""
+    (rollout,) = run(tmp_path, program).rollouts
+    assert rollout.score is not None and rollout.score.valid, rollout.score
+    assert len(rollout.chains) == 1
+
+
 def test_streams_and_branches_at_once(tmp_path: Path) -> None:
     program = """
 import threading
