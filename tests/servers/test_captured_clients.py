@@ -57,7 +57,12 @@ def test_mini_swe_agent() -> None:
     def bash(command: str) -> str:
         return f"Next.\n<tool_call>{json.dumps({'name': 'bash', 'arguments': {'command': command}})}</tool_call>"
 
-    answers = (bash("echo hi > note"), "What now?", bash("cat note"), bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"))
+    answers = (
+        bash("echo hi > note"),
+        "What now?",
+        bash("cat note"),
+        bash("echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+    )
     captured = capture("mini-swe-agent", "mini_swe_agent.py", answers, question="Write a note.")
     captured.check(chains=2)
     assert "hi" in captured.asks[-1].messages[-1].content

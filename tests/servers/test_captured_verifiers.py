@@ -38,7 +38,9 @@ def play(made: VerifiersWorld, seed: int, *answers: str) -> Captured:
 def test_three_turns_and_their_reward(environment: str) -> None:
     seed = seeds("train")[3]
     made = world(environment)
-    captured = play(made, seed, " one\n", "two", "it is 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18")
+    captured = play(
+        made, seed, " one\n", "two", "it is 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18"
+    )
     captured.check(chains=1)
     captured.check_as_native()
     assert made.sizes == {"train": 18, "eval": 2}

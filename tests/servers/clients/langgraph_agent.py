@@ -1,4 +1,4 @@
-"""A ReAct agent of LangChain, which runs on LangGraph, with one tool, then a second question in the same conversation."""
+"""A ReAct agent of LangChain, which runs on LangGraph, with one tool, then a second question in the same talk."""
 
 import json
 import sys

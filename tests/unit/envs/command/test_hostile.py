@@ -37,6 +37,9 @@ def status(call):
     except urllib.error.HTTPError as error:
         return error.code
 import urllib.error
+def head(path, length):
+    lines = f"POST {path} HTTP/1.1", f"Host: {place.netloc}", "Content-Type: application/json"
+    return "\\r\\n".join((*lines, f"Content-Length: {length}", "", "")).encode()
 """
 
 DAEMON = """
@@ -123,20 +126,21 @@ reward(1)
     for rollout in group.rollouts:
         assert rollout.score is not None and rollout.score.value == 1, rollout.score
     assert max(most) < before + 3 * resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4
-    assert hard == resource.getrlimit(resource.RLIMIT_NOFILE)[1] and soft <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert (
+        hard == resource.getrlimit(resource.RLIMIT_NOFILE)[1] and soft <= resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    )
 
 
 def test_garbage_and_bodies_without_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     program = (
         RAW
         + """
-for sent in (b"\\x16\\x03\\x01" + os.urandom(5000), b"GET /" + b"a" * 200_000, b"POST / HTTP/1.1\\r\\nContent-Length: -1\\r\\n\\r\\n"):
+for sent in (b"\\x16\\x03\\x01" + os.urandom(5000), b"GET /" + b"a" * 200_000, head("/", -1)):
     one = connect()
     one.sendall(sent)
     assert b" 400 " in one.recv(1000), sent[:40]
 one = connect()
-head = f"POST {place.path}/chat/completions HTTP/1.1\\r\\nHost: {place.netloc}\\r\\nContent-Type: application/json\\r\\n"
-one.sendall(head.encode() + b"Content-Length: 104857600\\r\\n\\r\\n")
+one.sendall(head(place.path + "/chat/completions", 100 * 2**20))
 try:
     for _ in range(100):
         one.sendall(b"[" * 2**20)
@@ -144,7 +148,8 @@ except OSError:
     pass
 answer = one.recv(1000)
 assert b" 413 " in answer, answer
-for body in ([1], {"messages": [[]]}, {"messages": [user("\\ud800")]}, {"messages": [user("a")], "top_p": 10**400}):
+wrong = [1], {"messages": [[]]}, {"messages": [user("\\ud800")]}, {"messages": [user("a")], "top_p": 10**400}
+for body in wrong:
     assert status(lambda: post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)) == 400, body
 say(user("a"), max_tokens=10**400)
 reward(1)
@@ -161,11 +166,10 @@ def test_a_stream_that_nobody_reads(tmp_path: Path) -> None:
         RAW
         + """
 body = json.dumps({"messages": [user("a")], "stream": True, "max_tokens": 10**6}).encode()
-head = f"POST {place.path}/chat/completions HTTP/1.1\\r\\nHost: {place.netloc}\\r\\nContent-Type: application/json\\r\\n"
 one = socket.socket()
 one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
 one.connect((place.hostname, place.port))
-one.sendall(head.encode() + f"Content-Length: {len(body)}\\r\\n\\r\\n".encode() + body)
+one.sendall(head(place.path + "/chat/completions", len(body)) + body)
 time.sleep(1000)
 """
     )
@@ -188,11 +192,10 @@ def send(text):
 for bad in ("NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400, '"1"', "true", "null", "[1]"):
     assert status(lambda: send('{"reward": %s}' % bad)) == 400, bad
 assert status(lambda: send('{"reward": 1, "rewards": 2}')) == 400
-lines = [b"POST %s/reward HTTP/1.1" % urllib.parse.urlsplit(url).path.rpartition("/")[0].encode(), b"Host: " + place.netloc.encode(), b"Content-Type: application/json"]
 one = connect()
 for value in (b"0.25", b"1"):
     body = b'{"reward": ' + value + b'}'
-    one.sendall(b"\\r\\n".join([*lines, b"Content-Length: %d" % len(body), b"", body]))
+    one.sendall(head(urllib.parse.urlsplit(url).path, len(body)) + body)
 time.sleep(1000)
 """
     )
@@ -220,9 +223,7 @@ say(user("a"))
 reward(0.5)
 """
         )
-        config = EnvConfig(
-            name="command", command=f"{sys.executable} agent.py", params={"folder": str(tmp_path)}
-        )
+        config = EnvConfig(name="command", command=f"{sys.executable} agent.py", params={"folder": str(tmp_path)})
         engine = FakeEngine(lambda request: [*chat.encode("ab"), *chat.stop_tokens[:1]])
         async with open_world(config) as world:
             sampling = SamplingParams(max_tokens=200, stop_tokens=chat.stop_tokens)

@@ -22,8 +22,10 @@ from kitae.types import Group, Message, Prompt
 
 SHELL = """
 ask() { curl -sf "$OPENAI_BASE_URL/chat/completions" -H 'Content-Type: application/json' -d "$1"; }
-ask '{"messages": [{"role": "user", "content": "a"}]}' > /dev/null || exit 1
-ask '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "ab"}, {"role": "user", "content": "b"}]}' | grep -q '"ab"' || exit 2
+first='{"role": "user", "content": "a"}'
+ask '{"messages": ['"$first"']}' > /dev/null || exit 1
+more='{"role": "assistant", "content": "ab"}, {"role": "user", "content": "b"}'
+ask '{"messages": ['"$first, $more"']}' | grep -q '"ab"' || exit 2
 curl -sf "$KITAE_EPISODE_URL/reward" -H 'Content-Type: application/json' -d '{"reward": 1}' > /dev/null
 sleep 100
 """
