@@ -79,6 +79,11 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     problem: str = ""
 
+    @property
+    def told(self) -> str:
+        """The content that a client is told: a call that cannot be read is a part of it."""
+        return self.text if self.problem else self.content
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

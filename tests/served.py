@@ -18,7 +18,7 @@ from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
 from kitae.serving.answers import Voice
 from kitae.serving.app import make_app, model_routes
-from kitae.serving.base import Answer, Ask, Heard
+from kitae.serving.base import Answer, Ask, Heard, with_ids
 from kitae.serving.counters import Counters
 from kitae.serving.desk import Desk, Manners
 from kitae.serving.places import Places
@@ -80,7 +80,7 @@ class Scripted:
                 await asyncio.sleep(0)
         prompt = ask.prompt_tokens or self.chat.encode_prompt(ask.messages, ask.tools)
         turn = self.chat.read(tokens, ask.sampling.stop_strings, ask.tools)
-        return Answer(prompt, sampled, "stop", turn)
+        return Answer(prompt, sampled, "stop", with_ids(turn, ask.id))
 
 
 def stopped(chat: Chat, tokens: tuple[int, ...], ask: Ask) -> tuple[int, ...]:

@@ -24,8 +24,8 @@ from kitae.envs.surroundings import (
 )
 from kitae.envs.threads import Place, Threads
 from kitae.errors import DataError, RequestError
-from kitae.serving.base import Answer, Ask, Heard
-from kitae.types import GREEDY, Chain, FinishReason, Message, Prompt, Rollout, Score, Segment, Status, Turn
+from kitae.serving.base import Answer, Ask, Heard, with_ids
+from kitae.types import GREEDY, Chain, FinishReason, Message, Prompt, Rollout, Score, Segment, Status
 
 Context = tuple[int, ...]
 
@@ -208,8 +208,8 @@ class AgentEpisode:
                 segment, finish = await self._sample(place, number, sampling)
             # No wait from here on: what was sampled is kept whole, or not at all.
             turn = self._on.chat.read(segment.tokens, sampling.stop_strings, ask.tools)
-            turn = _with_ids(turn, stream_seed(self.id, context, number))
-            said = Message("assistant", turn.content, turn.calls, problem=turn.problem)
+            turn = with_ids(turn, f"{stream_seed(self.id, context, number):x}")
+            said = Message("assistant", turn.told, turn.calls, problem=turn.problem)
             self._threads.grow(place, segment, said)
         except BaseException:
             taken.remove(number)
@@ -320,9 +320,3 @@ def _turns_of(chains: tuple[Chain, ...]) -> dict[tuple[Context, int], Segment]:
 
 def _length(chain: Chain) -> int:
     return sum(len(s.tokens) for s in chain.segments)
-
-
-def _with_ids(turn: Turn, seed: int) -> Turn:
-    """Calls have an id of their own, the same whenever the same answer is given."""
-    calls = tuple(replace(call, id=f"call_{seed:x}_{i}") for i, call in enumerate(turn.calls))
-    return replace(turn, calls=calls)

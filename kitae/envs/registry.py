@@ -50,12 +50,21 @@ def _command(params: Params) -> World:
     return CommandWorld(params)
 
 
+def _verifiers(params: Params) -> World:
+    try:
+        from kitae.envs.verifiers.world import VerifiersWorld
+    except ImportError as missing:
+        raise ConfigError(f"env.name = 'verifiers' needs kitae[serve]: {missing}") from None
+    return VerifiersWorld(params)
+
+
 WORLDS: dict[str, Callable[[Params], World]] = {
     "single": _single,
     "tools": Tools,
     "games": Games,
     "mcp": Mcp,
     "command": _command,
+    "verifiers": _verifiers,
 }
 
 

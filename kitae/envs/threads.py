@@ -119,6 +119,8 @@ class Threads:
 
 
 def _told(message: Message) -> Any:
-    """What of a message must be the same: clients drop and add empty fields, and write JSON in their own way."""
+    """What of a message must be the same: clients drop and add empty fields, write JSON in their own way, and trim what
+    the model said."""
     calls = tuple((call.name, dict(call.arguments)) for call in message.calls)
-    return message.role, text_of(message), calls, message.call_id
+    text = text_of(message)
+    return message.role, text.strip() if message.role == "assistant" else text, calls, message.call_id

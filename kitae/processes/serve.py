@@ -6,6 +6,8 @@ JSON object per line and answers each with one: what it was loaded to answer, an
 
 What a job prints goes to the owner, line by line; its stdin is empty. A job that forks and returns twice is answered
 once. What is loaded must not leave threads running: a fork does not have them.
+
+What a worker has started and left behind ends when the worker is reaped, however the worker ended.
 """
 
 import gc
@@ -21,6 +23,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from kitae.errors import KitaeError
+from kitae.processes.status import children_of
+from kitae.processes.tether import adopt, sweep
 
 MAX_CONTROL = 2**17  # bytes of a message between owner and template
 _MAX_WORDS = 10_000  # characters of an error
@@ -45,6 +49,8 @@ def serve(load: Callable[[dict[str, Any]], tuple[Mapping[str, Any], Answer]]) ->
     _flush_streams(2)
     gc.collect()
     gc.freeze()  # what is loaded stays shared with the workers
+    adopt()
+    known = set(children_of(os.getpid()))
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, MAX_CONTROL, 2)
         if not message:
@@ -55,11 +61,14 @@ def serve(load: Callable[[dict[str, Any]], tuple[Mapping[str, Any], Answer]]) ->
                 control.close()
                 _work(answer, *descriptors)
             os.setpgid(pid, pid)  # killed whole, from the moment that the owner knows of it
+            known.add(pid)
             for descriptor in descriptors:
                 os.close(descriptor)
             _send(control, {"pid": pid})
         else:
             _, status = os.waitpid(request["reap"], 0)
+            known.discard(request["reap"])
+            sweep(known)
             _send(control, {"status": status})
 
 

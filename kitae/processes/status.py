@@ -21,9 +21,16 @@ def family_of(pid: int) -> list[int]:
     """A process and all its descendants."""
     found = [pid]
     for parent in found:
-        with suppress(OSError):
-            for children in Path(f"/proc/{parent}/task").glob("*/children"):
-                found += map(int, children.read_text().split())
+        found += children_of(parent)
+    return found
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started or adopted, zombies among them."""
+    found: list[int] = []
+    with suppress(OSError):
+        for children in Path(f"/proc/{pid}/task").glob("*/children"):
+            found += map(int, children.read_text().split())
     return found
 
 

@@ -9,9 +9,10 @@ for a session of their own. When the program ends, it ends with the same status.
 import os
 import signal
 import sys
+from collections.abc import Set
 from contextlib import suppress
 
-from kitae.processes.status import family_of
+from kitae.processes.status import children_of, family_of
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -23,46 +24,53 @@ def tethered(command: list[str]) -> list[str]:
 
 
 def main() -> None:
-    parent = os.getppid()
-    _hold_on()
-    signal.signal(signal.SIGTERM, lambda *_: _end())
+    tie()
     child = os.spawnvp(os.P_NOWAIT, sys.argv[1], sys.argv[1:])
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):  # they are the program's now: whoever waits for their end must not wait for us
         os.dup2(null, stream)
-    if os.getppid() != parent:  # it died before we could hold on to it
-        _end()
     while True:
         pid, status = os.wait()
         if pid == child:
-            _sweep()
+            sweep()
             os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
-def _hold_on() -> None:
-    """Be told when the parent dies, and inherit what processes below leave behind."""
+def tie() -> None:
+    """From now on this process ends when its parent does, and with it all below; it must wait in its main thread."""
+    parent = os.getppid()
+    signal.signal(signal.SIGTERM, lambda *_: _end())
     if sys.platform == "linux":
         import ctypes
 
-        prctl = ctypes.CDLL(None).prctl
-        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    adopt()
+    if os.getppid() != parent:  # it died before we could hold on to it
+        _end()
+
+
+def adopt() -> None:
+    """What processes below leave behind becomes a child of this one, by which it is found."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _end() -> None:
-    _sweep()
+    sweep()
     os._exit(1)
 
 
-def _sweep() -> None:
-    """Kill all below until none is left; each that is killed leaves its children to us."""
+def sweep(spare: Set[int] = frozenset()) -> None:
+    """Kill all below until none is left, but for some children; each that is killed leaves its own to us."""
     for _ in range(100):
-        below = family_of(os.getpid())[1:]
+        below = [pid for child in children_of(os.getpid()) if child not in spare for pid in family_of(child)]
         if not below:
             return
         for pid in below:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+        for pid in below:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)

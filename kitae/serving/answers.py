@@ -113,7 +113,7 @@ class Teller:
             said = {"text": self._echoed(index) + answer.turn.text, "logprobs": self._text_logprobs(choice)}
         else:
             told = self._chat_logprobs(answer, choice.scored) if self.order.logprobs else None
-            said = {"message": self.message(answer.turn, index), "logprobs": told}
+            said = {"message": self.message(answer.turn), "logprobs": told}
         return {"index": index, **said, "finish_reason": finish_of(answer), **self.extras(answer)}
 
     def extras(self, answer: Answer) -> Json:
@@ -126,20 +126,13 @@ class Teller:
                 found["prompt_token_ids"] = list(answer.prompt_tokens)
         return found
 
-    def message(self, turn: Turn, index: int) -> Json:
-        content = turn.content if not turn.problem else turn.text
-        message: Json = {"role": "assistant", "content": content if content or not turn.calls else None}
+    def message(self, turn: Turn) -> Json:
+        message: Json = {"role": "assistant", "content": turn.told if turn.told or not turn.calls else None}
         if turn.reasoning:
             message["reasoning_content"] = turn.reasoning
         if turn.calls:
-            message["tool_calls"] = [self._call(call, f"{index}-{i}") for i, call in enumerate(turn.calls)]
+            message["tool_calls"] = [_call(call) for call in turn.calls]
         return message
-
-    def _call(self, call: ToolCall, number: str) -> Json:
-        """With an id that no other answer's call has: clients keep whole conversations by it."""
-        arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
-        named = {"name": call.name, "arguments": arguments}
-        return {"id": f"call_{self.order.id[-24:]}-{number}", "type": "function", "function": named}
 
     def _echoed(self, index: int) -> str:
         return self.order.prompt_texts[index // self.order.choices] if self.order.echo else ""
@@ -241,7 +234,7 @@ class Telling:
         if teller.order.kind == "text":
             said = self._said(self._growing.end(turn.text))
         else:
-            message = teller.message(turn, self._index)
+            message = teller.message(turn)
             rest = self._growing.end(message["content"] or "")
             said = self._said(rest) if rest or not turn.calls else {"delta": {}}
             said["delta"] |= {key: message[key] for key in ("reasoning_content",) if key in message}
@@ -287,6 +280,11 @@ def finish_of(answer: Answer) -> str:
     if answer.turn.calls:
         return "tool_calls"
     return "length" if answer.finish == "length" else "stop"
+
+
+def _call(call: ToolCall) -> Json:
+    named = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
+    return {"id": call.id, "type": "function", "function": named}
 
 
 def _version(answer: Answer) -> int:

@@ -2,6 +2,7 @@
 
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -79,6 +80,25 @@ def model_routes(desk: Desk, counters: Counters) -> list[BaseRoute]:
     ]
 
 
+def name_routes(name: str, context: int, counters: Counters) -> list[BaseRoute]:
+    """What models there are: one. context: tokens that it can read; 0 is not told."""
+    listed: dict[str, Any] = {"id": name, "object": "model", "created": 0, "owned_by": "kitae"}
+    listed |= {"max_model_len": context} if context else {}
+
+    async def models(_: Request) -> Response:
+        return json_response({"object": "list", "data": [listed]})
+
+    async def model(request: Request) -> Response:
+        if request.path_params["name"] != name:
+            raise Refused(f"there is no model {request.path_params['name']!r} here, only {name!r}", 404)
+        return json_response(listed)
+
+    return [
+        Route("/v1/models", endpoint(models, counters)),
+        Route("/v1/models/{name:path}", endpoint(model, counters)),
+    ]
+
+
 def make_app(
     routes: Sequence[BaseRoute],
     counters: Counters,
@@ -90,15 +110,6 @@ def make_app(
     healthy: Callable[[], Awaitable[None]] | None = None,
 ) -> Starlette:
     """The routes, with those that every server has. healthy: raises where nothing can be answered any more."""
-    listed = {"id": name, "object": "model", "created": 0, "owned_by": "kitae", "max_model_len": context}
-
-    async def models(_: Request) -> Response:
-        return json_response({"object": "list", "data": [listed]})
-
-    async def model(request: Request) -> Response:
-        if request.path_params["name"] != name:
-            raise Refused(f"there is no model {request.path_params['name']!r} here, only {name!r}", 404)
-        return json_response(listed)
 
     async def health(_: Request) -> Response:
         if healthy is not None:
@@ -109,8 +120,7 @@ def make_app(
         return PlainTextResponse(counters.page(), media_type="text/plain; version=0.0.4")
 
     shared = [
-        Route("/v1/models", endpoint(models, counters)),
-        Route("/v1/models/{name:path}", endpoint(model, counters)),
+        *name_routes(name, context, counters),
         Route("/health", endpoint(health, counters)),
         Route("/metrics", metrics),
     ]

@@ -1,7 +1,7 @@
 """Who answers a client: the seam between what comes in over HTTP and what samples the tokens."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from kitae.data.chat import Chat
@@ -31,12 +31,19 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was sampled for an ask, as tokens and as read."""
+    """What was sampled for an ask, as tokens and as read. Its calls have ids that no other answer's have: clients keep
+    whole conversations by them."""
 
     prompt_tokens: tuple[int, ...]
     sampled: Sampled
     finish: FinishReason
     turn: Turn
+
+
+def with_ids(turn: Turn, answer: str) -> Turn:
+    """A turn whose calls are named after the answer that has them."""
+    calls = tuple(replace(call, id=f"call_{answer}_{i}") for i, call in enumerate(turn.calls))
+    return replace(turn, calls=calls)
 
 
 class Model(Protocol):

@@ -35,12 +35,13 @@ class Manners:
 
     tries: how often an answer is sampled until it has the call of a tool that `tool_choice` asks for. answer_anyway:
     the last one is then told as it is, with `unmet` in it; else the request is refused. any_name: whatever model the
-    client names is meant.
+    client names is meant. ignored: fields that are taken and change nothing.
     """
 
     tries: int = 3
     answer_anyway: bool = False
     any_name: bool = False
+    ignored: tuple[str, ...] = ()
 
 
 class Desk:
@@ -61,7 +62,9 @@ class Desk:
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`"""
-        return await self._serve(request, read_chat(await read_fields(request), self._voice.chat, _is_retry(request)))
+        fields = await read_fields(request)
+        fields.ignore(*self._manners.ignored)
+        return await self._serve(request, read_chat(fields, self._voice.chat, _is_retry(request)))
 
     async def complete(self, request: Request) -> Response:
         """`POST /v1/completions`"""

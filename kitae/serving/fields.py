@@ -47,7 +47,7 @@ class Fields:
         value = self.take(name)
         if value is None:
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not is_number(value):
             raise Refused(f"{name} must be a number, got {clip(repr(value))}", param=name)
         return float(_within(name, value, least, most))
 
@@ -99,6 +99,16 @@ class Fields:
             raise Refused(
                 f"unknown field {name!r}{nearest(name, sorted(self._known))}", param=name, code="unknown_field"
             )
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _within(name: str, value: float, least: float, most: float | None) -> float:

@@ -7,7 +7,7 @@ import sys
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Engine, Request, Sampled
 from kitae.errors import DataError, RequestError
-from kitae.serving.base import Answer, Ask, Heard
+from kitae.serving.base import Answer, Ask, Heard, with_ids
 
 _EVERY = 0.02  # seconds between two looks at what was sampled, while somebody listens
 _MOST_TOLD = 500  # pieces in a second, of all streams together: each costs what a token costs, or more
@@ -30,7 +30,7 @@ class EngineModel:
         request = Request(ask.id, prompt, ask.sampling, seed, share=_SHARE)
         done = await self._listening.generate(request, heard)
         turn = self.chat.read(done.tokens, ask.sampling.stop_strings, ask.tools)
-        return Answer(prompt, done.sampled, done.finish, turn)
+        return Answer(prompt, done.sampled, done.finish, with_ids(turn, f"{secrets.randbits(96):024x}"))
 
     def _prompt(self, ask: Ask) -> tuple[int, ...]:
         if ask.prompt_tokens is not None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from kitae.data.chat import Chat
+from kitae.data.chat import Chat, text_of
 from kitae.data.messages import read_message, read_tools
 from kitae.data.rows import clip
 from kitae.engines.base import SamplingParams
@@ -256,8 +256,9 @@ def _prompt(given: Any, chat: Chat) -> tuple[tuple[int, ...], str]:
 # Messages and tools.
 
 _MESSAGE_FIELDS = {"role", "content", "tool_calls", "tool_call_id", "name"}
-_UNREAD = {"reasoning_content", "reasoning"}
-"""Of a message of the assistant: chat templates leave the thinking of earlier turns out."""
+_UNREAD = {"reasoning_content", "reasoning", "provider_specific_fields"}
+"""Of a message of the assistant: chat templates leave the thinking of earlier turns out, and what clients note beside
+an answer (litellm) is for themselves."""
 
 
 def _messages(given: Any) -> tuple[Message, ...]:
@@ -275,9 +276,10 @@ def _message(number: int, turn: Any) -> Message:
         if turn.get("role") == "assistant" and not turn.get("tool_calls") and not turn.get("content"):
             return Message("assistant")  # a model that said nothing: no example to learn from, but it happened
     try:
-        return read_message(turn)
+        read = read_message(turn)
     except DataError as error:
         raise Refused(f"{where}: {error}", param=where) from None
+    return replace(read, content=text_of(read), parts=())  # text in parts is one text: many templates know no parts
 
 
 def _tools(fields: Fields) -> tuple[Wish, tuple[Tool, ...]]:

@@ -1,4 +1,8 @@
-"""A server that is started, says where it is, and ends with Ctrl-C: requests under way have some seconds to end."""
+"""A server that is started, says where it is, and ends with Ctrl-C: requests under way have some seconds to end.
+
+Connections are bounded, so that clients that open them without end do not take all descriptors of the process: where
+there are too many, the one is closed that has had nothing to do for longest. Clients that are well open another.
+"""
 
 import asyncio
 import signal
@@ -9,10 +13,14 @@ from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kitae.errors import Interrupted
+from kitae.processes.descriptors import descriptors
 
 _LAST_WORDS = 10  # seconds for requests that are under way when the server is stopped
+_SHARE = 4  # of the descriptors, one in so many may be a connection; as many may be taken up at once
+_BACKLOG = 1024
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -24,10 +32,45 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _make(app: ASGIApp, last_words: int) -> _Server:
+def bounded(most: int) -> type[H11Protocol]:
+    """The connections of one server, so many at a time."""
+    known: dict[H11Protocol, None] = {}  # the one that was longest without a request first
+
+    class Connection(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            known[self] = None
+            if len(known) > most:
+                _longest_idle(known).transport.abort()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            known.pop(self, None)
+            super().connection_lost(exc)
+
+        def on_response_complete(self) -> None:
+            if known.pop(self, self) is None:
+                known[self] = None
+            super().on_response_complete()
+
+    return Connection
+
+
+def _longest_idle(known: dict[H11Protocol, None]) -> H11Protocol:
+    """Taken out of those that are known; where all have a request, the newest."""
+    for connection in known:
+        if connection.cycle is None or connection.cycle.response_complete:
+            break
+    del known[connection]
+    return connection
+
+
+def _make(app: ASGIApp, last_words: int, log: str = "warning") -> _Server:
+    room = descriptors()
     config = uvicorn.Config(
         app,
-        log_level="warning",
+        http=bounded(room // _SHARE),
+        backlog=min(_BACKLOG, room // _SHARE),
+        log_level=log,
         access_log=False,
         lifespan="off",
         ws="none",
@@ -41,7 +84,7 @@ def _make(app: ASGIApp, last_words: int) -> _Server:
 @asynccontextmanager
 async def serving(app: ASGIApp, taken: socket.socket) -> AsyncIterator[None]:
     """A server beside other work, in the event loop of that; its end waits for nobody."""
-    server = _make(app, 1)
+    server = _make(app, 1, log="error")  # whoever sends nonsense does not write on the screen of others
     running = asyncio.create_task(server.serve(sockets=[taken]))
     try:
         yield

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from typing import IO, Any
 
 from kitae.processes.serve import Answer, serve
+from kitae.processes.tether import tie
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG = 1
 _LAST_WORDS = 1.0  # seconds for what was printed to be read
 
 
@@ -27,9 +28,9 @@ def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
 
 
 def run(job: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Run the program to its end. It stays in the process group of this process, by which both are killed; what it
-    leaves behind becomes a child of this process, by which that is found."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    """Run the program to its end. It stays in the process group of this process, by which both are killed. What it
+    leaves behind is found by whoever kills this process; should the run be killed, by this process."""
+    tie()
     try:
         program = subprocess.Popen(
             job["command"],

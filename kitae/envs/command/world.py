@@ -27,6 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Mount, Route
 
 from kitae.data.chat import Chat
+from kitae.data.rows import clip
 from kitae.envs.base import Outcome
 from kitae.envs.helpers import HelperLost, Helpers
 from kitae.envs.params import read_params
@@ -34,10 +35,11 @@ from kitae.errors import ConfigError
 from kitae.remote.hosts import address_of, listen
 from kitae.section import Section
 from kitae.serving.answers import Voice
-from kitae.serving.app import chat_routes, make_app
+from kitae.serving.app import chat_routes, make_app, name_routes
 from kitae.serving.base import Model
 from kitae.serving.counters import Counters
 from kitae.serving.desk import Desk, Manners
+from kitae.serving.fields import is_number
 from kitae.serving.http import endpoint, json_response, read_fields
 from kitae.serving.places import Places
 from kitae.serving.refusals import Refused
@@ -50,6 +52,7 @@ _HOST = "127.0.0.1"
 _NAME = "policy"
 _MOST_ASKS = 10_000  # in flight: episodes have limits of their own
 _FOREVER = 1e9  # seconds: how long an agent may take is the episode's affair
+_HINTS = ("reasoning_effort", "verbosity")  # how to answer is the policy's choice, as how to sample is the run's
 _EPISODES = "/episodes/{token}"
 
 
@@ -104,13 +107,14 @@ class CommandWorld:
         places = Places(_MOST_ASKS)
         counters = Counters(places)
         voice = Voice(_NAME, chat, Spelling(chat.tokenizer), tells_early(chat.tokenizer))
-        manners = Manners(tries=1, answer_anyway=True, any_name=True)
+        manners = Manners(tries=1, answer_anyway=True, any_name=True, ignored=_HINTS)
         desk = Desk(lambda request: self._find(request).model, voice, places, manners=manners)
         own = [
             Route("/prompt", endpoint(self._prompt, counters), methods=["GET"]),
             Route("/reward", endpoint(self._reward, counters), methods=["POST"]),
         ]
-        routes = [Mount(_EPISODES, routes=[*chat_routes(desk, counters), *own])]
+        asked = [*chat_routes(desk, counters), *name_routes(_NAME, 0, counters)]
+        routes = [Mount(_EPISODES, routes=[*asked, *own])]
         return make_app(routes, counters, name=_NAME, context=0, host=_HOST)
 
     def _find(self, request: Request) -> "CommandAgent":
@@ -127,10 +131,9 @@ class CommandWorld:
         fields = await read_fields(request)
         reward, detail = fields.take("reward"), fields.text("detail")
         fields.finish()
-        if isinstance(reward, bool) or not isinstance(reward, int | float):
-            raise Refused(f"reward must be a number, got {reward!r}", param="reward")
-        agent.reward(Outcome(float(reward), detail))
-        return json_response({"ended": True})
+        if not is_number(reward):
+            raise Refused(f"reward must be a finite number, got {clip(repr(reward))}", param="reward")
+        return json_response({"ended": True, "reward": agent.reward(Outcome(float(reward), detail))})
 
 
 class CommandAgent:
@@ -189,10 +192,12 @@ class CommandAgent:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    def reward(self, outcome: Outcome) -> None:
-        """The first one counts."""
-        if self._posted is not None and not self._posted.done():
+    def reward(self, outcome: Outcome) -> float | None:
+        """The first one counts; that one is told."""
+        assert self._posted is not None  # the program has its address from there
+        if not self._posted.done():
             self._posted.set_result(outcome)
+        return self._posted.result().reward
 
     async def close(self) -> None:
         self._has_started()

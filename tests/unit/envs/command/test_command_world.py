@@ -4,7 +4,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,21 @@ class Judge:
         return Score(1.0)
 
 
+async def nothing() -> None:
+    pass
+
+
 def run(
-    tmp_path: Path, program: str, *, size: int = 1, judge: Any = None, arguments: str = "", seconds: float = 20.0
+    tmp_path: Path,
+    program: str,
+    *,
+    size: int = 1,
+    judge: Any = None,
+    arguments: str = "",
+    seconds: float = 20.0,
+    says: str = "ab",
+    tokens: int = 200,
+    beside: Callable[[], Coroutine[Any, Any, None]] = nothing,
 ) -> Group:
     (tmp_path / "agent.py").write_text(ASK + program)
     config = EnvConfig(
@@ -60,14 +73,19 @@ def run(
     )
     tokenizer = _tokenizer()
     chat = Chat(tokenizer)
-    engine = FakeEngine(lambda request: [*chat.encode("ab"), *chat.stop_tokens[:1]])
-    sampling = SamplingParams(max_tokens=200, stop_tokens=chat.stop_tokens)
+    answer = [*chat.encode(says), *chat.stop_tokens[:1]]
+    engine = FakeEngine(lambda request: answer)
+    sampling = SamplingParams(max_tokens=tokens, stop_tokens=chat.stop_tokens)
 
     async def body() -> Group:
         async with open_world(config) as world:
             limits = EpisodeLimits(turns=8, seconds=seconds)
             episodes = Episodes(engine, chat, judge, world.make, sampling, 0, limits=limits)
-            return await episodes.group(7, PROMPT, size)
+            watching = asyncio.create_task(beside())
+            try:
+                return await episodes.group(7, PROMPT, size)
+            finally:
+                watching.cancel()
 
     return asyncio.run(body())
 
@@ -111,6 +129,35 @@ reward(1)
 """
     (rollout,) = run(tmp_path, program).rollouts
     assert [len(c.segments) for c in rollout.chains] == [3, 1]
+
+
+def test_a_call_that_cannot_be_read_is_told_as_it_is_and_goes_on(tmp_path: Path) -> None:
+    program = """
+tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+first = say(user("a"), tools=[tool])
+assert first["content"] == "so: <tool_call>{'name'</tool_call>", first
+say(user("a"), first, user("b"), tools=[tool])
+reward(1)
+"""
+    (rollout,) = run(tmp_path, program, says="so: <tool_call>{'name'</tool_call>").rollouts
+    assert rollout.score is not None and rollout.score.valid, rollout.score
+    assert [len(c.segments) for c in rollout.chains] == [3]
+
+
+def test_what_clients_ask_before_they_begin_and_how_they_want_to_be_answered(tmp_path: Path) -> None:
+    program = """
+base = os.environ["OPENAI_BASE_URL"]
+listed = json.load(urllib.request.urlopen(base + "/models"))
+assert [one["id"] for one in listed["data"]] == [os.environ["OPENAI_MODEL"]], listed
+parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+first = say(user(parts), reasoning_effort="high", verbosity="low", service_tier="auto")
+first["provider_specific_fields"] = {"refusal": None}
+say(user("ab"), first, user("c"))
+reward(1)
+"""
+    (rollout,) = run(tmp_path, program).rollouts
+    assert rollout.score is not None and rollout.score.valid, rollout.score
+    assert len(rollout.chains) == 1
 
 
 def test_streams_and_branches_at_once(tmp_path: Path) -> None:
