@@ -79,6 +79,11 @@ class Turn:
     calls: tuple[ToolCall, ...] = ()
     problem: str = ""
 
+    @property
+    def told(self) -> str:
+        """The content as a client gets it, and sends it back: where a call cannot be read, the whole text."""
+        return self.text if self.problem else self.content
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

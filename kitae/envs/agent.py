@@ -209,7 +209,7 @@ class AgentEpisode:
             # No wait from here on: what was sampled is kept whole, or not at all.
             turn = self._on.chat.read(segment.tokens, sampling.stop_strings, ask.tools)
             turn = _with_ids(turn, stream_seed(self.id, context, number))
-            said = Message("assistant", turn.content, turn.calls, problem=turn.problem)
+            said = Message("assistant", turn.told, turn.calls, problem=turn.problem)
             self._threads.grow(place, segment, said)
         except BaseException:
             taken.remove(number)

@@ -127,8 +127,7 @@ class Teller:
         return found
 
     def message(self, turn: Turn, index: int) -> Json:
-        content = turn.content if not turn.problem else turn.text
-        message: Json = {"role": "assistant", "content": content if content or not turn.calls else None}
+        message: Json = {"role": "assistant", "content": turn.told if turn.told or not turn.calls else None}
         if turn.reasoning:
             message["reasoning_content"] = turn.reasoning
         if turn.calls:

@@ -272,8 +272,10 @@ def _message(number: int, turn: Any) -> Message:
         for name, value in turn.items():
             if name not in _MESSAGE_FIELDS | _UNREAD and value not in (None, [], {}, ""):
                 raise Refused(f"{where}: unknown field {name!r}", param=f"{where}.{name}")
-        if turn.get("role") == "assistant" and not turn.get("tool_calls") and not turn.get("content"):
-            return Message("assistant")  # a model that said nothing: no example to learn from, but it happened
+        content = turn.get("content") or ""
+        blank = isinstance(content, str) and not content.strip()
+        if turn.get("role") == "assistant" and not turn.get("tool_calls") and blank:
+            return Message("assistant", content)  # no example to learn from, but a model said it
     try:
         return read_message(turn)
     except DataError as error:
