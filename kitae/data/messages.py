@@ -73,8 +73,9 @@ def read_tools(tools: object) -> tuple[Tool, ...]:
 def from_json(what: str, text: str) -> Any:
     try:
         return json.loads(text) if text.strip() else None
-    except json.JSONDecodeError as error:
-        raise DataError(f"{what} must be JSON, got {clip(repr(text))} ({error.msg})") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        why = error.msg if isinstance(error, json.JSONDecodeError) else "it is nested too deeply"
+        raise DataError(f"{what} must be JSON, got {clip(repr(text))} ({why})") from None
 
 
 def _tool(tool: object) -> Tool:

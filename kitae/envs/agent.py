@@ -217,7 +217,7 @@ class AgentEpisode:
         finally:
             thread.busy = False
             gone.set_result(None)
-            if self._pending[context] is gone:
+            if self._pending.get(context) is gone:  # not that of one alike that came later
                 del self._pending[context]
         answer = Answer(context, Sampled(segment.tokens, segment.logprobs, segment.versions), finish, turn)
         self._latest[context] = answer

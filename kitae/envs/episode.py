@@ -24,6 +24,7 @@ from kitae.envs.surroundings import (
     noted,
     read_messages,
     read_reward,
+    read_tools,
     shortened,
     told,
 )
@@ -98,7 +99,7 @@ class Episode:
         answer = await self._call("start", self._environment.start)
         if not isinstance(answer, Opening):
             raise Failure(f"start must return an Opening, got {type(answer).__name__}")
-        self._tools = tuple(answer.tools)
+        self._tools = read_tools(answer.tools)
         if self._record is None:
             messages = answer.messages
             if messages is not self._prompt.messages:

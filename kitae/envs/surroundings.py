@@ -2,18 +2,18 @@
 
 import asyncio
 import json
-import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from numbers import Real
 from typing import Any, Protocol
 
+from kitae.data.arguments import function_of
 from kitae.data.chat import Chat
 from kitae.engines.base import Engine, Sampled, SamplingParams
 from kitae.envs.base import Agent, Environment, EpisodeLimits, Observation, Opening
 from kitae.errors import EngineError, Interrupted, RequestError, StalledError, StoreError, root_cause
-from kitae.types import Message, Prompt, Rollout, Score, Turn
+from kitae.types import Message, Prompt, Rollout, Score, Tool, ToolCall, Turn
 
 MakeEnvironment = Callable[[Prompt], Environment | Agent]
 
@@ -24,6 +24,7 @@ OWN_ERRORS = (EngineError, StoreError, StalledError, Interrupted)
 """They end the run, whoever calls into them; but for a `RequestError`, which is about one request."""
 
 _LONGEST_REASON = 500  # characters
+_LARGEST_REWARD = 1e30  # so that their sum is a number in single precision
 
 
 class Judge(Protocol):
@@ -86,7 +87,7 @@ class Surroundings:
         """One that could not be made fails when it is started."""
         try:
             return self.environment(prompt)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not is_its_own(error):
                 raise
             return _Unmade(Failure(f"making it raised {told(error)}"))
@@ -133,6 +134,8 @@ def is_its_own(error: BaseException) -> bool:
     if isinstance(cause, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is None or not task.cancelling()
+    if isinstance(cause, SystemExit):  # `sys.exit()` in somebody's code; who wants to end the run sends a signal
+        return True
     return isinstance(cause, Exception) and (isinstance(cause, RequestError) or not isinstance(cause, OWN_ERRORS))
 
 
@@ -143,8 +146,10 @@ def read_messages(name: str, found: object) -> tuple[Message, ...]:
     for message in found:
         if not isinstance(message, Message):
             raise Failure(f"the messages of {name} must be of type Message, got {type(message).__name__}")
-        if not isinstance(message.role, str) or not isinstance(message.content, str):
+        if not all(isinstance(text, str) for text in _texts(message)):
             raise Failure(f"role and content of a message of {name} must be text, got {shortened(repr(message))}")
+        if not _has_calls(message.calls) or not _has_parts(message.parts):
+            raise Failure(f"calls must be of type ToolCall and parts mappings, got {shortened(repr(message))}")
         try:
             json.dumps(asdict(message))
         except Exception as error:
@@ -152,10 +157,44 @@ def read_messages(name: str, found: object) -> tuple[Message, ...]:
     return tuple(found)
 
 
+def _texts(message: Message) -> tuple[object, ...]:
+    return message.role, message.content, message.call_id, message.name, message.problem
+
+
+def _has_calls(found: object) -> bool:
+    return isinstance(found, tuple | list) and all(
+        isinstance(call, ToolCall)
+        and isinstance(call.arguments, Mapping)
+        and isinstance(call.name, str)
+        and isinstance(call.id, str)
+        for call in found
+    )
+
+
+def _has_parts(found: object) -> bool:
+    return isinstance(found, tuple | list) and all(
+        isinstance(part, Mapping) and isinstance(part.get("text", ""), str) for part in found
+    )
+
+
+def read_tools(found: object) -> tuple[Tool, ...]:
+    """The tools that an environment has, if templates and readers of calls can use them."""
+    if not isinstance(found, tuple | list):
+        raise Failure(f"the tools of start must be a tuple, got {type(found).__name__}")
+    for tool in found:
+        if not isinstance(tool, Mapping) or not isinstance(function_of(tool).get("name"), str):
+            raise Failure(f"a tool of start must be a schema with a function and its name, got {shortened(repr(tool))}")
+        try:
+            json.dumps(dict(tool))
+        except Exception as error:
+            raise Failure(f"a tool of start must hold JSON: {told(error)}") from error
+    return tuple(found)
+
+
 def read_reward(found: object) -> float | None:
     if found is None:
         return None
-    if not isinstance(found, Real) or not math.isfinite(found):
+    if not isinstance(found, Real) or not abs(found) <= _LARGEST_REWARD:
         raise Failure(f"a reward must be a finite number or None, got {shortened(repr(found))}")
     return float(found)
 

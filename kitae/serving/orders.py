@@ -27,6 +27,7 @@ MOST_TOP = 20
 _MOST_CHOICES = 128
 _COMPLETION_TOKENS = 16  # what OpenAI's API has where a completion says nothing of max_tokens
 _UNBOUNDED = 1 << 30  # max_tokens of a chat that says nothing of it: the context is the limit
+_COLDEST = 1e-9  # temperature
 _HIGHEST = 2**31 - 1  # of a token id that can be asked about at all; the model has fewer, and says so
 _UNCONSTRAINED = "tokens are drawn from the model as it is"
 
@@ -206,12 +207,15 @@ def _sampling(fields: Fields, chat: Chat, most: int, least: int) -> SamplingPara
     top_p = fields.number("top_p", 1.0, least=0.0, most=1.0)
     if top_p == 0:
         raise Refused("top_p must be above 0, got 0; for the likeliest token set temperature = 0", param="top_p")
+    temperature = fields.number("temperature", 1.0, least=0.0)
+    if 0 < temperature < _COLDEST:  # logits divided by it would not be finite, and end the engine
+        raise Refused(f"temperature must be 0 or at least {_COLDEST:g}, got {temperature:g}", param="temperature")
     stops = fields.take("stop_token_ids") or []
     if not isinstance(stops, list) or not all(isinstance(token, int) for token in stops):
         raise Refused(f"stop_token_ids must be a list of token ids, got {clip(repr(stops))}", param="stop_token_ids")
     ends = () if fields.flag("ignore_eos") else chat.stop_tokens
     return SamplingParams(
-        temperature=fields.number("temperature", 1.0, least=0.0),
+        temperature=temperature,
         max_tokens=given.pop() if given else most,
         top_p=top_p,
         top_k=max(0, fields.integer("top_k", 0, least=-1)),
@@ -273,8 +277,10 @@ def _message(number: int, turn: Any) -> Message:
         for name, value in turn.items():
             if name not in _MESSAGE_FIELDS | _UNREAD and value not in (None, [], {}, ""):
                 raise Refused(f"{where}: unknown field {name!r}", param=f"{where}.{name}")
-        if turn.get("role") == "assistant" and not turn.get("tool_calls") and not turn.get("content"):
-            return Message("assistant")  # a model that said nothing: no example to learn from, but it happened
+        content = turn.get("content") or ""
+        blank = isinstance(content, str) and not content.strip()
+        if turn.get("role") == "assistant" and not turn.get("tool_calls") and blank:
+            return Message("assistant", content)  # no example to learn from, but a model said it
     try:
         read = read_message(turn)
     except DataError as error:

@@ -236,6 +236,7 @@ BAD = [
         {"messages": [TURN, {**REPLY, "tool_calls": [{"name": "f", "arguments": "{"}]}]},
         "arguments of tool call 'f' must be JSON",
     ),
+    ({"messages": [TURN, REPLY], "tools": "[" * 100_000}, "nested too deeply"),
     ({"messages": [TURN, {**REPLY, "tool_calls": [{"name": "f", "arguments": [1]}]}]}, r"must be an object, got \[1\]"),
     ({"messages": [TURN, REPLY], "tools": "["}, "tools must be JSON"),
     ({"messages": [TURN, REPLY], "tools": [{"type": "function"}]}, "a tool must be a JSON schema"),

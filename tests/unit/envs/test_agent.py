@@ -157,6 +157,16 @@ def test_asks_at_once_do_not_mix() -> None:
     assert len(set(sampled)) == len(sampled) == 6, "the same question twice gets two samples"
 
 
+def test_of_two_alike_at_once_the_second_may_be_answered_first() -> None:
+    async def body(model: Model) -> Outcome:
+        await asyncio.gather(say(model, ASKED), say(model, ASKED, max_tokens=1))
+        return Outcome(1)
+
+    rollout = run(body, Engine())
+    assert rollout.status == "complete", rollout.score
+    assert len(rollout.chains) == 2 and len(rollout.chains[0].segments[0].tokens) == 1
+
+
 def test_other_tools_are_another_context() -> None:
     async def body(model: Model) -> Outcome:
         first = after(ASKED, await say(model, ASKED), "more")

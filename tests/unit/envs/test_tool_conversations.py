@@ -11,10 +11,14 @@ from talk import Recorder, check_requests
 
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, SamplingParams
-from kitae.envs.base import EpisodeLimits
+from kitae.envs.base import EpisodeLimits, Outcome
 from kitae.envs.groups import Episodes
 from kitae.envs.tools.base import ToolEpisode, describe
 from kitae.envs.tools.calculator import Calculator
+from kitae.serving.answers import Teller, Voice
+from kitae.serving.fields import Fields
+from kitae.serving.orders import read_chat
+from kitae.serving.spelling import Spelling
 from kitae.types import Message, Prompt, Score, ToolCall
 
 PROMPT = Prompt("p", (Message("user", "What is 6 * 7?"),), "42", {"question": "What is 6 * 7?"})
@@ -99,6 +103,40 @@ def test_a_malformed_call_is_told_and_tried_again(family):
     assert "Error: The call of 'calculator' does not fit" in rollout.transcript[2].content
     assert rollout.transcript[4].content == "42" and rollout.status == "complete"
     check_requests(engine.requests, engine.answers)
+
+
+class Client:
+    """An agent that calls tools until the model calls none, and sends back what it is told over HTTP."""
+
+    async def enter(self):
+        pass
+
+    async def run(self, model):
+        talk = [{"role": "user", "content": "What is 6 * 7?"}]
+        tools = [dict(Calculator.tool), dict(Echo.tool)]
+        for _ in range(3):
+            order = read_chat(Fields({"messages": talk, "tools": tools}), model.chat)
+            answer = await model.ask(order.asks[0])
+            teller = Teller(order, Voice("policy", model.chat, Spelling(model.chat.tokenizer), early=False))
+            talk += [json.loads(json.dumps(teller.message(answer.turn, 0))), {"role": "user", "content": "Go on."}]
+        return Outcome(1.0)
+
+    async def close(self):
+        pass
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("said", ["a bad call", "a call", " \n", "", " It is 42.\n"])
+def test_an_answer_that_a_client_sends_back_is_known_again(family, said):
+    made = CHATS[family]
+    calls = {"a call": {"expression": "6*7"}, "a bad call": {"wrong": "6*7"}}
+    first = spoken(made, ToolCall("calculator", calls[said])) if said in calls else made.encode(said)
+    engine = Scripted(made, [first, made.encode("So."), made.encode("So.")])
+    sampling = SamplingParams(max_tokens=100_000, stop_tokens=made.stop_tokens)
+    episodes = Episodes(engine, made, Recorder(), lambda prompt: Client(), sampling, 0)
+    (rollout,) = asyncio.run(episodes.group(0, PROMPT, 1)).rollouts
+    assert rollout.status == "complete", rollout.score
+    assert [len(chain.segments) for chain in rollout.chains] == [5], "one conversation that only grows"
 
 
 CALLS = st.sampled_from(

@@ -203,6 +203,12 @@ FAILURES: dict[str, tuple[Any, str]] = {
     "no Unicode": (Observation((Message("tool", "\ud800"),)), "a message must be valid Unicode"),
     "no number": (replace(MORE, reward="1"), "a reward must be a finite number or None, got '1'"),  # type: ignore[arg-type]
     "infinite": (replace(DONE, reward=math.inf), "a reward must be a finite number or None, got inf"),
+    "too large": (replace(DONE, reward=10**400), "a reward must be a finite number or None, got 1000"),
+    "no calls": (Observation((Message("tool", "4", calls=None),)), "calls must be of type ToolCall"),  # type: ignore[arg-type]
+    "no call": (Observation((Message("tool", "4", calls=("add",)),)), "calls must be of type ToolCall"),  # type: ignore[arg-type]
+    "no id": (Observation((Message("tool", "4", call_id=5),)), "must be text, got Message"),  # type: ignore[arg-type]
+    "no parts": (Observation((Message("tool", "4", parts=("x",)),)), "calls must be of type ToolCall"),  # type: ignore[arg-type]
+    "leaves": (SystemExit(3), "environment: step raised SystemExit: 3"),
     "gives up": (Observation(error="the game server is gone"), "environment: the game server is gone"),
 }
 
@@ -234,7 +240,13 @@ def test_a_failing_environment_costs_one_sample(kind: str, turn: int, tmp_path: 
     journal.close()
 
 
-@pytest.mark.parametrize("opening", [ValueError("no room"), hang, "2 + 2", Opening("2 + 2"), Opening((42,))])
+OPENINGS = [
+    *(ValueError("no room"), SystemExit(3), hang, "2 + 2", Opening("2 + 2"), Opening((42,))),  # type: ignore[arg-type]
+    *(Opening(PROMPT.messages, tools) for tools in (None, ("add",), ({"name": 4},), ({"name": "f", "x": {1}},))),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize("opening", OPENINGS)
 def test_one_that_does_not_start_costs_one_sample(opening: Any) -> None:
     made = iter([Script(DONE), Script(opening=opening), Script(DONE)])
     group = asyncio.run(talks(Engine(), lambda _: next(made), Recorder(), limits=QUICK).group(7, PROMPT, 3))
@@ -243,12 +255,14 @@ def test_one_that_does_not_start_costs_one_sample(opening: Any) -> None:
     assert (failed.response_length, failed.finish, failed.text) == (0, "abort", "")
 
 
-def test_one_that_cannot_be_made_costs_one_sample() -> None:
+@pytest.mark.parametrize("error", [OSError("no such game"), SystemExit("no such game")])
+def test_one_that_cannot_be_made_costs_one_sample(error: BaseException) -> None:
     def make(prompt: Prompt) -> Any:
-        raise OSError("no such game")
+        raise error
 
     rollout = run(talks(Engine(), make, Recorder()))
-    assert rollout.score is not None and rollout.score.detail == "environment: making it raised OSError: no such game"
+    reason = f"environment: making it raised {type(error).__name__}: no such game"
+    assert rollout.score is not None and rollout.score.detail == reason
 
 
 def test_an_exception_without_words_costs_one_sample() -> None:

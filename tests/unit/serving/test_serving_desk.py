@@ -293,6 +293,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"messages": HELLO, "n": True}, "n", "n must be a whole number, got True"),
     (CHAT, {"messages": HELLO, "temperature": -1}, "temperature", "temperature must be at least 0, got -1"),
     (CHAT, {"messages": HELLO, "top_p": 0}, "top_p", "top_p must be above 0"),
+    (CHAT, {"messages": HELLO, "temperature": 1e-300}, "temperature", "temperature must be 0 or at least 1e-09"),
     (CHAT, {"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "must agree, got 1 and 2"),
     (CHAT, {"messages": HELLO, "stop": [""]}, "stop", "none of them empty"),
     (CHAT, {"messages": HELLO, "seed": "x"}, "seed", "seed must be a whole number"),
