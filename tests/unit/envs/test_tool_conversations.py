@@ -118,7 +118,7 @@ class Client:
             order = read_chat(Fields({"messages": talk, "tools": tools}), model.chat)
             answer = await model.ask(order.asks[0])
             teller = Teller(order, Voice("policy", model.chat, Spelling(model.chat.tokenizer), early=False))
-            talk += [json.loads(json.dumps(teller.message(answer.turn, 0))), {"role": "user", "content": "Go on."}]
+            talk += [json.loads(json.dumps(teller.message(answer.turn))), {"role": "user", "content": "Go on."}]
         return Outcome(1.0)
 
     async def close(self):
