@@ -2,7 +2,7 @@
 # make quickstart  train a real language model on this machine, from nothing, in minutes
 # make test        lint, types and the whole test suite
 # make test-slow   proofs that take minutes
-# make test-servers  other people's clients (openai, lm-eval) against a real kitae serve, each in an environment of its own
+# make test-servers  other people's clients and agents (openai, lm-eval, LangGraph, …), each in an environment of its own
 # make site        the documentation as pages in build/site
 # make ui          build the page of kitae ui from ui/, with node
 # make ui-check    build it again and compare with what is committed

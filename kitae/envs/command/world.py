@@ -211,6 +211,7 @@ class CommandAgent:
         variables = {
             **os.environ,
             **params.variables,
+            **_reached_directly({**os.environ, **params.variables}),
             "OPENAI_BASE_URL": base,
             "OPENAI_API_KEY": self.token,
             "OPENAI_MODEL": _NAME,
@@ -233,6 +234,12 @@ def _outcome(answer: Mapping[str, Any]) -> Outcome:
         said = " ".join(answer["words"].split())[-400:]
         raise RuntimeError(f"the program ended with status {answer['status']}: {said or 'it printed nothing'}")
     return Outcome()
+
+
+def _reached_directly(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables by which clients do not ask a proxy for this machine."""
+    known = {name: variables.get(name, "") for name in ("no_proxy", "NO_PROXY")}
+    return {name: ",".join(filter(None, (hosts, _HOST))) for name, hosts in known.items()}
 
 
 def _replaced(word: str, spoken: Mapping[str, str]) -> str:

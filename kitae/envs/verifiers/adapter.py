@@ -128,7 +128,7 @@ def post_reward(reward: float, detail: str) -> None:
 
 
 def main() -> None:
-    sys.path.insert(0, os.getcwd())  # an environment may be a module of the folder
+    sys.path[0] = os.getcwd()  # an environment may be a module of the folder; ours has none to offer
     env = load(json.loads(os.environ["KITAE_VERIFIERS"]))
     if "--check" in sys.argv:
         print(json.dumps(env.tasks.sizes()))

@@ -180,6 +180,15 @@ reward(1)
     assert len(rollout.chains) == 5
 
 
+def test_a_proxy_is_not_asked_for_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    program = "assert os.environ['NO_PROXY'] == 'example.org,127.0.0.1'\nsay(user('a'))\nreward(1)"
+    (rollout,) = run(tmp_path, program).rollouts
+    assert rollout.score is not None and rollout.score.value == 1, rollout.score
+
+
 @pytest.mark.parametrize(
     ("program", "reason"),
     [
