@@ -74,6 +74,8 @@ def commanded(e: EnvConfig) -> Iterator[str]:
         yield f"env.command is run by env.name = 'command', got {e.name!r}"
     if e.name == "command" and not e.command and "command" not in e.params:
         yield "env.name = 'command' needs env.command, got none"
+    if e.command and "command" in e.params:
+        yield f"env.command is {e.command!r}, so env.params must have no command, got {e.params['command']!r}"
 
 
 def taught(a: AlgorithmConfig, m: MethodConfig) -> Iterator[str]:

@@ -12,16 +12,16 @@ from kitae.section import Section
 S = TypeVar("S", bound=Section)
 
 
-def read_params(kind: type[S], params: Mapping[str, Any], name: str) -> S:
+def read_params(kind: type[S], params: Mapping[str, Any], name: str, place: str = "env.params") -> S:
     """`read_params(ToolsParams, {"tools": ["python"]}, "tools")`; all that is wrong is told at once."""
     try:
         return kind.model_validate(dict(params))
     except ValidationError as error:
-        raise ConfigError("\n".join(_described(problem, kind, name) for problem in error.errors())) from None
+        raise ConfigError("\n".join(_described(problem, kind, name, place) for problem in error.errors())) from None
 
 
-def _described(problem: Any, kind: type[Section], name: str) -> str:
-    place = ".".join(map(str, ("env.params", *problem["loc"])))
+def _described(problem: Any, kind: type[Section], name: str, place: str) -> str:
+    place = ".".join(map(str, (place, *problem["loc"])))
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
         key = str(problem["loc"][0])
         return f"{place}: the environment {name!r} has no such parameter{nearest(key, kind.model_fields)}"

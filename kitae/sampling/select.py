@@ -92,16 +92,19 @@ class Selection:
             return []
         tops = [r for r in examples if _score(r) == high]
         bottoms = [r for r in judged if _score(r) == low]
-        chosen, rejected = tops[0], bottoms[0]
+        both = [(a, b) for a in tops for b in bottoms if _talk(prompt, a)[0] == _talk(prompt, b)[0]]
+        if not both:  # agents that asked different things
+            return []
+        chosen, rejected = both[0]
         if self.match_lengths:
-            both = ((a, b) for a in tops for b in bottoms)
             chosen, rejected = min(both, key=lambda pair: abs(pair[0].response_length - pair[1].response_length))
+        question, better = _talk(prompt, chosen)
         return [
             {
                 "id": prompt.id,
-                "prompt": _question(prompt),
-                "chosen": _answer(prompt, chosen),
-                "rejected": _answer(prompt, rejected),
+                "prompt": question,
+                "chosen": better,
+                "rejected": _talk(prompt, rejected)[1],
                 "margin": high - low,
                 "score_chosen": high,
                 "score_rejected": low,
@@ -115,17 +118,23 @@ def _score(rollout: Rollout) -> float:
 
 
 def _row(prompt: Prompt, rollout: Rollout) -> Row:
-    answer = _answer(prompt, rollout)
-    return {"id": prompt.id, "prompt": _question(prompt), "completion": answer, "score": _score(rollout)}
+    question, answer = _talk(prompt, rollout)
+    return {"id": prompt.id, "prompt": question, "completion": answer, "score": _score(rollout)}
 
 
-def _question(prompt: Prompt) -> list[Row]:
-    return [as_dict(m) for m in prompt.messages]
+def _talk(prompt: Prompt, rollout: Rollout) -> tuple[list[Row], str | list[Row]]:
+    """What the model read first, and what followed up to its last turn: as text, or as messages.
 
-
-def _answer(prompt: Prompt, rollout: Rollout) -> str | list[Row]:
-    """Text, or the turns that followed the prompt, up to the model's last one."""
-    turns = list(rollout.transcript[len(prompt.messages) :])
-    while turns and turns[-1].role != "assistant":
-        turns.pop()
-    return [as_dict(m) for m in turns] if len(turns) > 1 else rollout.text
+    Environments say themselves how a conversation begins, be it with examples. Of an agent with several conversations,
+    the last answer is kept, after all that the model had read before it.
+    """
+    if not rollout.transcript:
+        return [as_dict(m) for m in prompt.messages], rollout.text
+    spoken = [n for n, message in enumerate(rollout.transcript) if message.role == "assistant"]
+    count = sum(s.source == "model" for s in rollout.segments) if len(rollout.chains) == 1 else 1
+    begin, end = spoken[-count], spoken[-1] + 1
+    turns = rollout.transcript[begin:end]
+    question = [as_dict(m) for m in rollout.transcript[:begin]]
+    if len(turns) == 1 and not turns[0].calls:
+        return question, turns[0].content
+    return question, [as_dict(m) for m in turns]

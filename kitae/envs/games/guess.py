@@ -25,7 +25,7 @@ class Guess:
     """A `Game`. A right guess is worth 1 and ends it; so does the last guess, worth 0 if it is wrong."""
 
     def __init__(self, seed: int, options: Mapping[str, Any]) -> None:
-        params = read_params(GuessParams, options, "games")
+        params = read_params(GuessParams, options, "games", "env.params.options")
         self._high, self._left = params.high, params.guesses
         self._number = random.Random(f"guess/{seed}").randint(1, params.high)
 

@@ -155,6 +155,8 @@ def test_true_is_no_number_in_so_many_words() -> None:
         ),
         (with_(pipeline={"refill": True}), "pipeline.refill replaces dropped groups, but algorithm.filter = 'none'"),
         (with_(engine={"count": 2}), "engine.count must be 1 with engine.kind = 'native', got 2"),
+        (with_(env={"command": "a", "name": "tools"}), "env.command is run by env.name = 'command', got 'tools'"),
+        (with_(env={"command": "a", "params": {"command": "b"}}), "env.params must have no command, got 'b'"),
         (with_(eval={"samples": 4}), "eval.samples must be 1 when eval.temperature is 0 (greedy), got 4"),
         (with_(training={"steps": 0}), "training.steps: input should be greater than or equal to 1, got 0"),
         (with_(training={"lr": float("nan")}), "training.lr: input should be a finite number, got NaN"),

@@ -11,7 +11,7 @@ from kitae.data.config import ExamplesConfig
 from kitae.data.examples import Shape, open_examples
 from kitae.errors import ConfigError
 from kitae.sampling.select import KEEPS, Selection
-from kitae.types import FinishReason, Group, Message, Prompt, Rollout, Score, Segment
+from kitae.types import Chain, FinishReason, Group, Message, Prompt, Rollout, Score, Segment
 
 PROMPT = Prompt("task/3", (Message("system", "Be brief."), Message("user", "Reverse 1, 2")), "2, 1")
 
@@ -100,11 +100,51 @@ def test_what_leaves_nothing_to_keep(made: Group, select: Selection) -> None:
     assert select.rows(made) == []
 
 
+SAID = Segment("model", (7,), (0.0,), (0,))
+HEARD = Segment.observed((8,))
+GAME = (Message("user", "Guess!"), Message("assistant", "1"), Message("user", "Right! Guess my number."))
+
+
 def test_several_turns_are_kept_as_messages() -> None:
     talk = (*PROMPT.messages, Message("assistant", "2?"), Message("user", "Go on"), Message("assistant", "2, 1"))
-    made = group(rollout(0, "2?\n\n2, 1", 1.0, transcript=(*talk, Message("user", "Bye"))))
+    chains = (Chain((1,), (SAID, HEARD, SAID)),)
+    made = group(rollout(0, "2?\n\n2, 1", 1.0, transcript=(*talk, Message("user", "Bye")), chains=chains))
     (row,) = Selection("best").rows(made)
+    assert [turn["content"] for turn in row["prompt"]] == ["Be brief.", "Reverse 1, 2"]
     assert [turn["content"] for turn in row["completion"]] == ["2?", "Go on", "2, 1"]
+
+
+def test_the_prompt_is_what_the_model_read_and_not_what_the_data_says() -> None:
+    """A game says how it begins, here with an example: its answers are not the model's."""
+    chains = (Chain((1,), (SAID, HEARD, SAID)),)
+    won = (
+        *GAME,
+        Message("assistant", "5"),
+        Message("user", "Low."),
+        Message("assistant", "6"),
+        Message("user", "Yes!"),
+    )
+    lost = (*GAME, Message("assistant", "9"), Message("user", "High."), Message("assistant", "8"))
+    made = group(
+        rollout(0, "5\n\n6", 1.0, transcript=won, chains=chains),
+        rollout(1, "9\n\n8", 0.0, transcript=lost, chains=chains),
+    )
+    (row,) = Selection("best").rows(made)
+    assert [turn["content"] for turn in row["prompt"]] == ["Guess!", "1", "Right! Guess my number."]
+    assert [turn["content"] for turn in row["completion"]] == ["5", "Low.", "6"]
+    (pair,) = Selection("pairs").rows(made)
+    assert pair["prompt"] == row["prompt"] and [turn["content"] for turn in pair["rejected"]] == ["9", "High.", "8"]
+
+
+def test_of_several_conversations_the_last_answer_is_kept() -> None:
+    chains = (Chain((1,), (SAID, HEARD, SAID)), Chain((2,), (SAID,)))
+    ways = [(Message("user", f"In short: {word}"), Message("assistant", word)) for word in ("2, 1", "1, 2")]
+    good, bad = (
+        rollout(n, f"a\n\nb\n\n{way[1].content}", 1.0 - n, transcript=way, chains=chains) for n, way in enumerate(ways)
+    )
+    (row,) = Selection("best").rows(group(good, bad))
+    assert ([turn["content"] for turn in row["prompt"]], row["completion"]) == (["In short: 2, 1"], "2, 1")
+    assert Selection("pairs").rows(group(good, bad)) == [], "they answer different questions"
 
 
 @pytest.mark.parametrize("keep", KEEPS)
