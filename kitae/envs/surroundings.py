@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -194,9 +195,13 @@ def read_tools(found: object) -> tuple[Tool, ...]:
 def read_reward(found: object) -> float | None:
     if found is None:
         return None
-    if not isinstance(found, Real) or not abs(found) <= _LARGEST_REWARD:
+    try:
+        reward = float(found) if isinstance(found, Real) else math.nan
+    except OverflowError:
+        reward = math.inf
+    if not abs(reward) <= _LARGEST_REWARD:
         raise Failure(f"a reward must be a finite number or None, got {shortened(repr(found))}")
-    return float(found)
+    return reward
 
 
 def told(error: BaseException) -> str:
