@@ -196,12 +196,12 @@ def read_reward(found: object) -> float | None:
     if found is None:
         return None
     try:
-        value = float(found) if isinstance(found, Real) else math.nan
+        reward = float(found) if isinstance(found, Real) else math.nan
     except OverflowError:
-        value = math.inf
-    if not abs(value) <= _LARGEST_REWARD:
+        reward = math.inf
+    if not abs(reward) <= _LARGEST_REWARD:
         raise Failure(f"a reward must be a finite number or None, got {shortened(repr(found))}")
-    return value
+    return reward
 
 
 def told(error: BaseException) -> str:

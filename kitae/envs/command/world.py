@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import shlex
+import shutil
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -73,6 +74,10 @@ class CommandWorld:
         self.words = _split(self.params.command)
         if not Path(self.params.folder).is_dir():
             raise ConfigError(f"env.params.folder must be a folder, got {self.params.folder!r}")
+        program = self.words[0]
+        found = shutil.which(program, path=self.params.variables.get("PATH")) or "/" in program
+        if not found or ("/" in program and not (Path(self.params.folder) / program).exists()):
+            raise ConfigError(f"env.command must begin with a program that exists, got {program!r}")
         self.starting = asyncio.Semaphore(max(2, os.cpu_count() or 1))
         self.helpers = Helpers("kitae.envs.command.process", {}, "agent", ConfigError)
         self._agents: dict[str, CommandAgent] = {}

@@ -254,6 +254,8 @@ def _until(reached: Callable[[], bool]) -> None:
     [
         ({"command": "python 'agent.py"}, "cannot be split"),
         ({"command": "  "}, "must name a program"),
+        ({"command": "no-such-program x"}, "a program that exists, got 'no-such-program'"),
+        ({"command": "./no-such-file"}, "a program that exists, got './no-such-file'"),
         ({"command": "python x.py", "folder": "/nowhere"}, "must be a folder, got '/nowhere'"),
         ({"command": "python x.py", "keeps": 3}, "no such parameter"),
         ({}, "needs it"),
@@ -262,15 +264,3 @@ def _until(reached: Callable[[], bool]) -> None:
 def test_bad_params(params: dict[str, Any], rule: str) -> None:
     with pytest.raises(ConfigError, match=rule):
         CommandWorld(params)
-
-
-def test_a_program_that_does_not_exist_costs_its_samples(tmp_path: Path) -> None:
-    async def body() -> Group:
-        async with open_world(EnvConfig(name="command", command="no-such-program")) as world:
-            chat = Chat(_tokenizer())
-            return await Episodes(FakeEngine(lambda r: [1]), chat, None, world.make, SamplingParams(), 0).group(
-                7, PROMPT, 1
-            )
-
-    (rollout,) = asyncio.run(body()).rollouts
-    assert rollout.score is not None and "could not be started" in rollout.score.detail
