@@ -112,6 +112,7 @@ def test_rewards_count_only_where_they_are_asked_for(distil: Config) -> None:
 APART = "method.teacher_place=process"
 
 
+@pytest.mark.slow
 def test_a_teacher_in_its_own_process_teaches_the_same_also_after_its_end(distil: Config, tmp_path: Path) -> None:
     """Values are equal, whatever happens to the process; and the run can be resumed and replayed."""
     here = run_config(distil(*SHORT, name="here")).folder

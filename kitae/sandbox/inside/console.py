@@ -1,6 +1,7 @@
 """The candidate of a console: runs code cell by cell in one namespace, and prints what the last line of each is worth.
 
-It gets a cell as a frame on its line and answers with an empty one when that has run. Whatever it says goes to stdout.
+It gets a mark and a cell as a frame on its line, and answers with the mark when that has run: what else is written
+there means nothing. Whatever it says goes to stdout.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _NAME = "<cell>"
+MARK = 16  # bytes
 
 
 def talk(fd: int) -> None:
@@ -31,18 +33,18 @@ def talk(fd: int) -> None:
     furnish(namespace, {"mode": "console", "variants": []})
     while True:
         try:
-            code = read_frame(fd)
+            frame = read_frame(fd)
         except EOFError:
             return
         if sys.stdout is None or sys.stdout.closed:
             sys.stdout = open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
             sys.stderr = sys.stdout
-        _run(code.decode(errors="replace"), namespace)
+        _run(frame[MARK:].decode(errors="replace"), namespace)
         try:  # noqa: SIM105 - the cell may have closed or replaced it
             sys.stdout.flush()
         except BaseException:
             pass
-        write_frame(fd, b"")
+        write_frame(fd, frame[:MARK])
 
 
 def _run(code: str, namespace: dict[str, Any]) -> None:

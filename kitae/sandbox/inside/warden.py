@@ -17,7 +17,7 @@ import sys
 
 from kitae.sandbox.inside.candidate import compile_first, furnish, serve
 from kitae.sandbox.inside.checker import check
-from kitae.sandbox.inside.console import talk
+from kitae.sandbox.inside.console import MARK, talk
 from kitae.sandbox.inside.usage import SCRATCH, Clock, Usage
 from kitae.sandbox.inside.wire import read_frame, write_frame
 
@@ -205,27 +205,34 @@ class _Console:
         while _take(self._line) or _take(self._out):
             pass  # said between cells, which is nobody's answer
         self._signal(_signal.SIGCONT)
+        mark = os.urandom(MARK)
         try:
-            write_frame(self._line, code)
+            write_frame(self._line, mark + code)
         except OSError:
             return "crashed", "the console is gone", b""
         taken = bytearray()
-        status, detail = self._follow(taken)
+        status, detail = self._follow(taken, mark)
         self._signal(_signal.SIGSTOP)
         while data := _take(self._out):  # what it had written when it stopped
             taken += data
         return status, detail, bytes(taken[: self._order["output_limit"]])
 
-    def _follow(self, taken: bytearray) -> tuple[str, str]:
+    def _follow(self, taken: bytearray, mark: bytes) -> tuple[str, str]:
         poll, clock, looked, order = select.poll(), Clock(), 0.0, self._order
+        said = b""
         for fd in (self._line, self._out):
             poll.register(fd, select.POLLIN)
         self._usage.restart()
         while True:
             for fd, _ in poll.poll(_TICK * 1000):
                 data = _take(fd)
-                if fd == self._line and data is not None:
-                    return ("ended", "") if data else ("crashed", self._cause())
+                if fd == self._line:
+                    if data == b"":
+                        return "crashed", self._cause()
+                    said = (said + (data or b""))[-_MEBIBYTE:]
+                    if mark in said:
+                        return "ended", ""
+                    continue
                 if data == b"":
                     poll.unregister(fd)
                 taken += (data or b"")[: max(0, order["output_limit"] - len(taken))]
