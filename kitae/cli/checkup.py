@@ -1,17 +1,21 @@
 """`kitae doctor MODEL`: what is to be known of a model's chat template and tokenizer before it is trained.
 
-Everything is tried out on small conversations; weights are not loaded.
+Everything is tried out on small conversations. Of the weights, two rows are read at most.
 """
 
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from kitae.data.calls import CLOSE, OPEN, template_of
 from kitae.data.chat import Chat, as_message
 from kitae.errors import DataError
 from kitae.types import Message, Tool, ToolCall
+
+if TYPE_CHECKING:
+    import torch
 
 Verdict = Literal["good", "note", "wrong"]
 
@@ -34,6 +38,7 @@ _TOOL: Tool = {
 }
 _RESULT = Message("tool", "3", call_id="call_0", name="add")
 _UNLIMITED = 10**9  # what tokenizers say that know of no limit
+_ALIKE = 0.05  # how far two rows of an embedding are apart, as a share of their length, if nobody has trained them
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +253,43 @@ def weigh(folder: Path, tokenizer: Any) -> Iterator[Checked]:
     parameters = _parameters(folder)
     many = f"{parameters / 1e6:,.0f} M parameters in " if parameters else ""
     yield Checked("size", "good", f"{many}{kind}, {size / 2**20:,.0f} MiB on disk")
+    yield from _marks(folder, tokenizer)
+
+
+def _marks(folder: Path, tokenizer: Any) -> Iterator[Checked]:
+    """Whether the model can write the marks of a call, where they are tokens of their own.
+
+    Some models have such tokens and never saw them: all rows of their embedding that were not trained are the same.
+    """
+    ids = tokenizer.get_added_vocab()
+    if OPEN not in template_of(tokenizer) or not {OPEN, CLOSE} <= ids.keys():
+        return
+    rows = _embedded(folder, ids[OPEN], ids[CLOSE])
+    if rows is None:
+        return
+    first, second = rows
+    if (first - second).norm() > _ALIKE * max(first.norm(), second.norm()):
+        yield Checked("call marks", "good", f"{OPEN} and {CLOSE} were trained")
+        return
+    yield Checked(
+        "call marks",
+        "note",
+        f"{OPEN} and {CLOSE} are tokens that were never trained, so the model does not write them",
+        "take both out of added_tokens in tokenizer.json, which spells them in pieces, or teach calls by SFT first",
+    )
+
+
+def _embedded(folder: Path, *tokens: int) -> "tuple[torch.Tensor, ...] | None":
+    """Rows of the embedding; None where it is not to be found."""
+    from safetensors import safe_open
+
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                if name.endswith("embed_tokens.weight"):
+                    matrix = opened.get_slice(name)
+                    return tuple(matrix[token : token + 1][0].float() for token in tokens)
+    return None
 
 
 def _parameters(folder: Path) -> int:

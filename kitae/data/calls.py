@@ -220,7 +220,7 @@ def _without_calls(answer: str) -> str:
 
 
 def _json_calls(inside: str, tools: Sequence[Tool]) -> list[ToolCall]:
-    found = _json(inside, f"The text between {OPEN} and {CLOSE}")
+    found = _json(inside, "A tool call")  # without the marks: small models repeat what they are told, as calls
     return [_call(one, inside) for one in (found if isinstance(found, list) else [found])]
 
 
@@ -305,7 +305,7 @@ def _why(problem: Exception) -> str:
     if isinstance(problem, RecursionError):
         return "it is nested too deeply"
     if isinstance(problem, json.JSONDecodeError):
-        return f"{problem.msg} at character {problem.pos}"
+        return f"{problem.msg.removesuffix(' at')} at character {problem.pos}"
     return str(problem)[:100]
 
 

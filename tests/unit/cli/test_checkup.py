@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from chat_templates import (
     CHATML,
     ENDLESS,
@@ -14,10 +15,12 @@ from chat_templates import (
     THINKING,
     tokenizer,
 )
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from kitae.cli.checkup import examine
+from kitae.cli.checkup import examine, weigh
 from kitae.cli.main import app
+from kitae.models.load import find_model
 
 
 class Stops:
@@ -91,6 +94,39 @@ def test_no_template_and_padding():
     assert [f.verdict for f in examine(made) if f.name == "padding"] == ["note"]
 
 
+@pytest.fixture
+def weighed(tmp_path):
+    """What is said of the marks of calls, for a model with these two rows in its embedding."""
+
+    def weighed(first, second, tokens=("<tool_call>", "</tool_call>"), template=FAMILIES["qwen"]):
+        made = tokenizer(template)
+        made.add_tokens(list(tokens))
+        rows = torch.randn(len(made), 4)
+        for token, row in zip(tokens, (first, second), strict=False):
+            rows[made.convert_tokens_to_ids(token)] = torch.tensor(row)
+        (tmp_path / "config.json").write_bytes((find_model("tiny") / "config.json").read_bytes())
+        save_file({"model.embed_tokens.weight": rows.bfloat16()}, tmp_path / "model.safetensors")
+        return {f.name: f for f in weigh(tmp_path, made)}.get("call marks")
+
+    return weighed
+
+
+def test_marks_of_calls_that_were_never_trained(weighed):
+    found = weighed([0.3, 0.1, 0.0, -0.2], [0.3, 0.1, 0.001, -0.2])
+    assert found.verdict == "note" and "never trained" in found.found and "added_tokens" in found.advice
+    assert weighed([0.0] * 4, [0.0] * 4).verdict == "note"
+
+
+def test_marks_of_calls_that_were_trained(weighed):
+    assert weighed([0.3, 0.1, 0.0, -0.2], [0.3, 0.2, 0.0, -0.2]).verdict == "good"
+
+
+def test_marks_of_calls_that_are_no_tokens_or_not_the_template_s(weighed):
+    same = [0.3, 0.1, 0.0, -0.2]
+    assert weighed(same, same, tokens=("<tool_call>",)) is None
+    assert weighed(same, same, template=CHATML) is None
+
+
 def test_the_command():
     runner = CliRunner()
     done = runner.invoke(app, ["doctor", "tiny"])
@@ -100,8 +136,6 @@ def test_the_command():
 
 
 def test_the_command_says_by_its_status_that_something_is_wrong(tmp_path):
-    from kitae.models.load import find_model
-
     folder = tmp_path / "model"
     folder.mkdir()
     for file in find_model("tiny").iterdir():

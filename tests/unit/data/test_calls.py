@@ -162,6 +162,12 @@ def test_malformed_calls_are_told_in_a_sentence(call, complaint):
     turn = read("qwen", f"Well. <tool_call>{call}</tool_call>")
     assert complaint in turn.problem and turn.calls == () and turn.content == "Well. "
     assert len(turn.problem) < 400
+    assert "<tool_call>" not in turn.problem  # a model that repeats it would call once more
+
+
+def test_where_a_call_is_no_json():
+    turn = read("qwen", '<tool_call>{"name": "echo\n"}</tool_call>')
+    assert turn.problem.endswith("(Invalid control character at character 14).")
 
 
 def test_one_bad_call_spoils_all():
