@@ -85,7 +85,8 @@ REFILL = (
 @pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_an_outage_under_refill_is_survived(staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that could not be judged were replaced; repaired, they are judged again, and replacements are spare."""
-    settings = (score_file(tmp_path, PARITY), *REFILL, f"pipeline.max_staleness={staleness}")
+    longer = "training.steps=9"  # than what may be judged ahead of the crash
+    settings = (score_file(tmp_path, PARITY), *REFILL, longer, f"pipeline.max_staleness={staleness}")
     with crash_at(monkeypatch, 4):
         run_toy(tmp_path, *settings)
     score_file(tmp_path, "raise RuntimeError('service is down')")
