@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kitae.data.calls import CLOSE, OPEN, template_of
 from kitae.data.chat import Chat, as_message
 from kitae.errors import DataError
+from kitae.study.estimate import count_parameters
 from kitae.types import Message, Tool, ToolCall
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ def weigh(folder: Path, tokenizer: Any) -> Iterator[Checked]:
         yield Checked("context", "good", f"{context} tokens")
     size = sum(file.stat().st_size for pattern in ("*.safetensors", "*.bin") for file in folder.glob(pattern))
     kind = str(getattr(config, "dtype", None) or "an unknown dtype").removeprefix("torch.")
-    parameters = _parameters(folder)
+    parameters = count_parameters(folder) or 0
     many = f"{parameters / 1e6:,.0f} M parameters in " if parameters else ""
     yield Checked("size", "good", f"{many}{kind}, {size / 2**20:,.0f} MiB on disk")
     yield from _marks(folder, tokenizer)
@@ -290,18 +291,3 @@ def _embedded(folder: Path, *tokens: int) -> "tuple[torch.Tensor, ...] | None":
                     matrix = opened.get_slice(name)
                     return tuple(matrix[token : token + 1][0].float() for token in tokens)
     return None
-
-
-def _parameters(folder: Path) -> int:
-    """As the headers of its files count them; 0 where it has no safetensors."""
-    total = 0
-    for file in folder.glob("*.safetensors"):
-        with file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                count = 1
-                for length in entry["shape"]:
-                    count *= length
-                total += count
-    return total
