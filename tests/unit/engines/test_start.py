@@ -9,10 +9,10 @@ from typing import get_args
 import pytest
 import torch
 
+from kitae.cluster import local
 from kitae.engines.config import EngineConfig
 from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.process import child
 from kitae.engines.process.engine import ProcessEngine
 from kitae.engines.start import KINDS, share_cores, start_engine
 from kitae.errors import EngineError
@@ -66,7 +66,7 @@ def test_processes_share_one_publisher(model: ModelConfig) -> None:
         engine, publisher = await start_engine(model, config, load_policy(model), version=3)
         assert isinstance(engine, Fleet) and isinstance(publisher, MemoryPublisher) and publisher.mode == "delta"
         for each in engine.engines:
-            assert isinstance(each, ProcessEngine) and each._publisher is publisher
+            assert isinstance(each, ProcessEngine) and each._board is publisher
         assert [probe.version for probe in await engine.probe()] == [3, 3]
         await engine.close()
         publisher.close()
@@ -79,7 +79,7 @@ def test_processes_share_one_publisher(model: ModelConfig) -> None:
 def test_an_engine_that_does_not_start_leaves_nothing_behind(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "_BOOT", "import sys; sys.exit('boom')")
+    monkeypatch.setattr(local, "BOOT", "import sys; sys.exit('boom')")
     policy, threads = load_policy(model), torch.get_num_threads()
     files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(EngineError, match="could not start: exit status 1"):
