@@ -23,6 +23,16 @@ class Board(Protocol):
     def hold(self) -> AbstractAsyncContextManager[Manifest | None]: ...
 
 
+class EmptyBoard:
+    """Of weights that never change: nothing is published."""
+
+    address = Address("none", {})
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        yield None
+
+
 class Gate:
     """Many may be inside, or one has closed it. Closing waits until all have left, and nobody new enters meanwhile.
 

@@ -6,7 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from kitae.errors import EngineError
-from kitae.weights.base import Address, Mode, Publisher, Receiver
+from kitae.weights.base import Address, Manifest, Mode, Publisher, Receiver
 from kitae.weights.board import Board
 from kitae.weights.memory import MemoryPublisher, MemoryReceiver
 
@@ -15,8 +15,26 @@ class OwnPublisher(Publisher, Board, Protocol):
     """A publisher in this process, on which can be read what it has published."""
 
 
+class NoReceiver:
+    """Implements `kitae.weights.base.Receiver` for weights that never change."""
+
+    repaired = 0
+
+    def __init__(self, address: Address, parameters: Mapping[str, Tensor]) -> None:
+        pass
+
+    def fetch(self, manifest: Manifest) -> tuple[int, ...]:
+        raise EngineError(f"version {manifest.version} cannot be fetched: this engine was started without a publisher")
+
+    def close(self) -> None:
+        pass
+
+
 PUBLISHERS: dict[str, Callable[[Mode], OwnPublisher]] = {"memory": MemoryPublisher}
-RECEIVERS: dict[str, Callable[[Address, Mapping[str, Tensor]], Receiver]] = {"memory": MemoryReceiver.at}
+RECEIVERS: dict[str, Callable[[Address, Mapping[str, Tensor]], Receiver]] = {
+    "none": NoReceiver,
+    "memory": MemoryReceiver.at,
+}
 
 
 def make_publisher(kind: str, mode: Mode) -> OwnPublisher:

@@ -61,7 +61,7 @@ class Publisher:
 def start() -> tuple[SlowWorker, LocalTrainer]:
     worker = SlowWorker()
     trainer = LocalTrainer(cast(Worker, worker))
-    trainer.publisher = cast(Any, Publisher())
+    trainer._publisher = cast(Any, Publisher())
     return worker, trainer
 
 
