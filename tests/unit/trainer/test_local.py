@@ -54,6 +54,8 @@ class SlowWorker:
 
 
 class Publisher:
+    def close(self) -> None: ...
+
     def publish(self, version: int, weights: Any, *, in_full: bool = False) -> None:
         return None
 
