@@ -7,6 +7,8 @@
     ├── EngineError          the rollout engine cannot go on
     │   ├── RequestError     one request is impossible; the other requests are unharmed
     │   └── WeightsDamaged   new weights did not arrive whole; the engine stands still until whole ones come
+    ├── TrainerError         the trainer cannot start or go on
+    │   └── TrainerLost      a rank of it is gone; the last checkpoint and the journal have all that is needed
     ├── VerifierError        a verifier is unknown or breaks its contract
     ├── SandboxError         code cannot be run in a sandbox on this machine
     ├── RemoteError          a server does not answer, or with what is no use
@@ -46,6 +48,14 @@ class RequestError(EngineError):
 
 
 class WeightsDamaged(EngineError):
+    pass
+
+
+class TrainerError(KitaeError):
+    pass
+
+
+class TrainerLost(TrainerError):
     pass
 
 

@@ -18,6 +18,7 @@ _WORDS = 4_000  # bytes of what a process wrote that are remembered
 class LocalCluster:
     """Implements `kitae.cluster.base.Cluster`. Pools mean nothing here: there is one machine."""
 
+    host = "127.0.0.1"
     remote = False
 
     def __init__(self) -> None:

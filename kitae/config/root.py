@@ -130,7 +130,7 @@ class RLConfig(Root):
         yield from rules.staleness(self.algorithm, self.pipeline)
         yield from rules.taught(self.algorithm, self.method)
         yield from rules.commanded(self.env)
-        yield from rules.placed(self.cluster, self.engine, self.model)
+        yield from rules.placed(self.cluster, self.engine, self.model, self.method)
 
     @property
     def title(self) -> str:

@@ -1,11 +1,14 @@
 """From the settings to a trainer and a learner: the one place that knows every kind of trainer."""
 
+import os
 from collections.abc import Callable
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control
 from kitae.algorithms.groups import GroupStages
 from kitae.algorithms.loss import PolicyLoss
+from kitae.cluster.base import Cluster
+from kitae.cluster.config import PoolConfig
 from kitae.config.root import DistilConfig, RLConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
@@ -16,11 +19,15 @@ from kitae.trainer.base import Role, Trainer
 from kitae.trainer.config import LearningConfig, TrainingConfig
 from kitae.trainer.learner import Learner
 from kitae.trainer.local import LocalTrainer
+from kitae.trainer.mesh import Mesh
 from kitae.trainer.objectives import Objective, PolicyGradient, Values
+from kitae.trainer.ranked import POOL as TRAINER
+from kitae.trainer.ranked import RankedTrainer
 from kitae.trainer.ranks import Alone, Ranks
 from kitae.trainer.reference import Reference
+from kitae.trainer.sharding import shard
 from kitae.trainer.teacher import Teacher, TeacherDivergence
-from kitae.trainer.teachers import inside_teacher, outside_teacher
+from kitae.trainer.teachers import inside_teacher, outside_teacher, served_teacher
 from kitae.trainer.trained import Trained
 from kitae.trainer.worker import Worker
 
@@ -30,20 +37,53 @@ def start_trainer(config: RLConfig, policy: Policy, note: Callable[[str], None] 
 
     note: hears what becomes of a teacher's process.
     """
-    groups = GroupStages(config.algorithm, config.sampling.max_tokens)
+    teacher = inside_teacher(config, policy)
+    worker = _worker(config, policy, make_critic(config), teacher)
+    return LocalTrainer(worker, outside_teacher(config, policy, note))
+
+
+def ranked_trainer(config: RLConfig, cluster: Cluster) -> RankedTrainer:
+    """In processes of their own, with as many threads each as fit where they are."""
+    c, cores = config.cluster, len(os.sched_getaffinity(0))
+    threads = max(1, cores // (c.ranks + config.engine.count))
+    if cluster.remote:
+        threads = max(1, int(c.pools.get(TRAINER, PoolConfig()).cpus))
+    return RankedTrainer(config, cluster, served_teacher(config), threads=threads)
+
+
+def sharded_worker(config: RLConfig, mesh: Mesh) -> Worker:
+    """A rank of such a trainer: every model is spread over the mesh before anything is made of it."""
+    policy, critic = load_policy(config.model, config.run.seed), make_critic(config)
+    shard(policy, mesh)
+    if critic is not None:
+        shard(critic, mesh)
+    return _worker(config, policy, critic, None, mesh.ranks)
+
+
+def make_critic(config: RLConfig) -> ScalarModel | None:
+    """Where the algorithm reads values."""
+    if not GroupStages(config.algorithm, config.sampling.max_tokens).wants_values:
+        return None
     plain = config.model.model_copy(update={"lora_rank": 0, "exact": False})
-    worker = reinforced(
+    return ScalarModel(load_policy(plain, config.run.seed))
+
+
+def _worker(
+    config: RLConfig, policy: Policy, critic: ScalarModel | None, teacher: Teacher | None, ranks: Ranks | None = None
+) -> Worker:
+    groups = GroupStages(config.algorithm, config.sampling.max_tokens)
+    return reinforced(
         policy,
         config.training,
         config.algorithm,
         max_tokens=config.sampling.max_tokens,
         temperature=config.sampling.temperature,
         reference=groups.wants_reference,
-        critic=ScalarModel(load_policy(plain, config.run.seed)) if groups.wants_values else None,
-        teacher=inside_teacher(config, policy),
+        critic=critic,
+        teacher=teacher,
         divergence=config.method.divergence if isinstance(config, DistilConfig) else None,
+        ranks=ranks,
     )
-    return LocalTrainer(worker, outside_teacher(config, policy, note))
 
 
 def make_learner(config: RLConfig, trainer: Trainer) -> Learner:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kitae.data.packing import Row
+from kitae.models.load import export_policy
 from kitae.models.policy import Policy
 from kitae.observe.meter import Kind, Totals
 from kitae.trainer.base import Column, Conditions, Role
@@ -91,6 +92,9 @@ class Worker:
             trained.save(folder / _FILES[role])
         if self.reference:
             self.reference.save_state(folder)
+
+    def export(self, folder: Path) -> None:
+        export_policy(self.policy, folder)
 
     def load(self, folder: Path) -> None:
         for role, trained in self.trained.items():
