@@ -1,7 +1,7 @@
 """Tensor parallelism: every rank of a group has some columns or rows of each wide layer, as the model's own plan says.
 
-The plan is that of transformers (`base_model_tp_plan`). Heads and MLP channels are split; what lies between two layers is
-whole on every rank. Adapters are split as the layer that they belong to.
+The plan is that of transformers (`base_model_tp_plan`). Heads and MLP channels are split; what lies between two layers
+is whole on every rank. Adapters are split as the layer that they belong to.
 """
 
 import re
