@@ -4,6 +4,7 @@ torch's distributed checkpoints. Tensors are found by name and place in the whol
 have saved, and one process without any group too.
 """
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -40,5 +41,7 @@ def load(
             f"{folder} must hold what is trained and nothing else, but differs in {missing[0]} and {len(missing) - 1} "
             f"others"
         )
-    checkpoint.load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
+        checkpoint.load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
     return state
