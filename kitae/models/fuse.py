@@ -137,7 +137,7 @@ def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:
         )  # fmt: skip
         (out,) = layers.linears(mixed.reshape(len(x), -1), attn.o_proj)
         x, gate, up = layers.normed_pair(x, out, second, *gate_up)
-        return (x + layers.swiglu_linear(gate, up, mlp.down_proj.weight))[None]
+        return x[None] + layers.swiglu_linear(gate, up, mlp.down_proj.weight)[None]  # no view: sharded layers hook it
 
     weight, head_dim = module.self_attn.q_proj.weight, module.self_attn.head_dim
     if not _swap_if_equal_attention(module, forward, weight, head_dim, seen):

@@ -112,7 +112,7 @@ class Policy(torch.nn.Module):
     def score(self, tokens_T: Tensor) -> Tensor:
         """Log-probs `[T - 1]` of all tokens but the first, given those before, in fp32. A plain pass, for checks."""
         positions_T = torch.arange(len(tokens_T), device=self.device)
-        with torch.no_grad():  # shards are gathered into tensors that training uses too
+        with torch.no_grad():  # no inference mode: what it gathers of a sharded model is trained with later
             hidden_TH = self.hidden(tokens_T, positions_T, _SelfAttention(positions_T))
             logp_TV = self.logits(hidden_TH[:-1]).float().log_softmax(-1)
         return logp_TV.gather(1, tokens_T[1:, None])[:, 0]

@@ -1,4 +1,4 @@
-"""Expert parallelism, where transformers has it: each rank of a group holds some experts and gets the tokens for them."""
+"""Expert parallelism, where transformers has it: a rank of a group holds some experts and gets the tokens for them."""
 
 from typing import Any
 

@@ -2,9 +2,9 @@
 
     rank = (data · sequence + its place in the sequence group) · tensor + its place in the tensor group
 
-Ranks of a tensor group compute one row together, each with a part of every wide layer. Ranks of a sequence group compute
-one row together, each with a part of its tokens. Rows are shared out over what is left: the data ranks. Weights,
-gradients and the optimizer's state are sharded over data and sequence ranks alike.
+Ranks of a tensor group compute one row together, each with a part of every wide layer. Ranks of a sequence group
+compute one row together, each with a part of its tokens. Rows are shared out over what is left: the data ranks.
+Weights, gradients and the optimizer's state are sharded over data and sequence ranks alike.
 """
 
 from dataclasses import dataclass
@@ -42,9 +42,7 @@ class Parallel:
         if self.offload not in OFFLOADS:
             raise ConfigError(f"offload must be one of {', '.join(OFFLOADS)}, got {self.offload!r}")
         if self.ranks % self.peers:
-            raise ConfigError(
-                f"ranks must be a multiple of tensor x sequence = {self.peers}, got ranks = {self.ranks}"
-            )
+            raise ConfigError(f"ranks must be a multiple of tensor x sequence = {self.peers}, got ranks = {self.ranks}")
         if self.expert > 1 and self.tensor > 1:
             raise ConfigError(f"expert > 1 needs tensor = 1, got expert = {self.expert} and tensor = {self.tensor}")
         if self.ranks % self.expert:
@@ -63,12 +61,14 @@ class Parallel:
     def check(self, policy: Policy) -> None:
         """Raise unless the heads of this model can be spread so."""
         name, tensor, sequence = policy.source, self.tensor, self.sequence
-        for kind, count in (("attention", policy.heads), ("key-value", policy.kv_heads)):
-            if count % tensor:
-                raise ConfigError(f"tensor must divide the {kind} heads of {name}, {count}; got tensor = {tensor}")
+        if policy.kv_heads % tensor:
+            raise ConfigError(
+                f"tensor must divide the key-value heads of {name}, {policy.kv_heads}; got tensor = {tensor}"
+            )
         if policy.heads % self.peers:
             raise ConfigError(
-                f"tensor x sequence must divide the attention heads of {name}, {policy.heads}; got {tensor} x {sequence}"
+                f"tensor x sequence must divide the attention heads of {name}, {policy.heads}; "
+                f"got {tensor} x {sequence}"
             )
         kv_heads = policy.kv_heads // tensor
         if kv_heads % sequence and sequence % kv_heads:
@@ -83,13 +83,15 @@ class Parallel:
 class Mesh:
     """The ranks of torch's process group, which must be there already and have `parallel.ranks` members.
 
-    device: what this rank computes on. `ranks` is what workers talk with; `data_rank` of `data_size` says which rows are
-    this rank's. All ranks must make it, at the same time.
+    device: what this rank computes on. `ranks` is what workers talk with; `data_rank` of `data_size` says which rows
+    are this rank's. All ranks must make it, at the same time.
     """
 
     def __init__(self, parallel: Parallel, device: torch.device) -> None:
         if dist.get_world_size() != parallel.ranks:
-            raise ConfigError(f"ranks must be as many as there are processes, {dist.get_world_size()}, got {parallel.ranks}")
+            raise ConfigError(
+                f"ranks must be as many as there are processes, {dist.get_world_size()}, got {parallel.ranks}"
+            )
         self.parallel = parallel
         self.device = device
         self.rank = dist.get_rank()
@@ -100,8 +102,8 @@ class Mesh:
         experts = _grid(device, parallel.expert, "copy", "expert") if parallel.expert > 1 else None
         self.experts: DeviceMesh | None = experts and experts["expert"]
         self.expert_shards: DeviceMesh | None = experts and experts["copy"]
-        self.control = dist.new_group(backend="gloo")  # flags, metrics, checkpoints: never on the device
-        self.ranks = Distributed(device, self.control, peers=parallel.peers)
+        control, saving = (dist.new_group(backend="gloo") for _ in range(2))
+        self.ranks = Distributed(device, control, saving, peers=parallel.peers, host=parallel.offload == "optimizer")
 
 
 def _grid(device: torch.device, inner: int, *names: str) -> DeviceMesh:

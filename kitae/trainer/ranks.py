@@ -13,13 +13,17 @@ from kitae.observe.meter import Kind, Totals
 
 
 class Ranks(Protocol):
-    """All of them call each method, in the same order, and get the same answer."""
+    """All of them call each method, in the same order, and get the same answer.
+
+    host: whether the optimizer's state lies in the memory of the host.
+    """
 
     rank: int
     size: int
+    host: bool
 
-    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
-        """Of the whole gradient, from a rank's part of it."""
+    def norm(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """Of the whole gradient, from a rank's part of it; with each, the parameter, which says what part that is."""
 
     def every(self, flag: bool) -> bool: ...
     def together(self, totals: Totals) -> Totals: ...
@@ -28,10 +32,10 @@ class Ranks(Protocol):
 class Alone:
     """One process."""
 
-    rank, size = 0, 1
+    rank, size, host = 0, 1, False
 
-    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
-        return torch.nn.utils.get_total_norm(gradients)
+    def norm(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        return torch.nn.utils.get_total_norm([gradient for gradient, _ in gradients])
 
     def every(self, flag: bool) -> bool:
         return flag
@@ -43,20 +47,31 @@ class Alone:
 class Distributed:
     """The ranks of torch's process group. Each has its shards of a gradient, or a copy of what is not sharded.
 
-    device: what they compute on. control: a group for what lies in the memory of the host. peers: as many ranks in
+    device: what they compute on. control, saving: groups for what lies in the memory of the host; the second is for
+    checkpoints alone, which are written beside all else. peers: as many ranks in
     succession compute the same rows, so that of their numbers those of the first count.
     """
 
-    def __init__(self, device: torch.device, control: dist.ProcessGroup, *, peers: int = 1) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        control: dist.ProcessGroup,
+        saving: dist.ProcessGroup,
+        *,
+        peers: int = 1,
+        host: bool = False,
+    ) -> None:
+        self.saving = saving
+        self.host = host
         self._device = device
         self._control = control
         self._peers = peers
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
+    def norm(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         by_copies: dict[int, list[Tensor]] = {}
-        for gradient in gradients:
-            by_copies.setdefault(copies(gradient, self.size), []).append(local(gradient))
+        for gradient, parameter in gradients:
+            by_copies.setdefault(copies(parameter, self.size), []).append(gradient)
         squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for count, parts in by_copies.items():
             squares += torch.nn.utils.get_total_norm(parts).to(squares) ** 2 / count
@@ -88,5 +103,7 @@ def copies(tensor: Tensor, ranks: int) -> int:
     if not isinstance(tensor, DTensor):
         return ranks
     assert not any(placement.is_partial() for placement in tensor.placements)
-    sharded = (size for size, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if not p.is_replicate())
+    sharded = (
+        size for size, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if not p.is_replicate()
+    )
     return ranks // math.prod(sharded)

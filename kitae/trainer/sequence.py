@@ -1,8 +1,9 @@
 """Sequence parallelism: the tokens of a row are split over the processes of a group, attention is computed by heads.
 
 Every process has `t` tokens in succession of a row of T, the last ones padding where T is no multiple. Around attention
-they exchange: each gives its tokens away for all heads but its own, and gets all tokens for those. All else (projections,
-MLPs, norms, head) knows no other token. A loss token is computed where the state lies that predicts it; then all have all.
+they exchange: each gives its tokens away for all heads but its own, and gets all tokens for those. All else
+(projections, MLPs, norms, head) knows no other token. A loss token is computed where the state lies that predicts it;
+then all have all.
 Legend: T tokens of the row, t of this process; N loss tokens of the row, n of this process.
 """
 
@@ -18,8 +19,11 @@ from kitae.models.attention import AttentionContext
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What of a row this process has: `tokens_t`, `positions_t`, and which loss tokens (`own_n`, places in the row's)."""
+class RowPart:
+    """What of a row this process has; `own_n` says which of its loss tokens those are.
+
+    Of 5 tokens the second of two processes has `tokens_t` [6, 2, 0], the last one padding.
+    """
 
     tokens_t: Tensor
     positions_t: Tensor
@@ -27,10 +31,12 @@ class Part:
     own_n: Tensor
 
     @classmethod
-    def of(cls, tokens_T: Tensor, positions_T: Tensor, source_N: Tensor, group: dist.ProcessGroup) -> "Part":
+    def of(cls, tokens_T: Tensor, positions_T: Tensor, source_N: Tensor, group: dist.ProcessGroup) -> "RowPart":
         size, place = dist.get_world_size(group), dist.get_rank(group)
         length = -(-len(tokens_T) // size)
-        tokens, positions = (pad(x, (0, size * length - len(x))).view(size, length)[place] for x in (tokens_T, positions_T))
+        tokens, positions = (
+            pad(x, (0, size * length - len(x))).view(size, length)[place] for x in (tokens_T, positions_T)
+        )
         own_n = (source_N // length == place).nonzero()[:, 0]
         return cls(tokens, positions, source_N[own_n] - place * length, own_n)
 
