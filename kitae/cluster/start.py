@@ -5,11 +5,11 @@ from contextlib import asynccontextmanager
 
 from kitae.cluster.base import Cluster
 from kitae.cluster.local import LocalCluster
-from kitae.config.root import RLConfig
+from kitae.config.root import Root
 
 
 @asynccontextmanager
-async def open_cluster(config: RLConfig) -> AsyncIterator[Cluster | None]:
+async def open_cluster(config: Root) -> AsyncIterator[Cluster | None]:
     """None: there is none, the run is in this process."""
     if config.cluster.backend == "none":
         yield None

@@ -84,6 +84,14 @@ def placed(c: ClusterConfig, engine: EngineConfig, model: ModelConfig, m: Method
         yield f"model.exact needs cluster.ranks = 1, got {c.ranks}: sums over ranks are added up in another order"
 
 
+def engineless(c: ClusterConfig, model: ModelConfig) -> Iterator[str]:
+    """Where nothing is sampled."""
+    if c.engines:
+        yield f"cluster.engines must be 0 where nothing is sampled, got {c.engines}"
+    if c.ranks > 1 and model.exact:
+        yield f"model.exact needs cluster.ranks = 1, got {c.ranks}: sums over ranks are added up in another order"
+
+
 def commanded(e: EnvConfig) -> Iterator[str]:
     if e.command and e.name != "command":
         yield f"env.command is run by env.name = 'command', got {e.name!r}"

@@ -13,12 +13,13 @@ from kitae.cluster.start import open_cluster
 from kitae.config.root import RLConfig, reinforcement
 from kitae.engines.start import EngineOrder, start_engine
 from kitae.envs.registry import open_world
-from kitae.errors import ConfigError, TrainerLost
+from kitae.errors import ConfigError
 from kitae.evaluation.held_out import forget_after
 from kitae.models.facts import ModelFacts
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
+from kitae.pipeline.again import until_done
 from kitae.pipeline.evaluate import RunEvaluations, evaluation_due
 from kitae.pipeline.interrupts import Interrupts
 from kitae.pipeline.loops import Pipeline, Stopped
@@ -32,8 +33,6 @@ from kitae.trainer.base import Trainer
 from kitae.trainer.start import make_learner, ranked_trainer, start_trainer
 from kitae.weights.probe import probe_tolerance
 
-_MOST_FRUITLESS = 3  # times that a trainer may be lost before it has trained a step
-
 
 def train(
     store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None = None, *, forget: bool = False
@@ -41,26 +40,13 @@ def train(
     """Train a new run, or go on with one from its last checkpoint, or the one named. Steps that the journal has after
     it are trained again as they were, or given up with `forget`. Returns when it is finished or stopped by Ctrl-C."""
     try:
-        return asyncio.run(_train(store, sources, observer, checkpoint, forget))
+        return asyncio.run(
+            until_done(
+                lambda where, drop: _attempt(store, sources, observer, where, drop), store, observer, checkpoint, forget
+            )
+        )
     finally:
         store.close()
-
-
-async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None, forget: bool) -> Result:
-    """A run whose trainer was lost goes on from its last checkpoint and its journal, as after a crash."""
-    fruitless = 0
-    while True:
-        before = store.journal.last_step()
-        try:
-            return await _attempt(store, sources, observer, checkpoint, forget)
-        except TrainerLost as lost:
-            fruitless = 0 if store.journal.last_step() > before else fruitless + 1
-            if fruitless == _MOST_FRUITLESS:
-                raise
-            observer.note(f"{lost}. The run goes on from its last checkpoint")
-            await store.journal.add_event("trainer lost", str(lost))
-        checkpoint, forget = None, False
-        store.changes.clear()  # they are recorded
 
 
 async def _attempt(

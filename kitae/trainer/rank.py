@@ -20,6 +20,8 @@ from kitae.processes.frames import Frame, pack_frame, read_frame
 from kitae.trainer.wire import Arrays, Header, conditions_of, rows_of_wire, totals_to_wire
 
 if TYPE_CHECKING:
+    from kitae.config.root import Root
+    from kitae.trainer.mesh import Mesh
     from kitae.trainer.worker import Worker
     from kitae.weights.start import OwnPublisher
 
@@ -30,9 +32,21 @@ Reply = tuple[Header, Arrays]
 
 
 def main(setup: dict[str, Any], stream: socket.socket) -> None:
-    """At a post (`kitae.cluster.worker`)."""
+    """Of a run of reinforcement learning, at a post (`kitae.cluster.worker`)."""
+
+    def make(config: "Root", mesh: "Mesh") -> "Worker":
+        from kitae.config.root import reinforcement
+        from kitae.trainer.start import sharded_worker
+
+        return sharded_worker(reinforcement(config, "a rank of a trainer"), mesh)
+
+    run_rank(setup, stream, make)
+
+
+def run_rank(setup: dict[str, Any], stream: socket.socket, make: "Callable[[Root, Mesh], Worker]") -> None:
+    """make: what this rank has of the models, once it has met the others."""
     try:
-        rank = _join(setup)
+        rank = _join(setup, make)
     except KitaeError as error:
         stream.sendall(pack_frame({"refused": str(error)}))
         return
@@ -40,7 +54,7 @@ def main(setup: dict[str, Any], stream: socket.socket) -> None:
     os._exit(0)  # a clean exit of all that is loaded takes a second
 
 
-def _join(setup: dict[str, Any]) -> "Rank":
+def _join(setup: dict[str, Any], make: "Callable[[Root, Mesh], Worker]") -> "Rank":
     """Meet the other ranks, and load and shard the models with them."""
     import warnings
 
@@ -49,13 +63,13 @@ def _join(setup: dict[str, Any]) -> "Rank":
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     from kitae.config.load import parse_config
-    from kitae.config.root import reinforcement
     from kitae.models.load import pick_device
     from kitae.trainer.mesh import Mesh, Parallel
-    from kitae.trainer.start import sharded_worker
 
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)  # layers return views: nothing writes to them
-    config = reinforcement(parse_config(setup["config"]), "a rank of a trainer")
+    warnings.filterwarnings(
+        "ignore", "FSDP2-wrapped module", UserWarning
+    )  # layers return views; nothing writes to them
+    config = parse_config(setup["config"])
     torch.set_num_threads(setup["threads"])
     device = pick_device(config.model.device)
     if device.type == "cuda":
@@ -68,7 +82,7 @@ def _join(setup: dict[str, Any]) -> "Rank":
     )  # fmt: skip
     c = config.cluster
     mesh = Mesh(Parallel(c.ranks, c.tensor, c.sequence, c.expert, c.offload), device)
-    return Rank(sharded_worker(config, mesh), setup["rank"])
+    return Rank(make(config, mesh), setup["rank"])
 
 
 async def _serve(rank: "Rank", stream: socket.socket) -> None:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 import kitae.errors as errors
 from kitae.cluster.base import Cluster, Duty
 from kitae.cluster.link import Deadlines, Link, PostLost
-from kitae.config.root import RLConfig
+from kitae.config.root import Root
 from kitae.data.packing import Row
 from kitae.errors import KitaeError, TrainerError, TrainerLost, root_cause
 from kitae.observe.meter import Totals
@@ -42,12 +42,14 @@ _meetings = itertools.count()
 class RankedTrainer:
     """Implements `kitae.trainer.base.Trainer`. Nothing runs before `start`.
 
-    teacher: one outside the ranks, which is asked while they compute.
+    module: whose `main` is a rank (`kitae.trainer.rank.run_rank`). teacher: one outside the ranks, which is asked while
+    they compute.
     """
 
     def __init__(
         self,
-        config: RLConfig,
+        config: Root,
+        module: str,
         cluster: Cluster,
         teacher: OutsideTeacher | None = None,
         *,
@@ -56,6 +58,7 @@ class RankedTrainer:
     ) -> None:
         c = config.cluster
         self._config = config
+        self._module = module
         self._cluster = cluster
         self._teacher = teacher
         self._threads = threads
@@ -95,7 +98,7 @@ class RankedTrainer:
     async def _start_rank(self, setup: Mapping[str, Any]) -> Link:
         name = f"rank {setup['rank']} of the trainer"
         environment = {} if self._cluster.remote else {"GLOO_SOCKET_IFNAME": "lo"}
-        duty = Duty(name, "kitae.trainer.rank", setup, POOL, self._threads, environment=environment)
+        duty = Duty(name, self._module, setup, POOL, self._threads, environment=environment)
         return await Link.start(self._cluster, duty, self._limits, TrainerError)
 
     @property

@@ -8,8 +8,8 @@ from kitae.algorithms.control import Control
 from kitae.algorithms.groups import GroupStages
 from kitae.algorithms.loss import PolicyLoss
 from kitae.cluster.base import Cluster
-from kitae.cluster.config import PoolConfig
-from kitae.config.root import DistilConfig, RLConfig
+from kitae.cluster.config import ClusterConfig, PoolConfig
+from kitae.config.root import DistilConfig, RLConfig, Root
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
@@ -43,12 +43,21 @@ def start_trainer(config: RLConfig, policy: Policy, note: Callable[[str], None] 
 
 
 def ranked_trainer(config: RLConfig, cluster: Cluster) -> RankedTrainer:
-    """In processes of their own, with as many threads each as fit where they are."""
-    c, cores = config.cluster, len(os.sched_getaffinity(0))
-    threads = max(1, cores // (c.ranks + config.engine.count))
+    """In processes of their own."""
+    threads = _rank_threads(config.cluster, cluster, beside=config.engine.count)
+    return RankedTrainer(config, "kitae.trainer.rank", cluster, served_teacher(config), threads=threads)
+
+
+def ranked_stage(config: Root, module: str, cluster: Cluster) -> RankedTrainer:
+    """The same for an objective that `module` makes on each rank."""
+    return RankedTrainer(config, module, cluster, threads=_rank_threads(config.cluster, cluster))
+
+
+def _rank_threads(config: ClusterConfig, cluster: Cluster, beside: int = 0) -> int:
+    """As many as fit where a rank is; beside: other processes that want some."""
     if cluster.remote:
-        threads = max(1, int(c.pools.get(TRAINER, PoolConfig()).cpus))
-    return RankedTrainer(config, cluster, served_teacher(config), threads=threads)
+        return max(1, int(config.pools.get(TRAINER, PoolConfig()).cpus))
+    return max(1, len(os.sched_getaffinity(0)) // (config.ranks + beside))
 
 
 def sharded_worker(config: RLConfig, mesh: Mesh) -> Worker:
@@ -131,6 +140,18 @@ def reinforced(
 
 def supervised(objective: Objective, training: LearningConfig, ranks: Ranks | None = None) -> LocalTrainer:
     """A trainer of one model, for one objective, with an update for each step."""
+    return LocalTrainer(supervised_worker(objective, training, ranks))
+
+
+def supervised_worker(objective: Objective, training: LearningConfig, ranks: Ranks | None = None) -> Worker:
+    """Models that are sharded must be so by now."""
     ranks = ranks or Alone()
     trained = {Role.POLICY: Trained(objective, training, ranks, total_updates=training.steps)}
-    return LocalTrainer(Worker(objective.policy, training, trained, ranks=ranks))
+    return Worker(objective.policy, training, trained, ranks=ranks)
+
+
+def spread_worker(objective: Objective, training: LearningConfig, mesh: Mesh) -> Worker:
+    """A rank's, of an objective whose model is whole yet."""
+    model = objective.model
+    shard(model if isinstance(model, ScalarModel) else objective.policy, mesh)
+    return supervised_worker(objective, training, mesh.ranks)

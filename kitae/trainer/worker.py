@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from kitae.data.packing import Row
-from kitae.models.load import export_policy
 from kitae.errors import StoreError
+from kitae.models.classifier import export_scalar
+from kitae.models.load import export_policy
 from kitae.models.policy import Policy
+from kitae.models.scalar import ScalarModel
 from kitae.observe.meter import Kind, Totals
 from kitae.trainer.base import Column, Conditions, Role
 from kitae.trainer.checkpoint import FOLDER, begin_save, load
@@ -107,7 +109,12 @@ class Worker:
         return lambda: None
 
     def export(self, folder: Path) -> None:
-        export_policy(self.policy, folder)
+        """What is trained, as a folder that other programs load. All ranks must call it."""
+        model = self.trained[Role.POLICY].objective.model
+        if isinstance(model, ScalarModel):
+            export_scalar(model, folder)
+        else:
+            export_policy(self.policy, folder)
 
     def load(self, folder: Path) -> None:
         """What ranks have saved, however many, or what one process has, if this is one."""
