@@ -6,6 +6,7 @@
     ├── DataError            a data set, task or prompt is malformed
     ├── EngineError          the rollout engine cannot go on
     │   ├── RequestError     one request is impossible; the other requests are unharmed
+    │   ├── EngineLost       this engine is gone, with its process or server; another can go on with what it did
     │   └── WeightsDamaged   new weights did not arrive whole; the engine stands still until whole ones come
     ├── VerifierError        a verifier is unknown or breaks its contract
     ├── SandboxError         code cannot be run in a sandbox on this machine
@@ -42,6 +43,10 @@ class EngineError(KitaeError):
 
 
 class RequestError(EngineError):
+    pass
+
+
+class EngineLost(EngineError):
     pass
 
 

@@ -27,7 +27,7 @@ from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.process import engine as engine_module
 from kitae.engines.process.engine import ProcessEngine
-from kitae.errors import EngineError, RequestError, WeightsDamaged
+from kitae.errors import EngineError, EngineLost, RequestError, WeightsDamaged
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
@@ -442,6 +442,31 @@ def test_a_fleet_of_two_and_one_is_lost(
     assert tokens(got) == tokens(run(native(policy, asked)))
     assert {v for c in got for v in c.versions} == {7} and fleet.stats().version == 7
     assert run(fleet.probe()) == (Probe(7, score_probe(policy)),) * 2
+
+
+def test_in_a_fleet_a_lost_process_gives_its_requests_to_the_others(
+    model: ModelConfig, policy: Policy, publisher: MemoryPublisher, run: Run[Any]
+) -> None:
+    """With all that it had told; and it is not brought back."""
+    asked = requests(4, tokens=300)
+
+    async def body() -> tuple[list[Completion], int, int]:
+        engines = [ProcessEngine(model, CONFIG, publisher, threads=1, once=True) for _ in range(2)]
+        fleet = Fleet(engines)
+        try:
+            tasks = [asyncio.create_task(fleet.generate(each)) for each in asked]
+            await until_generated(engines[0], 2 * 64 + 10)
+            os.kill(process_of(engines[0]), signal.SIGKILL)
+            done = await asyncio.gather(*tasks)
+            with pytest.raises(EngineLost, match="its process was lost: killed by signal 9"):
+                await engines[0].generate(asked[0])
+            return done, fleet.lost, fleet.stats().restarts
+        finally:
+            await fleet.close()
+
+    done, *lost = run(body())
+    assert lost == [1, 1]
+    assert tokens(done) == tokens(run(native(policy, asked)))
 
 
 def test_too_many_losses_end_it_with_the_last_words(
