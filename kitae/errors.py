@@ -6,6 +6,7 @@
     ├── DataError            a data set, task or prompt is malformed
     ├── EngineError          the rollout engine cannot go on
     │   ├── RequestError     one request is impossible; the other requests are unharmed
+    │   ├── EngineLost       this engine is gone, with its process or server; another can go on with what it did
     │   └── WeightsDamaged   new weights did not arrive whole; the engine stands still until whole ones come
     ├── TrainerError         the trainer cannot start or go on
     │   └── TrainerLost      a rank of it is gone; the last checkpoint and the journal have all that is needed
@@ -44,6 +45,10 @@ class EngineError(KitaeError):
 
 
 class RequestError(EngineError):
+    pass
+
+
+class EngineLost(EngineError):
     pass
 
 

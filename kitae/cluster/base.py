@@ -59,8 +59,10 @@ class Cluster(Protocol):
     nothing of this one's memory and files. `close` ends all that is left.
     """
 
-    host: str
     remote: bool
+
+    @property
+    def host(self) -> str: ...
 
     async def start(self, duty: Duty) -> Post: ...
     async def close(self) -> None: ...

@@ -66,7 +66,8 @@ async def _attempt(
     async with AsyncExitStack() as stack:
         pool = await stack.enter_async_context(make_pool(config, observer.note))
         world = await stack.enter_async_context(open_world(config.env))
-        cluster = await stack.enter_async_context(open_cluster(config))
+        if (cluster := await open_cluster(config.cluster)) is not None:
+            stack.push_async_callback(cluster.close)
         observer.note(f"loading {config.model.path}")
         policy, trainer = _trainer(config, cluster, observer)
         stack.push_async_callback(trainer.close)

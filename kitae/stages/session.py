@@ -60,7 +60,8 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
     async with AsyncExitStack() as stack:
         observer.note(f"loading {config.model.path}")
         method = make_method(config)
-        cluster = await stack.enter_async_context(open_cluster(config))
+        if (cluster := await open_cluster(config.cluster)) is not None:
+            stack.push_async_callback(cluster.close)
         trainer = _trainer(config, method, cluster)
         stack.push_async_callback(trainer.close)
         await trainer.start()
