@@ -55,7 +55,10 @@ class Case:
 
     @property
     def alone(self) -> "Case":
-        return replace(self, parallel=None, rows=[row for row in self.rows if row.loss_tokens])
+        """The same in one process; split layers are not fused, so those of that one are not either."""
+        split = self.parallel is not None and self.parallel.tensor > 1
+        rows = [row for row in self.rows if row.loss_tokens]
+        return replace(self, parallel=None, rows=rows, model={"fuse": not split, **self.model})
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,9 @@ class Crew:
 
     def weights(self) -> list[Tensor]:
         return [whole(p.detach()) for o in self.optimizers for p in o.parameters]
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: whole(tensor) for name, tensor in self.worker._state().items()}
 
 
 def train(folder: str, case: Case) -> Result:
