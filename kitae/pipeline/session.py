@@ -20,6 +20,7 @@ from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
 from kitae.pipeline.again import until_done
+from kitae.pipeline.boards import opened_board
 from kitae.pipeline.evaluate import RunEvaluations, evaluation_due
 from kitae.pipeline.interrupts import Interrupts
 from kitae.pipeline.loops import Pipeline, Stopped
@@ -83,7 +84,7 @@ async def _attempt(
         forget_after(store.folder, max(frontier.step, store.journal.last_step()))
         board = None
         if config.engine.kind != "native":
-            board = await trainer.open_board(_transport(config, cluster), config.engine.sync)
+            board = await stack.enter_async_context(opened_board(config, trainer, cluster, store.folder / "weights"))
         engine = await start_engine(EngineOrder(config.model, config.engine, frontier.step, policy, board, cluster))
         stack.push_async_callback(engine.close)
         await trainer.use_threads(torch.get_num_threads())  # an engine may have got some of the cores
@@ -138,12 +139,6 @@ def _trainer(config: RLConfig, cluster: Cluster | None, observer: Observer) -> t
         return None, ranked_trainer(config, cluster)
     policy = load_policy(config.model, config.run.seed)
     return policy, start_trainer(config, policy, observer.note)
-
-
-def _transport(config: RLConfig, cluster: Cluster | None) -> str:
-    if config.cluster.transport != "auto":
-        return config.cluster.transport
-    return "http" if cluster is not None and cluster.remote else "memory"
 
 
 def _where_it_stands(store: RunStore, checkpoint: str | None, forget: bool) -> tuple[Frontier, Path | None]:

@@ -46,7 +46,8 @@ def main(setup: dict[str, Any], stream: socket.socket) -> None:
 def run_rank(setup: dict[str, Any], stream: socket.socket, make: "Callable[[Root, Mesh], Worker]") -> None:
     """make: what this rank has of the models, once it has met the others."""
     try:
-        rank = _join(setup, make)
+        own = stream.getsockname()
+        rank = Rank(_join(setup, make), setup["rank"], own[0] if isinstance(own, tuple) else "")
     except KitaeError as error:
         stream.sendall(pack_frame({"refused": str(error)}))
         return
@@ -54,7 +55,7 @@ def run_rank(setup: dict[str, Any], stream: socket.socket, make: "Callable[[Root
     os._exit(0)  # a clean exit of all that is loaded takes a second
 
 
-def _join(setup: dict[str, Any], make: "Callable[[Root, Mesh], Worker]") -> "Rank":
+def _join(setup: dict[str, Any], make: "Callable[[Root, Mesh], Worker]") -> "Worker":
     """Meet the other ranks, and load and shard the models with them."""
     import warnings
 
@@ -82,7 +83,7 @@ def _join(setup: dict[str, Any], make: "Callable[[Root, Mesh], Worker]") -> "Ran
     )  # fmt: skip
     c = config.cluster
     mesh = Mesh(Parallel(c.ranks, c.tensor, c.sequence, c.expert, c.offload), device)
-    return Rank(make(config, mesh), setup["rank"])
+    return make(config, mesh)
 
 
 async def _serve(rank: "Rank", stream: socket.socket) -> None:
@@ -111,11 +112,13 @@ async def _tick(writer: asyncio.StreamWriter) -> None:
 class Rank:
     """What the driver may ask of a worker: an operation for each call of `kitae.trainer.base.Trainer`."""
 
-    def __init__(self, worker: "Worker", number: int) -> None:
+    def __init__(self, worker: "Worker", number: int, host: str) -> None:
+        """host: the address of this machine that others can reach; "": they are on it."""
         import torch
 
         self.worker = worker
         self.number = number
+        self._host = host
         self._publisher: OwnPublisher | None = None
         self._threads = torch.get_num_threads()  # a thread begins with as many as there are cores
         self._operations: dict[str, Callable[[Header, Arrays], Reply]] = {
@@ -181,7 +184,10 @@ class Rank:
 
         if self.number:
             return {}, {}
-        self._publisher = make_publisher(header["transport"], header["mode"])
+        settings = header["settings"]
+        if self._host and "host" in settings:
+            settings["host"] = self._host
+        self._publisher = make_publisher(header["transport"], header["mode"], **settings)
         return {"address": asdict(self._publisher.address)}, {}
 
     def _publish(self, header: Header, arrays: Arrays) -> Reply:

@@ -143,8 +143,8 @@ class RankedTrainer:
     async def finish_step(self, step: int) -> None:
         await self._first("finish_step", step=step)
 
-    async def open_board(self, transport: str, mode: Mode) -> Board:
-        reply = await self._first("open_board", transport=transport, mode=mode)
+    async def open_board(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> Board:
+        reply = await self._first("open_board", transport=transport, mode=mode, settings=dict(settings))
         found = reply.header["address"]
         self._board = RankBoard(Address(found["kind"], found["settings"]))
         return self._board
