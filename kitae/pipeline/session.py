@@ -8,16 +8,13 @@ from pathlib import Path
 
 import torch
 
-from kitae.cluster.base import Cluster
 from kitae.cluster.start import open_cluster
-from kitae.config.root import RLConfig, reinforcement
+from kitae.config.root import reinforcement
 from kitae.engines.start import EngineOrder, start_engine
 from kitae.envs.registry import open_world
 from kitae.errors import ConfigError
 from kitae.evaluation.held_out import forget_after
 from kitae.models.facts import ModelFacts
-from kitae.models.load import load_policy
-from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
 from kitae.pipeline.again import until_done
 from kitae.pipeline.boards import opened_board
@@ -30,8 +27,7 @@ from kitae.store.checkpoint import START, Frontier
 from kitae.store.disk import flush
 from kitae.store.provenance import check_data, record_data
 from kitae.store.run import LEARNING, Result, RunStore, changes_of_learning
-from kitae.trainer.base import Trainer
-from kitae.trainer.start import make_learner, ranked_trainer, start_trainer
+from kitae.trainer.start import make_learner, start_trainer
 from kitae.weights.probe import probe_tolerance
 
 
@@ -70,7 +66,7 @@ async def _attempt(
         if (cluster := await open_cluster(config.cluster)) is not None:
             stack.push_async_callback(cluster.close)
         observer.note(f"loading {config.model.path}")
-        policy, trainer = _trainer(config, cluster, observer)
+        policy, trainer = start_trainer(config, cluster, observer.note)
         stack.push_async_callback(trainer.close)
         await trainer.start()
         facts = ModelFacts.read(config.model) if policy is None else ModelFacts.of(policy)
@@ -131,14 +127,6 @@ async def _attempt(
         await store.sync()
         observer.finished(store.folder)
         return Result(store.folder, None, config.training.steps, evaluations.found(0), after)
-
-
-def _trainer(config: RLConfig, cluster: Cluster | None, observer: Observer) -> tuple[Policy | None, Trainer]:
-    """The trainer, and the policy where that is in this process. On other machines there is always a rank at least."""
-    if cluster is not None and (cluster.remote or config.cluster.ranks > 1):
-        return None, ranked_trainer(config, cluster)
-    policy = load_policy(config.model, config.run.seed)
-    return policy, start_trainer(config, policy, observer.note)
 
 
 def _where_it_stands(store: RunStore, checkpoint: str | None, forget: bool) -> tuple[Frontier, Path | None]:

@@ -36,7 +36,7 @@ def main(setup: dict[str, Any], stream: socket.socket) -> None:
 
     def make(config: "Root", mesh: "Mesh") -> "Worker":
         from kitae.config.root import reinforcement
-        from kitae.trainer.start import sharded_worker
+        from kitae.trainer.assemble import sharded_worker
 
         return sharded_worker(reinforcement(config, "a rank of a trainer"), mesh)
 
