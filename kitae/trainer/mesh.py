@@ -116,6 +116,7 @@ def _sequence_group(parallel: Parallel) -> dist.ProcessGroup | None:
     if parallel.sequence == 1:
         return None
     ranks = torch.arange(parallel.ranks).view(parallel.data, parallel.sequence, parallel.tensor)
-    group, _ = dist.new_subgroups_by_enumeration(ranks.transpose(1, 2).reshape(-1, parallel.sequence).tolist())
-    assert group is not None
-    return group
+    groups = ranks.transpose(1, 2).reshape(-1, parallel.sequence).tolist()
+    own: dist.ProcessGroup
+    own, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
+    return own
