@@ -200,9 +200,9 @@ def test_a_checkpoint_of_something_else_is_refused(tiny_folder: TinyFolder, tmp_
     ("settings", "message"),
     [
         ({"ranks": 0}, "ranks must be at least 1, got 0"),
-        ({"ranks": 6, "tensor": 2, "sequence": 2}, "multiple of tensor x sequence = 4, got ranks = 6"),
-        ({"ranks": 4, "tensor": 2, "expert": 2}, "expert > 1 needs tensor = 1, got expert = 2 and tensor = 2"),
-        ({"ranks": 3, "expert": 2}, "ranks must be a multiple of expert = 2, got ranks = 3"),
+        ({"ranks": 6, "tensor": 2, "sequence": 2}, "multiple of tensor x sequence = 4, got 6"),
+        ({"ranks": 4, "tensor": 2, "expert": 2}, "expert > 1 needs tensor = 1, got expert 2 and tensor 2"),
+        ({"ranks": 3, "expert": 2}, "ranks must be a multiple of expert = 2, got 3"),
         ({"offload": "some"}, "offload must be one of none, optimizer, all, got 'some'"),
     ],
 )
@@ -223,7 +223,7 @@ def test_heads_must_divide(tiny_policy: Callable[..., Policy]) -> None:
     policy.heads, policy.kv_heads = 12, 6
     with pytest.raises(ConfigError, match=r"sequence must divide the key-value heads .*, 6, or be a multiple .* = 4"):
         Parallel(4, 1, 4).check(policy)
-    with pytest.raises(ConfigError, match="expert > 1 needs a model class with a plan that sends tokens to experts"):
+    with pytest.raises(ConfigError, match="expert > 1 needs a model with a plan that sends tokens to experts"):
         split_experts(policy, None)  # type: ignore[arg-type]
 
 
