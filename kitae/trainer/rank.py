@@ -90,11 +90,19 @@ async def _serve(rank: "Rank", stream: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=stream)
     writer.write(pack_frame({"ready": True, **rank.facts()}))
     ticks = asyncio.create_task(_tick(writer))
-    compute = ThreadPoolExecutor(1, "kitae-trainer")
+    compute, beside = ThreadPoolExecutor(1, "kitae-trainer"), ThreadPoolExecutor(1, "kitae-trainer-saves")
+
+    async def answer(frame: Frame, where: ThreadPoolExecutor) -> None:
+        header, arrays = await asyncio.get_running_loop().run_in_executor(where, rank.answer, frame)
+        writer.write(pack_frame({"re": frame.header["call"], **header}, arrays))
+
+    saving: set[asyncio.Task[None]] = set()
     with suppress(ConnectionError):
         while (frame := await read_frame(reader)) is not None and frame.header["op"] != "close":
-            header, arrays = await asyncio.get_running_loop().run_in_executor(compute, rank.answer, frame)
-            writer.write(pack_frame({"re": frame.header["call"], **header}, arrays))
+            if frame.header["op"] == "end_save":  # the files are written while the next step is computed
+                saving.add(asyncio.create_task(answer(frame, beside)))
+            else:
+                await answer(frame, compute)
     ticks.cancel()
     rank.close()
     if frame is not None:
@@ -120,6 +128,7 @@ class Rank:
         self.number = number
         self._host = host
         self._publisher: OwnPublisher | None = None
+        self._saving: Callable[[], None] = lambda: None
         self._threads = torch.get_num_threads()  # a thread begins with as many as there are cores
         self._operations: dict[str, Callable[[Header, Arrays], Reply]] = {
             "annotate": self._annotate,
@@ -129,7 +138,8 @@ class Rank:
             "open_board": self._open_board,
             "publish": self._publish,
             "probe": self._probe,
-            "save": self._save,
+            "begin_save": self._begin_save,
+            "end_save": self._end_save,
             "load": self._load,
             "export": self._export,
         }
@@ -206,8 +216,13 @@ class Rank:
 
         return {"logprobs": score_probe(self.worker.policy)}, {}
 
-    def _save(self, header: Header, arrays: Arrays) -> Reply:
-        self.worker.save(Path(header["folder"]))
+    def _begin_save(self, header: Header, arrays: Arrays) -> Reply:
+        """Returns when the state is copied."""
+        self._saving = self.worker.begin_save(Path(header["folder"]))
+        return {}, {}
+
+    def _end_save(self, header: Header, arrays: Arrays) -> Reply:
+        self._saving()
         return {}, {}
 
     def _load(self, header: Header, arrays: Arrays) -> Reply:
