@@ -39,6 +39,7 @@ from kitae.envs.registry import open_world
 from kitae.envs.surroundings import Running
 from kitae.evaluation.measure import Evaluation, evaluate
 from kitae.evaluation.statistics import compare
+from kitae.models.facts import ModelFacts
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.pipeline.prepare import make_episodes, make_pool, prepare
@@ -137,7 +138,7 @@ class Bench:
 
     def episodes(self, engine: NativeEngine, student: Policy) -> Episodes:
         """Prompts are written as the student reads them, whoever answers."""
-        return make_episodes(self.config, engine, self.pool, open_world(self.config.env), student)
+        return make_episodes(self.config, engine, self.pool, open_world(self.config.env), ModelFacts.of(student))
 
     async def evaluate(self, episodes: Episodes, who: str) -> Evaluation:
         sampling = replace(episodes.sampling, temperature=0.0)
@@ -161,7 +162,7 @@ class Bench:
         trainer = start_trainer(config, student)
         learner = make_learner(config, trainer)
         engine = NativeEngine(student, config.engine, 0)
-        weights = WeightSync(trainer, engine, recompute=False, tolerance=probe_tolerance(student))
+        weights = WeightSync(trainer, engine, recompute=False, tolerance=probe_tolerance(student.dtype))
         episodes = self.episodes(engine, student)
         self.clock.say("student and teacher are loaded")
         before.found = before.found or await self.evaluate(episodes, "student before")

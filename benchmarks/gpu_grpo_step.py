@@ -29,6 +29,7 @@ from kitae.config.load import parse_config
 from kitae.config.root import RLConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.envs.registry import open_world
+from kitae.models.facts import ModelFacts
 from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
 from kitae.observe import timeline
@@ -126,10 +127,10 @@ async def run(config: RLConfig, policy: Policy, watch: Watch) -> tuple[list[dict
 
     trainer.forward_backward = kept  # type: ignore[method-assign]
     engine = NativeEngine(policy, config.engine)
-    weights = WeightSync(trainer, engine, recompute=False, tolerance=probe_tolerance(policy))
+    weights = WeightSync(trainer, engine, recompute=False, tolerance=probe_tolerance(policy.dtype))
     try:
         async with make_pool(config) as pool:
-            episodes = make_episodes(config, engine, pool, open_world(config.env), policy)
+            episodes = make_episodes(config, engine, pool, open_world(config.env), ModelFacts.of(policy))
             stream: Any = Words(policy.vocabulary)
             pipeline = Pipeline(
                 config, store, stream, episodes, engine, learner, weights, watch, Frontier(0, 0), evaluate

@@ -8,6 +8,8 @@
     │   ├── RequestError     one request is impossible; the other requests are unharmed
     │   ├── EngineLost       this engine is gone, with its process or server; another can go on with what it did
     │   └── WeightsDamaged   new weights did not arrive whole; the engine stands still until whole ones come
+    ├── TrainerError         the trainer cannot start or go on
+    │   └── TrainerLost      a rank of it is gone; the last checkpoint and the journal have all that is needed
     ├── VerifierError        a verifier is unknown or breaks its contract
     ├── SandboxError         code cannot be run in a sandbox on this machine
     ├── RemoteError          a server does not answer, or with what is no use
@@ -51,6 +53,14 @@ class EngineLost(EngineError):
 
 
 class WeightsDamaged(EngineError):
+    pass
+
+
+class TrainerError(KitaeError):
+    pass
+
+
+class TrainerLost(TrainerError):
     pass
 
 

@@ -89,9 +89,9 @@ class Room:
 
 
 def counts_of(config: ClusterConfig) -> dict[str, int]:
-    """How many processes each pool has from the start."""
+    """How many processes each pool has from the start. On other machines, a trainer is always one of them."""
     return {
-        "trainer": config.ranks if config.ranks > 1 else 0,
+        "trainer": config.ranks if config.ranks > 1 or config.backend == "ray" else 0,
         "engines": config.engines,
         "verifiers": config.verifiers,
     }

@@ -12,6 +12,7 @@ from kitae.cluster.worker import pack_order
 class LocalCluster:
     """Implements `kitae.cluster.base.Cluster`. Pools mean nothing here: there is one machine."""
 
+    host = "127.0.0.1"
     remote = False
 
     def __init__(self) -> None:

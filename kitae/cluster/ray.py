@@ -93,6 +93,10 @@ class RayCluster:
             raise
         return cluster
 
+    @property
+    def host(self) -> str:
+        return self.doorway.address[0]
+
     async def start(self, duty: Duty) -> "RayPost":
         if duty.descriptors:
             raise PostError(f"{duty.name} could not start: descriptors are for a post on this machine alone")

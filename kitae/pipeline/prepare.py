@@ -20,8 +20,8 @@ from kitae.envs.registry import limits_of, open_world
 from kitae.envs.surroundings import Judge
 from kitae.errors import ConfigError, VerifierError
 from kitae.evaluation.suites import Suite, find_suites
+from kitae.models.facts import ModelFacts
 from kitae.models.load import load_tokenizer
-from kitae.models.policy import Policy
 from kitae.trainer.teacher import check_teacher
 from kitae.trainer.teachers import served_teacher
 from kitae.types import Prompt
@@ -115,15 +115,15 @@ def place_pool(
     return HostedPool(config.verifier, cluster, config.cluster.verifiers, 10 * config.cluster.patience, note)
 
 
-def make_episodes(config: RLConfig, engine: Engine, pool: Judge, world: World, policy: Policy) -> Episodes:
-    chat = Chat(policy.tokenizer, policy.base.generation_config)
+def make_episodes(config: RLConfig, engine: Engine, pool: Judge, world: World, model: ModelFacts) -> Episodes:
+    chat = Chat(model.tokenizer, model.generation)
     sampling = SamplingParams(
         temperature=config.sampling.temperature,
         max_tokens=config.sampling.max_tokens,
         stop_tokens=chat.stop_tokens,
         stop_strings=config.sampling.stop,
     )
-    limits = limits_of(config.env, policy.max_context)
+    limits = limits_of(config.env, model.max_context)
     return Episodes(engine, chat, pool, world.make, sampling, config.run.seed, limits=limits)
 
 

@@ -79,9 +79,10 @@ class Checkpoints:
 
     def _commit(self, frontier: Frontier, scratch: Path, target: Path) -> None:
         (scratch / _FRONTIER).write_text(json.dumps(asdict(frontier)))
-        sums = {p.name: _checksum(p) for p in sorted(scratch.iterdir())}
+        files = sorted(path for path in scratch.rglob("*") if path.is_file())
+        sums = {path.relative_to(scratch).as_posix(): _checksum(path) for path in files}
         (scratch / _MANIFEST).write_text(json.dumps(sums, indent=2))
-        for path in (*scratch.iterdir(), scratch):
+        for path in (*scratch.rglob("*"), scratch):
             flush(path)
         scratch.rename(target)
         flush(self.folder)

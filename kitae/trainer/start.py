@@ -1,12 +1,15 @@
 """From the settings to a trainer and a learner: the one place that knows every kind of trainer."""
 
+import os
 from collections.abc import Callable
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control
 from kitae.algorithms.groups import GroupStages
 from kitae.algorithms.loss import PolicyLoss
-from kitae.config.root import DistilConfig, RLConfig
+from kitae.cluster.base import Cluster
+from kitae.cluster.config import ClusterConfig, PoolConfig
+from kitae.config.root import DistilConfig, RLConfig, Root
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
@@ -16,11 +19,15 @@ from kitae.trainer.base import Role, Trainer
 from kitae.trainer.config import LearningConfig, TrainingConfig
 from kitae.trainer.learner import Learner
 from kitae.trainer.local import LocalTrainer
+from kitae.trainer.mesh import Mesh
 from kitae.trainer.objectives import Objective, PolicyGradient, Values
+from kitae.trainer.ranked import POOL as TRAINER
+from kitae.trainer.ranked import RankedTrainer
 from kitae.trainer.ranks import Alone, Ranks
 from kitae.trainer.reference import Reference
+from kitae.trainer.sharding import shard
 from kitae.trainer.teacher import Teacher, TeacherDivergence
-from kitae.trainer.teachers import inside_teacher, outside_teacher
+from kitae.trainer.teachers import inside_teacher, outside_teacher, served_teacher
 from kitae.trainer.trained import Trained
 from kitae.trainer.worker import Worker
 
@@ -30,20 +37,62 @@ def start_trainer(config: RLConfig, policy: Policy, note: Callable[[str], None] 
 
     note: hears what becomes of a teacher's process.
     """
-    groups = GroupStages(config.algorithm, config.sampling.max_tokens)
+    teacher = inside_teacher(config, policy)
+    worker = _worker(config, policy, make_critic(config), teacher)
+    return LocalTrainer(worker, outside_teacher(config, policy, note))
+
+
+def ranked_trainer(config: RLConfig, cluster: Cluster) -> RankedTrainer:
+    """In processes of their own."""
+    threads = _rank_threads(config.cluster, cluster, beside=config.engine.count)
+    return RankedTrainer(config, "kitae.trainer.rank", cluster, served_teacher(config), threads=threads)
+
+
+def ranked_stage(config: Root, module: str, cluster: Cluster) -> RankedTrainer:
+    """The same for an objective that `module` makes on each rank."""
+    return RankedTrainer(config, module, cluster, threads=_rank_threads(config.cluster, cluster))
+
+
+def _rank_threads(config: ClusterConfig, cluster: Cluster, beside: int = 0) -> int:
+    """As many as fit where a rank is; beside: other processes that want some."""
+    if cluster.remote:
+        return max(1, int(config.pools.get(TRAINER, PoolConfig()).cpus))
+    return max(1, len(os.sched_getaffinity(0)) // (config.ranks + beside))
+
+
+def sharded_worker(config: RLConfig, mesh: Mesh) -> Worker:
+    """A rank of such a trainer: every model is spread over the mesh before anything is made of it."""
+    policy, critic = load_policy(config.model, config.run.seed), make_critic(config)
+    shard(policy, mesh)
+    if critic is not None:
+        shard(critic, mesh)
+    return _worker(config, policy, critic, None, mesh.ranks)
+
+
+def make_critic(config: RLConfig) -> ScalarModel | None:
+    """Where the algorithm reads values."""
+    if not GroupStages(config.algorithm, config.sampling.max_tokens).wants_values:
+        return None
     plain = config.model.model_copy(update={"lora_rank": 0, "exact": False})
-    worker = reinforced(
+    return ScalarModel(load_policy(plain, config.run.seed))
+
+
+def _worker(
+    config: RLConfig, policy: Policy, critic: ScalarModel | None, teacher: Teacher | None, ranks: Ranks | None = None
+) -> Worker:
+    groups = GroupStages(config.algorithm, config.sampling.max_tokens)
+    return reinforced(
         policy,
         config.training,
         config.algorithm,
         max_tokens=config.sampling.max_tokens,
         temperature=config.sampling.temperature,
         reference=groups.wants_reference,
-        critic=ScalarModel(load_policy(plain, config.run.seed)) if groups.wants_values else None,
-        teacher=inside_teacher(config, policy),
+        critic=critic,
+        teacher=teacher,
         divergence=config.method.divergence if isinstance(config, DistilConfig) else None,
+        ranks=ranks,
     )
-    return LocalTrainer(worker, outside_teacher(config, policy, note))
 
 
 def make_learner(config: RLConfig, trainer: Trainer) -> Learner:
@@ -91,6 +140,18 @@ def reinforced(
 
 def supervised(objective: Objective, training: LearningConfig, ranks: Ranks | None = None) -> LocalTrainer:
     """A trainer of one model, for one objective, with an update for each step."""
+    return LocalTrainer(supervised_worker(objective, training, ranks))
+
+
+def supervised_worker(objective: Objective, training: LearningConfig, ranks: Ranks | None = None) -> Worker:
+    """Models that are sharded must be so by now."""
     ranks = ranks or Alone()
     trained = {Role.POLICY: Trained(objective, training, ranks, total_updates=training.steps)}
-    return LocalTrainer(Worker(objective.policy, training, trained, ranks=ranks))
+    return Worker(objective.policy, training, trained, ranks=ranks)
+
+
+def spread_worker(objective: Objective, training: LearningConfig, mesh: Mesh) -> Worker:
+    """A rank's, of an objective whose model is whole yet."""
+    model = objective.model
+    shard(model if isinstance(model, ScalarModel) else objective.policy, mesh)
+    return supervised_worker(objective, training, mesh.ranks)

@@ -46,7 +46,7 @@ def on_ranks(folder: Path, function: Callable[..., T], *arguments: Any, size: in
 def _join(rank: int, job: Path) -> Any:
     function, arguments, size, rendezvous = pickle.loads(job.read_bytes())
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{rendezvous}", timedelta(seconds=60), world_size=size, rank=rank)
+    dist.init_process_group("gloo", f"file://{rendezvous}", timedelta(seconds=240), world_size=size, rank=rank)
     try:
         return function(*arguments)
     finally:

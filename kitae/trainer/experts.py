@@ -1,0 +1,35 @@
+"""Expert parallelism, where transformers has it: a rank of a group holds some experts and gets the tokens for them."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from kitae.errors import ConfigError
+from kitae.models.policy import Policy
+from kitae.trainer.tensor import pattern
+
+_DISPATCH = "ep_dispatch_experts"  # tokens travel to the experts, so ranks may have different ones
+
+
+def split_experts(policy: Policy, group: DeviceMesh) -> list[nn.Module]:
+    """The modules that hold experts, each with those of this rank now."""
+    decoder: Any = policy.decoder
+    config = policy.base.config.get_text_config()
+    plan: dict[str, str] = getattr(config, "base_model_ep_plan", None) or {}
+    name = type(policy.base).__name__
+    if _DISPATCH not in plan.values():
+        raise ConfigError(f"expert > 1 needs a model class with a plan that sends tokens to experts, got {name}")
+    if policy.model is not policy.base:
+        raise ConfigError("expert > 1 needs model.lora_rank = 0")
+    try:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+    except ImportError:
+        import transformers
+
+        raise ConfigError(f"expert > 1 needs transformers 5.22 or newer, got {transformers.__version__}") from None
+    experts = [m for n, m in decoder.named_modules() if plan.get(pattern(n)) == _DISPATCH]
+    if any(int(m.num_experts) % group.size() for m in experts):
+        raise ConfigError(f"expert must divide the experts of {name}, {experts[0].num_experts}; got {group.size()}")
+    apply_expert_parallelism(decoder, group, None, plan)
+    return experts
