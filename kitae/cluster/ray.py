@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import kitae
 from kitae.cluster.base import Duty, PostError
 from kitae.cluster.config import ClusterConfig
 from kitae.cluster.demand import Demand, Machine, Room, hopeless, lone_room, pool_of, refusal, rooms_of
@@ -319,7 +318,7 @@ def environment_of(environment: Mapping[str, str], gpus: Sequence[Any]) -> dict[
 
 def _home() -> tuple[str, list[str], str]:
     """Where this process has its package, its imports and its files."""
-    return str(Path(kitae.__file__).parent), [os.path.abspath(path) for path in sys.path], os.getcwd()
+    return str(Path(__file__).parent.parent), [os.path.abspath(path) for path in sys.path], os.getcwd()
 
 
 class RayPost:

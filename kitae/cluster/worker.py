@@ -3,8 +3,8 @@
     python -c … MODULE PATHS…     MODULE: for who looks at processes; PATHS: of our imports
 
 The order comes by the standard input: {"module", "setup", "cores", "parent", "connect"}. It may hold secrets, and
-arguments are what everybody on the machine can read. connect: null, where the connection is the standard input; or the address of the controller and
-the secret that it asks for before it listens.
+arguments are what everybody on the machine can read. connect: null, where the connection is the standard input; or the
+address of the controller and the secret that it asks for before it listens.
 """
 
 import importlib
