@@ -42,7 +42,7 @@ class PostProcess:
         threads = {} if duty.threads is None else {"OMP_NUM_THREADS": str(duty.threads)}
         return cls(
             await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", BOOT, *(sys.path if paths is None else paths)),
+                *(sys.executable, "-c", BOOT, duty.module, *(sys.path if paths is None else paths)),
                 stdin=stdin,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,

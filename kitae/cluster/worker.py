@@ -1,10 +1,10 @@
 """What runs at a post: connects with the controller, then does its duty.
 
-    python -c … PATHS…     PATHS: of our imports; the order comes by the standard input
+    python -c … MODULE PATHS…     MODULE: for who looks at processes; PATHS: of our imports
 
-The order is {"module", "setup", "cores", "parent", "connect"}. It may hold secrets, and arguments are what everybody on
-the machine can read. connect: null, where the connection is the standard input; or the address of the controller and
-the secret that it asks for before it listens.
+The order comes by the standard input: {"module", "setup", "cores", "parent", "connect"}. It may hold secrets, and
+arguments are what everybody on the machine can read. connect: null, where the connection is the standard input; or the
+address of the controller and the secret that it asks for before it listens.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from typing import Any
 
 from kitae.cluster.base import Duty
 
-BOOT = "import sys; sys.path[:] = sys.argv[1:]; from kitae.cluster.worker import main; main()"
+BOOT = "import sys; sys.path[:] = sys.argv[2:]; from kitae.cluster.worker import main; main()"
 
 _PATIENCE = 60.0  # seconds to reach the controller
 _SIZE = 8  # bytes of the length of an order

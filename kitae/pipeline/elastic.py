@@ -12,13 +12,14 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
 from kitae.clock import now
 from kitae.engines.base import Engine
 from kitae.engines.fleet import Fleet
+from kitae.engines.start import EngineOrder, start_one
 from kitae.errors import KitaeError
 from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.scale import asked_for
@@ -130,3 +131,13 @@ class Elastic:
             return
         await self._fleet.leave(self._fleet.engines[-1])
         self._note(f"an engine has left: {len(self._fleet.engines)} of {self.wanted} serve")
+
+
+def kept_at(
+    wanted: int, engine: Engine, order: EngineOrder, weights: WeightSync, folder: Path, note: Callable[[str], None]
+) -> AbstractAsyncContextManager[object]:
+    """Keep the engine of a run at `wanted` engines, or what is asked for later; one that is no fleet on a cluster stays
+    as it is. order: what it was started from."""
+    if order.cluster is None or not isinstance(engine, Fleet):
+        return nullcontext()
+    return Elastic(engine, weights, lambda number: start_one(order, number), folder, wanted, note)

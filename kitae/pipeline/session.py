@@ -18,10 +18,11 @@ from kitae.models.facts import ModelFacts
 from kitae.observe.observer import Observer
 from kitae.pipeline.again import until_done
 from kitae.pipeline.boards import opened_board
+from kitae.pipeline.elastic import kept_at
 from kitae.pipeline.evaluate import RunEvaluations, evaluation_due
 from kitae.pipeline.interrupts import Interrupts
 from kitae.pipeline.loops import Pipeline, Stopped
-from kitae.pipeline.prepare import Sources, make_episodes, make_pool
+from kitae.pipeline.prepare import Sources, make_episodes, place_pool
 from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import START, Frontier
 from kitae.store.disk import flush
@@ -29,6 +30,8 @@ from kitae.store.provenance import check_data, record_data
 from kitae.store.run import LEARNING, Result, RunStore, changes_of_learning
 from kitae.trainer.start import make_learner, start_trainer
 from kitae.weights.probe import probe_tolerance
+
+_NO_ENGINE = 10  # times `cluster.patience`: how long a run that has lost all engines waits for one
 
 
 def train(
@@ -61,10 +64,10 @@ async def _attempt(
             "choice",
         )
     async with AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(make_pool(config, observer.note))
-        world = await stack.enter_async_context(open_world(config.env))
         if (cluster := await open_cluster(config.cluster)) is not None:
             stack.push_async_callback(cluster.close)
+        pool = await stack.enter_async_context(place_pool(config, cluster, observer.note))
+        world = await stack.enter_async_context(open_world(config.env))
         observer.note(f"loading {config.model.path}")
         policy, trainer = start_trainer(config, cluster, observer.note)
         stack.push_async_callback(trainer.close)
@@ -81,7 +84,9 @@ async def _attempt(
         board = None
         if config.engine.kind != "native":
             board = await stack.enter_async_context(opened_board(config, trainer, cluster, store.folder / "weights"))
-        engine = await start_engine(EngineOrder(config.model, config.engine, frontier.step, policy, board, cluster))
+        patience = _NO_ENGINE * config.cluster.patience
+        order = EngineOrder(config.model, config.engine, frontier.step, policy, board, cluster, patience)
+        engine = await start_engine(order)
         stack.push_async_callback(engine.close)
         await trainer.use_threads(torch.get_num_threads())  # an engine may have got some of the cores
         weights = WeightSync(
@@ -97,6 +102,8 @@ async def _attempt(
         )
         if not engine.capabilities.shares_weights:
             await weights.hand_over(frontier.step)
+        kept = kept_at(config.engine.count, engine, order, weights, store.folder, observer.note)
+        await stack.enter_async_context(kept)
 
         def stop() -> None:
             observer.note("stopping at the next safe point; press Ctrl-C again to stop at once")

@@ -20,7 +20,8 @@ def cluster(counts: tuple[int, int, int], **pools: dict[str, object]) -> Cluster
 
 
 def rooms(config: ClusterConfig) -> list[tuple[str, tuple[Demand, ...], dict[str, tuple[int, ...]]]]:
-    return [(r.name, r.bundles, dict(r.seats)) for r in rooms_of(config, counts_of(config))]
+    counts = {"trainer": config.ranks, "engines": config.engines, "verifiers": config.verifiers}
+    return [(r.name, r.bundles, dict(r.seats)) for r in rooms_of(config, counts)]
 
 
 def test_split_pools_have_a_room_each() -> None:
@@ -40,7 +41,7 @@ def test_colocated_pools_share_bundles() -> None:
 
 
 def test_beside_what_is_in_the_controllers_process_is_on_its_machine() -> None:
-    (room,) = rooms_of(config := cluster((1, 2, 0), engines={"beside": "trainer"}), counts_of(config))
+    (room,) = rooms_of(cluster((1, 2, 0), engines={"beside": "trainer"}), {"engines": 2})
     assert room.here and room.name == "engines"
 
 
@@ -64,7 +65,7 @@ def test_a_bundle_asks_for_something() -> None:
     ],
 )
 def test_hopeless(pool: dict[str, object], count: int, why: str) -> None:
-    (room,) = rooms_of(config := cluster((1, count, 0), engines=pool), counts_of(config))
+    (room,) = rooms_of(cluster((1, count, 0), engines=pool), {"engines": count})
     assert why in hopeless(room, THREE)
 
 
@@ -80,12 +81,12 @@ def test_hopeless(pool: dict[str, object], count: int, why: str) -> None:
     ],
 )
 def test_not_hopeless(pool: dict[str, object], count: int) -> None:
-    (room,) = rooms_of(config := cluster((1, count, 0), engines=pool), counts_of(config))
+    (room,) = rooms_of(cluster((1, count, 0), engines=pool), {"engines": count})
     assert hopeless(room, THREE) == ""
 
 
 def test_a_refusal_names_demand_and_supply() -> None:
-    (room,) = rooms_of(config := cluster((1, 2, 0), engines={"gpus": 1, "labels": {"zone": "9"}}), counts_of(config))
+    (room,) = rooms_of(cluster((1, 2, 0), engines={"gpus": 1, "labels": {"zone": "9"}}), {"engines": 2})
     assert refusal(room, THREE, hopeless(room, THREE)) == (
         "the cluster cannot give what is asked for: no machine has the labels zone=9\n"
         "demand\n"
@@ -102,3 +103,8 @@ def test_pools_that_are_beside_each_other() -> None:
         ValueError, match="must be a pool with places of its own, got 'engines', which is beside another"
     ):
         cluster((2, 2, 2), engines={"beside": "trainer"}, verifiers={"beside": "engines"})
+
+
+def test_on_other_machines_a_trainer_is_always_one_of_them() -> None:
+    assert counts_of(cluster((1, 2, 3))) == {"trainer": 1, "engines": 2, "verifiers": 3}
+    assert counts_of(ClusterConfig(backend="local"))["trainer"] == 0

@@ -26,7 +26,7 @@ def config(request: pytest.FixtureRequest) -> ClusterConfig:
 
 @asynccontextmanager
 async def opened(config: ClusterConfig) -> AsyncIterator[Any]:
-    cluster = await open_cluster(config)
+    cluster = await open_cluster(config, {"engines": config.engines})
     assert cluster is not None
     started, start = [], cluster.start
 

@@ -68,7 +68,7 @@ def test_an_address_where_nobody_is(address: str, why: str) -> None:
 def test_what_cannot_be_met_is_refused_in_time(nodes: Any, engines: int, pool: dict[str, Any], why: str) -> None:
     began = time.monotonic()
     with pytest.raises(ConfigError, match="the cluster cannot give what is asked for") as caught:
-        asyncio.run(open_cluster(ray_config(nodes, engines, 2.0, **pool)))
+        asyncio.run(open_cluster(ray_config(nodes, engines, 2.0, **pool), {"engines": engines}))
     assert time.monotonic() - began < 12
     assert why in str(caught.value) and f"labels {NODE_LABEL}=2" in str(caught.value)
 

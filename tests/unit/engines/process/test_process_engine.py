@@ -578,7 +578,7 @@ def test_the_process_dies_with_its_owner(model: ModelConfig) -> None:
 
 STUCK = """
 import os, socket, sys, time
-sys.path[:] = sys.argv[1:]
+sys.path[:] = sys.argv[2:]
 from kitae.processes.frames import pack_frame
 names = "version prompt_tokens prompt_tokens_shared generated_tokens preemptions running waiting busy_seconds"
 life = {"stats": dict.fromkeys(names.split(), 1), "rests": RESTS}
