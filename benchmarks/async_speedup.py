@@ -1,6 +1,7 @@
 """How much faster is running ahead, on this machine, when response lengths have a long tail?
 
     python benchmarks/async_speedup.py [--model smollm2-135m] [--median 64] [--steps 10] [--staleness 4]
+        [--transport ipc]
 
 Real runs of the same work, one after the other: on-policy; running ahead with engine and trainer on the same cores; and
 with the engine in a process of its own. Response lengths are drawn from a log-normal distribution with the given
@@ -50,17 +51,17 @@ def train(settings: list[str], median: int) -> None:
     from kitae.config.load import load_config
     from kitae.observe.observer import Silent
     from kitae.pipeline import session
+    from kitae.pipeline.prepare import prepare
     from kitae.store.run import RunStore
 
     start = session.start_engine
 
     async def start_with_lengths(*arguments: Any) -> Any:
-        engine, publisher = await start(*arguments)
-        return Lengths(engine, median), publisher
+        return Lengths(await start(*arguments), median)
 
     session.start_engine = start_with_lengths
     config = load_config(ROOT / "kitae" / "recipes" / "quickstart.toml", settings)
-    sources = session.prepare(config, print)
+    sources = prepare(config, print)
     session.train(RunStore.create(config), sources, Silent())
 
 
@@ -71,7 +72,8 @@ def measure(name: str, settings: list[str], arguments: argparse.Namespace, folde
         f"run.dir={folder}", f"run.name={name}", f"model.path={arguments.model}", "eval.prompts=0",
         f"verifier.name={folder / 'score.py'}:score", "verifier.check_gold=false", "checkpoint.every=1000",
         f"training.steps={WARM + arguments.steps + 2 * stale}", f"training.prompts_per_step={arguments.prompts}",
-        f"sampling.max_tokens={8 * arguments.median}", "training.lr=1e-6", "algorithm.filter=none", *settings,
+        f"sampling.max_tokens={8 * arguments.median}", "training.lr=1e-6", "algorithm.filter=none",
+        *arguments.setting, *settings,
     ]  # fmt: skip
     command = [sys.executable, __file__, "--run", str(arguments.median), *settings]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -100,13 +102,15 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=4, help="in a step, with 8 samples each")
     parser.add_argument("--steps", type=int, default=10, help="measured, of each run")
     parser.add_argument("--staleness", type=int, default=4)
+    parser.add_argument("--transport", default="auto", help="of weights to the process: memory, ipc, …")
+    parser.add_argument("--setting", action="append", default=[], help="of all runs: section.key=value")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "async_timeline.png")
     arguments = parser.parse_args()
     ahead = [f"pipeline.max_staleness={arguments.staleness}"]
     variants = {
         "on-policy": [],
         "ahead-same-cores": ahead,
-        "ahead-own-process": [*ahead, "engine.kind=process"],
+        "ahead-own-process": [*ahead, "engine.kind=process", f"cluster.transport={arguments.transport}"],
     }
     found = {}
     with tempfile.TemporaryDirectory() as scratch:

@@ -39,6 +39,7 @@ from kitae.envs.registry import open_world
 from kitae.envs.surroundings import Running
 from kitae.evaluation.measure import Evaluation, evaluate
 from kitae.evaluation.statistics import compare
+from kitae.models.facts import ModelFacts
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.pipeline.prepare import make_episodes, make_pool, prepare
@@ -46,7 +47,7 @@ from kitae.pipeline.weight_sync import WeightSync
 from kitae.trainer.base import Batch
 from kitae.trainer.learner import Learnt
 from kitae.trainer.objectives import Likelihood
-from kitae.trainer.start import make_learner, start_trainer, supervised
+from kitae.trainer.start import local_trainer, make_learner, supervised
 from kitae.trainer.teacher import Teacher
 from kitae.types import Group, Prompt, Sample
 from kitae.verifiers.pool import VerifierPool
@@ -137,7 +138,7 @@ class Bench:
 
     def episodes(self, engine: NativeEngine, student: Policy) -> Episodes:
         """Prompts are written as the student reads them, whoever answers."""
-        return make_episodes(self.config, engine, self.pool, open_world(self.config.env), student)
+        return make_episodes(self.config, engine, self.pool, open_world(self.config.env), ModelFacts.of(student))
 
     async def evaluate(self, episodes: Episodes, who: str) -> Evaluation:
         sampling = replace(episodes.sampling, temperature=0.0)
@@ -158,10 +159,10 @@ class Bench:
         self.student = self.teacher = None
         release()
         student = load_policy(config.model, config.run.seed)
-        trainer = start_trainer(config, student)
+        trainer = local_trainer(config, student)
         learner = make_learner(config, trainer)
         engine = NativeEngine(student, config.engine, 0)
-        weights = WeightSync(trainer, engine, recompute=False, tolerance=probe_tolerance(student))
+        weights = WeightSync(trainer, engine, recompute=False, tolerance=probe_tolerance(student.dtype))
         episodes = self.episodes(engine, student)
         self.clock.say("student and teacher are loaded")
         before.found = before.found or await self.evaluate(episodes, "student before")

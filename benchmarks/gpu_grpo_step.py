@@ -29,6 +29,7 @@ from kitae.config.load import parse_config
 from kitae.config.root import RLConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.envs.registry import open_world
+from kitae.models.facts import ModelFacts
 from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
 from kitae.observe import timeline
@@ -41,7 +42,7 @@ from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import Frontier
 from kitae.store.run import RunStore
 from kitae.trainer.base import Batch
-from kitae.trainer.start import make_learner, start_trainer
+from kitae.trainer.start import local_trainer, make_learner
 from kitae.types import Message, Prompt, Sample
 from kitae.weights.probe import probe_tolerance
 
@@ -112,7 +113,7 @@ def make_config(folder: Path, args: argparse.Namespace) -> RLConfig:
 async def run(config: RLConfig, policy: Policy, watch: Watch) -> tuple[list[dict[str, Any]], tuple[Sample, ...]]:
     """The rows of timeline.jsonl, and the samples of the last batch."""
     store = RunStore.create(config)
-    trainer = start_trainer(config, policy)
+    trainer = local_trainer(config, policy)
     learner = make_learner(config, trainer)
     last: list[Batch] = []
     forward_backward = trainer.forward_backward
@@ -126,10 +127,10 @@ async def run(config: RLConfig, policy: Policy, watch: Watch) -> tuple[list[dict
 
     trainer.forward_backward = kept  # type: ignore[method-assign]
     engine = NativeEngine(policy, config.engine)
-    weights = WeightSync(trainer, engine, recompute=False, tolerance=probe_tolerance(policy))
+    weights = WeightSync(trainer, engine, recompute=False, tolerance=probe_tolerance(policy.dtype))
     try:
         async with make_pool(config) as pool:
-            episodes = make_episodes(config, engine, pool, open_world(config.env), policy)
+            episodes = make_episodes(config, engine, pool, open_world(config.env), ModelFacts.of(policy))
             stream: Any = Words(policy.vocabulary)
             pipeline = Pipeline(
                 config, store, stream, episodes, engine, learner, weights, watch, Frontier(0, 0), evaluate

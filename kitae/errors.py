@@ -6,7 +6,10 @@
     ├── DataError            a data set, task or prompt is malformed
     ├── EngineError          the rollout engine cannot go on
     │   ├── RequestError     one request is impossible; the other requests are unharmed
+    │   ├── EngineLost       this engine is gone, with its process or server; another can go on with what it did
     │   └── WeightsDamaged   new weights did not arrive whole; the engine stands still until whole ones come
+    ├── TrainerError         the trainer cannot start or go on
+    │   └── TrainerLost      a rank of it is gone; the last checkpoint and the journal have all that is needed
     ├── VerifierError        a verifier is unknown or breaks its contract
     ├── SandboxError         code cannot be run in a sandbox on this machine
     ├── RemoteError          a server does not answer, or with what is no use
@@ -45,7 +48,19 @@ class RequestError(EngineError):
     pass
 
 
+class EngineLost(EngineError):
+    pass
+
+
 class WeightsDamaged(EngineError):
+    pass
+
+
+class TrainerError(KitaeError):
+    pass
+
+
+class TrainerLost(TrainerError):
     pass
 
 

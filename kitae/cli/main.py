@@ -98,6 +98,14 @@ def resume(
 
 
 @app.command()
+def scale(run: Run, engines: Annotated[int, typer.Argument(help="How many it shall have.")]) -> None:
+    """Change the number of engines of a run on a cluster, while it goes on."""
+    from kitae.cli import runs as listing
+
+    listing.scale(run, engines)
+
+
+@app.command()
 def sample(
     target: Annotated[
         str, typer.Argument(help="A recipe (its untrained model), or a run (its trained one).", metavar="RECIPE-OR-RUN")

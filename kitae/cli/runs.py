@@ -1,4 +1,4 @@
-"""`kitae runs`, `kitae compare` and `kitae clean`: runs seen from outside."""
+"""`kitae runs`, `kitae compare`, `kitae clean` and `kitae scale`: runs seen from outside."""
 
 import shutil
 import time
@@ -8,9 +8,10 @@ from statistics import median
 from typing import Any
 
 from kitae.cli.text import as_size, as_time, table
-from kitae.config.root import StageConfig
-from kitae.errors import KitaeError, StoreError
+from kitae.config.root import RLConfig, StageConfig
+from kitae.errors import ConfigError, KitaeError, StoreError
 from kitae.store.look import RunView, find_runs, look, size_of
+from kitae.store.scale import ask_for
 
 _AFTER = "held out after"
 _LAST = 5  # steps whose mean is the reward at the end
@@ -22,6 +23,21 @@ def runs(folder: Path) -> None:
         print(f"no runs in {folder}; start one with: kitae train quickstart")
         return
     print(table([["run", "status", "step", "reward", "held out", "age", "size"], *map(_row, found)], left=2))
+
+
+def scale(folder: Path, engines: int) -> None:
+    run = look(folder)
+    config = run.config
+    if not isinstance(config, RLConfig) or not config.cluster.spread:
+        raise ConfigError(
+            "kitae scale needs a run with cluster.backend = 'local' or 'ray', whose engines are processes; "
+            f"{folder.name} has one process"
+        )
+    if run.is_finished:
+        raise StoreError(f"kitae scale needs a run that goes on, {folder.name} is finished")
+    ask_for(folder, engines)
+    when = "now" if run.status == "running" else f"when it goes on: kitae resume {folder}"
+    print(f"{folder.name} shall have {engines} engines, {when}")
 
 
 def compare(folders: Sequence[Path]) -> None:

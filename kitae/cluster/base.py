@@ -55,11 +55,14 @@ class Post(Protocol):
 class Cluster(Protocol):
     """`start` gives a post once its process is connected; `PostError` where there is none to be had, in time.
 
-    remote: whether posts may be on other machines, which know nothing of this one's memory and files. `close` ends all
-    that is left.
+    host: the address at which posts reach this process. remote: whether they may be on other machines, which know
+    nothing of this one's memory and files. `close` ends all that is left.
     """
 
     remote: bool
+
+    @property
+    def host(self) -> str: ...
 
     async def start(self, duty: Duty) -> Post: ...
     async def close(self) -> None: ...

@@ -39,17 +39,24 @@ class ClusterConfig(Section):
         "none", description="What waits in host memory while it is not needed: the optimizer's state, or weights too."
     )
     engines: int = Field(0, ge=0, le=4096, description="Engines in processes of their own; 0: as [engine] says.")
+    verifiers: int = Field(
+        0,
+        ge=0,
+        le=4096,
+        description="Processes with verifier.workers each that check answers; 0: beside the controller.",
+    )
     transport: Literal["auto", "memory", "ipc", "broadcast", "file", "relay", "http"] = Field(
         "auto", description="How weights get to engines; auto: memory on one machine, http on several."
     )
+    relays: int = Field(2, ge=1, le=256, description="Processes that pass weights on, with transport = 'relay'.")
     pools: dict[str, PoolConfig] = Field({}, description="Pools by name: trainer, engines, verifiers.")
 
     @model_validator(mode="after")
     def _coherent(self) -> Self:
-        if self.backend == "none" and (self.ranks > 1 or self.engines):
+        if self.backend == "none" and (self.ranks > 1 or self.engines or self.verifiers):
             raise ValueError(
-                f"cluster.ranks = {self.ranks} and cluster.engines = {self.engines} need cluster.backend = 'local' or "
-                "'ray', got 'none'"
+                f"cluster.ranks = {self.ranks}, engines = {self.engines} and verifiers = {self.verifiers} need "
+                "cluster.backend = 'local' or 'ray', got 'none'"
             )
         if self.backend != "ray" and (self.address or self.nodes > 1 or self.pools):
             raise ValueError(f"cluster.address, nodes and pools need cluster.backend = 'ray', got {self.backend!r}")
@@ -65,6 +72,11 @@ class ClusterConfig(Section):
                 raise ValueError(f"cluster.pools must be some of {', '.join(POOLS)}, got {name!r}")
             if pool.beside and (pool.beside not in POOLS or pool.beside == name):
                 raise ValueError(f"cluster.pools.{name}.beside must be another pool, got {pool.beside!r}")
+            if pool.beside and pool.beside in self.pools and self.pools[pool.beside].beside:
+                raise ValueError(
+                    f"cluster.pools.{name}.beside must be a pool with places of its own, got {pool.beside!r}, which is "
+                    "beside another"
+                )
         return self
 
     @property

@@ -101,6 +101,15 @@ class Link:
 
         limit: seconds for it, if not those of `limits.answer`.
         """
+        reply = await self.ask(op, arrays, limit, **fields)
+        if "error" in reply.header:
+            raise self._error(reply.header["error"])
+        return reply
+
+    async def ask(
+        self, op: str, arrays: Mapping[str, Array] | None = None, limit: float | None = None, **fields: Any
+    ) -> Frame:
+        """Like `call`, but an error is an answer like others."""
         if self.lost is not None:
             raise PostLost(self.lost)
         number = next(self._numbers)
@@ -115,8 +124,6 @@ class Link:
             raise PostLost(self.lost) from None
         finally:
             self._calls.pop(number, None)
-        if "error" in reply.header:
-            raise self._error(reply.header["error"])
         return reply
 
     def lose(self, why: str) -> None:

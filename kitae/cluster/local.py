@@ -1,23 +1,18 @@
 """Posts on this machine: plain subprocesses, each on one end of a pair of sockets."""
 
 import asyncio
-import json
 import os
-import signal
 import socket
-import sys
-from contextlib import suppress
 
 from kitae.cluster.base import Duty, PostError
-from kitae.cluster.worker import BOOT
-from kitae.processes.status import describe
-
-_WORDS = 4_000  # bytes of what a process wrote that are remembered
+from kitae.cluster.process import PostProcess
+from kitae.cluster.worker import pack_order
 
 
 class LocalCluster:
     """Implements `kitae.cluster.base.Cluster`. Pools mean nothing here: there is one machine."""
 
+    host = "127.0.0.1"
     remote = False
 
     def __init__(self) -> None:
@@ -25,24 +20,8 @@ class LocalCluster:
 
     async def start(self, duty: Duty) -> "LocalPost":
         ours, theirs = socket.socketpair()
-        order = {
-            "module": duty.module,
-            "setup": dict(duty.setup),
-            "cores": None if duty.cores is None else list(duty.cores),
-            "parent": os.getpid(),
-            "connect": None,
-        }
-        threads = {} if duty.threads is None else {"OMP_NUM_THREADS": str(duty.threads)}
         try:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", BOOT, json.dumps(order), *sys.path),
-                stdin=theirs.fileno(),
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,  # deaf to Ctrl-C
-                pass_fds=duty.descriptors,
-                env={**os.environ, **threads, **duty.environment},
-            )
+            process = await PostProcess.launch(duty, theirs.fileno(), os.environ)
         except BaseException as error:
             ours.close()
             if isinstance(error, OSError):
@@ -51,8 +30,9 @@ class LocalCluster:
         finally:
             theirs.close()
         post = LocalPost(process, *await asyncio.open_connection(sock=ours))
+        post.writer.write(pack_order(duty, os.getpid()))
         self._posts.add(post)
-        post.ended.add_done_callback(lambda _: self._posts.discard(post))
+        process.ended.add_done_callback(lambda _: self._posts.discard(post))
         return post
 
     async def close(self) -> None:
@@ -61,6 +41,7 @@ class LocalCluster:
             post.kill()
         for post in left:
             await post.wait()
+            post.writer.transport.abort()
 
 
 class LocalPost:
@@ -68,36 +49,18 @@ class LocalPost:
 
     where = "this machine"
 
-    def __init__(
-        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    def __init__(self, process: PostProcess, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.pid = process.pid
         self.reader = reader
         self.writer = writer
         self._process = process
-        self._said = b""
-        self._listening = asyncio.create_task(self._listen())
-        self.ended = asyncio.create_task(self._end())
 
     @property
     def words(self) -> str:
-        return self._said.decode(errors="replace").strip()
+        return self._process.words
 
     def kill(self) -> None:
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)  # `self._process.kill` may take its exit status from asyncio
+        self._process.kill()
 
     async def wait(self) -> str:
-        return await asyncio.shield(self.ended)
-
-    async def _end(self) -> str:
-        status = await self._process.wait()
-        await asyncio.wait({self._listening}, timeout=1)  # its children may still have the pipe
-        self._listening.cancel()
-        return describe(-status if status < 0 else status << 8)
-
-    async def _listen(self) -> None:
-        assert self._process.stdout is not None
-        while chunk := await self._process.stdout.read(2**16):
-            self._said = (self._said + chunk)[-_WORDS:]
+        return await asyncio.shield(self._process.ended)

@@ -48,6 +48,7 @@ class Root(Section):
     method: MethodConfig
     model: ModelConfig = ModelConfig()
     training: LearningConfig
+    cluster: ClusterConfig = ClusterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
 
@@ -116,7 +117,6 @@ class RLConfig(Root):
     verifier: VerifierConfig = VerifierConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
-    cluster: ClusterConfig = ClusterConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     pipeline: PipelineConfig = PipelineConfig()
@@ -130,7 +130,7 @@ class RLConfig(Root):
         yield from rules.staleness(self.algorithm, self.pipeline)
         yield from rules.taught(self.algorithm, self.method)
         yield from rules.commanded(self.env)
-        yield from rules.placed(self.cluster, self.engine, self.model)
+        yield from rules.placed(self.cluster, self.engine, self.model, self.method)
 
     @property
     def title(self) -> str:
@@ -202,6 +202,9 @@ class StageConfig(Root):
     training: StageTraining = StageTraining()
     eval: StageEval = StageEval()
 
+    def contradictions(self) -> Iterator[str]:
+        yield from rules.engineless(self.cluster, self.model)
+
     @classmethod
     def sources(cls) -> tuple[str, ...]:
         return EXAMPLE_SOURCES
@@ -231,6 +234,7 @@ class DPOConfig(StageConfig):
     method: DPOMethod = DPOMethod()
 
     def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         given = {**self.method.settings, "sft_coef": self.method.sft_coef}
         yield from preference_complaints(self.method.loss, given, "method")
 
@@ -241,6 +245,7 @@ class KTOConfig(StageConfig):
     method: KTOMethod = KTOMethod()
 
     def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
         if not self.method.desirable and not self.method.undesirable:
             yield "method.desirable and method.undesirable must not both be 0: nothing would be trained"
 
@@ -257,6 +262,10 @@ class DistilFileConfig(StageConfig):
     method: DistilFileMethod = DistilFileMethod()
 
     def contradictions(self) -> Iterator[str]:
+        yield from super().contradictions()
+        if self.cluster.ranks > 1:
+            ranks = self.cluster.ranks
+            yield f"method.kind = 'distil-file' needs cluster.ranks = 1, got {ranks}: a teacher is not sharded"
         if not self.method.teacher:
             yield "method.kind = 'distil-file' needs method.teacher, got none"
 

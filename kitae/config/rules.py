@@ -70,7 +70,7 @@ def reference(a: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
         )
 
 
-def placed(c: ClusterConfig, engine: EngineConfig, model: ModelConfig) -> Iterator[str]:
+def placed(c: ClusterConfig, engine: EngineConfig, model: ModelConfig, m: MethodConfig) -> Iterator[str]:
     if c.ranks > 1 and engine.kind == "native":
         yield (
             f"cluster.ranks = {c.ranks} needs engines with weights of their own (cluster.engines of at least 1), got "
@@ -78,6 +78,16 @@ def placed(c: ClusterConfig, engine: EngineConfig, model: ModelConfig) -> Iterat
         )
     if c.engines and engine.kind == "native":
         yield f"cluster.engines = {c.engines} are processes of their own, got engine.kind = 'native'"
+    if c.ranks > 1 and isinstance(m, DistilMethod) and not m.teacher_url:
+        yield f"cluster.ranks = {c.ranks} needs a teacher behind a server (method.teacher_url), got one that is loaded"
+    if c.ranks > 1 and model.exact:
+        yield f"model.exact needs cluster.ranks = 1, got {c.ranks}: sums over ranks are added up in another order"
+
+
+def engineless(c: ClusterConfig, model: ModelConfig) -> Iterator[str]:
+    """Where nothing is sampled."""
+    if c.engines:
+        yield f"cluster.engines must be 0 where nothing is sampled, got {c.engines}"
     if c.ranks > 1 and model.exact:
         yield f"model.exact needs cluster.ranks = 1, got {c.ranks}: sums over ranks are added up in another order"
 

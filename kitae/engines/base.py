@@ -99,7 +99,7 @@ class EngineStats:
     """Counters since the start, and what is happening now.
 
     restarts: of an engine's process that was lost; repaired: buckets of weights that a delta left damaged and that were
-    loaded again.
+    loaded again. engines: that serve behind this one.
     """
 
     version: int
@@ -112,6 +112,7 @@ class EngineStats:
     busy_seconds: float
     restarts: int = 0
     repaired: int = 0
+    engines: int = 1
 
 
 @dataclass(frozen=True, slots=True)

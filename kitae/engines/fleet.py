@@ -1,12 +1,25 @@
-"""Several engines as one: requests are shared out among them, everything else is for all of them."""
+"""Several engines as one, which join and leave while it serves: requests are shared out among them, everything else is
+for all of them.
+
+    request ──► the idlest engine ── done ─────────────────────────────► completion
+                    ▲                 │ parked: its engine leaves, or is lost
+                    └── continued ◄───┘
+                        from what it has, on another engine; where there is none it waits for one
+
+A request ends once: an engine that has parked one, or is lost, is never heard again.
+"""
 
 import asyncio
+import logging
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kitae.engines.base import Capabilities, Completion, Engine, EngineStats, Request, Sampled, WeightUpdate
-from kitae.errors import EngineError, RequestError, WeightsDamaged
+from kitae.engines.ledger import Ending
+from kitae.errors import EngineError, EngineLost, RequestError, WeightsDamaged
 
 if TYPE_CHECKING:
     from kitae.weights.probe import Probe
@@ -14,6 +27,27 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MOST_THREADS = 100_000  # that are remembered
+_FAREWELLS, _MOMENT = 100, 0.05  # times, and seconds between them, that an engine which leaves is asked to park
+
+log = logging.getLogger("kitae")
+
+
+@dataclass(eq=False, slots=True)
+class _Member:
+    """An engine of the fleet; busy: of its seconds, those that are accounted for."""
+
+    engine: Engine
+    load: int = 0
+    busy: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class _Stay:
+    """A request in flight: what it would be continued from, where it is now, and what it was asked to end with."""
+
+    request: Request
+    member: _Member | None = None
+    ending: Ending | None = None
 
 
 class Fleet:
@@ -21,101 +55,269 @@ class Fleet:
 
     A request goes to the engine that has the fewest; but requests with the same share key go where the first of them
     went while any of them is in flight, so that their prompt is computed once, and those of a thread where its last one
-    went. `busy_seconds` of its stats is the mean
-    of the engines, so that it is a share of the time that passed; other counters are sums. It can do what all of them
-    can. An update goes to all at the same time; if it reaches some damaged, those stand still and it must be repeated.
+    went. `busy_seconds` of its stats is the mean of the engines that there were, so that it is a share of the time that
+    passed; other counters are sums, over engines that have left too. It can do what all of those can that it begins
+    with. An update goes to all at the same time; if it reaches some damaged, those stand still and it must be repeated.
+
+    An engine that raises `EngineLost` is out, and is closed; the others go on. A fleet that has none left keeps its
+    requests for `patience` seconds, in which one must `join`, and fails them then.
     """
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Engine], patience: float = 300.0) -> None:
         if not engines:
             raise EngineError("a fleet needs at least 1 engine, got 0")
         found = [engine.capabilities for engine in engines]
         if len({c.shares_weights for c in found}) > 1:
             raise EngineError("all engines of a fleet must share the trainer's weights, or none, got both kinds")
-        self.engines = tuple(engines)
         self.capabilities = Capabilities(
             shares_weights=found[0].shares_weights,
             scores=all(c.scores for c in found),
             seeded=all(c.seeded for c in found),
             stop_strings=all(c.stop_strings for c in found),
         )
-        self._load = [0] * len(self.engines)
-        self._homes: dict[str, int] = {}  # where requests with a share key go
+        self.lost = 0  # engines
+        self._patience = patience
+        self._members = [_Member(engine) for engine in engines]
+        self._homes: dict[str, _Member] = {}  # where requests with a share key go
         self._sharing: Counter[str] = Counter()
-        self._where: dict[str, int] = {}
-        self._threads: OrderedDict[str, int] = OrderedDict()  # where the last request of a thread went
+        self._stays: dict[str, _Stay] = {}
+        self._threads: OrderedDict[str, _Member] = OrderedDict()  # where the last request of a thread went
+        self._past = EngineStats(engines[0].stats().version, 0, 0, 0, 0, 0, 0, 0.0)  # of engines that are gone
+        self._last_loss = ""
+        self._paused = self._closed = False
+        self._changed = asyncio.Event()
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        return tuple(member.engine for member in self._members)
+
+    # Joining and leaving.
+
+    async def join(self, engine: Engine) -> None:
+        """It serves from now on. Whoever lets it join has made sure that it has the weights that the others have."""
+        if self._closed:
+            raise EngineError("the engine is closed")
+        if engine.capabilities.shares_weights != self.capabilities.shares_weights:
+            raise EngineError("all engines of a fleet must share the trainer's weights, or none, got both kinds")
+        if self.capabilities.scores and not engine.capabilities.scores:
+            raise EngineError("an engine that joins must score the probe as the others do, got one that does not")
+        if self._paused:
+            await engine.pause()
+        self._account()
+        self._members.append(_Member(engine, busy=engine.stats().busy_seconds))
+        if not self._paused:
+            await engine.resume()
+        self._tell()
+
+    async def leave(self, engine: Engine) -> None:
+        """Its requests go on elsewhere, from what they have; then it is closed."""
+        member = next((m for m in self._members if m.engine is engine), None)
+        if member is None:
+            raise EngineError("an engine that leaves must be one of the fleet, got another")
+        if len(self._members) == 1:
+            raise EngineError("the last engine of a fleet cannot leave")
+        self._remove(member)
+        with suppress(EngineLost):  # and its requests with it: they go on too
+            for _ in range(_FAREWELLS):
+                await engine.park()
+                if not member.load:
+                    break
+                await asyncio.sleep(_MOMENT)
+        await engine.close()
+
+    def _remove(self, member: _Member) -> None:
+        self._account()
+        stats = member.engine.stats()
+        self._past = _add(self._past, stats)
+        self._members.remove(member)
+        self._homes = {key: home for key, home in self._homes.items() if home is not member}
+        for thread in [thread for thread, home in self._threads.items() if home is member]:
+            del self._threads[thread]
+
+    def _lose(self, member: _Member, why: str) -> None:
+        """Once for each engine, whoever notices first."""
+        if member not in self._members:
+            return
+        self._remove(member)
+        self.lost += 1
+        self._last_loss = why
+        log.warning("an engine was lost, %d are left: %s", len(self._members), why)
+        self._aside(member.engine.close())
+        self._tell()
+
+    def _aside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    def _tell(self) -> None:
+        """Those who wait for an engine."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # The face.
 
     async def generate(self, request: Request) -> Completion:
-        if request.id in self._where:
+        if request.id in self._stays:
             raise RequestError(f"request id {request.id!r} is in flight already")
         key = request.share or f"request {request.id}"
-        idlest = min(range(len(self._load)), key=self._load.__getitem__)
-        place = self._homes.setdefault(key, self._threads.pop(request.thread, idlest))
-        if request.thread:
-            self._threads[request.thread] = place
-            if len(self._threads) > _MOST_THREADS:
-                self._threads.popitem(last=False)
-        self._where[request.id] = place
-        self._load[place] += 1
+        stay = self._stays[request.id] = _Stay(request)
         self._sharing[key] += 1
         try:
-            return await self.engines[place].generate(request)
+            while True:
+                done = await self._try(stay, key)
+                if done is not None:
+                    return done
         finally:
-            del self._where[request.id]
-            self._load[place] -= 1
+            del self._stays[request.id]
             self._sharing[key] -= 1
             if not self._sharing[key]:
-                del self._homes[key], self._sharing[key]
+                del self._sharing[key]
+                self._homes.pop(key, None)
+
+    async def _try(self, stay: _Stay, key: str) -> Completion | None:
+        """The completion, or nothing: it must go on elsewhere."""
+        if not self._members:
+            await self._wait(stay)
+        if stay.ending is not None:
+            prior = stay.request.prior
+            return Completion(stay.request.id, prior.tokens, prior.logprobs, prior.versions, stay.ending)
+        member = stay.member = self._choose(stay.request, key)
+        member.load += 1
+        try:
+            done = await member.engine.generate(stay.request)
+        except EngineLost as error:
+            self._lose(member, str(error))
+            return None
+        finally:
+            member.load -= 1
+            stay.member = None
+        if done.finish != "parked" or stay.ending is not None:
+            return done
+        stay.request = replace(stay.request, prior=done.sampled)
+        self._lose(member, "it gave up what it was sampling")  # unless it was asked to leave
+        return None
+
+    async def _wait(self, stay: _Stay) -> None:
+        """Until there is an engine, or the request is to end."""
+        try:
+            async with asyncio.timeout(self._patience):
+                while not self._members and stay.ending is None and not self._closed:
+                    await self._changed.wait()
+        except TimeoutError:
+            raise EngineError(
+                f"no engine is left, and none was found within {self._patience:g} s; the last was lost: "
+                f"{self._last_loss}"
+            ) from None
+        if self._closed:
+            raise EngineError("the engine was closed")
+
+    def _choose(self, request: Request, key: str) -> _Member:
+        idlest = min(self._members, key=lambda member: member.load)
+        member = self._homes.setdefault(key, self._threads.pop(request.thread, idlest))
+        if request.thread:
+            self._threads[request.thread] = member
+            if len(self._threads) > _MOST_THREADS:
+                self._threads.popitem(last=False)
+        return member
 
     async def update_weights(self, update: WeightUpdate) -> int:
-        versions = set(await _all(engine.update_weights(update) for engine in self.engines))
+        versions = set(await self._all(lambda engine: engine.update_weights(update)))
         if len(versions) > 1:
             raise EngineError(f"all engines of a fleet must serve version {update.version}, got {sorted(versions)}")
-        return versions.pop()
+        served = versions.pop() if versions else update.version  # one that joins has it
+        self._past = replace(self._past, version=served)
+        return served
 
     async def probe(self) -> "tuple[Probe, ...]":
-        return tuple(probe for found in await _all(e.probe() for e in self.engines) for probe in found)
+        return tuple(probe for found in await self._all(lambda engine: engine.probe()) for probe in found)
 
     async def pause(self) -> None:
-        await _all(engine.pause() for engine in self.engines)
+        self._paused = True
+        await self._all(lambda engine: engine.pause())
 
     async def resume(self) -> None:
-        await _all(engine.resume() for engine in self.engines)
+        self._paused = False
+        await self._all(lambda engine: engine.resume())
 
     async def abort(self, request_id: str) -> None:
-        if request_id in self._where:
-            await self.engines[self._where[request_id]].abort(request_id)
+        stay = self._stays.get(request_id)
+        if stay is None:
+            return
+        stay.ending = "abort"
+        if stay.member is None:
+            self._tell()
+            return
+        try:
+            await stay.member.engine.abort(request_id)
+        except EngineLost as error:
+            self._lose(stay.member, str(error))
 
     async def park(self) -> None:
-        await _all(engine.park() for engine in self.engines)
+        for stay in self._stays.values():
+            stay.ending = "parked"
+        self._tell()
+        await self._all(lambda engine: engine.park())
 
     def progress(self, known: Mapping[str, int]) -> dict[str, Sampled]:
-        return {id: sampled for engine in self.engines for id, sampled in engine.progress(known).items()}
+        between = {
+            id: stay.request.prior.after(known.get(id, 0)) for id, stay in self._stays.items() if stay.member is None
+        }
+        return between | {id: news for engine in self.engines for id, news in engine.progress(known).items()}
 
     def stats(self) -> EngineStats:
+        self._account()
         found = [engine.stats() for engine in self.engines]
-        return EngineStats(
-            version=min(s.version for s in found),
-            prompt_tokens=sum(s.prompt_tokens for s in found),
-            prompt_tokens_shared=sum(s.prompt_tokens_shared for s in found),
-            generated_tokens=sum(s.generated_tokens for s in found),
-            preemptions=sum(s.preemptions for s in found),
+        total = self._past
+        for each in found:
+            total = _add(total, each)
+        between = sum(stay.member is None for stay in self._stays.values())
+        return replace(
+            total,
+            version=min((s.version for s in found), default=self._past.version),
             running=sum(s.running for s in found),
-            waiting=sum(s.waiting for s in found),
-            busy_seconds=sum(s.busy_seconds for s in found) / len(found),
-            restarts=sum(s.restarts for s in found),
-            repaired=sum(s.repaired for s in found),
+            waiting=sum(s.waiting for s in found) + between,
+            restarts=total.restarts + self.lost,
+            engines=sum(s.engines for s in found),
         )
 
+    def _account(self) -> None:
+        """Busy seconds, by the number of engines that there are at the time."""
+        busy = 0.0
+        for member in self._members:
+            now = member.engine.stats().busy_seconds
+            busy, member.busy = busy + now - member.busy, now
+        self._past = replace(self._past, busy_seconds=self._past.busy_seconds + busy / max(1, len(self._members)))
+
     async def close(self) -> None:
-        await _all(engine.close() for engine in self.engines)
+        self._closed = True
+        self._tell()
+        await self._all(lambda engine: engine.close())
+        await asyncio.gather(*self._retiring, return_exceptions=True)
+
+    async def _all(self, ask: Callable[[Engine], Awaitable[T]]) -> list[T]:
+        """Every result but those of engines that are lost; if some fail, the first error, after all have ended: none is
+        left half done. Damaged weights, which can be sent again, come after errors that cannot be helped."""
+        asked = list(self._members)
+        found = await asyncio.gather(*(ask(member.engine) for member in asked), return_exceptions=True)
+        for member, result in zip(asked, found, strict=True):
+            if isinstance(result, EngineLost):
+                self._lose(member, str(result))
+        errors = [each for each in found if isinstance(each, BaseException) and not isinstance(each, EngineLost)]
+        if errors:
+            raise min(errors, key=lambda error: isinstance(error, WeightsDamaged))
+        return [result for result in found if not isinstance(result, BaseException)]
 
 
-async def _all(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Every result; if some fail, the first error, after all have ended: none is left half done. Damaged weights, which
-    can be sent again, come after errors that cannot be helped."""
-    found = await asyncio.gather(*work, return_exceptions=True)
-    errors = [result for result in found if isinstance(result, BaseException)]
-    if errors:
-        raise min(errors, key=lambda error: isinstance(error, WeightsDamaged))
-    return [result for result in found if not isinstance(result, BaseException)]
+def _add(past: EngineStats, more: EngineStats) -> EngineStats:
+    """Counters that are sums."""
+    return replace(
+        past,
+        prompt_tokens=past.prompt_tokens + more.prompt_tokens,
+        prompt_tokens_shared=past.prompt_tokens_shared + more.prompt_tokens_shared,
+        generated_tokens=past.generated_tokens + more.generated_tokens,
+        preemptions=past.preemptions + more.preemptions,
+        restarts=past.restarts + more.restarts,
+        repaired=past.repaired + more.repaired,
+    )

@@ -28,7 +28,8 @@ class EngineOrder:
 
     model: what an engine with weights of its own loads, and serves until it is sent others. policy: what the native
     engine samples from. board: where the others read what was published; None: nothing ever is. cluster: who finds a
-    place for them; None: they are on this machine, on cores that the trainer leaves.
+    place for them; None: they are on this machine, on cores that the trainer leaves. patience: seconds that a fleet on
+    a cluster waits for an engine when it has lost all.
     """
 
     model: ModelConfig
@@ -37,11 +38,24 @@ class EngineOrder:
     policy: Policy | None = None
     board: Board | None = None
     cluster: Cluster | None = None
+    patience: float = 300.0
 
 
 async def start_engine(order: EngineOrder) -> Engine:
-    """The caller closes it."""
+    """The caller closes it. On a cluster it is a fleet, which others may join (`start_one`)."""
     return await KINDS[order.config.kind](order)
+
+
+async def start_one(order: EngineOrder, number: int) -> Engine:
+    """One more engine for a fleet on a cluster; number: another than those before have. `EngineError` if it cannot
+    start, or there is no place for it."""
+    engine = _process(order, number, ())
+    try:
+        await engine.start()
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
 
 
 async def _native(order: EngineOrder) -> Engine:
@@ -53,26 +67,29 @@ async def _native(order: EngineOrder) -> Engine:
 async def _processes(order: EngineOrder) -> Engine:
     """In processes of their own."""
     shares = _own_cores(order) if order.cluster is None else [[]] * order.config.count
-    engines = [
-        ProcessEngine(
-            order.model,
-            order.config,
-            order.board or EmptyBoard(),
-            threads=len(cores) or order.config.threads or None,
-            cores=cores or None,
-            version=order.version,
-            cluster=order.cluster,
-            pool=POOL,
-            name=f"engine {number}",
-        )
-        for number, cores in enumerate(shares)
-    ]
-    return await start_together(engines)
+    engines = [_process(order, number, cores) for number, cores in enumerate(shares)]
+    alone = len(engines) == 1 and order.cluster is None
+    return await start_together(engines, engines[0] if alone else Fleet(engines, order.patience))
 
 
-async def start_together(engines: Sequence[ProcessEngine]) -> Engine:
-    """All of them, or none: what one fails with is raised after the others have been closed."""
-    engine = engines[0] if len(engines) == 1 else Fleet(engines)
+def _process(order: EngineOrder, number: int, cores: Sequence[int]) -> ProcessEngine:
+    return ProcessEngine(
+        order.model,
+        order.config,
+        order.board or EmptyBoard(),
+        threads=len(cores) or order.config.threads or None,
+        cores=cores or None,
+        version=order.version,
+        cluster=order.cluster,
+        pool=POOL,
+        name=f"engine {number}",
+        once=order.cluster is not None,
+    )
+
+
+async def start_together(engines: Sequence[ProcessEngine], engine: Engine) -> Engine:
+    """All of them, which are `engine` together, or none: what one fails with is raised after the others have been
+    closed."""
     try:
         async with asyncio.TaskGroup() as tasks:
             for each in engines:

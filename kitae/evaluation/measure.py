@@ -9,7 +9,7 @@ import numpy as np
 from kitae.envs.base import World
 from kitae.envs.groups import Episodes
 from kitae.envs.registry import limits_of
-from kitae.envs.surroundings import Running
+from kitae.envs.surroundings import Judge, Running
 from kitae.errors import DataError, RequestError, root_cause
 from kitae.evaluation.statistics import Interval, interval_of, is_binary, maj_at_k, pass_at_k
 from kitae.evaluation.suites import Scoring, Suite
@@ -17,7 +17,6 @@ from kitae.evaluation.votes import find_vote
 from kitae.pipeline.config import EvalConfig
 from kitae.store.journal import Journal
 from kitae.types import Group, Prompt, Rollout
-from kitae.verifiers.pool import VerifierPool
 
 Heard = Callable[[Group], None]
 
@@ -94,7 +93,7 @@ class Evaluation:
 
 
 def suite_episodes(
-    episodes: Episodes, suite: Suite, pool: VerifierPool, world: World, settings: EvalConfig
+    episodes: Episodes, suite: Suite, pool: Judge, world: World, settings: EvalConfig
 ) -> Episodes:
     """Episodes that ask a suite, made from those of a run: in another world, with another verifier, other sampling,
     other random streams."""

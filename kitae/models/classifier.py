@@ -92,13 +92,15 @@ def export_scalar(model: "ScalarModel", folder: Path) -> None:
     """Write a folder that `AutoModelForSequenceClassification.from_pretrained` loads, with tokenizer and chat template.
 
     LoRA adapters are merged into the exported weights; the model itself is not changed. The head is written in fp32,
-    whatever the rest is; it must have no bias. Raises `ModelError` where the library has no such class.
+    whatever the rest is; it must have no bias. Raises `ModelError` where the library has no such class. Of a sharded
+    model, all ranks must call this, and the first one writes.
     """
     import copy
 
     import torch
 
     from kitae.models.lora import merged_state
+    from kitae.models.whole import gathered, is_writer
 
     policy = model.policy
     if "bias" in dict(model.head.named_parameters()):
@@ -107,7 +109,9 @@ def export_scalar(model: "ScalarModel", folder: Path) -> None:
     config.num_labels, config._attn_implementation, config.dtype = 1, None, policy.dtype
     kind = classifier_class(config, policy.source)
     state = {name: tensor for name, tensor in merged_state(policy).items() if not _is_lm_head(name, policy.base)}
-    state[f"{_HEAD}.weight"] = model.head.weight.detach()
+    state[f"{_HEAD}.weight"] = gathered(model.head.weight.detach())
+    if not is_writer():
+        return
     tokenizer = copy.deepcopy(policy.tokenizer)
     _set_padding(tokenizer, policy.base.generation_config, config, state, policy.base)
     with quiet_transformers(), torch.device("meta"):

@@ -30,6 +30,14 @@ def fuse_with(kernels: ModuleKernels, model: nn.Module) -> int:
     return sum(any(fuse_kind(m, kernels) for fuse_kind in kinds) for m in model.modules())
 
 
+def unfuse(model: nn.Module) -> None:
+    """Let modules that are made of others run as their classes define them again; norms stay fused."""
+    for module in model.modules():
+        fused = vars(module).get("forward")
+        if fused is not None and fused.__func__.__module__ == __name__ and any(module.children()):
+            del module.forward
+
+
 def _fuse_norm(module: Any, kernels: ModuleKernels) -> bool:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
@@ -129,7 +137,7 @@ def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:
         )  # fmt: skip
         (out,) = layers.linears(mixed.reshape(len(x), -1), attn.o_proj)
         x, gate, up = layers.normed_pair(x, out, second, *gate_up)
-        return (x + layers.swiglu_linear(gate, up, mlp.down_proj.weight))[None]
+        return x[None] + layers.swiglu_linear(gate, up, mlp.down_proj.weight)[None]  # no view: sharded layers hook it
 
     weight, head_dim = module.self_attn.q_proj.weight, module.self_attn.head_dim
     if not _swap_if_equal_attention(module, forward, weight, head_dim, seen):

@@ -282,14 +282,18 @@ def _disable_dropout(model: Any) -> None:
 def export_policy(policy: "Policy", folder: Path) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, with tokenizer and chat template.
 
-    LoRA adapters are merged into the exported weights; the policy itself is not changed.
+    LoRA adapters are merged into the exported weights; the policy itself is not changed. Of a sharded one, all ranks
+    must call this, and the first one writes.
     """
     from kitae.models.lora import merged_state
+    from kitae.models.whole import is_writer
 
+    state: dict[str, Any] = merged_state(policy)
+    if not is_writer():
+        return
     scratch = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.parent.mkdir(parents=True, exist_ok=True)
-    state: dict[str, Any] = merged_state(policy)
     base = policy.base
     implementation = base.config._attn_implementation
     base.config._attn_implementation = None  # a saved folder must load without Kitae

@@ -35,15 +35,39 @@ def import_peft() -> Any:
 
 
 def merged_state(policy: "Policy") -> "dict[str, Tensor]":
-    """The state dict of the plain model with adapters added in; without LoRA, simply its state dict."""
+    """The state dict of the plain model with adapters added in; without LoRA, simply its state dict.
+
+    Of a sharded policy, whole tensors where they are written; see `kitae.models.whole`.
+    """
+    state = _whole_state(policy.base)
     if policy.model is policy.base:
-        return dict(policy.base.state_dict())
+        return state
     merged: dict[str, Tensor] = {}
     for name, module in policy.base.named_modules():
         if hasattr(module, "get_delta_weight"):
-            delta = sum(module.get_delta_weight(adapter).float() for adapter in module.active_adapters)
-            merged[f"{name}.weight"] = (module.base_layer.weight.float() + delta).to(module.base_layer.weight.dtype)
-    for name, tensor in policy.base.state_dict().items():
+            weight = state[f"{name}.base_layer.weight"]
+            delta = sum(_delta(state, name, adapter, module.scaling[adapter]) for adapter in module.active_adapters)
+            merged[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
+    for name, tensor in state.items():
         if "lora_" not in name:
             merged.setdefault(name.replace(".base_layer.", "."), tensor)
     return merged
+
+
+def _delta(state: "dict[str, Tensor]", name: str, adapter: str, scale: float) -> "Tensor":
+    """What an adapter adds to a weight."""
+    narrow, wide = (state[f"{name}.{factor}.{adapter}.weight"].float() for factor in ("lora_A", "lora_B"))
+    return (wide @ narrow) * scale
+
+
+def _whole_state(model: Any) -> "dict[str, Tensor]":
+    """Names of one tensor share it here too: that is how tied weights are known."""
+    from kitae.models.whole import gathered
+
+    known: dict[int, Tensor] = {}
+    state = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in known:
+            known[id(tensor)] = gathered(tensor.detach())
+        state[name] = known[id(tensor)]
+    return state

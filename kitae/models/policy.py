@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from kitae.errors import ModelError
 from kitae.models.attention import AttentionContext, causal_mask, masked_attention
@@ -30,6 +31,8 @@ class Policy(torch.nn.Module):
         self.tokenizer = tokenizer
         self.source = source
         self.rows: int | None = None  # of the logits that log-probs are normalised over; None: all
+        self.sequence: ProcessGroup | None = None  # processes that have parts of a row each; None: this one has all
+        self._place: torch.device | None = None
         base = model.get_base_model() if hasattr(model, "peft_config") else model
         # Not as submodules: each parameter has one name.
         self.__dict__.update(base=base, decoder=base.get_decoder(), head=base.get_output_embeddings())
@@ -48,7 +51,13 @@ class Policy(torch.nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device  # type: ignore[no-any-return]
+        return self._place or next(self.model.parameters()).device
+
+    def spread(self, device: torch.device, tensor: int, sequence: ProcessGroup | None) -> None:
+        """It computes there from now on, wherever its shards lie, with a part of the heads, and perhaps of each row."""
+        self._place = device
+        self.sequence = sequence
+        self.heads, self.kv_heads = self.heads // tensor, self.kv_heads // tensor
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,7 +112,7 @@ class Policy(torch.nn.Module):
     def score(self, tokens_T: Tensor) -> Tensor:
         """Log-probs `[T - 1]` of all tokens but the first, given those before, in fp32. A plain pass, for checks."""
         positions_T = torch.arange(len(tokens_T), device=self.device)
-        with torch.inference_mode():
+        with torch.no_grad():  # no inference mode: what it gathers of a sharded model is trained with later
             hidden_TH = self.hidden(tokens_T, positions_T, _SelfAttention(positions_T))
             logp_TV = self.logits(hidden_TH[:-1]).float().log_softmax(-1)
         return logp_TV.gather(1, tokens_T[1:, None])[:, 0]

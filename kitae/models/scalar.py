@@ -31,4 +31,4 @@ class ScalarModel(torch.nn.Module):
     def forward(self, tokens_T: Tensor, positions_T: Tensor, context: AttentionContext, source_N: Tensor) -> Tensor:
         """The numbers `[N]` of the tokens that the states of the row at `source_N` predict."""
         hidden_NH = self.policy.hidden(tokens_T, positions_T, context)[source_N]
-        return self.head(hidden_NH.float())[:, 0]  # type: ignore[no-any-return]
+        return self.head(hidden_NH.float()).sum(-1)  # type: ignore[no-any-return]  # of one; no view: shards hook it

@@ -21,7 +21,10 @@ CHAT_TEMPLATE = (
 def make_tiny(
     folder: Path, architecture: str = "llama", *, seed: int = 0, hidden: int = 64, layers: int = 2, context: int = 512
 ) -> Path:
-    """Write a random model of the given architecture and its tokenizer to `folder`."""
+    """Write a random model of the given architecture and its tokenizer to `folder`.
+
+    One of `ARCHITECTURES`, or qwen3_moe, which has experts.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -63,10 +66,13 @@ def _config(architecture: str, vocab: int, hidden: int, layers: int, context: in
         "qwen3": "Qwen3Config",
         "gemma3": "Gemma3TextConfig",
         "mistral": "MistralConfig",
+        "qwen3_moe": "Qwen3MoeConfig",
     }
     extra: dict[str, Any] = {}
     if architecture in ("gemma3", "mistral"):
         extra["sliding_window"] = 24  # small, so that tests cross it
+    if architecture == "qwen3_moe":
+        extra |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
     if architecture == "gemma3":
         extra["query_pre_attn_scalar"] = 16
     return getattr(transformers, classes[architecture])(

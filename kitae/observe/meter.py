@@ -89,6 +89,9 @@ class Totals:
     def __getitem__(self, key: Key) -> float | None:
         return self.entries[key].value if key in self.entries else None
 
+    def only(self, kind: Kind) -> Totals:
+        return Totals({key: entry for key, entry in self.entries.items() if entry.kind is kind})
+
     def numbers(self) -> dict[str, float]:
         """By name, of what has one."""
         found = ((key, self[key]) for key in self.entries if isinstance(key, str))

@@ -66,14 +66,16 @@ class Staleness:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What the engine did meanwhile: `Generation(seconds=2.1, tokens=4096, restarts=0)`."""
+    """What the engine did meanwhile: `Generation(seconds=2.1, tokens=4096, restarts=0)`; engines: that serve now."""
 
     seconds: float
     tokens: int
     restarts: int
+    engines: int = 1
 
     def row(self) -> Row:
-        return {
+        several = {} if self.engines == 1 else {"engines": self.engines}
+        return several | {
             "generate_seconds": self.seconds,
             "generated_tokens": self.tokens,
             "generate_tokens_per_second": rate(self.tokens, self.seconds),

@@ -9,6 +9,7 @@ from kitae.config.root import RLConfig
 from kitae.envs.base import World
 from kitae.envs.groups import Episodes
 from kitae.envs.registry import open_world
+from kitae.envs.surroundings import Judge
 from kitae.evaluation.held_out import answers_of
 from kitae.evaluation.measure import evaluate, suite_episodes
 from kitae.evaluation.storage import how_asked
@@ -17,7 +18,6 @@ from kitae.observe.observer import Observer
 from kitae.pipeline.prepare import Sources
 from kitae.store.run import Metrics
 from kitae.types import Prompt
-from kitae.verifiers.pool import VerifierPool
 
 
 def evaluation_due(config: RLConfig, step: int) -> bool:
@@ -39,7 +39,7 @@ class RunEvaluations:
     metrics: Metrics
     observer: Observer
     episodes: Episodes
-    pool: VerifierPool
+    pool: Judge
     world: World
     sources: Sources
     _failed: dict[tuple[int, str | None], dict[str, Any]] = field(default_factory=dict)  # of this process
@@ -65,7 +65,7 @@ class RunEvaluations:
         self,
         step: int,
         name: str | None,
-        pool: VerifierPool,
+        pool: Judge,
         world: World,
         suite: Suite,
         prompts: Sequence[Prompt],

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from kitae.algorithms.functions import Functions
 from kitae.algorithms.traits import Trait
+from kitae.cluster.base import Cluster
 from kitae.config.root import DistilConfig, RLConfig
 from kitae.data.chat import Chat
 from kitae.data.fingerprint import fingerprint
@@ -15,13 +17,15 @@ from kitae.engines.base import Engine, SamplingParams
 from kitae.envs.base import World
 from kitae.envs.groups import Episodes
 from kitae.envs.registry import limits_of, open_world
+from kitae.envs.surroundings import Judge
 from kitae.errors import ConfigError, VerifierError
 from kitae.evaluation.suites import Suite, find_suites
+from kitae.models.facts import ModelFacts
 from kitae.models.load import load_tokenizer
-from kitae.models.policy import Policy
 from kitae.trainer.teacher import check_teacher
 from kitae.trainer.teachers import served_teacher
 from kitae.types import Prompt
+from kitae.verifiers.hosts import HostedPool
 from kitae.verifiers.pool import VerifierPool, validate
 
 _GOLD_CHECKS = 16
@@ -102,15 +106,24 @@ def make_pool(config: RLConfig, note: Callable[[str], None] | None = None, worke
     return VerifierPool(v.name, v.params, workers or v.workers, v.timeout, note)
 
 
-def make_episodes(config: RLConfig, engine: Engine, pool: VerifierPool, world: World, policy: Policy) -> Episodes:
-    chat = Chat(policy.tokenizer, policy.base.generation_config)
+def place_pool(
+    config: RLConfig, cluster: Cluster | None, note: Callable[[str], None]
+) -> AbstractAsyncContextManager[VerifierPool | HostedPool]:
+    """The verifier of a run: on `cluster.verifiers` posts of its cluster, or beside the controller."""
+    if cluster is None or not config.cluster.verifiers:
+        return make_pool(config, note)
+    return HostedPool(config.verifier, cluster, config.cluster.verifiers, 10 * config.cluster.patience, note)
+
+
+def make_episodes(config: RLConfig, engine: Engine, pool: Judge, world: World, model: ModelFacts) -> Episodes:
+    chat = Chat(model.tokenizer, model.generation)
     sampling = SamplingParams(
         temperature=config.sampling.temperature,
         max_tokens=config.sampling.max_tokens,
         stop_tokens=chat.stop_tokens,
         stop_strings=config.sampling.stop,
     )
-    limits = limits_of(config.env, policy.max_context)
+    limits = limits_of(config.env, model.max_context)
     return Episodes(engine, chat, pool, world.make, sampling, config.run.seed, limits=limits)
 
 

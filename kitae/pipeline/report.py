@@ -103,6 +103,7 @@ def _generation(before: EngineStats, after: EngineStats) -> Generation:
         after.busy_seconds - before.busy_seconds,
         after.generated_tokens - before.generated_tokens,
         after.restarts - before.restarts,
+        after.engines,
     )
 
 

@@ -8,17 +8,21 @@ from pathlib import Path
 
 import torch
 
+from kitae.cluster.start import open_cluster
 from kitae.config.root import reinforcement
 from kitae.engines.start import EngineOrder, start_engine
 from kitae.envs.registry import open_world
 from kitae.errors import ConfigError
 from kitae.evaluation.held_out import forget_after
-from kitae.models.load import export_policy, load_policy
+from kitae.models.facts import ModelFacts
 from kitae.observe.observer import Observer
+from kitae.pipeline.again import until_done
+from kitae.pipeline.boards import opened_board
+from kitae.pipeline.elastic import kept_at
 from kitae.pipeline.evaluate import RunEvaluations, evaluation_due
 from kitae.pipeline.interrupts import Interrupts
 from kitae.pipeline.loops import Pipeline, Stopped
-from kitae.pipeline.prepare import Sources, make_episodes, make_pool
+from kitae.pipeline.prepare import Sources, make_episodes, place_pool
 from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import START, Frontier
 from kitae.store.disk import flush
@@ -27,6 +31,8 @@ from kitae.store.run import LEARNING, Result, RunStore, changes_of_learning
 from kitae.trainer.start import make_learner, start_trainer
 from kitae.weights.probe import probe_tolerance
 
+_NO_ENGINE = 10  # times `cluster.patience`: how long a run that has lost all engines waits for one
+
 
 def train(
     store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None = None, *, forget: bool = False
@@ -34,12 +40,18 @@ def train(
     """Train a new run, or go on with one from its last checkpoint, or the one named. Steps that the journal has after
     it are trained again as they were, or given up with `forget`. Returns when it is finished or stopped by Ctrl-C."""
     try:
-        return asyncio.run(_train(store, sources, observer, checkpoint, forget))
+        return asyncio.run(
+            until_done(
+                lambda where, drop: _attempt(store, sources, observer, where, drop), store, observer, checkpoint, forget
+            )
+        )
     finally:
         store.close()
 
 
-async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None, forget: bool) -> Result:
+async def _attempt(
+    store: RunStore, sources: Sources, observer: Observer, checkpoint: str | None, forget: bool
+) -> Result:
     config = reinforcement(store.config, "this loop")
     frontier, state = _where_it_stands(store, checkpoint, forget)
     data = sources.fingerprint()
@@ -52,13 +64,15 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
             "choice",
         )
     async with AsyncExitStack() as stack:
-        pool = await stack.enter_async_context(make_pool(config, observer.note))
+        if (cluster := await open_cluster(config.cluster)) is not None:
+            stack.push_async_callback(cluster.close)
+        pool = await stack.enter_async_context(place_pool(config, cluster, observer.note))
         world = await stack.enter_async_context(open_world(config.env))
         observer.note(f"loading {config.model.path}")
-        policy = load_policy(config.model, config.run.seed)
-        trainer = start_trainer(config, policy, observer.note)
+        policy, trainer = start_trainer(config, cluster, observer.note)
         stack.push_async_callback(trainer.close)
         await trainer.start()
+        facts = ModelFacts.read(config.model) if policy is None else ModelFacts.of(policy)
         learner = make_learner(config, trainer)
         if state is not None:
             await learner.load(state)
@@ -67,23 +81,29 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         await store.begin(frontier.step, forget)  # nothing of the run was touched so far
         await record_data(store.journal, data)
         forget_after(store.folder, max(frontier.step, store.journal.last_step()))
-        board = None if config.engine.kind == "native" else await trainer.open_board("memory", config.engine.sync)
-        engine = await start_engine(EngineOrder(config.model, config.engine, frontier.step, policy, board))
+        board = None
+        if config.engine.kind != "native":
+            board = await stack.enter_async_context(opened_board(config, trainer, cluster, store.folder / "weights"))
+        patience = _NO_ENGINE * config.cluster.patience
+        order = EngineOrder(config.model, config.engine, frontier.step, policy, board, cluster, patience)
+        engine = await start_engine(order)
         stack.push_async_callback(engine.close)
         await trainer.use_threads(torch.get_num_threads())  # an engine may have got some of the cores
         weights = WeightSync(
             trainer,
             engine,
             recompute=config.pipeline.in_flight == "recompute",
-            tolerance=probe_tolerance(policy),
+            tolerance=probe_tolerance(facts.dtype),
         )
-        episodes = make_episodes(config, engine, pool, world, policy)
+        episodes = make_episodes(config, engine, pool, world, facts)
         evaluations = RunEvaluations(config, store.folder, store.metrics, observer, episodes, pool, world, sources)
         pipeline = Pipeline(
             config, store, sources.stream, episodes, engine, learner, weights, observer, frontier, evaluations.at
         )
         if not engine.capabilities.shares_weights:
             await weights.hand_over(frontier.step)
+        kept = kept_at(config.engine.count, engine, order, weights, store.folder, observer.note)
+        await stack.enter_async_context(kept)
 
         def stop() -> None:
             observer.note("stopping at the next safe point; press Ctrl-C again to stop at once")
@@ -107,7 +127,7 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
                 stopped_by = interrupts.received or signal.SIGINT
                 return Result(store.folder, stopped_by, pipeline.frontier.step, evaluations.found(0), None)
         observer.status("exporting the model")
-        export_policy(policy, store.folder / "model")
+        await trainer.export(store.folder / "model")
         for path in (store.folder / "model").iterdir():
             flush(path)
         await store.journal.add_event("finished", json.dumps(after))

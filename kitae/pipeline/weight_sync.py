@@ -1,12 +1,16 @@
 """Let the engine serve the trainer's weights: publish a version once, have it loaded everywhere, check it."""
 
+import asyncio
 import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from kitae.clock import now
 from kitae.engines.base import Engine, WeightUpdate
 from kitae.errors import EngineError, WeightsDamaged
 from kitae.weights.base import Manifest
+from kitae.weights.probe import Probe
 
 _MAX_RESENT = 2  # times that one version is sent again
 
@@ -24,6 +28,15 @@ class WeightSource(Protocol):
     async def probe(self) -> tuple[float, ...]: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What was handed over last, and what the trainer's probe said of it; nothing where engines do not score."""
+
+    version: int
+    manifest: Manifest
+    ours: tuple[float, ...]
+
+
 class WeightSync:
     """Hands versions from a source to an engine.
 
@@ -36,6 +49,8 @@ class WeightSync:
         self._engine = engine
         self._recompute = recompute
         self._tolerance = tolerance
+        self._served: _Served | None = None
+        self._steady = asyncio.Lock()  # held while the version that is served changes, or somebody joins
 
     async def hand_over(self, version: int) -> dict[str, float]:
         """Let the engine serve the trainer's weights under this version, and go on. Returns metrics:
@@ -49,14 +64,30 @@ class WeightSync:
         again in full, at most twice; an engine that serves others than the trainer's gets a second sync. `EngineError`
         if that does not help.
         """
-        began, metrics = now(), {}
-        if self._engine.capabilities.shares_weights:
-            await self._update(WeightUpdate(version, None, self._recompute))
-        else:
-            await self._engine.pause()
-            metrics = await self._send(version)
-        await self._engine.resume()
-        return {**metrics, "sync_seconds": now() - began}
+        async with self._steady:
+            began, metrics = now(), {}
+            if self._engine.capabilities.shares_weights:
+                await self._update(WeightUpdate(version, None, self._recompute))
+            else:
+                await self._engine.pause()
+                metrics = await self._send(version)
+            await self._engine.resume()
+            return {**metrics, "sync_seconds": now() - began}
+
+    async def admit(self, engine: Engine, join: Callable[[Engine], Awaitable[None]]) -> None:
+        """Let one more engine serve what was handed over last: it loads that, and its probe must agree with what the
+        trainer's said then; only then does it `join`. `EngineError` if it does not serve it; the caller closes it.
+
+        Nothing is handed over meanwhile. Before the first version is, whoever joins gets that with the others.
+        """
+        async with self._steady:
+            if (served := self._served) is not None:
+                await engine.pause()
+                await engine.update_weights(WeightUpdate(served.version, served.manifest))
+                _, wrong = self._judge(served.version, served.ours, await engine.probe())
+                if wrong:
+                    raise EngineError(f"an engine may not join: {wrong}")
+            await join(engine)
 
     async def _send(self, version: int) -> dict[str, float]:
         repaired = self._engine.stats().repaired
@@ -64,6 +95,7 @@ class WeightSync:
         if manifest is None:
             return {}
         metrics: dict[str, float] = {}
+        ours: tuple[float, ...] = ()
         if self._engine.capabilities.scores:
             ours = await self._source.probe()
             gap, wrong = await self._compare(version, ours)
@@ -75,6 +107,7 @@ class WeightSync:
             if wrong:
                 raise EngineError(f"{wrong}, also after a new sync")
             metrics["probe_gap"] = gap
+        self._served = _Served(version, manifest, ours)
         if manifest.unchanged is not None:
             metrics["sync_unchanged"] = manifest.unchanged
         return metrics | {
@@ -100,9 +133,12 @@ class WeightSync:
         assert served == update.version, f"the engine serves version {served}, expected {update.version}"
 
     async def _compare(self, version: int, ours: tuple[float, ...]) -> tuple[float, str]:
-        """The largest difference of all engines behind this one, and what is wrong with one of them, if anything is."""
+        return self._judge(version, ours, await self._engine.probe())
+
+    def _judge(self, version: int, ours: tuple[float, ...], probes: tuple[Probe, ...]) -> tuple[float, str]:
+        """The largest difference of all engines, and what is wrong with one of them, if anything is."""
         largest, wrong = 0.0, ""
-        for probe in await self._engine.probe():
+        for probe in probes:
             gap = probe.gap(ours)
             largest = max(largest, gap)
             if probe.version != version or gap > self._tolerance:

@@ -43,7 +43,7 @@ async def read_frame(reader: asyncio.StreamReader) -> Frame | None:
     try:
         head, body = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
         header = json.loads(await reader.readexactly(head))
-        data = await reader.readexactly(body)
+        data = bytearray(await reader.readexactly(body))  # arrays that may be written to
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
     arrays, offset = {}, 0

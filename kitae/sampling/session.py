@@ -27,6 +27,7 @@ from kitae.errors import (
     VerifierError,
     root_cause,
 )
+from kitae.models.facts import ModelFacts
 from kitae.models.load import check_model, load_policy
 from kitae.pipeline.prepare import make_episodes, make_pool, prepare
 from kitae.sampling.select import Row, Selection
@@ -207,7 +208,7 @@ async def _episodes(config: RLConfig, watcher: SampleWatcher) -> Any:
         policy = load_policy(config.model, config.run.seed)
         engine = await start_engine(EngineOrder(config.model, config.engine, policy=policy))
         stack.push_async_callback(engine.close)
-        yield replace(make_episodes(config, engine, pool, world, policy), label="sample")
+        yield replace(make_episodes(config, engine, pool, world, ModelFacts.of(policy)), label="sample")
 
 
 def _check_errors(config: RLConfig, tally: Tally) -> None:

@@ -42,14 +42,16 @@ class Item:
 
 
 class Method(Protocol):
-    """shape: what its examples are. objective: what its model, which is loaded by then, is trained for.
+    """shape: what its examples are.
 
     Everything about a batch depends on its items alone, and on what `prepare` has left in the folder of the run: a run
     that resumes from a checkpoint goes on with the same numbers.
     """
 
     shape: Shape
-    objective: Objective
+
+    def make_objective(self) -> Objective:
+        """Load its model, and say what it is trained for: on whichever rank that is."""
 
     async def prepare(
         self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
@@ -63,9 +65,6 @@ class Method(Protocol):
 
     async def evaluate(self, trainer: Trainer, items: Sequence[Item]) -> FloatArray:
         """One number for each item: what `measure` of the config calls it."""
-
-    def export(self, folder: Path) -> None:
-        """Write the trained model as an ordinary folder."""
 
 
 def sample_of(group: int, index: int, sequence: Rendered, weight: float = 0.0, unit: int | None = None) -> Sample:

@@ -6,24 +6,17 @@ from pathlib import Path
 import numpy as np
 
 from kitae.data.examples import Shape
-from kitae.models.load import export_policy
-from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
 from kitae.stages.base import Item, sample_of
 from kitae.trainer.base import Batch, Column, Trainer
-from kitae.trainer.objectives import Objective
 from kitae.types import FloatArray
 
 
 class Demonstrations:
-    """A `Method` but for its name. sign: by which what the objective reads of a token becomes the loss of it."""
+    """A `Method` but for its objective. sign: by which what the objective reads of a token becomes the loss of it."""
 
     shape: Shape = "demonstration"
     sign = 1.0
-
-    def __init__(self, policy: Policy, objective: Objective) -> None:
-        self._policy = policy
-        self.objective = objective
 
     async def prepare(
         self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
@@ -39,6 +32,3 @@ class Demonstrations:
         samples = [sample_of(i, 0, item.sequences[0]) for i, item in enumerate(items)]
         read = await trainer.annotate(samples, [Column.OLD])
         return np.array([self.sign * s.loss(Column.OLD.value).mean() for s in read], dtype=np.float32)
-
-    def export(self, folder: Path) -> None:
-        export_policy(self._policy, folder)

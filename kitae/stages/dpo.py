@@ -10,7 +10,7 @@ import torch
 from kitae.algorithms.preferences import PREFERENCE_LOSSES, PairBatch
 from kitae.config.root import DPOConfig
 from kitae.data.examples import Shape
-from kitae.models.load import export_policy, load_policy
+from kitae.models.load import load_policy
 from kitae.observe.observer import Observer
 from kitae.stages.base import Item, better, pair_of
 from kitae.stages.reference import COLUMN, ReferenceLogProbs
@@ -26,13 +26,14 @@ class DPO:
     shape: Shape = "preference"
 
     def __init__(self, config: DPOConfig) -> None:
-        self._policy = load_policy(config.model, config.run.seed)
+        self._config = config
         self._loss = PREFERENCE_LOSSES[config.method.loss]
         self._settings = self._loss.settings(config.method.settings)
         self._reference: ReferenceLogProbs | None = None
-        self.objective: Objective = Preference(
-            self._policy, config.training, self._loss, self._settings, sft_coef=config.method.sft_coef
-        )
+
+    def make_objective(self) -> Objective:
+        config, policy = self._config, load_policy(self._config.model, self._config.run.seed)
+        return Preference(policy, config.training, self._loss, self._settings, sft_coef=config.method.sft_coef)
 
     async def prepare(
         self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
@@ -51,9 +52,6 @@ class DPO:
         scored = await trainer.annotate(samples, [Column.OLD])
         chosen, rejected = self._loss.implicit_rewards(self._measured(scored), self._settings["beta"])
         return better((chosen - rejected).numpy())
-
-    def export(self, folder: Path) -> None:
-        export_policy(self._policy, folder)
 
     def _referred(self, sample: Sample) -> Sample:
         return sample if self._reference is None else self._reference.annotated(sample)

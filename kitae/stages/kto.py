@@ -9,7 +9,7 @@ import numpy as np
 from kitae.config.root import KTOConfig
 from kitae.data.examples import Shape
 from kitae.data.rendering import Rendered
-from kitae.models.load import export_policy, load_policy
+from kitae.models.load import load_policy
 from kitae.observe.observer import Observer
 from kitae.stages.base import Item, better, sample_of
 from kitae.stages.reference import COLUMN, ReferenceLogProbs
@@ -29,13 +29,13 @@ class KTO:
     shape: Shape = "labelled"
 
     def __init__(self, config: KTOConfig) -> None:
-        self._policy = load_policy(config.model, config.run.seed)
+        self._config = config
         self._limit = config.data.max_tokens
         self._reference: ReferenceLogProbs
-        m = config.method
-        self.objective: Objective = Rated(
-            self._policy, config.training, beta=m.beta, desirable=m.desirable, undesirable=m.undesirable
-        )
+
+    def make_objective(self) -> Objective:
+        m, policy = self._config.method, load_policy(self._config.model, self._config.run.seed)
+        return Rated(policy, self._config.training, beta=m.beta, desirable=m.desirable, undesirable=m.undesirable)
 
     async def prepare(
         self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
@@ -57,9 +57,6 @@ class KTO:
         ratio = np.array([_log_ratio(s) for s in await trainer.annotate(samples, [Column.OLD])])
         sign = np.array([1.0 if item.label else -1.0 for item in items])
         return better(sign * ratio)
-
-    def export(self, folder: Path) -> None:
-        export_policy(self._policy, folder)
 
     def _strange(self, number: int, item: Item) -> Sample:
         assert item.partner is not None

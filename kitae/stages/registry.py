@@ -30,7 +30,6 @@ SHAPES: dict[type[StageConfig], Shape] = {
 
 
 def make_method(config: StageConfig) -> Method:
-    """Loads its model."""
     return METHODS[type(config)](config)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from kitae.config.root import RewardConfig
 from kitae.data.examples import Example, Shape
 from kitae.errors import DataError
-from kitae.models.classifier import begin_scalar, export_scalar
+from kitae.models.classifier import begin_scalar
 from kitae.models.scorer import scored
 from kitae.observe.observer import Observer
 from kitae.stages.base import Item, better, pair_of
@@ -25,9 +25,12 @@ class RewardModelling:
     shape: Shape = "preference"
 
     def __init__(self, config: RewardConfig) -> None:
-        self._model = begin_scalar(config.model, config.run.seed)
+        self._config = config
         self._margin_coef = config.method.margin_coef
-        self.objective: Objective = ScoredPairs(self._model, centring=config.method.centring)
+
+    def make_objective(self) -> Objective:
+        model = begin_scalar(self._config.model, self._config.run.seed)
+        return ScoredPairs(model, centring=self._config.method.centring)
 
     async def prepare(
         self, trainer: Trainer, items: Iterable[Item], held_out: Sequence[Item], folder: Path, observer: Observer
@@ -43,9 +46,6 @@ class RewardModelling:
         read = await trainer.annotate(samples, [Column.OLD])
         scores = np.concatenate([s.loss(Column.OLD.value) for s in read])
         return better(scores[0::2] - scores[1::2])
-
-    def export(self, folder: Path) -> None:
-        export_scalar(self._model, folder)
 
     def _pair(self, number: int, item: Item, weight: float = 0.0) -> tuple[Sample, Sample]:
         whole = replace(item, sequences=tuple(map(scored, item.sequences)))

@@ -5,12 +5,16 @@ import json
 import signal
 from contextlib import AsyncExitStack
 
+from kitae.cluster.base import Cluster
+from kitae.cluster.start import open_cluster
 from kitae.config.root import StageConfig
 from kitae.errors import ConfigError
 from kitae.evaluation.held_out import forget_after
 from kitae.observe.observer import Observer
+from kitae.pipeline.again import until_done
 from kitae.pipeline.interrupts import Interrupts
 from kitae.pipeline.loops import Stopped
+from kitae.stages.base import Method
 from kitae.stages.data import StageData
 from kitae.stages.loop import StageLoop
 from kitae.stages.registry import make_method
@@ -18,14 +22,17 @@ from kitae.store.checkpoint import START, Frontier
 from kitae.store.disk import flush
 from kitae.store.provenance import check_data, record_data
 from kitae.store.run import Result, RunStore
-from kitae.trainer.start import supervised
+from kitae.trainer.base import Trainer
+from kitae.trainer.start import ranked_stage, supervised
 
 
 def train(store: RunStore, data: StageData, observer: Observer, checkpoint: str | None = None) -> Result:
     """Train a new run, or go on with one from its last checkpoint, or the one named. Steps after it are trained again:
     on the same examples, to the same numbers. Returns when it is finished or stopped by Ctrl-C."""
     try:
-        return asyncio.run(_train(store, data, observer, checkpoint))
+        return asyncio.run(
+            until_done(lambda where, _: _train(store, data, observer, where), store, observer, checkpoint)
+        )
     finally:
         store.close()
 
@@ -53,8 +60,11 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
     async with AsyncExitStack() as stack:
         observer.note(f"loading {config.model.path}")
         method = make_method(config)
-        trainer = supervised(method.objective, config.training)
+        if (cluster := await open_cluster(config.cluster)) is not None:
+            stack.push_async_callback(cluster.close)
+        trainer = _trainer(config, method, cluster)
         stack.push_async_callback(trainer.close)
+        await trainer.start()
         observer.status("preparing")
         await method.prepare(trainer, data.trained(config.training.steps), data.held_out, store.folder, observer)
         if state is not None:
@@ -85,10 +95,17 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
         before = before or next((row for row in store.metrics.rows("eval") if row["step"] == 0), None)
         after = await loop.evaluate(config.training.steps)
         observer.status("exporting the model")
-        method.export(store.folder / "model")
+        await trainer.export(store.folder / "model")
         for path in (store.folder / "model").iterdir():
             flush(path)
         await store.journal.add_event("finished", json.dumps(after))
         await store.sync()
         observer.finished(store.folder)
         return Result(store.folder, None, config.training.steps, before, after)
+
+
+def _trainer(config: StageConfig, method: Method, cluster: Cluster | None) -> Trainer:
+    """In this process, or in ranks of their own; on other machines there is always one."""
+    if cluster is not None and (cluster.remote or config.cluster.ranks > 1):
+        return ranked_stage(config, "kitae.stages.rank", cluster)
+    return supervised(method.make_objective(), config.training)

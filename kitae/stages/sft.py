@@ -3,7 +3,7 @@
 from kitae.config.root import SFTConfig
 from kitae.models.load import load_policy
 from kitae.stages.demonstrations import Demonstrations
-from kitae.trainer.objectives import Likelihood
+from kitae.trainer.objectives import Likelihood, Objective
 
 
 class SFT(Demonstrations):
@@ -12,6 +12,9 @@ class SFT(Demonstrations):
     sign = -1.0
 
     def __init__(self, config: SFTConfig) -> None:
-        policy = load_policy(config.model, config.run.seed)
+        self._config = config
+
+    def make_objective(self) -> Objective:
+        config, policy = self._config, load_policy(self._config.model, self._config.run.seed)
         dft = config.method.loss == "dft"
-        super().__init__(policy, Likelihood(policy, config.training, temperature=1.0, by_probability=dft))
+        return Likelihood(policy, config.training, temperature=1.0, by_probability=dft)

@@ -79,9 +79,9 @@ class Checkpoints:
 
     def _commit(self, frontier: Frontier, scratch: Path, target: Path) -> None:
         (scratch / _FRONTIER).write_text(json.dumps(asdict(frontier)))
-        sums = {p.name: _checksum(p) for p in sorted(scratch.iterdir())}
+        sums = {str(p.relative_to(scratch)): _checksum(p) for p in sorted(scratch.rglob("*")) if p.is_file()}
         (scratch / _MANIFEST).write_text(json.dumps(sums, indent=2))
-        for path in (*scratch.iterdir(), scratch):
+        for path in (*scratch.rglob("*"), scratch):
             flush(path)
         scratch.rename(target)
         flush(self.folder)

@@ -64,6 +64,7 @@ CHANGEABLE = (
     "pipeline.snapshot_seconds",
     "pipeline.max_refill",
     "engine.*",
+    "cluster.*",
     "checkpoint.*",
     "eval.every",
     "eval.suites",

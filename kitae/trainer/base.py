@@ -4,11 +4,11 @@ The driver speaks to it in samples; it packs them into rows, and ranks compute r
 calls back: who must stand still while weights change is stopped by the driver before `optim_step`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kitae.algorithms.control import Coefficients
 from kitae.observe.meter import Totals
@@ -98,12 +98,15 @@ class Trainer(Protocol):
     A batch's gradient does not depend on how it is cut into rows, nor on how these are shared out. `annotate` returns
     the samples, in order, with columns added. `publish` makes the current weights available as a version: the manifest
     for engines with weights of their own, None where there are none. `probe` gives log-probs of a fixed sequence under
-    them (`kitae.weights.probe`). `publish`, `probe` and `save` may run beside everything but `optim_step` and
+    them (`kitae.weights.probe`). `publish`, `probe`, `save` and `export` may run beside everything but `optim_step` and
     `finish_step`, which wait for them. `updates` counts the optimizer steps of the policy.
     """
 
     @property
     def updates(self) -> int: ...
+
+    async def start(self) -> None:
+        """Before anything else: whatever is elsewhere says whether it is ready."""
 
     async def annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]: ...
     async def forward_backward(self, batch: Batch) -> Totals: ...
@@ -111,11 +114,19 @@ class Trainer(Protocol):
     async def finish_step(self, step: int) -> None:
         """After all updates of a step: a reference that moves does so now."""
 
-    async def open_board(self, transport: str, mode: Mode) -> Board:
-        """Before the first `publish`: engines with weights of their own find there what was published last."""
+    async def open_board(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> Board:
+        """Before the first `publish`: engines with weights of their own find there what was published last.
+
+        settings: of the transport (`kitae.weights.start`); a host is that of whoever publishes, if it has one."""
 
     async def publish(self, version: int, *, in_full: bool = False) -> Manifest | None: ...
     async def probe(self) -> tuple[float, ...]: ...
     async def save(self, folder: Path) -> None: ...
     async def load(self, folder: Path) -> None: ...
+    async def export(self, folder: Path) -> None:
+        """The policy as a folder that other programs load."""
+
+    async def use_threads(self, count: int) -> None:
+        """Of this process, where it computes here."""
+
     async def close(self) -> None: ...

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,9 +10,12 @@ from torch import Tensor
 
 from kitae.data.packing import Observed, Row, Span, lay_out, pack
 from kitae.kernels.transfer import send
+from kitae.models.attention import AttentionContext
 from kitae.models.policy import Policy
+from kitae.models.scalar import ScalarModel
 from kitae.trainer.attention import PackedAttention
 from kitae.trainer.config import LearningConfig
+from kitae.trainer.sequence import RowPart, SplitAttention, together
 from kitae.types import FloatArray, Sample, SampleKey
 
 
@@ -74,8 +77,40 @@ def split_rows(
     return {s.key: own_N for part, row, values_N in found for s, own_N in zip(part, row.split(values_N), strict=True)}
 
 
-def attention(policy: Policy, micro: MicroBatch) -> PackedAttention:
-    return PackedAttention(micro.spans, policy.device, policy.heads, exact=policy.exact)
+def attention(policy: Policy, micro: MicroBatch) -> AttentionContext:
+    """Of the whole row; where this process has a part of it, what it exchanges with the others for that."""
+    if policy.sequence is None:
+        return PackedAttention(micro.spans, policy.device, policy.heads, exact=policy.exact)
+    heads = policy.heads // policy.sequence.size()
+    whole = PackedAttention(micro.spans, policy.device, heads, exact=policy.exact)
+    return SplitAttention(whole, len(micro.tokens_T), policy.sequence)
+
+
+class Pass:
+    """What a policy reads of a micro-batch: all of it, or this process's part of the row."""
+
+    def __init__(self, policy: Policy, micro: MicroBatch) -> None:
+        self.context = attention(policy, micro)
+        self.tokens_T, self.positions_T, self.source_N = micro.tokens_T, micro.positions_T, micro.source_N
+        self.own = micro  # with those loss tokens alone that are computed here
+        self._group, self._total = policy.sequence, len(micro.source_N)
+        if self._group is not None:
+            part = RowPart.of(micro.tokens_T, micro.positions_T, micro.source_N, self._group)
+            self.tokens_T, self.positions_T, self.source_N = part.tokens_t, part.positions_t, part.source_n
+            self._own_n = part.own_n
+            self.own = replace(micro, source_N=micro.source_N[part.own_n], target_N=micro.target_N[part.own_n])
+
+    def whole(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """Of all loss tokens of the row, from the numbers of those that were computed here."""
+        if self._group is None:
+            return values
+        return together(torch.stack(values), self._own_n, self._total, self._group).unbind()
+
+
+def scalars(model: ScalarModel, micro: MicroBatch) -> Tensor:
+    """Its number for each loss token."""
+    read = Pass(model.policy, micro)
+    return read.whole(model(read.tokens_T, read.positions_T, read.context, read.source_N))[0]
 
 
 def checkpoint_activations(policy: Policy, config: LearningConfig) -> None:

@@ -1,7 +1,7 @@
 """A trainer in this process: one worker, in a thread of its own."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +40,6 @@ class LocalTrainer:
         return self.worker.updates
 
     async def start(self) -> None:
-        """Before the first step: a teacher outside this process says whether it is ready."""
         if self._teacher is not None:
             await self._teacher.start()
 
@@ -90,11 +89,14 @@ class LocalTrainer:
     async def save(self, folder: Path) -> None:
         await self._read(lambda: self.worker.save(folder))
 
+    async def export(self, folder: Path) -> None:
+        await self._read(lambda: self.worker.export(folder))
+
     async def load(self, folder: Path) -> None:
         await self._run(self._compute, lambda: self.worker.load(folder))
 
-    async def open_board(self, transport: str, mode: Mode) -> Board:
-        self._publisher = await asyncio.to_thread(make_publisher, transport, mode)
+    async def open_board(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> Board:
+        self._publisher = await asyncio.to_thread(make_publisher, transport, mode, **settings)
         return self._publisher
 
     async def publish(self, version: int, *, in_full: bool = False) -> Manifest | None:
@@ -115,7 +117,7 @@ class LocalTrainer:
         self._look.shutdown(wait=False)
 
     async def use_threads(self, count: int) -> None:
-        """From now on its thread computes with so many: with others, sums are added up in another order."""
+        """With others, sums are added up in another order."""
         if self._teacher is not None:
             self._teacher.use_threads(count)
         await self._run(self._compute, lambda: torch.set_num_threads(count))

@@ -15,7 +15,7 @@ from kitae.models.scalar import ScalarModel
 from kitae.observe.meter import Meter
 from kitae.trainer.base import Conditions
 from kitae.trainer.config import LearningConfig
-from kitae.trainer.forward import MicroBatch, attention
+from kitae.trainer.forward import MicroBatch, Pass, scalars
 
 OfStates = Callable[[Head, Tensor], Tensor]
 """A number for each state, made of the states and of what turns them into logits."""
@@ -35,7 +35,8 @@ class Reading(Protocol):
 class Objective(Reading, Protocol):
     """`model` is the module whose parameters are trained."""
 
-    model: torch.nn.Module
+    @property
+    def model(self) -> torch.nn.Module: ...
 
     def loss(self, micro: MicroBatch, conditions: Conditions, meter: Meter) -> Tensor: ...
 
@@ -49,20 +50,23 @@ class Scored:
         self._chunk = config.logit_chunk
         self._temperature = temperature
 
-    def score(self, micro: MicroBatch, entropy_grad: bool = False, also: OfStates | None = None) -> tuple[Tensor, ...]:
-        """`(logp_N, entropy_N)`, and what is also made of the states."""
+    def score(
+        self, micro: MicroBatch, entropy_grad: bool = False, divergence: Divergence | None = None
+    ) -> tuple[Tensor, ...]:
+        """`(logp_N, entropy_N)`, and the divergence where one is given."""
+        read = Pass(self.policy, micro)
         found: tuple[Tensor, ...] = self.policy(
-            micro.tokens_T,
-            micro.positions_T,
-            attention(self.policy, micro),
-            micro.source_N,
-            micro.target_N,
+            read.tokens_T,
+            read.positions_T,
+            read.context,
+            read.source_N,
+            read.own.target_N,
             temperature=self._temperature,
             chunk=self._chunk,
             entropy_grad=entropy_grad,
-            also=also,
+            also=None if divergence is None else divergence(read.own),
         )
-        return found
+        return read.whole(*found)
 
     def outputs(self, micro: MicroBatch) -> Tensor:
         return self.score(micro)[0]
@@ -84,8 +88,7 @@ class PolicyGradient(Scored):
         self._divergence = divergence
 
     def loss(self, micro: MicroBatch, conditions: Conditions, meter: Meter) -> Tensor:
-        also = None if self._divergence is None else self._divergence(micro)
-        logp_N, entropy_N, *divergence_N = self.score(micro, self._loss.entropy_gradient, also)
+        logp_N, entropy_N, *divergence_N = self.score(micro, self._loss.entropy_gradient, self._divergence)
         tokens = tokens_of(micro, logp_N, entropy_N, conditions.version)
         if divergence_N:
             tokens = replace(tokens, divergence_N=divergence_N[0])
@@ -120,13 +123,12 @@ class Values:
     """
 
     def __init__(self, model: ScalarModel, clip: float) -> None:
-        self.model: torch.nn.Module = model
+        self.model = model
         self.policy = model.policy
         self._clip = clip
 
     def outputs(self, micro: MicroBatch) -> Tensor:
-        found: Tensor = self.model(micro.tokens_T, micro.positions_T, attention(self.policy, micro), micro.source_N)
-        return found
+        return scalars(self.model, micro)
 
     def loss(self, micro: MicroBatch, conditions: Conditions, meter: Meter) -> Tensor:
         value_N, old_N, return_N = self.outputs(micro), micro.columns["value"], micro.columns["return"]

@@ -2,20 +2,23 @@
 
 Where the modules are fp32 already, they are their own masters. Otherwise each trainable parameter has an fp32 copy:
 gradients are added up there after every backward pass, and the new values are rounded back into the modules.
+Of sharded parameters, masters and moments are this rank's shards: AdamW knows no other element. On request they lie in
+the memory of the host.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.memory import set_master
 from kitae.trainer.config import LearningConfig
-from kitae.trainer.ranks import Alone, Ranks
+from kitae.trainer.ranks import Alone, Ranks, local
 
 
 def learning_rate(config: LearningConfig, update: int, total_updates: int) -> float:
@@ -41,8 +44,15 @@ class Update:
 
 
 class Optimizer:
+    """host: masters and moments lie there, wherever the parameters are."""
+
     def __init__(
-        self, named: Iterable[tuple[str, torch.nn.Parameter]], config: LearningConfig, total_updates: int
+        self,
+        named: Iterable[tuple[str, torch.nn.Parameter]],
+        config: LearningConfig,
+        total_updates: int,
+        *,
+        host: bool = False,
     ) -> None:
         self.config = config
         self.total_updates = total_updates
@@ -50,16 +60,17 @@ class Optimizer:
         trainable = [(name, p) for name, p in named if p.requires_grad]
         self.names = [name for name, _ in trainable]
         self.parameters = [p for _, p in trainable]
-        self.masters = [p if p.dtype == torch.float32 else p.detach().float() for p in self.parameters]
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            if master is not parameter:
+        self.masters = [_copy(p) if host else _master(p) for p in self.parameters]
+        self._apart = [host or p.dtype != torch.float32 for p in self.parameters]
+        for parameter, master, apart in zip(self.parameters, self.masters, self._apart, strict=True):
+            if apart:
                 parameter.register_post_accumulate_grad_hook(_add_into(master))  # type: ignore[no-untyped-call]
-                if master.device.type == "cpu":
+                if master.device.type == "cpu" and not isinstance(parameter, DTensor):
                     set_master(parameter, master)
         devices = {m.device.type for m in self.masters}
         kernels = {training_kernels(m.device, m.dtype) for m in self.masters}
         common = kernels.pop() if len(kernels) == 1 else None
-        self._one_pass = None if common is None else common.adamw
+        self._one_pass = None if common is None or host else common.adamw
         fused = devices <= {"cpu", "cuda"}
         self.adamw = torch.optim.AdamW(
             self.masters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=fused
@@ -71,7 +82,9 @@ class Optimizer:
         ranks: those that have the other parts of the gradient; None: this is all of it. skip: the loss was not finite,
         so the gradient means nothing whatever it is.
         """
-        norm = (ranks or Alone()).norm([m.grad for m in self.masters if m.grad is not None])
+        self._take_gradients()
+        found = [(m.grad, p) for m, p in zip(self.masters, self.parameters, strict=True) if m.grad is not None]
+        norm = (ranks or Alone()).norm(found)
         rate = learning_rate(self.config, self.updates, self.total_updates)
         if self._one_pass is not None and not skip:
             finite = self._update_in_one_pass(norm, rate)
@@ -83,6 +96,14 @@ class Optimizer:
         self.updates += 1
         return Update(norm.item(), rate, finite)
 
+    def _take_gradients(self) -> None:
+        """Of shards that are their own masters: torch may have moved them, and has the gradients in its own tensors."""
+        for parameter, master, apart in zip(self.parameters, self.masters, self._apart, strict=True):
+            if isinstance(parameter, DTensor) and not apart:
+                master.data = local(parameter)
+                master.grad = None if parameter.grad is None else local(parameter.grad)
+                parameter.grad = None
+
     def _update(self, norm: float, rate: float) -> None:
         if norm > self.config.clip_norm:
             grads = [m.grad for m in self.masters if m.grad is not None]
@@ -91,9 +112,9 @@ class Optimizer:
             group["lr"] = rate
         self.adamw.step()
         with torch.no_grad():
-            pairs = [(p, m) for p, m in zip(self.parameters, self.masters, strict=True) if p is not m]
-            if pairs:
-                torch._foreach_copy_([p for p, _ in pairs], [m for _, m in pairs])
+            apart = [i for i, is_apart in enumerate(self._apart) if is_apart]
+            if apart:
+                torch._foreach_copy_([local(self.parameters[i]) for i in apart], [self.masters[i] for i in apart])
 
     @torch.no_grad()
     def _update_in_one_pass(self, norm: Tensor, rate: float) -> bool:
@@ -103,44 +124,81 @@ class Optimizer:
         scale = torch.where(norm > limit, limit / (norm + 1e-6), 1.0).where(norm.isfinite(), torch.nan)
         settings = self.adamw.param_groups[0]
         touched = []
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
+        for parameter, master, apart in zip(self.parameters, self.masters, self._apart, strict=True):
             if master.grad is not None:
                 state = self.adamw.state[master]
                 if not state:
                     zeros = (torch.zeros_like(master, memory_format=torch.contiguous_format) for _ in range(2))
                     state.update(zip(("step", "exp_avg", "exp_avg_sq"), (torch.tensor(0.0), *zeros), strict=True))
+                touched.append(state)
+                if not master.numel():  # a rank may have no element of a short parameter
+                    continue
+                rounded = local(parameter) if apart else master
                 self._one_pass(
-                    parameter, master, master.grad, state["exp_avg"], state["exp_avg_sq"], scale,
+                    rounded, master, master.grad, state["exp_avg"], state["exp_avg_sq"], scale,
                     step=int(state["step"]) + 1, rate=rate, betas=settings["betas"], eps=settings["eps"],
                     weight_decay=settings["weight_decay"],
                 )  # fmt: skip
-                touched.append(state)
         finite = math.isfinite(norm.item())
         for state in touched:
             state["step"] += int(finite)
         return finite
 
     def state(self) -> dict[str, Tensor]:
-        """Masters and moments by name, flat: `{"master.model.norm.weight": …, "exp_avg.model.norm.weight": …}`."""
-        tensors = {f"master.{n}": m.detach() for n, m in zip(self.names, self.masters, strict=True)}
-        for name, master in zip(self.names, self.masters, strict=True):
+        """Masters and moments by name, flat: `{"master.model.norm.weight": …, "exp_avg.model.norm.weight": …}`.
+
+        Sharded as the parameters are.
+        """
+        tensors = {}
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            tensors[f"master.{name}"] = _sharded_like(parameter, master.detach())
             for key, value in self.adamw.state.get(master, {}).items():
-                tensors[f"{key}.{name}"] = value
+                tensors[f"{key}.{name}"] = value if key == "step" else _sharded_like(parameter, value)
         return tensors
 
-    def load_state(self, tensors: dict[str, Tensor], updates: int) -> None:
+    def blank(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Tensors for a state with these names, to be filled and given to `load_state`."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            for key in ("master", "exp_avg", "exp_avg_sq"):
+                if f"{key}.{name}" in names:
+                    tensors[f"{key}.{name}"] = _sharded_like(parameter, torch.empty_like(master, requires_grad=False))
+            if f"step.{name}" in names:
+                tensors[f"step.{name}"] = torch.zeros(())
+        return tensors
+
+    def load_state(self, tensors: Mapping[str, Tensor], updates: int) -> None:
         self.updates = updates
+        self._take_gradients()
         with torch.no_grad():
             for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
-                master.copy_(tensors[f"master.{name}"])
-                parameter.copy_(master)
+                master.copy_(local(tensors[f"master.{name}"]))
+                local(parameter).copy_(master)
                 moments: dict[str, Any] = {
-                    key: tensors[f"{key}.{name}"].to(master.device if key != "step" else "cpu")
+                    key: local(tensors[f"{key}.{name}"]).to(master.device if key != "step" else "cpu")
                     for key in ("step", "exp_avg", "exp_avg_sq")
                     if f"{key}.{name}" in tensors
                 }
                 if moments:
                     self.adamw.state[master] = moments
+
+
+def _master(parameter: torch.nn.Parameter) -> Tensor:
+    if parameter.dtype != torch.float32:
+        return local(parameter).detach().float()
+    return local(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+def _copy(parameter: torch.nn.Parameter) -> Tensor:
+    """On the host."""
+    return local(parameter).detach().to("cpu", torch.float32, copy=True)
+
+
+def _sharded_like(parameter: Tensor, own: Tensor) -> Tensor:
+    """Of the same layout over ranks. By its constructor: others would move it to the device of the mesh."""
+    if not isinstance(parameter, DTensor):
+        return own
+    return DTensor(own, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _add_into(master: Tensor) -> Any:
@@ -150,12 +208,13 @@ def _add_into(master: Tensor) -> Any:
     def hook(parameter: Tensor) -> None:
         if parameter.grad is None:  # a kernel has added it already
             return
+        gradient = local(parameter.grad).to(master.device)
         if accumulate is not None:
-            master.grad = accumulate(master.grad, parameter.grad)
+            master.grad = accumulate(master.grad, gradient)
         elif master.grad is None:
-            master.grad = parameter.grad.float()
+            master.grad = gradient.to(torch.float32, copy=True)
         else:
-            master.grad += parameter.grad
+            master.grad += gradient
         parameter.grad = None
 
     return hook

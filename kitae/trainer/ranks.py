@@ -1,5 +1,6 @@
 """What ranks must agree about: the norm of a gradient, whether it is finite, and metrics."""
 
+import math
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -8,17 +9,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kitae.observe.meter import Totals
+from kitae.observe.meter import Kind, Totals
 
 
 class Ranks(Protocol):
-    """All of them call each method, in the same order, and get the same answer."""
+    """All of them call each method, in the same order, and get the same answer.
+
+    host: whether the optimizer's state lies in the memory of the host.
+    """
 
     rank: int
     size: int
+    host: bool
 
-    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
-        """Of the whole gradient, from a rank's part of it."""
+    def norm(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """Of the whole gradient, from a rank's part of it; with each, the parameter, which says what part that is."""
 
     def every(self, flag: bool) -> bool: ...
     def together(self, totals: Totals) -> Totals: ...
@@ -27,10 +32,10 @@ class Ranks(Protocol):
 class Alone:
     """One process."""
 
-    rank, size = 0, 1
+    rank, size, host = 0, 1, False
 
-    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
-        return torch.nn.utils.get_total_norm(gradients)
+    def norm(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        return torch.nn.utils.get_total_norm([gradient for gradient, _ in gradients])
 
     def every(self, flag: bool) -> bool:
         return flag
@@ -40,27 +45,68 @@ class Alone:
 
 
 class Distributed:
-    """The ranks of torch's process group. Each has its own part of a gradient: some of the tensors, or shards."""
+    """The ranks of torch's process group. Each has its shards of a gradient, or a copy of what is not sharded.
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+    device: what they compute on. control, saving: groups for what lies in the memory of the host; the second is for
+    checkpoints alone, which are written beside all else. peers: as many ranks in
+    succession compute the same rows, so that of their numbers those of the first count.
+    """
 
-    def norm(self, gradients: Iterable[Tensor]) -> Tensor:
-        own = torch.nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
-        squares = own.double() ** 2
-        dist.all_reduce(squares, group=self._group)
-        return squares.sqrt().to(own.dtype)
+    def __init__(
+        self,
+        device: torch.device,
+        control: dist.ProcessGroup,
+        saving: dist.ProcessGroup,
+        *,
+        peers: int = 1,
+        host: bool = False,
+    ) -> None:
+        self.saving = saving
+        self.host = host
+        self._device = device
+        self._control = control
+        self._peers = peers
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def norm(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        by_copies: dict[int, list[Tensor]] = {}
+        for gradient, parameter in gradients:
+            by_copies.setdefault(copies(parameter, self.size), []).append(gradient)
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        for count, parts in by_copies.items():
+            squares += torch.nn.utils.get_total_norm(parts).to(squares) ** 2 / count
+        dist.all_reduce(squares)
+        return squares.sqrt().float()
 
     def every(self, flag: bool) -> bool:
         count = torch.tensor(float(flag))
-        dist.all_reduce(count, group=self._group)
+        dist.all_reduce(count, group=self._control)
         return int(count.item()) == self.size
 
     def together(self, totals: Totals) -> Totals:
         found: list[Totals | None] = [None] * self.size
-        dist.all_gather_object(found, totals, group=self._group)
+        dist.all_gather_object(found, totals, group=self._control)
         merged = Totals()
-        for each in found:
-            merged += each or Totals()
+        for rank, each in enumerate(found):
+            assert each is not None
+            merged += each if rank % self._peers == 0 else each.only(Kind.MAX)
         return merged
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What of it lies here: memory shared with it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    own: Tensor = tensor.to_local()
+    return own.detach()
+
+
+def copies(tensor: Tensor, ranks: int) -> int:
+    """How many of so many ranks hold the same part of it."""
+    if not isinstance(tensor, DTensor):
+        return ranks
+    assert not any(placement.is_partial() for placement in tensor.placements)
+    sharded = (
+        size for size, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if not p.is_replicate()
+    )
+    return ranks // math.prod(sharded)

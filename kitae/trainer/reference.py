@@ -1,41 +1,76 @@
 """The reference policy of a KL term: the initial model, kept as it was or refreshed from time to time.
 
-It has modules of its own: the engine may be sampling from the policy's while the reference is computed, so nothing
-about those may change, not even for a moment. What is not trained is shared, the rest is copied in the dtype of the
-computation: all weights, or with LoRA the adapters, which start as nothing. Without a KL term there is none.
+What is not trained is shared with the policy, the rest is copied in the dtype of the computation: all weights, or with
+LoRA the adapters, which start as nothing. Without a KL term there is none.
+
+In one process it has modules of its own: the engine may be sampling from the policy's while the reference is computed,
+so nothing about those may change, not even for a moment. Sharded modules serve no engine, so there the reference is a
+copy of this rank's shards, which change places with the policy's while it is computed.
 """
 
 import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from kitae.algorithms.config import AlgorithmConfig
+from kitae.data.packing import Row
 from kitae.models.policy import Policy
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.objectives import Scored
+from kitae.trainer.ranks import local
+from kitae.trainer.trained import outputs
+from kitae.types import FloatArray
 
 STATE_FILE = "reference.safetensors"
 
 
 class Reference:
-    """Make it before the policy is trained or a checkpoint is loaded: it starts as the policy is then.
-
-    `scores` gives its log-probs.
-    """
+    """Make it before the policy is trained or a checkpoint is loaded: it starts as the policy is then."""
 
     def __init__(
         self, policy: Policy, algorithm: AlgorithmConfig, training: LearningConfig, temperature: float
     ) -> None:
         self.algorithm = algorithm
-        self._policy = _frozen_copy(policy)
-        self.scores = Scored(self._policy, training, temperature)
-        self._pairs = [(n, p, q) for (n, p), q in zip(
-            policy.model.named_parameters(), self._policy.model.parameters(), strict=True) if p is not q
-        ]  # fmt: skip
+        named = dict(policy.model.named_parameters())
+        self._in_turn = any(isinstance(p, DTensor) for p in named.values())
+        self._policy = policy if self._in_turn else _frozen_copy(policy)
+        self._scores = Scored(self._policy, training, temperature)
+        if self._in_turn:
+            self._pairs = [(n, p, p.detach().clone()) for n, p in named.items() if p.requires_grad]
+        else:
+            own = self._policy.model.parameters()
+            self._pairs = [(n, p, q) for (n, p), q in zip(named.items(), own, strict=True) if p is not q]
         # A running average in bf16 would stand still: what a refresh adds is less than the rounding.
         self._averages = [q.float().clone() for _, _, q in self._pairs] if algorithm.reference == "ema" else []
+
+    def outputs(self, rows: Sequence[Row]) -> list[FloatArray]:
+        """Its log-probs of the loss tokens of each row."""
+        with self._turn():
+            return outputs(self._scores, rows)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self._in_turn:
+            self._change_places()
+        try:
+            yield
+        finally:
+            if self._in_turn:
+                self._change_places()
+
+    @torch.no_grad()
+    def _change_places(self) -> None:
+        """Bit by bit, without a second copy of everything."""
+        for _, live, mine in self._pairs:
+            kept = local(live).clone()
+            local(live).copy_(local(mine))
+            local(mine).copy_(kept)
 
     def finish_step(self, step: int) -> None:
         """Refresh the reference where that is due."""
@@ -50,21 +85,31 @@ class Reference:
                 else:
                     mine.copy_(live)
 
-    def save_state(self, folder: Path) -> None:
-        """A frozen reference needs no file: it is the model that the run started from."""
-        if self.algorithm.reference in ("ema", "reset"):
-            values = self._averages or [q for _, _, q in self._pairs]
-            tensors = {n: v.detach().cpu().contiguous() for (n, _, _), v in zip(self._pairs, values, strict=True)}
-            save_file(tensors, folder / STATE_FILE)
+    def state(self) -> dict[str, Tensor]:
+        """By name. A frozen reference needs none: it is the model that the run started from."""
+        if self.algorithm.reference not in ("ema", "reset"):
+            return {}
+        values = self._averages or [q for _, _, q in self._pairs]
+        return {n: v.detach() for (n, _, _), v in zip(self._pairs, values, strict=True)}
 
-    def load_state(self, folder: Path) -> None:
-        if self.algorithm.reference in ("ema", "reset"):
-            saved = load_file(folder / STATE_FILE)
-            with torch.no_grad():
-                for i, (name, _, mine) in enumerate(self._pairs):
-                    mine.copy_(saved[name])
-                    if self._averages:
-                        self._averages[i].copy_(saved[name])
+    def blank(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Tensors for a state, to be filled and given to `load_state`."""
+        return {name: torch.empty_like(tensor) for name, tensor in self.state().items() if name in names}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        for i, (name, _, mine) in enumerate(self._pairs if state else []):
+            local(mine).copy_(local(state[name]))
+            if self._averages:
+                local(self._averages[i]).copy_(local(state[name]))
+
+    def save(self, folder: Path) -> None:
+        if state := self.state():
+            save_file({n: v.cpu().contiguous() for n, v in state.items()}, folder / STATE_FILE)
+
+    def load(self, folder: Path) -> None:
+        if self.state():
+            self.load_state(load_file(folder / STATE_FILE))
 
 
 def _frozen_copy(policy: Policy) -> Policy:

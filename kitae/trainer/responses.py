@@ -23,7 +23,7 @@ from kitae.models.scalar import ScalarModel
 from kitae.observe.meter import Meter
 from kitae.trainer.base import Conditions
 from kitae.trainer.config import LearningConfig
-from kitae.trainer.forward import MicroBatch, attention
+from kitae.trainer.forward import MicroBatch, scalars
 from kitae.trainer.objectives import Scored
 
 PLACE = "place"
@@ -123,13 +123,12 @@ class ScoredPairs:
     """A reward model's. Each sample has one loss token, whose number is the score. It reads `place` and `margin`."""
 
     def __init__(self, model: ScalarModel, *, centring: float = 0.0) -> None:
-        self.model: torch.nn.Module = model
+        self.model = model
         self.policy = model.policy
         self._centring = centring
 
     def outputs(self, micro: MicroBatch) -> Tensor:
-        found: Tensor = self.model(micro.tokens_T, micro.positions_T, attention(self.policy, micro), micro.source_N)
-        return found
+        return scalars(self.model, micro)
 
     def loss(self, micro: MicroBatch, conditions: Conditions, meter: Meter) -> Tensor:
         chosen, rejected = sides(micro)

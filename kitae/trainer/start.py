@@ -1,49 +1,64 @@
 """From the settings to a trainer and a learner: the one place that knows every kind of trainer."""
 
+import os
 from collections.abc import Callable
 
-from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control
 from kitae.algorithms.groups import GroupStages
-from kitae.algorithms.loss import PolicyLoss
-from kitae.config.root import DistilConfig, RLConfig
+from kitae.cluster.base import Cluster
+from kitae.cluster.config import ClusterConfig, PoolConfig
+from kitae.config.root import RLConfig, Root
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
-from kitae.models.scalar import ScalarModel
 from kitae.observe.tokens import TokenChoice
-from kitae.stages.config import JSD
-from kitae.trainer.base import Role, Trainer
-from kitae.trainer.config import LearningConfig, TrainingConfig
+from kitae.trainer.assemble import learning_worker, make_critic, supervised_worker
+from kitae.trainer.base import Trainer
+from kitae.trainer.config import LearningConfig
 from kitae.trainer.learner import Learner
 from kitae.trainer.local import LocalTrainer
-from kitae.trainer.objectives import Objective, PolicyGradient, Values
-from kitae.trainer.ranks import Alone, Ranks
-from kitae.trainer.reference import Reference
-from kitae.trainer.teacher import Teacher, TeacherDivergence
-from kitae.trainer.teachers import inside_teacher, outside_teacher
-from kitae.trainer.trained import Trained
-from kitae.trainer.worker import Worker
+from kitae.trainer.objectives import Objective
+from kitae.trainer.ranked import POOL as TRAINER
+from kitae.trainer.ranked import RankedTrainer
+from kitae.trainer.ranks import Ranks
+from kitae.trainer.teachers import inside_teacher, outside_teacher, served_teacher
 
 
-def start_trainer(config: RLConfig, policy: Policy, note: Callable[[str], None] = lambda text: None) -> LocalTrainer:
+def start_trainer(
+    config: RLConfig, cluster: Cluster | None, note: Callable[[str], None]
+) -> tuple[Policy | None, Trainer]:
+    """The trainer, and the policy where that is in this process. On other machines there is always a rank at least."""
+    if cluster is not None and (cluster.remote or config.cluster.ranks > 1):
+        return None, ranked_trainer(config, cluster)
+    policy = load_policy(config.model, config.run.seed)
+    return policy, local_trainer(config, policy, note)
+
+
+def local_trainer(config: RLConfig, policy: Policy, note: Callable[[str], None] = lambda text: None) -> LocalTrainer:
     """A reference and a critic are made only if the algorithm reads them, a teacher if the run has one.
 
     note: hears what becomes of a teacher's process.
     """
-    groups = GroupStages(config.algorithm, config.sampling.max_tokens)
-    plain = config.model.model_copy(update={"lora_rank": 0, "exact": False})
-    worker = reinforced(
-        policy,
-        config.training,
-        config.algorithm,
-        max_tokens=config.sampling.max_tokens,
-        temperature=config.sampling.temperature,
-        reference=groups.wants_reference,
-        critic=ScalarModel(load_policy(plain, config.run.seed)) if groups.wants_values else None,
-        teacher=inside_teacher(config, policy),
-        divergence=config.method.divergence if isinstance(config, DistilConfig) else None,
-    )
+    teacher = inside_teacher(config, policy)
+    worker = learning_worker(config, policy, make_critic(config), teacher)
     return LocalTrainer(worker, outside_teacher(config, policy, note))
+
+
+def ranked_trainer(config: RLConfig, cluster: Cluster) -> RankedTrainer:
+    """In processes of their own."""
+    threads = _rank_threads(config.cluster, cluster, beside=config.engine.count)
+    return RankedTrainer(config, "kitae.trainer.rank", cluster, served_teacher(config), threads=threads)
+
+
+def ranked_stage(config: Root, module: str, cluster: Cluster) -> RankedTrainer:
+    """The same for an objective that `module` makes on each rank."""
+    return RankedTrainer(config, module, cluster, threads=_rank_threads(config.cluster, cluster))
+
+
+def _rank_threads(config: ClusterConfig, cluster: Cluster, beside: int = 0) -> int:
+    """As many as fit where a rank is; beside: other processes that want some."""
+    if cluster.remote:
+        return max(1, int(config.pools.get(TRAINER, PoolConfig()).cpus))
+    return max(1, len(os.sched_getaffinity(0)) // (config.ranks + beside))
 
 
 def make_learner(config: RLConfig, trainer: Trainer) -> Learner:
@@ -52,45 +67,6 @@ def make_learner(config: RLConfig, trainer: Trainer) -> Learner:
     return Learner(trainer, groups, Control(config.algorithm), config.training, config.run.seed, recorded)
 
 
-def reinforced(
-    policy: Policy,
-    training: TrainingConfig,
-    algorithm: AlgorithmConfig,
-    *,
-    max_tokens: int,
-    temperature: float,
-    reference: bool = False,
-    critic: ScalarModel | None = None,
-    teacher: Teacher | None = None,
-    divergence: JSD | None = None,
-    ranks: Ranks | None = None,
-) -> Worker:
-    """A rank that learns from rewards. reference: whether there is one. critic: where values are wanted. divergence:
-    that of the teacher, where the stages read it."""
-    ranks = ranks or Alone()
-    updates, warmup = training.minibatches * training.epochs, (algorithm.critic_warmup or 0) if critic else 0
-    apart = None
-    if divergence is not None:
-        assert teacher is not None
-        apart = TeacherDivergence(teacher, training, beta=divergence.beta, temperature=divergence.temperature)
-    gradient = PolicyGradient(policy, training, temperature, PolicyLoss(algorithm, max_tokens), apart)
-    start = Reference(policy, algorithm, training, temperature) if reference else None
-    trained = {Role.POLICY: Trained(gradient, training, ranks, total_updates=(training.steps - warmup) * updates)}
-    if critic is not None:
-        assert algorithm.critic_lr is not None and algorithm.critic_clip is not None
-        config = training.model_copy(update={"lr": algorithm.critic_lr})
-        trained[Role.CRITIC] = Trained(
-            Values(critic, algorithm.critic_clip),
-            config,
-            ranks,
-            total_updates=training.steps * updates,
-            name="critic_",
-        )
-    return Worker(policy, training, trained, reference=start, teacher=teacher, ranks=ranks)
-
-
 def supervised(objective: Objective, training: LearningConfig, ranks: Ranks | None = None) -> LocalTrainer:
     """A trainer of one model, for one objective, with an update for each step."""
-    ranks = ranks or Alone()
-    trained = {Role.POLICY: Trained(objective, training, ranks, total_updates=training.steps)}
-    return LocalTrainer(Worker(objective.policy, training, trained, ranks=ranks))
+    return LocalTrainer(supervised_worker(objective, training, ranks))

@@ -87,10 +87,10 @@ class Distilled(Scored):
         self._divergence = divergence
 
     def outputs(self, micro: MicroBatch) -> Tensor:
-        return self.score(micro, also=self._divergence(micro))[2]
+        return self.score(micro, divergence=self._divergence)[2]
 
     def loss(self, micro: MicroBatch, conditions: Conditions, meter: Meter) -> Tensor:
-        logp_N, entropy_N, divergence_N = self.score(micro, also=self._divergence(micro))
+        logp_N, entropy_N, divergence_N = self.score(micro, divergence=self._divergence)
         loss = (divergence_N * micro.weight_N).sum()
         meter.total("loss", loss.detach())
         meter.part("nll", -logp_N.detach().sum(), len(logp_N))

@@ -31,7 +31,7 @@ class Trained:
         self._ranks = ranks
         self._finite: list[Tensor] = []  # whether the losses since the last update are
         checkpoint_activations(objective.policy, config)
-        self.optimizer = Optimizer(objective.model.named_parameters(), config, total_updates)
+        self.optimizer = Optimizer(objective.model.named_parameters(), config, total_updates, host=ranks.host)
 
     @property
     def pending(self) -> bool:

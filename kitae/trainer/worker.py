@@ -1,22 +1,31 @@
 """One rank: the models it holds, or its shards of them, and what it does with rows. Synchronous, in one thread."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from kitae.data.packing import Row
+from kitae.errors import StoreError
+from kitae.models.classifier import export_scalar
+from kitae.models.load import export_policy
 from kitae.models.policy import Policy
+from kitae.models.scalar import ScalarModel
 from kitae.observe.meter import Kind, Totals
 from kitae.trainer.base import Column, Conditions, Role
+from kitae.trainer.checkpoint import FOLDER, begin_save, load
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.objectives import Reading
-from kitae.trainer.ranks import Alone, Ranks
+from kitae.trainer.ranks import Alone, Distributed, Ranks
 from kitae.trainer.reference import Reference
 from kitae.trainer.trained import Trained, outputs
 from kitae.types import FloatArray
 
+T = TypeVar("T")
+
+_UPDATES, _REFERENCE = "updates", "reference"
 _FILES = {Role.POLICY: "optimizer.safetensors", Role.CRITIC: "critic.safetensors"}
 
 
@@ -53,7 +62,7 @@ class Worker:
         for column in columns:
             if column is Column.REFERENCE:
                 assert self.reference is not None, "there is no reference"
-                found[column] = outputs(self.reference.scores, rows)
+                found[column] = self.reference.outputs(rows)
             elif column is Column.TEACHER:
                 assert self.teacher is not None, "there is no teacher"
                 found[column] = outputs(self.teacher, rows)
@@ -87,16 +96,71 @@ class Worker:
         return dict(zip(optimizer.names, (p.detach() for p in optimizer.parameters), strict=True))
 
     def save(self, folder: Path) -> None:
+        self.begin_save(folder)()
+
+    def begin_save(self, folder: Path) -> Callable[[], None]:
+        """What it returns waits for the end; where models are sharded, they may be trained on meanwhile."""
+        if isinstance(self.ranks, Distributed):
+            return begin_save(self._state(), folder / FOLDER, self.ranks.saving)
         for role, trained in self.trained.items():
             trained.save(folder / _FILES[role])
         if self.reference:
-            self.reference.save_state(folder)
+            self.reference.save(folder)
+        return lambda: None
+
+    def export(self, folder: Path) -> None:
+        """What is trained, as a folder that other programs load. All ranks must call it."""
+        model = self.trained[Role.POLICY].objective.model
+        if isinstance(model, ScalarModel):
+            export_scalar(model, folder)
+        else:
+            export_policy(self.policy, folder)
 
     def load(self, folder: Path) -> None:
+        """What ranks have saved, however many, or what one process has, if this is one."""
+        ranks = self.ranks if isinstance(self.ranks, Distributed) else None
+        if (folder / FOLDER).is_dir():
+            self._load_state(load(folder / FOLDER, self._blank, None if ranks is None else ranks.saving))
+            return
+        if ranks is not None:
+            raise StoreError(f"ranks go on from what ranks have saved; {folder} was saved by one process")
         for role, trained in self.trained.items():
             trained.load(folder / _FILES[role])
         if self.reference:
-            self.reference.load_state(folder)
+            self.reference.load(folder)
+
+    def _state(self) -> dict[str, Tensor]:
+        """All of it, flat: `{"policy.master.model.norm.weight": …, "policy.updates": …, "reference.…": …}`."""
+        state = dict[str, Tensor]()
+        for role, trained in self.trained.items():
+            state |= _under(role.value, trained.optimizer.state())
+            state[f"{role.value}.{_UPDATES}"] = torch.tensor(trained.optimizer.updates)
+        return state | (_under(_REFERENCE, self.reference.state()) if self.reference else {})
+
+    def _blank(self, names: Collection[str]) -> dict[str, Tensor]:
+        state = dict[str, Tensor]()
+        for role, trained in self.trained.items():
+            state |= _under(role.value, trained.optimizer.blank(_below(role.value, dict.fromkeys(names))))
+            state[f"{role.value}.{_UPDATES}"] = torch.tensor(0)
+        if self.reference:
+            state |= _under(_REFERENCE, self.reference.blank(_below(_REFERENCE, dict.fromkeys(names))))
+        return state
+
+    def _load_state(self, state: Mapping[str, Tensor]) -> None:
+        for role, trained in self.trained.items():
+            own = _below(role.value, state)
+            trained.optimizer.load_state(own, int(own[_UPDATES]))
+        if self.reference:
+            self.reference.load_state(_below(_REFERENCE, state))
+
+
+def _under(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
+    return {f"{prefix}.{name}": value for name, value in values.items()}
+
+
+def _below(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
+    """The inverse, of what is there."""
+    return {n.removeprefix(f"{prefix}."): value for n, value in values.items() if n.startswith(f"{prefix}.")}
 
 
 def _device_memory(device: torch.device) -> Totals:

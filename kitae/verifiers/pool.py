@@ -99,12 +99,10 @@ class VerifierPool:
         self.stats = PoolStats()
         self._params = dict(params)
         found = VERIFIERS.get(name)
-        self._references_are_answers = found is None or found.gold
-        self._right_is_one = found is None or found.right_is_one
         self._waiting = found if found is not None and inspect.iscoroutinefunction(found.score) else None
         self._note = note or _to_stderr
         self._prints = _Prints(name, self._note)
-        self._setup = {"name": name, "params": self._params}
+        self._setup: dict[str, Any] = {"name": name, "params": self._params}
         self._template = Template(
             "kitae.verifiers.worker",
             self._setup,
@@ -127,12 +125,7 @@ class VerifierPool:
 
     def gold(self, prompt: Prompt) -> str | None:
         """A response to the prompt that must score 1, where one is known."""
-        if not self._right_is_one:
-            return None
-        if prompt.gold is not None:
-            return prompt.gold
-        is_answer = self._references_are_answers and isinstance(prompt.reference, str | int | float)
-        return str(prompt.reference) if is_answer else None
+        return gold_of(self._setup["name"], prompt)
 
     async def start(self) -> None:
         """Start all workers; raise `VerifierError` if the verifier cannot be loaded or refuses its params."""
@@ -337,6 +330,17 @@ class VerifierPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def gold_of(verifier: str, prompt: Prompt) -> str | None:
+    """A response to the prompt that must score 1 under the verifier of that name, where one is known."""
+    found = VERIFIERS.get(verifier)
+    if found is not None and not found.right_is_one:
+        return None
+    if prompt.gold is not None:
+        return prompt.gold
+    is_answer = (found is None or found.gold) and isinstance(prompt.reference, str | int | float)
+    return str(prompt.reference) if is_answer else None
 
 
 async def validate(pool: VerifierPool, prompts: Iterable[Prompt]) -> list[tuple[Prompt, Score]]:

@@ -53,24 +53,26 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class DeltaPart:
-    """The changes of one tensor: `DeltaPart("model.norm.weight", "positions", offset=0, changed=17)`.
+    """The changes of one tensor: `DeltaPart("model.norm.weight", "positions", bucket=0, offset=0, changed=17)`.
 
-    At `offset` of the delta: the positions (uint32) and then the values, or one bit for each value of the tensor and
-    then the values that changed, or all values; whichever is smallest.
+    At `offset` of a bucket of the delta: the positions (uint32) and then the values, or one bit for each value of the
+    tensor and then the values that changed, or all values; whichever is smallest.
     """
 
     name: str
     kind: Encoding
+    bucket: int
     offset: int
     changed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a receiver must know: `Manifest(4, base=3, entries=(…), buckets=(…), parts=(…), bytes=2_100_000)`.
+    """What a receiver must know: `Manifest(4, base=3, entries=(…), buckets=(…), parts=(…), delta=(…), bytes=21_000)`.
 
     base: the version that the delta changes; a receiver that has another one loads the image. None: there is no delta.
-    parts: of the delta. bytes: what a receiver reads, of the delta where there is one. seconds: what publishing took.
+    buckets: of the image. parts: of the delta, which has buckets of its own, with checksums of all their bytes. bytes:
+    what a receiver reads, of the delta where there is one. seconds: what publishing took.
     unchanged: share of values with the same bits as in the version before; None where nothing was compared.
     """
 
@@ -79,6 +81,7 @@ class Manifest:
     entries: tuple[Entry, ...]
     buckets: tuple[Bucket, ...]
     parts: tuple[DeltaPart, ...] = ()
+    delta: tuple[Bucket, ...] = ()
     bytes: int = 0
     seconds: float = 0.0
     unchanged: float | None = None
@@ -94,9 +97,9 @@ class Manifest:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Manifest":
         entries = tuple(Entry(**{**entry, "shape": tuple(entry["shape"])}) for entry in record["entries"])
-        buckets = tuple(Bucket(**bucket) for bucket in record["buckets"])
+        buckets, delta = (tuple(Bucket(**bucket) for bucket in record[name]) for name in ("buckets", "delta"))
         parts = tuple(DeltaPart(**part) for part in record["parts"])
-        return cls(**{**record, "entries": entries, "buckets": buckets, "parts": parts})
+        return cls(**{**record, "entries": entries, "buckets": buckets, "parts": parts, "delta": delta})
 
     def check(self, parameters: Mapping[str, Tensor]) -> None:
         """Raise `EngineError` unless every tensor is one of the parameters, with its dtype and shape."""

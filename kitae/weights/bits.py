@@ -27,8 +27,9 @@ def integers(size: int) -> np.dtype[Any]:
     return np.dtype(f"i{size}")
 
 
-def copy(values: Bits, into: Tensor) -> None:
-    if into.device.type == "cpu":
-        np.copyto(into.numpy(), values)
+def copy(values: Tensor, into: Tensor) -> None:
+    """Values of the same dtype and number, from any device to any other."""
+    if values.device.type == into.device.type == "cpu":
+        np.copyto(into.numpy(), values.numpy())  # in one thread, see `checksum`
     else:
-        into.copy_(torch.from_numpy(values))
+        into.copy_(values)

@@ -4,9 +4,6 @@ At the learning rates of RL most bf16 values do not change in a step. Values are
 so a delta on its base gives exactly the new version.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -14,20 +11,24 @@ from torch import Tensor
 
 from kitae.weights.base import DeltaPart, Encoding
 from kitae.weights.bits import Bits, bits, copy, integers
-from kitae.weights.layout import aligned
-
-Read = Callable[[np.dtype[Any], int, int], Bits]  # dtype, count, offset
+from kitae.weights.layout import LIMIT, aligned
 
 _POSITION = np.dtype(np.uint32)
+_BYTE = np.dtype(np.uint8)
 
 
 class Encoder:
-    """Gathers the parts of a delta: `chunks` is what to write where."""
+    """Gathers the parts of a delta, in buckets of about `limit` bytes: a part is never cut.
 
-    def __init__(self) -> None:
+    bytes: of positions, bitmaps and values, without what lies between them.
+    """
+
+    def __init__(self, limit: int = LIMIT) -> None:
         self.parts: list[DeltaPart] = []
-        self.chunks: list[tuple[int, Bits]] = []
+        self.buckets: list[Tensor] = []  # bytes; all but the last one
         self.bytes = 0
+        self._limit = limit
+        self._chunks: list[tuple[int, Bits]] = []  # of the last one
         self._end = 0
 
     def add(self, name: str, positions: npt.NDArray[np.int64], new: Bits) -> None:
@@ -39,7 +40,9 @@ class Encoder:
         if len(new) <= 2**32:
             sizes["positions"] = len(positions) * _POSITION.itemsize + values
         kind = min(sizes, key=lambda k: sizes[k])
-        self.parts.append(DeltaPart(name, kind, self._end, len(positions)))
+        if self._end and self._end + sizes[kind] > self._limit:
+            self.close()
+        self.parts.append(DeltaPart(name, kind, len(self.buckets), self._end, len(positions)))
         if kind == "positions":
             self._append(positions.astype(_POSITION))
         elif kind == "bitmap":
@@ -48,27 +51,41 @@ class Encoder:
             self._append(np.packbits(bitmap))
         self._append(new if kind == "whole" else new[positions])
 
+    def close(self) -> None:
+        """End the last bucket."""
+        if not self._chunks:
+            return
+        whole = np.zeros(self._end, _BYTE)
+        for offset, values in self._chunks:
+            whole[offset : offset + values.nbytes] = values.view(_BYTE)
+        self.buckets.append(torch.from_numpy(whole))
+        self._chunks, self._end = [], 0
+
     def _append(self, values: Bits) -> None:
-        self.chunks.append((self._end, values))
+        self._chunks.append((self._end, values))
         self._end = aligned(self._end + values.nbytes)
         self.bytes += values.nbytes
 
 
-def apply(part: DeltaPart, tensor: Tensor, read: Read) -> None:
-    """Change a tensor. A damaged part may raise ValueError, IndexError or RuntimeError, or write nonsense."""
+def apply(part: DeltaPart, tensor: Tensor, bucket: Tensor) -> None:
+    """Change a tensor, by the bytes of the part's bucket.
+
+    Damaged ones may raise ValueError, IndexError or RuntimeError, or write nonsense.
+    """
     found = bits(tensor)
     width, count = integers(tensor.element_size()), found.numel()
+    raw = bucket.numpy()
     if part.kind == "whole":
-        copy(read(width, count, part.offset), found)
+        copy(torch.from_numpy(np.frombuffer(raw, width, count, part.offset)), found)
         return
     if part.kind == "positions":
-        where = read(_POSITION, part.changed, part.offset)
+        where: Bits = np.frombuffer(raw, _POSITION, part.changed, part.offset)
         before = where.nbytes
     else:
-        packed = read(np.dtype(np.uint8), -(-count // 8), part.offset)
+        packed = np.frombuffer(raw, _BYTE, -(-count // 8), part.offset)
         where = np.flatnonzero(np.unpackbits(packed, count=count).view(bool))
         before = packed.nbytes
-    values = read(width, part.changed, aligned(part.offset + before))
+    values = np.frombuffer(raw, width, part.changed, aligned(part.offset + before))
     if found.device.type == "cpu":
         found.numpy()[where] = values
     else:

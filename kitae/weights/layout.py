@@ -5,7 +5,7 @@ that is larger than a bucket is cut, and then fills buckets to the last byte but
 in one piece where the buckets follow each other.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -53,6 +53,15 @@ def pieces(entry: Entry, sizes: Sequence[int]) -> Iterator[Piece]:
         end = min(entry.nbytes, start + sizes[bucket] - offset)
         yield Piece(entry.name, start, end, bucket, offset)
         bucket, offset, start = bucket + 1, 0, end
+
+
+def contents(entries: Iterable[Entry], sizes: Sequence[int]) -> dict[int, list[Piece]]:
+    """What is in each bucket, by its number."""
+    found: dict[int, list[Piece]] = {number: [] for number in range(len(sizes))}
+    for entry in entries:
+        for piece in pieces(entry, sizes):
+            found[piece.bucket].append(piece)
+    return found
 
 
 def starts(sizes: Sequence[int]) -> tuple[int, ...]:

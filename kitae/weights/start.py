@@ -1,14 +1,19 @@
 """From a kind of transport to its two ends: the one place that knows them all."""
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from kitae.errors import EngineError
 from kitae.weights.base import Address, Manifest, Mode, Publisher, Receiver
 from kitae.weights.board import Board
+from kitae.weights.broadcast import BroadcastPublisher, BroadcastReceiver
+from kitae.weights.file import FilePublisher, FileReceiver
+from kitae.weights.http import HttpPublisher, HttpReceiver
+from kitae.weights.ipc import IpcPublisher, IpcReceiver
 from kitae.weights.memory import MemoryPublisher, MemoryReceiver
+from kitae.weights.relay import RelayPublisher, relay_receiver
 
 
 class OwnPublisher(Publisher, Board, Protocol):
@@ -30,17 +35,30 @@ class NoReceiver:
         pass
 
 
-PUBLISHERS: dict[str, Callable[[Mode], OwnPublisher]] = {"memory": MemoryPublisher}
+PUBLISHERS: dict[str, Callable[..., OwnPublisher]] = {
+    "memory": MemoryPublisher,
+    "ipc": IpcPublisher,
+    "broadcast": BroadcastPublisher,
+    "file": FilePublisher,
+    "relay": RelayPublisher,
+    "http": HttpPublisher,
+}
 RECEIVERS: dict[str, Callable[[Address, Mapping[str, Tensor]], Receiver]] = {
     "none": NoReceiver,
     "memory": MemoryReceiver.at,
+    "ipc": IpcReceiver.at,
+    "broadcast": BroadcastReceiver.at,
+    "file": FileReceiver.at,
+    "relay": relay_receiver,
+    "http": HttpReceiver.at,
 }
 
 
-def make_publisher(kind: str, mode: Mode) -> OwnPublisher:
+def make_publisher(kind: str, mode: Mode, **settings: Any) -> OwnPublisher:
+    """settings: those of the transport, such as `host` or `folder`."""
     if kind not in PUBLISHERS:
         raise EngineError(f"weights must go by one of {', '.join(PUBLISHERS)}, got {kind!r}")
-    return PUBLISHERS[kind](mode)
+    return PUBLISHERS[kind](mode, **settings)
 
 
 def make_receiver(address: Address, parameters: Mapping[str, Tensor]) -> Receiver:

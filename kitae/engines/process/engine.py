@@ -26,7 +26,7 @@ from kitae.engines.config import EngineConfig
 from kitae.engines.ledger import Flight, Ledger
 from kitae.engines.process import wire
 from kitae.engines.process.child import Child
-from kitae.errors import EngineError, RequestError, WeightsDamaged
+from kitae.errors import EngineError, EngineLost, RequestError, WeightsDamaged
 from kitae.models.config import ModelConfig
 from kitae.processes.frames import Frame, pack_frame
 from kitae.weights.base import Manifest
@@ -59,6 +59,9 @@ class ProcessEngine:
     replaced, `_MAX_RESTARTS` times within a minute; after that, as when the process never comes up, every call raises
     `EngineError`, with the last that the process wrote to stderr. A process that starts late or again loads what was
     published last: an engine that is not paused meanwhile may serve that before its `update_weights` is called.
+    once: a process that is lost is not replaced; what it was sampling ends as parked, with what it had told, and every
+    call raises `EngineLost`. So a fleet gives the requests to others at once, and whoever replaces the engine sees to
+    its weights.
 
     `update_weights` takes only the manifest that was published last. It does its work even if its caller is cancelled.
     """
@@ -78,6 +81,7 @@ class ProcessEngine:
         cores: Sequence[int] | None = None,
         version: int = 0,
         limits: Deadlines | None = None,
+        once: bool = False,
     ) -> None:
         if threads is not None and threads < 1:
             raise EngineError(f"threads of the engine's process must be at least 1, got {threads}")
@@ -97,6 +101,7 @@ class ProcessEngine:
         self._cluster = cluster or LocalCluster()
         self._version = version
         self._limits = limits or Deadlines()
+        self._once = once
         self._ledger: Ledger[Child] = Ledger()
         self._starting: asyncio.Task[Child] | None = None  # also when it has started
         self._past = EngineStats(version, 0, 0, 0, 0, 0, 0, 0.0)  # counters of lost processes
@@ -269,8 +274,17 @@ class ProcessEngine:
     def _on_loss(self, child: Child) -> None:
         self._past = _add(self._past, child.stats)
         self._ledger.lose(child)
-        if not self._closed and self._starting is not None and self._starting.done():  # else `_start` deals with it
+        if self._closed or self._starting is None or not self._starting.done():
+            return  # `_start` deals with it
+        if self._once:
+            self._give_up(child)
+        else:
             self._launch(child)
+
+    def _give_up(self, child: Child) -> None:
+        """Nobody serves here any more."""
+        self._failure = self._failure or EngineLost(f"its process was lost: {child.obituary}")
+        self._ledger.end_early("parked", None)
 
     def _current(self) -> Child | None:
         task = self._starting
@@ -339,7 +353,8 @@ class ProcessEngine:
 
     def _check_open(self) -> None:
         if self._failure is not None:
-            raise EngineError(f"the engine is closed: {self._failure}") from self._failure
+            kind = EngineLost if isinstance(self._failure, EngineLost) else EngineError
+            raise kind(f"the engine is closed: {self._failure}") from self._failure
         if self._closed:
             raise EngineError("the engine is closed")
 

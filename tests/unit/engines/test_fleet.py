@@ -48,7 +48,7 @@ def test_groups_stay_together_on_the_engine_with_the_fewest_requests() -> None:
         assert loads(engine) == [5, 4, 4], "while the others of its group run, it goes where they are"
         await asyncio.gather(*tasks, late)
         assert engine.stats().busy_seconds == pytest.approx((13.5 + 8 + 8) / 3), "the mean"
-        assert engine._homes == {} and engine._where == {} and engine._load == [0, 0, 0]
+        assert engine._homes == {} and engine._stays == {} and [m.load for m in engine._members] == [0, 0, 0]
 
     virtual(body)
 

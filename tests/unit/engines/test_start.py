@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 import torch
 
-from kitae.cluster import local
+from kitae.cluster import process
 from kitae.engines.config import EngineConfig
 from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
@@ -80,7 +80,7 @@ def test_processes_share_one_board(model: ModelConfig) -> None:
 def test_an_engine_that_does_not_start_leaves_nothing_behind(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "BOOT", "import sys; sys.exit('boom')")
+    monkeypatch.setattr(process, "BOOT", "import sys; sys.exit('boom')")
     threads = torch.get_num_threads()
     files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(EngineError, match="could not start: exit status 1"):

@@ -27,7 +27,6 @@ from kitae.trainer.learner import Learner, Learnt
 from kitae.trainer.local import LocalTrainer
 from kitae.trainer.objectives import value_loss
 from kitae.trainer.reference import Reference
-from kitae.trainer.trained import outputs
 from kitae.trainer.worker import Worker
 from kitae.types import FloatArray, Group, Message, Prompt, Rollout, Sample, Score, Segment
 
@@ -49,7 +48,7 @@ def reference_of(policy: Policy, **choices: Any) -> Reference:
 
 def scores(reference: Reference, samples: list[Sample]) -> list[FloatArray]:
     """Log-probs of the loss tokens under the reference, row by row."""
-    return outputs(reference.scores, pack_rows(samples, TRAINING, reference.scores.policy.device)[1])
+    return reference.outputs(pack_rows(samples, TRAINING, torch.device("cpu"))[1])
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 4}], ids=["copy", "adapters"])
@@ -119,9 +118,9 @@ def test_a_reference_that_moves(tiny_policy: TinyPolicy, tmp_path: Path) -> None
     ):
         torch.testing.assert_close(mixed, 0.75 * initial + 0.25 * p)
         torch.testing.assert_close(taken, p)
-    ema.save_state(tmp_path)
+    ema.save(tmp_path)
     fresh = reference_of(tiny_policy(), reference="ema", reference_every=2)
-    fresh.load_state(tmp_path)
+    fresh.load(tmp_path)
     for a, b in zip(fresh._policy.model.parameters(), ema._policy.model.parameters(), strict=True):
         torch.testing.assert_close(a, b)
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kitae.weights.bits import Bits, bits
+from kitae.weights.bits import bits
 from kitae.weights.delta import Encoder, apply, changed_positions
 
 
@@ -25,17 +25,26 @@ def test_the_smallest_form_is_taken_and_applies(changed: int, kind: str | None) 
     old = torch.randn(1000).to(torch.bfloat16)
     new = old.clone()
     new[torch.randperm(1000)[:changed]] *= -1
-    encoder, memory = Encoder(), np.zeros(4096, dtype=np.uint8)
+    encoder = Encoder()
     encoder.add("w", changed_positions(bits(new).numpy(), bits(old).numpy()), bits(new).numpy())
-    for offset, values in encoder.chunks:
-        memory[offset : offset + values.nbytes] = values.view(np.uint8)
-
-    def read(dtype: np.dtype[np.generic], count: int, offset: int) -> Bits:
-        return np.frombuffer(memory, dtype, count, offset)
-
+    encoder.close()
     assert [part.kind for part in encoder.parts] == ([] if kind is None else [kind])
-    assert encoder.bytes == sum(values.nbytes for _, values in encoder.chunks) <= new.nbytes
+    assert encoder.bytes <= min(new.nbytes, sum(map(len, encoder.buckets)))
     for part in encoder.parts:
-        assert part.changed == changed
-        apply(part, old, read)
+        assert (part.changed, part.bucket) == (changed, 0)
+        apply(part, old, encoder.buckets[part.bucket])
     assert torch.equal(bits(old), bits(new))
+
+
+def test_buckets_are_about_as_large_as_asked_and_no_part_is_cut() -> None:
+    encoder = Encoder(limit=1024)
+    tensors = [torch.full((length,), 1.0) for length in (100, 100, 2000, 30, 30)]
+    for number, tensor in enumerate(tensors):
+        encoder.add(str(number), np.arange(len(tensor)), bits(tensor).numpy())
+    encoder.close()
+    assert [part.bucket for part in encoder.parts] == [0, 0, 1, 2, 2]
+    assert [len(data) for data in encoder.buckets] == [896, 8000, 256]
+    for part, tensor in zip(encoder.parts, tensors, strict=True):
+        found = torch.zeros_like(tensor)
+        apply(part, found, encoder.buckets[part.bucket])
+        assert torch.equal(found, tensor)

@@ -75,8 +75,7 @@ class Engines:
     def close(self) -> None:
         self.publisher.close()
         for receiver in self.receivers:
-            receiver._image.close()
-            receiver._delta.close()
+            receiver.close()
 
 
 def flip(descriptor: int, offset: int) -> None:

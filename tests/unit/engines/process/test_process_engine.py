@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from kitae.cluster import local as local_module
+from kitae.cluster import process as process_module
 from kitae.cluster.link import Deadlines
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
@@ -27,7 +27,7 @@ from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.process import engine as engine_module
 from kitae.engines.process.engine import ProcessEngine
-from kitae.errors import EngineError, RequestError, WeightsDamaged
+from kitae.errors import EngineError, EngineLost, RequestError, WeightsDamaged
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
@@ -444,6 +444,31 @@ def test_a_fleet_of_two_and_one_is_lost(
     assert run(fleet.probe()) == (Probe(7, score_probe(policy)),) * 2
 
 
+def test_in_a_fleet_a_lost_process_gives_its_requests_to_the_others(
+    model: ModelConfig, policy: Policy, publisher: MemoryPublisher, run: Run[Any]
+) -> None:
+    """With all that it had told; and it is not brought back."""
+    asked = requests(4, tokens=300)
+
+    async def body() -> tuple[list[Completion], int, int]:
+        engines = [ProcessEngine(model, CONFIG, publisher, threads=1, once=True) for _ in range(2)]
+        fleet = Fleet(engines)
+        try:
+            tasks = [asyncio.create_task(fleet.generate(each)) for each in asked]
+            await until_generated(engines[0], 2 * 64 + 10)
+            os.kill(process_of(engines[0]), signal.SIGKILL)
+            done = await asyncio.gather(*tasks)
+            with pytest.raises(EngineLost, match="its process was lost: killed by signal 9"):
+                await engines[0].generate(asked[0])
+            return done, fleet.lost, fleet.stats().restarts
+        finally:
+            await fleet.close()
+
+    done, *lost = run(body())
+    assert lost == [1, 1]
+    assert tokens(done) == tokens(run(native(policy, asked)))
+
+
 def test_too_many_losses_end_it_with_the_last_words(
     model: ModelConfig, policy: Policy, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,7 +481,7 @@ def test_too_many_losses_end_it_with_the_last_words(
         try:
             task = asyncio.create_task(engine.generate(requests(1, tokens=490)[0]))
             await until_generated(engine, 1)
-            monkeypatch.setattr(local_module, "BOOT", "import sys; sys.exit('no memory left')")
+            monkeypatch.setattr(process_module, "BOOT", "import sys; sys.exit('no memory left')")
             process = process_of(engine)
             os.kill(process, signal.SIGKILL)
             await asyncio.gather(task, return_exceptions=True)
@@ -486,10 +511,10 @@ def test_a_process_that_never_comes_up(
 
     with pytest.raises(EngineError, match=r"no config\.json"):
         run(start(ProcessEngine(ModelConfig(path=str(tmp_path)), CONFIG, publisher)))
-    monkeypatch.setattr(local_module, "BOOT", "import sys; sys.exit('boom')")
+    monkeypatch.setattr(process_module, "BOOT", "import sys; sys.exit('boom')")
     with pytest.raises(EngineError, match=r"could not start: exit status 1; its stderr ends with:\nboom"):
         run(start(ProcessEngine(model, CONFIG, publisher)))
-    monkeypatch.setattr(local_module, "BOOT", "import time; time.sleep(60)")
+    monkeypatch.setattr(process_module, "BOOT", "import time; time.sleep(60)")
     with pytest.raises(EngineError, match=r"not ready within 0\.3 s"):
         run(start(ProcessEngine(model, CONFIG, publisher, limits=Deadlines(start=0.3))))
 
@@ -497,7 +522,7 @@ def test_a_process_that_never_comes_up(
 def test_close_while_it_starts(
     model: ModelConfig, publisher: MemoryPublisher, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_module, "BOOT", "import time; time.sleep(60)")
+    monkeypatch.setattr(process_module, "BOOT", "import time; time.sleep(60)")
 
     async def body() -> BaseException | None:
         engine = ProcessEngine(model, CONFIG, publisher)
@@ -570,7 +595,7 @@ def test_a_process_without_progress(
     model: ModelConfig, run: Run[Any], monkeypatch: pytest.MonkeyPatch, rests: bool
 ) -> None:
     """It lives, has work and takes no step: that is a loss, unless it is paused. And it does not end when asked to."""
-    monkeypatch.setattr(local_module, "BOOT", STUCK.replace("RESTS", str(rests)))
+    monkeypatch.setattr(process_module, "BOOT", STUCK.replace("RESTS", str(rests)))
 
     async def body() -> EngineError | None:
         publisher = MemoryPublisher()

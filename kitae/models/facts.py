@@ -1,0 +1,36 @@
+"""What those must know of a model who do not hold it: how it speaks, how far it sees, how exactly it computes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from kitae.models.config import ModelConfig
+from kitae.models.load import find_model, load_tokenizer, pick_device, pick_dtype
+from kitae.models.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """`ModelFacts(tokenizer, generation_config, max_context=8192, dtype=torch.bfloat16)`; generation: None where the
+    model has no such config."""
+
+    tokenizer: Any
+    generation: Any
+    max_context: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, policy: Policy) -> "ModelFacts":
+        return cls(policy.tokenizer, policy.base.generation_config, policy.max_context, policy.dtype)
+
+    @classmethod
+    def read(cls, config: ModelConfig) -> "ModelFacts":
+        """From the folder of a model, without its weights."""
+        tokenizer, generation = load_tokenizer(config)
+        folder = find_model(config.path)
+        assert folder is not None
+        text = AutoConfig.from_pretrained(folder).get_text_config()
+        dtype = pick_dtype(config.dtype, pick_device(config.device))
+        return cls(tokenizer, generation, int(text.max_position_embeddings), dtype)

@@ -1,0 +1,36 @@
+"""Expert parallelism, where transformers has it: a rank of a group holds some experts and gets the tokens for them."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from kitae.errors import ConfigError
+from kitae.models.policy import Policy
+from kitae.trainer.tensor import pattern
+
+_DISPATCH = "ep_dispatch_experts"  # tokens travel to the experts, so ranks may have different ones
+
+
+def split_experts(policy: Policy, group: DeviceMesh) -> list[nn.Module]:
+    """The modules that hold experts, each with those of this rank now."""
+    decoder: Any = policy.decoder
+    config = policy.base.config.get_text_config()
+    plan: dict[str, str] = getattr(config, "base_model_ep_plan", None) or {}
+    name = type(policy.base).__name__
+    if _DISPATCH not in plan.values():
+        raise ConfigError(f"cluster.expert > 1 needs a model with a plan that sends tokens to experts, got {name}")
+    if policy.model is not policy.base:
+        raise ConfigError("cluster.expert > 1 needs model.lora_rank = 0")
+    try:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+    except ImportError:
+        from transformers import __version__
+
+        raise ConfigError(f"cluster.expert > 1 needs transformers 5.22 or newer, got {__version__}") from None
+    experts = [m for n, m in decoder.named_modules() if plan.get(pattern(n)) == _DISPATCH]
+    for count in {int(m.num_experts) for m in experts}:
+        if count % group.size():
+            raise ConfigError(f"cluster.expert must divide the experts of {name}, {count}; got {group.size()}")
+    apply_expert_parallelism(decoder, group, None, plan)
+    return experts

@@ -1,0 +1,113 @@
+"""Sequence parallelism: the tokens of a row are split over the processes of a group, attention is computed by heads.
+
+Every process has `t` tokens in succession of a row of T, the last ones padding where T is no multiple. Around attention
+they exchange: each gives its tokens away for all heads but its own, and gets all tokens for those. All else
+(projections, MLPs, norms, head) knows no other token. A loss token is computed where the state lies that predicts it;
+then all have all.
+Legend: T tokens of the row, t of this process; N loss tokens of the row, n of this process.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kitae.models.attention import AttentionContext
+
+
+@dataclass(frozen=True, slots=True)
+class RowPart:
+    """What of a row this process has; `own_n` says which of its loss tokens those are.
+
+    Of 5 tokens the second of two processes has `tokens_t` [6, 2, 0], the last one padding.
+    """
+
+    tokens_t: Tensor
+    positions_t: Tensor
+    source_n: Tensor
+    own_n: Tensor
+
+    @classmethod
+    def of(cls, tokens_T: Tensor, positions_T: Tensor, source_N: Tensor, group: dist.ProcessGroup) -> "RowPart":
+        size, place = dist.get_world_size(group), dist.get_rank(group)
+        length = -(-len(tokens_T) // size)
+        tokens, positions = (
+            pad(x, (0, size * length - len(x))).view(size, length)[place] for x in (tokens_T, positions_T)
+        )
+        own_n = (source_N // length == place).nonzero()[:, 0]
+        return cls(tokens, positions, source_N[own_n] - place * length, own_n)
+
+
+class SplitAttention:
+    """The `AttentionContext` of a process that has a part of the tokens. whole: of the row, for any number of heads."""
+
+    def __init__(self, whole: AttentionContext, tokens: int, group: dist.ProcessGroup) -> None:
+        self._whole = whole
+        self._tokens = tokens  # of the row
+        self._group = group
+        self._size = dist.get_world_size(group)
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        size, length = self._size, q.shape[1]
+        if k.shape[0] < size:  # each process needs a key-value head of its own
+            k, v = (x.repeat_interleave(size // x.shape[0], 0) for x in (k, v))
+        heads = [x.shape[0] // size for x in (q, k, v)]
+        sent = torch.cat([x.reshape(size, -1, *x.shape[1:]) for x in (q, k, v)], 1)  # [process, its heads, t, D]
+        got = _exchange(sent, self._group).transpose(0, 1).flatten(1, 2)[:, : self._tokens]
+        own = None if sinks is None else sinks.view(size, -1)[dist.get_rank(self._group)]
+        q, k, v = torch.split(got, heads)
+        out = self._whole.attend(layer, q, k, v, scale=scale, window=window, softcap=softcap, sinks=own)
+        filled = pad(out, (0, 0, 0, 0, 0, size * length - self._tokens))
+        return _exchange(filled.view(size, length, *out.shape[1:]), self._group).transpose(0, 1).flatten(1, 2)
+
+
+def together(values: Tensor, own_n: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+    """`[…, n]` of each process → `[…, N]` of the row, for all. The gradient of each stays with the one it came from:
+    all of them go on to compute the same, and it counts once."""
+    found: Tensor = _Together.apply(values, own_n, total, group)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`x[i]` goes to process i; what comes from it has its place."""
+    got: Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]
+    return got
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _swapped(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _swapped(grads[0], ctx.group), None
+
+
+def _swapped(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    x = x.contiguous()
+    got = torch.empty_like(x)
+    dist.all_to_all_single(got, x, group=group)
+    return got
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, own_n: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(own_n)
+        found = values.new_zeros(*values.shape[:-1], total)
+        found[..., own_n] = values
+        dist.all_reduce(found, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        (own_n,) = ctx.saved_tensors
+        return grads[0][..., own_n], None, None, None

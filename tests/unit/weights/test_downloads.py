@@ -1,0 +1,212 @@
+"""Buckets by HTTP from servers that die, stall, lie or are slow: what arrives is right, and who was bad is named."""
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+import torch
+from torch import Tensor
+
+from kitae.errors import EngineError
+from kitae.weights.base import Bucket
+from kitae.weights.chunks import Chunk
+from kitae.weights.downloads import Downloads, Haste
+from kitae.weights.publisher import checksum_of
+from kitae.weights.serving import ChunkServer, Shop
+
+DATA = torch.randint(0, 256, (300_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+CHUNK = Chunk("image", 0, Bucket(len(DATA), checksum_of(DATA)), ((0, len(DATA)),))
+SECRET = "open sesame"
+HASTE = Haste(silence=1.0, rate=1e6, connections=2)
+
+
+class OneBucket(Shop):
+    def __init__(self, data: Tensor | None = DATA) -> None:
+        self.data = data
+
+    def chunk(self, version: int, name: str) -> Tensor | None:
+        return self.data if name == CHUNK.name else None
+
+
+@contextmanager
+def serving(data: Tensor | None = DATA) -> Iterator[str]:
+    server = ChunkServer(OneBucket(data), SECRET)
+    yield f"http://127.0.0.1:{server.port}"
+    server.close()
+
+
+@contextmanager
+def raw_server(answer: Callable[[socket.socket, bytes, int], None]) -> Iterator[str]:
+    """Whoever connects gets `answer(connection, request, number)` for each request."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    requests = iter(range(1_000))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=talk, args=(connection,), daemon=True).start()
+
+    def talk(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            while request := connection.recv(65536):
+                answer(connection, request, next(requests))
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+def head(length: int, status: str = "200 OK") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Length: {length}\r\n\r\n".encode()
+
+
+@contextmanager
+def downloads(*sources: str, secret: str = SECRET) -> Iterator[Downloads]:
+    made = Downloads(sources, secret, HASTE)
+    yield made
+    made.close()
+
+
+def test_a_bucket() -> None:
+    with serving() as url, downloads(url) as reader:
+        for _ in range(3):
+            found = reader.get(4, CHUNK)
+            assert found is not None and torch.equal(found, DATA)
+        assert not reader.bypassed
+
+
+def test_without_the_secret_nothing_is_given() -> None:
+    with serving() as url, downloads(url, secret="open barley") as reader:
+        assert reader.get(4, CHUNK) is None and reader.bypassed[url]
+        assert reader.ask("/manifest") is None
+
+
+def test_there_must_be_a_server() -> None:
+    with pytest.raises(EngineError, match="weights by HTTP must have at least one server, got none"):
+        Downloads([], SECRET)
+
+
+def test_a_server_that_dies_in_the_middle_is_taken_up_where_it_broke_off() -> None:
+    ranges = []
+
+    def dies(connection: socket.socket, request: bytes, number: int) -> None:
+        lines = request.decode().split("\r\n")
+        asked = next((line.split("=")[1] for line in lines if line.lower().startswith("range")), "0-")
+        ranges.append(start := int(asked.removesuffix("-")))
+        rest = DATA.numpy().tobytes()[start:]
+        connection.sendall(head(len(rest), "206 Partial" if start else "200 OK") + rest[:100_000])
+        connection.close()
+
+    with raw_server(dies) as url, downloads(url) as reader:
+        found = reader.get(4, CHUNK)
+    assert found is not None and torch.equal(found, DATA)
+    assert ranges == [0, 100_000, 200_000] and not reader.bypassed
+
+
+def test_a_server_that_always_dies_is_bypassed() -> None:
+    def dies(connection: socket.socket, request: bytes, number: int) -> None:
+        connection.sendall(head(len(DATA)) + b"x")
+        connection.close()
+
+    with raw_server(dies) as bad, serving() as good, downloads(bad, good) as reader:
+        found = reader.get(4, CHUNK)
+        assert found is not None and torch.equal(found, DATA) and reader.bypassed == {bad: 1}
+
+
+def test_dead_silent_slow_lying_and_short_servers_are_bypassed_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    def silent(connection: socket.socket, request: bytes, number: int) -> None:
+        pass
+
+    def slow(connection: socket.socket, request: bytes, number: int) -> None:
+        connection.sendall(head(len(DATA)))
+        for start in range(0, len(DATA), 3_000):
+            connection.sendall(DATA.numpy().tobytes()[start : start + 3_000])
+            time.sleep(0.05)
+
+    wrong = DATA.clone()
+    wrong[1234] ^= 1
+    with (
+        raw_server(silent) as quiet,
+        raw_server(slow) as sluggish,
+        serving(wrong) as liar,
+        serving(DATA[:-1].clone()) as short,
+        serving(None) as empty,
+        serving() as good,
+    ):
+        dead = "http://127.0.0.1:9"
+        for bad, reason in (
+            (dead, "ConnectionRefusedError"),
+            (quiet, "TimeoutError"),
+            (sluggish, "it is slow: [0-9]+ of 300000 bytes in time"),
+            (liar, "its bytes are not those that were published"),
+            (short, "it has 299999 bytes in place of 300000"),
+            (empty, "it answers 404"),
+        ):
+            caplog.clear()
+            with downloads(bad, good) as reader:
+                began = time.monotonic()
+                found = reader.get(4, CHUNK)
+                assert found is not None and torch.equal(found, DATA)
+                assert reader.bypassed == {bad: 1} and time.monotonic() - began < 10
+                assert re.search(f"{bad} is bypassed for {CHUNK.name}: {reason}", caplog.messages[0])
+                reader.get(4, CHUNK)
+                expected = 2 if bad == empty else 1  # it is asked last for a while, unless it has done no wrong
+                assert reader.bypassed == {bad: expected}
+
+
+def test_the_only_server_may_be_slow() -> None:
+    def slow(connection: socket.socket, request: bytes, number: int) -> None:
+        connection.sendall(head(len(DATA)))
+        for start in range(0, len(DATA), 30_000):
+            connection.sendall(DATA.numpy().tobytes()[start : start + 30_000])
+            time.sleep(0.2)
+
+    with raw_server(slow) as url, downloads(url) as reader:
+        found = reader.get(4, CHUNK)
+        assert found is not None and torch.equal(found, DATA) and not reader.bypassed
+
+
+def test_what_nobody_has_is_left_out() -> None:
+    with serving(None) as url, downloads(url) as reader:
+        assert reader.get(4, CHUNK) is None
+        assert list(reader.get_all(4, [CHUNK])) == []
+
+
+def test_many_buckets_come_in_order_and_not_too_far_ahead() -> None:
+    asked = []
+
+    class Many(Shop):
+        def chunk(self, version: int, name: str) -> Tensor | None:
+            asked.append(name)
+            return DATA
+
+    chunks = [Chunk("image", number, CHUNK.bucket, CHUNK.spans) for number in range(20)]
+    server = ChunkServer(Many(), SECRET)
+    with downloads(f"http://127.0.0.1:{server.port}") as reader:
+        coming = reader.get_all(4, chunks)
+        assert next(coming)[0] == 0
+        time.sleep(0.3)
+        assert len(asked) <= 2 * HASTE.connections
+        assert [number for number, _ in coming] == list(range(1, 20))
+    server.close()
+
+
+def test_a_reader_that_hangs_up_ends_what_is_asked() -> None:
+    class Thinking(Shop):
+        def newest(self, after: int | None, wait: float) -> None:
+            time.sleep(3)
+
+    server = ChunkServer(Thinking(), SECRET)
+    with downloads(f"http://127.0.0.1:{server.port}") as reader:
+        threading.Timer(0.2, reader.hang_up).start()
+        began = time.monotonic()
+        assert reader.ask("/manifest?wait=3", silence=20) is None and time.monotonic() - began < 2
+    server.close()
