@@ -74,6 +74,7 @@ class Downloads:
         self._haste = haste or Haste()
         self._closed = False
         self._bad_until: dict[str, float] = {}
+        self._quiet_until: dict[str, float] = {}
         self._pool = ThreadPoolExecutor(self._haste.connections, "download")
         self._local = threading.local()
         self._open: set[HTTPConnection] = set()
@@ -140,11 +141,13 @@ class Downloads:
         return sorted(self._sources, key=lambda source: self._bad_until.get(source, 0.0) > now)
 
     def _bypass(self, source: str, chunk: Chunk, why: Exception) -> None:
+        now = time.monotonic()
         self.bypassed[source] += 1
-        if self._bad_until.get(source, 0.0) < time.monotonic() and not self._closed:
+        if self._quiet_until.get(source, 0.0) < now and not self._closed:
+            self._quiet_until[source] = now + _PENALTY
             log.warning("%s is bypassed for %s: %s", source, chunk.name, why)
         if not isinstance(why, _Absent):
-            self._bad_until[source] = time.monotonic() + _PENALTY
+            self._bad_until[source] = now + _PENALTY
 
     def _from(self, source: str, version: int, chunk: Chunk, *, patient: bool) -> Tensor:
         """From one server alone, so that wrong bytes are its own."""

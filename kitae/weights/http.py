@@ -62,11 +62,11 @@ class HttpPublisher(ShelfPublisher, Shop):
         super().close()
         self._server.close()
 
-    def newest(self, after: int | None, wait: float) -> Manifest | None:
+    def newest(self, after: str, wait: float) -> Manifest | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._announced is not None and self._announced.version != after, wait)
+            self._changed.wait_for(lambda: self._announced is not None and self._announced.tag != after, wait)
             found = self._announced
-        return None if found is None or found.version == after else found
+        return None if found is None or found.tag == after else found
 
     def manifest(self, version: int) -> Manifest | None:
         found = self._announced

@@ -85,7 +85,7 @@ class Relay(Shop):
         self.store.sweep()
         self.downloads = Downloads(parents, secret, haste)
         self._changed = threading.Condition()
-        self._manifests: dict[int, Manifest] = {}  # the newest last
+        self._manifests: dict[str, Manifest] = {}  # by their tags, the newest last
         self._chunks: dict[str, Chunk] = {}  # of these
         self._checked: set[str] = set()  # what is in the store and whole
         self._coming: dict[str, threading.Lock] = {}
@@ -107,22 +107,19 @@ class Relay(Shop):
 
     # What it serves.
 
-    def newest(self, after: int | None, wait: float) -> Manifest | None:
+    def newest(self, after: str, wait: float) -> Manifest | None:
         with self._changed:
-            self._changed.wait_for(lambda: self._newest_version not in (None, after), wait)
-            version = self._newest_version
-            return None if version is None or version == after else self._manifests[version]
+            self._changed.wait_for(lambda: self._newest_tag not in ("", after), wait)
+            tag = self._newest_tag
+            return None if tag in ("", after) else self._manifests[tag]
 
     def manifest(self, version: int) -> Manifest | None:
-        found = self._manifests.get(version)
-        if found is None and (record := self.downloads.ask(f"/manifest/{version}")) is not None:
-            found = Manifest.of(record)
-            self._learn(found)
-        return found
+        found = next((m for m in reversed(self._manifests.values()) if m.version == version), None)
+        return found or self._ask_for(version)
 
     def chunk(self, version: int, name: str) -> Tensor | None:
         """From the folder, or from the parent, once for all who want it."""
-        if self.manifest(version) is None or name not in self._chunks:
+        if name not in self._chunks and (self._ask_for(version) is None or name not in self._chunks):
             return None
         with self._coming.setdefault(name, threading.Lock()):
             if (data := self._stored(name)) is not None:
@@ -139,8 +136,16 @@ class Relay(Shop):
     # What it takes.
 
     @property
-    def _newest_version(self) -> int | None:
-        return next(reversed(self._manifests), None)
+    def _newest_tag(self) -> str:
+        return next(reversed(self._manifests), "")
+
+    def _ask_for(self, version: int) -> Manifest | None:
+        """A manifest that it has not heard of yet."""
+        record = self.downloads.ask(f"/manifest/{version}")
+        if record is None:
+            return None
+        self._learn(found := Manifest.of(record))
+        return found
 
     def _stored(self, name: str) -> Tensor | None:
         data = self.store.get(name)
@@ -153,10 +158,10 @@ class Relay(Shop):
 
     def _learn(self, manifest: Manifest) -> None:
         with self._changed:
-            self._manifests.pop(manifest.version, None)
-            self._manifests[manifest.version] = manifest
-            for version in list(self._manifests)[:-_VERSIONS]:
-                del self._manifests[version]
+            self._manifests.pop(manifest.tag, None)
+            self._manifests[manifest.tag] = manifest
+            for tag in list(self._manifests)[:-_VERSIONS]:
+                del self._manifests[tag]
             self._chunks = {n: c for found in self._manifests.values() for n, c in chunks_by_name(found).items()}
             self._checked &= self._chunks.keys()
             self._coming = {name: lock for name, lock in self._coming.items() if name in self._chunks}
@@ -165,24 +170,23 @@ class Relay(Shop):
 
     def _follow(self) -> None:
         """Take what is new: the delta, or all of it where there is none. The rest comes when somebody asks."""
-        known: int | None = None
+        known = ""
         while not self._closed.is_set():
-            after = "" if known is None else f"&after={known}"
             began = time.monotonic()
-            record = self.downloads.ask(f"/manifest?wait={_WAIT}{after}", silence=_WAIT + 10)
+            record = self.downloads.ask(f"/manifest?wait={_WAIT}&after={known}", silence=_WAIT + 10)
             if record is None:
                 if time.monotonic() - began < _RETRY:
                     self._closed.wait(_RETRY)
                 continue
             manifest = Manifest.of(record)
-            known = manifest.version
+            known = manifest.tag
             self._learn(manifest)
             for chunk in delta_chunks(manifest) or image_chunks(manifest):
-                self._pool.submit(self._take, manifest.version, chunk.name)
+                self._pool.submit(self._take, manifest, chunk.name)
 
-    def _take(self, version: int, name: str) -> None:
-        if self._newest_version == version:
-            self.chunk(version, name)
+    def _take(self, manifest: Manifest, name: str) -> None:
+        if self._newest_tag == manifest.tag:
+            self.chunk(manifest.version, name)
 
 
 def main(setup: Mapping[str, Any], stream: socket.socket) -> None:

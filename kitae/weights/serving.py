@@ -1,9 +1,9 @@
 """A small server of buckets by HTTP: those of a publisher, or those that a relay passes on.
 
-    GET /manifest?after=3&wait=20   the newest manifest, once it is not that of version 3; 204 if that takes too long
-    GET /manifest/4                 that of one version; 404: it is not here
-    GET /chunk/4/image-00003-…      the bytes of a bucket of version 4, also from the middle (Range: bytes=1000-)
-    POST /…                         what the owner answers (`Shop.call`), from JSON to JSON
+    GET /manifest?after=3-9f…&wait=20   the newest manifest, once it has another tag; 204 if that takes too long
+    GET /manifest/4                     that of one version; 404: it is not here
+    GET /chunk/4/image-00003-…          the bytes of a bucket of version 4, also from the middle (Range: bytes=1000-)
+    POST /…                             what the owner answers (`Shop.call`), from JSON to JSON
 
 Every request must have the secret, as `Authorization: Bearer …`. Whoever has it is trusted; nothing is encrypted.
 """
@@ -33,8 +33,8 @@ log = logging.getLogger("kitae")
 class Shop:
     """What a server has to offer; nothing, unless its owner says so. Many threads call it; all may wait."""
 
-    def newest(self, after: int | None, wait: float) -> Manifest | None:
-        """What was published last, once that is not the version `after`; None if that takes longer than `wait`."""
+    def newest(self, after: str, wait: float) -> Manifest | None:
+        """What was published last, once it has not the tag `after`; None if that takes longer than `wait` seconds."""
         return None
 
     def manifest(self, version: int) -> Manifest | None:
@@ -113,8 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
         match url.path.strip("/").split("/"):
             case ["manifest"]:
                 asked = parse_qs(url.query)
-                after, wait = int(asked.get("after", ["-1"])[0]), float(asked.get("wait", ["0"])[0])
-                manifest = self.server.shop.newest(None if after < 0 else after, min(wait, _LONGEST_WAIT))
+                after, wait = asked.get("after", [""])[0], float(asked.get("wait", ["0"])[0])
+                manifest = self.server.shop.newest(after, min(wait, _LONGEST_WAIT))
                 self._send_json(204 if manifest is None else 200, None if manifest is None else manifest.record())
             case ["manifest", version]:
                 manifest = self.server.shop.manifest(int(version))

@@ -1,7 +1,7 @@
 """A receiver in a process of its own: `python broadcast_member.py`, then JSON lines by stdin.
 
-The first line: {"address", "sizes": {name: bytes}, "die_after": buckets or null}. Each further line is a manifest, and is
-answered with {"damaged", "sums", "pulled"}.
+The first line: {"address", "sizes": {name: bytes}, "die_after": buckets or null}. Each further one is a manifest, and
+is answered with {"damaged", "sums", "pulled"}.
 """
 
 import json

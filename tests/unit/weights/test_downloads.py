@@ -201,7 +201,7 @@ def test_many_buckets_come_in_order_and_not_too_far_ahead() -> None:
 
 def test_a_reader_that_hangs_up_ends_what_is_asked() -> None:
     class Thinking(Shop):
-        def newest(self, after: int | None, wait: float) -> None:
+        def newest(self, after: str, wait: float) -> None:
             time.sleep(3)
 
     server = ChunkServer(Thinking(), SECRET)

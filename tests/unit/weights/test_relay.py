@@ -204,6 +204,16 @@ def test_a_relay_outlives_its_parent(tree: Rig) -> None:
     assert not tree.receivers[0].bypassed and leaf.downloads.bypassed
 
 
+def test_a_version_that_is_published_again_with_other_weights(tree: Rig) -> None:
+    """As after a return to an earlier checkpoint."""
+    source = weights()
+    tree.join(zeros(source))
+    for _ in range(3):
+        assert tree.fetch(tree.publish(7, source, in_full=True)) == [()] and same(source, tree.loaded[0])
+        change(source)
+    assert not tree.receivers[0].bypassed
+
+
 def test_old_versions_are_removed(tree: Rig) -> None:
     source, sizes = weights(), []
     for version in range(6):

@@ -79,7 +79,7 @@ class HostMemory:
 class Rig:
     """A publisher, what belongs to it, and some receivers."""
 
-    def __init__(self, kind: str, folder: Path, mode: Mode = "delta", **settings: Any) -> None:
+    def __init__(self, kind: str, folder: Path, mode: Mode = "delta", limit: int = LIMIT, **settings: Any) -> None:
         self.kind = kind
         self.mode: Mode = "full" if kind == "ipc" else mode
         self.relays: list[Relay] = []
@@ -88,13 +88,13 @@ class Rig:
         self._folder = folder
         self._settled: Manifest | None = None
         make: dict[str, Callable[[], ShelfPublisher]] = {
-            "memory": lambda: MemoryPublisher(self.mode, limit=LIMIT),
-            "ipc": lambda: IpcPublisher(self.mode, memory=HostMemory(), limit=LIMIT),
-            "file": lambda: FilePublisher(self.mode, folder=folder / "shared", limit=LIMIT, patience=0.2),
-            "http": lambda: HttpPublisher(self.mode, haste=HASTE, limit=LIMIT),
-            "relay": lambda: RelayPublisher(self.mode, haste=HASTE, limit=LIMIT),
+            "memory": lambda: MemoryPublisher(self.mode, limit=limit),
+            "ipc": lambda: IpcPublisher(self.mode, memory=HostMemory(), limit=limit),
+            "file": lambda: FilePublisher(self.mode, folder=folder / "shared", limit=limit, patience=0.2),
+            "http": lambda: HttpPublisher(self.mode, haste=HASTE, limit=limit),
+            "relay": lambda: RelayPublisher(self.mode, haste=HASTE, limit=limit),
             "broadcast": lambda: BroadcastPublisher(
-                self.mode, haste=HASTE, limit=LIMIT, **{"patience": 5.0, "deadline": 10.0, **settings}
+                self.mode, haste=HASTE, limit=limit, **{"patience": 5.0, "deadline": 10.0, **settings}
             ),
         }
         self.publisher: Any = make[kind]()
