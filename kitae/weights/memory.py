@@ -41,12 +41,12 @@ class MemoryReceiver(PullReceiver):
 
     @classmethod
     def at(cls, address: Address, parameters: Mapping[str, Tensor]) -> "MemoryReceiver":
-        """In another process of the same machine: one that has inherited the descriptors, or any other of this user."""
+        """In another process of the same machine and user; a child may have inherited the descriptors instead."""
         pid, image, delta = (int(address.settings[name]) for name in ("pid", "image", "delta"))
-        if pid != os.getppid():
-            try:
-                image, delta = (os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR) for number in (image, delta))
-            except OSError as error:
+        try:
+            image, delta = (os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR) for number in (image, delta))
+        except OSError as error:
+            if pid != os.getppid():
                 raise EngineError(f"the weights in the memory of process {pid} cannot be reached: {error}") from None
         return cls(image, delta, parameters)
 
