@@ -209,8 +209,8 @@ class Link:
         return ""
 
     async def _post_mortem(self) -> str:
-        """Why a process that closed the connection did so. Where nobody can say for a while its machine is gone too, and
-        those who wait for its work need not wait for that."""
+        """Why a process that closed the connection did so. Where nobody can say for a while, its machine is gone too:
+        who waits for its work need not wait for that."""
         ended = asyncio.create_task(self.post.wait())
         await asyncio.wait({ended}, timeout=1)
         self.post.kill()
