@@ -17,6 +17,7 @@ from kitae.processes.deadlines import within
 from kitae.processes.frames import Array, Frame, pack_frame, read_frame
 
 _SLICES = 10  # of the longest silence
+_INQUEST = 2.0  # seconds to find out how a killed process ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,10 +209,14 @@ class Link:
         return ""
 
     async def _post_mortem(self) -> str:
-        """Why a process that closed the connection did so."""
-        await asyncio.wait({asyncio.create_task(self.post.wait())}, timeout=1)
+        """Why a process that closed the connection did so. Where nobody can say for a while, its machine is gone too:
+        who waits for its work need not wait for that."""
+        ended = asyncio.create_task(self.post.wait())
+        await asyncio.wait({ended}, timeout=1)
         self.post.kill()
-        return f"{await self.post.wait()}{self.last_words}"
+        await asyncio.wait({ended}, timeout=_INQUEST)
+        how = ended.result() if ended.done() else f"it broke off the connection, and {self.post.where} does not answer"
+        return f"{how}{self.last_words}"
 
 
 async def _result(future: "asyncio.Future[Frame]") -> Frame:
