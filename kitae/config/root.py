@@ -11,6 +11,7 @@ from pydantic import model_validator
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.preferences import preference_complaints
+from kitae.cluster.config import ClusterConfig
 from kitae.config import rules
 from kitae.data.config import EXAMPLE_SOURCES, SOURCES, DataConfig, ExamplesConfig, usual_verifier
 from kitae.engines.config import EngineConfig, SamplingConfig
@@ -115,6 +116,7 @@ class RLConfig(Root):
     verifier: VerifierConfig = VerifierConfig()
     sampling: SamplingConfig = SamplingConfig()
     engine: EngineConfig = EngineConfig()
+    cluster: ClusterConfig = ClusterConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     pipeline: PipelineConfig = PipelineConfig()
@@ -128,6 +130,7 @@ class RLConfig(Root):
         yield from rules.staleness(self.algorithm, self.pipeline)
         yield from rules.taught(self.algorithm, self.method)
         yield from rules.commanded(self.env)
+        yield from rules.placed(self.cluster, self.engine, self.model)
 
     @property
     def title(self) -> str:
@@ -144,10 +147,13 @@ class RLConfig(Root):
 
     @classmethod
     def completed(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Data knows its verifier, and who has a command runs it."""
+        """Data knows its verifier, who has a command runs it, and a cluster's engines are processes of their own."""
         env = values.get("env", {})
         if env.get("command") and "name" not in env:
             values = {**values, "env": {**env, "name": "command"}}
+        engine, engines = values.get("engine", {}), values.get("cluster", {}).get("engines")
+        if engines:
+            values = {**values, "engine": {"kind": "process", **engine, "count": engines}}
         verifier, data = values.get("verifier", {}), values.get("data", {})
         name = usual_verifier(data)
         if name is None or "name" in verifier:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from kitae.algorithms.config import AlgorithmConfig, needs_group
 from kitae.algorithms.stages import STAGES
 from kitae.algorithms.traits import Trait
+from kitae.cluster.config import ClusterConfig
 from kitae.engines.config import EngineConfig, SamplingConfig
 from kitae.envs.config import EnvConfig
 from kitae.models.config import ModelConfig
@@ -67,6 +68,18 @@ def reference(a: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
             "algorithm.reference must be 'frozen' or 'reset' with model.lora_rank, got 'ema': the mean of two pairs of "
             "adapters is not the adapter of the mean"
         )
+
+
+def placed(c: ClusterConfig, engine: EngineConfig, model: ModelConfig) -> Iterator[str]:
+    if c.ranks > 1 and engine.kind == "native":
+        yield (
+            f"cluster.ranks = {c.ranks} needs engines with weights of their own (cluster.engines of at least 1), got "
+            "engine.kind = 'native'"
+        )
+    if c.engines and engine.kind == "native":
+        yield f"cluster.engines = {c.engines} are processes of their own, got engine.kind = 'native'"
+    if c.ranks > 1 and model.exact:
+        yield f"model.exact needs cluster.ranks = 1, got {c.ranks}: sums over ranks are added up in another order"
 
 
 def commanded(e: EnvConfig) -> Iterator[str]:

@@ -3,9 +3,11 @@
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
+from kitae.cluster.base import Cluster
 from kitae.engines.base import Engine
 from kitae.engines.config import EngineConfig
 from kitae.engines.fleet import Fleet
@@ -13,56 +15,86 @@ from kitae.engines.native.engine import NativeEngine
 from kitae.engines.process.engine import ProcessEngine
 from kitae.errors import root_cause
 from kitae.models.config import ModelConfig
+from kitae.models.load import pick_device
 from kitae.models.policy import Policy
-from kitae.weights.base import Publisher
-from kitae.weights.memory import MemoryPublisher
+from kitae.weights.board import Board, EmptyBoard
 
-Started = tuple[Engine, Publisher | None]
+POOL = "engines"
 
 
-async def start_engine(model: ModelConfig, config: EngineConfig, policy: Policy, version: int) -> Started:
-    """The engine, and what publishes weights for it: None where it samples from `policy` itself.
+@dataclass(frozen=True, slots=True)
+class EngineOrder:
+    """What an engine is made from: `EngineOrder(config.model, config.engine, version=3, board=publisher)`.
 
-    model: what `policy` was loaded from. An engine with weights of its own serves those of that folder until it is sent
-    others. The caller closes the engine, and then the publisher.
+    model: what an engine with weights of its own loads, and serves until it is sent others. policy: what the native
+    engine samples from. board: where the others read what was published; None: nothing ever is. cluster: who finds a
+    place for them; None: they are on this machine, on cores that the trainer leaves.
     """
-    return await KINDS[config.kind](model, config, policy, version)
+
+    model: ModelConfig
+    config: EngineConfig
+    version: int = 0
+    policy: Policy | None = None
+    board: Board | None = None
+    cluster: Cluster | None = None
 
 
-async def _native(model: ModelConfig, config: EngineConfig, policy: Policy, version: int) -> Started:
+async def start_engine(order: EngineOrder) -> Engine:
+    """The caller closes it."""
+    return await KINDS[order.config.kind](order)
+
+
+async def _native(order: EngineOrder) -> Engine:
     """In this process, on the policy's own weights."""
-    return NativeEngine(policy, config, version), None
+    assert order.policy is not None, "the native engine samples from a policy"
+    return NativeEngine(order.policy, order.config, order.version)
 
 
-async def _processes(model: ModelConfig, config: EngineConfig, policy: Policy, version: int) -> Started:
-    """In processes of their own, on cores that the trainer leaves."""
-    available = sorted(os.sched_getaffinity(0)) if policy.device.type == "cpu" else []
-    rest, shares = share_cores(available, config.count, config.threads)
-    if rest:
-        torch.set_num_threads(len(rest))
-    publisher = MemoryPublisher(config.sync)
+async def _processes(order: EngineOrder) -> Engine:
+    """In processes of their own."""
+    shares = _own_cores(order) if order.cluster is None else [[]] * order.config.count
     engines = [
-        ProcessEngine(model, config, publisher, threads=len(cores) or None, cores=cores or None, version=version)
-        for cores in shares
+        ProcessEngine(
+            order.model,
+            order.config,
+            order.board or EmptyBoard(),
+            threads=len(cores) or order.config.threads or None,
+            cores=cores or None,
+            version=order.version,
+            cluster=order.cluster,
+            pool=POOL,
+            name=f"engine {number}",
+        )
+        for number, cores in enumerate(shares)
     ]
-    engine = engines[0] if config.count == 1 else Fleet(engines)
+    return await start_together(engines)
+
+
+async def start_together(engines: Sequence[ProcessEngine]) -> Engine:
+    """All of them, or none: what one fails with is raised after the others have been closed."""
+    engine = engines[0] if len(engines) == 1 else Fleet(engines)
     try:
         async with asyncio.TaskGroup() as tasks:
             for each in engines:
                 tasks.create_task(each.start())
     except BaseException as error:
         await engine.close()
-        publisher.close()
         if isinstance(error, BaseExceptionGroup):
             raise root_cause(error) from None
         raise
-    return engine, publisher
+    return engine
 
 
-KINDS: dict[str, Callable[[ModelConfig, EngineConfig, Policy, int], Awaitable[Started]]] = {
-    "native": _native,
-    "process": _processes,
-}
+KINDS: dict[str, Callable[[EngineOrder], Awaitable[Engine]]] = {"native": _native, "process": _processes}
+
+
+def _own_cores(order: EngineOrder) -> list[list[int]]:
+    """Those of each engine on this machine; the trainer computes with the others from now on."""
+    available = sorted(os.sched_getaffinity(0)) if pick_device(order.model.device).type == "cpu" else []
+    rest, shares = share_cores(available, order.config.count, order.config.threads)
+    if rest:
+        torch.set_num_threads(len(rest))
+    return shares
 
 
 def share_cores(cores: Sequence[int], engines: int, threads: int) -> tuple[list[int], list[list[int]]]:

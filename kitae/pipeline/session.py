@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from kitae.config.root import reinforcement
-from kitae.engines.start import start_engine
+from kitae.engines.start import EngineOrder, start_engine
 from kitae.envs.registry import open_world
 from kitae.errors import ConfigError
 from kitae.evaluation.held_out import forget_after
@@ -67,11 +67,9 @@ async def _train(store: RunStore, sources: Sources, observer: Observer, checkpoi
         await store.begin(frontier.step, forget)  # nothing of the run was touched so far
         await record_data(store.journal, data)
         forget_after(store.folder, max(frontier.step, store.journal.last_step()))
-        engine, publisher = await start_engine(config.model, config.engine, policy, frontier.step)
-        if publisher is not None:
-            stack.callback(publisher.close)
+        board = None if config.engine.kind == "native" else await trainer.open_board("memory", config.engine.sync)
+        engine = await start_engine(EngineOrder(config.model, config.engine, frontier.step, policy, board))
         stack.push_async_callback(engine.close)
-        trainer.publisher = publisher
         await trainer.use_threads(torch.get_num_threads())  # an engine may have got some of the cores
         weights = WeightSync(
             trainer,

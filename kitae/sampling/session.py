@@ -15,7 +15,7 @@ from typing import Any
 
 from kitae.config.load import override_config
 from kitae.config.root import RLConfig
-from kitae.engines.start import start_engine
+from kitae.engines.start import EngineOrder, start_engine
 from kitae.envs.groups import Episodes
 from kitae.envs.registry import open_world
 from kitae.errors import (
@@ -205,9 +205,7 @@ async def _episodes(config: RLConfig, watcher: SampleWatcher) -> Any:
         pool = await stack.enter_async_context(make_pool(config, watcher.note))
         world = await stack.enter_async_context(open_world(config.env))
         policy = load_policy(config.model, config.run.seed)
-        engine, publisher = await start_engine(config.model, config.engine, policy, 0)
-        if publisher is not None:
-            stack.callback(publisher.close)
+        engine = await start_engine(EngineOrder(config.model, config.engine, policy=policy))
         stack.push_async_callback(engine.close)
         yield replace(make_episodes(config, engine, pool, world, policy), label="sample")
 

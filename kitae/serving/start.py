@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from kitae.data.chat import Chat
 from kitae.engines.base import Engine
 from kitae.engines.config import EngineConfig
-from kitae.engines.start import start_engine
+from kitae.engines.start import EngineOrder, start_engine
 from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, find_model, load_policy
 from kitae.models.policy import Policy
@@ -78,15 +78,13 @@ def is_reward_model(folder: Path) -> bool:
 async def open_model(model: ModelConfig, config: EngineConfig, settings: ServerSettings) -> AsyncIterator[Starlette]:
     """The app of a language model, with its engine."""
     policy = load_policy(model)
-    engine, publisher = await start_engine(model, config, policy, version=0)
+    engine = await start_engine(EngineOrder(model, config, policy=policy))
     scorer = TextScorer(policy)
     try:
         yield app_of(policy, engine, scorer, settings)
     finally:
         await scorer.close()
         await engine.close()
-        if publisher is not None:
-            publisher.close()
 
 
 def app_of(policy: Policy, engine: Engine, scorer: TextScorer, settings: ServerSettings) -> Starlette:

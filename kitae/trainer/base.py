@@ -13,7 +13,8 @@ from typing import Protocol
 from kitae.algorithms.control import Coefficients
 from kitae.observe.meter import Totals
 from kitae.types import FloatArray, Sample, SampleKey
-from kitae.weights.base import Manifest
+from kitae.weights.base import Manifest, Mode
+from kitae.weights.board import Board
 
 THREADS = "kitae-trainer"
 """How the names of a trainer's threads begin, where it has any: the watchdog looks whether they move."""
@@ -109,6 +110,9 @@ class Trainer(Protocol):
     async def optim_step(self) -> Totals: ...
     async def finish_step(self, step: int) -> None:
         """After all updates of a step: a reference that moves does so now."""
+
+    async def open_board(self, transport: str, mode: Mode) -> Board:
+        """Before the first `publish`: engines with weights of their own find there what was published last."""
 
     async def publish(self, version: int, *, in_full: bool = False) -> Manifest | None: ...
     async def probe(self) -> tuple[float, ...]: ...

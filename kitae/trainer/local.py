@@ -13,8 +13,10 @@ from kitae.trainer.base import THREADS, Batch, Column, OutsideTeacher
 from kitae.trainer.forward import pack_rows, split_rows
 from kitae.trainer.worker import Worker
 from kitae.types import Sample
-from kitae.weights.base import Manifest, Publisher
+from kitae.weights.base import Manifest, Mode
+from kitae.weights.board import Board
 from kitae.weights.probe import score_probe
+from kitae.weights.start import OwnPublisher, make_publisher
 
 T = TypeVar("T")
 
@@ -26,7 +28,7 @@ class LocalTrainer:
         self.worker = worker
         self._teacher = teacher
         self._restarts = 0  # of the teacher, that are reported
-        self.publisher: Publisher | None = None  # for engines with weights of their own
+        self._publisher: OwnPublisher | None = None  # for engines with weights of their own
         threads = torch.get_num_threads()  # a thread begins with as many as there are cores
         self._compute = ThreadPoolExecutor(1, THREADS, initializer=torch.set_num_threads, initargs=(threads,))
         self._look = ThreadPoolExecutor(2, f"{THREADS}-reads", torch.set_num_threads, (threads,))
@@ -91,8 +93,12 @@ class LocalTrainer:
     async def load(self, folder: Path) -> None:
         await self._run(self._compute, lambda: self.worker.load(folder))
 
+    async def open_board(self, transport: str, mode: Mode) -> Board:
+        self._publisher = await asyncio.to_thread(make_publisher, transport, mode)
+        return self._publisher
+
     async def publish(self, version: int, *, in_full: bool = False) -> Manifest | None:
-        publisher = self.publisher
+        publisher = self._publisher
         if publisher is None:
             return None
         return await self._read(lambda: publisher.publish(version, self.worker.weights(), in_full=in_full))
@@ -103,6 +109,8 @@ class LocalTrainer:
     async def close(self) -> None:
         if self._teacher is not None:
             await self._teacher.close()
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.close)
         self._compute.shutdown(wait=False)
         self._look.shutdown(wait=False)
 

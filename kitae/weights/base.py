@@ -115,6 +115,19 @@ class Manifest:
                 )
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a version can be fetched: `Address("memory", {"pid": 4711, "image": 7, "delta": 8}, descriptors=(7, 8))`.
+
+    kind: of the transport; settings: for its receiver, as JSON. descriptors: files that a process on this machine may
+    inherit for it.
+    """
+
+    kind: str
+    settings: Mapping[str, Any]
+    descriptors: tuple[int, ...] = ()
+
+
 def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
@@ -122,10 +135,13 @@ def dtype_name(tensor: Tensor) -> str:
 class Publisher(Protocol):
     """The trainer's side. `publish` may take seconds: it is for a thread.
 
-    `publish` reads the tensors until it returns. Every version must have the same tensors: a receiver that starts later
-    gets the newest image alone. `in_full`: without a delta, the whole image written anew.
+    `publish` reads the tensors until it returns; shards are made whole one tensor at a time. Every version must have
+    the same tensors: a receiver that starts later gets the newest image alone. `in_full`: without a delta, the whole
+    image written anew.
     """
 
+    @property
+    def address(self) -> Address: ...
     def publish(self, version: int, tensors: Mapping[str, Tensor], *, in_full: bool = False) -> Manifest: ...
     def close(self) -> None: ...
 
@@ -142,3 +158,4 @@ class Receiver(Protocol):
     repaired: int
 
     def fetch(self, manifest: Manifest) -> tuple[int, ...]: ...
+    def close(self) -> None: ...

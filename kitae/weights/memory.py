@@ -3,19 +3,14 @@
 One publisher writes the image and the delta, any number of receivers map the same descriptors: a version is copied into
 the memory once, however many engines fetch it. The memory has no name in any file system: it is gone when the last
 process that holds it is.
-
-Nobody may fetch while the next version is written. The publisher sees to that: whoever tells a receiver to fetch does
-so inside `hold`, which gives the manifest of what the memory has now, and `publish` waits until nobody holds it.
 """
 
-import asyncio
 import mmap
 import os
 import tempfile
-import threading
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -24,17 +19,19 @@ from torch import Tensor
 
 from kitae.errors import EngineError
 from kitae.weights import delta
-from kitae.weights.base import Bucket, Entry, Manifest, Mode
+from kitae.weights.base import Address, Bucket, Entry, Manifest, Mode
 from kitae.weights.bits import Bits, bits, copy, integers, raw
+from kitae.weights.board import Gate
 from kitae.weights.checksum import Checksum
 from kitae.weights.layout import LIMIT, Piece, lay_out, pieces, starts
+from kitae.weights.whole import whole
 
 _BYTE = np.dtype(np.uint8)
-_POLL = 0.005  # seconds
 
 
 class MemoryPublisher:
-    """Implements `kitae.weights.base.Publisher`. `close` it when done, after the engines that fetch from it.
+    """Implements `kitae.weights.base.Publisher`, and is its own `Board`. `close` it when done, after the engines that
+    fetch from it.
 
     mode: "full" always sends everything; "delta" sends what changed where no more than the share `dense` of all values
     did. On one machine "full" is faster: copying everything costs less than looking for what changed. A delta is for
@@ -52,22 +49,23 @@ class MemoryPublisher:
         self._entries: tuple[Entry, ...] = ()
         self._sizes: tuple[int, ...] = ()
         self._starts: tuple[int, ...] = ()
-        self._gate = _Gate()
+        self._gate = Gate()
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """Of the image and the delta: what a `MemoryReceiver` in another process needs, and must inherit."""
+        """Of the image and the delta."""
         return self._image.descriptor, self._delta.descriptor
+
+    @property
+    def address(self) -> Address:
+        image, delta = self.descriptors
+        return Address("memory", {"pid": os.getpid(), "image": image, "delta": delta}, self.descriptors)
 
     @asynccontextmanager
     async def hold(self) -> AsyncIterator[Manifest | None]:
         """What the memory has, which stays so meanwhile; None: nothing was published yet."""
-        while not self._gate.enter():  # the other side of the gate is a thread
-            await asyncio.sleep(_POLL)
-        try:
+        async with self._gate.held():
             yield self._manifest
-        finally:
-            self._gate.leave()
 
     def publish(self, version: int, tensors: Mapping[str, Tensor], *, in_full: bool = False) -> Manifest:
         with self._gate.closed():
@@ -94,7 +92,7 @@ class MemoryPublisher:
         changed = 0
         encoder, sums = delta.Encoder(), [Checksum() for _ in self._sizes]
         for entry in self._entries:
-            source = tensors[entry.name].detach().to("cpu").contiguous()
+            source = whole(tensors[entry.name]).to("cpu").contiguous()
             for piece in pieces(entry, self._sizes):
                 sums[piece.bucket].add(raw(source)[piece.start : piece.end])
             new, old = bits(source).numpy(), self._view(entry, source.element_size())
@@ -106,12 +104,12 @@ class MemoryPublisher:
             else:
                 np.copyto(old, new)
         buckets = tuple(Bucket(size, found.value) for size, found in zip(self._sizes, sums, strict=True))
-        whole = Manifest(version, None, self._entries, buckets, bytes=sum(entry.nbytes for entry in self._entries))
+        in_full = Manifest(version, None, self._entries, buckets, bytes=sum(entry.nbytes for entry in self._entries))
         if base is None or changed > self.dense * total:
-            return whole
+            return in_full
         self._delta.write(encoder.chunks)
         unchanged = 1 - changed / max(1, total)
-        return replace(whole, base=base.version, parts=tuple(encoder.parts), bytes=encoder.bytes, unchanged=unchanged)
+        return replace(in_full, base=base.version, parts=tuple(encoder.parts), bytes=encoder.bytes, unchanged=unchanged)
 
     def _lay_out(self, tensors: Mapping[str, Tensor]) -> None:
         entries, sizes = lay_out(tensors, self._limit)
@@ -131,6 +129,17 @@ class MemoryPublisher:
 class MemoryReceiver:
     """Implements `kitae.weights.base.Receiver` over the descriptors of a `MemoryPublisher`."""
 
+    @classmethod
+    def at(cls, address: Address, parameters: Mapping[str, Tensor]) -> "MemoryReceiver":
+        """In another process of the same machine: one that has inherited the descriptors, or any other of this user."""
+        pid, image, delta = (int(address.settings[name]) for name in ("pid", "image", "delta"))
+        if pid != os.getppid():
+            try:
+                image, delta = (os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR) for number in (image, delta))
+            except OSError as error:
+                raise EngineError(f"the weights in the memory of process {pid} cannot be reached: {error}") from None
+        return cls(image, delta, parameters)
+
     def __init__(self, image: int, delta: int, parameters: Mapping[str, Tensor]) -> None:
         self.parameters = parameters
         self.version: int | None = None  # that was fetched whole
@@ -139,6 +148,10 @@ class MemoryReceiver:
         for tensor in parameters.values():
             if not tensor.is_contiguous():
                 tensor.data = tensor.data.contiguous()
+
+    def close(self) -> None:
+        self._image.close()
+        self._delta.close()
 
     def fetch(self, manifest: Manifest) -> tuple[int, ...]:
         manifest.check(self.parameters)
@@ -193,39 +206,6 @@ def _contents(manifest: Manifest) -> dict[int, list[Piece]]:
         for piece in pieces(entry, sizes):
             found[piece.bucket].append(piece)
     return found
-
-
-class _Gate:
-    """Many may be inside, or one, a thread, has closed it. Closing waits until all have left, and nobody new enters."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._inside = 0
-        self._closed = False
-
-    def enter(self) -> bool:
-        """Whether it was open; does not wait."""
-        with self._changed:
-            self._inside += not self._closed
-            return not self._closed
-
-    def leave(self) -> None:
-        with self._changed:
-            self._inside -= 1
-            self._changed.notify_all()
-
-    @contextmanager
-    def closed(self) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._closed)
-            self._closed = True
-            self._changed.wait_for(lambda: not self._inside)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._closed = False
-                self._changed.notify_all()
 
 
 class _Memory:

@@ -17,7 +17,7 @@ FLOORS = (
     ("engines", "algorithms", "sandbox", "remote"),
     ("weights", "models"),
     ("observe", "store"),
-    ("data", "kernels", "processes"),
+    ("data", "kernels", "cluster", "processes"),
 )
 """A room may import those on floors below its own; settings (`*/config.py`, `config/`) stand beside the house."""
 
@@ -32,6 +32,7 @@ BESIDE = {
     ("serving", "verifiers"),
     ("weights", "models"),
     ("observe", "store"),
+    ("cluster", "processes"),
 }
 """Who may import whom on one floor."""
 

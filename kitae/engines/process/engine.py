@@ -2,10 +2,10 @@
 
     ProcessEngine   ── requests, calls ──► socket ──► `serve`: a NativeEngine on its own cores or device
                     ◄── results, progress, signs of life ──┘
-    MemoryPublisher ── weights ──────────► shared memory, with checksums (see `kitae.weights`)
+    a publisher     ── weights ──────────► shared memory or another way, with checksums (see `kitae.weights`)
 
 The process is expendable. What is needed to start another is here: the requests in flight, what they had sampled when
-it last said so, and, in shared memory, the weights. A new process loads these and continues the requests with the same
+it last said so, and where to fetch the weights. A new process loads these and continues the requests with the same
 seeds; the random numbers of a token depend on its position alone, so nothing shows but a delay.
 """
 
@@ -15,18 +15,22 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
+from kitae.cluster.base import Cluster, Duty
+from kitae.cluster.link import Deadlines, PostLost
+from kitae.cluster.local import LocalCluster
 from kitae.engines.base import Capabilities, Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.ledger import Flight, Ledger
 from kitae.engines.process import wire
-from kitae.engines.process.child import Child, ChildLost, Deadlines
+from kitae.engines.process.child import Child
 from kitae.errors import EngineError, RequestError, WeightsDamaged
 from kitae.models.config import ModelConfig
+from kitae.processes.frames import Frame, pack_frame
 from kitae.weights.base import Manifest
-from kitae.weights.memory import MemoryPublisher
+from kitae.weights.board import Board
 from kitae.weights.probe import Probe
 
 _MAX_RESTARTS = 3  # within
@@ -38,15 +42,15 @@ log = logging.getLogger("kitae")
 class ProcessEngine:
     """Implements `kitae.engines.base.Engine`. `close` it when done.
 
-        publisher = MemoryPublisher()
+        publisher = MemoryPublisher()  # which is a board too, and the caller's to close, after the engine
         engine = ProcessEngine(config.model, config.engine, publisher, threads=1, cores=[1], version=0)
         await engine.start()
 
     model: what the process loads, onto `model.device`. It serves the weights of that folder as `version` until the
     first is published, so a resumed run must send its weights before anything else.
     config: of the native engine.
-    publisher: where its weights come from; any number of engines may have the same. It is the caller's to close, after
-    the engine.
+    board: where to read what was published, and how to fetch it; any number of engines may have the same.
+    cluster: who finds a place for the process, in `pool`; None: it is on this machine.
     threads: of torch in the process; None: as many as torch likes.
     cores: the processors it may use (Linux); None: all that this process may use.
     limits: how long the process may take for what.
@@ -65,8 +69,11 @@ class ProcessEngine:
         self,
         model: ModelConfig,
         config: EngineConfig,
-        publisher: MemoryPublisher,
+        board: Board,
         *,
+        cluster: Cluster | None = None,
+        pool: str = "",
+        name: str = "the engine's process",
         threads: int | None = None,
         cores: Sequence[int] | None = None,
         version: int = 0,
@@ -82,9 +89,12 @@ class ProcessEngine:
             "model": model.model_dump(),
             "engine": config.model_dump(),
             "threads": threads,
-            "cores": None if cores is None else list(cores),
         }
-        self._publisher = publisher
+        self._duty = Duty(
+            name, "kitae.engines.process.serve", {}, pool, threads, None if cores is None else tuple(cores)
+        )
+        self._board = board
+        self._cluster = cluster or LocalCluster()
         self._version = version
         self._limits = limits or Deadlines()
         self._ledger: Ledger[Child] = Ledger()
@@ -113,7 +123,7 @@ class ProcessEngine:
                 return await flight.future  # a process that starts takes up all that is in flight
             except asyncio.CancelledError:
                 if flight.holder is not None:
-                    flight.holder.send(wire.pack({"call": -1, "op": "abort", "id": request.id}))
+                    flight.holder.send(pack_frame({"call": -1, "op": "abort", "id": request.id}))
                 raise
 
     async def update_weights(self, update: WeightUpdate) -> int:
@@ -138,14 +148,14 @@ class ProcessEngine:
         self._check_open()
         child = self._current()
         if self._ledger.end_early("abort", child, request_id) and child is not None:
-            with suppress(ChildLost):  # then it has ended with what it had
+            with suppress(PostLost):  # then it has ended with what it had
                 await child.call("abort", id=request_id)
 
     async def park(self) -> None:
         self._check_open()
         child = self._current()
         if self._ledger.end_early("parked", child) and child is not None:
-            with suppress(ChildLost):
+            with suppress(PostLost):
                 await child.call("park")
 
     def progress(self, known: Mapping[str, int]) -> dict[str, Sampled]:
@@ -206,7 +216,7 @@ class ProcessEngine:
             while True:
                 try:
                     return await self._start_one()
-                except ChildLost as error:
+                except PostLost as error:
                     if lost is None:
                         raise EngineError(f"the engine's process could not start: {error}") from None
                     self._count_restart(str(error))
@@ -216,15 +226,18 @@ class ProcessEngine:
 
     async def _start_one(self) -> Child:
         """A process with the current weights, at work on all that is in flight."""
-        descriptors = self._publisher.descriptors
-        setup = {**self._setup, "version": self._version, "descriptors": descriptors, "parent": os.getpid()}
-        child = await Child.start(setup, descriptors, self._limits, self._hear, self._on_loss)
+        address = self._board.address
+        setup = {**self._setup, "version": self._version, "address": asdict(replace(address, descriptors=()))}
+        duty = replace(self._duty, setup=setup, descriptors=address.descriptors)
+        child = await Child.start(
+            self._cluster, duty, self._limits, EngineError, hear=self._hear, on_loss=self._on_loss
+        )
         try:
             await self._load_current(child)
             if self._paused:
                 await child.call("pause")
             if child.lost is not None:
-                raise ChildLost(child.obituary)
+                raise PostLost(child.obituary)
         except BaseException:
             await child.end()
             raise
@@ -234,7 +247,7 @@ class ProcessEngine:
 
     async def _load_current(self, child: Child) -> None:
         """What was published last. Damaged weights end the engine, unless an update is under way, which sees it too."""
-        async with self._publisher.hold() as manifest:
+        async with self._board.hold() as manifest:
             if manifest is None:
                 return
             damaged = await _load(child, manifest)
@@ -268,7 +281,7 @@ class ProcessEngine:
     def _issue(self, flight: Flight[Child], child: Child) -> None:
         child.send(wire.pack_request(flight.number, self._ledger.issue(flight, child)))
 
-    def _hear(self, child: Child, frame: wire.Frame) -> None:
+    def _hear(self, child: Child, frame: Frame) -> None:
         match frame.header:
             case {"failed": _, "alone": False, "text": text}:
                 self._fail(EngineError(text))
@@ -277,9 +290,9 @@ class ProcessEngine:
                     flight.settle(RequestError(text))
             case {"done": number, "finish": finish}:
                 if (flight := self._ledger.find(number)) is not None:
-                    flight.complete(frame.sampled, finish)
+                    flight.complete(wire.sampled_of(frame), finish)
             case {"progress": number, "start": start}:
-                self._ledger.grow(number, start, frame.sampled)
+                self._ledger.grow(number, start, wire.sampled_of(frame))
             case _:  # a sign of life
                 pass
 
@@ -288,8 +301,8 @@ class ProcessEngine:
         while True:
             child = await self._ready()
             try:
-                return await child.call(op)
-            except ChildLost:
+                return (await child.call(op)).header
+            except PostLost:
                 continue
 
     # Weights.
@@ -304,7 +317,7 @@ class ProcessEngine:
         async with self._updating:
             while True:
                 child = await self._ready()
-                async with self._publisher.hold() as current:
+                async with self._board.hold() as current:
                     if update.manifest != current:
                         raise EngineError(
                             f"weight update {update.version} must be what was published last, got the manifest of "
@@ -312,7 +325,7 @@ class ProcessEngine:
                         )
                     try:
                         damaged = await _load(child, update.manifest, update.recompute)
-                    except ChildLost:
+                    except PostLost:
                         continue
                 if damaged:
                     raise WeightsDamaged(
@@ -344,7 +357,7 @@ def _see(task: "asyncio.Task[Any]") -> None:
 async def _load(child: Child, manifest: Manifest, recompute: bool = False) -> list[int]:
     """The buckets that are damaged in the process."""
     reply = await child.call("load", manifest=manifest.record(), recompute=recompute)
-    damaged: list[int] = reply["damaged"]
+    damaged: list[int] = reply.header["damaged"]
     return damaged
 
 

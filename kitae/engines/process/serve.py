@@ -6,11 +6,8 @@ sequences have so far, so that little is lost with it. It ends when the connecti
 """
 
 import asyncio
-import json
 import os
-import signal
 import socket
-import sys
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +17,7 @@ from kitae.engines.config import EngineConfig
 from kitae.engines.process import wire
 from kitae.errors import EngineError, KitaeError, RequestError
 from kitae.models.config import ModelConfig
+from kitae.processes.frames import Frame, pack_frame, read_frame
 
 if TYPE_CHECKING:
     from kitae.models.policy import Policy
@@ -28,15 +26,8 @@ _TICK = 0.25  # seconds
 _REPORT = 64  # new tokens of a sequence that are worth telling
 
 
-def main() -> None:
-    """`sys.argv[1]` is the setup, `sys.stdin` the connection."""
-    setup = json.loads(sys.argv[1])
-    _die_with(setup["parent"])
-    stream = socket.socket(fileno=os.dup(0))
-    with open(os.devnull, "rb") as null:
-        os.dup2(null.fileno(), 0)
-    if setup["cores"] is not None:
-        os.sched_setaffinity(0, setup["cores"])  # before torch starts threads
+def main(setup: dict[str, Any], stream: socket.socket) -> None:
+    """At a post (`kitae.cluster.worker`)."""
     import torch
 
     from kitae.models.load import load_policy
@@ -46,7 +37,7 @@ def main() -> None:
     try:
         policy = load_policy(ModelConfig(**setup["model"]))
     except KitaeError as error:
-        stream.sendall(wire.pack({"refused": str(error)}))
+        stream.sendall(pack_frame({"refused": str(error)}))
         return
     asyncio.run(_serve(policy, setup, stream))
     os._exit(0)  # a clean exit of all that is loaded takes a second
@@ -57,7 +48,7 @@ async def _serve(policy: "Policy", setup: dict[str, Any], stream: socket.socket)
     server = Server(policy, setup, writer)
     ticks = asyncio.create_task(server.tick())
     with suppress(ConnectionError):
-        while not server.closing and (frame := await wire.read(reader)) is not None:
+        while not server.closing and (frame := await read_frame(reader)) is not None:
             await server.handle(frame)
     ticks.cancel()
     await server.engine.close()
@@ -68,12 +59,12 @@ async def _serve(policy: "Policy", setup: dict[str, Any], stream: socket.socket)
 class Server:
     def __init__(self, policy: "Policy", setup: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         from kitae.engines.native.engine import NativeEngine
-        from kitae.weights.memory import MemoryReceiver
+        from kitae.weights.base import Address
+        from kitae.weights.start import make_receiver
 
         self.policy = policy
         self.closing = False
-        image, delta = setup["descriptors"]
-        self.receiver = MemoryReceiver(image, delta, dict(policy.model.named_parameters()))
+        self.receiver = make_receiver(Address(**setup["address"]), dict(policy.model.named_parameters()))
         self.engine = NativeEngine(policy, EngineConfig(**setup["engine"]), setup["version"])
         self._writer = writer
         self._paused = False  # by the owner
@@ -83,7 +74,7 @@ class Server:
         self._tasks: set[asyncio.Task[None]] = set()
         self._send({"ready": True})
 
-    async def handle(self, frame: wire.Frame) -> None:
+    async def handle(self, frame: Frame) -> None:
         header = frame.header
         if "generate" in header:
             task = asyncio.create_task(self._generate(header["generate"], frame))
@@ -110,8 +101,8 @@ class Server:
                     self._send({"progress": self._numbers[key], "start": start}, news)
             self._send({"tick": True})
 
-    async def _generate(self, number: int, frame: wire.Frame) -> None:
-        request = frame.request
+    async def _generate(self, number: int, frame: Frame) -> None:
+        request = wire.request_of(frame)
         known = request.id in self._numbers
         if not known:
             self._numbers[request.id] = number
@@ -179,15 +170,4 @@ class Server:
     def _send(self, header: dict[str, Any], sampled: Sampled | None = None) -> None:
         stats = replace(self.engine.stats(), repaired=self.receiver.repaired)
         header |= {"stats": asdict(stats), "rests": self._paused or self._broken}
-        self._writer.write(wire.pack(header) if sampled is None else wire.pack_sampled(header, sampled))
-
-
-def _die_with(parent: int) -> None:
-    """End when the thread that started us does, whatever we are doing."""
-    if sys.platform == "linux":
-        import ctypes
-
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    if os.getppid() != parent:  # it is gone already
-        sys.exit(1)
+        self._writer.write(pack_frame(header) if sampled is None else wire.pack_sampled(header, sampled))

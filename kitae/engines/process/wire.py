@@ -1,86 +1,48 @@
-"""Frames between an engine's process and its owner: a JSON header, then arrays of numbers as they lie in memory.
+"""What travels between an engine's process and its owner: requests and sampled tokens in frames."""
 
-    8 bytes: lengths of header and body │ {"done": 7, "finish": "stop", "arrays": [["tokens", "<i8", 12], …]} │ body
-
-Nothing in a frame is code, so neither side can be made to run what the other sent.
-"""
-
-import asyncio
-import json
-import struct
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kitae.engines.base import Request, Sampled, SamplingParams
-
-_LENGTHS = struct.Struct("<II")
-_DTYPES = {"prompt": "<i8", "tokens": "<i8", "versions": "<i8", "logprobs": "<f8"}  # of Python's own numbers: exact
+from kitae.processes.frames import Array, Frame, pack_frame
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """`Frame({"done": 7, "finish": "stop"}, {"tokens": array([4, 2]), …})`."""
-
-    header: dict[str, Any]
-    arrays: dict[str, npt.NDArray[Any]]
-
-    @property
-    def sampled(self) -> Sampled:
-        tokens, logprobs, versions = (tuple(self.arrays[n].tolist()) for n in ("tokens", "logprobs", "versions"))
-        return Sampled(tokens, logprobs, versions)
-
-    @property
-    def request(self) -> Request:
-        given = self.header["sampling"].items()
-        sampling: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given}
-        return Request(
-            id=self.header["id"],
-            prompt_tokens=tuple(self.arrays["prompt"].tolist()),
-            sampling=SamplingParams(**sampling),
-            seed=self.header["seed"],
-            share=self.header["share"],
-            thread=self.header["thread"],
-            prior=self.sampled,
-        )
-
-
-def pack(header: dict[str, Any], **arrays: tuple[int, ...] | tuple[float, ...]) -> bytes:
-    numbers = {name: np.asarray(values, dtype=_DTYPES[name]) for name, values in arrays.items()}
-    listed = [[name, values.dtype.str, values.size] for name, values in numbers.items()]
-    head = json.dumps({**header, "arrays": listed}).encode()
-    body = b"".join(values.tobytes() for values in numbers.values())
-    return _LENGTHS.pack(len(head), len(body)) + head + body
-
-
-def pack_sampled(header: dict[str, Any], sampled: Sampled) -> bytes:
-    return pack(header, tokens=sampled.tokens, logprobs=sampled.logprobs, versions=sampled.versions)
+def pack_sampled(header: Mapping[str, Any], sampled: Sampled) -> bytes:
+    return pack_frame(header, _arrays(sampled))
 
 
 def pack_request(number: int, request: Request) -> bytes:
     names = {"id": request.id, "share": request.share, "thread": request.thread}
-    prior = request.prior
-    return pack(
-        {"generate": number, **names, "seed": request.seed, "sampling": asdict(request.sampling)},
-        prompt=request.prompt_tokens,
-        tokens=prior.tokens,
-        logprobs=prior.logprobs,
-        versions=prior.versions,
+    header = {"generate": number, **names, "seed": request.seed, "sampling": asdict(request.sampling)}
+    return pack_frame(header, {"prompt": np.asarray(request.prompt_tokens, np.int64), **_arrays(request.prior)})
+
+
+def sampled_of(frame: Frame) -> Sampled:
+    tokens, logprobs, versions = (tuple(frame.arrays[n].tolist()) for n in ("tokens", "logprobs", "versions"))
+    return Sampled(tokens, logprobs, versions)
+
+
+def request_of(frame: Frame) -> Request:
+    given = frame.header["sampling"].items()
+    sampling: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given}
+    return Request(
+        id=frame.header["id"],
+        prompt_tokens=tuple(frame.arrays["prompt"].tolist()),
+        sampling=SamplingParams(**sampling),
+        seed=frame.header["seed"],
+        share=frame.header["share"],
+        thread=frame.header["thread"],
+        prior=sampled_of(frame),
     )
 
 
-async def read(reader: asyncio.StreamReader) -> Frame | None:
-    """The next frame; None when the other side has closed the connection, or died in the middle of one."""
-    try:
-        head, body = _LENGTHS.unpack(await reader.readexactly(_LENGTHS.size))
-        header = json.loads(await reader.readexactly(head))
-        data = await reader.readexactly(body)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-    arrays, offset = {}, 0
-    for name, dtype, count in header.pop("arrays"):
-        arrays[name] = np.frombuffer(data, dtype, count, offset)
-        offset += arrays[name].nbytes
-    return Frame(header, arrays)
+def _arrays(sampled: Sampled) -> dict[str, Array]:
+    """Of Python's own numbers: exact."""
+    return {
+        "tokens": np.asarray(sampled.tokens, np.int64),
+        "logprobs": np.asarray(sampled.logprobs, np.float64),
+        "versions": np.asarray(sampled.versions, np.int64),
+    }

@@ -9,12 +9,12 @@ from typing import get_args
 import pytest
 import torch
 
+from kitae.cluster import local
 from kitae.engines.config import EngineConfig
 from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.process import child
 from kitae.engines.process.engine import ProcessEngine
-from kitae.engines.start import KINDS, share_cores, start_engine
+from kitae.engines.start import KINDS, EngineOrder, share_cores, start_engine
 from kitae.errors import EngineError
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
@@ -48,25 +48,26 @@ def test_every_kind_of_the_settings_can_be_started() -> None:
     assert set(KINDS) == set(get_args(EngineConfig.model_fields["kind"].annotation))
 
 
-def test_the_native_engine_has_no_publisher(model: ModelConfig) -> None:
+def test_the_native_engine_samples_from_the_policy(model: ModelConfig) -> None:
     async def body() -> None:
         policy = load_policy(model)
-        engine, publisher = await start_engine(model, EngineConfig(memory_gb=0.02), policy, version=3)
-        assert isinstance(engine, NativeEngine) and engine.policy is policy and publisher is None
+        engine = await start_engine(EngineOrder(model, EngineConfig(memory_gb=0.02), 3, policy))
+        assert isinstance(engine, NativeEngine) and engine.policy is policy
         assert engine.stats().version == 3
         await engine.close()
 
     asyncio.run(body())
 
 
-def test_processes_share_one_publisher(model: ModelConfig) -> None:
-    config = EngineConfig(kind="process", count=2, threads=1, sync="delta", memory_gb=0.02)
+def test_processes_share_one_board(model: ModelConfig) -> None:
+    config = EngineConfig(kind="process", count=2, threads=1, memory_gb=0.02)
 
     async def body() -> None:
-        engine, publisher = await start_engine(model, config, load_policy(model), version=3)
-        assert isinstance(engine, Fleet) and isinstance(publisher, MemoryPublisher) and publisher.mode == "delta"
+        publisher = MemoryPublisher()
+        engine = await start_engine(EngineOrder(model, config, 3, board=publisher))
+        assert isinstance(engine, Fleet)
         for each in engine.engines:
-            assert isinstance(each, ProcessEngine) and each._publisher is publisher
+            assert isinstance(each, ProcessEngine) and each._board is publisher
         assert [probe.version for probe in await engine.probe()] == [3, 3]
         await engine.close()
         publisher.close()
@@ -79,10 +80,10 @@ def test_processes_share_one_publisher(model: ModelConfig) -> None:
 def test_an_engine_that_does_not_start_leaves_nothing_behind(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child, "_BOOT", "import sys; sys.exit('boom')")
-    policy, threads = load_policy(model), torch.get_num_threads()
+    monkeypatch.setattr(local, "BOOT", "import sys; sys.exit('boom')")
+    threads = torch.get_num_threads()
     files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(EngineError, match="could not start: exit status 1"):
-        asyncio.run(start_engine(model, EngineConfig(kind="process", count=2), policy, version=0))
+        asyncio.run(start_engine(EngineOrder(model, EngineConfig(kind="process", count=2))))
     assert len(os.listdir("/proc/self/fd")) == files
     torch.set_num_threads(threads)

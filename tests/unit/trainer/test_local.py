@@ -54,6 +54,8 @@ class SlowWorker:
 
 
 class Publisher:
+    def close(self) -> None: ...
+
     def publish(self, version: int, weights: Any, *, in_full: bool = False) -> None:
         return None
 
@@ -61,7 +63,7 @@ class Publisher:
 def start() -> tuple[SlowWorker, LocalTrainer]:
     worker = SlowWorker()
     trainer = LocalTrainer(cast(Worker, worker))
-    trainer.publisher = cast(Any, Publisher())
+    trainer._publisher = cast(Any, Publisher())
     return worker, trainer
 
 

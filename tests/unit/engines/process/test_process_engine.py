@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from kitae.cluster import local as local_module
+from kitae.cluster.link import Deadlines
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.process import child as child_module
 from kitae.engines.process import engine as engine_module
-from kitae.engines.process.child import Deadlines
 from kitae.engines.process.engine import ProcessEngine
 from kitae.errors import EngineError, RequestError, WeightsDamaged
 from kitae.models.config import ModelConfig
@@ -92,7 +92,7 @@ async def _all(work: Any) -> list[Any]:
 
 async def publish(engine: ProcessEngine, policy: Policy, version: int, in_full: bool = False) -> Manifest:
     tensors = {name: p.detach() for name, p in policy.model.named_parameters()}
-    return await asyncio.to_thread(engine._publisher.publish, version, tensors, in_full=in_full)
+    return await asyncio.to_thread(engine._board.publish, version, tensors, in_full=in_full)
 
 
 async def send(engine: ProcessEngine, policy: Policy, version: int) -> Manifest:
@@ -194,9 +194,9 @@ class Source:
         manifest = await publish(self.engine, self.policy, version, in_full)
         if self.damage:
             self.damage -= 1
-            flip(self.engine._publisher.descriptors[0])
+            flip(self.engine._board.descriptors[0])
             if manifest.parts:
-                flip(self.engine._publisher.descriptors[1])
+                flip(self.engine._board.descriptors[1])
         return manifest
 
     async def probe(self) -> tuple[float, ...]:
@@ -244,7 +244,7 @@ def test_a_process_lost_in_a_damaged_update(engine: ProcessEngine, policy: Polic
 
     async def body() -> None:
         manifest = await publish(engine, policy, 1, in_full=True)
-        flip(engine._publisher.descriptors[0])
+        flip(engine._board.descriptors[0])
         os.kill(process_of(engine), signal.SIGSTOP)
         updating = asyncio.create_task(engine.update_weights(WeightUpdate(1, manifest)))
         await asyncio.sleep(0.1)
@@ -335,7 +335,7 @@ def test_a_late_process_serves_what_was_published_last(
     run(send(engine, policy, 8))
 
     async def body() -> tuple[Probe, ...]:
-        late = ProcessEngine(model, CONFIG, engine._publisher, threads=1)
+        late = ProcessEngine(model, CONFIG, engine._board, threads=1)
         try:
             await late.start()
             assert late.stats().version == 8
@@ -456,7 +456,7 @@ def test_too_many_losses_end_it_with_the_last_words(
         try:
             task = asyncio.create_task(engine.generate(requests(1, tokens=490)[0]))
             await until_generated(engine, 1)
-            monkeypatch.setattr(child_module, "_BOOT", "import sys; sys.exit('no memory left')")
+            monkeypatch.setattr(local_module, "BOOT", "import sys; sys.exit('no memory left')")
             process = process_of(engine)
             os.kill(process, signal.SIGKILL)
             await asyncio.gather(task, return_exceptions=True)
@@ -486,10 +486,10 @@ def test_a_process_that_never_comes_up(
 
     with pytest.raises(EngineError, match=r"no config\.json"):
         run(start(ProcessEngine(ModelConfig(path=str(tmp_path)), CONFIG, publisher)))
-    monkeypatch.setattr(child_module, "_BOOT", "import sys; sys.exit('boom')")
+    monkeypatch.setattr(local_module, "BOOT", "import sys; sys.exit('boom')")
     with pytest.raises(EngineError, match=r"could not start: exit status 1; its stderr ends with:\nboom"):
         run(start(ProcessEngine(model, CONFIG, publisher)))
-    monkeypatch.setattr(child_module, "_BOOT", "import time; time.sleep(60)")
+    monkeypatch.setattr(local_module, "BOOT", "import time; time.sleep(60)")
     with pytest.raises(EngineError, match=r"not ready within 0\.3 s"):
         run(start(ProcessEngine(model, CONFIG, publisher, limits=Deadlines(start=0.3))))
 
@@ -497,7 +497,7 @@ def test_a_process_that_never_comes_up(
 def test_close_while_it_starts(
     model: ModelConfig, publisher: MemoryPublisher, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_module, "_BOOT", "import time; time.sleep(60)")
+    monkeypatch.setattr(local_module, "BOOT", "import time; time.sleep(60)")
 
     async def body() -> BaseException | None:
         engine = ProcessEngine(model, CONFIG, publisher)
@@ -554,14 +554,14 @@ def test_the_process_dies_with_its_owner(model: ModelConfig) -> None:
 STUCK = """
 import os, socket, sys, time
 sys.path[:] = sys.argv[2:]
-from kitae.engines.process import wire
+from kitae.processes.frames import pack_frame
 names = "version prompt_tokens prompt_tokens_shared generated_tokens preemptions running waiting busy_seconds"
 life = {"stats": dict.fromkeys(names.split(), 1), "rests": RESTS}
 stream = socket.socket(fileno=os.dup(0))
-stream.sendall(wire.pack({"ready": True, **life}))
+stream.sendall(pack_frame({"ready": True, **life}))
 while True:
     time.sleep(0.02)
-    stream.sendall(wire.pack({"tick": True, **life}))
+    stream.sendall(pack_frame({"tick": True, **life}))
 """
 
 
@@ -570,7 +570,7 @@ def test_a_process_without_progress(
     model: ModelConfig, run: Run[Any], monkeypatch: pytest.MonkeyPatch, rests: bool
 ) -> None:
     """It lives, has work and takes no step: that is a loss, unless it is paused. And it does not end when asked to."""
-    monkeypatch.setattr(child_module, "_BOOT", STUCK.replace("RESTS", str(rests)))
+    monkeypatch.setattr(local_module, "BOOT", STUCK.replace("RESTS", str(rests)))
 
     async def body() -> EngineError | None:
         publisher = MemoryPublisher()

@@ -2,21 +2,23 @@
 
 import asyncio
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kitae.engines.base import Request, Sampled, SamplingParams
 from kitae.engines.process import wire
+from kitae.processes.frames import Frame, pack_frame, read_frame
 
 tokens = st.lists(st.tuples(st.integers(0, 2**40), st.floats(allow_nan=False), st.integers(0, 2**40)), max_size=9)
 
 
-def read(data: bytes) -> wire.Frame | None:
-    async def body() -> wire.Frame | None:
+def read(data: bytes) -> Frame | None:
+    async def body() -> Frame | None:
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        return await wire.read(reader)
+        return await read_frame(reader)
 
     return asyncio.run(body())
 
@@ -30,11 +32,11 @@ def test_requests_and_results_travel_exactly(
     sampling = SamplingParams(temperature=temperature, stop_tokens=(2, 3), stop_strings=tuple(stops))
     request = Request(name, tuple(t for t, _, _ in prompt), sampling, seed, share=name, prior=prior)
     got = read(wire.pack_request(7, request))
-    assert got is not None and got.header["generate"] == 7 and got.request == request
+    assert got is not None and got.header["generate"] == 7 and wire.request_of(got) == request
     done = read(wire.pack_sampled({"done": 7, "finish": "stop"}, prior))
-    assert done is not None and done.header == {"done": 7, "finish": "stop"} and done.sampled == prior
+    assert done is not None and done.header == {"done": 7, "finish": "stop"} and wire.sampled_of(done) == prior
 
 
 def test_half_a_frame_is_none() -> None:
-    whole = wire.pack({"tick": True}, tokens=(1, 2, 3))
+    whole = pack_frame({"tick": True}, {"tokens": np.arange(3)})
     assert all(read(whole[:end]) is None for end in range(len(whole))) and read(whole) is not None

@@ -1,0 +1,18 @@
+"""Sharded tensors made whole: one at a time, so that no rank ever holds a whole model."""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, without its gradient. Every rank that has a shard of it must ask at the same time."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def walk(tensors: Iterable[Tensor]) -> None:
+    """Give what another rank needs to make these whole, in this order."""
+    for tensor in tensors:
+        whole(tensor)
