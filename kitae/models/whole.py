@@ -17,5 +17,5 @@ def gathered(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    whole: Tensor = tensor.full_tensor()
+    whole: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # shards may lie on the host
     return whole.detach().to("cpu" if is_writer() else "meta")

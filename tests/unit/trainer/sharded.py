@@ -19,6 +19,7 @@ from kitae.data.packing import Row
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.scalar import ScalarModel
+from kitae.models.whole import gathered
 from kitae.observe.meter import Totals
 from kitae.trainer.base import Column, Conditions, Role
 from kitae.trainer.config import TrainingConfig
@@ -91,7 +92,7 @@ class Crew:
         settings = ModelConfig.model_validate({"path": folder, "dtype": "float32", "device": "cpu", **case.model})
         policy = load_policy(settings)
         critic = ScalarModel(load_policy(settings)) if algorithm.advantage == "gae" else None
-        mesh = None if case.parallel is None else Mesh(case.parallel, CPU)
+        mesh = None if case.parallel is None else Mesh(case.parallel, policy.device)
         if mesh is not None:
             shard(policy, mesh)
             if critic is not None:
@@ -133,7 +134,8 @@ def train(folder: str, case: Case) -> Result:
     numbers += [crew.update(version) for version in range(2, case.updates + 1)]
     columns = (Column.OLD, Column.REFERENCE) if case.reference else (Column.OLD,)
     annotated = crew.worker.annotate(crew.rows, columns)
-    probe = crew.worker.policy.score(torch.arange(12) * 7).tolist()
+    policy = crew.worker.policy
+    probe = policy.score(torch.arange(12, device=policy.device) * 7).tolist()
     return Result(gradient, numbers, crew.weights(), first.tokens, annotated, probe)
 
 
@@ -148,7 +150,7 @@ def _gradient(parameter: Tensor, master: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return gathered(tensor).detach().clone()
 
 
 def rows_of(samples: Sequence[Sample], choices: dict[str, Any], multiple: int = 4) -> list[Row]:
@@ -195,9 +197,9 @@ def gap(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 @contextmanager
-def one_rank(folder: Path) -> Iterator[None]:
+def one_rank(folder: Path, backend: str = "gloo") -> Iterator[None]:
     """A process group of this process alone."""
-    dist.init_process_group("gloo", f"file://{folder / 'alone'}", world_size=1, rank=0)
+    dist.init_process_group(backend, f"file://{folder / 'alone'}", world_size=1, rank=0)
     try:
         yield
     finally:

@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 import torch
 from processes import on_ranks
+from safetensors.torch import load_file
 from sharded import BOTH, GRPO, PPO, SHAPES, Case, Crew, Result, check, one_rank, one_sided, rows_of, train, with_values
 from test_gradient import make_samples
 from torch import Tensor
 
 from kitae.data.packing import Row
 from kitae.errors import ConfigError, StoreError
+from kitae.models.classifier import export_scalar
 from kitae.models.policy import Policy
+from kitae.models.scalar import ScalarModel
 from kitae.trainer.experts import split_experts
 from kitae.trainer.mesh import Mesh, Parallel
+from kitae.trainer.sharding import shard
 
 TinyFolder = Callable[[str], Path]
 MOVING = {**PPO, "kl_coef": 0.1, "reference": "ema", "reference_every": 1, "reference_mix": 0.25}
@@ -194,6 +198,23 @@ def test_a_checkpoint_of_something_else_is_refused(tiny_folder: TinyFolder, tmp_
         Crew.of(folder, Case(plain(), Parallel(), model={"lora_rank": 4})).worker.save(tmp_path)
     with pytest.raises(StoreError, match=r"must hold what is trained and nothing else, but differs in policy\.master"):
         Crew.of(folder, Case(plain(), None)).worker.load(tmp_path)
+
+
+def test_a_sharded_reward_model_is_exported(tiny_policy: Callable[..., Policy], tmp_path: Path) -> None:
+    def exported(model: ScalarModel, name: str) -> dict[str, Tensor]:
+        export_scalar(model, tmp_path / name)
+        state: dict[str, Tensor] = load_file(tmp_path / name / "model.safetensors")
+        return state
+
+    whole, sharded = (ScalarModel(tiny_policy(lora_rank=4), bias=False) for _ in range(2))
+    for model in (whole, sharded):
+        torch.nn.init.ones_(model.head.weight)
+    with one_rank(tmp_path):
+        shard(sharded, Mesh(Parallel(), torch.device("cpu")))
+        found = exported(sharded, "sharded")
+    expected = exported(whole, "whole")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(
