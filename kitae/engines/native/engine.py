@@ -22,7 +22,6 @@ from kitae.engines.config import EngineConfig
 from kitae.engines.native.cache import KVCache, PagePool
 from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.devices import make_runner
-from kitae.engines.native.lane import Lane
 from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Scheduler
 from kitae.errors import EngineError, RequestError
@@ -50,7 +49,6 @@ class NativeEngine:
             PagePool(self.cache.pages), config.page_size, config.max_batch, config.prefill_tokens
         )
         self.runner: ModelRunner = make_runner(policy, self.cache, config)
-        self._lane = Lane(policy.device)
         self._launched: deque[tuple[list[Decoding], int, Result]] = deque()  # with the version that samples
         self.generated = 0
         self.busy = 0.0
@@ -164,8 +162,7 @@ class NativeEngine:
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)  # OpenMP keeps this per thread
-        with torch.inference_mode(), self._lane.entered():
-            self._lane.follow()
+        with torch.inference_mode():
             while not self._closed:
                 try:
                     self._take_commands()
@@ -281,7 +278,6 @@ class NativeEngine:
             raise EngineError(
                 f"weight update {update.version} must have no manifest: the native engine shares the trainer's weights"
             )
-        self._lane.follow()
         self.version = update.version
         self.runner.weights_changed()
         self.scheduler.forget_prefixes()
@@ -291,13 +287,8 @@ class NativeEngine:
         return self.version
 
     def _set_paused(self, paused: bool) -> None:
-        if paused:
-            self._lane.drain()
         if paused != self._paused and not self._config.keep_cache:
-            with self._lane.left():
-                self._free_cache() if paused else self._restore_cache()
-        if not paused:
-            self._lane.follow()
+            self._free_cache() if paused else self._restore_cache()
         self._paused = paused
 
     def _free_cache(self) -> None:
