@@ -82,7 +82,7 @@ def test_a_folder_of_its_own_is_gone_at_the_end() -> None:
 
 
 def test_a_folder_that_the_engine_does_not_see(tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match="the folder of the weights must be one that this machine has too, got .*no"):
+    with pytest.raises(EngineError, match=r"the folder of the weights must be one that this machine has too, got .*no"):
         FileReceiver(tmp_path / "no", {})
 
 
