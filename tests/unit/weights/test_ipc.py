@@ -10,7 +10,9 @@ from kitae.weights.ipc import IpcPublisher, IpcReceiver
 
 
 def test_there_is_no_delta() -> None:
-    with pytest.raises(EngineError, match="always sent in full: the mode must be 'full', got 'delta'"):
+    with pytest.raises(
+        EngineError, match="weights by ipc are always sent in full: the mode must be 'full', got 'delta'"
+    ):
         IpcPublisher("delta", memory=HostMemory())
 
 
