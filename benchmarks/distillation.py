@@ -47,7 +47,7 @@ from kitae.pipeline.weight_sync import WeightSync
 from kitae.trainer.base import Batch
 from kitae.trainer.learner import Learnt
 from kitae.trainer.objectives import Likelihood
-from kitae.trainer.start import make_learner, start_trainer, supervised
+from kitae.trainer.start import local_trainer, make_learner, supervised
 from kitae.trainer.teacher import Teacher
 from kitae.types import Group, Prompt, Sample
 from kitae.verifiers.pool import VerifierPool
@@ -159,7 +159,7 @@ class Bench:
         self.student = self.teacher = None
         release()
         student = load_policy(config.model, config.run.seed)
-        trainer = start_trainer(config, student)
+        trainer = local_trainer(config, student)
         learner = make_learner(config, trainer)
         engine = NativeEngine(student, config.engine, 0)
         weights = WeightSync(trainer, engine, recompute=False, tolerance=probe_tolerance(student.dtype))

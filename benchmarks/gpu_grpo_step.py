@@ -42,7 +42,7 @@ from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import Frontier
 from kitae.store.run import RunStore
 from kitae.trainer.base import Batch
-from kitae.trainer.start import make_learner, start_trainer
+from kitae.trainer.start import local_trainer, make_learner
 from kitae.types import Message, Prompt, Sample
 from kitae.weights.probe import probe_tolerance
 
@@ -113,7 +113,7 @@ def make_config(folder: Path, args: argparse.Namespace) -> RLConfig:
 async def run(config: RLConfig, policy: Policy, watch: Watch) -> tuple[list[dict[str, Any]], tuple[Sample, ...]]:
     """The rows of timeline.jsonl, and the samples of the last batch."""
     store = RunStore.create(config)
-    trainer = start_trainer(config, policy)
+    trainer = local_trainer(config, policy)
     learner = make_learner(config, trainer)
     last: list[Batch] = []
     forward_backward = trainer.forward_backward

@@ -48,8 +48,8 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """`Machine("10.0.0.3", Demand(8, 1, 64e9), free=Demand(6, 1, 64e9), labels={"accelerator": "h200"})`."""
+class Supplier:
+    """`Supplier("10.0.0.3", Demand(8, 1, 64e9), free=Demand(6, 1, 64e9), labels={"accelerator": "h200"})`."""
 
     name: str
     total: Demand
@@ -132,7 +132,7 @@ def _room(config: ClusterConfig, host: str, pools: Sequence[str], counts: Mappin
     return Room(host, asked.place, tuple(b.bundle for b in bundles), labels, seats, here=bool(asked.beside))
 
 
-def hopeless(room: Room, machines: Iterable[Machine]) -> str:
+def hopeless(room: Room, machines: Iterable[Supplier]) -> str:
     """Why the machines could not give it even if all of them were idle; nothing: they could."""
     machines = list(machines)
     right = [machine for machine in machines if machine.fits(room.labels)]
@@ -157,7 +157,7 @@ def hopeless(room: Room, machines: Iterable[Machine]) -> str:
     return ""
 
 
-def refusal(room: Room, machines: Sequence[Machine], why: str) -> str:
+def refusal(room: Room, machines: Sequence[Supplier], why: str) -> str:
     """The demand, what is wrong with it, and the supply."""
     supply = "\n".join(f"  {machine}" for machine in machines) or "  no machine"
     return f"the cluster cannot give what is asked for: {why}\ndemand\n  {room}\nsupply\n{supply}"

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 from kitae.cluster.base import Duty, PostError
 from kitae.cluster.config import ClusterConfig
-from kitae.cluster.demand import Demand, Machine, Room, hopeless, lone_room, pool_of, refusal, rooms_of
+from kitae.cluster.demand import Demand, Room, Supplier, hopeless, lone_room, pool_of, refusal, rooms_of
 from kitae.cluster.doorway import Doorway, Streams
 from kitae.cluster.process import PostProcess
 from kitae.cluster.worker import pack_order
@@ -129,13 +129,13 @@ class RayCluster:
         if self._own is not None:
             self._own.close()
 
-    def machines(self) -> list[Machine]:
+    def machines(self) -> list[Supplier]:
         """The nodes that live, with what they have and what of it is free."""
         from ray._private.state import available_resources_per_node  # nothing public tells it by node
 
         free = available_resources_per_node()
         return [
-            Machine(
+            Supplier(
                 f"{node['NodeManagerAddress']} [{node['NodeID'][:8]}]",
                 _supply(node["Resources"]),
                 _supply(free.get(node["NodeID"], {})),

@@ -17,5 +17,5 @@ def gathered(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    whole = tensor.detach().full_tensor()
-    return whole.to("cpu" if is_writer() else "meta")
+    whole: Tensor = tensor.full_tensor()
+    return whole.detach().to("cpu" if is_writer() else "meta")

@@ -20,7 +20,7 @@ from kitae.store.checkpoint import Checkpoints, Frontier, step_of
 from kitae.store.journal import Journal
 from kitae.store.run import Metrics, changes_of_learning, read_config
 from kitae.trainer.learner import Learnt
-from kitae.trainer.start import make_learner, start_trainer
+from kitae.trainer.start import local_trainer, make_learner
 
 COMPARED = ("samples_trained", "loss", "grad_norm", "entropy", "ratio", "logp_gap")
 
@@ -73,7 +73,7 @@ async def _train_again(
     note: Callable[[str], None],
 ) -> Learnt:
     """The steps after `start`, up to `step`; what the last of them gave."""
-    trainer = start_trainer(config, load_policy(config.model, config.run.seed))
+    trainer = local_trainer(config, load_policy(config.model, config.run.seed))
     try:
         learner = make_learner(config, trainer)
         if state is not None:

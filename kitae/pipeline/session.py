@@ -8,18 +8,16 @@ from pathlib import Path
 
 import torch
 
-from kitae.cluster.base import Cluster
 from kitae.cluster.start import open_cluster
-from kitae.config.root import RLConfig, reinforcement
+from kitae.config.root import reinforcement
 from kitae.engines.start import EngineOrder, start_engine
 from kitae.envs.registry import open_world
 from kitae.errors import ConfigError
 from kitae.evaluation.held_out import forget_after
 from kitae.models.facts import ModelFacts
-from kitae.models.load import load_policy
-from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
 from kitae.pipeline.again import until_done
+from kitae.pipeline.boards import opened_board
 from kitae.pipeline.elastic import kept_at
 from kitae.pipeline.evaluate import RunEvaluations, evaluation_due
 from kitae.pipeline.interrupts import Interrupts
@@ -30,8 +28,7 @@ from kitae.store.checkpoint import START, Frontier
 from kitae.store.disk import flush
 from kitae.store.provenance import check_data, record_data
 from kitae.store.run import LEARNING, Result, RunStore, changes_of_learning
-from kitae.trainer.base import Trainer
-from kitae.trainer.start import make_learner, ranked_trainer, start_trainer
+from kitae.trainer.start import make_learner, start_trainer
 from kitae.weights.probe import probe_tolerance
 
 _NO_ENGINE = 10  # times `cluster.patience`: how long a run that has lost all engines waits for one
@@ -72,7 +69,7 @@ async def _attempt(
         pool = await stack.enter_async_context(place_pool(config, cluster, observer.note))
         world = await stack.enter_async_context(open_world(config.env))
         observer.note(f"loading {config.model.path}")
-        policy, trainer = _trainer(config, cluster, observer)
+        policy, trainer = start_trainer(config, cluster, observer.note)
         stack.push_async_callback(trainer.close)
         await trainer.start()
         facts = ModelFacts.read(config.model) if policy is None else ModelFacts.of(policy)
@@ -86,7 +83,7 @@ async def _attempt(
         forget_after(store.folder, max(frontier.step, store.journal.last_step()))
         board = None
         if config.engine.kind != "native":
-            board = await trainer.open_board(_transport(config, cluster), config.engine.sync)
+            board = await stack.enter_async_context(opened_board(config, trainer, cluster, store.folder / "weights"))
         patience = _NO_ENGINE * config.cluster.patience
         order = EngineOrder(config.model, config.engine, frontier.step, policy, board, cluster, patience)
         engine = await start_engine(order)
@@ -137,20 +134,6 @@ async def _attempt(
         await store.sync()
         observer.finished(store.folder)
         return Result(store.folder, None, config.training.steps, evaluations.found(0), after)
-
-
-def _trainer(config: RLConfig, cluster: Cluster | None, observer: Observer) -> tuple[Policy | None, Trainer]:
-    """The trainer, and the policy where that is in this process. On other machines there is always a rank at least."""
-    if cluster is not None and (cluster.remote or config.cluster.ranks > 1):
-        return None, ranked_trainer(config, cluster)
-    policy = load_policy(config.model, config.run.seed)
-    return policy, start_trainer(config, policy, observer.note)
-
-
-def _transport(config: RLConfig, cluster: Cluster | None) -> str:
-    if config.cluster.transport != "auto":
-        return config.cluster.transport
-    return "http" if cluster is not None and cluster.remote else "memory"
 
 
 def _where_it_stands(store: RunStore, checkpoint: str | None, forget: bool) -> tuple[Frontier, Path | None]:

@@ -18,7 +18,7 @@ def main(setup: dict[str, Any], stream: socket.socket) -> None:
 
 def _make(config: Root, mesh: "Mesh") -> "Worker":
     from kitae.stages.registry import make_method
-    from kitae.trainer.start import spread_worker
+    from kitae.trainer.assemble import spread_worker
 
     assert isinstance(config, StageConfig)
     return spread_worker(make_method(config).make_objective(), config.training, mesh)

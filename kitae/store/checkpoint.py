@@ -79,8 +79,7 @@ class Checkpoints:
 
     def _commit(self, frontier: Frontier, scratch: Path, target: Path) -> None:
         (scratch / _FRONTIER).write_text(json.dumps(asdict(frontier)))
-        files = sorted(path for path in scratch.rglob("*") if path.is_file())
-        sums = {path.relative_to(scratch).as_posix(): _checksum(path) for path in files}
+        sums = {str(p.relative_to(scratch)): _checksum(p) for p in sorted(scratch.rglob("*")) if p.is_file()}
         (scratch / _MANIFEST).write_text(json.dumps(sums, indent=2))
         for path in (*scratch.rglob("*"), scratch):
             flush(path)

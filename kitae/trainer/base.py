@@ -4,11 +4,11 @@ The driver speaks to it in samples; it packs them into rows, and ranks compute r
 calls back: who must stand still while weights change is stopped by the driver before `optim_step`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from kitae.algorithms.control import Coefficients
 from kitae.observe.meter import Totals
@@ -114,8 +114,10 @@ class Trainer(Protocol):
     async def finish_step(self, step: int) -> None:
         """After all updates of a step: a reference that moves does so now."""
 
-    async def open_board(self, transport: str, mode: Mode) -> Board:
-        """Before the first `publish`: engines with weights of their own find there what was published last."""
+    async def open_board(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> Board:
+        """Before the first `publish`: engines with weights of their own find there what was published last.
+
+        settings: of the transport (`kitae.weights.start`); a host is that of whoever publishes, if it has one."""
 
     async def publish(self, version: int, *, in_full: bool = False) -> Manifest | None: ...
     async def probe(self) -> tuple[float, ...]: ...

@@ -7,10 +7,13 @@ have saved, and one process without any group too.
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as read
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from kitae.errors import StoreError
 
@@ -22,7 +25,7 @@ def begin_save(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGro
 
     All ranks must call both. group: nobody else may use it meanwhile.
     """
-    saving = checkpoint.async_save(dict(state), checkpoint_id=folder, process_group=group)
+    saving: Any = async_save(dict(state), checkpoint_id=folder, process_group=group)
 
     def wait() -> None:
         saving.result()
@@ -34,7 +37,7 @@ def load(
     folder: Path, blank: Callable[[Collection[str]], dict[str, Tensor]], group: dist.ProcessGroup | None
 ) -> dict[str, Tensor]:
     """What `blank` makes for the names that were saved, filled. All ranks must call it; group None: there is one."""
-    names = checkpoint.FileSystemReader(folder).read_metadata().state_dict_metadata.keys()
+    names = FileSystemReader(folder).read_metadata().state_dict_metadata.keys()
     state = blank(names)
     if missing := sorted(names ^ state.keys()):
         raise StoreError(
@@ -43,5 +46,5 @@ def load(
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
-        checkpoint.load(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
+        read(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
     return state

@@ -19,17 +19,18 @@ def split_experts(policy: Policy, group: DeviceMesh) -> list[nn.Module]:
     plan: dict[str, str] = getattr(config, "base_model_ep_plan", None) or {}
     name = type(policy.base).__name__
     if _DISPATCH not in plan.values():
-        raise ConfigError(f"expert > 1 needs a model class with a plan that sends tokens to experts, got {name}")
+        raise ConfigError(f"cluster.expert > 1 needs a model with a plan that sends tokens to experts, got {name}")
     if policy.model is not policy.base:
-        raise ConfigError("expert > 1 needs model.lora_rank = 0")
+        raise ConfigError("cluster.expert > 1 needs model.lora_rank = 0")
     try:
         from transformers.distributed.expert_parallel import apply_expert_parallelism
     except ImportError:
-        import transformers
+        from transformers import __version__
 
-        raise ConfigError(f"expert > 1 needs transformers 5.22 or newer, got {transformers.__version__}") from None
+        raise ConfigError(f"cluster.expert > 1 needs transformers 5.22 or newer, got {__version__}") from None
     experts = [m for n, m in decoder.named_modules() if plan.get(pattern(n)) == _DISPATCH]
-    if any(int(m.num_experts) % group.size() for m in experts):
-        raise ConfigError(f"expert must divide the experts of {name}, {experts[0].num_experts}; got {group.size()}")
+    for count in {int(m.num_experts) for m in experts}:
+        if count % group.size():
+            raise ConfigError(f"cluster.expert must divide the experts of {name}, {count}; got {group.size()}")
     apply_expert_parallelism(decoder, group, None, plan)
     return experts

@@ -1,7 +1,7 @@
 """A trainer in this process: one worker, in a thread of its own."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -95,8 +95,8 @@ class LocalTrainer:
     async def load(self, folder: Path) -> None:
         await self._run(self._compute, lambda: self.worker.load(folder))
 
-    async def open_board(self, transport: str, mode: Mode) -> Board:
-        self._publisher = await asyncio.to_thread(make_publisher, transport, mode)
+    async def open_board(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> Board:
+        self._publisher = await asyncio.to_thread(make_publisher, transport, mode, **settings)
         return self._publisher
 
     async def publish(self, version: int, *, in_full: bool = False) -> Manifest | None:

@@ -38,15 +38,15 @@ class Parallel:
     def __post_init__(self) -> None:
         for name in ("ranks", "tensor", "sequence", "expert"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise ConfigError(f"cluster.{name} must be at least 1, got {getattr(self, name)}")
         if self.offload not in OFFLOADS:
-            raise ConfigError(f"offload must be one of {', '.join(OFFLOADS)}, got {self.offload!r}")
+            raise ConfigError(f"cluster.offload must be one of {', '.join(OFFLOADS)}, got {self.offload!r}")
         if self.ranks % self.peers:
-            raise ConfigError(f"ranks must be a multiple of tensor x sequence = {self.peers}, got ranks = {self.ranks}")
+            raise ConfigError(f"cluster.ranks must be a multiple of tensor x sequence = {self.peers}, got {self.ranks}")
         if self.expert > 1 and self.tensor > 1:
-            raise ConfigError(f"expert > 1 needs tensor = 1, got expert = {self.expert} and tensor = {self.tensor}")
+            raise ConfigError(f"cluster.expert > 1 needs tensor = 1, got expert {self.expert} and tensor {self.tensor}")
         if self.ranks % self.expert:
-            raise ConfigError(f"ranks must be a multiple of expert = {self.expert}, got ranks = {self.ranks}")
+            raise ConfigError(f"cluster.ranks must be a multiple of expert = {self.expert}, got {self.ranks}")
 
     @property
     def peers(self) -> int:
@@ -63,21 +63,21 @@ class Parallel:
         name, tensor, sequence = policy.source, self.tensor, self.sequence
         if policy.kv_heads % tensor:
             raise ConfigError(
-                f"tensor must divide the key-value heads of {name}, {policy.kv_heads}; got tensor = {tensor}"
+                f"cluster.tensor must divide the key-value heads of {name}, {policy.kv_heads}; got tensor = {tensor}"
             )
         if policy.heads % self.peers:
             raise ConfigError(
-                f"tensor x sequence must divide the attention heads of {name}, {policy.heads}; "
+                f"cluster.tensor x sequence must divide the attention heads of {name}, {policy.heads}; "
                 f"got {tensor} x {sequence}"
             )
         kv_heads = policy.kv_heads // tensor
         if kv_heads % sequence and sequence % kv_heads:
             raise ConfigError(
-                f"sequence must divide the key-value heads that {name} has on a rank, {kv_heads}, or be a multiple of "
-                f"them; got sequence = {sequence}"
+                f"cluster.sequence must divide the key-value heads that {name} has on a rank, {kv_heads}, or be a "
+                f"multiple of them; got sequence = {sequence}"
             )
         if policy.exact and tensor > 1:
-            raise ConfigError(f"model.exact needs tensor = 1, because its sums have a fixed order; got {tensor}")
+            raise ConfigError(f"model.exact needs cluster.tensor = 1: its sums have a fixed order; got {tensor}")
 
 
 class Mesh:
@@ -90,7 +90,7 @@ class Mesh:
     def __init__(self, parallel: Parallel, device: torch.device) -> None:
         if dist.get_world_size() != parallel.ranks:
             raise ConfigError(
-                f"ranks must be as many as there are processes, {dist.get_world_size()}, got {parallel.ranks}"
+                f"cluster.ranks must be as many as there are processes, {dist.get_world_size()}, got {parallel.ranks}"
             )
         self.parallel = parallel
         self.device = device
@@ -116,6 +116,7 @@ def _sequence_group(parallel: Parallel) -> dist.ProcessGroup | None:
     if parallel.sequence == 1:
         return None
     ranks = torch.arange(parallel.ranks).view(parallel.data, parallel.sequence, parallel.tensor)
-    group, _ = dist.new_subgroups_by_enumeration(ranks.transpose(1, 2).reshape(-1, parallel.sequence).tolist())
-    assert group is not None
-    return group
+    groups = ranks.transpose(1, 2).reshape(-1, parallel.sequence).tolist()
+    own: dist.ProcessGroup
+    own, _ = dist.new_subgroups_by_enumeration(groups)  # type: ignore[no-untyped-call]
+    return own

@@ -36,7 +36,7 @@ def main(setup: dict[str, Any], stream: socket.socket) -> None:
 
     def make(config: "Root", mesh: "Mesh") -> "Worker":
         from kitae.config.root import reinforcement
-        from kitae.trainer.start import sharded_worker
+        from kitae.trainer.assemble import sharded_worker
 
         return sharded_worker(reinforcement(config, "a rank of a trainer"), mesh)
 
@@ -46,7 +46,8 @@ def main(setup: dict[str, Any], stream: socket.socket) -> None:
 def run_rank(setup: dict[str, Any], stream: socket.socket, make: "Callable[[Root, Mesh], Worker]") -> None:
     """make: what this rank has of the models, once it has met the others."""
     try:
-        rank = _join(setup, make)
+        own = stream.getsockname()
+        rank = Rank(_join(setup, make), setup["rank"], own[0] if isinstance(own, tuple) else "")
     except KitaeError as error:
         stream.sendall(pack_frame({"refused": str(error)}))
         return
@@ -54,7 +55,7 @@ def run_rank(setup: dict[str, Any], stream: socket.socket, make: "Callable[[Root
     os._exit(0)  # a clean exit of all that is loaded takes a second
 
 
-def _join(setup: dict[str, Any], make: "Callable[[Root, Mesh], Worker]") -> "Rank":
+def _join(setup: dict[str, Any], make: "Callable[[Root, Mesh], Worker]") -> "Worker":
     """Meet the other ranks, and load and shard the models with them."""
     import warnings
 
@@ -82,18 +83,26 @@ def _join(setup: dict[str, Any], make: "Callable[[Root, Mesh], Worker]") -> "Ran
     )  # fmt: skip
     c = config.cluster
     mesh = Mesh(Parallel(c.ranks, c.tensor, c.sequence, c.expert, c.offload), device)
-    return Rank(make(config, mesh), setup["rank"])
+    return make(config, mesh)
 
 
 async def _serve(rank: "Rank", stream: socket.socket) -> None:
     reader, writer = await asyncio.open_connection(sock=stream)
     writer.write(pack_frame({"ready": True, **rank.facts()}))
     ticks = asyncio.create_task(_tick(writer))
-    compute = ThreadPoolExecutor(1, "kitae-trainer")
+    compute, beside = ThreadPoolExecutor(1, "kitae-trainer"), ThreadPoolExecutor(1, "kitae-trainer-saves")
+
+    async def answer(frame: Frame, where: ThreadPoolExecutor) -> None:
+        header, arrays = await asyncio.get_running_loop().run_in_executor(where, rank.answer, frame)
+        writer.write(pack_frame({"re": frame.header["call"], **header}, arrays))
+
+    saving: set[asyncio.Task[None]] = set()
     with suppress(ConnectionError):
         while (frame := await read_frame(reader)) is not None and frame.header["op"] != "close":
-            header, arrays = await asyncio.get_running_loop().run_in_executor(compute, rank.answer, frame)
-            writer.write(pack_frame({"re": frame.header["call"], **header}, arrays))
+            if frame.header["op"] == "end_save":  # the files are written while the next step is computed
+                saving.add(asyncio.create_task(answer(frame, beside)))
+            else:
+                await answer(frame, compute)
     ticks.cancel()
     rank.close()
     if frame is not None:
@@ -111,12 +120,15 @@ async def _tick(writer: asyncio.StreamWriter) -> None:
 class Rank:
     """What the driver may ask of a worker: an operation for each call of `kitae.trainer.base.Trainer`."""
 
-    def __init__(self, worker: "Worker", number: int) -> None:
+    def __init__(self, worker: "Worker", number: int, host: str) -> None:
+        """host: the address of this machine that others can reach; "": they are on it."""
         import torch
 
         self.worker = worker
         self.number = number
+        self._host = host
         self._publisher: OwnPublisher | None = None
+        self._saving: Callable[[], None] = lambda: None
         self._threads = torch.get_num_threads()  # a thread begins with as many as there are cores
         self._operations: dict[str, Callable[[Header, Arrays], Reply]] = {
             "annotate": self._annotate,
@@ -126,7 +138,8 @@ class Rank:
             "open_board": self._open_board,
             "publish": self._publish,
             "probe": self._probe,
-            "save": self._save,
+            "begin_save": self._begin_save,
+            "end_save": self._end_save,
             "load": self._load,
             "export": self._export,
         }
@@ -181,7 +194,10 @@ class Rank:
 
         if self.number:
             return {}, {}
-        self._publisher = make_publisher(header["transport"], header["mode"])
+        settings = header["settings"]
+        if self._host and "host" in settings:
+            settings["host"] = self._host
+        self._publisher = make_publisher(header["transport"], header["mode"], **settings)
         return {"address": asdict(self._publisher.address)}, {}
 
     def _publish(self, header: Header, arrays: Arrays) -> Reply:
@@ -200,8 +216,13 @@ class Rank:
 
         return {"logprobs": score_probe(self.worker.policy)}, {}
 
-    def _save(self, header: Header, arrays: Arrays) -> Reply:
-        self.worker.save(Path(header["folder"]))
+    def _begin_save(self, header: Header, arrays: Arrays) -> Reply:
+        """Returns when the state is copied."""
+        self._saving = self.worker.begin_save(Path(header["folder"]))
+        return {}, {}
+
+    def _end_save(self, header: Header, arrays: Arrays) -> Reply:
+        self._saving()
         return {}, {}
 
     def _load(self, header: Header, arrays: Arrays) -> Reply:

@@ -65,7 +65,7 @@ class RankedTrainer:
         self._limits = limits
         self._peers = c.tensor * c.sequence
         self._links: list[Link] = []
-        self._turn = asyncio.Lock()
+        self._turn, self._saving = asyncio.Lock(), asyncio.Lock()
         self._board: RankBoard | None = None
         self.updates = 0
 
@@ -143,8 +143,8 @@ class RankedTrainer:
     async def finish_step(self, step: int) -> None:
         await self._first("finish_step", step=step)
 
-    async def open_board(self, transport: str, mode: Mode) -> Board:
-        reply = await self._first("open_board", transport=transport, mode=mode)
+    async def open_board(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> Board:
+        reply = await self._first("open_board", transport=transport, mode=mode, settings=dict(settings))
         found = reply.header["address"]
         self._board = RankBoard(Address(found["kind"], found["settings"]))
         return self._board
@@ -162,7 +162,11 @@ class RankedTrainer:
         return tuple((await self._first("probe")).header["logprobs"])
 
     async def save(self, folder: Path) -> None:
-        await self._first("save", folder=str(folder.absolute()))
+        """The ranks compute again as soon as they have copied their state."""
+        async with self._saving:
+            await self._first("begin_save", folder=str(folder.absolute()))
+            links = list(self._links)
+            await self._gather(links, [asyncio.create_task(_ask(link, "end_save", {}, {})) for link in links])
 
     async def load(self, folder: Path) -> None:
         self.updates = (await self._first("load", folder=str(folder.absolute()))).header["updates"]
@@ -219,17 +223,20 @@ class RankedTrainer:
                 asyncio.create_task(_ask(link, op, fields, arrays))
                 for link, (fields, arrays) in zip(links, calls, strict=True)
             ]
-            done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
-            if all(task.exception() is None for task in done):
-                return [task.result() for task in asked]
-            if waiting:
-                await asyncio.wait(waiting, timeout=_AFTERMATH)
-            for task in asked:
-                task.cancel()
-            await asyncio.gather(*asked, return_exceptions=True)
-            error = _worst(links, asked)
-            await asyncio.gather(*(link.end() for link in links))
-            raise error
+            return await self._gather(links, asked)
+
+    async def _gather(self, links: Sequence[Link], asked: "Sequence[asyncio.Task[Frame]]") -> list[Frame]:
+        done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
+        if all(task.exception() is None for task in done):
+            return [task.result() for task in asked]
+        if waiting:
+            await asyncio.wait(waiting, timeout=_AFTERMATH)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        error = _worst(links, asked)
+        await asyncio.gather(*(link.end() for link in links))
+        raise error
 
 
 class RankBoard:

@@ -95,7 +95,10 @@ class Distributed:
 
 def local(tensor: Tensor) -> Tensor:
     """What of it lies here: memory shared with it."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    own: Tensor = tensor.to_local()
+    return own.detach()
 
 
 def copies(tensor: Tensor, ranks: int) -> int:

@@ -58,13 +58,13 @@ class SplitAttention:
         if k.shape[0] < size:  # each process needs a key-value head of its own
             k, v = (x.repeat_interleave(size // x.shape[0], 0) for x in (k, v))
         heads = [x.shape[0] // size for x in (q, k, v)]
-        sent = torch.cat([x.unflatten(0, (size, -1)) for x in (q, k, v)], 1)  # [process, its heads, t, D]
+        sent = torch.cat([x.reshape(size, -1, *x.shape[1:]) for x in (q, k, v)], 1)  # [process, its heads, t, D]
         got = _exchange(sent, self._group).transpose(0, 1).flatten(1, 2)[:, : self._tokens]
         own = None if sinks is None else sinks.view(size, -1)[dist.get_rank(self._group)]
-        q, k, v = got.split(heads)
+        q, k, v = torch.split(got, heads)
         out = self._whole.attend(layer, q, k, v, scale=scale, window=window, softcap=softcap, sinks=own)
-        filled = pad(out, (0, 0, 0, 0, 0, size * length - self._tokens)).unflatten(0, (size, length))
-        return _exchange(filled, self._group).transpose(0, 1).flatten(1, 2)
+        filled = pad(out, (0, 0, 0, 0, 0, size * length - self._tokens))
+        return _exchange(filled.view(size, length, *out.shape[1:]), self._group).transpose(0, 1).flatten(1, 2)
 
 
 def together(values: Tensor, own_n: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:

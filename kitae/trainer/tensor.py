@@ -48,7 +48,7 @@ def _plan_of(policy: Policy) -> dict[str, str]:
     unknown = sorted(set(used.values()) - set(STYLES))
     if not used or unknown:
         raise ConfigError(
-            f"tensor > 1 needs a model whose plan has the styles {', '.join(STYLES)} and no others; "
+            f"cluster.tensor > 1 needs a model whose plan has the styles {', '.join(STYLES)} and no others; "
             f"{type(policy.base).__name__} has {', '.join(unknown) or 'no plan'}"
         )
     return used

@@ -120,7 +120,7 @@ class Worker:
         """What ranks have saved, however many, or what one process has, if this is one."""
         ranks = self.ranks if isinstance(self.ranks, Distributed) else None
         if (folder / FOLDER).is_dir():
-            self._load_state(load(folder / FOLDER, self._blank, ranks and ranks.saving))
+            self._load_state(load(folder / FOLDER, self._blank, None if ranks is None else ranks.saving))
             return
         if ranks is not None:
             raise StoreError(f"ranks go on from what ranks have saved; {folder} was saved by one process")

@@ -34,12 +34,12 @@ class FilePublisher(ShelfPublisher):
         self,
         mode: Mode = "full",
         *,
-        folder: Path | None = None,
+        folder: Path | str | None = None,
         dense: float = 0.5,
         limit: int = LIMIT,
         patience: float = _PATIENCE,
     ) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="kitae-weights-")) if folder is None else folder
+        self.folder = Path(tempfile.mkdtemp(prefix="kitae-weights-") if folder is None else folder)
         self._temporary = folder is None
         self.folder.mkdir(parents=True, exist_ok=True)
         self._patience = patience

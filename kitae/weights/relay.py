@@ -39,6 +39,7 @@ from kitae.weights.stores import FolderStore
 
 _WAIT = 20.0  # seconds that the parent may think about whether there is anything new
 _RETRY = 1.0  # seconds after which a parent that did not answer is asked again
+_TICK = 0.25  # seconds
 _VERSIONS = 2  # that a relay has
 
 log = logging.getLogger("kitae")
@@ -185,12 +186,18 @@ class Relay(Shop):
 
 
 def main(setup: Mapping[str, Any], stream: socket.socket) -> None:
-    """At a post: says where it serves, and ends with the connection."""
-    relay = make_relay(setup)
+    """At a post: says where it serves, gives signs of life, and ends with the connection."""
+    own = stream.getsockname()
+    relay = make_relay({"host": own[0], **setup} if isinstance(own, tuple) else setup)
     stream.sendall(pack_frame({"ready": True, "url": relay.url}))
-    with suppress(OSError):
-        while stream.recv(4096):
-            pass
+    stream.settimeout(_TICK)
+    with suppress(ConnectionError):
+        while True:
+            try:
+                if not stream.recv(4096):
+                    break
+            except TimeoutError:
+                stream.sendall(pack_frame({"tick": True}))
     relay.close()
 
 

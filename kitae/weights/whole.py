@@ -1,4 +1,4 @@
-"""Sharded tensors made whole: one at a time, so that no rank ever holds a whole model."""
+"""Sharded tensors made whole for a publisher: one at a time, so that no rank ever holds a whole model."""
 
 from collections.abc import Iterable
 

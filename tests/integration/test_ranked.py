@@ -1,4 +1,4 @@
-"""A run whose trainer is spread over ranks is the run of one process; a rank that is lost costs time and nothing else."""
+"""A run whose trainer is spread over ranks is the run of one process; a lost rank costs time and nothing else."""
 
 import asyncio
 import os

@@ -22,10 +22,10 @@ from kitae.models.config import ModelConfig
 from kitae.models.load import SMOLLM2, find_model, load_policy
 from kitae.models.policy import Policy
 from kitae.pipeline.replay import replay
+from kitae.trainer.assemble import reinforced
 from kitae.trainer.base import Column
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.local import LocalTrainer
-from kitae.trainer.start import reinforced
 from kitae.types import Sample
 
 

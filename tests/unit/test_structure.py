@@ -45,7 +45,7 @@ CONCRETE = {
 }
 """What the loops know by its protocol alone."""
 
-PUTS_TOGETHER = {"kitae.pipeline.session", "kitae.stages.session"}
+PUTS_TOGETHER = {"kitae.pipeline.session", "kitae.stages.session", "kitae.stages.rank"}
 
 
 def modules() -> dict[str, Path]:

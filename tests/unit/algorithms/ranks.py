@@ -21,10 +21,10 @@ from kitae.algorithms.control import Control
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
+from kitae.trainer.assemble import reinforced
 from kitae.trainer.base import Conditions, Role
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
-from kitae.trainer.start import reinforced
 from kitae.types import Sample
 
 

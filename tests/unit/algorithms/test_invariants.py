@@ -70,13 +70,13 @@ from kitae.algorithms.stages import keyword_settings
 from kitae.algorithms.tokens import TokenBatch
 from kitae.models.policy import Policy
 from kitae.observe.meter import Meter
+from kitae.trainer.assemble import reinforced
 from kitae.trainer.base import Column, Conditions
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
 from kitae.trainer.local import LocalTrainer
 from kitae.trainer.objectives import PolicyGradient
 from kitae.trainer.ranks import Alone
-from kitae.trainer.start import reinforced
 from kitae.trainer.trained import Trained
 from kitae.types import Group, Sample
 

@@ -3,13 +3,13 @@
 import pytest
 
 from kitae.cluster.config import ClusterConfig
-from kitae.cluster.demand import Demand, Machine, counts_of, hopeless, refusal, rooms_of
+from kitae.cluster.demand import Demand, Supplier, counts_of, hopeless, refusal, rooms_of
 
 SMALL = Demand(2, 0, 8e9)
 THREE = [
-    Machine("a", SMALL, SMALL, {"zone": "1"}),
-    Machine("b", SMALL, SMALL, {"zone": "2"}),
-    Machine("c", Demand(8, 1, 64e9), Demand(1, 1, 64e9), {"zone": "2", "accelerator": "h200"}),
+    Supplier("a", SMALL, SMALL, {"zone": "1"}),
+    Supplier("b", SMALL, SMALL, {"zone": "2"}),
+    Supplier("c", Demand(8, 1, 64e9), Demand(1, 1, 64e9), {"zone": "2", "accelerator": "h200"}),
 ]
 
 

@@ -21,13 +21,13 @@ from kitae.models.exact import check
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.observe.meter import Meter
+from kitae.trainer.assemble import reinforced
 from kitae.trainer.base import Column, Conditions
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import MicroBatch, pack_rows
 from kitae.trainer.local import LocalTrainer
 from kitae.trainer.objectives import Scored
 from kitae.trainer.ranks import Alone
-from kitae.trainer.start import reinforced
 from kitae.trainer.trained import Trained
 from kitae.types import Sample
 

@@ -48,6 +48,20 @@ def test_round_trip(checkpoints: Checkpoints) -> None:
     assert (folder / "weights.bin").read_bytes() == b"3" * 1000
 
 
+def test_files_in_folders_are_checked_too(checkpoints: Checkpoints) -> None:
+    """As ranks write them."""
+
+    def write_parts(folder: Path) -> None:
+        (folder / "sharded").mkdir()
+        write(folder / "sharded", "3")
+
+    target = save_with(checkpoints, Frontier(3, 6), write_parts)
+    assert checkpoints.load()[1] == target
+    (target / "sharded" / "weights.bin").write_bytes(b"4")
+    with pytest.raises(CorruptError, match=r"sharded/weights\.bin has checksum"):
+        checkpoints.load()
+
+
 def test_the_newest_is_loaded_and_old_ones_are_pruned(checkpoints: Checkpoints) -> None:
     for step in (9, 999_999, 1_000_000):
         save(checkpoints, step)

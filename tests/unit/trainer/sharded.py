@@ -175,14 +175,14 @@ def with_values(samples: Sequence[Sample]) -> list[Sample]:
 def check(case: Case, found: Result, folder: str, tolerance: float = 1e-6) -> Result:
     """Gradient and losses equal those of one process, relative to the largest; returns what that one found."""
     alone = train(folder, case.alone)
-    assert gap(found.gradient, alone.gradient) < tolerance, case
+    assert gap(found.gradient, alone.gradient) < tolerance, str(case)
     for name in ("loss", "value_loss", "grad_norm", "critic_grad_norm"):
         mine, expected = (np.array([n.get(name, 0.0) for n in r.numbers]) for r in (found, alone))
         worst = np.abs(mine - expected).max() / max(np.abs(expected).max(), 1e-3)
-        assert np.isnan(expected).any() or worst < tolerance * (1 if "loss" in name else 10), (case, name, worst)
+        assert np.isnan(expected).any() or worst < tolerance * (1 if "loss" in name else 10), f"{case} {name} {worst}"
     for a, b in zip(found.numbers, alone.numbers, strict=True):
-        assert a == pytest.approx(b, rel=2e-4, abs=1e-6, nan_ok=True), case
-    assert gap(found.weights, alone.weights) < 1e-3, case  # Adam divides what is left of small gradients by itself
+        assert a == pytest.approx(b, rel=2e-4, abs=1e-6, nan_ok=True), str(case)
+    assert gap(found.weights, alone.weights) < 1e-3, str(case)  # Adam divides what is left of small gradients by itself
     np.testing.assert_allclose(found.probe, alone.probe, rtol=1e-3)
     return alone
 

@@ -49,10 +49,10 @@ def ten(rows: list[Row], parallel: Parallel, **settings: Any) -> Case:
     return Case(rows, parallel, updates=10, **settings)
 
 
-def agree_after_ten_updates(tasks: list[Task], place: Path) -> None:
+def agree(tasks: list[Task], place: Path) -> None:
     (ranks,) = {task.case.parallel.ranks for task in tasks if task.case.parallel is not None}
     for task, result in zip(tasks, on_ranks(place, run, tasks, size=ranks), strict=True):
-        assert len(result.numbers) == 10
+        assert len(result.numbers) == task.case.updates
         check(task.case, result, task.folder, task.tolerance)
 
 
@@ -64,6 +64,7 @@ def test_one_rank_is_one_process(tiny_folder: TinyFolder, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_ranks(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     llama, moe = str(tiny_folder("llama")), str(tiny_folder("qwen3_moe"))
     tensor, sequence = Parallel(ranks=2, tensor=2), Parallel(ranks=2, sequence=2)
@@ -76,27 +77,41 @@ def test_two_ranks(tiny_folder: TinyFolder, tmp_path: Path) -> None:
         Task(moe, ten(plain(), Parallel(ranks=2, expert=2))),
         Task(moe, ten(plain(), Parallel(ranks=2, expert=2, sequence=2))),
     ]
-    agree_after_ten_updates(cases, tmp_path)
+    agree(cases, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_four_ranks(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    llama, all_three = str(tiny_folder("llama")), Parallel(ranks=4, tensor=2, sequence=2)
+    cases = [
+        Task(llama, ten(plain(), Parallel(ranks=4))),
+        Task(llama, ten(one_sided(plain(), 4), Parallel(ranks=4))),
+        Task(llama, ten(plain(), Parallel(ranks=4, tensor=2))),
+        Task(llama, ten(one_sided(plain()), Parallel(ranks=4, sequence=2))),
+        Task(llama, ten(plain(), all_three)),
+    ]
+    agree(cases, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_other_models_on_four_ranks(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """Biases, norms of heads, windows, experts, adapters; more ranks of a sequence than key-value heads."""
     names = ("llama", "qwen2", "qwen3", "gemma3", "qwen3_moe")
     llama, qwen2, qwen3, gemma3, moe = (str(tiny_folder(name)) for name in names)
     lora, both = {"lora_rank": 4}, Parallel(ranks=4, tensor=2)
     cases = [
-        Task(llama, ten(plain(), Parallel(ranks=4))),
-        Task(llama, ten(one_sided(plain(), 4), Parallel(ranks=4))),
-        Task(llama, ten(plain(), both)),
-        Task(qwen2, ten(one_sided(plain()), both), 2e-6),  # fused or not, one process differs by 1.2e-6 from itself
-        Task(gemma3, ten(plain(), both)),
-        Task(qwen3, ten(plain(), Parallel(ranks=4, tensor=2, sequence=2))),
-        Task(llama, ten(plain(), Parallel(ranks=4, sequence=4))),
-        Task(llama, ten(one_sided(plain()), Parallel(ranks=4, sequence=2))),
-        Task(llama, ten(valued(), both, choices=MOVING, roles=BOTH, reference=True, model=lora)),
-        Task(moe, ten(plain(), Parallel(ranks=4, expert=2))),
+        # Rounding: fused or not, one process differs by 1.2e-6 from itself, and updates make more of it.
+        Task(qwen2, Case(one_sided(plain()), both), 5e-6),
+        Task(gemma3, Case(plain(), both), 5e-6),
+        Task(qwen3, Case(plain(), both)),
+        Task(qwen3, Case(plain(), Parallel(ranks=4, sequence=4))),
+        Task(gemma3, Case(plain(), Parallel(ranks=4, sequence=2))),
+        Task(llama, Case(valued(), both, choices=MOVING, roles=BOTH, reference=True, model=lora)),
+        Task(moe, Case(plain(), Parallel(ranks=4, expert=2))),
     ]
-    agree_after_ten_updates(cases, tmp_path)
+    agree(cases, tmp_path)
 
 
 @dataclass(frozen=True)
@@ -135,24 +150,24 @@ def on(tasks: list[Task], parallel: Parallel | None) -> list[Task]:
 
 
 @pytest.mark.slow
-def test_checkpoints_are_resharded(tiny_folder: TinyFolder, tmp_path: Path) -> None:
-    """To the bit: masters, moments, counts, reference; from two ranks, and from two by two, to one and three."""
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("parallel", [Parallel(ranks=2), Parallel(ranks=4, tensor=2)])
+def test_checkpoints_are_resharded(parallel: Parallel, tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """To the bit: masters, moments, counts, reference; on one process and three ranks."""
     llama, bf16 = str(tiny_folder("llama")), {"dtype": "bfloat16"}
     tasks = [
         Task(llama, Case(valued(), None, choices=MOVING, roles=BOTH, reference=True)),
         Task(llama, Case(plain(), None, model={"lora_rank": 4})),
         Task(llama, Case(plain(), None, model=bf16)),
     ]
-    for name, parallel in (("two", Parallel(ranks=2)), ("grid", Parallel(ranks=4, tensor=2))):
-        place = tmp_path / name
-        places = [place / str(i) for i in range(len(tasks))]
-        for each in places:
-            each.mkdir(parents=True)
-        saved = on_ranks(place, save_all, on(tasks, parallel), places, size=parallel.ranks)
-        threes = on_ranks(place, load_all, on(tasks, Parallel(ranks=3)), places, size=3)
-        for found in (threes, load_all(tasks, places)):
-            for task, before, after in zip(tasks, saved, found, strict=True):
-                same(before, after, 0.05 if task.case.model == bf16 else 1e-5)
+    places = [tmp_path / str(i) for i in range(len(tasks))]
+    for each in places:
+        each.mkdir()
+    saved = on_ranks(tmp_path, save_all, on(tasks, parallel), places, size=parallel.ranks)
+    threes = on_ranks(tmp_path, load_all, on(tasks, Parallel(ranks=3)), places, size=3)
+    for found in (threes, load_all(tasks, places)):
+        for task, before, after in zip(tasks, saved, found, strict=True):
+            same(before, after, 0.05 if task.case.model == bf16 else 1e-5)
 
 
 def same(before: Moment, after: Moment, tolerance: float) -> None:
@@ -185,9 +200,9 @@ def test_a_checkpoint_of_something_else_is_refused(tiny_folder: TinyFolder, tmp_
     ("settings", "message"),
     [
         ({"ranks": 0}, "ranks must be at least 1, got 0"),
-        ({"ranks": 6, "tensor": 2, "sequence": 2}, "multiple of tensor x sequence = 4, got ranks = 6"),
-        ({"ranks": 4, "tensor": 2, "expert": 2}, "expert > 1 needs tensor = 1, got expert = 2 and tensor = 2"),
-        ({"ranks": 3, "expert": 2}, "ranks must be a multiple of expert = 2, got ranks = 3"),
+        ({"ranks": 6, "tensor": 2, "sequence": 2}, "multiple of tensor x sequence = 4, got 6"),
+        ({"ranks": 4, "tensor": 2, "expert": 2}, "expert > 1 needs tensor = 1, got expert 2 and tensor 2"),
+        ({"ranks": 3, "expert": 2}, "ranks must be a multiple of expert = 2, got 3"),
         ({"offload": "some"}, "offload must be one of none, optimizer, all, got 'some'"),
     ],
 )
@@ -208,7 +223,7 @@ def test_heads_must_divide(tiny_policy: Callable[..., Policy]) -> None:
     policy.heads, policy.kv_heads = 12, 6
     with pytest.raises(ConfigError, match=r"sequence must divide the key-value heads .*, 6, or be a multiple .* = 4"):
         Parallel(4, 1, 4).check(policy)
-    with pytest.raises(ConfigError, match="expert > 1 needs a model class with a plan that sends tokens to experts"):
+    with pytest.raises(ConfigError, match="expert > 1 needs a model with a plan that sends tokens to experts"):
         split_experts(policy, None)  # type: ignore[arg-type]
 
 

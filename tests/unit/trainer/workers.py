@@ -9,11 +9,11 @@ from kitae.algorithms.control import Coefficients
 from kitae.algorithms.groups import Candidate, GroupStages
 from kitae.models.policy import Policy
 from kitae.observe.meter import Totals
+from kitae.trainer.assemble import reinforced
 from kitae.trainer.base import Column, Conditions, Role
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
 from kitae.trainer.local import LocalTrainer
-from kitae.trainer.start import reinforced
 from kitae.trainer.worker import Worker
 from kitae.types import FloatArray, Sample
 
