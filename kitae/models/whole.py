@@ -1,5 +1,7 @@
 """Whole tensors from sharded ones, one at a time, for whoever writes them to a folder."""
 
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -17,5 +19,6 @@ def gathered(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    whole: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # shards may lie on the host
+    there: Any = tensor.to(tensor.device_mesh.device_type)  # shards may lie on the host
+    whole: Tensor = there.full_tensor()
     return whole.detach().to("cpu" if is_writer() else "meta")
