@@ -2,7 +2,8 @@
 # make quickstart  train a real language model on this machine, from nothing, in minutes
 # make test        lint, types and the whole test suite
 # make test-slow   proofs that take minutes
-# make test-servers  other people's clients and agents (openai, lm-eval, LangGraph, …), each in an environment of its own
+# make test-servers  other people's clients, agents and servers (openai, lm-eval, LangGraph, vLLM, …), each in an
+#                  environment of its own
 # make site        the documentation as pages in build/site
 # make ui          build the page of kitae ui from ui/, with node
 # make ui-check    build it again and compare with what is committed
@@ -64,7 +65,7 @@ test-slow: install
 	@$(BIN)/python -m pytest -m slow
 
 # Each client gets an environment of its own in .venv-servers: they need versions that exclude each other. The torch and
-# transformers of lm-eval are those of Kitae.
+# transformers of lm-eval are those of Kitae. vLLM's build for CPUs does not start with the torchvision it asks for.
 CLIENTS := $(patsubst tests/servers/requirements/%.txt,%,$(wildcard tests/servers/requirements/*.txt))
 
 test-servers: install $(CLIENTS:%=.venv-servers/%/.installed)
@@ -75,6 +76,7 @@ test-servers: install $(CLIENTS:%=.venv-servers/%/.installed)
 	@$(PYTHON) -m venv .venv-servers/$*
 	@test $* != lm-eval || $(BIN)/python -c 'import site; print(site.getsitepackages()[0])' > $$(.venv-servers/$*/bin/python -c 'import site; print(site.getsitepackages()[0])')/kitae.pth
 	@.venv-servers/$*/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@test $* != vllm || .venv-servers/$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
 ui: install ui/node_modules

@@ -280,12 +280,13 @@ def _scores(rollouts: Sequence[Rollout]) -> FloatArray:
 
 
 def _candidate(rollout: Rollout, *, reward: float, baseline: float | None, kept: bool) -> Candidate:
-    samples = tuple(_sample(rollout, number, chain) for number, chain in enumerate(rollout.chains))
+    samples = tuple(sample_of(rollout, number, chain) for number, chain in enumerate(rollout.chains))
     trained = kept and any(s.mask_T.any() for s in samples)
     return Candidate(samples, _value(rollout), reward, baseline, trained)
 
 
-def _sample(rollout: Rollout, number: int, chain: Chain) -> Sample:
+def sample_of(rollout: Rollout, number: int, chain: Chain) -> Sample:
+    """One chain of a judged rollout, with what the engine said of its tokens."""
     blank = np.zeros(len(chain.prompt_tokens))
     mask_T = np.concatenate([blank, *(np.full(len(s.tokens), s.source == "model") for s in chain.segments)]) > 0
     logp_mu_T: FloatArray = np.concatenate([blank, *(s.logprobs for s in chain.segments)]).astype(np.float32)

@@ -131,6 +131,7 @@ class RLConfig(Root):
         yield from rules.taught(self.algorithm, self.method)
         yield from rules.commanded(self.env)
         yield from rules.placed(self.cluster, self.engine, self.model, self.method)
+        yield from rules.served(self.cluster, self.model, self.engine, self.pipeline, self.eval)
 
     @property
     def title(self) -> str:

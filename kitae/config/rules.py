@@ -13,7 +13,7 @@ from kitae.cluster.config import ClusterConfig
 from kitae.engines.config import EngineConfig, SamplingConfig
 from kitae.envs.config import EnvConfig
 from kitae.models.config import ModelConfig
-from kitae.pipeline.config import PipelineConfig
+from kitae.pipeline.config import EvalConfig, PipelineConfig
 from kitae.plugins import is_plugin
 from kitae.stages.config import DistilMethod, MethodConfig
 from kitae.trainer.config import TrainingConfig
@@ -59,6 +59,36 @@ def exact(model: ModelConfig, engine: EngineConfig) -> Iterator[str]:
         yield (
             "model.exact needs engine.kind = 'native' on a CPU, got 'process': with another number of threads a "
             "product is added up in another order (on a GPU, name it: model.device = 'cuda')"
+        )
+
+
+def served(
+    c: ClusterConfig, model: ModelConfig, engine: EngineConfig, p: PipelineConfig, e: EvalConfig
+) -> Iterator[str]:
+    """What a server of other people cannot do."""
+    if not engine.serves:
+        return
+    if c.engines:
+        yield (
+            f"cluster.engines are Kitae's own, got {c.engines} with engine.kind = {engine.kind!r}: engine.count starts "
+            "servers on this machine"
+        )
+    if model.exact:
+        yield f"model.exact needs Kitae's own kernels in the engine, got engine.kind = {engine.kind!r}"
+    if engine.kind == "sglang" and p.in_flight == "keep":
+        yield (
+            "pipeline.in_flight must be 'recompute' with engine.kind = 'sglang', got 'keep': it cannot empty a cache "
+            "that running requests use"
+        )
+    if engine.kind == "sglang" and (e.top_p < 1 or e.top_k or e.min_p):
+        yield (
+            "eval.top_p, top_k and min_p must be off with engine.kind = 'sglang', whose log-probs are those before "
+            f"them, got {e.top_p:g}, {e.top_k} and {e.min_p:g}"
+        )
+    if engine.kind == "vllm" and e.top_p < 1 and e.min_p:
+        yield (
+            "eval.top_p or eval.min_p must be off with engine.kind = 'vllm', which applies them in the other order, "
+            f"got {e.top_p:g} and {e.min_p:g}"
         )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kitae.types import FinishReason
 
@@ -122,7 +122,8 @@ class Capabilities:
     shares_weights: it samples from the trainer's own parameters: it must stand still while they change, and a weight
     update is a version number alone. Other engines load what a manifest says.
     scores: its `probe` gives log-probs of the weights that it has of its own.
-    seeded: the same request gives the same tokens whatever else is in flight, but for a draw that rounding decides.
+    seeded: the same request gives the same tokens whatever else is in flight, also when it is parked and continued or
+    its holder is lost, but for a draw that rounding decides.
     stop_strings: it ends a response at a stop string. One that does not knows tokens alone.
     """
 
@@ -130,6 +131,18 @@ class Capabilities:
     scores: bool = False
     seeded: bool = True
     stop_strings: bool = True
+
+
+@runtime_checkable
+class Accountable(Protocol):
+    """An engine that can say who of several others answered, and do without one of them.
+
+    `sources`: who worked on requests whose ids begin so, up to their last slash; empty where nobody remembers.
+    `refuse`: never use that one again. What it works on goes to others; its answers so far are the caller's to judge.
+    """
+
+    def sources(self, rollout: str) -> frozenset[str]: ...
+    async def refuse(self, source: str, why: str) -> None: ...
 
 
 class Engine(Protocol):

@@ -1,10 +1,15 @@
 """Settings of engines and of sampling."""
 
+from collections.abc import Iterator
 from typing import Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
 from kitae.section import Section
+
+_HERE = ("127.0.0.1", "localhost", "::1")
+_OF_STARTED = ("count", "threads", "memory_gb", "max_batch", "prefill_tokens", "fast", "server_args")
 
 
 class SamplingConfig(Section):
@@ -18,12 +23,27 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     """The rollout engine: which one, how many, where, and how weights get there."""
 
-    kind: Literal["native", "process"] = Field(
+    kind: Literal["native", "process", "vllm", "sglang"] = Field(
         "native",
         description="native: in the trainer's process, on the trainer's own weights; process: in processes of their "
-        "own, with weights of their own.",
+        "own, with weights of their own; vllm, sglang: servers of that kind.",
     )
-    count: int = Field(1, ge=1, le=256, description="Engines; more than 1 needs kind = process.")
+    count: int = Field(1, ge=1, le=256, description="Engines, or servers to start; native is one alone.")
+    server: str = Field(
+        "", description="Start servers with this Python, of an environment that has vLLM or SGLang: venv/bin/python."
+    )
+    server_args: tuple[str, ...] = Field((), description="Further arguments of servers that are started.")
+    urls: tuple[str, ...] = Field((), description="Use servers that run: http://HOST:PORT of each.")
+    weights_folder: str = Field(
+        "", description="Where servers read new weights; other machines need one that they see. Not set: in memory."
+    )
+    spot_check: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Share of the rollouts whose log-probs the trainer computes again, to find an engine that serves "
+        "other weights than it says; not set: 0.05 with engine.urls, else 0.",
+    )
     threads: int = Field(
         0,
         ge=0,
@@ -43,14 +63,54 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _coherent(self) -> Self:
+        complaint = next(self._complaints(), None)
+        if complaint is not None:
+            raise ValueError(complaint)
+        return self
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is a server of other people."""
+        return self.kind in ("vllm", "sglang")
+
+    def _complaints(self) -> Iterator[str]:
         if self.count > 1 and self.kind == "native":
-            raise ValueError(
+            yield (
                 f"engine.count must be 1 with engine.kind = {self.kind!r}, got {self.count}: several engines cannot "
                 "use the trainer's own weights"
             )
         if not self.keep_cache and self.kind != "native":
-            raise ValueError(
+            yield (
                 f"engine.keep_cache = false needs engine.kind = 'native', got {self.kind!r}: the trainer does not use "
                 "the memory of another process"
             )
-        return self
+        if self.spot_check and self.kind == "native":
+            yield f"engine.spot_check must be 0 with engine.kind = 'native', got {self.spot_check:g}: it is the trainer"
+        yield from self._about_servers() if self.serves else self._without_servers()
+
+    def _without_servers(self) -> Iterator[str]:
+        for name in ("server", "server_args", "urls", "weights_folder"):
+            if value := getattr(self, name):
+                yield f"engine.{name} needs engine.kind = 'vllm' or 'sglang', got {value!r} with {self.kind!r}"
+
+    def _about_servers(self) -> Iterator[str]:
+        if bool(self.server) == bool(self.urls):
+            yield (
+                f"engine.kind = {self.kind!r} needs either engine.server, to start servers, or engine.urls, to use "
+                f"some that run, got {'both' if self.server else 'neither'}"
+            )
+        for url in self.urls:
+            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+                yield f"engine.urls must be http://HOST:PORT, got {url!r}"
+            elif urlsplit(url).hostname not in _HERE and not self.weights_folder:
+                yield (
+                    f"engine.urls names another machine, {url!r}: engine.weights_folder must be a folder that it sees, "
+                    "got none"
+                )
+        if len(set(self.urls)) < len(self.urls):
+            yield f"engine.urls must name each server once, got {list(self.urls)}"
+        for name in _OF_STARTED if self.urls else ():
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                yield f"engine.{name} is for servers that Kitae starts, got {value!r} with engine.urls"
+        if self.page_size != type(self).model_fields["page_size"].default:
+            yield f"engine.page_size is not set for a server (engine.server_args can), got {self.page_size}"

@@ -11,6 +11,7 @@ from kitae.cluster.base import Cluster
 from kitae.engines.base import Engine
 from kitae.engines.config import EngineConfig
 from kitae.engines.fleet import Fleet
+from kitae.engines.http.start import start_servers
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.process.engine import ProcessEngine
 from kitae.errors import root_cause
@@ -102,7 +103,18 @@ async def start_together(engines: Sequence[ProcessEngine], engine: Engine) -> En
     return engine
 
 
-KINDS: dict[str, Callable[[EngineOrder], Awaitable[Engine]]] = {"native": _native, "process": _processes}
+async def _servers(order: EngineOrder) -> Engine:
+    """Behind servers of other people, that run or are started here."""
+    cores = _own_cores(order) if order.config.server else []
+    return await start_servers(order.model, order.config, order.board or EmptyBoard(), order.version, cores)
+
+
+KINDS: dict[str, Callable[[EngineOrder], Awaitable[Engine]]] = {
+    "native": _native,
+    "process": _processes,
+    "vllm": _servers,
+    "sglang": _servers,
+}
 
 
 def _own_cores(order: EngineOrder) -> list[list[int]]:

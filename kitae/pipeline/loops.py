@@ -36,6 +36,7 @@ from kitae.pipeline.buffer import Buffer, Harvest
 from kitae.pipeline.curriculum import Curriculum
 from kitae.pipeline.evaluate import evaluation_due
 from kitae.pipeline.issue import Issuing
+from kitae.pipeline.spot_check import SpotCheck
 from kitae.pipeline.watch import Watch, whereabouts
 from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import Frontier
@@ -75,7 +76,8 @@ class Stopped(Exception):
 
 
 class Pipeline:
-    """evaluate: the evaluation of a step, which the metrics then have."""
+    """evaluate: the evaluation of a step, which the metrics then have. spot_check: of an engine that may not be what it
+    says."""
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class Pipeline:
         observer: Observer,
         frontier: Frontier,
         evaluate: Callable[[int], Awaitable[object]],
+        spot_check: SpotCheck | None = None,
     ) -> None:
         t, p = config.training, config.pipeline
         self.config = config
@@ -100,6 +103,7 @@ class Pipeline:
         self.frontier = frontier
         self._state = learner.state()
         self.evaluate = evaluate
+        self.spot_check = spot_check
         self.timeline = Timeline(store.folder)
         self.tokens = TokenFiles(store.folder, config.observe.tokens_mb, observer.note)
         self.tokens.forget_after(max(frontier.step, store.journal.last_step()))
@@ -199,7 +203,7 @@ class Pipeline:
         """One step, from a batch to a version that is being settled."""
         step = work.step
         ages = report.staleness(work.harvests, self.buffer.version, self.buffer.bound)
-        learnt = await self._learn(step, work.harvests)
+        learnt = await self._learn(work)
         await asyncio.to_thread(self.tokens.write, step, learnt.tokens)
         if work.new:
             if learnt.skipped:
@@ -226,15 +230,20 @@ class Pipeline:
         self._state = self.learner.state()
         self.buffer.train(frontier.step)
 
-    async def _learn(self, step: int, harvests: Sequence[Harvest]) -> Learnt:
+    async def _learn(self, work: "_Work") -> Learnt:
         """The updates of a step. By id, so that the order of arrival does not matter."""
-        groups = sorted((h.group for h in harvests if h.group), key=lambda g: g.id)
-        rest = sorted((g for h in harvests for g, _ in h.dropped), key=lambda g: g.id)
+        step = work.step
+        groups = sorted((h.group for h in work.harvests if h.group), key=lambda g: g.id)
+        rest = sorted((g for h in work.harvests for g, _ in h.dropped), key=lambda g: g.id)
         self.observer.status(f"step {step}: training on {len(groups)} groups")
         if not self.config.engine.keep_cache:
             await self.engine.pause()  # its memory is free for all of the step, not only for the update
         with self.timeline.span("train", step), self.watch.waits("train", f"the trainer to learn step {step}"):
-            return await self.learner.learn(step, groups, rest, self._hold)
+            checked: Mapping[str, float] = {}
+            if self.spot_check is not None and work.new:
+                groups, checked = await self.spot_check.examine(step, self.buffer.version, groups)
+            learnt = await self.learner.learn(step, groups, rest, self._hold)
+            return replace(learnt, numbers={**learnt.numbers, **checked})
 
     async def _hold(self) -> None:
         """Before weights change: the step before has settled, and an engine that samples from them stands still."""

@@ -3,28 +3,32 @@
     python -c "from kitae.processes.tether import main; main()" PROGRAM ARGUMENTS…
 
 It stays between the two: a signal at its parent's death makes it kill every process below it, also those that have left
-for a session of their own. When the program ends, it ends with the same status.
+for a session of their own. When the program ends, it ends with the same status. With a grace, the program is first told
+to end by itself: one that is killed may leave things behind.
 """
 
 import os
 import signal
 import sys
+import time
 from collections.abc import Set
 from contextlib import suppress
 
 from kitae.processes.status import children_of, family_of
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_LOOK = 0.05  # seconds between two looks whether a program has ended
 
 
-def tethered(command: list[str]) -> list[str]:
-    """The command line of a program on a tether; our imports work there."""
-    boot = f"import sys; sys.path[:0] = {[p for p in sys.path if p]!r}; from kitae.processes.tether import main; main()"
+def tethered(command: list[str], grace: float = 0.0) -> list[str]:
+    """The command line of a program on a tether; our imports work there. grace: seconds to end by itself."""
+    paths = [p for p in sys.path if p]
+    boot = f"import sys; sys.path[:0] = {paths!r}; from kitae.processes.tether import main; main({grace})"
     return [sys.executable, "-c", boot, *command]
 
 
-def main() -> None:
-    tie()
+def main(grace: float = 0.0) -> None:
+    tie(grace)
     child = os.spawnvp(os.P_NOWAIT, sys.argv[1], sys.argv[1:])
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1):  # they are the program's now: whoever waits for their end must not wait for us
@@ -36,17 +40,17 @@ def main() -> None:
             os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
 
 
-def tie() -> None:
+def tie(grace: float = 0.0) -> None:
     """From now on this process ends when its parent does, and with it all below; it must wait in its main thread."""
     parent = os.getppid()
-    signal.signal(signal.SIGTERM, lambda *_: _end())
+    signal.signal(signal.SIGTERM, lambda *_: _end(grace))
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     adopt()
     if os.getppid() != parent:  # it died before we could hold on to it
-        _end()
+        _end(grace)
 
 
 def adopt() -> None:
@@ -57,9 +61,24 @@ def adopt() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _end() -> None:
+def _end(grace: float) -> None:
+    if grace:
+        _ask(grace)
     sweep()
     os._exit(1)
+
+
+def _ask(grace: float) -> None:
+    """The program, to end by itself, and wait so long for it."""
+    for child in children_of(os.getpid()):
+        with suppress(OSError):
+            os.kill(child, signal.SIGTERM)
+    for _ in range(int(grace / _LOOK)):
+        with suppress(ChildProcessError):
+            os.waitpid(-1, os.WNOHANG)
+        if not children_of(os.getpid()):
+            return
+        time.sleep(_LOOK)
 
 
 def sweep(spare: Set[int] = frozenset()) -> None:

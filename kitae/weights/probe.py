@@ -27,9 +27,14 @@ class Probe:
         return max(gaps) if all(map(math.isfinite, gaps)) else math.inf
 
 
+def probe_tokens(vocabulary: int) -> tuple[int, ...]:
+    """The fixed sequence."""
+    return tuple((number * 7 + 3) % vocabulary for number in range(_LENGTH))
+
+
 def score_probe(policy: Policy) -> tuple[float, ...]:
     """Log-probs of the fixed sequence under a policy. Nobody may change its weights meanwhile."""
-    tokens_T = (torch.arange(_LENGTH, device=policy.device) * 7 + 3) % policy.vocabulary
+    tokens_T = torch.tensor(probe_tokens(policy.vocabulary), device=policy.device)
     return tuple(policy.score(tokens_T).tolist())
 
 

@@ -41,6 +41,9 @@ def with_(**sections: dict[str, Any]) -> dict[str, Any]:
     return {**MINIMAL, **sections}
 
 
+HERE = {"kind": "vllm", "urls": ["http://127.0.0.1:8001"]}
+
+
 # Unknown names.
 
 
@@ -155,6 +158,19 @@ def test_true_is_no_number_in_so_many_words() -> None:
         ),
         (with_(pipeline={"refill": True}), "pipeline.refill replaces dropped groups, but algorithm.filter = 'none'"),
         (with_(engine={"count": 2}), "engine.count must be 1 with engine.kind = 'native', got 2"),
+        (with_(engine={"urls": ["http://a:1"]}), "engine.urls needs engine.kind = 'vllm' or 'sglang', got ('http://a:1"),
+        (with_(engine={"spot_check": 0.1}), "engine.spot_check must be 0 with engine.kind = 'native', got 0.1"),
+        (with_(engine={"kind": "vllm"}), "needs either engine.server, to start servers, or engine.urls"),
+        (with_(engine=HERE | {"server": "python"}), "to use some that run, got both"),
+        (with_(engine=HERE | {"max_batch": 7}), "engine.max_batch is for servers that Kitae starts, got 7"),
+        (with_(engine=HERE | {"urls": ["ftp://x"]}), "engine.urls must be http://HOST:PORT, got 'ftp://x'"),
+        (with_(engine=HERE | {"urls": ["http://far:1"]}), "engine.weights_folder must be a folder that it sees"),
+        (with_(engine=HERE | {"urls": ["http://localhost:1"] * 2}), "engine.urls must name each server once"),
+        (with_(engine=HERE | {"page_size": 32}), "engine.page_size is not set for a server"),
+        (with_(engine=HERE, model={"exact": True}), "model.exact needs Kitae's own kernels in the engine"),
+        (with_(engine=HERE, eval={"top_p": 0.5, "min_p": 0.1}), "eval.top_p or eval.min_p must be off"),
+        (with_(engine=HERE | {"kind": "sglang"}), "pipeline.in_flight must be 'recompute' with engine.kind = 'sglang'"),
+        (with_(engine=HERE | {"kind": "sglang"}, eval={"top_k": 4}), "eval.top_p, top_k and min_p must be off"),
         (with_(env={"command": "a", "name": "tools"}), "env.command is run by env.name = 'command', got 'tools'"),
         (with_(env={"command": "a", "params": {"command": "b"}}), "env.params must have no command, got 'b'"),
         (with_(eval={"samples": 4}), "eval.samples must be 1 when eval.temperature is 0 (greedy), got 4"),

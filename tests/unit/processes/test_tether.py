@@ -46,3 +46,22 @@ def test_what_a_program_leaves_behind_ends_with_it():
     program.wait(10)
     program.stdout.close()
     assert gone(below)
+
+
+TIDIES = (
+    "import pathlib, signal, sys, time; path = pathlib.Path(sys.argv[1]); path.write_text('left'); "
+    "signal.signal(signal.SIGTERM, lambda *_: (path.unlink(), sys.exit())); print('up', flush=True); time.sleep(990)"
+)
+
+
+def test_a_program_with_a_grace_can_tidy_up(tmp_path):
+    for grace, left in ((10.0, False), (0.0, True)):
+        path = tmp_path / str(grace)
+        command = tethered([sys.executable, "-c", TIDIES, str(path)], grace)
+        program = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert program.stdout is not None and program.stdout.readline() == b"up\n"
+        below = family_of(program.pid)[1:]
+        program.terminate()
+        program.wait(10)
+        program.stdout.close()
+        assert gone(below) and path.exists() == left
