@@ -16,6 +16,8 @@ from kitae.errors import ConfigError
 from kitae.plugins import nearest
 
 if TYPE_CHECKING:
+    from kitae.config.root import RLConfig
+    from kitae.study.scale import Links
     from kitae.study.simulate import LogNormal, Schedule, Steady, Times
 
 _TAIL = 8  # the cap of lengths over their median, unless they are given
@@ -35,6 +37,9 @@ def simulate(
     steps: int,
     trainers: int | None,
     generation_share: float | None,
+    scale: bool,
+    links: str,
+    parameters: float | None,
     as_json: bool,
     timeline: Path | None,
 ) -> None:
@@ -43,17 +48,20 @@ def simulate(
     most = config.sampling.max_tokens
     if lengths is None:
         lengths = f"lognormal:median={max(1, most // _TAIL)}"
+    from kitae.cli.projection import scale_table
     from kitae.config.load import override_config
+    from kitae.study.scale import Projection, project
     from kitae.study.simulate import Work, study
 
     gc.freeze()  # what was imported stays: looking at it again and again would take a quarter of the time
-    drawn = parse_lengths(lengths, most)
+    drawn, rates = parse_lengths(lengths, most), parse_links(links)
+    size = _size(config, scale, parameters)
     config = override_config(config, [f"sampling.max_tokens={drawn.cap}"])
     found = study(
         config,
         numbers,
         bounds,
-        parse_times(times),
+        parse_times(times, size),
         Work(drawn, prompt, signal),
         steps=steps,
         sequences=sequences,
@@ -61,14 +69,21 @@ def simulate(
         generation_share=generation_share,
     )
     outcomes: list[dict[str, object]] = []
+    projections: list[Projection] = []
     for schedule, outcome in found:
         if not as_json:
             if not outcomes:
                 _describe(schedule, drawn)
             print(_row(outcome))
         outcomes.append(asdict(outcome))
+        if scale:
+            assert size is not None
+            projections.append(project(schedule, outcome, rates, size))
+            outcomes[-1]["scale"] = asdict(projections[-1])
     if as_json:
         print(json.dumps(outcomes, indent=2))
+    elif projections and size is not None:
+        print(f"\n{scale_table(projections, rates, size)}")
     if timeline is not None:
         _draw(schedule, timeline)
         if not as_json:
@@ -113,8 +128,9 @@ def parse_lengths(text: str, cap: int) -> "LogNormal":
     return LogNormal(median, cap, sigma)
 
 
-def parse_times(text: str) -> "Times":
-    """`train=25000,sync=2` → those, and the defaults for the others."""
+def parse_times(text: str, parameters: float | None = None) -> "Times":
+    """`train=25000,sync=2` → those, and the defaults for the others, of a model with so many parameters."""
+    from kitae.study.scale import scaled
     from kitae.study.simulate import Times
 
     given = _pairs("--times", text, [field.name for field in fields(Times)]) if text else {}
@@ -124,10 +140,38 @@ def parse_times(text: str) -> "Times":
         rate = key in rates
         if not (value > 0 if rate else value >= 0):
             raise ConfigError(f"--times {key} must be {'above' if rate else 'at least'} 0, got {given[key]}")
-    times = replace(Times(), **values)
+    times = replace(Times() if parameters is None else scaled(Times(), parameters), **values)
     if times.step + times.sequence == 0:
         raise ConfigError("--times step and sequence must not both be 0, got step=0,sequence=0: a step must take time")
     return times
+
+
+def parse_links(text: str) -> "Links":
+    """`nic=12.5e9,gpus=4` → those, and the defaults for the others."""
+    from kitae.study.scale import Links
+
+    given = _pairs("--links", text, [field.name for field in fields(Links)]) if text else {}
+    values = {key: _number(f"--links {key}", value) for key, value in given.items()}
+    for key, value in values.items():
+        if not value > 0:
+            raise ConfigError(f"--links {key} must be above 0, got {given[key]}")
+    return replace(Links(), **values)
+
+
+def _size(config: "RLConfig", scale: bool, parameters: float | None) -> float | None:
+    """Parameters of the model that is studied; None: that of the default times, whose size does not matter."""
+    if parameters is not None and not 1 <= parameters < math.inf:
+        raise ConfigError(f"--parameters must be a number of at least 1, got {parameters:g}")
+    if parameters is not None or not scale:
+        return parameters
+    from kitae.study.estimate import read_model
+
+    found = read_model(config.model.path)
+    if found is None:
+        raise ConfigError(
+            f"--scale needs --parameters: the model {config.model.path!r} is not here, so its size is unknown"
+        )
+    return found.parameters
 
 
 def _pairs(option: str, text: str, keys: Iterable[str]) -> Mapping[str, str]:

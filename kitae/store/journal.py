@@ -137,10 +137,8 @@ class Journal:
 
     async def update_score(self, rollout: Rollout) -> None:
         """The verdict on a rollout that had none, or that could not be judged before."""
-        value, outcome, components, detail = _rollout_row(rollout)[9:13]
-        where = (rollout.group, rollout.index)
         sql = "UPDATE rollouts SET value=?, outcome=?, components=?, detail=? WHERE group_id=? AND sample=?"
-        await self._write([(sql, (value, outcome, components, detail, *where))])
+        await self._write([(sql, (*_verdict(rollout), rollout.group, rollout.index))])
 
     async def add_fates(self, step: int, trained: Sequence[int], dropped: Sequence[tuple[int, str]]) -> None:
         """Close groups. A second fate for a group is a bug and violates the table's key."""
@@ -478,8 +476,13 @@ def _arrays(segments: Sequence[Segment]) -> tuple[bytes, bytes, bytes]:
     )
 
 
-def _rollout_row(r: Rollout) -> tuple[Any, ...]:
+def _verdict(r: Rollout) -> tuple[float | None, str, str, str]:
     score = r.score or Score.error("not scored")
+    value = score.value if score.valid else None
+    return value, score.outcome, json.dumps(dict(score.components)), score.detail
+
+
+def _rollout_row(r: Rollout) -> tuple[Any, ...]:
     return (
         r.group,
         r.index,
@@ -488,10 +491,7 @@ def _rollout_row(r: Rollout) -> tuple[Any, ...]:
         *_arrays(r.segments),
         r.finish,
         r.text,
-        score.value if score.valid else None,
-        score.outcome,
-        json.dumps(dict(score.components)),
-        score.detail,
+        *_verdict(r),
         r.status,
         _messages(r.transcript),
     )

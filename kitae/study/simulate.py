@@ -43,6 +43,7 @@ from kitae.types import Group, Message, Prompt, Score
 _STALL = 60.0  # real seconds without any movement: then there is a deadlock
 _STANDARD = NormalDist()
 _CAP_QUANTILE = 0.999  # where the cap of log-normal lengths lies unless their sigma is given
+_SEARCHED = 64  # devices: the best split of more is that of so many, if each has as many responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,9 +182,9 @@ def study(
     """Each bound of staleness on each number of devices.
 
     With max_staleness = 0, all devices generate and then all train. With more, `trainers` of them train while the
-    others generate; None: as many as are best. sequences: responses of a step for each device, instead of the
-    recipe's prompts_per_step. generation_share: of a synchronous step, with all that is not training; the rate of
-    training is set to give that.
+    others generate; None: as many as are best; where `sequences` are given, the best share is looked for on at most 64
+    devices. sequences: responses of a step for each device, instead of the recipe's prompts_per_step.
+    generation_share: of a synchronous step, with all that is not training; the rate of training is set to give that.
     """
     least = (trainers or 1) + 1
     if any(staleness) and min(devices) < least:
@@ -192,11 +193,7 @@ def study(
             f"got {min(devices)}"
         )
     for number in devices:
-        sized = config
-        if sequences is not None:
-            prompts = max(1, round(sequences * number / config.training.group_size))
-            sized = override_config(config, [f"training.prompts_per_step={prompts}"])
-        plan = Schedule(sized, Hardware(number, 0), times, work, steps)
+        plan = _sized(Schedule(config, Hardware(number, 0), times, work, steps), number, sequences)
         if generation_share is not None:
             plan = _with_share(plan, generation_share)
         turns = plan.bounded(0)
@@ -205,7 +202,7 @@ def study(
             schedule, found = turns, base
             if bound > 0:
                 ahead = plan.bounded(bound)
-                split = _best_split(ahead, base) if trainers is None else trainers
+                split = _find_split(plan, bound, base, sequences) if trainers is None else trainers
                 schedule = replace(ahead, hardware=Hardware(number - split, split))
                 found = simulate(schedule)
             yield schedule, replace(found, speedup=found.tokens_per_second / base.tokens_per_second)
@@ -282,6 +279,22 @@ async def _run(store: RunStore, hardware: Hardware, times: Times, work: Work) ->
     pipeline = Pipeline(config, store, stream, runner, engine, learner, weights, watch, Frontier(0, 0), _no_evaluation)
     await pipeline.run()
     return watch, pipeline.issuing.cursor - pipeline.issuing.issued, engine.stats().restarts
+
+
+def _sized(plan: Schedule, devices: int, sequences: int | None) -> Schedule:
+    """The plan on so many devices that take turns, with so many responses for each."""
+    plan = replace(plan, hardware=Hardware(devices, 0))
+    if sequences is None:
+        return plan
+    prompts = max(1, round(sequences * devices / plan.config.training.group_size))
+    return replace(plan, config=override_config(plan.config, [f"training.prompts_per_step={prompts}"]))
+
+
+def _find_split(plan: Schedule, bound: int, base: Steady, sequences: int | None) -> int:
+    if sequences is None or base.devices <= _SEARCHED:
+        return _best_split(plan.bounded(bound), base)
+    small = _sized(plan, _SEARCHED, sequences)
+    return round(_best_split(small.bounded(bound), simulate(small.bounded(0))) * base.devices / _SEARCHED)
 
 
 def _best_split(schedule: Schedule, base: Steady) -> int:

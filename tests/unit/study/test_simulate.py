@@ -123,6 +123,13 @@ def test_the_batch_may_grow_with_the_devices() -> None:
     assert [s.config.training.prompts_per_step for s, _ in found] == [3, 6]
 
 
+def test_the_best_split_of_many_devices_is_that_of_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search goes through fewer devices, each with as many responses."""
+    monkeypatch.setattr("kitae.study.simulate._SEARCHED", 4)
+    ((_, few), (_, many)) = study(config(), [4, 12], [1], EXACT, TAIL, steps=2, sequences=4)
+    assert (many.engines, many.trainers) == (3 * few.engines, 3 * few.trainers)
+
+
 def test_there_must_be_somebody_to_generate() -> None:
     with pytest.raises(ConfigError, match="needs at least 2 devices, 1 to train and others to generate, got 1"):
         next(study(config(), [4, 1], [0, 1], EXACT, TAIL))

@@ -1,0 +1,281 @@
+"""What the controller of a run can carry, on this machine: the measured half of docs/scale.md.
+
+    python benchmarks/cluster_rates.py [--rounds 5] [--groups 64] [--samples 8] [--lengths 512 8192] [--megabytes 256]
+
+    answers    frames of sampled tokens read from engines, into tuples, as the process that holds the loops does
+    requests   frames of requests written to engines, prompts of 128 tokens
+    rows       judged groups into advantages and weights, samples into rows, rows into frames for the ranks of a trainer
+    journal    rollouts into SQLite, text included; bytes are those of its files
+    loops      everything else of a rollout: issuing, episode, buffer, stages, metrics. It is a simulated run, so the
+               fake engine is in it and tokenizer and verifier are not
+    memory     weights published and loaded through memory, in full and as a delta of 0.4 % of the values, checksums
+               included; bytes are those of all weights
+    http       the same weights served by HTTP to one receiver, both ends in this process
+
+All by processor seconds of one process, which other programs on the machine disturb less than the clock. Rounds go
+through all of it by turns. Medians, and the lowest and highest of the rounds. The last line is what
+`kitae simulate --scale` takes.
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from training import prepared
+
+from kitae.config.load import parse_config
+from kitae.data.packing import Row
+from kitae.engines.base import Request, Sampled, SamplingParams
+from kitae.engines.process.wire import pack_request, pack_sampled, sampled_of
+from kitae.processes.frames import pack_frame, read_frame
+from kitae.store.journal import Journal
+from kitae.study.simulate import Hardware, LogNormal, Schedule, Times, Work, simulate
+from kitae.trainer.config import TrainingConfig
+from kitae.trainer.forward import pack_rows
+from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
+from kitae.weights.start import PUBLISHERS, make_publisher, make_receiver
+
+PROMPT = 128
+CHARACTERS = 4  # of a token
+RANKS = 8
+CHANGED = 0.004  # share of the bf16 values that a step at a learning rate of 1e-6 changes
+
+
+@dataclass(frozen=True)
+class Load:
+    """`Load(64, 8, 512)`: 64 groups of 8 answers of 512 tokens."""
+
+    groups: int
+    samples: int
+    length: int
+
+    @property
+    def answers(self) -> int:
+        return self.groups * self.samples
+
+    @property
+    def tokens(self) -> int:
+        return self.answers * self.length
+
+
+@dataclass(frozen=True)
+class Found:
+    """One measurement: `Found("answers", bytes=6.3e6, tokens=262144, rollouts=512, seconds=0.1)`."""
+
+    what: str
+    bytes: float
+    tokens: int
+    rollouts: int
+    seconds: float
+
+
+def cpu(work: Callable[[], object]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def sampled(length: int) -> Sampled:
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 150_000, length).tolist()
+    return Sampled(tuple(tokens), tuple((-rng.exponential(size=length)).tolist()), (7,) * length)
+
+
+def answers(load: Load) -> Found:
+    """The final frame alone: an engine also reports tokens on their way, which are the same bytes once more."""
+    frames = pack_sampled({"done": 7, "finish": "stop"}, sampled(load.length)) * load.answers
+
+    async def read() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(frames)
+        reader.feed_eof()
+        while (frame := await read_frame(reader)) is not None:
+            sampled_of(frame)
+
+    return Found("answers", len(frames), load.tokens, load.answers, cpu(lambda: asyncio.run(read())))
+
+
+def requests(load: Load) -> Found:
+    request = Request("17/3", tuple(range(PROMPT)), SamplingParams(max_tokens=load.length), seed=1 << 62, share="17")
+    size = len(pack_request(0, request)) * load.answers
+    seconds = cpu(lambda: [pack_request(n, request) for n in range(load.answers)])
+    return Found("requests", size, load.tokens, load.answers, seconds)
+
+
+def rollouts(load: Load, group: int) -> tuple[Rollout, ...]:
+    one, text = sampled(load.length), "word" * (load.length * CHARACTERS // 4)
+    prompt, segment = tuple(range(group, group + PROMPT)), Segment("model", one.tokens, one.logprobs, one.versions)
+    return tuple(
+        Rollout.of(group, i, prompt, (segment,), "stop", text, Score(float(i % 2))) for i in range(load.samples)
+    )
+
+
+def framed(rows: list[Row]) -> int:
+    """Bytes of the frames, one for each rank; without the ranks' wire, those of the arrays."""
+    if find_spec("kitae.trainer.wire") is None:
+        parts = [(r.tokens_T, r.positions_T, r.source_N, r.target_N, r.weight_N, *r.columns.values()) for r in rows]
+        return sum(len(pack_frame({}, {str(i): a for i, a in enumerate(part)})) for part in parts)
+    wire = import_module("kitae.trainer.wire")
+    size = 0
+    for rank in range(RANKS):
+        headers, arrays = wire.rows_to_wire(rows[rank::RANKS])
+        size += len(pack_frame({"rows": headers}, arrays))
+    return size
+
+
+def rows(load: Load) -> Found:
+    """From judged groups: advantages, weights, rows, frames."""
+    asked = Prompt("0", (Message("user", "how many?"),), "42")
+    groups = [Group(g, asked, rollouts(load, g)) for g in range(load.groups)]
+    sizes: list[int] = []
+
+    def send() -> None:
+        training = TrainingConfig(token_budget=8192)
+        _, packed = pack_rows(prepared(groups, load.length), training, torch.device("cpu"), ranks=RANKS)
+        sizes.append(framed(packed))
+
+    seconds = cpu(send)
+    return Found("rows", sizes[0], load.tokens, load.answers, seconds)
+
+
+def journal(load: Load) -> Found:
+    groups = [rollouts(load, g) for g in range(load.groups)]
+    with TemporaryDirectory() as folder:
+        store = Journal(Path(folder) / "journal.sqlite")
+
+        async def write() -> None:
+            for group in groups:
+                await asyncio.gather(*map(store.add_rollout, group))
+                await asyncio.gather(*map(store.update_score, group))
+
+        seconds = cpu(lambda: asyncio.run(write()))
+        store.close()
+        size = sum(path.stat().st_size for path in Path(folder).iterdir())
+    return Found("journal", size, load.tokens, load.answers, seconds)
+
+
+def loops(load: Load) -> Found:
+    """Three steps in all; lengths of 16, because the fakes take longer for more and the loops do not."""
+    config = parse_config(
+        {
+            "data": {"task": "reverse"},
+            "sampling": {"max_tokens": 16},
+            "training": {"prompts_per_step": load.groups, "group_size": load.samples},
+        }
+    )
+    work = Work(LogNormal(16, 16, 0.0), PROMPT)
+    seconds = cpu(lambda: simulate(Schedule(config, Hardware(8, 0), Times(), work, steps=1)))
+    return Found("loops", 0.0, 3 * load.answers * 16, 3 * load.answers, seconds)
+
+
+def publishing(kind: str, megabytes: int) -> Iterator[Found]:
+    """In full and as a delta. A first version reserves memory and does not count."""
+    weights = {f"layer.{n}": torch.randn(2**23).to(torch.bfloat16) for n in range(max(1, megabytes // 16))}
+    size = sum(w.nbytes for w in weights.values())
+    parameters = {name: torch.empty_like(w) for name, w in weights.items()}
+    with closing(make_publisher(kind, "delta")) as publisher:
+        receiver = None
+        for version, mode in enumerate(("first", "full", "delta")):
+            for w in weights.values():
+                w[:: round(1 / CHANGED)] += 1
+            began = time.process_time()
+            manifest = publisher.publish(version, weights, in_full=mode != "delta")
+            published = time.process_time()
+            receiver = receiver or make_receiver(publisher.address, parameters)
+            assert not receiver.fetch(manifest)
+            if mode != "first":
+                yield Found(f"{kind}: publish {mode}", size, 0, 0, published - began)
+                yield Found(f"{kind}: load {mode}", size, 0, 0, time.process_time() - published)
+        assert receiver is not None
+        receiver.close()
+
+
+def measure(load: Load) -> Iterator[tuple[str, Found]]:
+    """One round, each with the name of its line."""
+    for work in (answers, requests, rows, journal):
+        yield f"{load.length} tokens: {work.__name__}", work(load)
+
+
+def measure_once(load: Load, megabytes: int) -> Iterator[tuple[str, Found]]:
+    """What does not depend on lengths."""
+    yield "loops", loops(load)
+    for kind in ("memory", *(["http"] if "http" in PUBLISHERS else [])):
+        for found in publishing(kind, megabytes):
+            yield found.what, found
+
+
+def spread(values: list[float]) -> str:
+    return f"{median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+
+
+def show(name: str, found: list[Found]) -> str:
+    first = found[0]
+    token = f"{first.bytes / first.tokens:.1f}" if first.bytes and first.tokens else ""
+    rollout = f"{spread([f.seconds / f.rollouts * 1e6 for f in found])}" if first.rollouts else ""
+    rate = spread([f.bytes / f.seconds / 1e6 for f in found]) if first.bytes else ""
+    return f"| {name} | {token} | {rate} | {rollout} |"
+
+
+def fit(found: dict[str, list[Found]], what: str, lengths: list[int]) -> tuple[float, float]:
+    """`(bytes a second, seconds of a rollout)`: what two lengths take, as a line."""
+    short, long = (found[f"{length} tokens: {what}"] for length in (min(lengths), max(lengths)))
+    (b0, s0), (b1, s1) = (
+        (rounds[0].bytes / rounds[0].rollouts, median(f.seconds / f.rollouts for f in rounds))
+        for rounds in (short, long)
+    )
+    rate = (b1 - b0) / (s1 - s0)
+    return rate, s0 - b0 / rate
+
+
+def links(found: dict[str, list[Found]], lengths: list[int]) -> str:
+    """What a rollout takes whatever its length is in `rollout`, for all that the controller does."""
+    fits = {"read": "answers", "rows": "rows", "journal": "journal"}
+    lines = {key: fit(found, what, lengths) for key, what in fits.items()}
+    whole = ("loops", f"{min(lengths)} tokens: requests")
+    rollout = sum(median(f.seconds / f.rollouts for f in found[name]) for name in whole)
+    names = {
+        "pack": "memory: publish full",
+        "compare": "memory: publish delta",
+        "load": "memory: load full",
+        "check": "memory: load delta",
+        "serve": "http: load full",
+    }
+    rates = {key: median(f.bytes / f.seconds for f in found[name]) for key, name in names.items() if name in found}
+    rates |= {key: rate for key, (rate, _) in lines.items()}
+    rates["rollout"] = rollout + sum(fixed for _, fixed in lines.values())
+    return ",".join(f"{key}={rate:.2g}" for key, rate in rates.items())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 8192], help="of answers; at least two")
+    parser.add_argument("--megabytes", type=int, default=256, help="of the weights that are published")
+    a = parser.parse_args()
+    loads = [Load(a.groups, a.samples, length) for length in a.lengths]
+    found: dict[str, list[Found]] = {}
+    for _ in range(a.rounds):
+        for work in (*(measure(load) for load in loads), measure_once(loads[0], a.megabytes)):
+            for name, one in work:
+                found.setdefault(name, []).append(one)
+    print(f"{a.groups} x {a.samples} answers, {a.rounds} rounds, median (lowest to highest)\n")
+    print("| what | bytes a token | MB/s | µs a rollout |\n|---|---|---|---|")
+    for name, rounds in found.items():
+        print(show(name, rounds))
+    print(f"\n--links {links(found, a.lengths)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""What a schedule on many devices asks of everything that is not a GPU: bytes, seconds, and what a step waits for.
+
+    a simulated schedule ─┐
+    rates of links ───────┼─► weights by each transport, gathering, controller, journal, verifiers ─► bottleneck
+    size of the model ────┘
+
+Arithmetic on rates, no run. One engine is one GPU; ranks share all parameters among them (FSDP2), rank 0 publishes.
+Left out: latency, failures, evaluation, checkpoints, passes without gradients, groups that are dropped.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from kitae.study.simulate import Schedule, Steady, Times
+
+SIMULATED = 1.5e9
+"""Parameters of the model whose times are the defaults of `Times`."""
+
+_READING = 0.46  # of a decoding step of that model: 3 GB at 4.2 TB/s of 1.6 ms; the rest is the same for larger ones
+_BUCKET = 32 * 2**20  # bytes, as `kitae.weights.layout` cuts them
+_ROW = 8192  # tokens of a row on a GPU, unless the recipe says otherwise
+_REDUCED = 4  # bytes of a gradient on its way: fp32
+_REQUEST = 400  # bytes of a request beside its prompt
+_TOKEN = 8  # bytes of a token of a prompt on its way to an engine
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """Rates in bytes a second, unless said otherwise: `Links(nic=12.5e9, gpus=4)`.
+
+    Assumed, from specifications: `gpus` and `cores` of a machine. `nic`: one network card of a machine, for TCP, each
+    way (400 Gbit/s). `fabric`: all cards of a machine together, for collectives of GPUs (8 of these). `nvlink`: a GPU
+    and the others of its machine, each way. `copy`: between a GPU and its host. `storage`: a file system that all
+    machines share, for all of them together.
+
+    Measured by `benchmarks/cluster_rates.py`, by seconds of one core of a busy Xeon: `pack`, `compare`: a publisher
+    writes all weights with their checksums, or looks for those that changed. `load`, `check`: an engine loads weights
+    and compares checksums, or compares alone. `serve`: a process serves weights by HTTP. `read`, `rows`, `journal`: the
+    controller reads answers of engines, makes rows for ranks, and keeps rollouts. `rollout`: seconds of the controller
+    for each rollout, whatever its length.
+
+    Counted there: `answer`, `row`, `record`: bytes of a token from an engine (its tokens come twice: as they are
+    sampled, and in the end), to a rank, and in the journal.
+
+    Measured elsewhere: `changed`: share of the weights that a step changes (docs/async.md, a learning rate of 1e-6).
+    `verify`: seconds of a core for a check (docs/verifiers.md, mathematics; a program takes 25 to 125 ms).
+    """
+
+    gpus: float = 8
+    cores: float = 96
+    nic: float = 50e9
+    fabric: float = 400e9
+    nvlink: float = 450e9
+    copy: float = 50e9
+    storage: float = 20e9
+    pack: float = 2.7e9
+    compare: float = 1e9
+    load: float = 2.9e9
+    check: float = 4.7e9
+    serve: float = 0.6e9
+    read: float = 240e6
+    rows: float = 110e6
+    journal: float = 37e6
+    rollout: float = 0.0013
+    answer: float = 48.0
+    row: float = 52.0
+    record: float = 16.0
+    changed: float = 0.004
+    verify: float = 0.001
+
+    def collective(self, ranks: int) -> float:
+        """Of a ring: each machine is entered once, whatever the number of its ranks."""
+        return self.nvlink if ranks <= self.gpus else min(self.nvlink, self.fabric)
+
+    def machines(self, devices: int) -> int:
+        return math.ceil(devices / self.gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A version on its way to all engines: `Delivery("relay", "delta", sent=2.9e8, publish=9.1, seconds=2.6)`.
+
+    sent: bytes that leave the publisher. publish: seconds until it can be had. seconds: from then until the last engine
+    has loaded and checked it.
+    """
+
+    transport: str
+    mode: str
+    sent: float
+    publish: float
+    seconds: float
+
+    @property
+    def whole(self) -> float:
+        return self.publish + self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Burden:
+    """What a part carries in a step: `Burden("controller", bytes=2.1e9, seconds=25.0, exposed=17.2)`.
+
+    exposed: seconds that the step is longer for it, because nothing else is left to do meanwhile.
+    """
+
+    part: str
+    bytes: float
+    seconds: float
+    exposed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A schedule with its links. deliveries: of weights, by every transport; `weights` is the fastest of the recipe's
+    `engine.sync`. burdens: gathering (bytes of one rank), weights, controller, verifiers; the journal's is part of the
+    controller's, which is one process. cores: that verifiers keep busy. controller_ceiling: devices on which the
+    controller's work alone takes all the time it has, if the batch grows with the devices. step_seconds: simulated, and
+    what is exposed. bottleneck: what is exposed most; if nothing is, whoever is busy longest of engines and trainers.
+    """
+
+    devices: int
+    machines: int
+    max_staleness: int
+    tokens: float
+    deliveries: tuple[Delivery, ...]
+    weights: Delivery
+    burdens: tuple[Burden, ...]
+    journal: Burden
+    cores: float
+    controller_ceiling: float
+    simulated_seconds: float
+    step_seconds: float
+    bottleneck: str
+
+    def burden(self, part: str) -> Burden:
+        return next(b for b in self.burdens if b.part == part)
+
+
+def project(schedule: Schedule, found: Steady, links: Links, parameters: float) -> Projection:
+    """A schedule and what was simulated of it, with a model of so many parameters."""
+    step = found.step_seconds
+    ways = tuple(deliveries(schedule, links, parameters))
+    mode = schedule.config.engine.sync
+    weights = min((way for way in ways if way.mode == mode), key=lambda way: way.whole)
+    gathering, (controller, journal) = (
+        _gathering(schedule, found, links, parameters),
+        _controlling(schedule, found, links),
+    )
+    checking = found.samples_per_second * step * links.verify
+    training, room = (1 - found.trainer_idle) * step, _room(found)
+    burdens = (
+        replace(gathering, exposed=max(0.0, gathering.seconds - training)),
+        Burden("weights", weights.sent, weights.whole, _waiting(schedule, weights, training)),
+        replace(controller, exposed=max(0.0, controller.seconds - room)),
+        Burden("verifiers", 0.0, checking / links.cores, max(0.0, checking / links.cores - room)),
+    )
+    return Projection(
+        devices=found.devices,
+        machines=links.machines(found.devices),
+        max_staleness=found.max_staleness,
+        tokens=found.tokens_per_second * step,
+        deliveries=ways,
+        weights=weights,
+        burdens=burdens,
+        journal=journal,
+        cores=checking / step,
+        controller_ceiling=found.devices * room / controller.seconds,
+        simulated_seconds=step,
+        step_seconds=step + sum(b.exposed for b in burdens),
+        bottleneck=_bottleneck(found, burdens),
+    )
+
+
+def scaled(times: Times, parameters: float) -> Times:
+    """What a model of another size takes: all that is done for a token grows with the parameters."""
+    ratio = parameters / SIMULATED
+    return replace(
+        times,
+        step=times.step * (1 - _READING + _READING * ratio),
+        sequence=times.sequence * ratio,
+        prefill=times.prefill / ratio,
+        train=times.train / ratio,
+    )
+
+
+def deliveries(schedule: Schedule, links: Links, parameters: float) -> Iterator[Delivery]:
+    """By every transport, in full and as a delta. Through memory only where all devices are in one machine."""
+    hardware, width = schedule.hardware, _width(schedule)
+    size, ranks = parameters * width, hardware.training
+    gathered = size / links.collective(ranks) if ranks > 1 else 0.0
+    for mode, sent in (("full", size), ("delta", parameters * _delta_bytes(links.changed, width))):
+        publish = gathered + size / links.copy + size / (links.pack if mode == "full" else links.compare)
+        for transport, copies, seconds in _transfers(sent, hardware.engines, links):
+            if transport != "memory" or hardware.devices <= links.gpus:
+                checked = size / links.check if mode == "delta" else 0.0
+                yield Delivery(transport, mode, copies * sent, publish, max(seconds, sent / links.load) + checked)
+
+
+def _transfers(size: float, engines: int, links: Links) -> Iterator[tuple[str, float, float]]:
+    """`(transport, copies that leave the publisher, seconds)`; loading, which goes on meanwhile, is not in it."""
+    served, machines = min(links.nic, links.serve), links.machines(engines)
+    yield "memory", 0, 0.0
+    yield "http", engines, engines * size / served
+    relays = math.ceil(math.sqrt(engines))  # a tree of two levels: all pass on about as much as the publisher
+    busiest = max(relays, math.ceil(engines / relays))
+    yield "relay", relays, (busiest * size + min(size, _BUCKET)) / served
+    lane = min(links.fabric / links.gpus, links.copy)  # one GPU sends
+    yield "broadcast", 1, (size + (machines - 1) * min(size, _BUCKET)) / lane
+    yield "files", 1, (1 + machines) * size / links.storage  # a machine reads it once for all of its engines
+
+
+def _delta_bytes(changed: float, width: int) -> float:
+    """Of each value: positions and values of those that changed, or a bit for all and those, or everything."""
+    return min(changed * (4 + width), 1 / 8 + changed * width, width)
+
+
+def _gathering(schedule: Schedule, found: Steady, links: Links, parameters: float) -> Burden:
+    """Parameters are gathered for the forward and for the backward pass of every row, gradients are scattered."""
+    t, ranks = schedule.config.training, schedule.hardware.training
+    prompts = found.samples_per_second * found.step_seconds / t.group_size * schedule.work.prompt
+    tokens = found.tokens_per_second * found.step_seconds + prompts
+    rows = t.epochs * math.ceil(tokens / (t.token_budget or _ROW) / ranks)
+    size = rows * parameters * (2 * _width(schedule) + _REDUCED) * (ranks - 1) / ranks
+    return Burden("gathering", size, size / links.collective(ranks), 0.0)
+
+
+def _controlling(schedule: Schedule, found: Steady, links: Links) -> tuple[Burden, Burden]:
+    """Of the controller, and what of that is the journal's."""
+    tokens, samples = (rate * found.step_seconds for rate in (found.tokens_per_second, found.samples_per_second))
+    asked = samples * (_TOKEN * schedule.work.prompt + _REQUEST)
+    read, made, kept = tokens * links.answer, tokens * links.row, tokens * links.record
+    journal = kept / links.journal
+    seconds = read / links.read + made / links.rows + samples * links.rollout + journal
+    return Burden("controller", asked + read + made, seconds, 0.0), Burden("journal", kept, journal, 0.0)
+
+
+def _room(found: Steady) -> float:
+    """Seconds in which the controller works while others do: generation, or all of a step that runs ahead."""
+    return found.step_seconds * (1.0 if found.max_staleness else 1 - found.engine_idle)
+
+
+def _waiting(schedule: Schedule, way: Delivery, training: float) -> float:
+    """For weights, beyond what was simulated: all of it where devices take turns. Ahead, publishing goes on beside
+    training."""
+    delivered = way.seconds - schedule.times.sync
+    if schedule.hardware.trainers == 0:
+        return max(0.0, way.publish + delivered)
+    return max(0.0, way.publish - training) + max(0.0, delivered)
+
+
+def _bottleneck(found: Steady, burdens: tuple[Burden, ...]) -> str:
+    worst = max(burdens, key=lambda b: b.exposed)
+    if worst.exposed > 0:
+        return worst.part
+    return "generation" if found.engine_idle <= found.trainer_idle else "training"
+
+
+def _width(schedule: Schedule) -> int:
+    """Bytes of a parameter: bf16 unless the recipe says otherwise."""
+    return 4 if schedule.config.model.dtype == "float32" else 2
