@@ -259,8 +259,8 @@ class Begun:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """`News(heard=120, words="…", ended=None)`: of a process; ended: how it ended, if it has."""
+class Bulletin:
+    """`Bulletin(heard=120, words="…", ended=None)`: of a process; ended: how it ended, if it has."""
 
     heard: int
     words: str
@@ -295,13 +295,13 @@ class Keeper:
         context = ray.get_runtime_context()
         return Begun(self._process.pid, ray.util.get_node_ip_address(), context.get_node_id())
 
-    async def news(self, heard: int) -> News:
+    async def news(self, heard: int) -> Bulletin:
         """Once there are any: more than `heard` bytes were written, or it has ended."""
         process = self._process
         while not process.ended.done() and process.heard <= heard:
             await asyncio.wait({process.ended}, timeout=_PULSE)
         ended = process.ended.result() if process.ended.done() else None
-        return News(process.heard, process.words, ended)
+        return Bulletin(process.heard, process.words, ended)
 
     async def kill(self) -> None:
         self._process.kill()
@@ -333,7 +333,7 @@ class RayPost:
         self.where = f"node {begun.host} [{begun.node[:8]}]"
         self._ray = ray
         self._node = begun.node
-        self._news = News(0, "", None)
+        self._news = Bulletin(0, "", None)
         self._killing: asyncio.Task[None] | None = None
         self.ended = asyncio.create_task(self._follow())
 

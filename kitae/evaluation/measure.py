@@ -92,9 +92,7 @@ class Evaluation:
         }
 
 
-def suite_episodes(
-    episodes: Episodes, suite: Suite, pool: Judge, world: World, settings: EvalConfig
-) -> Episodes:
+def suite_episodes(episodes: Episodes, suite: Suite, pool: Judge, world: World, settings: EvalConfig) -> Episodes:
     """Episodes that ask a suite, made from those of a run: in another world, with another verifier, other sampling,
     other random streams."""
     sampling = replace(
