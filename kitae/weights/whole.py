@@ -1,6 +1,7 @@
 """Sharded tensors made whole for a publisher: one at a time, so that no rank ever holds a whole model."""
 
 from collections.abc import Iterable
+from typing import cast
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -9,7 +10,10 @@ from torch.distributed.tensor import DTensor
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor, without its gradient. Every rank that has a shard of it must ask at the same time."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    found: Tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()  # shards may be on the host
+    return found
 
 
 def walk(tensors: Iterable[Tensor]) -> None:
