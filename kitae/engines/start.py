@@ -67,7 +67,7 @@ async def _native(order: EngineOrder) -> Engine:
 
 async def _processes(order: EngineOrder) -> Engine:
     """In processes of their own."""
-    shares = _own_cores(order) if order.cluster is None else [[]] * order.config.count
+    shares = _own_cores(order.model, order.config) if order.cluster is None else [[]] * order.config.count
     engines = [_process(order, number, cores) for number, cores in enumerate(shares)]
     alone = len(engines) == 1 and order.cluster is None
     return await start_together(engines, engines[0] if alone else Fleet(engines, order.patience))
@@ -105,7 +105,7 @@ async def start_together(engines: Sequence[ProcessEngine], engine: Engine) -> En
 
 async def _servers(order: EngineOrder) -> Engine:
     """Behind servers of other people, that run or are started here."""
-    cores = _own_cores(order) if order.config.server else []
+    cores = _own_cores(order.model, order.config) if order.config.server else []
     return await start_servers(order.model, order.config, order.board or EmptyBoard(), order.version, cores)
 
 
@@ -117,10 +117,10 @@ KINDS: dict[str, Callable[[EngineOrder], Awaitable[Engine]]] = {
 }
 
 
-def _own_cores(order: EngineOrder) -> list[list[int]]:
+def _own_cores(model: ModelConfig, config: EngineConfig) -> list[list[int]]:
     """Those of each engine on this machine; the trainer computes with the others from now on."""
-    available = sorted(os.sched_getaffinity(0)) if pick_device(order.model.device).type == "cpu" else []
-    rest, shares = share_cores(available, order.config.count, order.config.threads)
+    available = sorted(os.sched_getaffinity(0)) if pick_device(model.device).type == "cpu" else []
+    rest, shares = share_cores(available, config.count, config.threads)
     if rest:
         torch.set_num_threads(len(rest))
     return shares

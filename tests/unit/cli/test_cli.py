@@ -26,7 +26,7 @@ from kitae.store.run import Metrics, RunStore
 from kitae.types import Message, Prompt, Rollout, Score, Segment, ToolCall
 
 COMMANDS = (
-    *("train", "resume", "sample", "chain", "runs", "compare", "clean", "eval", "suites", "show", "diagnose", "replay"),
+    *("train", "resume", "scale", "sample", "chain", "runs", "compare", "clean", "eval", "suites", "show", "diagnose", "replay"),
     *("plot", "simulate", "recipes", "algorithms", "validate", "data", "verifiers", "verify", "environments"),
     *("ui", "serve", "report", "doctor"),
 )
