@@ -16,9 +16,9 @@ from kitae.engines.native.engine import NativeEngine
 from kitae.errors import EngineError
 from kitae.models.policy import Policy
 from kitae.pipeline.spot_check import SpotCheck
+from kitae.trainer.assemble import reinforced
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.local import LocalTrainer
-from kitae.trainer.start import reinforced
 from kitae.types import Group, Prompt, Rollout, Score, Segment
 from kitae.weights.probe import probe_tolerance
 
