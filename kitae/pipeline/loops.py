@@ -76,8 +76,7 @@ class Stopped(Exception):
 
 
 class Pipeline:
-    """evaluate: the evaluation of a step, which the metrics then have. spot_check: of an engine that may not be what it
-    says."""
+    """evaluate: the evaluation of a step, which the metrics then have."""
 
     def __init__(
         self,
@@ -91,7 +90,6 @@ class Pipeline:
         observer: Observer,
         frontier: Frontier,
         evaluate: Callable[[int], Awaitable[object]],
-        spot_check: SpotCheck | None = None,
     ) -> None:
         t, p = config.training, config.pipeline
         self.config = config
@@ -103,7 +101,7 @@ class Pipeline:
         self.frontier = frontier
         self._state = learner.state()
         self.evaluate = evaluate
-        self.spot_check = spot_check
+        self.spot_check = SpotCheck.of(config, learner.trainer, engine, weights.tolerance, self._refused)
         self.timeline = Timeline(store.folder)
         self.tokens = TokenFiles(store.folder, config.observe.tokens_mb, observer.note)
         self.tokens.forget_after(max(frontier.step, store.journal.last_step()))
@@ -244,6 +242,11 @@ class Pipeline:
                 groups, checked = await self.spot_check.examine(step, self.buffer.version, groups)
             learnt = await self.learner.learn(step, groups, rest, self._hold)
             return replace(learnt, numbers={**learnt.numbers, **checked})
+
+    async def _refused(self, sentence: str) -> None:
+        """An engine, over what it sampled."""
+        self.observer.note(sentence)
+        await self.store.journal.add_event("engine refused", sentence)
 
     async def _hold(self) -> None:
         """Before weights change: the step before has settled, and an engine that samples from them stands still."""

@@ -23,7 +23,6 @@ from kitae.pipeline.evaluate import RunEvaluations, evaluation_due
 from kitae.pipeline.interrupts import Interrupts
 from kitae.pipeline.loops import Pipeline, Stopped
 from kitae.pipeline.prepare import Sources, make_episodes, place_pool
-from kitae.pipeline.spot_check import SpotCheck, spot_share, spot_tolerance
 from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import START, Frontier
 from kitae.store.disk import flush
@@ -98,27 +97,8 @@ async def _attempt(
         )
         episodes = make_episodes(config, engine, pool, world, facts)
         evaluations = RunEvaluations(config, store.folder, store.metrics, observer, episodes, pool, world, sources)
-
-        async def refused(sentence: str) -> None:
-            observer.note(sentence)
-            await store.journal.add_event("engine refused", sentence)
-
-        spot_check = None
-        if share := spot_share(config.engine):
-            tolerance, seed = spot_tolerance(facts.dtype), config.run.seed
-            spot_check = SpotCheck(trainer, engine, refused, share=share, tolerance=tolerance, seed=seed)
         pipeline = Pipeline(
-            config,
-            store,
-            sources.stream,
-            episodes,
-            engine,
-            learner,
-            weights,
-            observer,
-            frontier,
-            evaluations.at,
-            spot_check,
+            config, store, sources.stream, episodes, engine, learner, weights, observer, frontier, evaluations.at
         )
         if not engine.capabilities.shares_weights:
             await weights.hand_over(frontier.step)

@@ -5,7 +5,7 @@ engine told, but for rounding. Tokens of older versions are compared as well, wi
 have moved since.
 
 Found: tokens that another model made up, log-probs that nobody sampled with, weights that are older than they are said
-to be, as far as the difference shows above rounding (0.01 nats on average in fp32, 0.25 in bf16) or, for older tokens,
+to be, as far as the difference shows above rounding (0.005 nats on average in fp32, 0.25 in bf16) or, for older tokens,
 above the margin of 1 nat. Not found: weights that are a few small steps old, and an engine that has the right weights
 and their log-probs, but draws its tokens in another way.
 """
@@ -15,17 +15,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
 from kitae.algorithms.groups import sample_of
+from kitae.config.root import RLConfig
 from kitae.engines.base import Accountable, Engine
-from kitae.engines.config import EngineConfig
 from kitae.errors import EngineError
 from kitae.trainer.base import Column, Trainer
 from kitae.types import Group, Rollout, Sample, Score
 
 _OLD_MARGIN = 1.0  # nats, on average, that log-probs may have moved since an older version
 _USUAL = 0.05  # share
+_MEAN = 0.5  # of what the probe allows for its worst token
 _STREAM = 0x5907  # of random numbers
 
 
@@ -53,6 +53,22 @@ class SpotCheck:
         self._seed = seed
         self._label = label
         self._refused: set[str] = set()  # engines
+
+    @classmethod
+    def of(
+        cls,
+        config: RLConfig,
+        trainer: Trainer,
+        engine: Engine,
+        probe_tolerance: float,
+        tell: Callable[[str], Awaitable[None]],
+    ) -> "SpotCheck | None":
+        """As the settings want it; None: not at all. Who runs servers for us is not always who trains."""
+        share = config.engine.spot_check
+        if share is None:
+            share = _USUAL if config.engine.urls else 0.0
+        tolerance = _MEAN * probe_tolerance
+        return cls(trainer, engine, tell, share=share, tolerance=tolerance, seed=config.run.seed) if share else None
 
     async def examine(self, step: int, version: int, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
         """The groups of a step, before they are trained on, and metrics. version: the one that the trainer is at.
@@ -117,16 +133,6 @@ class SpotCheck:
             self._refused.add(source)
             await self._engine.refuse(source, f"rollout {rollout.id} is not of the weights it says: {why}")
         return f"engine {source} is refused over rollout {rollout.id}: {why}"
-
-
-def spot_share(config: EngineConfig) -> float:
-    """Of the rollouts. Who runs servers for us is not always who trains."""
-    return config.spot_check if config.spot_check is not None else _USUAL if config.urls else 0.0
-
-
-def spot_tolerance(dtype: torch.dtype) -> float:
-    """Nats, on average, that rounding explains between an engine and a trainer of this dtype."""
-    return 0.01 if dtype == torch.float32 else 0.25
 
 
 def _gap(samples: Sequence[Sample], version: int) -> tuple[float, float, int]:

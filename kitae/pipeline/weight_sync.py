@@ -48,7 +48,7 @@ class WeightSync:
         self._source = source
         self._engine = engine
         self._recompute = recompute
-        self._tolerance = tolerance
+        self.tolerance = tolerance
         self._served: _Served | None = None
         self._steady = asyncio.Lock()  # held while the version that is served changes, or somebody joins
 
@@ -141,9 +141,9 @@ class WeightSync:
         for probe in probes:
             gap = probe.gap(ours)
             largest = max(largest, gap)
-            if probe.version != version or gap > self._tolerance:
+            if probe.version != version or gap > self.tolerance:
                 wrong = (
-                    f"the engine must serve version {version} with log-probs within {self._tolerance:g} of the "
+                    f"the engine must serve version {version} with log-probs within {self.tolerance:g} of the "
                     f"trainer's; it serves version {probe.version} with a difference of {gap:.3g}"
                 )
         return largest, wrong

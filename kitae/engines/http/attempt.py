@@ -8,7 +8,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from kitae.engines.base import Sampled
-from kitae.engines.http.dialect import News, VersionSpan
+from kitae.engines.http.dialect import Tidings, VersionSpan
 from kitae.engines.http.line import LineLost
 from kitae.engines.http.peer import Peer
 from kitae.engines.ledger import Flight
@@ -26,16 +26,16 @@ class Attempt:
     before: Sampled
     stamp: int
     told: int = 0
-    waiting: list[tuple[News, int]] = field(default_factory=list)
+    waiting: list[tuple[Tidings, int]] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     cut: int | None = None
-    last: News | None = None
+    last: Tidings | None = None
     cached: int = 0
     task: "asyncio.Task[None] | None" = None
 
-    def hear(self, news: News) -> int:
+    def hear(self, news: Tidings) -> int:
         """Note that it came; the version it counts as."""
         if len(news.tokens) != len(news.logprobs):
             raise LineLost(f"it must tell a log-prob for each token, got {len(news.tokens)} and {len(news.logprobs)}")
@@ -48,7 +48,7 @@ class Attempt:
             self.last = news
         return stamp
 
-    def add(self, news: News, version: int) -> None:
+    def add(self, news: Tidings, version: int) -> None:
         self.tokens += news.tokens
         self.logprobs += news.logprobs
         self.versions += [version] * len(news.tokens)

@@ -24,7 +24,7 @@ from typing import Any
 from kitae.cluster.link import Deadlines
 from kitae.engines.base import Capabilities, Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.engines.http.attempt import Attempt
-from kitae.engines.http.dialect import News
+from kitae.engines.http.dialect import Tidings
 from kitae.engines.http.folder import WeightsFolder
 from kitae.engines.http.line import LineLost, Refusal
 from kitae.engines.http.peer import Peer, Seat
@@ -460,14 +460,14 @@ class ServerEngine:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             self._lose(peer, f"it told what {dialect.kind} does not tell: {type(error).__name__}: {error}")
 
-    def _hear(self, attempt: Attempt, news: News) -> None:
+    def _hear(self, attempt: Attempt, news: Tidings) -> None:
         version = attempt.hear(news)
         if attempt.peer.shut:
             attempt.waiting.append((news, version))
         else:
             self._take(attempt, news, version)
 
-    def _take(self, attempt: Attempt, news: News, version: int) -> None:
+    def _take(self, attempt: Attempt, news: Tidings, version: int) -> None:
         """Count tokens, unless the response was cut before them."""
         if attempt.cut is not None:
             return

@@ -15,7 +15,7 @@ from typing import Any
 
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
-from kitae.engines.http.dialect import Launch, News, read_spans, read_version
+from kitae.engines.http.dialect import Launch, Tidings, read_spans, read_version
 from kitae.engines.http.line import Json, Line, LineLost, Refusal
 
 _GENERATE = "/inference/v1/generate"
@@ -99,15 +99,15 @@ class VLLM:
             "cache_salt": f"version {version}",
         }
 
-    def news(self, event: Json, known: int) -> News:
+    def news(self, event: Json, known: int) -> Tidings:
         if not event["choices"]:
             details = (event.get("usage") or {}).get("prompt_tokens_details") or {}
-            return News(cached=details.get("cached_tokens") or 0)
+            return Tidings(cached=details.get("cached_tokens") or 0)
         (choice,) = event["choices"]
         content = (choice["logprobs"] or {"content": []})["content"]
         tokens = tuple(choice["token_ids"] or ())
         logprobs = tuple(float(told["logprob"]) for told in content)
-        return News(tokens, logprobs, choice["finish_reason"], read_spans(choice["weight_versions"]))
+        return Tidings(tokens, logprobs, choice["finish_reason"], read_spans(choice["weight_versions"]))
 
     async def greet(self, line: Line) -> None:
         try:

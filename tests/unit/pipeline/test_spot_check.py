@@ -15,11 +15,12 @@ from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.errors import EngineError
 from kitae.models.policy import Policy
-from kitae.pipeline.spot_check import SpotCheck, spot_tolerance
+from kitae.pipeline.spot_check import SpotCheck
+from kitae.trainer.assemble import reinforced
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.local import LocalTrainer
-from kitae.trainer.start import reinforced
 from kitae.types import Group, Prompt, Rollout, Score, Segment
+from kitae.weights.probe import probe_tolerance
 
 PROMPT = tuple(range(5, 17))
 VERSION = 4
@@ -74,7 +75,7 @@ def examine(policy: Policy, groups: Sequence[Group], engine: Any, share: float =
         refused.append(sentence)
 
     async def body() -> Findings:
-        trainer, tolerance = trainer_of(policy), spot_tolerance(policy.dtype)
+        trainer, tolerance = trainer_of(policy), probe_tolerance(policy.dtype) / 2
         check = SpotCheck(trainer, engine, tell, share=share, tolerance=tolerance, seed=0)
         try:
             left, numbers = await check.examine(7, VERSION, groups)
@@ -116,7 +117,7 @@ def test_rounding_is_no_lie(tiny_policy: Callable[..., Policy], dtype: str) -> N
     found = examine(policy, groups, engine)
     assert found.groups == tuple(groups) and not found.refused and not engine.refused
     assert found.numbers["spot_checked"] == 12 and found.numbers["spot_refused"] == 0
-    assert 0 <= found.numbers["spot_gap"] < spot_tolerance(policy.dtype) / 2
+    assert 0 <= found.numbers["spot_gap"] < probe_tolerance(policy.dtype) / 4
 
 
 @pytest.mark.parametrize("lie", LIES)

@@ -1,5 +1,6 @@
 """What servers read: names, values and checksums of a checkpoint, for every way a model is trained."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -105,7 +106,8 @@ def test_what_does_not_fit_or_is_damaged_is_refused(tiny_policy: Callable[..., P
         folder.take(other.publish(1, {"x": torch.zeros(3)}))
     assert folder.current == folder.start
     manifest = published(policy, publisher, 1)
-    publisher._image.array(torch.zeros(1, dtype=torch.uint8).numpy().dtype, 1, 100)[0] ^= 1
+    image = publisher.address.descriptors[0]
+    os.pwrite(image, bytes([os.pread(image, 1, 100)[0] ^ 1]), 100)
     with pytest.raises(WeightsDamaged, match="version 1 did not arrive whole"):
         folder.take(manifest)
     folder.take(published(policy, publisher, 2))
