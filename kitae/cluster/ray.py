@@ -104,19 +104,14 @@ class RayCluster:
     async def start(self, duty: Duty) -> "RayPost":
         if duty.descriptors:
             raise PostError(f"{duty.name} could not start: descriptors are for a post on this machine alone")
-        seat = await self._take(duty)
-        keeper = self._keeper(seat)
-        try:
-            post = await self._begin(duty, seat, keeper)
-        except BaseException as error:
-            self._dismiss(keeper)
-            self._give_back(seat)
-            if isinstance(error, (self._ray.exceptions.RayError, OSError)):
-                raise PostError(f"{duty.name} could not start: {_first_line(error)}") from None
-            raise
-        self._posts.add(post)
-        post.ended.add_done_callback(lambda _: self._forget(post, seat))
-        return post
+        deadline = asyncio.get_running_loop().time() + self._config.patience
+        while True:
+            try:
+                return await self._start(duty)
+            except self._ray.exceptions.RayError as error:
+                if self._closed or asyncio.get_running_loop().time() > deadline:
+                    raise PostError(f"{duty.name} could not start: {_first_line(error)}") from None
+                await asyncio.sleep(1)  # its node may be gone without Ray's knowledge so far
 
     async def close(self) -> None:
         self._closed = True
@@ -236,6 +231,19 @@ class RayCluster:
 
     # Processes.
 
+    async def _start(self, duty: Duty) -> "RayPost":
+        seat = await self._take(duty)
+        keeper = self._keeper(seat)
+        try:
+            post = await self._begin(duty, seat, keeper)
+        except BaseException:
+            self._dismiss(keeper)
+            self._give_back(seat)
+            raise
+        self._posts.add(post)
+        post.ended.add_done_callback(lambda _: self._forget(post, seat))
+        return post
+
     def _keeper(self, seat: "_Seat") -> Any:
         asked = Demand.of(pool_of(self._config, seat.pool))
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
@@ -253,9 +261,7 @@ class RayCluster:
             try:
                 begun = await _within(_BEGIN, keeper.start.remote(record, where, *_home()))
             except TimeoutError:
-                raise PostError(
-                    f"{duty.name} could not start: no actor came up there for {_BEGIN:g} s"
-                ) from None
+                raise PostError(f"{duty.name} could not start: no actor came up there for {_BEGIN:g} s") from None
             post = RayPost(self._ray, keeper, begun)
             try:
                 post.reader, post.writer = await _arrival(arrival, post, duty.name)
@@ -418,7 +424,8 @@ class RayPost:
 
 @dataclass(frozen=True)
 class OwnNodes:
-    """A cluster on this machine alone, reachable from it alone. It ends with this process, whatever happens to it."""
+    """A cluster on this machine alone, reachable from it alone, without a token: Ray reads that when it is imported. It
+    ends with this process, whatever happens to it."""
 
     nodes: Any
     folder: str
@@ -445,7 +452,7 @@ class OwnNodes:
 
     def add(self, number: int, **settings: Any) -> Any:
         """One more node; settings: of Ray, in place of ours."""
-        with _surroundings(RAY_TMPDIR=self.folder, RAY_USAGE_STATS_ENABLED="0"):
+        with _surroundings(RAY_TMPDIR=self.folder, RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled"):
             return self.nodes.add_node(**{**_node(number), **settings})
 
     def remove(self, node: Any) -> None:

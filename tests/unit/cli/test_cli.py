@@ -26,8 +26,8 @@ from kitae.store.run import Metrics, RunStore
 from kitae.types import Message, Prompt, Rollout, Score, Segment, ToolCall
 
 COMMANDS = (
-    *("train", "resume", "sample", "chain", "runs", "compare", "clean", "eval", "suites", "show", "diagnose", "replay"),
-    *("plot", "simulate", "recipes", "algorithms", "validate", "data", "verifiers", "verify", "environments"),
+    *("train", "resume", "scale", "sample", "chain", "runs", "compare", "clean", "eval", "suites", "show", "diagnose"),
+    *("replay", "plot", "simulate", "recipes", "algorithms", "validate", "data", "verifiers", "verify", "environments"),
     *("ui", "serve", "report", "doctor"),
 )
 

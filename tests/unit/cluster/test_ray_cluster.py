@@ -80,8 +80,8 @@ def test_what_is_taken_already_is_refused_too(nodes: Any) -> None:
     cores = len(os.sched_getaffinity(0))
 
     async def body() -> None:
-        async with opened(ray_config(nodes, 3, 2.0, cpus=cores)) as cluster:
-            with pytest.raises(PostError, match=r"too little of it is free, within 2 s(.|\n)*\(free: 0 CPUs"):
+        async with opened(ray_config(nodes, 3, 8.0, cpus=cores)) as cluster:
+            with pytest.raises(PostError, match=r"too little of it is free, within 8 s(.|\n)*\(free: 0 CPUs"):
                 await asyncio.gather(*(cluster.start(duty()) for _ in range(4)))
 
     asyncio.run(body())
