@@ -13,8 +13,9 @@
 set -euo pipefail
 
 port=${PORT:-6379}
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-host=$(srun --nodes=1 --ntasks=1 --nodelist="$first" hostname --ip-address | awk '{ print $1 }')
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+read -r host _ < <(srun --nodes=1 --ntasks=1 --nodelist="$first" hostname --ip-address)
 common=(--block --disable-usage-stats --object-store-memory=100000000) # nothing of Kitae goes through the store
 
 trap 'kill $(jobs -p) 2>/dev/null || true; wait || true' EXIT

@@ -2,16 +2,18 @@
 # Machines of your own as one Ray cluster. Each needs Kitae with ray (pip install 'kitae[cluster]') of the same version,
 # and the same files at the same paths: models, data, verifiers of yours, the run folder.
 #
+#   all machines      export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=…      the same everywhere: openssl rand -hex 32
 #   first machine     ./vms.sh head
 #   other machines    ./vms.sh join FIRST:6379 [LABELS]        LABELS: accelerator=h200,zone=a
 #   first machine     kitae train RECIPE cluster.backend=ray cluster.address=auto cluster.ranks=2 cluster.engines=4
 #
-# Both stay in the foreground and end with Ctrl-C, or with the service that starts them. Ray lets everybody who reaches
-# its ports run programs: keep them inside a private network.
+# Both stay in the foreground and end with Ctrl-C, or with the service that starts them. Who knows the token and reaches
+# Ray's ports may run programs there, and nothing is encrypted: keep all of it inside a private network.
 
 set -euo pipefail
 
 port=${PORT:-6379}
+: "${RAY_AUTH_MODE:?token, or disabled in a network that nobody else is in}"
 common=(--block --disable-usage-stats --object-store-memory=100000000) # nothing of Kitae goes through the store
 
 case "${1:-}" in

@@ -36,6 +36,8 @@ NODE_LABEL = "kitae-node"  # of nodes that are started here: their number
 _LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for the address that others know the machine by
 _STORE = 80 * 2**20  # bytes of Ray's object store on nodes that are started here: nothing goes through it
 _KNOCK = 5.0  # seconds in which a running cluster must answer
+_POLL = 0.2  # seconds between two looks at a place that is awaited
+_BEGIN = 120.0  # seconds for an actor to come up in a place that it has
 _ARRIVAL = 60.0  # seconds from the start of a process to its connection
 _PULSE = 0.5  # seconds between two lots of what a process writes
 _UNAVAILABLE = 3  # times, a second apart, that a keeper may be out of reach before it is given up
@@ -45,8 +47,10 @@ log = logging.getLogger("kitae")
 
 
 def import_ray() -> Any:
+    """With its habit turned off to start a cluster whenever it is used without one: after a `close`, say."""
     try:
-        import ray
+        with _surroundings(RAY_ENABLE_AUTO_CONNECT="0"):
+            import ray
     except ImportError:
         raise ConfigError("cluster.backend = 'ray' needs the package ray: pip install 'kitae[cluster]'") from None
     return ray
@@ -70,6 +74,7 @@ class RayCluster:
         self._free: dict[str, list[_Seat]] = {}
         self._groups: set[Any] = set()
         self._posts: set[RayPost] = set()
+        self._closed = False
 
     @classmethod
     async def open(cls, config: ClusterConfig, counts: Mapping[str, int]) -> "RayCluster":
@@ -99,21 +104,17 @@ class RayCluster:
     async def start(self, duty: Duty) -> "RayPost":
         if duty.descriptors:
             raise PostError(f"{duty.name} could not start: descriptors are for a post on this machine alone")
-        seat = await self._take(duty.pool)
-        keeper = self._keeper(seat)
-        try:
-            post = await self._begin(duty, seat, keeper)
-        except BaseException as error:
-            self._ray.kill(keeper)
-            self._give_back(seat)
-            if isinstance(error, (self._ray.exceptions.RayError, OSError)):
-                raise PostError(f"{duty.name} could not start: {_first_line(error)}") from None
-            raise
-        self._posts.add(post)
-        post.ended.add_done_callback(lambda _: self._forget(post, seat))
-        return post
+        deadline = asyncio.get_running_loop().time() + self._config.patience
+        while True:
+            try:
+                return await self._start(duty)
+            except self._ray.exceptions.RayError as error:
+                if self._closed or asyncio.get_running_loop().time() > deadline:
+                    raise PostError(f"{duty.name} could not start: {_first_line(error)}") from None
+                await asyncio.sleep(1)  # its node may be gone without Ray's knowledge so far
 
     async def close(self) -> None:
+        self._closed = True
         left = list(self._posts)
         for post in left:
             post.kill()
@@ -173,22 +174,49 @@ class RayCluster:
         return group
 
     async def _settle(self, room: Room, group: Any, deadline: float) -> None:
-        left = max(0.1, deadline - asyncio.get_running_loop().time())
-        try:
-            await _within(left, group.ready())
-        except TimeoutError:
-            self._release(group)
-            machines = self.machines()
-            why = hopeless(room, machines) or f"too little of it is free, within {self._config.patience:g} s"
-            raise PostError(refusal(room, machines, why)) from None
+        """`group.ready` would be simpler, but waits for a process of Ray's, too, which takes long on a busy machine."""
+        while self._table(group)["state"] != "CREATED":
+            if asyncio.get_running_loop().time() > deadline:
+                self._release(group)
+                machines = self.machines()
+                why = hopeless(room, machines) or f"too little of it is free, within {self._config.patience:g} s"
+                raise PostError(refusal(room, machines, why))
+            await asyncio.sleep(_POLL)
 
-    async def _take(self, pool: str) -> "_Seat":
-        free = self._free.setdefault(pool, [])
-        if free:
-            return free.pop(0)
-        room = lone_room(self._config, pool)
-        await self._find([room], asyncio.get_running_loop().time() + self._config.patience)
-        return replace(self._free[pool].pop(), lone=True)
+    def _table(self, group: Any) -> Mapping[str, Any]:
+        if self._closed:
+            raise PostError("the cluster is closed")
+        found: Mapping[str, Any] = self._ray.util.placement_group_table(group)
+        return found
+
+    async def _take(self, duty: Duty) -> "_Seat":
+        """A place on a node that lives: one that is free, or one more."""
+        deadline = asyncio.get_running_loop().time() + self._config.patience
+        free = self._free.setdefault(duty.pool, [])
+        if not free:
+            room = lone_room(self._config, duty.pool)
+            await self._find([room], deadline)
+            return replace(self._free[duty.pool].pop(), lone=True)
+        seat = free.pop(next((i for i, seat in enumerate(free) if self._stands(seat)), 0))
+        try:
+            await self._await_place(duty, seat, deadline)
+        except BaseException:
+            self._give_back(seat)
+            raise
+        return seat
+
+    async def _await_place(self, duty: Duty, seat: "_Seat", deadline: float) -> None:
+        """Ray finds another node for a bundle whose node is gone."""
+        while not self._stands(seat):
+            if asyncio.get_running_loop().time() > deadline:
+                asked = replace(lone_room(self._config, seat.pool), place=pool_of(self._config, seat.pool).place)
+                why = f"no place for {duty.name}, whose node is gone, within {self._config.patience:g} s"
+                raise PostError(refusal(asked, self.machines(), why))
+            await asyncio.sleep(_POLL)
+
+    def _stands(self, seat: "_Seat") -> bool:
+        node = self._table(seat.group)["bundles_to_node_id"].get(seat.bundle)
+        return any(each["NodeID"] == node and each["Alive"] for each in self._ray.nodes())
 
     def _give_back(self, seat: "_Seat") -> None:
         if seat.lone:
@@ -203,6 +231,19 @@ class RayCluster:
 
     # Processes.
 
+    async def _start(self, duty: Duty) -> "RayPost":
+        seat = await self._take(duty)
+        keeper = self._keeper(seat)
+        try:
+            post = await self._begin(duty, seat, keeper)
+        except BaseException:
+            self._dismiss(keeper)
+            self._give_back(seat)
+            raise
+        self._posts.add(post)
+        post.ended.add_done_callback(lambda _: self._forget(post, seat))
+        return post
+
     def _keeper(self, seat: "_Seat") -> Any:
         asked = Demand.of(pool_of(self._config, seat.pool))
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
@@ -214,16 +255,13 @@ class RayCluster:
         return made.remote()
 
     async def _begin(self, duty: Duty, seat: "_Seat", keeper: Any) -> "RayPost":
-        asked = pool_of(self._config, seat.pool)
-        threads = duty.threads or max(1, int(asked.cpus))
+        threads = duty.threads or max(1, int(pool_of(self._config, seat.pool).cpus))
         record = {**asdict(replace(duty, threads=threads, cores=None)), "descriptors": ()}
         async with self.doorway.expect() as (where, arrival):
             try:
-                begun = await _within(self._config.patience, keeper.start.remote(record, where, *_home()))
+                begun = await _within(_BEGIN, keeper.start.remote(record, where, *_home()))
             except TimeoutError:
-                room = replace(lone_room(self._config, seat.pool), place=asked.place)
-                why = f"no place for {duty.name} within {self._config.patience:g} s"
-                raise PostError(refusal(room, self.machines(), why)) from None
+                raise PostError(f"{duty.name} could not start: no actor came up there for {_BEGIN:g} s") from None
             post = RayPost(self._ray, keeper, begun)
             try:
                 post.reader, post.writer = await _arrival(arrival, post, duty.name)
@@ -234,9 +272,12 @@ class RayCluster:
 
     def _forget(self, post: "RayPost", seat: "_Seat") -> None:
         self._posts.discard(post)
-        with suppress(Exception):  # it is gone with its node or the cluster
-            self._ray.kill(post.keeper)
+        self._dismiss(post.keeper)
         self._give_back(seat)
+
+    def _dismiss(self, keeper: Any) -> None:
+        with suppress(Exception):  # it is gone with its node or the cluster
+            self._ray.kill(keeper)
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +424,8 @@ class RayPost:
 
 @dataclass(frozen=True)
 class OwnNodes:
-    """A cluster on this machine alone, reachable from it alone. It ends with this process, whatever happens to it."""
+    """A cluster on this machine alone, reachable from it alone, without a token: Ray reads that when it is imported. It
+    ends with this process, whatever happens to it."""
 
     nodes: Any
     folder: str
@@ -410,7 +452,7 @@ class OwnNodes:
 
     def add(self, number: int, **settings: Any) -> Any:
         """One more node; settings: of Ray, in place of ours."""
-        with _surroundings(RAY_TMPDIR=self.folder, RAY_USAGE_STATS_ENABLED="0"):
+        with _surroundings(RAY_TMPDIR=self.folder, RAY_USAGE_STATS_ENABLED="0", RAY_AUTH_MODE="disabled"):
             return self.nodes.add_node(**{**_node(number), **settings})
 
     def remove(self, node: Any) -> None:

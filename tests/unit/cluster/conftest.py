@@ -1,6 +1,7 @@
 """One Ray cluster of three nodes for all tests that need one: its start takes longest."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ HERE = str(Path(__file__).parent)
 
 @pytest.fixture(scope="session")
 def nodes() -> Iterator[Any]:
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'kitae[cluster]'")
-    from kitae.cluster.ray import OwnNodes
+    if find_spec("ray") is None:
+        pytest.skip("ray is not installed: pip install 'kitae[cluster]'")
+    from kitae.cluster.ray import OwnNodes, import_ray
 
+    import_ray()
     own = OwnNodes.start(3)
     yield own
     own.close()

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,8 @@ def test_gpus_are_not_hidden_from_a_process_that_was_assigned_none() -> None:
     ],
 )
 def test_an_address_where_nobody_is(address: str, why: str) -> None:
-    pytest.importorskip("ray", reason="ray is not installed: pip install 'kitae[cluster]'")
+    if find_spec("ray") is None:
+        pytest.skip("ray is not installed: pip install 'kitae[cluster]'")
     with pytest.raises(ConfigError, match=why):
         asyncio.run(open_cluster(ClusterConfig(backend="ray", address=address)))
 
@@ -78,8 +80,8 @@ def test_what_is_taken_already_is_refused_too(nodes: Any) -> None:
     cores = len(os.sched_getaffinity(0))
 
     async def body() -> None:
-        async with opened(ray_config(nodes, 3, 2.0, cpus=cores)) as cluster:
-            with pytest.raises(PostError, match=r"too little of it is free, within 2 s(.|\n)*\(free: 0 CPUs"):
+        async with opened(ray_config(nodes, 3, 8.0, cpus=cores)) as cluster:
+            with pytest.raises(PostError, match=r"too little of it is free, within 8 s(.|\n)*\(free: 0 CPUs"):
                 await asyncio.gather(*(cluster.start(duty()) for _ in range(4)))
 
     asyncio.run(body())
@@ -214,7 +216,7 @@ def test_a_controller_that_is_killed_leaves_nothing(nodes: Any) -> None:
     here = str(Path(__file__).parent)
     with subprocess.Popen([sys.executable, "-c", program, nodes.address, here], stdout=subprocess.PIPE) as controller:
         assert controller.stdout is not None
-        pid = int(controller.stdout.readline())
+        pid = next(int(line) for line in controller.stdout if line.strip().isdigit())  # Ray speaks there too
         assert alive(pid)
         controller.kill()
     asyncio.run(gone(pid))
