@@ -366,7 +366,8 @@ def simulate(
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps that count; some before and after them do not.")] = 20,
     trainers: Annotated[
-        int | None, typer.Option(min=1, help="Devices that train where staleness > 0; default: the best number.")
+        float | None,
+        typer.Option(help="Devices that train where staleness > 0: 4, or a share: 0.25; default: the best number."),
     ] = None,
     generation_share: Annotated[
         float | None,

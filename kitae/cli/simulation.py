@@ -35,7 +35,7 @@ def simulate(
     signal: float,
     sequences: int | None,
     steps: int,
-    trainers: int | None,
+    trainers: float | None,
     generation_share: float | None,
     scale: bool,
     links: str,
@@ -45,6 +45,8 @@ def simulate(
 ) -> None:
     config = reinforcement(load_config(find_recipe(recipe), overrides), "kitae simulate")
     numbers, bounds = whole_numbers("--devices", devices, least=1), whole_numbers("--staleness", staleness, least=0)
+    if trainers is not None and (trainers <= 0 or (trainers > 1 and trainers % 1)):
+        raise ConfigError(f"--trainers must be a whole number of at least 1 or a share below 1, got {trainers:g}")
     most = config.sampling.max_tokens
     if lengths is None:
         lengths = f"lognormal:median={max(1, most // _TAIL)}"

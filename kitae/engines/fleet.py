@@ -272,7 +272,7 @@ class Fleet:
         total = self._past
         for each in found:
             total = _add(total, each)
-        between = sum(stay.member is None for stay in self._stays.values())
+        between = sum(stay.member is None for stay in list(self._stays.values()))  # a watchdog asks from its thread
         return replace(
             total,
             version=min((s.version for s in found), default=self._past.version),

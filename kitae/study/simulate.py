@@ -43,7 +43,6 @@ from kitae.types import Group, Message, Prompt, Score
 _STALL = 60.0  # real seconds without any movement: then there is a deadlock
 _STANDARD = NormalDist()
 _CAP_QUANTILE = 0.999  # where the cap of log-normal lengths lies unless their sigma is given
-_SEARCHED = 64  # devices: the best split of more is that of so many, if each has as many responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,24 +175,29 @@ def study(
     *,
     steps: int = 20,
     sequences: int | None = None,
-    trainers: int | None = None,
+    trainers: float | None = None,
     generation_share: float | None = None,
 ) -> Iterator[tuple[Schedule, Steady]]:
     """Each bound of staleness on each number of devices.
 
     With max_staleness = 0, all devices generate and then all train. With more, `trainers` of them train while the
-    others generate; None: as many as are best; where `sequences` are given, the best share is looked for on at most 64
-    devices. sequences: responses of a step for each device, instead of the recipe's prompts_per_step.
+    others generate: a number, or a share of the devices if it is below 1; None: as many as are best. sequences:
+    responses of a step for each device, instead of the recipe's prompts_per_step.
     generation_share: of a synchronous step, with all that is not training; the rate of training is set to give that.
     """
-    least = (trainers or 1) + 1
-    if any(staleness) and min(devices) < least:
+    fewest = min(devices)
+    split = _split(trainers or 1, fewest)
+    if any(staleness) and fewest <= split:
         raise ConfigError(
-            f"max_staleness above 0 needs at least {least} devices, {trainers or 1} to train and others to generate, "
-            f"got {min(devices)}"
+            f"max_staleness above 0 needs at least {split + 1} devices, {split} to train and others to generate, "
+            f"got {fewest}"
         )
     for number in devices:
-        plan = _sized(Schedule(config, Hardware(number, 0), times, work, steps), number, sequences)
+        sized = config
+        if sequences is not None:
+            prompts = max(1, round(sequences * number / config.training.group_size))
+            sized = override_config(config, [f"training.prompts_per_step={prompts}"])
+        plan = Schedule(sized, Hardware(number, 0), times, work, steps)
         if generation_share is not None:
             plan = _with_share(plan, generation_share)
         turns = plan.bounded(0)
@@ -202,7 +206,7 @@ def study(
             schedule, found = turns, base
             if bound > 0:
                 ahead = plan.bounded(bound)
-                split = _find_split(plan, bound, base, sequences) if trainers is None else trainers
+                split = _best_split(ahead, base) if trainers is None else _split(trainers, number)
                 schedule = replace(ahead, hardware=Hardware(number - split, split))
                 found = simulate(schedule)
             yield schedule, replace(found, speedup=found.tokens_per_second / base.tokens_per_second)
@@ -281,20 +285,8 @@ async def _run(store: RunStore, hardware: Hardware, times: Times, work: Work) ->
     return watch, pipeline.issuing.cursor - pipeline.issuing.issued, engine.stats().restarts
 
 
-def _sized(plan: Schedule, devices: int, sequences: int | None) -> Schedule:
-    """The plan on so many devices that take turns, with so many responses for each."""
-    plan = replace(plan, hardware=Hardware(devices, 0))
-    if sequences is None:
-        return plan
-    prompts = max(1, round(sequences * devices / plan.config.training.group_size))
-    return replace(plan, config=override_config(plan.config, [f"training.prompts_per_step={prompts}"]))
-
-
-def _find_split(plan: Schedule, bound: int, base: Steady, sequences: int | None) -> int:
-    if sequences is None or base.devices <= _SEARCHED:
-        return _best_split(plan.bounded(bound), base)
-    small = _sized(plan, _SEARCHED, sequences)
-    return round(_best_split(small.bounded(bound), simulate(small.bounded(0))) * base.devices / _SEARCHED)
+def _split(trainers: float, devices: int) -> int:
+    return int(trainers) if trainers >= 1 else max(1, round(trainers * devices))
 
 
 def _best_split(schedule: Schedule, base: Steady) -> int:

@@ -103,6 +103,8 @@ def test_what_the_options_mean() -> None:
         ("--links", "nick=3", r"--links knows gpus, .*got 'nick'; did you mean 'nic'\?"),
         ("--links", "nic=0", r"--links nic must be above 0, got 0"),
         ("--parameters", "0", r"--parameters must be a number of at least 1, got 0"),
+        ("--trainers", "1.5", r"--trainers must be a whole number of at least 1 or a share below 1, got 1.5"),
+        ("--trainers", "0", r"--trainers must be a whole number of at least 1 or a share below 1, got 0"),
         ("--trainers", "4", r"needs at least 5 devices, 4 to train and others to generate, got 4"),
     ],
 )

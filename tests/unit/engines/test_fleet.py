@@ -1,6 +1,8 @@
 """Several engines behave as one. `test_conformance` and `test_process_engine` have fleets of real ones."""
 
 import asyncio
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -96,6 +98,35 @@ class Odd(FakeEngine):
 
     async def probe(self) -> tuple[Probe, ...]:
         return (Probe(self.other or 0, (-1.0,)),)
+
+
+def test_a_watchdog_may_ask_while_requests_come_and_go() -> None:
+    """From its own thread, which is let in after every few instructions."""
+    engine, stop, asked = fleet(1, Pace(step=1.0, batch=2000)), threading.Event(), list[int]()
+    errors: list[BaseException] = []
+
+    def look_on() -> None:
+        try:
+            while not stop.is_set():
+                asked.append(engine.stats().waiting)
+        except RuntimeError as error:
+            errors.append(error)
+
+    async def body() -> None:
+        for turn in range(10):
+            await asyncio.gather(*(engine.generate(request(f"{turn}/{i}", tokens=1 + i % 8)) for i in range(300)))
+
+    interval = sys.getswitchinterval()
+    watchdog = threading.Thread(target=look_on)
+    try:
+        sys.setswitchinterval(1e-6)
+        watchdog.start()
+        virtual(body)
+    finally:
+        stop.set()
+        watchdog.join()
+        sys.setswitchinterval(interval)
+    assert not errors and asked
 
 
 def test_it_can_do_what_all_of_them_can() -> None:

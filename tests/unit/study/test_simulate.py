@@ -123,11 +123,9 @@ def test_the_batch_may_grow_with_the_devices() -> None:
     assert [s.config.training.prompts_per_step for s, _ in found] == [3, 6]
 
 
-def test_the_best_split_of_many_devices_is_that_of_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search goes through fewer devices, each with as many responses."""
-    monkeypatch.setattr("kitae.study.simulate._SEARCHED", 4)
-    ((_, few), (_, many)) = study(config(), [4, 12], [1], EXACT, TAIL, steps=2, sequences=4)
-    assert (many.engines, many.trainers) == (3 * few.engines, 3 * few.trainers)
+def test_a_share_of_the_devices_may_train() -> None:
+    found = [o for _, o in study(config(), [2, 8], [1], EXACT, TAIL, steps=2, trainers=0.25)]
+    assert [(o.engines, o.trainers) for o in found] == [(1, 1), (6, 2)]
 
 
 def test_there_must_be_somebody_to_generate() -> None:
