@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import suppress
@@ -37,6 +38,7 @@ _LOOPBACK = "127.0.0.2"  # Ray takes 127.0.0.1 for the address that others know 
 _STORE = 80 * 2**20  # bytes of Ray's object store on nodes that are started here: nothing goes through it
 _KNOCK = 5.0  # seconds in which a running cluster must answer
 _POLL = 0.2  # seconds between two looks at a place that is awaited
+_SWEEPS = 25  # times that the folder of nodes is removed, until it is gone
 _BEGIN = 120.0  # seconds for an actor to come up in a place that it has
 _ARRIVAL = 60.0  # seconds from the start of a process to its connection
 _PULSE = 0.5  # seconds between two lots of what a process writes
@@ -461,7 +463,11 @@ class OwnNodes:
 
     def close(self) -> None:
         self.nodes.shutdown()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for _ in range(_SWEEPS):  # what is ending still writes its last words
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if not os.path.exists(self.folder):
+                return
+            time.sleep(_POLL)
 
 
 def _node(number: int) -> dict[str, Any]:
