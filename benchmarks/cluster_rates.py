@@ -23,8 +23,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -42,8 +40,9 @@ from kitae.store.journal import Journal
 from kitae.study.simulate import Hardware, LogNormal, Schedule, Times, Work, simulate
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
+from kitae.trainer.wire import rows_to_wire
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
-from kitae.weights.start import PUBLISHERS, make_publisher, make_receiver
+from kitae.weights.start import make_publisher, make_receiver
 
 PROMPT = 128
 CHARACTERS = 4  # of a token
@@ -121,16 +120,9 @@ def rollouts(load: Load, group: int) -> tuple[Rollout, ...]:
 
 
 def framed(rows: list[Row]) -> int:
-    """Bytes of the frames, one for each rank; without the ranks' wire, those of the arrays."""
-    if find_spec("kitae.trainer.wire") is None:
-        parts = [(r.tokens_T, r.positions_T, r.source_N, r.target_N, r.weight_N, *r.columns.values()) for r in rows]
-        return sum(len(pack_frame({}, {str(i): a for i, a in enumerate(part)})) for part in parts)
-    wire = import_module("kitae.trainer.wire")
-    size = 0
-    for rank in range(RANKS):
-        headers, arrays = wire.rows_to_wire(rows[rank::RANKS])
-        size += len(pack_frame({"rows": headers}, arrays))
-    return size
+    """Bytes of the frames, one for each rank."""
+    wired = [rows_to_wire(rows[rank::RANKS]) for rank in range(RANKS)]
+    return sum(len(pack_frame({"rows": headers}, arrays)) for headers, arrays in wired)
 
 
 def rows(load: Load) -> Found:
@@ -209,7 +201,7 @@ def measure(load: Load) -> Iterator[tuple[str, Found]]:
 def measure_once(load: Load, megabytes: int) -> Iterator[tuple[str, Found]]:
     """What does not depend on lengths."""
     yield "loops", loops(load)
-    for kind in ("memory", *(["http"] if "http" in PUBLISHERS else [])):
+    for kind in ("memory", "http"):
         for found in publishing(kind, megabytes):
             yield found.what, found
 
@@ -250,7 +242,7 @@ def links(found: dict[str, list[Found]], lengths: list[int]) -> str:
         "check": "memory: load delta",
         "serve": "http: load full",
     }
-    rates = {key: median(f.bytes / f.seconds for f in found[name]) for key, name in names.items() if name in found}
+    rates = {key: median(f.bytes / f.seconds for f in found[name]) for key, name in names.items()}
     rates |= {key: rate for key, (rate, _) in lines.items()}
     rates["rollout"] = rollout + sum(fixed for _, fixed in lines.values())
     return ",".join(f"{key}={rate:.2g}" for key, rate in rates.items())

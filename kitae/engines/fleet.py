@@ -214,8 +214,9 @@ class Fleet:
             raise EngineError("the engine was closed")
 
     def _choose(self, request: Request, key: str) -> _Member:
-        idlest = min(self._members, key=lambda member: member.load)
-        member = self._homes.setdefault(key, self._threads.pop(request.thread, idlest))
+        known = self._threads.pop(request.thread, None)
+        member = self._homes.get(key) or known or min(self._members, key=lambda member: member.load)
+        self._homes[key] = member
         if request.thread:
             self._threads[request.thread] = member
             if len(self._threads) > _MOST_THREADS:
