@@ -101,7 +101,7 @@ class Pipeline:
         self.frontier = frontier
         self._state = learner.state()
         self.evaluate = evaluate
-        self.spot_check = SpotCheck.of(config, learner.trainer, engine, weights.tolerance, self._refused)
+        self.spot_check = SpotCheck.of(config, learner, engine, weights.tolerance, self._refused)
         self.timeline = Timeline(store.folder)
         self.tokens = TokenFiles(store.folder, config.observe.tokens_mb, observer.note)
         self.tokens.forget_after(max(frontier.step, store.journal.last_step()))

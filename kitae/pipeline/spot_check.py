@@ -21,6 +21,7 @@ from kitae.config.root import RLConfig
 from kitae.engines.base import Accountable, Engine
 from kitae.errors import EngineError
 from kitae.trainer.base import Column, Trainer
+from kitae.trainer.learner import Learner
 from kitae.types import Group, Rollout, Sample, Score
 
 _OLD_MARGIN = 1.0  # nats, on average, that log-probs may have moved since an older version
@@ -58,7 +59,7 @@ class SpotCheck:
     def of(
         cls,
         config: RLConfig,
-        trainer: Trainer,
+        learner: Learner,
         engine: Engine,
         probe_tolerance: float,
         tell: Callable[[str], Awaitable[None]],
@@ -67,8 +68,10 @@ class SpotCheck:
         share = config.engine.spot_check
         if share is None:
             share = _USUAL if config.engine.urls else 0.0
+        if not share:
+            return None
         tolerance = _MEAN * probe_tolerance
-        return cls(trainer, engine, tell, share=share, tolerance=tolerance, seed=config.run.seed) if share else None
+        return cls(learner.trainer, engine, tell, share=share, tolerance=tolerance, seed=config.run.seed)
 
     async def examine(self, step: int, version: int, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:
         """The groups of a step, before they are trained on, and metrics. version: the one that the trainer is at.
