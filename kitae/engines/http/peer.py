@@ -12,6 +12,7 @@ import socket
 from collections import Counter
 from collections.abc import Coroutine
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Protocol
 
 from kitae.cluster.link import Deadlines
@@ -19,11 +20,12 @@ from kitae.engines.config import EngineConfig
 from kitae.engines.http.dialect import Dialect, Launch
 from kitae.engines.http.line import Line, LineLost, Refusal
 from kitae.errors import EngineError
-from kitae.processes.status import describe
+from kitae.processes.status import describe, family_of
 from kitae.processes.tether import tethered
 
 _WORDS = 4_000  # bytes of what a server wrote that are remembered
 _GRACE = 8.0  # seconds: vLLM leaves shared memory behind when it is killed
+_SEGMENTS = "/dev/shm/psm_"
 _LOOK = 0.5  # seconds between two looks whether it is ready
 
 
@@ -33,6 +35,7 @@ class Program:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
         self._words = b""
+        self._memory: set[Path] = set()
         self._reading = asyncio.create_task(self._read())
 
     @classmethod
@@ -60,6 +63,10 @@ class Program:
     def ended(self) -> bool:
         return self._process.returncode is not None
 
+    def note_memory(self) -> None:
+        """Which shared memory it has: of a process that is killed, it would stay."""
+        self._memory = {path for pid in family_of(self._process.pid) for path in _mapped(pid)}
+
     async def wait(self) -> str:
         """How it ended."""
         status = await self._process.wait()
@@ -72,6 +79,8 @@ class Program:
             with suppress(ProcessLookupError):
                 os.kill(self._process.pid, signal.SIGTERM)  # the tether's order to end all below it
         await self._process.wait()
+        for path in self._memory:
+            path.unlink(missing_ok=True)
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
 
@@ -178,6 +187,7 @@ class StartedSeat:
         try:
             await self._until_ready(program, line)
             await self.dialect.greet(line)
+            program.note_memory()
         except BaseException as error:
             await line.close()
             await program.end()
@@ -201,6 +211,14 @@ class StartedSeat:
         raise EngineError(
             f"the {self.dialect.kind} server must be ready within {self._limits.start:g} s{program.words}"
         )
+
+
+def _mapped(pid: int) -> set[Path]:
+    """The segments of Python's shared memory that a process has mapped."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+        return {Path(line.split()[-1]) for line in lines if line.split()[-1].startswith(_SEGMENTS)}
+    return set()
 
 
 def _free_port() -> int:

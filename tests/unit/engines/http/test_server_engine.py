@@ -17,6 +17,7 @@ from kitae.cluster.link import Deadlines
 from kitae.engines.base import Completion, Request, Sampled, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.http.engine import ServerEngine
+from kitae.engines.http.peer import Program
 from kitae.engines.http.start import start_servers
 from kitae.errors import EngineError, RequestError
 from kitae.models.config import ModelConfig
@@ -305,5 +306,27 @@ def test_an_aborted_request_that_nobody_asked_to_end_goes_on(folder: Path) -> No
             (sequence,) = c.servers[0].engine.in_flight()
             await c.servers[0].engine.abort(sequence.request.id)  # by some other user of the server
             assert len((await asyncio.wait_for(task, 60)).tokens) == LONG
+
+    asyncio.run(body())
+
+
+HOLDS = (
+    "import time; from multiprocessing.shared_memory import SharedMemory; m = SharedMemory(create=True, size=64); "
+    "print('/dev/shm/' + m.name.lstrip('/'), flush=True); time.sleep(990)"
+)
+
+
+def test_the_memory_of_a_killed_server_is_given_back() -> None:
+    async def body() -> None:
+        program = await Program.start([sys.executable, "-c", HOLDS], {})
+        while not program.words:
+            await asyncio.sleep(0.05)
+        path = Path(program.words.splitlines()[-1])
+        assert path.exists()
+        program.note_memory()
+        for pid in reversed(family_of(program._process.pid)[1:]):
+            os.kill(pid, signal.SIGKILL)
+        await program.end()
+        assert not path.exists()
 
     asyncio.run(body())
