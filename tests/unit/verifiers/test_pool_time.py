@@ -54,6 +54,7 @@ def test_the_language_detector_is_loaded_before_the_fork() -> None:
     assert min(extra for extra, _ in rounds) < 0.1
 
 
+@pytest.mark.slow  # it keeps all processors busy
 def test_instructions_under_load_are_scored_rightly() -> None:
     async def body() -> list[Score]:
         async with VerifierPool("instructions", workers=8, timeout=0.4) as pool:
@@ -106,6 +107,7 @@ def test_frozen_twice_is_an_error_and_never_a_0(monkeypatch: pytest.MonkeyPatch)
     assert pool.stats.timeouts == 0 and pool.stats.errors == 1
 
 
+@pytest.mark.slow  # it keeps all processors busy
 def test_a_check_that_uses_up_its_time_is_wrong_even_on_a_busy_machine(tmp_path: Path) -> None:
     """Where the verifier says so; and not before it has used it."""
     source = "import time\ndef score(response, reference, context):\n"
