@@ -18,6 +18,6 @@ async def open_cluster(config: ClusterConfig, counts: Mapping[str, int] | None =
         return None
     if config.backend == "local":
         return LocalCluster()
-    from kitae.cluster.ray import RayCluster
+    from kitae.cluster.ray.cluster import RayCluster
 
     return await RayCluster.open(config, counts_of(config) if counts is None else counts)

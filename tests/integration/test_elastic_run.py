@@ -91,7 +91,7 @@ def test_from_one_to_three_to_one_and_a_loss(run: Path) -> None:
 def nodes() -> Iterator[Any]:
     if find_spec("ray") is None:
         pytest.skip("ray is not installed: pip install 'kitae[cluster]'")
-    from kitae.cluster.ray import OwnNodes
+    from kitae.cluster.ray.nodes import OwnNodes
 
     own = OwnNodes.start(3)
     yield own

@@ -205,8 +205,8 @@ def test_an_unknown_tensor_is_refused_before_it_is_sent(run: Callable[..., Any],
 
 def test_a_damaged_file_is_found_inside_the_server(run: Callable[..., Any], trained: Trained) -> None:
     async def body() -> None:
-        (peer,) = trained.engine._peers
-        path = trained.engine._folder.current / "model.safetensors"
+        (peer,) = trained.engine.roster.peers
+        path = trained.engine.folder.current / "model.safetensors"
         whole = path.read_bytes()
         for damage in (whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:], whole[:-1000]):
             path.write_bytes(damage)
@@ -220,7 +220,7 @@ def test_a_damaged_file_is_found_inside_the_server(run: Callable[..., Any], trai
 def test_a_killed_engine_process_is_replaced(run: Callable[..., Any], trained: Trained) -> None:
     async def body() -> None:
         engine = trained.engine
-        (peer,) = engine._peers
+        (peer,) = engine.roster.peers
         assert peer.program is not None
         pids = family_of(peer.program._process.pid)
         cores = [pid for pid in pids if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]

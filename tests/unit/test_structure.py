@@ -118,6 +118,20 @@ def test_the_python_api_is_for_those_above_it() -> None:
     assert not found, f"these stand below the API and import it: {found}"
 
 
+def test_one_folder_alone_knows_ray() -> None:
+    def imported(path: Path) -> set[str]:
+        found = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.partition(".")[0])
+        return found
+
+    found = {name for name, path in modules().items() if "ray" in imported(path)}
+    assert found and all(name.startswith("kitae.cluster.ray.") for name in found), f"these import ray: {found}"
+
+
 def test_no_module_must_know_everybody() -> None:
     name, others = max(imports().items(), key=lambda item: len(item[1]))
     assert len(others) <= MOST_IMPORTS, f"{name} imports {len(others)} modules"

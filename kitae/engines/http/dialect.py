@@ -89,6 +89,12 @@ class Dialect(Protocol):
     async def score(self, line: Line, tokens: Sequence[int]) -> tuple[float, ...]: ...
 
 
+def spell(options: Mapping[str, object], flags: Sequence[str]) -> list[str]:
+    """The words of a command line: `{"port": 8001}` and `["quiet"]` are `--port 8001 --quiet`."""
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return [*words, *(f"--{flag}" for flag in flags)]
+
+
 def read_spans(told: Sequence[Mapping[str, object]] | None) -> tuple[VersionSpan, ...]:
     """Both kinds of server tell them alike."""
     return tuple(VersionSpan(read_version(s["version"]), int(str(s["start"])), int(str(s["end"]))) for s in told or ())

@@ -20,6 +20,7 @@ from kitae.engines.config import EngineConfig
 from kitae.engines.http.dialect import Dialect, Launch
 from kitae.engines.http.line import Line, LineLost, Refusal
 from kitae.errors import EngineError
+from kitae.processes.chores import Chores
 from kitae.processes.status import describe, family_of
 from kitae.processes.tether import tethered
 
@@ -110,7 +111,7 @@ class Peer:
         self.heard = False
         self.turn = asyncio.Lock()
         self.sharing: Counter[str] = Counter()  # requests that it works on, by their share keys
-        self.tasks: set[asyncio.Task[None]] = set()  # that use the line
+        self._chores = Chores()  # that use the line
 
     @property
     def name(self) -> str:
@@ -119,16 +120,10 @@ class Peer:
 
     def have(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Done, unless the server's end comes first."""
-        task = asyncio.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        return task
+        return self._chores.have(work)
 
     async def end(self) -> None:
-        left = list(self.tasks)
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+        await self._chores.end()
         await self.line.close()
         if self.program is not None:
             await self.program.end()

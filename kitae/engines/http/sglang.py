@@ -10,7 +10,7 @@ from typing import Any
 
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
-from kitae.engines.http.dialect import Launch, Tidings, read_spans, read_version
+from kitae.engines.http.dialect import Launch, Tidings, read_spans, read_version, spell
 from kitae.engines.http.line import Json, Line, LineLost, Refusal
 
 _GENERATE = "/generate"
@@ -34,8 +34,7 @@ class SGLang:
             "device": launch.device.partition(":")[0],
         }
         flags = ["skip-tokenizer-init", *([] if config.fast else ["disable-cuda-graph"])]
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        return ["-m", "sglang.launch_server", *words, *(f"--{flag}" for flag in flags), *config.server_args]
+        return ["-m", "sglang.launch_server", *spell(options, flags), *config.server_args]
 
     def environment(self, launch: Launch, config: EngineConfig) -> dict[str, str]:
         return {}

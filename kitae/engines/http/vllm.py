@@ -15,7 +15,7 @@ from typing import Any
 
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
-from kitae.engines.http.dialect import Launch, Tidings, read_spans, read_version
+from kitae.engines.http.dialect import Launch, Tidings, read_spans, read_version, spell
 from kitae.engines.http.line import Json, Line, LineLost, Refusal
 
 _GENERATE = "/inference/v1/generate"
@@ -51,14 +51,7 @@ class VLLM:
             options["kv-cache-memory-bytes"] = int(config.memory_gb * 2**30)
         flags = ["enable-scale-out", "skip-tokenizer-init", "enable-prefix-caching", "enable-prompt-tokens-details"]
         flags += ["disable-uvicorn-access-log"] + ([] if config.fast else ["enforce-eager"])
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        return [
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            *words,
-            *(f"--{flag}" for flag in flags),
-            *config.server_args,
-        ]
+        return ["-m", "vllm.entrypoints.openai.api_server", *spell(options, flags), *config.server_args]
 
     def environment(self, launch: Launch, config: EngineConfig) -> dict[str, str]:
         found = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": str(launch.packages)}

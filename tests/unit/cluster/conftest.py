@@ -14,7 +14,8 @@ HERE = str(Path(__file__).parent)
 def nodes() -> Iterator[Any]:
     if find_spec("ray") is None:
         pytest.skip("ray is not installed: pip install 'kitae[cluster]'")
-    from kitae.cluster.ray import OwnNodes, import_ray
+    from kitae.cluster.ray.entry import import_ray
+    from kitae.cluster.ray.nodes import OwnNodes
 
     import_ray()
     own = OwnNodes.start(3)

@@ -15,7 +15,8 @@ from test_posts import alive, duty, gone, greeting, opened
 
 from kitae.cluster.base import PostError
 from kitae.cluster.config import ClusterConfig
-from kitae.cluster.ray import NODE_LABEL, environment_of
+from kitae.cluster.ray.keeper import environment_of
+from kitae.cluster.ray.nodes import NODE_LABEL
 from kitae.cluster.start import open_cluster
 from kitae.errors import ConfigError
 
