@@ -20,6 +20,7 @@ from typing import Any, Self
 from kitae.cluster.base import Cluster, Duty, Post
 from kitae.cluster.link import Deadlines, Link, PostLost
 from kitae.errors import KitaeError, VerifierError
+from kitae.processes.chores import Chores
 from kitae.processes.frames import Frame, pack_frame
 from kitae.types import Prompt, Score
 from kitae.verifiers.config import VerifierConfig
@@ -77,7 +78,7 @@ class HostedPool:
         self._numbers = itertools.count()
         self._names = itertools.count()
         self._changed = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._chores = Chores()
         self._running = False
 
     def gold(self, prompt: Prompt) -> str | None:
@@ -115,9 +116,7 @@ class HostedPool:
     async def close(self) -> None:
         self._running = False
         self._tell()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._chores.end()
         for check in self._checks.values():
             _settle(check, Score.error("the verifier pool was closed"))
         hosts, self._hosts = self._hosts, []
@@ -189,8 +188,8 @@ class HostedPool:
             if check.lost >= _TRIES:
                 _settle(check, Score.error(f"its verifier host was lost {check.lost} times"))
             else:
-                self._aside(self._again(check))
-        self._aside(self._replace(host))
+                self._chores.have(self._again(check))
+        self._chores.have(self._replace(host))
 
     async def _again(self, check: _Check) -> None:
         self.stats.retries += 1
@@ -210,11 +209,6 @@ class HostedPool:
             except KitaeError as error:
                 self._note(f"no verifier host could be started; it is tried again in {_RETRY:g} s: {error}")
                 await asyncio.sleep(_RETRY)
-
-    def _aside(self, work: Any) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     def _tell(self) -> None:
         self._changed.set()

@@ -21,7 +21,7 @@ import itertools
 import json
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from typing import Any, Self
 
 from kitae.errors import VerifierError
 from kitae.plugins import is_plugin
+from kitae.processes.chores import Chores
 from kitae.processes.serve import MAX_CONTROL
 from kitae.processes.template import Template
 from kitae.processes.worker import OutOfTimeError, WorkerDied, WorkerProcess
@@ -120,7 +121,7 @@ class VerifierPool:
         self._processor = _Usual(_ALLOWANCE, _LEAST, _MOST)
         self._job_ids = itertools.count(1)
         self._idle = _Desk()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._chores = Chores()
         self._running = False
 
     def gold(self, prompt: Prompt) -> str | None:
@@ -162,9 +163,7 @@ class VerifierPool:
 
     async def close(self) -> None:
         self._running = False
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._chores.end()
         await asyncio.gather(*(worker.stop() for worker in (*self._workers, *self._aside)))
         await self._template.close()
         self._prints.close()
@@ -242,11 +241,11 @@ class VerifierPool:
             worker.watch.cancel()
             self.stats.restarts += self._running and not healthy
             if worker in self._aside:
-                self._in_background(self._retire(worker))
+                self._chores.have(self._retire(worker))
             elif healthy or not self._running:  # of a closed pool, so that those who still wait get their error
                 self._idle.put(worker)
             else:
-                self._in_background(self._restart(worker))
+                self._chores.have(self._restart(worker))
 
     async def _take(self, lane: int) -> "_Worker":
         """An idle worker that is fit for the check."""
@@ -258,7 +257,7 @@ class VerifierPool:
             self._queued -= 1
             self._balance()
         if self._running and (worker.ended or (worker.spoilt and lane == len(_TRIES))):
-            renewal = self._in_background(self._renew(worker))
+            renewal = self._chores.have(self._renew(worker))
             try:
                 await asyncio.wait({renewal})
             except asyncio.CancelledError:
@@ -305,7 +304,7 @@ class VerifierPool:
         worker.pause(self._paused)
         substitute = _Worker(self._template)
         self._workers.add(substitute)
-        self._in_background(self._restart(substitute))
+        self._chores.have(self._restart(substitute))
 
     async def _restart(self, worker: "_Worker") -> None:
         try:
@@ -324,12 +323,6 @@ class VerifierPool:
         await worker.stop()
         self._aside.discard(worker)
         self._balance()
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def gold_of(verifier: str, prompt: Prompt) -> str | None:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from kitae.cluster.base import Cluster, Duty, Post
 from kitae.cluster.link import Deadlines, Link, PostLost
 from kitae.errors import EngineError, KitaeError
+from kitae.processes.chores import Chores
 from kitae.weights.base import Address, Manifest
 from kitae.weights.board import Board
 
@@ -38,7 +39,7 @@ class RelayedBoard:
         self._urls: dict[int, str] = {}
         self._links: dict[int, _RelayLink] = {}
         self._count = count
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._chores = Chores()
         self._closed = False
         self.restarts = 0
 
@@ -67,9 +68,7 @@ class RelayedBoard:
 
     async def close(self) -> None:
         self._closed = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._chores.end()
         await asyncio.gather(*(link.end() for link in self._links.values()))
 
     async def _start(self, number: int) -> None:
@@ -93,9 +92,7 @@ class RelayedBoard:
     def lost(self, link: "_RelayLink", number: int) -> None:
         if not self._closed:
             log.warning("relay %d is replaced: %s", number, link.obituary)
-            task = asyncio.create_task(self._replace(link, number))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._chores.have(self._replace(link, number))
 
     async def _replace(self, link: "_RelayLink", number: int) -> None:
         await link.end()

@@ -152,7 +152,7 @@ class Traffic:
         attempt.add(news, version)
         self.generated += len(news.tokens)
         if stops := attempt.flight.request.sampling.stop_strings:
-            attempt.cut = self._stop_in(attempt.before.tokens + tuple(attempt.tokens), length, stops)
+            attempt.cut = self._stop_in((*attempt.before.tokens, *attempt.tokens), length, stops)
             if attempt.cut is not None and attempt.last is None:
                 self._roster.keep(self._insist([attempt]))
         if attempt.length - len(attempt.flight.sampled.tokens) >= _WORTH_NOTING:
