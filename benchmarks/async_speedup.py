@@ -50,16 +50,16 @@ def train(settings: list[str], median: int) -> None:
     """One run, in this process."""
     from kitae.config.load import load_config
     from kitae.observe.observer import Silent
-    from kitae.pipeline import session
+    from kitae.pipeline import assembly, session
     from kitae.pipeline.prepare import prepare
     from kitae.store.run import RunStore
 
-    start = session.start_engine
+    start = assembly.start_engine
 
     async def start_with_lengths(*arguments: Any) -> Any:
         return Lengths(await start(*arguments), median)
 
-    session.start_engine = start_with_lengths
+    assembly.start_engine = start_with_lengths
     config = load_config(ROOT / "kitae" / "recipes" / "quickstart.toml", settings)
     sources = prepare(config, print)
     session.train(RunStore.create(config), sources, Silent())

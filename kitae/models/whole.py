@@ -1,10 +1,26 @@
-"""Whole tensors from sharded ones, one at a time, for whoever writes them to a folder."""
+"""Whole tensors from sharded ones: one at a time, so that no rank ever holds a whole model."""
 
-from typing import Any
+from collections.abc import Iterable
+from typing import cast
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of a tensor, without its gradient. Every rank that has a shard of it must ask at the same time."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    found: Tensor = cast(DTensor, tensor.to(tensor.device_mesh.device_type)).full_tensor()  # shards may be on the host
+    return found
+
+
+def walk(tensors: Iterable[Tensor]) -> None:
+    """Give what another rank needs to make these whole, in this order."""
+    for tensor in tensors:
+        whole(tensor)
 
 
 def is_writer() -> bool:
@@ -19,6 +35,4 @@ def gathered(tensor: Tensor) -> Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    there: Any = tensor.to(tensor.device_mesh.device_type)  # shards may lie on the host
-    whole: Tensor = there.full_tensor()
-    return whole.detach().to("cpu" if is_writer() else "meta")
+    return whole(tensor).to("cpu" if is_writer() else "meta")

@@ -1,37 +1,29 @@
 """Put a run together from its config, run it, and leave everything consistent whatever happens."""
 
 import asyncio
-import json
 import signal
 from contextlib import AsyncExitStack
 from pathlib import Path
-
-import torch
+from typing import Any
 
 from kitae.cluster.start import open_cluster
-from kitae.config.root import reinforcement
-from kitae.engines.start import EngineOrder, start_engine
+from kitae.config.root import RLConfig, reinforcement
 from kitae.envs.registry import open_world
 from kitae.errors import ConfigError
 from kitae.evaluation.held_out import forget_after
-from kitae.models.facts import ModelFacts
 from kitae.observe.observer import Observer
 from kitae.pipeline.again import until_done
-from kitae.pipeline.boards import opened_board
+from kitae.pipeline.assembly import Serving, start_learning, start_serving
 from kitae.pipeline.elastic import kept_at
 from kitae.pipeline.evaluate import RunEvaluations, evaluation_due
 from kitae.pipeline.interrupts import Interrupts
 from kitae.pipeline.loops import Pipeline, Stopped
+from kitae.pipeline.milestones import begin, finish, save_stopped
 from kitae.pipeline.prepare import Sources, make_episodes, place_pool
-from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import START, Frontier
-from kitae.store.disk import flush
-from kitae.store.provenance import check_data, record_data
+from kitae.store.provenance import check_data
 from kitae.store.run import LEARNING, Result, RunStore, changes_of_learning
-from kitae.trainer.start import make_learner, start_trainer
-from kitae.weights.probe import probe_tolerance
-
-_NO_ENGINE = 10  # times `cluster.patience`: how long a run that has lost all engines waits for one
+from kitae.trainer.base import Trainer
 
 
 def train(
@@ -56,84 +48,24 @@ async def _attempt(
     frontier, state = _where_it_stands(store, checkpoint, forget)
     data = sources.fingerprint()
     if frontier.step or not forget:
-        check_data(
-            store.journal,
-            data,
-            f"the prompts must be those that the run began with, but {config.data.path or config.data.hub}",
-            f"ask the new ones from the start with --from {START} --forget, or in a new run from a model of your "
-            "choice",
-        )
+        _check_prompts(config, store, data)
     async with AsyncExitStack() as stack:
         if (cluster := await open_cluster(config.cluster)) is not None:
             stack.push_async_callback(cluster.close)
         pool = await stack.enter_async_context(place_pool(config, cluster, observer.note))
         world = await stack.enter_async_context(open_world(config.env))
-        observer.note(f"loading {config.model.path}")
-        policy, trainer = start_trainer(config, cluster, observer.note)
-        stack.push_async_callback(trainer.close)
-        await trainer.start()
-        facts = ModelFacts.read(config.model) if policy is None else ModelFacts.of(policy)
-        learner = make_learner(config, trainer)
-        if state is not None:
-            await learner.load(state)
-        for change in store.changes.values():
-            observer.note(f"changed for this run from here on: {change}")
-        await store.begin(frontier.step, forget)  # nothing of the run was touched so far
-        await record_data(store.journal, data)
+        learning = await start_learning(stack, config, cluster, state, observer)
+        await begin(store, observer, data, frontier.step, forget=forget)
         forget_after(store.folder, max(frontier.step, store.journal.last_step()))
-        board = None
-        if config.engine.kind != "native":
-            board = await stack.enter_async_context(opened_board(config, trainer, cluster, store.folder / "weights"))
-        patience = _NO_ENGINE * config.cluster.patience
-        order = EngineOrder(config.model, config.engine, frontier.step, policy, board, cluster, patience)
-        engine = await start_engine(order)
-        stack.push_async_callback(engine.close)
-        await trainer.use_threads(torch.get_num_threads())  # an engine may have got some of the cores
-        weights = WeightSync(
-            trainer,
-            engine,
-            recompute=config.pipeline.in_flight == "recompute",
-            tolerance=probe_tolerance(facts.dtype),
-        )
-        episodes = make_episodes(config, engine, pool, world, facts)
+        serving = await start_serving(stack, config, cluster, learning, frontier.step, store.folder)
+        episodes = make_episodes(config, serving.engine, pool, world, learning.facts)
         evaluations = RunEvaluations(config, store.folder, store.metrics, observer, episodes, pool, world, sources)
         pipeline = Pipeline(
-            config, store, sources.stream, episodes, engine, learner, weights, observer, frontier, evaluations.at
-        )
-        if not engine.capabilities.shares_weights:
-            await weights.hand_over(frontier.step)
-        kept = kept_at(config.engine.count, engine, order, weights, store.folder, observer.note)
-        await stack.enter_async_context(kept)
-
-        def stop() -> None:
-            observer.note("stopping at the next safe point; press Ctrl-C again to stop at once")
-            pipeline.stop()
-
-        after = None
-        with Interrupts(stop) as interrupts:
-            try:
-                if evaluation_due(config, frontier.step):  # of a resumed run, it may have been lost
-                    await pipeline.or_stop(evaluations.at(frontier.step))
-                await pipeline.run()
-                for left in store.journal.pending():  # of a run that was made shorter
-                    await store.journal.skip_slot(config.training.steps, left.number, "the run ended")
-                if sources.held_out:
-                    after = await pipeline.or_stop(evaluations.at(config.training.steps))
-            except Stopped:
-                if pipeline.frontier.step:
-                    observer.status("saving a checkpoint")
-                    await pipeline.save()
-                await store.journal.add_event("stopped", f"step {pipeline.frontier.step}")
-                stopped_by = interrupts.received or signal.SIGINT
-                return Result(store.folder, stopped_by, pipeline.frontier.step, evaluations.found(0), None)
-        observer.status("exporting the model")
-        await trainer.export(store.folder / "model")
-        for path in (store.folder / "model").iterdir():
-            flush(path)
-        await store.journal.add_event("finished", json.dumps(after))
-        await store.sync()
-        observer.finished(store.folder)
-        return Result(store.folder, None, config.training.steps, evaluations.found(0), after)
+            config, store, sources.stream, episodes, serving.engine, learning.learner, serving.weights, observer,
+            frontier, evaluations.at,
+        )  # fmt: skip
+        await _hand_over(stack, pipeline, serving)
+        return await _train(pipeline, evaluations, learning.trainer)
 
 
 def _where_it_stands(store: RunStore, checkpoint: str | None, forget: bool) -> tuple[Frontier, Path | None]:
@@ -157,3 +89,50 @@ def _where_it_stands(store: RunStore, checkpoint: str | None, forget: bool) -> t
             f"and make it after a Ctrl-C, which saves a checkpoint; or give those steps up: {way_out}"
         )
     return frontier, state
+
+
+def _check_prompts(config: RLConfig, store: RunStore, data: str) -> None:
+    check_data(
+        store.journal,
+        data,
+        f"the prompts must be those that the run began with, but {config.data.path or config.data.hub}",
+        f"ask the new ones from the start with --from {START} --forget, or in a new run from a model of your choice",
+    )
+
+
+async def _hand_over(stack: AsyncExitStack, pipeline: Pipeline, serving: Serving) -> None:
+    """The weights of the start, to an engine that has its own; from then on there are as many engines as are wanted."""
+    if not serving.engine.capabilities.shares_weights:
+        await serving.weights.hand_over(pipeline.frontier.step)
+    count, folder, note = pipeline.config.engine.count, pipeline.store.folder, pipeline.observer.note
+    await stack.enter_async_context(kept_at(count, serving.engine, serving.order, serving.weights, folder, note))
+
+
+async def _train(pipeline: Pipeline, evaluations: RunEvaluations, trainer: Trainer) -> Result:
+    """To the end, or until Ctrl-C."""
+    store, observer = pipeline.store, pipeline.observer
+
+    def stop() -> None:
+        observer.note("stopping at the next safe point; press Ctrl-C again to stop at once")
+        pipeline.stop()
+
+    with Interrupts(stop) as interrupts:
+        try:
+            after = await _run_through(pipeline, evaluations)
+        except Stopped:
+            await save_stopped(store, observer, pipeline)
+            stopped_by = interrupts.received or signal.SIGINT
+            return Result(store.folder, stopped_by, pipeline.frontier.step, evaluations.found(0), None)
+    await finish(store, observer, trainer, after)
+    return Result(store.folder, None, pipeline.config.training.steps, evaluations.found(0), after)
+
+
+async def _run_through(pipeline: Pipeline, evaluations: RunEvaluations) -> dict[str, Any] | None:
+    """All steps; the evaluation after the last, if something is held out."""
+    steps, journal = pipeline.config.training.steps, pipeline.store.journal
+    if evaluation_due(pipeline.config, pipeline.frontier.step):  # of a resumed run, it may have been lost
+        await pipeline.or_stop(evaluations.at(pipeline.frontier.step))
+    await pipeline.run()
+    for left in journal.pending():  # of a run that was made shorter
+        await journal.skip_slot(steps, left.number, "the run ended")
+    return await pipeline.or_stop(evaluations.at(steps)) if evaluations.sources.held_out else None

@@ -1,7 +1,6 @@
 """Put a run of a stage together, run it, and leave everything consistent whatever happens."""
 
 import asyncio
-import json
 import signal
 from contextlib import AsyncExitStack
 
@@ -14,13 +13,13 @@ from kitae.observe.observer import Observer
 from kitae.pipeline.again import until_done
 from kitae.pipeline.interrupts import Interrupts
 from kitae.pipeline.loops import Stopped
+from kitae.pipeline.milestones import begin, finish, save_stopped
 from kitae.stages.base import Method
 from kitae.stages.data import StageData
 from kitae.stages.loop import StageLoop
 from kitae.stages.registry import make_method
 from kitae.store.checkpoint import START, Frontier
-from kitae.store.disk import flush
-from kitae.store.provenance import check_data, record_data
+from kitae.store.provenance import check_data
 from kitae.store.run import Result, RunStore
 from kitae.trainer.base import Trainer
 from kitae.trainer.start import ranked_stage, supervised
@@ -69,10 +68,7 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
         await method.prepare(trainer, data.trained(config.training.steps), data.held_out, store.folder, observer)
         if state is not None:
             await trainer.load(state)
-        for change in store.changes.values():
-            observer.note(f"changed for this run from here on: {change}")
-        await store.begin(frontier.step)  # nothing of the run was touched so far
-        await record_data(store.journal, data.fingerprint)
+        await begin(store, observer, data.fingerprint, frontier.step)
         forget_after(store.folder, frontier.step)
         loop = StageLoop(config, store, method, trainer, data, observer, frontier)
 
@@ -87,20 +83,11 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
             try:
                 await loop.run()
             except Stopped:
-                if loop.frontier.step:
-                    observer.status("saving a checkpoint")
-                    await loop.save()
-                await store.journal.add_event("stopped", f"step {loop.frontier.step}")
+                await save_stopped(store, observer, loop)
                 return Result(store.folder, interrupts.received or signal.SIGINT, loop.frontier.step, before, None)
         before = before or next((row for row in store.metrics.rows("eval") if row["step"] == 0), None)
         after = await loop.evaluate(config.training.steps)
-        observer.status("exporting the model")
-        await trainer.export(store.folder / "model")
-        for path in (store.folder / "model").iterdir():
-            flush(path)
-        await store.journal.add_event("finished", json.dumps(after))
-        await store.sync()
-        observer.finished(store.folder)
+        await finish(store, observer, trainer, after)
         return Result(store.folder, None, config.training.steps, before, after)
 
 

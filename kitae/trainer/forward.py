@@ -14,8 +14,9 @@ from kitae.models.attention import AttentionContext
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.trainer.attention import PackedAttention
+from kitae.trainer.collectives import together
 from kitae.trainer.config import LearningConfig
-from kitae.trainer.sequence import RowPart, SplitAttention, together
+from kitae.trainer.sequence import RowPart, SplitAttention
 from kitae.types import FloatArray, Sample, SampleKey
 
 

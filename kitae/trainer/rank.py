@@ -202,7 +202,7 @@ class Rank:
 
     def _publish(self, header: Header, arrays: Arrays) -> Reply:
         """The first rank publishes; the others give their shards, in the same order."""
-        from kitae.weights.whole import walk
+        from kitae.models.whole import walk
 
         weights = self.worker.weights()
         if self._publisher is None:

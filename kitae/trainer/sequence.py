@@ -8,7 +8,6 @@ Legend: T tokens of the row, t of this process; N loss tokens of the row, n of t
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kitae.models.attention import AttentionContext
+from kitae.trainer.collectives import exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,55 +59,9 @@ class SplitAttention:
             k, v = (x.repeat_interleave(size // x.shape[0], 0) for x in (k, v))
         heads = [x.shape[0] // size for x in (q, k, v)]
         sent = torch.cat([x.reshape(size, -1, *x.shape[1:]) for x in (q, k, v)], 1)  # [process, its heads, t, D]
-        got = _exchange(sent, self._group).transpose(0, 1).flatten(1, 2)[:, : self._tokens]
+        got = exchange(sent, self._group).transpose(0, 1).flatten(1, 2)[:, : self._tokens]
         own = None if sinks is None else sinks.view(size, -1)[dist.get_rank(self._group)]
         q, k, v = torch.split(got, heads)
         out = self._whole.attend(layer, q, k, v, scale=scale, window=window, softcap=softcap, sinks=own)
         filled = pad(out, (0, 0, 0, 0, 0, size * length - self._tokens))
-        return _exchange(filled.view(size, length, *out.shape[1:]), self._group).transpose(0, 1).flatten(1, 2)
-
-
-def together(values: Tensor, own_n: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
-    """`[…, n]` of each process → `[…, N]` of the row, for all. The gradient of each stays with the one it came from:
-    all of them go on to compute the same, and it counts once."""
-    found: Tensor = _Together.apply(values, own_n, total, group)  # type: ignore[no-untyped-call]
-    return found
-
-
-def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x[i]` goes to process i; what comes from it has its place."""
-    got: Tensor = _Exchange.apply(x, group)  # type: ignore[no-untyped-call]
-    return got
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _swapped(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _swapped(grads[0], ctx.group), None
-
-
-def _swapped(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.contiguous()
-    got = torch.empty_like(x)
-    dist.all_to_all_single(got, x, group=group)
-    return got
-
-
-class _Together(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, own_n: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.save_for_backward(own_n)
-        found = values.new_zeros(*values.shape[:-1], total)
-        found[..., own_n] = values
-        dist.all_reduce(found, group=group)
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (own_n,) = ctx.saved_tensors
-        return grads[0][..., own_n], None, None, None
+        return exchange(filled.view(size, length, *out.shape[1:]), self._group).transpose(0, 1).flatten(1, 2)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,6 +20,7 @@ from torch.nn.functional import linear
 from kitae.errors import ConfigError
 from kitae.models.fuse import unfuse
 from kitae.models.policy import Policy
+from kitae.trainer.collectives import sum_gradient, sum_parts
 
 
 def split_layers(policy: Policy, peers: DeviceMesh) -> None:
@@ -80,12 +80,12 @@ def _shard(module: nn.Module, name: str, dim: int, peers: DeviceMesh) -> None:
 def _through_columns(self: Any, x: Tensor) -> Tensor:
     weight: DTensor = self.weight
     bias = None if self.bias is None else self.bias.to_local()
-    return linear(_sum_gradient(x, _group(weight)), weight.to_local(), bias)
+    return linear(sum_gradient(x, _group(weight)), weight.to_local(), bias)
 
 
 def _through_rows(self: Any, x: Tensor) -> Tensor:
     weight: DTensor = self.weight
-    out: Tensor = _Sum.apply(linear(x, weight.to_local()), _group(weight))  # type: ignore[no-untyped-call]
+    out = sum_parts(linear(x, weight.to_local()), _group(weight))
     return out if self.bias is None else out + self.bias
 
 
@@ -100,7 +100,7 @@ def _shared(module: nn.Module, peers: DeviceMesh) -> None:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         whole = dict(self._parameters)
-        summed: dict[str, Any] = {n: p if p is None else _sum_gradient(p, group) for n, p in whole.items()}
+        summed: dict[str, Any] = {n: p if p is None else sum_gradient(p, group) for n, p in whole.items()}
         self._parameters.update(summed)
         try:
             return inner(*args, **kwargs)
@@ -116,35 +116,3 @@ STYLES: Mapping[str, Callable[[nn.Module, DeviceMesh], None]] = {
     "replicated_with_grad_allreduce": _shared,
 }
 """By the names that plans have for them."""
-
-
-def _sum_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    found: Tensor = _SumGradient.apply(x, group)  # type: ignore[no-untyped-call]
-    return found
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class _Sum(torch.autograd.Function):
-    """Each rank goes on with the same, so its gradient is that of every part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from kitae.errors import EngineError
+from kitae.models.whole import whole
 from kitae.weights.base import Bucket, Entry, Manifest, Mode
 from kitae.weights.bits import bits, copy, integers, raw
 from kitae.weights.board import Gate
 from kitae.weights.checksum import Checksum
 from kitae.weights.delta import Encoder, changed_positions
 from kitae.weights.layout import LIMIT, lay_out, pieces
-from kitae.weights.whole import whole
 
 
 class Shelf(Protocol):

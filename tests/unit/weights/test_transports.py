@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from transport_rigs import DELTAS, KINDS, Rig, bits, change, rig, same, weights, zeros
 
 from kitae.errors import EngineError
-from kitae.weights.base import Address
+from kitae.weights.base import Address, Manifest
 from kitae.weights.start import make_publisher, make_receiver
 
 
@@ -78,30 +79,31 @@ def test_damage_of_the_image_is_found(one: Rig, damage: str, number: int) -> Non
     assert one.fetch(again) == [()] and same(source, one.loaded[0])
 
 
+def damaged_delta(made: Rig, damage: str) -> tuple[Any, dict[str, Tensor], Manifest]:
+    """A receiver with the first version; the tensors of the second; its manifest, whose delta is not as it was."""
+    source = weights()
+    receiver = made.join(zeros(source))
+    made.fetch(made.publish(0, source))
+    change(source)
+    manifest = made.publish(1, source)
+    assert manifest.mode == "delta" and len(manifest.delta) > 1
+    getattr(made, damage)(manifest, 0, delta=True)
+    return receiver, source, manifest
+
+
 @pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
 def test_damage_of_the_delta_is_repaired_from_the_image(with_delta: Rig, damage: str) -> None:
-    source = weights()
-    receiver = with_delta.join(zeros(source))
-    with_delta.fetch(with_delta.publish(0, source))
-    change(source)
-    manifest = with_delta.publish(1, source)
-    assert manifest.mode == "delta" and len(manifest.delta) > 1
-    getattr(with_delta, damage)(manifest, 0, delta=True)
+    receiver, source, manifest = damaged_delta(with_delta, damage)
     assert with_delta.fetch(manifest) == [()] and same(source, with_delta.loaded[0]) and receiver.repaired > 0
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "lose"])
 def test_damage_of_both_is_not_hidden(with_delta: Rig, damage: str) -> None:
-    source = weights()
-    receiver = with_delta.join(zeros(source))
-    with_delta.fetch(with_delta.publish(0, source))
-    change(source)
-    manifest = with_delta.publish(1, source)
-    getattr(with_delta, damage)(manifest, 0, delta=True)
+    receiver, _, manifest = damaged_delta(with_delta, damage)
     for number in range(len(manifest.buckets)):
         getattr(with_delta, damage)(manifest, number)
     (damaged,) = with_delta.fetch(manifest)
-    assert damaged and receiver.version is None and receiver.repaired == 0  # type: ignore[attr-defined]
+    assert damaged and receiver.version is None and receiver.repaired == 0
 
 
 def test_an_old_bucket_in_place_of_a_new_one_is_found(one: Rig) -> None:

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transport_rigs import change, same, weights, zeros
 
+from kitae.models.whole import walk, whole
 from kitae.weights import publisher as publisher_module
 from kitae.weights.http import HttpPublisher, HttpReceiver
-from kitae.weights.whole import walk, whole
 
 
 @pytest.fixture
