@@ -6,7 +6,7 @@ affair of the back-end. Tensors never go through it.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -66,3 +66,13 @@ class Cluster(Protocol):
 
     async def start(self, duty: Duty) -> Post: ...
     async def close(self) -> None: ...
+
+
+async def end_posts(posts: Iterable[Post]) -> None:
+    """All at once; it returns when their processes are gone."""
+    left = list(posts)
+    for post in left:
+        post.kill()
+    for post in left:
+        await post.wait()
+        post.writer.transport.abort()

@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 
-from kitae.cluster.base import Duty, PostError
+from kitae.cluster.base import Duty, PostError, end_posts
 from kitae.cluster.process import PostProcess
 from kitae.cluster.worker import pack_order
 
@@ -36,12 +36,7 @@ class LocalCluster:
         return post
 
     async def close(self) -> None:
-        left = list(self._posts)
-        for post in left:
-            post.kill()
-        for post in left:
-            await post.wait()
-            post.writer.transport.abort()
+        await end_posts(self._posts)
 
 
 class LocalPost:

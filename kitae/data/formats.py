@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from kitae.data.boxes import last_boxed
+from kitae.data.rows import explained
 from kitae.errors import DataError
 from kitae.plugins import is_plugin, load_function, nearest
 
@@ -48,15 +49,9 @@ def find_reader(name: str) -> Reader:
 
 def read_row(reader: Reader, row: Mapping[str, Any]) -> Exercise:
     """What a format makes of a row; a `DataError` says what is wrong with the row, or with a user's function."""
-    try:
+    with explained(row):
         made = reader(row)
         return made if isinstance(made, Exercise) else Exercise(**made)
-    except KeyError as error:
-        raise DataError(f"no column {error}; the row has {', '.join(map(repr, row))}") from None
-    except DataError:
-        raise
-    except Exception as error:  # a user's own function may raise anything
-        raise DataError(f"the format cannot read the row: {type(error).__name__}: {error}") from error
 
 
 def math(row: Mapping[str, Any]) -> Exercise:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kitae.data.messages import from_json
-from kitae.data.rows import clip
+from kitae.data.rows import clip, explained
 from kitae.errors import DataError
 from kitae.plugins import is_plugin, load_function, nearest
 
@@ -31,14 +31,8 @@ def find_layout(name: str) -> Layout:
 
 def lay_out(layout: Layout, row: Values) -> Values:
     """What a layout makes of a row; a `DataError` says what is wrong with the row, or with a user's function."""
-    try:
+    with explained(row):
         made = layout(row)
-    except KeyError as error:
-        raise DataError(f"no column {error}; the row has {', '.join(map(repr, row))}") from None
-    except DataError:
-        raise
-    except Exception as error:  # a user's own function may raise anything
-        raise DataError(f"the format cannot read the row: {type(error).__name__}: {error}") from error
     if not isinstance(made, Mapping):
         raise DataError(f"a format must return a mapping of columns, got {clip(repr(made))}")
     return made

@@ -7,6 +7,7 @@ starts, and says which of them are bad.
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date, time
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -128,6 +129,19 @@ def check_unicode(values: object) -> None:
     """Half a surrogate pair can be written in JSON, but not encoded."""
     if (bad := _SURROGATE.search(json.dumps(values, ensure_ascii=False))) is not None:
         raise DataError(f"a row must be valid Unicode, got half a surrogate pair: {bad[0]!r}")
+
+
+@contextmanager
+def explained(row: Mapping[str, Any]) -> Iterator[None]:
+    """Whatever goes wrong while a format reads a row is a `DataError` that says what."""
+    try:
+        yield
+    except KeyError as error:
+        raise DataError(f"no column {error}; the row has {', '.join(map(repr, row))}") from None
+    except DataError:
+        raise
+    except Exception as error:  # a user's own function may raise anything
+        raise DataError(f"the format cannot read the row: {type(error).__name__}: {error}") from error
 
 
 def clip(text: str) -> str:

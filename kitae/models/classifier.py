@@ -5,13 +5,12 @@ token must be one that no conversation ends with: with a stop token for padding,
 would be read one token too early. An exported folder has another one.
 """
 
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
-from kitae.models.load import find_model, load_tokenizer, pick_device, pick_dtype, prepared
+from kitae.models.load import find_model, load_tokenizer, pick_dtype, prepared, ready_device, written_whole
 from kitae.models.quiet import quiet_transformers
 
 if TYPE_CHECKING:
@@ -120,17 +119,10 @@ def export_scalar(model: "ScalarModel", folder: Path) -> None:
         raise ModelError(
             f"{policy.source}: {kind.__name__} must have the weights of the model, but differs in {missing[0]}"
         )
-    scratch = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.parent.mkdir(parents=True, exist_ok=True)
-    with quiet_transformers():
+    with written_whole(folder) as scratch, quiet_transformers():
         shell.save_pretrained(scratch, state_dict=state)
         tokenizer.save_pretrained(scratch)
         policy.base.generation_config.save_pretrained(scratch)  # it knows further tokens that end a turn
-    for path in scratch.iterdir():
-        path.chmod(0o644)  # weights are written readable for their owner alone
-    shutil.rmtree(folder, ignore_errors=True)
-    scratch.rename(folder)
 
 
 def load_scalar(config: ModelConfig, seed: int = 0) -> "ScalarModel":
@@ -139,7 +131,6 @@ def load_scalar(config: ModelConfig, seed: int = 0) -> "ScalarModel":
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from kitae.kernels.memory import keep_freed_memory
     from kitae.models import attention
     from kitae.models.policy import Policy
     from kitae.models.scalar import ScalarModel
@@ -147,10 +138,7 @@ def load_scalar(config: ModelConfig, seed: int = 0) -> "ScalarModel":
     folder = find_model(config.path)
     assert folder is not None
     check_classifier(folder)
-    device = pick_device(config.device)
-    if device.type == "cpu":
-        keep_freed_memory()
-    attention.register()
+    device = ready_device(config)
     try:
         with quiet_transformers():
             whole, found = AutoModelForSequenceClassification.from_pretrained(

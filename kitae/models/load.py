@@ -3,7 +3,8 @@
 import importlib.util
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,21 +222,29 @@ def load_tokenizer(config: ModelConfig) -> tuple[Any, Any]:
         return _load_tokenizer(config.path, folder), generation
 
 
+def ready_device(config: ModelConfig) -> "torch.device":
+    """The device that a model is loaded onto, once all is prepared for that."""
+    from kitae.kernels.memory import keep_freed_memory
+    from kitae.models import attention
+
+    device = pick_device(config.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    attention.register()
+    return device
+
+
 def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     """Load model and tokenizer onto the device, in the dtype of the computation, with LoRA if asked for."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    from kitae.kernels.memory import keep_freed_memory
     from kitae.models import attention
     from kitae.models.policy import Policy
 
     folder = find_model(config.path)
     assert folder is not None
-    device = pick_device(config.device)
-    if device.type == "cpu":
-        keep_freed_memory()
-    attention.register()
+    device = ready_device(config)
     try:
         with quiet_transformers():
             model = AutoModelForCausalLM.from_pretrained(
@@ -291,18 +300,24 @@ def export_policy(policy: "Policy", folder: Path) -> None:
     state: dict[str, Any] = merged_state(policy)
     if not is_writer():
         return
-    scratch = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.parent.mkdir(parents=True, exist_ok=True)
     base = policy.base
     implementation = base.config._attn_implementation
     base.config._attn_implementation = None  # a saved folder must load without Kitae
     try:
-        with quiet_transformers():
+        with written_whole(folder) as scratch, quiet_transformers():
             base.save_pretrained(scratch, state_dict=state)
             policy.tokenizer.save_pretrained(scratch)
     finally:
         base.config._attn_implementation = implementation
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which takes the place of `folder` when all is written."""
+    scratch = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.parent.mkdir(parents=True, exist_ok=True)
+    yield scratch
     for path in scratch.iterdir():
         path.chmod(0o644)  # weights are written readable for their owner alone
     shutil.rmtree(folder, ignore_errors=True)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
-from kitae.cluster.base import Duty, PostError
+from kitae.cluster.base import Duty, PostError, end_posts
 from kitae.cluster.config import ClusterConfig
 from kitae.cluster.demand import Demand, Supplier, pool_of, rooms_of
 from kitae.cluster.doorway import Doorway
@@ -138,12 +138,7 @@ class RayCluster:
     async def close(self) -> None:
         self._closed = True
         self._places.close()
-        left = list(self._posts)
-        for post in left:
-            post.kill()
-        for post in left:
-            await post.wait()
-            post.writer.transport.abort()
+        await end_posts(self._posts)
         self.doorway.close()
         if self._ray.is_initialized():
             self._places.release_all()
