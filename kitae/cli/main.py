@@ -5,6 +5,7 @@ Typer alone is imported; each command imports what it needs, so --help answers a
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -20,7 +21,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-COMMANDS = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "train": training.train,
     "resume": training.resume,
     "scale": training.scale,
