@@ -13,7 +13,7 @@ from kitae.errors import ModelError
 from kitae.models.classifier import export_scalar
 from kitae.models.config import ModelConfig
 from kitae.models.fuse import fuse
-from kitae.models.load import SMOLLM2, check_model, export_policy, find_model, load_policy, pick_device
+from kitae.models.load import SMOLLM2, check_model, export_policy, find_model, load_policy, pick_device, pick_dtype
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.models.tiny import ARCHITECTURES
@@ -162,3 +162,14 @@ def test_fusing_skips_what_it_does_not_know(tiny_policy: TinyPolicy) -> None:
     assert fuse(llama.model, llama.device, llama.dtype) == 9  # 2 × (layer, 2 norms, MLP) + final norm
     gemma = tiny_policy("gemma3", fuse=False)
     assert fuse(gemma.model, gemma.device, gemma.dtype) == 0  # its norm adds 1 to the weight, its MLP is no SwiGLU
+
+
+@pytest.mark.parametrize(("amx", "avx", "expected"), [(0, 0, "float32"), (1, 0, "bfloat16"), (0, 1, "bfloat16")])
+def test_bfloat16_is_chosen_where_the_processor_computes_in_it(
+    monkeypatch: pytest.MonkeyPatch, amx: int, avx: int, expected: str
+) -> None:
+    """Not where oneDNN emulates it, as with AVX-512 alone."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: bool(amx))
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bool(avx))
+    assert pick_dtype("auto", torch.device("cpu")) is getattr(torch, expected)
+    assert pick_dtype("bfloat16", torch.device("cpu")) is torch.bfloat16
