@@ -5,11 +5,15 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 from ray_nodes import ray_config
 from test_posts import alive, duty, gone, greeting, opened
+
+from kitae.cluster.ray.nodes import OwnNodes
 
 
 def test_nobody_comes_in_without_the_secret(nodes: Any) -> None:
@@ -54,16 +58,24 @@ def test_a_keeper_that_dies_takes_its_process_along(nodes: Any) -> None:
     asyncio.run(body())
 
 
-def test_a_node_that_is_removed(nodes: Any) -> None:
+@pytest.fixture
+def few(nodes: Any) -> Iterator[OwnNodes]:
+    """Nodes of its own, beside those of all, for a test that takes some away."""
+    own = OwnNodes.start(1)
+    yield own
+    own.close()
+
+
+def test_a_node_that_is_removed(few: OwnNodes) -> None:
     """It is noticed within seconds, and what was there finds a place on another node."""
-    added = nodes.add(9, num_cpus=64)
+    added = few.add(9, num_cpus=64)
 
     async def body() -> None:
-        async with opened(ray_config(nodes, 2, cpus=20, place="strict-pack")) as cluster:
+        async with opened(ray_config(few, 2, cpus=20, place="strict-pack")) as cluster:
             post = await cluster.start(duty(linger=True))
-            nodes.add(10, num_cpus=64)
+            few.add(10, num_cpus=64)
             began = time.monotonic()
-            nodes.remove(added)
+            few.remove(added)
             assert await asyncio.wait_for(post.wait(), 30) == f"its {post.where} is gone or out of reach"
             noticed = time.monotonic() - began
             await gone(post.pid)
@@ -71,11 +83,7 @@ def test_a_node_that_is_removed(nodes: Any) -> None:
             assert (await greeting(again))["ready"] and again.where != post.where
             print(f"noticed after {noticed:.1f} s, elsewhere after {time.monotonic() - began:.1f} s")
 
-    try:
-        asyncio.run(body())
-    finally:
-        for node in list(nodes.nodes.worker_nodes)[2:]:
-            nodes.remove(node)
+    asyncio.run(body())
 
 
 def test_a_controller_that_is_killed_leaves_nothing(nodes: Any) -> None:
