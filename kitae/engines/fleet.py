@@ -268,12 +268,13 @@ class Fleet:
         return between | {id: news for engine in self.engines for id, news in engine.progress(known).items()}
 
     def stats(self) -> EngineStats:
-        self._account()
-        found = [engine.stats() for engine in self.engines]
-        total = self._past
+        """Any thread may ask, as a watchdog does: nothing changes by it."""
+        members, total = tuple(self._members), self._past
+        found = [member.engine.stats() for member in members]
+        busy = total.busy_seconds + _mean_busy(members, found)
         for each in found:
             total = _add(total, each)
-        between = sum(stay.member is None for stay in list(self._stays.values()))  # a watchdog asks from its thread
+        between = sum(stay.member is None for stay in list(self._stays.values()))
         return replace(
             total,
             version=min((s.version for s in found), default=self._past.version),
@@ -281,15 +282,16 @@ class Fleet:
             waiting=sum(s.waiting for s in found) + between,
             restarts=total.restarts + self.lost,
             engines=sum(s.engines for s in found),
+            busy_seconds=busy,
         )
 
     def _account(self) -> None:
-        """Busy seconds, by the number of engines that there are at the time."""
-        busy = 0.0
-        for member in self._members:
-            now = member.engine.stats().busy_seconds
-            busy, member.busy = busy + now - member.busy, now
-        self._past = replace(self._past, busy_seconds=self._past.busy_seconds + busy / max(1, len(self._members)))
+        """For the busy seconds so far, before there are more engines, or fewer."""
+        found = [member.engine.stats() for member in self._members]
+        busy = self._past.busy_seconds + _mean_busy(self._members, found)
+        for member, stats in zip(self._members, found, strict=True):
+            member.busy = stats.busy_seconds
+        self._past = replace(self._past, busy_seconds=busy)
 
     async def close(self) -> None:
         self._closed = True
@@ -309,6 +311,12 @@ class Fleet:
         if errors:
             raise min(errors, key=lambda error: isinstance(error, WeightsDamaged))
         return [result for result in found if not isinstance(result, BaseException)]
+
+
+def _mean_busy(members: Sequence[_Member], found: Sequence[EngineStats]) -> float:
+    """Of the seconds that are not accounted for."""
+    busy = sum(stats.busy_seconds - member.busy for member, stats in zip(members, found, strict=True))
+    return busy / max(1, len(members))
 
 
 def _add(past: EngineStats, more: EngineStats) -> EngineStats:

@@ -55,6 +55,24 @@ def test_groups_stay_together_on_the_engine_with_the_fewest_requests() -> None:
     virtual(body)
 
 
+def test_whoever_asks_for_its_stats_changes_nothing() -> None:
+    """A watchdog asks from its own thread, while engines come and go."""
+
+    async def body() -> None:
+        engine = fleet(2)
+        await engine.generate(request("0"))
+        past, accounted = engine._past, [member.busy for member in engine._members]
+        busy = engine.stats().busy_seconds
+        assert busy == engine.stats().busy_seconds == pytest.approx(8 / 2)
+        assert engine._past is past and [member.busy for member in engine._members] == accounted
+        await engine.leave(engine.engines[1])
+        assert engine.stats().busy_seconds == pytest.approx(8 / 2), "by the number that there was"
+        await engine.generate(request("1"))
+        assert engine.stats().busy_seconds == pytest.approx(8 / 2 + 8)
+
+    virtual(body)
+
+
 def test_everything_else_is_for_all() -> None:
     async def body() -> None:
         engine = fleet(2, Pace(step=1.0, update=2.0))
