@@ -70,7 +70,7 @@ class RankedTrainer:
         self.updates = 0
 
     async def start(self) -> None:
-        """All ranks, or none; `TrainerError` with what one of them says."""
+        """All ranks, or none: `TrainerError` with what one of them refuses, `TrainerLost` where one ends instead."""
         if self._teacher is not None:
             await self._teacher.start()
         store = TCPStore(self._cluster.host, 0, is_master=True, wait_for_workers=False)
@@ -90,7 +90,7 @@ class RankedTrainer:
                     await task.result().end()
             cause = root_cause(problem)
             if isinstance(cause, PostLost):
-                raise TrainerError(f"a rank of the trainer could not start: {cause}") from None
+                raise TrainerLost(f"a rank of the trainer could not start: {cause}") from None
             raise cause from None
         self._links = [task.result() for task in starting]
         self.updates = self._links[0].greeting["updates"]
