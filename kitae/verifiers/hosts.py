@@ -94,6 +94,8 @@ class HostedPool:
         if errors:
             await self.close()
             raise errors[0]
+        for host in [each for each in self._hosts if each.lost is not None]:
+            self._on_loss(host)  # while the others were started
 
     async def score(self, response: str, reference: Any, context: Mapping[str, Any] = _NOTHING) -> Score:
         if not self._running:

@@ -133,6 +133,38 @@ def test_a_host_that_is_killed_is_replaced_and_its_checks_repeated(own: str) -> 
     assert "a verifier host was lost, 1 are left, and another is started: killed by signal 9" in said[0]
 
 
+class Staggered(HostedPool):
+    """Its first host is lost while the second is started."""
+
+    _begun = 0
+    _first: Any = None
+
+    async def _begin(self) -> Any:
+        self._begun += 1
+        if self._begun != 2:
+            host = await super()._begin()
+            self._first = self._first or host
+            return host
+        while self._first is None:
+            await asyncio.sleep(0.05)
+        os.kill(self._first.pid, signal.SIGKILL)
+        while self._first.lost is None:
+            await asyncio.sleep(0.05)
+        return await super()._begin()
+
+
+def test_a_host_that_is_lost_while_others_start_gets_no_checks(own: str) -> None:
+    async def body() -> None:
+        site = Site()
+        async with Staggered(VerifierConfig(name=own, workers=1), site, 2, 30) as pool:
+            async with asyncio.timeout(60):
+                found = await asyncio.gather(*(pool.score("1", "1") for _ in range(4)))
+            assert all(score.value == 1 for score in found) and pool.stats.restarts == 1
+        await site.close()
+
+    asyncio.run(body())
+
+
 def test_a_check_that_ends_its_hosts_is_given_up(own: str) -> None:
     async def body(pool: HostedPool, site: Site) -> None:
         poison, good = asyncio.create_task(pool.score("poison", "")), pool.score("1", "1", {"seconds": 0.1})
