@@ -4,7 +4,7 @@
 
     answers    frames of sampled tokens read from engines, into tuples, as the process that holds the loops does
     requests   frames of requests written to engines, prompts of 128 tokens
-    rows       judged groups into advantages and weights, samples into rows, rows into frames for the ranks of a trainer
+    rows       judged groups into advantages and weights, samples shared out, and into frames for the ranks of a trainer
     journal    rollouts into SQLite, text included; bytes are those of its files
     loops      everything else of a rollout: issuing, episode, buffer, stages, metrics. It is a simulated run, so the
                fake engine is in it and tokenizer and verifier are not
@@ -32,16 +32,14 @@ import torch
 from training import prepared
 
 from kitae.config.load import parse_config
-from kitae.data.packing import Row
+from kitae.data.packing import pack
 from kitae.engines.base import Request, Sampled, SamplingParams
 from kitae.engines.process.wire import pack_request, pack_sampled, sampled_of
 from kitae.processes.frames import pack_frame, read_frame
 from kitae.store.journal import Journal
 from kitae.study.simulate import Hardware, LogNormal, Schedule, Times, Work, simulate
-from kitae.trainer.config import TrainingConfig
-from kitae.trainer.forward import pack_rows
-from kitae.trainer.wire import rows_to_wire
-from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
+from kitae.trainer.sending import samples_to_wire
+from kitae.types import Group, Message, Prompt, Rollout, Sample, Score, Segment
 from kitae.weights.start import make_publisher, make_receiver
 
 PROMPT = 128
@@ -119,22 +117,19 @@ def rollouts(load: Load, group: int) -> tuple[Rollout, ...]:
     )
 
 
-def framed(rows: list[Row]) -> int:
+def framed(parts: list[list[Sample]]) -> int:
     """Bytes of the frames, one for each rank."""
-    wired = [rows_to_wire(rows[rank::RANKS]) for rank in range(RANKS)]
-    return sum(len(pack_frame({"rows": headers}, arrays)) for headers, arrays in wired)
+    return sum(len(pack_frame(*samples_to_wire(parts[rank::RANKS]))) for rank in range(RANKS))
 
 
 def rows(load: Load) -> Found:
-    """From judged groups: advantages, weights, rows, frames."""
+    """From judged groups: advantages, weights, samples of each row, frames."""
     asked = Prompt("0", (Message("user", "how many?"),), "42")
     groups = [Group(g, asked, rollouts(load, g)) for g in range(load.groups)]
     sizes: list[int] = []
 
     def send() -> None:
-        training = TrainingConfig(token_budget=8192)
-        _, packed = pack_rows(prepared(groups, load.length), training, torch.device("cpu"), ranks=RANKS)
-        sizes.append(framed(packed))
+        sizes.append(framed(pack(prepared(groups, load.length), 8192, multiple=RANKS)))
 
     seconds = cpu(send)
     return Found("rows", sizes[0], load.tokens, load.answers, seconds)

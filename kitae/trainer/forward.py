@@ -62,20 +62,20 @@ def pack_rows(
     samples: Sequence[Sample],
     config: LearningConfig,
     device: torch.device,
-    ranks: int = 1,
     observed: Collection[SampleKey] = (),
 ) -> tuple[list[list[Sample]], list[Row]]:
-    """As many rows as ranks, or a multiple of that, and the samples of each."""
-    parts = pack(samples, token_budget(config, device), config.share_prompts, multiple=ranks)
+    """The samples of each row, and the rows."""
+    parts = pack(samples, token_budget(config, device), config.share_prompts)
     return parts, [lay_out(part, config.share_prompts, observed) for part in parts]
 
 
-def split_rows(
-    parts: Sequence[Sequence[Sample]], rows: Sequence[Row], values: Sequence[FloatArray]
-) -> dict[SampleKey, FloatArray]:
+def split_rows(parts: Sequence[Sequence[Sample]], values: Sequence[FloatArray]) -> dict[SampleKey, FloatArray]:
     """Numbers of the loss tokens of each row, by sample; parts: the samples of each row."""
-    found = zip(parts, rows, values, strict=True)
-    return {s.key: own_N for part, row, values_N in found for s, own_N in zip(part, row.split(values_N), strict=True)}
+    found: dict[SampleKey, FloatArray] = {}
+    for part, values_N in zip(parts, values, strict=True):
+        cuts = np.cumsum([s.loss_tokens for s in part])[:-1]
+        found |= {s.key: own_N for s, own_N in zip(part, np.split(values_N, cuts) if part else [], strict=True)}
+    return found
 
 
 def attention(policy: Policy, micro: MicroBatch) -> AttentionContext:

@@ -59,7 +59,7 @@ class LocalTrainer:
         parts, rows = pack_rows(samples, self.worker.training, self.worker.policy.device)
         annotated = {s.key: s for s in samples}
         for column, values in self.worker.annotate(rows, columns).items():
-            for key, own_N in split_rows(parts, rows, values).items():
+            for key, own_N in split_rows(parts, values).items():
                 s = annotated[key]
                 annotated[key] = s.with_columns(**{column.value: s.spread(own_N)})
         return [annotated[s.key] for s in samples]

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from kitae.errors import KitaeError
 from kitae.processes.frames import Frame, pack_frame, read_frame
-from kitae.trainer.wire import Arrays, Header, conditions_of, rows_of_wire, totals_to_wire
+from kitae.trainer.sending import samples_of_wire
+from kitae.trainer.wire import Arrays, Header, conditions_of, totals_to_wire
 
 if TYPE_CHECKING:
     from kitae.config.root import Root
+    from kitae.data.packing import Row
     from kitae.trainer.mesh import Mesh
     from kitae.trainer.worker import Worker
     from kitae.weights.start import OwnPublisher
@@ -165,17 +167,23 @@ class Rank:
         if self._publisher is not None:
             self._publisher.close()
 
+    def _rows(self, header: Header, arrays: Arrays) -> "list[Row]":
+        from kitae.data.packing import lay_out
+
+        parts, observed = samples_of_wire(header, arrays)
+        return [lay_out(part, self.worker.training.share_prompts, observed) for part in parts]
+
     def _annotate(self, header: Header, arrays: Arrays) -> Reply:
         from kitae.trainer.base import Column
 
-        rows = rows_of_wire(header["rows"], arrays)
-        found = self.worker.annotate(rows, [Column[name] for name in header["columns"]])
+        rows = self._rows(header, arrays)
+        found = self.worker.annotate(rows, [Column[name] for name in header["wanted"]])
         return {}, {f"{n}:{column.name}": v for column, values in found.items() for n, v in enumerate(values)}
 
     def _forward_backward(self, header: Header, arrays: Arrays) -> Reply:
         from kitae.trainer.base import Role
 
-        rows, roles = rows_of_wire(header["rows"], arrays), [Role[name] for name in header["roles"]]
+        rows, roles = self._rows(header, arrays), [Role[name] for name in header["roles"]]
         totals = self.worker.forward_backward(rows, conditions_of(header["conditions"]), roles)
         return totals_to_wire(totals) if self.number == 0 else ({}, {})
 

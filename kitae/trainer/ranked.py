@@ -21,14 +21,15 @@ import kitae.errors as errors
 from kitae.cluster.base import Cluster, Duty
 from kitae.cluster.link import Deadlines, Link, PostLost
 from kitae.config.root import Root
-from kitae.data.packing import Row
+from kitae.data.packing import pack
 from kitae.errors import KitaeError, TrainerError, TrainerLost, root_cause
 from kitae.observe.meter import Totals
 from kitae.processes.frames import Array, Frame
 from kitae.trainer.base import Batch, Column, OutsideTeacher
-from kitae.trainer.forward import pack_rows, split_rows
-from kitae.trainer.wire import rows_to_wire, totals_of_wire
-from kitae.types import Sample
+from kitae.trainer.forward import split_rows, token_budget
+from kitae.trainer.sending import samples_to_wire
+from kitae.trainer.wire import totals_of_wire
+from kitae.types import Sample, SampleKey
 from kitae.weights.base import Address, Manifest, Mode
 from kitae.weights.board import Board, Gate
 
@@ -119,20 +120,19 @@ class RankedTrainer:
     async def _annotate(self, samples: Sequence[Sample], columns: Sequence[Column]) -> list[Sample]:
         if not columns:
             return list(samples)
-        parts, rows = self._pack(samples)
-        found = await self._on_rows("annotate", rows, columns=[column.name for column in columns])
+        rows = self._pack(samples)
+        found = await self._on_rows("annotate", rows, wanted=[column.name for column in columns])
         annotated = {s.key: s for s in samples}
         for column in columns:
             values = [found[n % self._data].arrays[f"{n // self._data}:{column.name}"] for n in range(len(rows))]
-            for key, own_N in split_rows(parts, rows, values).items():
+            for key, own_N in split_rows(rows, values).items():
                 s = annotated[key]
                 annotated[key] = s.with_columns(**{column.value: s.spread(own_N)})
         return [annotated[s.key] for s in samples]
 
     async def forward_backward(self, batch: Batch) -> Totals:
-        _, rows = self._pack(batch.samples, batch.observed)
-        roles = [role.name for role in batch.roles]
-        found = await self._on_rows("forward_backward", rows, conditions=asdict(batch.conditions), roles=roles)
+        given = {"conditions": asdict(batch.conditions), "roles": [role.name for role in batch.roles]}
+        found = await self._on_rows("forward_backward", self._pack(batch.samples), batch.observed, **given)
         return _totals(found[0])
 
     async def optim_step(self) -> Totals:
@@ -193,15 +193,18 @@ class RankedTrainer:
         """Ranks, or groups of them, with rows of their own."""
         return len(self._links) // self._peers
 
-    def _pack(self, samples: Sequence[Sample], observed: Collection[Any] = ()) -> tuple[list[list[Sample]], list[Row]]:
-        device = torch.device(self._links[0].greeting["device"])
-        return pack_rows(samples, self._config.training, device, ranks=self._data, observed=observed)
+    def _pack(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """The samples of each row; as many rows as there are ranks with their own, or a multiple of that."""
+        t, device = self._config.training, torch.device(self._links[0].greeting["device"])
+        return pack(samples, token_budget(t, device), t.share_prompts, multiple=self._data)
 
-    async def _on_rows(self, op: str, rows: Sequence[Row], **fields: Any) -> list[Frame]:
+    async def _on_rows(
+        self, op: str, rows: Sequence[Sequence[Sample]], observed: Collection[SampleKey] = (), **fields: Any
+    ) -> list[Frame]:
         """Each group of peers has every so-manieth row; the answers of the groups."""
-        wired = [rows_to_wire(rows[place :: self._data]) for place in range(self._data)]
+        wired = [samples_to_wire(rows[place :: self._data], observed) for place in range(self._data)]
         calls = [wired[number // self._peers] for number in range(len(self._links))]
-        found = await self._all(op, [({"rows": headers, **fields}, arrays) for headers, arrays in calls])
+        found = await self._all(op, [({**header, **fields}, arrays) for header, arrays in calls])
         return found[:: self._peers]
 
     async def _first(self, op: str, **fields: Any) -> Frame:

@@ -86,7 +86,7 @@ class TeacherProcess:
 
     async def score(self, samples: Sequence[Sample]) -> list[FloatArray]:
         parts, rows = await asyncio.to_thread(pack_rows, samples, self._training, self._device)
-        found = split_rows(parts, rows, [await self._score(row) for row in rows])
+        found = split_rows(parts, [await self._score(row) for row in rows])
         return [found[s.key] for s in samples]
 
     async def close(self) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from workers import make_worker, weighted
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.data.packing import Row
+from kitae.data.packing import Row, lay_out, pack
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.scalar import ScalarModel
@@ -23,7 +23,7 @@ from kitae.models.whole import gathered
 from kitae.observe.meter import Totals
 from kitae.trainer.base import Column, Conditions, Role
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.forward import pack_rows
+from kitae.trainer.forward import token_budget
 from kitae.trainer.mesh import Mesh, Parallel
 from kitae.trainer.optim import Optimizer
 from kitae.trainer.sharding import shard
@@ -157,7 +157,8 @@ def rows_of(samples: Sequence[Sample], choices: dict[str, Any], multiple: int = 
     """So many that every rank has as many. Every second sample is observed."""
     samples = weighted(samples, AlgorithmConfig.model_validate(choices))
     observed = {s.key for s in samples[::2]}
-    return pack_rows(samples, TRAINING, CPU, ranks=multiple, observed=observed)[1]
+    parts = pack(samples, token_budget(TRAINING, CPU), TRAINING.share_prompts, multiple)
+    return [lay_out(part, TRAINING.share_prompts, observed) for part in parts]
 
 
 def one_sided(rows: Sequence[Row], ranks: int = 2) -> list[Row]:

@@ -2,20 +2,18 @@
 
 import asyncio
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
-import torch
 from test_gradient import make_samples
 
 from kitae.algorithms.control import Coefficients, Signal
-from kitae.data.packing import Row
+from kitae.data.packing import lay_out, pack
 from kitae.observe.meter import Kind, Sum, Totals
 from kitae.processes.frames import Frame, pack_frame, read_frame
 from kitae.trainer.base import Conditions, Mark
-from kitae.trainer.config import TrainingConfig
-from kitae.trainer.forward import pack_rows
-from kitae.trainer.wire import conditions_of, rows_of_wire, rows_to_wire, totals_of_wire, totals_to_wire
+from kitae.trainer.sending import samples_of_wire, samples_to_wire
+from kitae.trainer.wire import conditions_of, totals_of_wire, totals_to_wire
 
 
 def sent(frame: bytes) -> Frame:
@@ -29,22 +27,36 @@ def sent(frame: bytes) -> Frame:
     return asyncio.run(body())
 
 
-def test_rows_travel_exactly() -> None:
+def test_rows_are_laid_out_there_as_they_would_be_here() -> None:
     samples = make_samples([(0, 5, 3), (0, 5, 9), (1, 12, 1), (2, 30, 20), (3, 1, 4)], gaps=True)
+    samples[1] = samples[1].with_columns(extra=samples[1].spread(np.float32(-0.0)))
     observed = {s.key for s in samples[::2]}
-    _, rows = pack_rows(samples, TrainingConfig(token_budget=30), torch.device("cpu"), ranks=4, observed=observed)
-    rows.append(Row.empty())
-    headers, arrays = rows_to_wire(rows)
-    frame = sent(pack_frame({"rows": headers}, arrays))
-    found = rows_of_wire(frame.header["rows"], frame.arrays)
-    assert len(found) == len(rows) and sum(len(row.observed) for row in rows) == len(observed)
+    parts = [*pack(samples, 30, multiple=4), []]
+    frame = sent(pack_frame(*samples_to_wire(parts, observed)))
+    received, watched = samples_of_wire(frame.header, frame.arrays)
+    assert watched == observed and [[s.key for s in part] for part in received] == [[s.key for s in p] for p in parts]
+    rows, found = ([lay_out(part, observed=watched) for part in some] for some in (parts, received))
+    assert sum(len(row.observed) for row in rows) == len(observed)
     for a, b in zip(found, rows, strict=True):
         assert (a.spans, a.lengths, a.observed, a.columns.keys()) == (b.spans, b.lengths, b.observed, b.columns.keys())
         for name in ("tokens_T", "positions_T", "source_N", "target_N", "weight_N"):
-            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+            assert getattr(a, name).tobytes() == getattr(b, name).tobytes(), name
             assert getattr(a, name).dtype == getattr(b, name).dtype
         for name, values in b.columns.items():
-            np.testing.assert_array_equal(a.columns[name], values)
+            assert a.columns[name].tobytes() == values.tobytes()
+    kept = next(s for part in received for s in part if s.key == samples[1].key)
+    assert np.signbit(kept.columns["extra"][kept.mask_T]).all()
+
+
+def test_what_is_one_number_over_an_answer_travels_as_one() -> None:
+    def size(length: int) -> int:
+        (sample,) = make_samples([(0, 5, length)])
+        flat = {name: sample.spread(np.float32(0.1)) for name in ("advantage", "score", "version")}
+        sample = replace(sample, weight_T=sample.spread(np.float32(0.3)), columns=flat)
+        return len(pack_frame(*samples_to_wire([[sample]])))
+
+    tokens = 4 * (4096 - 64)
+    assert size(4096) - size(64) - tokens <= 16  # digits of lengths
 
 
 def test_numbers_travel_exactly() -> None:
