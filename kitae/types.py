@@ -7,11 +7,16 @@ All of them are frozen. Tokens, their log-probs and the policy version that samp
 the engine, and never derived again from text. Shape legend for array names: T tokens of one sequence, G samples of
 one group. `Batch` and `MicroBatch`, the only record that holds tensors, live in `kitae.trainer`, `Row` in
 `kitae.data.packing`.
+
+Columns of a segment are in memory, as tuples, or lie in files of the run (`kitae.store.columns`): the same sequences,
+whose length is known before anything is read. Who handles ids, lengths and scores alone reads nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from itertools import groupby
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -101,6 +106,89 @@ class Prompt:
     gold: str | None = None
 
 
+class Unread(ABC):
+    """A text that lies somewhere, and is read when somebody wants it: `str(text)`."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+
+class Runs(Sequence[int]):
+    """Numbers that seldom change, as versions do from token to token: `Runs(((3, 510), (4, 2)))` are 512 of them."""
+
+    __slots__ = ("_length", "runs")
+
+    def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
+        same = groupby(runs, key=lambda run: run[0])
+        self.runs = tuple((value, sum(count for _, count in some)) for value, some in same)
+        self._length = sum(count for _, count in self.runs)
+
+    @staticmethod
+    def of(values: Sequence[int]) -> "Runs":
+        if isinstance(values, Runs):
+            return values
+        return Runs([(value, 1) for value in values])
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        return (value for value, count in self.runs for _ in range(count))
+
+    @overload
+    def __getitem__(self, key: int) -> int: ...
+    @overload
+    def __getitem__(self, key: slice) -> "Runs": ...
+    def __getitem__(self, key: int | slice) -> "int | Runs":
+        if isinstance(key, slice):
+            return Runs([(value, 1) for value in tuple(self)[key]])
+        return tuple(self)[key]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> IntArray:
+        values, counts = ([run[i] for run in self.runs] for i in (0, 1))
+        return np.repeat(np.array(values, dtype=dtype or np.int64), counts)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Runs | tuple) else False
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+class Late:
+    """An array in parts, some of them unread: its length is known, its numbers are read when somebody looks at them."""
+
+    __slots__ = ("_length", "dtype", "parts")
+
+    def __init__(self, parts: Sequence[Any], dtype: npt.DTypeLike) -> None:
+        self.parts = tuple(parts)
+        self.dtype = np.dtype(dtype)
+        self._length = sum(map(len, self.parts))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        return _whole(self.parts, dtype or self.dtype)
+
+    def __getitem__(self, key: Any) -> npt.NDArray[Any]:
+        found: npt.NDArray[Any] = np.asarray(self)[key]
+        return found
+
+
+def spliced(parts: Sequence[Any], dtype: npt.DTypeLike) -> "npt.NDArray[Any] | Late":
+    """One array of the parts; it is made later where some of them are unread."""
+    if all(isinstance(part, tuple | np.ndarray | Runs) for part in parts):
+        return _whole(parts, dtype)
+    return Late(parts, dtype)
+
+
+def _whole(parts: Sequence[Any], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *(np.asarray(part, dtype) for part in parts)])
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A run of tokens from one source.
@@ -111,9 +199,9 @@ class Segment:
     """
 
     source: Literal["model", "environment"]
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
     reward: float | None = None
 
     @staticmethod
@@ -156,6 +244,10 @@ class Chain:
     def tokens(self) -> tuple[int, ...]:
         return self.prompt_tokens + tuple(t for s in self.segments for t in s.tokens)
 
+    @property
+    def length(self) -> int:
+        return len(self.prompt_tokens) + sum(len(s.tokens) for s in self.segments)
+
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
@@ -174,7 +266,7 @@ class Rollout:
     index: int
     chains: tuple[Chain, ...]
     finish: FinishReason
-    text: str
+    text: str | Unread
     score: Score | None = None
     status: Status = "complete"
     transcript: tuple[Message, ...] = ()
@@ -186,7 +278,7 @@ class Rollout:
         prompt_tokens: tuple[int, ...],
         segments: tuple[Segment, ...],
         finish: FinishReason,
-        text: str,
+        text: str | Unread,
         score: Score | None = None,
         status: Status = "complete",
     ) -> "Rollout":
@@ -238,16 +330,17 @@ class Sample:
     mask_T=[0, 0, 0, 1, 1], weight_T=[0, 0, 0, .5, .5], columns={"advantage": [0, 0, 0, 1, 1]})`
     Position t of the arrays describes token t; weights and columns are 0 where the mask is. Which columns there are is
     between whoever makes samples and the loss that reads them: likelihood needs none. `chain` counts the chains of one
-    rollout. Samples of a `unit`, such as a pair that is compared, are never cut into different micro-batches.
+    rollout. Samples of a `unit`, such as a pair that is compared, are never cut into different micro-batches. Where an
+    answer is unread, so are its tokens and log-probs; the parts are then the prompt, and segment after segment.
     """
 
     group: int
     index: int
-    tokens_T: IntArray
+    tokens_T: IntArray | Late
     prompt_length: int
     mask_T: BoolArray
     weight_T: FloatArray
-    columns: Mapping[str, FloatArray] = field(default_factory=dict)
+    columns: Mapping[str, FloatArray | Late] = field(default_factory=dict)
     chain: int = 0
     unit: int | None = None
 
@@ -258,6 +351,12 @@ class Sample:
     @property
     def length(self) -> int:
         return len(self.tokens_T)
+
+    @property
+    def prompt_T(self) -> IntArray:
+        """The tokens of the prompt, which are never unread."""
+        found = self.tokens_T.parts[0] if isinstance(self.tokens_T, Late) else self.tokens_T
+        return np.asarray(found[: self.prompt_length])
 
     @property
     def loss_tokens(self) -> int:

@@ -18,7 +18,7 @@ from kitae.algorithms.returned import numbers
 from kitae.algorithms.rewards import Moments, StepRewards
 from kitae.algorithms.traits import Trait
 from kitae.errors import VerifierError
-from kitae.types import BoolArray, Chain, FloatArray, Group, Rollout, Sample
+from kitae.types import BoolArray, Chain, FloatArray, Group, Rollout, Sample, spliced
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -287,20 +287,22 @@ def _candidate(rollout: Rollout, *, reward: float, baseline: float | None, kept:
 
 def sample_of(rollout: Rollout, number: int, chain: Chain) -> Sample:
     """One chain of a judged rollout, with what the engine said of its tokens."""
-    blank = np.zeros(len(chain.prompt_tokens))
-    mask_T = np.concatenate([blank, *(np.full(len(s.tokens), s.source == "model") for s in chain.segments)]) > 0
-    logp_mu_T: FloatArray = np.concatenate([blank, *(s.logprobs for s in chain.segments)]).astype(np.float32)
-    versions_T: FloatArray = np.concatenate([blank, *(s.versions for s in chain.segments)]).astype(np.float32)
+    prompt = np.array(chain.prompt_tokens, dtype=np.int64)
+    blank, own = np.zeros(len(prompt)), chain.segments
+    mask_T = np.concatenate([blank, *(np.full(len(s.tokens), s.source == "model") for s in own)]) > 0
+    versions_T = spliced([blank, *(s.versions for s in own)], np.float32)
     return Sample(
         group=rollout.group,
         index=rollout.index,
         chain=number,
-        tokens_T=np.array(chain.tokens, dtype=np.int64),
-        prompt_length=len(chain.prompt_tokens),
+        tokens_T=spliced([prompt, *(s.tokens for s in own)], np.int64),
+        prompt_length=len(prompt),
         mask_T=mask_T,
         weight_T=np.zeros(len(mask_T), dtype=np.float32),
         columns={
-            "logp_mu": np.where(mask_T, logp_mu_T, np.float32(0)),
+            "logp_mu": spliced(
+                [blank, *(s.logprobs if s.source == "model" else (0.0,) * len(s.tokens) for s in own)], np.float32
+            ),
             "version": np.where(mask_T, versions_T, np.float32(0)),
             "score": np.where(mask_T, np.float32(_value(rollout)), np.float32(0)),
         },

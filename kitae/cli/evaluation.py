@@ -209,7 +209,7 @@ def _answers(report: "EvaluationReport") -> Iterator[dict[str, Any]]:
                     "sample": rollout.index,
                     "question": group.prompt.messages[-1].content,
                     "reference": group.prompt.reference,
-                    "answer": rollout.text,
+                    "answer": str(rollout.text),
                     "finish": rollout.finish,
                     "tokens": rollout.response_length,
                     "score": score.value if score and score.valid else None,

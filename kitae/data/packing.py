@@ -95,7 +95,7 @@ def _families(samples: Sequence[Sample], share_prompts: bool) -> Iterable[list[S
     """Samples with the same prompt, if prompts are shared."""
     families: dict[object, list[Sample]] = {}
     for i, s in enumerate(samples):
-        key = (s.group, s.tokens_T[: s.prompt_length].tobytes()) if share_prompts else i
+        key = (s.group, s.prompt_T.tobytes()) if share_prompts else i
         families.setdefault(key if s.unit is None else ("unit", s.unit), []).append(s)
     return families.values()
 
@@ -122,7 +122,7 @@ def _size(unit: Sequence[Sample], share_prompts: bool) -> int:
     """Row tokens of a unit, whose samples may have one prompt or several."""
     if not share_prompts:
         return sum(s.length for s in unit)
-    prompts = {s.tokens_T[: s.prompt_length].tobytes(): s.prompt_length for s in unit}
+    prompts = {s.prompt_T.tobytes(): s.prompt_length for s in unit}
     return sum(prompts.values()) + sum(s.length - s.prompt_length for s in unit)
 
 
@@ -156,6 +156,7 @@ def lay_out(samples: Sequence[Sample], share_prompts: bool = True, observed: Col
     spans: list[Span] = []
     prompts: dict[bytes, Span] = {}
     source: list[IntArray] = []
+    targets: list[IntArray] = []
     size = 0
 
     def add(piece: IntArray, first: int, prefix: Span | None) -> Span:
@@ -169,7 +170,9 @@ def lay_out(samples: Sequence[Sample], share_prompts: bool = True, observed: Col
         return span
 
     for s in samples:
-        prompt, response = s.tokens_T[: s.prompt_length], s.tokens_T[s.prompt_length : -1]
+        tokens_T = np.asarray(s.tokens_T)
+        targets.append(tokens_T[s.mask_T])
+        prompt, response = tokens_T[: s.prompt_length], tokens_T[s.prompt_length : -1]
         if share_prompts:
             key = prompt.tobytes()
             if key not in prompts:
@@ -178,7 +181,7 @@ def lay_out(samples: Sequence[Sample], share_prompts: bool = True, observed: Col
             own = add(response, s.prompt_length, before)
             row_of_T = np.concatenate([before.start + np.arange(before.length), own.start + np.arange(own.length)])
         else:
-            own = add(s.tokens_T[:-1], 0, None)
+            own = add(tokens_T[:-1], 0, None)
             row_of_T = own.start + np.arange(own.length)
         source.append(row_of_T[np.flatnonzero(s.mask_T) - 1])
     shared = set.intersection(*(set(s.columns) for s in samples))
@@ -187,7 +190,7 @@ def lay_out(samples: Sequence[Sample], share_prompts: bool = True, observed: Col
         positions_T=np.concatenate(positions),
         spans=tuple(spans),
         source_N=np.concatenate(source),
-        target_N=np.concatenate([s.tokens_T[s.mask_T] for s in samples]),
+        target_N=np.concatenate(targets),
         weight_N=np.concatenate([s.weight_T[s.mask_T] for s in samples]),
         columns={name: np.concatenate([s.loss(name) for s in samples]) for name in sorted(shared)},
         lengths=tuple(s.loss_tokens for s in samples),

@@ -1,9 +1,10 @@
 """The engine seam: everything that turns prompts into sampled tokens implements `Engine`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from kitae.store.columns import joined
 from kitae.types import FinishReason
 
 if TYPE_CHECKING:  # they need torch, and who only talks to an engine does not
@@ -33,12 +34,22 @@ class SamplingParams:
 class Sampled:
     """Tokens of a response, each with its log-prob and the policy version that sampled it, as the engine gave them."""
 
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()
-    versions: tuple[int, ...] = ()
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    versions: Sequence[int] = ()
 
     def after(self, count: int) -> "Sampled":
         return Sampled(self.tokens[count:], self.logprobs[count:], self.versions[count:])
+
+    def until(self, count: int) -> "Sampled":
+        return Sampled(self.tokens[:count], self.logprobs[:count], self.versions[:count])
+
+    def then(self, news: "Sampled") -> "Sampled":
+        return Sampled(
+            joined(self.tokens, news.tokens),
+            joined(self.logprobs, news.logprobs),
+            joined(self.versions, news.versions),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +81,9 @@ class Completion:
     """
 
     id: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
     finish: FinishReason
 
     @property

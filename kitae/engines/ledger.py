@@ -37,8 +37,8 @@ class Flight(Generic[H]):
     def progress(self, known: int = 0) -> Sampled:
         """What to continue from, after the first `known` tokens. The last token told may have been the one that ended
         it: it is drawn again."""
-        s, part = self.sampled, slice(known, max(len(self.request.prior.tokens), len(self.sampled.tokens) - 1))
-        return Sampled(s.tokens[part], s.logprobs[part], s.versions[part])
+        s = self.sampled
+        return s.until(max(len(self.request.prior.tokens), len(s.tokens) - 1)).after(known)
 
     def settle(self, result: Completion | EngineError) -> None:
         """Give the caller its result; one that has it, or is gone, does not notice."""
@@ -98,10 +98,7 @@ class Ledger(Generic[H]):
     def grow(self, number: int, start: int, news: Sampled) -> None:
         """Tokens from position `start` on, as the holder told."""
         if (flight := self.find(number)) is not None:
-            s = flight.sampled
-            flight.sampled = Sampled(
-                s.tokens[:start] + news.tokens, s.logprobs[:start] + news.logprobs, s.versions[:start] + news.versions
-            )
+            flight.sampled = flight.sampled.until(start).then(news)
 
     def end_early(self, ending: Ending, holder: H | None, request_id: str | None = None) -> bool:
         """One, or all, are to end. Whether `holder` works on any, and must be asked; the others end with what they

@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -30,7 +31,7 @@ class EngineOrder:
     model: what an engine with weights of its own loads, and serves until it is sent others. policy: what the native
     engine samples from. board: where the others read what was published; None: nothing ever is. cluster: who finds a
     place for them; None: they are on this machine, on cores that the trainer leaves. patience: seconds that a fleet on
-    a cluster waits for an engine when it has lost all.
+    a cluster waits for an engine when it has lost all. columns: where engines on a cluster file what they sample.
     """
 
     model: ModelConfig
@@ -40,6 +41,7 @@ class EngineOrder:
     board: Board | None = None
     cluster: Cluster | None = None
     patience: float = 300.0
+    columns: Path | None = None
 
 
 async def start_engine(order: EngineOrder) -> Engine:
@@ -85,6 +87,7 @@ def _process(order: EngineOrder, number: int, cores: Sequence[int]) -> ProcessEn
         pool=POOL,
         name=f"engine {number}",
         once=order.cluster is not None,
+        columns=order.columns if order.cluster is not None else None,
     )
 
 

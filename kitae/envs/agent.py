@@ -314,7 +314,7 @@ def _turns_of(chains: tuple[Chain, ...]) -> dict[tuple[Context, int], Segment]:
             if segment.source == "model":
                 found[context, times[context]] = segment
                 times[context] += 1
-            context += segment.tokens
+            context += tuple(segment.tokens)
     return found
 
 

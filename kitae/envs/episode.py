@@ -16,6 +16,7 @@ from kitae.data.chat import as_message
 from kitae.engines.base import Completion, Request, Sampled
 from kitae.engines.native.sampler import stream_seed
 from kitae.envs.base import Environment, Observation, Opening
+from kitae.envs.single_turn import SingleTurn
 from kitae.envs.surroundings import (
     Failure,
     Parked,
@@ -29,7 +30,21 @@ from kitae.envs.surroundings import (
     told,
 )
 from kitae.errors import DataError, RequestError
-from kitae.types import GREEDY, Chain, FinishReason, Message, Prompt, Rollout, Score, Segment, Status, Tool, Turn
+from kitae.store.columns import Kept
+from kitae.types import (
+    GREEDY,
+    Chain,
+    FinishReason,
+    Message,
+    Prompt,
+    Rollout,
+    Score,
+    Segment,
+    Status,
+    Tool,
+    Turn,
+    Unread,
+)
 
 T = TypeVar("T")
 
@@ -63,6 +78,7 @@ class Episode:
         self._finish: FinishReason = "parked"  # until the model has ended a turn
         self._tools: tuple[Tool, ...] = ()
         self._said: list[Turn] = []
+        self._unread: Unread | None = None  # what was said, where it is not in `_said`
         self._transcript = list(record.transcript or prompt.messages) if record else []
         self._read = len(self._transcript)  # messages of it up to the last answer that the model has read, or will
         self._copied = sum(len(s.tokens) for s in self._recorded)  # tokens after the prompt that the journal has
@@ -123,6 +139,10 @@ class Episode:
         self._finish = ended
         if ended == "parked":
             raise Parked
+        if isinstance(self._environment, SingleTurn) and isinstance(turn.tokens, Kept):
+            self._unread = turn.tokens.text  # nobody hears it here: who judges it reads it where it lies
+        if self._unread is not None:
+            return False
         self._said.append(self._turn(turn.tokens))
         if not self._recorded:  # or the record has it in its transcript
             self._transcript.append(as_message(self._said[-1]))
@@ -149,7 +169,7 @@ class Episode:
         on, number = self._on, len(self._segments)
         request = Request(
             id=f"{on.label}/{self._group}/{self._index}/{number}",
-            prompt_tokens=self._context,
+            prompt_tokens=self._chain.tokens,
             sampling=replace(self._sampling, max_tokens=self._left),
             seed=stream_seed(on.seed, on.label, self._group, self._index, number),
             share=f"{on.label}/{self._group}" if not number else "",
@@ -202,14 +222,12 @@ class Episode:
         """An observation as tokens, if it is not too long."""
         last, limits = self._segments[-1].tokens, self._on.limits
         try:
-            tokens = self._on.chat.encode_turn(
-                messages, closed=last[-1:] != () and last[-1] in self._on.chat.stop_tokens
-            )
+            tokens = self._on.chat.encode_turn(messages, closed=len(last) > 0 and last[-1] in self._on.chat.stop_tokens)
         except DataError as problem:
             raise Failure(shortened(str(problem))) from problem
         if len(tokens) > limits.tokens:
             raise Failure(f"an observation must have at most {limits.tokens} tokens, got {len(tokens)}")
-        before = len(self._context)
+        before = self._chain.length
         if len(tokens) > before and not self._has_room(len(tokens)):
             raise Failure(
                 f"an observation of {len(tokens)} tokens, after {before} that were said before, leaves no room in "
@@ -218,8 +236,8 @@ class Episode:
         return tokens
 
     @property
-    def _context(self) -> tuple[int, ...]:
-        return Chain(self._prompt_tokens, tuple(self._segments)).tokens
+    def _chain(self) -> Chain:
+        return Chain(self._prompt_tokens, tuple(self._segments))
 
     @property
     def _left(self) -> int:
@@ -229,9 +247,9 @@ class Episode:
     def _has_room(self, tokens: int) -> bool:
         """Whether the model could say something after so many more tokens."""
         context = self._on.limits.context
-        return context is None or len(self._context) + tokens < context
+        return context is None or self._chain.length + tokens < context
 
-    def _turn(self, tokens: tuple[int, ...]) -> Turn:
+    def _turn(self, tokens: Sequence[int]) -> Turn:
         return self._on.chat.read(tokens, self._sampling.stop_strings, self._tools)
 
     # The environment.
@@ -290,8 +308,8 @@ class Episode:
         return self._ended("failed", noted(Score.error(reason), self.complaint))
 
     def _ended(self, status: Status, score: Score | None) -> Rollout:
-        chains = (Chain(self._prompt_tokens, tuple(self._segments)),)
-        text = "\n\n".join(turn.text for turn in self._said)
+        chains = (self._chain,)
+        text = self._unread or "\n\n".join(turn.text for turn in self._said)
         plain = (*self._prompt.messages, *map(as_message, self._said[:1]))
         transcript = () if (said := tuple(self._transcript)) == plain else said
         return Rollout(self._group, self._index, chains, self._finish, text, score, status, transcript)

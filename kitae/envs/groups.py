@@ -13,7 +13,7 @@ from kitae.envs.episode import Episode
 from kitae.envs.surroundings import Parked, Surroundings, noted
 from kitae.errors import root_cause
 from kitae.store.journal import Journal
-from kitae.types import GREEDY, Group, Message, Prompt, Rollout
+from kitae.types import GREEDY, Group, Message, Prompt, Rollout, Unread
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Episodes(Surroundings):
         return [news for news in found if news is not None]
 
 
-def _last_turn(rollout: Rollout) -> str:
+def _last_turn(rollout: Rollout) -> str | Unread:
     """What the verifier judges: the model's last word."""
     said = [m for m in rollout.transcript if m.role == "assistant"]
     return said[-1].content if said else rollout.text

@@ -14,7 +14,7 @@ from kitae.data.chat import Chat
 from kitae.engines.base import Engine, Sampled, SamplingParams
 from kitae.envs.base import Agent, Environment, EpisodeLimits, Observation, Opening
 from kitae.errors import EngineError, Interrupted, RequestError, StalledError, StoreError, root_cause
-from kitae.types import Message, Prompt, Rollout, Score, Tool, ToolCall, Turn
+from kitae.types import Message, Prompt, Rollout, Score, Tool, ToolCall, Turn, Unread
 
 MakeEnvironment = Callable[[Prompt], Environment | Agent]
 
@@ -29,9 +29,10 @@ _LARGEST_REWARD = 1e30  # so that their sum is a number in single precision
 
 
 class Judge(Protocol):
-    """Scores a response: a `VerifierPool`, or whatever stands in for one."""
+    """Scores a response: a `VerifierPool`, or whatever stands in for one. A response that is unread is read where it is
+    judged."""
 
-    async def score(self, response: str, reference: Any, context: Mapping[str, Any]) -> Score: ...
+    async def score(self, response: str | Unread, reference: Any, context: Mapping[str, Any]) -> Score: ...
 
 
 class Parked(Exception):

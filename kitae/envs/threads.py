@@ -114,7 +114,7 @@ class Threads:
         return None if best is None else best[1:]
 
     def _following(self, last: Segment, messages: Sequence[Message]) -> tuple[int, ...]:
-        closed = last.tokens[-1:] != () and last.tokens[-1] in self._chat.stop_tokens
+        closed = len(last.tokens) > 0 and last.tokens[-1] in self._chat.stop_tokens
         return self._chat.encode_turn(messages, closed=closed)
 
 

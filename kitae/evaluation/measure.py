@@ -176,7 +176,7 @@ def _marks(groups: Sequence[Group], samples: int, scoring: Scoring, score: Calla
     passed = {k: [pass_at_k(len(scores[i]), sum(s >= 1 for s in scores[i]), k) for i in enough[k]] for k in ks}
     voted: dict[int, list[float]] = {}
     if samples > 1 and (vote := find_vote(scoring.verifier, scoring.params)) is not None:
-        answers = {g.id: [vote(r.text) for r in g.valid] for g in groups}
+        answers = {g.id: [vote(str(r.text)) for r in g.valid] for g in groups}
         voted = {k: [maj_at_k(answers[i], scores[i], k) for i in enough[k]] for k in ks if k > 1}
     everything = np.array([s for found in scores.values() for s in found], dtype=np.float32)
     values = {id: float(np.mean(found)) for id, found in scores.items()}

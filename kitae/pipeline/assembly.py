@@ -18,6 +18,7 @@ from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
 from kitae.pipeline.boards import opened_board
 from kitae.pipeline.weight_sync import WeightSync
+from kitae.store.columns import FOLDER
 from kitae.trainer.base import Trainer
 from kitae.trainer.learner import Learner
 from kitae.trainer.start import make_learner, start_trainer
@@ -70,7 +71,8 @@ async def start_serving(
     if config.engine.kind != "native":
         board = await stack.enter_async_context(opened_board(config, trainer, cluster, folder / "weights"))
     patience = _NO_ENGINE * config.cluster.patience
-    order = EngineOrder(config.model, config.engine, version, learning.policy, board, cluster, patience)
+    columns = folder.absolute() / FOLDER
+    order = EngineOrder(config.model, config.engine, version, learning.policy, board, cluster, patience, columns)
     engine = await start_engine(order)
     stack.push_async_callback(engine.close)
     await trainer.use_threads(torch.get_num_threads())  # an engine may have got some of the cores

@@ -13,7 +13,7 @@ from kitae.observe.memory import memory_share
 from kitae.observe.report import BatchStats, Generation, Lap, Staleness, StepReport, Talks
 from kitae.pipeline.buffer import Harvest
 from kitae.trainer.learner import Learnt
-from kitae.types import Rollout
+from kitae.types import Rollout, Runs
 
 
 def sampled(harvests: Sequence[Harvest]) -> BatchStats:
@@ -66,8 +66,7 @@ def staleness(harvests: Sequence[Harvest], version: int, bound: int) -> Stalenes
     """The bound that the buffer guarantees is asserted on each token."""
     ages = Counter[int]()
     for r in (r for h in harvests if h.group for r in h.group.valid):
-        found = (Counter(s.versions) for s in r.segments if s.source == "model")
-        for then, count in (item for counts in found for item in counts.items()):
+        for then, count in (run for s in r.segments if s.source == "model" for run in Runs.of(s.versions).runs):
             assert version - then <= bound, f"rollout {r.id}: version {then} at {version}"
             ages[max(0, version - then)] += count
     tokens = ages.total() or 1

@@ -18,7 +18,7 @@ from kitae.envs.single_turn import SingleTurn
 from kitae.errors import ConfigError, EngineError, root_cause
 from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, load_policy
-from kitae.types import Group, Message, Prompt, Score
+from kitae.types import Group, Message, Prompt, Score, Unread
 
 T = TypeVar("T")
 Asked = str | Sequence[Mapping[str, Any]]
@@ -59,7 +59,7 @@ class LoadedModel:
         """n answers to one prompt. Temperature 0 takes the likeliest token; the same seed gives the same answers."""
         params = SamplingParams(temperature, max_tokens, top_p, top_k, min_p, stop_strings=tuple(stop))
         (group,) = self.sample([prompt], n, params, seed=seed)
-        return [rollout.text for rollout in group.rollouts]
+        return [str(rollout.text) for rollout in group.rollouts]
 
     def sample(self, prompts: Sequence[Asked], n: int, params: SamplingParams, *, seed: int = 0) -> list[Group]:
         """n answers to each prompt, with their tokens and log-probs; nobody judges them."""
@@ -122,7 +122,7 @@ def _check(params: SamplingParams) -> None:
 class _Nobody:
     """Stands where a verifier would."""
 
-    async def score(self, response: str, reference: Any, context: Mapping[str, Any]) -> Score:
+    async def score(self, response: str | Unread, reference: Any, context: Mapping[str, Any]) -> Score:
         return Score.error("nobody judges these answers")
 
 

@@ -62,7 +62,7 @@ class Selection:
         return shape in _SERVES[self.keep]
 
     def rows(self, group: Group) -> list[Row]:
-        judged = [r for r in group.valid if r.text.strip()]
+        judged = [r for r in group.valid if str(r.text).strip()]
         if self.keep == "all":
             return [
                 {**_row(group.prompt, r), "label": _score(r) >= _RIGHT and self._ended(r), "finish": r.finish}
@@ -74,7 +74,7 @@ class Selection:
             return self._pairs(group.prompt, examples, judged)
         if self.keep == "best":
             return [_row(group.prompt, max(examples, key=_score))] if examples else []
-        different = {r.text: r for r in reversed(examples)}  # the first of those that say the same
+        different = {str(r.text): r for r in reversed(examples)}  # the first of those that say the same
         return [_row(group.prompt, r) for r in sorted(different.values(), key=lambda r: r.index)]
 
     def _ended(self, rollout: Rollout) -> bool:
@@ -129,7 +129,7 @@ def _talk(prompt: Prompt, rollout: Rollout) -> tuple[list[Row], str | list[Row]]
     the last answer is kept, after all that the model had read before it.
     """
     if not rollout.transcript:
-        return [as_dict(m) for m in prompt.messages], rollout.text
+        return [as_dict(m) for m in prompt.messages], str(rollout.text)
     spoken = [n for n, message in enumerate(rollout.transcript) if message.role == "assistant"]
     count = sum(s.source == "model" for s in rollout.segments) if len(rollout.chains) == 1 else 1
     begin, end = spoken[-count], spoken[-1] + 1

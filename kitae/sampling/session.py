@@ -92,7 +92,7 @@ class Tally:
         self.answers += len(group.rollouts)
         self.errors += len(group.rollouts) - len(group.valid)
         self.truncated += sum(r.finish == "length" for r in group.rollouts)
-        self.empty += sum(not r.text.strip() for r in group.rollouts)
+        self.empty += sum(not str(r.text).strip() for r in group.rollouts)
         self.tokens += sum(r.response_length for r in group.rollouts)
         self.rows += rows
         self.without += not rows

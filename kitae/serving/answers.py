@@ -223,7 +223,7 @@ class Telling:
         self._version = -1
 
     def hear(self, news: Sampled) -> list[Json]:
-        self._pending = _joined(self._pending, news)
+        self._pending = self._pending.then(news)
         self._version = news.versions[-1]
         text = self._growing.hear(news.tokens)
         return [self._event(self._said(text), None)] if text else []
@@ -293,7 +293,3 @@ def _version(answer: Answer) -> int:
 
 def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST)
-
-
-def _joined(a: Sampled, b: Sampled) -> Sampled:
-    return Sampled(a.tokens + b.tokens, a.logprobs + b.logprobs, a.versions + b.versions)

@@ -87,5 +87,5 @@ class ReferenceLogProbs:
 
 
 def _key(sample: Sample) -> bytes:
-    content = sample.tokens_T.astype(np.int64).tobytes() + sample.mask_T.tobytes()
+    content = np.asarray(sample.tokens_T, dtype=np.int64).tobytes() + sample.mask_T.tobytes()
     return hashlib.blake2b(content, digest_size=_KEY).digest()

@@ -5,7 +5,8 @@ the event loop. WAL mode: a killed process loses nothing that a caller was told 
 may lose the last commits, never one before `sync` returned; a checkpoint is made only after that.
 
     prompts   what was asked, by group id; the slot of the buffer it was issued into, and the version served then
-    rollouts  what was sampled and how it was scored; tokens, log-probs and versions exactly as the engine gave them
+    rollouts  what was sampled and how it was scored; tokens, log-probs and versions exactly as the engine gave them, or
+              where they lie in files beside the journal (`kitae.store.columns`)
     parked    what was sampled of responses that are not complete, in pieces: each has the tokens from `start` on
     fates     what became of each group, one row per group, never two: trained at a step; sampled and dropped with a
               reason; or skipped with a reason, without having been sampled to the end
@@ -20,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,8 +29,18 @@ from typing import Any
 import numpy as np
 
 from kitae.errors import DiskFullError, StoreError
+from kitae.store.columns import (
+    FOLDER,
+    ColumnFiles,
+    Kept,
+    KeptText,
+    column_files,
+    joined,
+    record_of,
+    stretches_of,
+)
 from kitae.store.disk import flush
-from kitae.types import GREEDY, Chain, Group, Message, Prompt, Rollout, Score, Segment, ToolCall
+from kitae.types import GREEDY, Chain, FinishReason, Group, Message, Prompt, Rollout, Runs, Score, Segment, ToolCall
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -56,8 +67,14 @@ BRIEF = "rollouts_brief"
 """The index for those who browse: the columns that come after the long ones, in the order of groups, so that it grows
 at its end as the table does."""
 
+TEXT = "CASE r.text WHEN '' THEN filed_text(r.chains) ELSE r.text END"
+"""Of a rollout `r`, for readers (`open_reader`): what it said, also where that lies in files."""
+
+LENGTH = "(length(tokens) / 4 + filed_length(chains))"
+"""Tokens after the prompt."""
+
 _CLOSE_LIMIT = 60.0  # seconds for what is still to be written
-_NO_VERSION = 2**31 - 1
+_IN_FILES = 3  # parts of the shape of a segment that is not
 _ADD_FATE = "INSERT INTO fates VALUES (?,?,?,?)"
 _ADD_PIECE = "INSERT INTO parked VALUES (?,?,?,?,?,?,?,?,?,?)"
 
@@ -91,6 +108,7 @@ class Journal:
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
         self.path = path
+        self.columns = column_files(path.parent.absolute() / FOLDER)
         try:
             if read_only:
                 self._reader = open_reader(path)
@@ -121,19 +139,20 @@ class Journal:
         where = (rollout.group, rollout.index)
         await self._write(
             [
-                ("INSERT INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", _rollout_row(rollout)),
+                ("INSERT INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", _rollout_row(self._own(rollout))),
                 ("DELETE FROM parked WHERE group_id = ? AND sample = ?", where),
             ]
         )
 
     async def park(self, *rollouts: Rollout) -> None:
         """Keep what was sampled so far of rollouts that are not complete, instead of what was kept before."""
-        await self._write([statement for r in rollouts for statement in _park(r)])
+        await self._write([statement for r in rollouts for statement in _park(self._own(r))])
 
     async def extend_parked(self, *news: tuple[Rollout, int]) -> None:
         """Add to what is kept of rollouts. Each is given without the first tokens of its last turn, and their number;
         where that is 0, all of it is new and takes the place of what was kept."""
-        await self._write([statement for r, known in news for statement in (_extend(r, known) if known else _park(r))])
+        found = [_extend(self._own(r), known) if known else _park(self._own(r)) for r, known in news]
+        await self._write([statement for statements in found for statement in statements])
 
     async def update_score(self, rollout: Rollout) -> None:
         """The verdict on a rollout that had none, or that could not be judged before."""
@@ -180,17 +199,27 @@ class Journal:
         statements: list[Statement] = [("DELETE FROM fates WHERE step > ? AND fate != 'skipped'", (step,))]
         for table in ("rollouts", "parked"):
             sql = (
-                f"SELECT group_id, sample, versions FROM {table} WHERE group_id NOT IN "
+                f"SELECT group_id, sample, chains, versions FROM {table} WHERE group_id NOT IN "
                 "(SELECT group_id FROM fates WHERE step <= ? OR fate = 'skipped')"
             )
-            for group, sample, versions in self._reader.execute(sql, (step,)):
-                if np.frombuffer(versions, dtype=np.int32).max(initial=-1) > step:
+            for group, sample, chains, versions in self._reader.execute(sql, (step,)):
+                if max(_versions(chains, versions), default=-1) > step:
                     statements.append((f"DELETE FROM {table} WHERE group_id = ? AND sample = ?", (group, sample)))
         return statements
 
     async def sync(self) -> None:
         """Return when all that was written before is on the disk, and would survive a loss of power."""
         await self._write([], lasting=True)
+
+    def _own(self, r: Rollout) -> Rollout:
+        """With the values of what lies in files that are not beside this journal."""
+
+        def own(s: Segment) -> Segment:
+            if not isinstance(s.tokens, Kept) or s.tokens.files is self.columns:
+                return s
+            return replace(s, tokens=tuple(s.tokens), logprobs=tuple(s.logprobs), versions=tuple(s.versions))
+
+        return replace(r, chains=tuple(Chain(c.prompt_tokens, tuple(map(own, c.segments))) for c in r.chains))
 
     async def _write(self, statements: list[Statement], lasting: bool = False) -> None:
         assert self._writer is not None, "this journal is open for reading only"
@@ -256,23 +285,19 @@ class Journal:
 
     def rollouts(self, group: int) -> list[Rollout]:
         rows = self._reader.execute("SELECT * FROM rollouts WHERE group_id = ? ORDER BY sample", (group,))
-        return [_read_rollout(row) for row in rows]
+        return [_read_rollout(row, self.columns) for row in rows]
 
     def parked(self, group: int) -> list[Rollout]:
         """What there is of incomplete rollouts. Their finish is "parked" where the last turn has not ended."""
         rows = self._reader.execute("SELECT * FROM parked WHERE group_id = ? ORDER BY sample, start", (group,))
-        pieces: dict[int, list[tuple[Any, ...]]] = {}
-        for _, sample, _, *piece in rows:
-            pieces.setdefault(sample, []).append(tuple(piece))
-        found = []
-        for sample, parts in pieces.items():
-            first, last = parts[0], parts[-1]  # the last piece knows all segments
-            joined = (b"".join(part[i] for part in parts) for i in (2, 3, 4))
-            score = (None, "error", "{}", "parked")
-            found.append(
-                _read_rollout((group, sample, first[0], last[1], *joined, last[5], "", *score, "parked", first[6]))
-            )
-        return found
+        found: dict[int, Rollout] = {}
+        for _, sample, start, *piece, finish, transcript in rows:
+            if not start:
+                row = (group, sample, *piece, finish, "", None, "error", "{}", "parked", "parked", transcript)
+                found[sample] = _read_rollout(row, self.columns)
+            else:
+                found[sample] = _extended(found[sample], _read_last(piece, self.columns), finish)
+        return list(found.values())
 
     def pending(self) -> list[PendingSlot]:
         """What was issued and has no fate, by slot."""
@@ -284,15 +309,13 @@ class Journal:
 
     def _oldest(self, groups: Sequence[int]) -> int | None:
         """The version of the oldest token that a model sampled for these groups."""
-        found = []
+        found = set[int]()
         for table in ("rollouts", "parked"):
             marks = ",".join("?" * len(groups))
-            sql = f"SELECT versions FROM {table} WHERE group_id IN ({marks})"
-            for (blob,) in self._reader.execute(sql, tuple(groups)):
-                versions = np.frombuffer(blob, dtype=np.int32)
-                found.append(versions[versions >= 0].min(initial=_NO_VERSION))
-        oldest = int(min(found, default=_NO_VERSION))
-        return None if oldest == _NO_VERSION else oldest
+            sql = f"SELECT chains, versions FROM {table} WHERE group_id IN ({marks})"
+            for chains, blob in self._reader.execute(sql, tuple(groups)):
+                found |= _versions(chains, blob)
+        return min((version for version in found if version >= 0), default=None)
 
     def issued(self) -> tuple[int, int]:
         """The next group id, and the next number of a slot."""
@@ -373,6 +396,7 @@ class NoJournal(Journal):
 
     def __init__(self) -> None:
         self.path = Path(":memory:")
+        self.columns = column_files(Path(FOLDER))
         self._reader = sqlite3.connect(":memory:")
         self._reader.executescript(_SCHEMA)
         self._writer = None
@@ -395,7 +419,27 @@ def open_reader(path: Path) -> sqlite3.Connection:
             raise StoreError(f"{path} is empty: the run ended while it was made")
     except sqlite3.Error as error:
         raise _explain(error, path) from error
+    files = column_files(path.parent.absolute() / FOLDER)
+    connection.create_function("filed_text", 1, lambda chains: _filed_text(chains, files), deterministic=True)
+    connection.create_function("filed_length", 1, _filed_length, deterministic=True)
     return connection
+
+
+def _filed_text(chains: str, files: ColumnFiles) -> str:
+    """What a rollout said whose row has no text; nothing where it cannot be read: who opens it is told why."""
+    shapes = [shape for _, segments in json.loads(chains) for shape in segments]
+    found = _only_text([_Values(b"", b"", b"", files).segment(*shape) for shape in shapes if len(shape) > _IN_FILES])
+    try:
+        return str(found or "") if len(shapes) == 1 else ""
+    except StoreError:
+        return ""
+
+
+def _filed_length(chains: str) -> int:
+    """Tokens that a row has in files."""
+    if ']], [["' not in chains:  # between versions and places: most rows need not be parsed
+        return 0
+    return sum(shape[1] for _, segments in json.loads(chains) for shape in segments if len(shape) > _IN_FILES)
 
 
 def _commit(connection: sqlite3.Connection, statements: list[Statement]) -> None:
@@ -451,29 +495,41 @@ def _extend(r: Rollout, known: int) -> list[Statement]:
     """A piece with the tokens of the last turn that come after the first `known` ones."""
     *before, last = r.segments
     start = sum(len(s.tokens) for s in before) + known
-    shapes = _shapes(r)
-    shapes[-1][1][-1][1] += known
-    piece = (r.group, r.index, start, b"", json.dumps(shapes), *_arrays([last]), r.finish, "")
+    piece = (r.group, r.index, start, b"", json.dumps([[0, [_shape(last)]]]), *_arrays([last]), r.finish, "")
     return [(_ADD_PIECE, piece)]
 
 
 def _shapes(r: Rollout) -> list[Any]:
     """`[[3, [["model", 5, 0.5], ["environment", 2], ["model", 4]]]]`: for each chain, the length of its prompt, and its
     segments, with their rewards where there are any."""
+    return [[len(chain.prompt_tokens), [_shape(s) for s in chain.segments]] for chain in r.chains]
 
-    def shape(s: Segment) -> list[Any]:
-        return [s.source, len(s.tokens), *([] if s.reward is None else [s.reward])]
 
-    return [[len(chain.prompt_tokens), [shape(s) for s in chain.segments]] for chain in r.chains]
+def _shape(s: Segment) -> list[Any]:
+    """`["model", 512, null, [[3, 512]], [["engine-0-5f3c9a1e", 6148, …]]]` where its columns lie in files: the runs of
+    its versions, and where."""
+    reward = [] if s.reward is None else [s.reward]
+    if not isinstance(s.tokens, Kept):
+        return [s.source, len(s.tokens), *reward]
+    return [s.source, len(s.tokens), s.reward, Runs.of(s.versions).runs, record_of(s.tokens.stretches)]
 
 
 def _arrays(segments: Sequence[Segment]) -> tuple[bytes, bytes, bytes]:
-    """Tokens, log-probs and versions, of all segments one after the other."""
+    """Tokens, log-probs and versions, of all segments one after the other, but for those that lie in files."""
+    own = [s for s in segments if not isinstance(s.tokens, Kept)]
     return (
-        np.array([t for s in segments for t in s.tokens], dtype=np.int32).tobytes(),
-        np.array([x for s in segments for x in s.logprobs], dtype=np.float32).tobytes(),
-        np.array([v for s in segments for v in s.versions], dtype=np.int32).tobytes(),
+        np.array([t for s in own for t in s.tokens], dtype=np.int32).tobytes(),
+        np.array([x for s in own for x in s.logprobs], dtype=np.float32).tobytes(),
+        np.array([v for s in own for v in s.versions], dtype=np.int32).tobytes(),
     )
+
+
+def _versions(chains: str, blob: bytes) -> set[int]:
+    """All that a row has."""
+    found = set(np.unique(np.frombuffer(blob, dtype=np.int32)).tolist())
+    for _, segments in json.loads(chains):
+        found |= {version for shape in segments if len(shape) > _IN_FILES for version, _ in shape[3]}
+    return found
 
 
 def _verdict(r: Rollout) -> tuple[float | None, str, str, str]:
@@ -490,30 +546,70 @@ def _rollout_row(r: Rollout) -> tuple[Any, ...]:
         json.dumps(_shapes(r)),
         *_arrays(r.segments),
         r.finish,
-        r.text,
+        "" if r.text == _only_text(r.segments) else str(r.text),
         *_verdict(r),
         r.status,
         _messages(r.transcript),
     )
 
 
-def _read_rollout(row: tuple[Any, ...]) -> Rollout:
+def _only_text(segments: Sequence[Segment]) -> KeptText | None:
+    """The text of a rollout that is one answer, with its text in a file."""
+    tokens = segments[0].tokens if len(segments) == 1 else ()
+    return tokens.text if isinstance(tokens, Kept) else None
+
+
+def _read_rollout(row: tuple[Any, ...], files: ColumnFiles) -> Rollout:
     group, sample, prompts, shapes, tokens, logprobs, versions, finish, text, *rest = row
     value, outcome, components, detail, status, transcript = rest
     all_prompts = np.frombuffer(prompts, dtype=np.int32).tolist()
-    all_tokens = np.frombuffer(tokens, dtype=np.int32).tolist()
-    all_logprobs = np.frombuffer(logprobs, dtype=np.float32).tolist()
-    all_versions = np.frombuffer(versions, dtype=np.int32).tolist()
+    values = _Values(tokens, logprobs, versions, files)
     chains = []
-    read = start = 0
+    read = 0
     for prompt, segments in json.loads(shapes):
-        pieces = []
-        for source, length, *reward in segments:
-            part = slice(start, start + length)
-            own = tuple(all_tokens[part]), tuple(all_logprobs[part]), tuple(all_versions[part])
-            pieces.append(Segment(source, *own, reward[0] if reward else None))
-            start += length
-        chains.append(Chain(tuple(all_prompts[read : read + prompt]), tuple(pieces)))
+        own = tuple(all_prompts[read : read + prompt])
+        chains.append(Chain(own, tuple(values.segment(*shape) for shape in segments)))
         read += prompt
+    if not text and status == "complete":
+        text = _only_text([s for chain in chains for s in chain.segments]) or ""
     score = Score(float("nan") if value is None else value, json.loads(components), outcome, detail)
     return Rollout(group, sample, tuple(chains), finish, text, score, status, _read_messages(transcript))
+
+
+class _Values:
+    """The columns of a row, segment after segment."""
+
+    def __init__(self, tokens: bytes, logprobs: bytes, versions: bytes, files: ColumnFiles) -> None:
+        kinds = (np.int32, np.float32, np.int32)
+        self._columns = [np.frombuffer(b, k).tolist() for b, k in zip((tokens, logprobs, versions), kinds, strict=True)]
+        self._files = files
+        self._start = 0
+
+    def segment(
+        self, source: Any, length: int, reward: float | None = None, runs: Any = (), record: Any = None
+    ) -> Segment:
+        """The next one, by its shape."""
+        if record is not None:
+            return Segment(source, *self._files.kept(stretches_of(record)), Runs(runs), reward)
+        part = slice(self._start, self._start + length)
+        self._start += length
+        tokens, logprobs, versions = (tuple(column[part]) for column in self._columns)
+        return Segment(source, tokens, logprobs, versions, reward)
+
+
+def _read_last(piece: Sequence[Any], files: ColumnFiles) -> Segment:
+    """What a piece adds to the last segment."""
+    _, shapes, tokens, logprobs, versions = piece
+    return _Values(tokens, logprobs, versions, files).segment(*json.loads(shapes)[0][1][0])
+
+
+def _extended(r: Rollout, more: Segment, finish: FinishReason) -> Rollout:
+    *chains, chain = r.chains
+    *segments, last = chain.segments
+    grown = replace(
+        last,
+        tokens=joined(last.tokens, more.tokens),
+        logprobs=joined(last.logprobs, more.logprobs),
+        versions=joined(last.versions, more.versions),
+    )
+    return replace(r, chains=(*chains, Chain(chain.prompt_tokens, (*segments, grown))), finish=finish)

@@ -38,7 +38,7 @@ from kitae.store.checkpoint import Frontier
 from kitae.store.journal import NoJournal
 from kitae.store.run import RunStore
 from kitae.trainer.learner import Learner, Learnt, at_once
-from kitae.types import Group, Message, Prompt, Score
+from kitae.types import Group, Message, Prompt, Score, Unread
 
 _STALL = 60.0  # real seconds without any movement: then there is a deadlock
 _STANDARD = NormalDist()
@@ -392,7 +392,7 @@ class _Judge:
         self._seconds = seconds
         self._turns: dict[str, Iterator[int]] = {}
 
-    async def score(self, response: str, reference: Any, context: Mapping[str, Any]) -> Score:
+    async def score(self, response: str | Unread, reference: Any, context: Mapping[str, Any]) -> Score:
         await asyncio.sleep(self._seconds)
         turn = next(self._turns.setdefault(reference, count()))
         return Score(float(turn % 2) if context["signal"] else 0.0)

@@ -53,7 +53,7 @@ class ServedTeacher:
         return [task.result() for task in tasks]
 
     async def _score(self, sample: Sample) -> FloatArray:
-        tokens = [int(t) for t in sample.tokens_T]
+        tokens = [int(t) for t in np.asarray(sample.tokens_T)]
         logprobs = (await _echo(self._service, tokens))["token_logprobs"]
         found = [logprobs[t] for t in np.flatnonzero(sample.mask_T)]
         if not all(isinstance(x, int | float) and isfinite(x) for x in found):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kitae.errors import StoreError
-from kitae.store.journal import BRIEF, open_reader
+from kitae.store.journal import BRIEF, LENGTH, TEXT, open_reader
 from kitae.ui.records import Brief, ErrorKind, ErrorList, RolloutPage
 
 PAGE = 50
@@ -182,7 +182,7 @@ def _source(db: sqlite3.Connection, wanted: RolloutFilter) -> tuple[str, list[An
     """FROM and WHERE, and the values of their question marks."""
     tables, conditions, values = brief_table(db), list[str](), list[Any]()
     if wanted.needs_length:
-        lengths = "(SELECT group_id, sample, length(tokens) / 4 AS n FROM rollouts NOT INDEXED)"
+        lengths = f"(SELECT group_id, sample, {LENGTH} AS n FROM rollouts NOT INDEXED)"
         joined = f"{lengths} w CROSS JOIN {tables} ON r.group_id = w.group_id AND r.sample = w.sample"
         tables = joined if wanted.needs_brief else f"{lengths} r"
     for condition, value in (
@@ -222,7 +222,7 @@ def _search(
     a few of them, however late it is."""
     pattern, written = _pattern(text), _pattern(json.dumps(text)[1:-1])
     holds = " OR ".join(
-        [f"{column} LIKE ?3 ESCAPE '\\'" for column in ("r.text", "r.detail")]
+        [f"{column} LIKE ?3 ESCAPE '\\'" for column in (TEXT, "r.detail")]
         + [_SAID.format(column=column) for column in ("p.messages", "r.transcript")]
     )
     one = "SELECT 1 FROM rollouts r JOIN prompts p USING (group_id) WHERE r.group_id = ?1 AND r.sample = ?2"
@@ -246,9 +246,9 @@ def _pattern(text: str) -> str:
     return "%" + re.sub(r"([\\%_])", r"\\\1", text) + "%"
 
 
-_BRIEF_ROW = """
+_BRIEF_ROW = f"""
 SELECT r.group_id, r.sample, f.step, coalesce(f.fate, ''), coalesce(f.reason, ''), r.value, r.outcome, r.finish,
-    r.status, r.chains, coalesce(p.prompt_id, ''), coalesce(p.messages, '[]'), substr(r.text, 1, ?3),
+    r.status, r.chains, coalesce(p.prompt_id, ''), coalesce(p.messages, '[]'), substr({TEXT}, 1, ?3),
     substr(r.detail, 1, ?3)
 FROM rollouts r LEFT JOIN fates f USING (group_id) LEFT JOIN prompts p USING (group_id)
 WHERE r.group_id = ?1 AND r.sample = ?2

@@ -63,7 +63,7 @@ def _sample(rollout: Rollout) -> SampleView:
         turns=sum(s.source == "model" for s in rollout.segments),
         versions=versions,
         rewards=[s.reward for s in rollout.segments if s.reward is not None],
-        text=rollout.text,
+        text=str(rollout.text),
         transcript=[_turn(message) for message in rollout.transcript],
     )
 

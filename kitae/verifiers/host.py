@@ -3,7 +3,7 @@
     {"check": n, "response", "reference", "context"} ► {"done": n, "score"}      {"drop": n}: nobody waits for it now
     {"call": n, "op": "close"} ► {"re": n}                                       {"note": text}, {"tick"}: unasked
 
-It ends when the connection does.
+A response is a text, or says where one lies (`kitae.store.columns`). It ends when the connection does.
 """
 
 import asyncio
@@ -11,10 +11,13 @@ import os
 import socket
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from kitae.errors import KitaeError
+from kitae.errors import KitaeError, StoreError
 from kitae.processes.frames import pack_frame, read_frame
+from kitae.store.columns import Filed, column_files
+from kitae.types import Score
 from kitae.verifiers.pool import VerifierPool
 
 _TICK = 1.0  # seconds
@@ -75,8 +78,11 @@ class _Host:
                 return True
         return False
 
-    async def _check(self, pool: VerifierPool, number: int, response: str, reference: Any, context: Any) -> None:
-        score = await pool.score(response, reference, context)
+    async def _check(self, pool: VerifierPool, number: int, response: Any, reference: Any, context: Any) -> None:
+        try:
+            score = await pool.score(await asyncio.to_thread(_text, response), reference, context)
+        except StoreError as error:
+            score = Score.error(str(error))
         self.send({"done": number, "score": asdict(score)})
 
     def drop_all(self) -> None:
@@ -87,3 +93,10 @@ class _Host:
         while True:
             await asyncio.sleep(_TICK)
             self.send({"tick": asdict(pool.stats)})
+
+
+def _text(response: Any) -> str:
+    """What a job says, or lies where it says."""
+    if isinstance(response, str):
+        return response
+    return column_files(Path(response["folder"])).read(Filed(*response["filed"])).text

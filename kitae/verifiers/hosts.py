@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -22,7 +22,8 @@ from kitae.cluster.link import Deadlines, Link, PostLost
 from kitae.errors import KitaeError, VerifierError
 from kitae.processes.chores import Chores
 from kitae.processes.frames import Frame, pack_frame
-from kitae.types import Prompt, Score
+from kitae.store.columns import KeptText
+from kitae.types import Prompt, Score, Unread
 from kitae.verifiers.config import VerifierConfig
 from kitae.verifiers.pool import PoolStats, gold_of
 
@@ -97,10 +98,10 @@ class HostedPool:
         for host in [each for each in self._hosts if each.lost is not None]:
             self._on_loss(host)  # while the others were started
 
-    async def score(self, response: str, reference: Any, context: Mapping[str, Any] = _NOTHING) -> Score:
+    async def score(self, response: str | Unread, reference: Any, context: Mapping[str, Any] = _NOTHING) -> Score:
         if not self._running:
             raise VerifierError("a verifier pool scores between start() and close(), got a call outside")
-        job = {"response": response, "reference": reference, "context": dict(context)}
+        job = {"response": _wired(response), "reference": reference, "context": dict(context)}
         check = _Check(next(self._numbers), job, asyncio.get_running_loop().create_future())
         self._checks[check.number] = check
         try:
@@ -238,6 +239,13 @@ class _Hosted(Link):
 
     def _on_loss(self) -> None:
         self._report_loss(self)
+
+
+def _wired(response: str | Unread) -> Any:
+    """A text, or where it lies: the host reads it there."""
+    if not isinstance(response, KeptText):
+        return str(response)
+    return {"folder": str(response.files.folder), "filed": astuple(response.filed)}
 
 
 def _settle(check: _Check, score: Score) -> None:

@@ -36,7 +36,7 @@ from kitae.processes.serve import MAX_CONTROL
 from kitae.processes.template import Template
 from kitae.processes.worker import OutOfTimeError, WorkerDied, WorkerProcess
 from kitae.remote.client import close_clients
-from kitae.types import Prompt, Score
+from kitae.types import Prompt, Score, Unread
 from kitae.verifiers.base import TimeoutMeaning
 from kitae.verifiers.calls import as_score, check_params
 from kitae.verifiers.registry import VERIFIERS
@@ -152,11 +152,11 @@ class VerifierPool:
         for worker in self._workers:
             self._idle.put(worker)
 
-    async def score(self, response: str, reference: Any, context: Mapping[str, Any] = _NOTHING) -> Score:
+    async def score(self, response: str | Unread, reference: Any, context: Mapping[str, Any] = _NOTHING) -> Score:
         if not self._running:
             raise VerifierError("a verifier pool scores between start() and close(), got a call outside")
         check = self._wait_for if self._waiting else self._check
-        score = await check(response, reference, context)
+        score = await check(str(response), reference, context)
         self.stats.checked += 1
         self.stats.errors += not score.valid
         return score

@@ -62,9 +62,9 @@ class Attempt:
         """All tokens of the response that count, with those it had before."""
         b, part = self.before, slice(0, self.cut)
         return Sampled(
-            (b.tokens + tuple(self.tokens))[part],
-            (b.logprobs + tuple(self.logprobs))[part],
-            (b.versions + tuple(self.versions))[part],
+            (*b.tokens, *self.tokens)[part],
+            (*b.logprobs, *self.logprobs)[part],
+            (*b.versions, *self.versions)[part],
         )
 
     def date(self, spans: tuple[VersionSpan, ...]) -> None:

@@ -72,7 +72,10 @@ class Decoding:
     def progress(self, known: int = 0) -> Sampled:
         """What it could be continued from, after the first `known` tokens. The last token may be the one that ends it,
         so it is left out."""
-        part = slice(known, max(len(self.request.prior.tokens), len(self.versions) - 1))
+        return self.between(known, max(len(self.request.prior.tokens), len(self.versions) - 1))
+
+    def between(self, start: int, stop: int) -> Sampled:
+        part = slice(start, stop)
         return Sampled(tuple(self.tokens[part]), tuple(self.logprobs[part]), tuple(self.versions[part]))
 
     def completion(self, finish: FinishReason) -> Completion:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from kitae.cluster.base import Cluster, Duty
@@ -35,6 +36,7 @@ from kitae.weights.probe import Probe
 
 _MAX_RESTARTS = 3  # within
 _MINUTE = 60.0  # seconds
+_GLANCES, _MOMENT = 20, 0.5  # times, and seconds between them, that a new file is looked for
 
 log = logging.getLogger("kitae")
 
@@ -54,6 +56,8 @@ class ProcessEngine:
     threads: of torch in the process; None: as many as torch likes.
     cores: the processors it may use (Linux); None: all that this process may use.
     limits: how long the process may take for what.
+    columns: a folder that the process and all who read its answers see; it files them there (`kitae.store.columns`),
+    and what comes here is where they lie. None: they come here.
 
     The process starts with `start` or the first use, and then belongs to that event loop. A process that is lost is
     replaced, `_MAX_RESTARTS` times within a minute; after that, as when the process never comes up, every call raises
@@ -82,6 +86,7 @@ class ProcessEngine:
         version: int = 0,
         limits: Deadlines | None = None,
         once: bool = False,
+        columns: Path | None = None,
     ) -> None:
         if threads is not None and threads < 1:
             raise EngineError(f"threads of the engine's process must be at least 1, got {threads}")
@@ -93,6 +98,8 @@ class ProcessEngine:
             "model": model.model_dump(),
             "engine": config.model_dump(),
             "threads": threads,
+            "name": name.replace(" ", "-"),
+            "columns": "" if columns is None else str(columns.absolute()),
         }
         self._duty = Duty(
             name, "kitae.engines.process.serve", {}, pool, threads, None if cores is None else tuple(cores)
@@ -102,6 +109,7 @@ class ProcessEngine:
         self._version = version
         self._limits = limits or Deadlines()
         self._once = once
+        self._columns = columns
         self._ledger: Ledger[Child] = Ledger()
         self._starting: asyncio.Task[Child] | None = None  # also when it has started
         self._past = EngineStats(version, 0, 0, 0, 0, 0, 0, 0.0)  # counters of lost processes
@@ -238,6 +246,7 @@ class ProcessEngine:
             self._cluster, duty, self._limits, EngineError, hear=self._hear, on_loss=self._on_loss
         )
         try:
+            await self._check_shared(child)
             await self._load_current(child)
             if self._paused:
                 await child.call("pause")
@@ -249,6 +258,20 @@ class ProcessEngine:
         for flight in self._ledger.open():
             self._issue(flight, child)
         return child
+
+    async def _check_shared(self, child: Child) -> None:
+        """Whether the file of its answers is seen from here, if need be after a moment."""
+        if self._columns is None:
+            return
+        path = self._columns / child.greeting["file"]
+        for _ in range(_GLANCES):
+            if await asyncio.to_thread(path.exists):
+                return
+            await asyncio.sleep(_MOMENT)
+        raise EngineError(
+            f"the run folder must be on a disk that all machines share, but {path}, which the process on "
+            f"{child.post.where} writes, is not seen here"
+        )
 
     async def _load_current(self, child: Child) -> None:
         """What was published last. Damaged weights end the engine, unless an update is under way, which sees it too."""

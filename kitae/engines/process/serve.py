@@ -3,27 +3,37 @@
 It answers `{"generate": n, …}` with `{"done": n, …}` or `{"failed": n, …}`, whenever that is, and, in order,
 `{"call": n, "op": …}` with `{"re": n, …}`. Between these it tells, several times a second, how it fares and what long
 sequences have so far, so that little is lost with it. It ends when the connection does, and with its parent.
+
+Where it has a folder for that, it files what it sampled there, with the text, and tells the place: what its owner hears
+of an answer is as short for a long one. It then tells every 10 seconds what sequences have so far.
 """
 
 import asyncio
 import os
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kitae.data.chat import Chat
 from kitae.engines.base import Sampled, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.process import wire
-from kitae.errors import EngineError, KitaeError, RequestError
+from kitae.errors import EngineError, KitaeError, RequestError, StoreError
 from kitae.models.config import ModelConfig
 from kitae.processes.frames import Frame, pack_frame, read_frame
+from kitae.store.columns import ColumnWriter
+from kitae.types import Runs
 
 if TYPE_CHECKING:
+    from kitae.engines.native.decoding import Decoding
     from kitae.models.policy import Policy
 
 _TICK = 0.25  # seconds
 _REPORT = 64  # new tokens of a sequence that are worth telling
+_PACE = 10.0  # seconds between two such reports, where they are filed
 
 
 def main(setup: dict[str, Any], stream: socket.socket) -> None:
@@ -35,17 +45,18 @@ def main(setup: dict[str, Any], stream: socket.socket) -> None:
     if setup["threads"] is not None:
         torch.set_num_threads(setup["threads"])
     try:
+        columns = ColumnWriter(Path(setup["columns"]), setup["name"]) if setup["columns"] else None
         policy = load_policy(ModelConfig(**setup["model"]))
     except KitaeError as error:
         stream.sendall(pack_frame({"refused": str(error)}))
         return
-    asyncio.run(_serve(policy, setup, stream))
+    asyncio.run(_serve(policy, setup, stream, columns))
     os._exit(0)  # a clean exit of all that is loaded takes a second
 
 
-async def _serve(policy: "Policy", setup: dict[str, Any], stream: socket.socket) -> None:
+async def _serve(policy: "Policy", setup: dict[str, Any], stream: socket.socket, columns: ColumnWriter | None) -> None:
     reader, writer = await asyncio.open_connection(sock=stream)
-    server = Server(policy, setup, writer)
+    server = Server(policy, setup, writer, columns)
     ticks = asyncio.create_task(server.tick())
     with suppress(ConnectionError):
         while not server.closing and (frame := await read_frame(reader)) is not None:
@@ -57,7 +68,9 @@ async def _serve(policy: "Policy", setup: dict[str, Any], stream: socket.socket)
 
 
 class Server:
-    def __init__(self, policy: "Policy", setup: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self, policy: "Policy", setup: dict[str, Any], writer: asyncio.StreamWriter, columns: ColumnWriter | None
+    ) -> None:
         from kitae.engines.native.engine import NativeEngine
         from kitae.weights.base import Address
         from kitae.weights.start import make_receiver
@@ -67,12 +80,14 @@ class Server:
         self.receiver = make_receiver(Address(**setup["address"]), dict(policy.model.named_parameters()))
         self.engine = NativeEngine(policy, EngineConfig(**setup["engine"]), setup["version"])
         self._writer = writer
+        self._columns = columns
+        self._chat = Chat(policy.tokenizer)
         self._paused = False  # by the owner
         self._broken = False  # an update did not arrive whole: no step with these weights
         self._numbers: dict[str, int] = {}
-        self._told: dict[str, int] = {}
+        self._told: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._send({"ready": True})
+        self._send({"ready": True, "file": columns.file if columns else ""})
 
     async def handle(self, frame: Frame) -> None:
         header = frame.header
@@ -89,17 +104,43 @@ class Server:
         self._send({"re": header["call"], **reply})
 
     async def tick(self) -> None:
+        ticks = 0
         while True:
             await asyncio.sleep(_TICK)
-            for sequence in self.engine.in_flight():
-                key = sequence.request.id
-                start, end = self._told.get(key, len(sequence.request.prior.tokens)), len(sequence.versions)
-                if end - start >= _REPORT and key in self._numbers:
-                    self._told[key] = end
-                    parts = (sequence.tokens, sequence.logprobs, sequence.versions)
-                    news = Sampled(*(tuple(part[start:end]) for part in parts))  # type: ignore[arg-type]
-                    self._send({"progress": self._numbers[key], "start": start}, news)
+            ticks += 1
+            if self._columns is None or ticks % round(_PACE / _TICK) == 0:
+                await self._report()
             self._send({"tick": True})
+
+    async def _report(self) -> None:
+        """What long sequences have so far."""
+        grown = [
+            (self._numbers[key], start, sequence.between(start, end))
+            for sequence in self.engine.in_flight()
+            if (key := sequence.request.id) in self._numbers
+            and (end := len(sequence.versions)) - (start := self._start(sequence)) >= _REPORT
+        ]
+        with suppress(StoreError):  # who waits for the answer hears of it
+            filed = await self._file([news for _, _, news in grown])
+            for (number, start, _), news in zip(grown, filed, strict=True):
+                self._told[number] = start + len(news.tokens)
+                self._send({"progress": number, "start": start}, news)
+
+    def _start(self, sequence: "Decoding") -> int:
+        """How many of its tokens the owner knows."""
+        return self._told.get(self._numbers[sequence.request.id], len(sequence.request.prior.tokens))
+
+    async def _file(self, sampled: Sequence[Sampled], texts: Sequence[str | None] = ()) -> list[Sampled]:
+        """The same, unread, where there is a place for it."""
+        if self._columns is None:
+            return list(sampled)
+        pairs = zip(sampled, texts or [None] * len(sampled), strict=True)
+        filed = await asyncio.gather(*(self._columns.add(s.tokens, s.logprobs, text) for s, text in pairs))
+        folder = self._columns.folder
+        return [
+            wire.kept(folder, ((place, 0, place.tokens),), Runs.of(s.versions))
+            for s, place in zip(sampled, filed, strict=True)
+        ]
 
     async def _generate(self, number: int, frame: Frame) -> None:
         request = wire.request_of(frame)
@@ -108,14 +149,16 @@ class Server:
             self._numbers[request.id] = number
         try:
             done = await self.engine.generate(request)
-            self._send({"done": number, "finish": done.finish}, done.sampled)
+            text = self._chat.read(done.tokens, request.sampling.stop_strings).text if self._columns else ""
+            (sampled,) = await self._file([done.sampled], [text])
+            self._send({"done": number, "finish": done.finish}, sampled)
         except Exception as error:
-            text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            text = str(error) if isinstance(error, KitaeError) else f"{type(error).__name__}: {error}"
             self._send({"failed": number, "text": text, "alone": isinstance(error, RequestError)})
         finally:
             if not known:
                 self._numbers.pop(request.id, None)
-                self._told.pop(request.id, None)
+                self._told.pop(number, None)
 
     async def _call(self, header: dict[str, Any]) -> dict[str, Any]:
         match header["op"]:

@@ -1,26 +1,42 @@
-"""What travels between an engine's process and its owner: requests and sampled tokens in frames."""
+"""What travels between an engine's process and its owner: requests and sampled tokens in frames.
+
+What was sampled travels as numbers, or as the place where it lies (`kitae.store.columns`).
+"""
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kitae.engines.base import Request, Sampled, SamplingParams
 from kitae.processes.frames import Array, Frame, pack_frame
+from kitae.store.columns import Kept, Stretch, column_files, record_of, stretches_of
+from kitae.types import Runs
 
 
 def pack_sampled(header: Mapping[str, Any], sampled: Sampled) -> bytes:
-    return pack_frame(header, _arrays(sampled))
+    place, arrays = _parts(sampled)
+    return pack_frame({**header, **place}, arrays)
+
+
+def kept(folder: Path, stretches: tuple[Stretch, ...], versions: Runs) -> Sampled:
+    """What lies in a folder, unread."""
+    return Sampled(*column_files(folder).kept(stretches), versions)
 
 
 def pack_request(number: int, request: Request) -> bytes:
     names = {"id": request.id, "share": request.share, "thread": request.thread}
     header = {"generate": number, **names, "seed": request.seed, "sampling": asdict(request.sampling)}
-    return pack_frame(header, {"prompt": np.asarray(request.prompt_tokens, np.int64), **_arrays(request.prior)})
+    place, arrays = _parts(request.prior)
+    return pack_frame({**header, **place}, {"prompt": np.asarray(request.prompt_tokens, np.int64), **arrays})
 
 
 def sampled_of(frame: Frame) -> Sampled:
+    if "folder" in frame.header:
+        header = frame.header
+        return kept(Path(header["folder"]), stretches_of(header["stretches"]), Runs(header["versions"]))
     tokens, logprobs, versions = (tuple(frame.arrays[n].tolist()) for n in ("tokens", "logprobs", "versions"))
     return Sampled(tokens, logprobs, versions)
 
@@ -37,6 +53,14 @@ def request_of(frame: Frame) -> Request:
         thread=frame.header["thread"],
         prior=sampled_of(frame),
     )
+
+
+def _parts(sampled: Sampled) -> tuple[dict[str, Any], dict[str, Array]]:
+    """For the header and for the arrays of a frame."""
+    if isinstance(sampled.tokens, Kept):
+        folder, stretches = str(sampled.tokens.files.folder), record_of(sampled.tokens.stretches)
+        return {"folder": folder, "stretches": stretches, "versions": Runs.of(sampled.versions).runs}, {}
+    return {}, _arrays(sampled)
 
 
 def _arrays(sampled: Sampled) -> dict[str, Array]:

@@ -78,4 +78,4 @@ def _answers(run: Path) -> list[Reply]:
         return []
     finally:
         journal.close()
-    return [Reply(step, g.id, r.text, str(g.prompt.reference)) for step, g in found for r in g.rollouts]
+    return [Reply(step, g.id, str(r.text), str(g.prompt.reference)) for step, g in found for r in g.rollouts]

@@ -142,7 +142,7 @@ def _kind(a: float, b: float) -> str:
 
 
 def _both(a: HeldOutAnswer, b: HeldOutAnswer, first: int, last: int) -> BeforeAfter:
-    texts = [each.rollouts[0].text if each.rollouts else "" for each in (a, b)]
+    texts = [str(each.rollouts[0].text) if each.rollouts else "" for each in (a, b)]
     return BeforeAfter(
         _question(a.prompt),
         str(a.prompt.reference),

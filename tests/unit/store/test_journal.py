@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitae.errors import DiskFullError, StoreError
-from kitae.store.journal import Journal
-from kitae.types import Chain, FinishReason, Message, Prompt, Rollout, Score, Segment, ToolCall
+from kitae.store.columns import ColumnWriter, Kept, KeptText
+from kitae.store.journal import LENGTH, TEXT, Journal, open_reader
+from kitae.types import Chain, FinishReason, Message, Prompt, Rollout, Runs, Score, Segment, ToolCall
 
 PROMPT = Prompt("reverse/train/17", (Message("system", "Be brief."), Message("user", "Reverse 1, 2")), "2, 1", {"n": 2})
 
@@ -206,6 +208,84 @@ def test_unfinished_responses_are_kept_in_pieces(journal: Journal) -> None:
     assert journal.parked(6)[1].segments[-1].tokens == whole.tokens[:7] and journal.counts()["parked"] == 2
     asyncio.run(journal.add_rollout(rollout(6, 1)))
     assert [r.index for r in journal.parked(6)] == [0]
+
+
+async def _filed(journal: Journal, tokens: int, version: int, text: str | None = None) -> Segment:
+    """An answer that an engine has filed beside the journal."""
+    writer = ColumnWriter(journal.columns.folder, "engine-0")
+    place = await writer.add(range(tokens), [-0.5] * tokens, text)
+    return Segment("model", *journal.columns.kept(((place, 0, tokens),)), Runs(((version, tokens),)))
+
+
+def test_an_answer_in_files_is_kept_by_its_place(journal: Journal) -> None:
+    async def body() -> None:
+        segment = await _filed(journal, 500, 3, "words")
+        text = segment.tokens.text  # type: ignore[attr-defined]
+        await journal.add_rollout(Rollout.of(0, 0, (1, 2), (segment,), "stop", text, Score(1.0)))
+        talk = (segment, Segment.observed((7, 8)), replace(segment, reward=0.5))
+        await journal.add_rollout(Rollout.of(0, 1, (1, 2), talk, "stop", "words\n\nwords", Score(0.0)))
+
+    asyncio.run(body())
+    first, second = journal.rollouts(0)
+    assert isinstance(first.text, KeptText) and str(first.text) == "words" and second.text == "words\n\nwords"
+    for segment in (first.segments[0], second.segments[2]):
+        assert isinstance(segment.tokens, Kept) and segment.tokens == tuple(range(500))
+        assert segment.logprobs == (-0.5,) * 500 and segment.versions == (3,) * 500
+    assert second.segments[1] == Segment.observed((7, 8)) and second.segments[2].reward == 0.5
+    sizes = "SELECT length(tokens) + length(logprobs) + length(versions), length(text), length(chains) FROM rollouts"
+    (kept, *_), (mixed, *_) = journal._reader.execute(sizes)
+    assert (kept, mixed) == (0, 24)
+    with closing(open_reader(journal.path)) as reader:
+        found = list(reader.execute(f"SELECT {TEXT}, {LENGTH} FROM rollouts r"))
+    assert found == [("words", 500), ("words\n\nwords", 1002)]
+
+
+def test_what_lies_elsewhere_is_kept_with_its_values(journal: Journal, tmp_path: Path) -> None:
+    (tmp_path / "evaluations").mkdir()
+    other = Journal(tmp_path / "evaluations" / "of-a-run.sqlite")
+
+    async def body() -> None:
+        segment = await _filed(journal, 5, 3, "words")
+        text = segment.tokens.text  # type: ignore[attr-defined]
+        await other.add_rollout(Rollout.of(0, 0, (1,), (segment,), "stop", text, Score(1.0)))
+
+    asyncio.run(body())
+    (found,) = other.rollouts(0)
+    assert found.text == "words" and found.segments[0].tokens == (0, 1, 2, 3, 4)
+    assert isinstance(found.segments[0].tokens, tuple)
+    other.close()
+
+
+def test_pieces_in_files_come_back_as_one_answer(journal: Journal) -> None:
+    async def body() -> None:
+        first, second = await _filed(journal, 40, 3), await _filed(journal, 70, 4)
+        parked = Rollout.of(7, 0, (1, 2), (first,), "parked", "", None, "parked")
+        await journal.extend_parked((parked, 0))
+        await journal.extend_parked((replace(parked, chains=(Chain((1, 2), (second,)),)), 40))
+        values = Segment("model", (9,), (-1.0,), (5,))
+        await journal.extend_parked((replace(parked, chains=(Chain((1, 2), (values,)),), finish="stop"), 110))
+
+    asyncio.run(body())
+    (found,) = journal.parked(7)
+    assert found.finish == "stop" and found.chains[0].prompt_tokens == (1, 2)
+    assert found.segments[0].tokens == (*range(40), *range(70), 9)
+    assert tuple(found.segments[0].versions) == (3,) * 40 + (4,) * 70 + (5,)
+
+
+def test_age_and_forgetting_know_versions_without_reading(journal: Journal) -> None:
+    async def body() -> None:
+        await journal.add_prompt(0, PROMPT, 2, 0)
+        for index, version in enumerate((2, 6)):
+            segment = await _filed(journal, 5, version, "")
+            await journal.add_rollout(Rollout.of(0, index, (1,), (segment,), "stop", "", Score(1.0)))
+        await journal.park(Rollout.of(0, 2, (1,), (await _filed(journal, 5, 7),), "parked", "", None, "parked"))
+        for path in journal.columns.folder.iterdir():
+            path.unlink()
+        assert journal.pending()[0].oldest == 2
+        await journal.begin("{}", (), forget_after=5)
+
+    asyncio.run(body())
+    assert [r.index for r in journal.rollouts(0)] == [0] and not journal.parked(0)
 
 
 def test_a_conversation_is_parked_with_all_that_was_said(journal: Journal) -> None:

@@ -2,18 +2,25 @@
 
 import asyncio
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
+import pytest
 from test_gradient import make_samples
 
 from kitae.algorithms.control import Coefficients, Signal
 from kitae.data.packing import lay_out, pack
+from kitae.errors import CorruptError
 from kitae.observe.meter import Kind, Sum, Totals
 from kitae.processes.frames import Frame, pack_frame, read_frame
+from kitae.store.columns import ColumnWriter, column_files
 from kitae.trainer.base import Conditions, Mark
 from kitae.trainer.sending import samples_of_wire, samples_to_wire
 from kitae.trainer.wire import conditions_of, totals_of_wire, totals_to_wire
+from kitae.types import Late, Sample, spliced
 
 
 def sent(frame: bytes) -> Frame:
@@ -57,6 +64,71 @@ def test_what_is_one_number_over_an_answer_travels_as_one() -> None:
 
     tokens = 4 * (4096 - 64)
     assert size(4096) - size(64) - tokens <= 16  # digits of lengths
+
+
+def filed(folder: Path, samples: Sequence[Sample]) -> list[Sample]:
+    """The same, with their answers in files; where there are gaps, in several segments."""
+
+    async def one(s: Sample, writer: ColumnWriter) -> Sample:
+        cuts = [
+            s.prompt_length,
+            *(np.flatnonzero(np.diff(s.mask_T[s.prompt_length :])) + s.prompt_length + 1),
+            s.length,
+        ]
+        tokens, logprobs = [s.prompt_T], [np.zeros(s.prompt_length)]
+        for start, stop in pairwise(cuts):
+            own = np.asarray(s.tokens_T)[start:stop], np.asarray(s.columns["logp_mu"])[start:stop]
+            if s.mask_T[start]:
+                place = await writer.add(*own)  # type: ignore[arg-type]
+                own = column_files(folder).kept(((place, 0, place.tokens),))  # type: ignore[assignment]
+            tokens.append(own[0])
+            logprobs.append(own[1])
+        return replace(s, tokens_T=spliced(tokens, np.int64)).with_columns(logp_mu=spliced(logprobs, np.float32))
+
+    async def all_of_them() -> list[Sample]:
+        writer = ColumnWriter(folder, "engine-0")
+        return [await one(s, writer) for s in samples]
+
+    return asyncio.run(all_of_them())
+
+
+def test_answers_in_files_make_the_same_rows(tmp_path: Path) -> None:
+    samples = make_samples([(0, 5, 3), (0, 5, 9), (1, 12, 1), (2, 30, 20), (3, 1, 4)], gaps=True)
+    unread = filed(tmp_path, samples)
+    assert all(isinstance(s.tokens_T, Late) for s in unread)
+    parts = pack(unread, 30, multiple=2)
+    assert [[s.key for s in part] for part in parts] == [
+        [s.key for s in part] for part in pack(samples, 30, multiple=2)
+    ]
+    frame = sent(pack_frame(*samples_to_wire(parts)))
+    received, _ = samples_of_wire(frame.header, frame.arrays)
+    for part, own in zip(pack(samples, 30, multiple=2), received, strict=True):
+        a, b, c = lay_out(own), lay_out(part), lay_out([s for s in unread if s.key in {x.key for x in part}])
+        assert a.columns.keys() == b.columns.keys()
+        for name in ("tokens_T", "source_N", "target_N", "weight_N"):
+            assert getattr(a, name).tobytes() == getattr(b, name).tobytes(), name
+        for name, values in b.columns.items():
+            assert a.columns[name].tobytes() == values.tobytes()
+        assert len(c.tokens_T) == len(b.tokens_T)
+
+
+def test_what_is_sent_of_an_answer_in_files_does_not_grow_with_it(tmp_path: Path) -> None:
+    sizes = []
+    for length in (64, 512, 4096):
+        (sample,) = filed(tmp_path, make_samples([(0, 5, length)]))
+        path = tmp_path / sample.tokens_T.parts[1].stretches[0][0].file  # type: ignore[union-attr]
+        path.unlink()  # nobody reads it here
+        sizes.append(len(pack_frame(*samples_to_wire([[sample]]))))
+    assert max(sizes) - min(sizes) <= 8, sizes
+
+
+def test_a_damaged_answer_is_named_by_the_rank(tmp_path: Path) -> None:
+    (sample,) = filed(tmp_path, make_samples([(0, 5, 8)]))
+    frame = sent(pack_frame(*samples_to_wire([[sample]])))
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(b"x" * path.stat().st_size)
+    with pytest.raises(CorruptError, match=rf"{path.name}: the answer at byte 0 \(8 tokens\)"):
+        samples_of_wire(frame.header, frame.arrays)
 
 
 def test_numbers_travel_exactly() -> None:
