@@ -1,16 +1,22 @@
 """What the controller of a run can carry, on this machine: the measured half of docs/scale.md.
 
-    python benchmarks/cluster_rates.py [--rounds 5] [--groups 64] [--samples 8] [--lengths 512 8192] [--megabytes 256]
+    python benchmarks/cluster_rates.py [--rounds 5] [--groups 64] [--samples 8] [--lengths 64 512 4096]
+                                       [--megabytes 256]
 
-    answers    frames of sampled tokens read from engines, into tuples, as the process that holds the loops does
     requests   frames of requests written to engines, prompts of 128 tokens
+    answers    frames of answers read from engines, as the process that holds the loops does
+    checks     frames of answers to verifier hosts, and of their verdicts
     rows       judged groups into advantages and weights, samples shared out, and into frames for the ranks of a trainer
-    journal    rollouts into SQLite, text included; bytes are those of its files
+    journal    rollouts into SQLite; bytes are those of its files
     loops      everything else of a rollout: issuing, episode, buffer, stages, metrics. It is a simulated run, so the
                fake engine is in it and tokenizer and verifier are not
     memory     weights published and loaded through memory, in full and as a delta of 0.4 % of the values, checksums
                included; bytes are those of all weights
     http       the same weights served by HTTP to one receiver, both ends in this process
+
+Answers are filed by engines on a cluster (`kitae.store.columns`): the controller hears where they lie. "By value" is
+what it is where they come to the controller, as from servers of other people. `all` adds up what the controller
+receives, sends and keeps of a rollout.
 
 All by processor seconds of one process, which other programs on the machine disturb less than the clock. Rounds go
 through all of it by turns. Medians, and the lowest and highest of the rounds. The last line is what
@@ -22,7 +28,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -34,12 +40,14 @@ from training import prepared
 from kitae.config.load import parse_config
 from kitae.data.packing import pack
 from kitae.engines.base import Request, Sampled, SamplingParams
-from kitae.engines.process.wire import pack_request, pack_sampled, sampled_of
+from kitae.engines.process.wire import kept, pack_request, pack_sampled, sampled_of
 from kitae.processes.frames import pack_frame, read_frame
+from kitae.store.columns import ColumnWriter, Filed, Kept, KeptText
 from kitae.store.journal import Journal
 from kitae.study.simulate import Hardware, LogNormal, Schedule, Times, Work, simulate
 from kitae.trainer.sending import samples_to_wire
-from kitae.types import Group, Message, Prompt, Rollout, Sample, Score, Segment
+from kitae.types import Group, Message, Prompt, Rollout, Runs, Sample, Score, Segment
+from kitae.verifiers.hosts import wired
 from kitae.weights.start import make_publisher, make_receiver
 
 PROMPT = 128
@@ -50,11 +58,12 @@ CHANGED = 0.004  # share of the bf16 values that a step at a learning rate of 1e
 
 @dataclass(frozen=True)
 class Load:
-    """`Load(64, 8, 512)`: 64 groups of 8 answers of 512 tokens."""
+    """`Load(64, 8, 512, folder)`: 64 groups of 8 answers of 512 tokens, filed in a folder; None: by value."""
 
     groups: int
     samples: int
     length: int
+    folder: Path | None
 
     @property
     def answers(self) -> int:
@@ -63,6 +72,9 @@ class Load:
     @property
     def tokens(self) -> int:
         return self.answers * self.length
+
+    def __str__(self) -> str:
+        return f"{self.length} tokens" if self.folder else f"{self.length} tokens by value"
 
 
 @dataclass(frozen=True)
@@ -82,15 +94,27 @@ def cpu(work: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def sampled(length: int) -> Sampled:
+def sampled(load: Load) -> Sampled:
     rng = np.random.default_rng(0)
-    tokens = rng.integers(0, 150_000, length).tolist()
-    return Sampled(tuple(tokens), tuple((-rng.exponential(size=length)).tolist()), (7,) * length)
+    tokens = tuple(rng.integers(0, 150_000, load.length).tolist())
+    found = Sampled(tokens, tuple((-rng.exponential(size=load.length)).tolist()), (7,) * load.length)
+    if load.folder is None:
+        return found
+    place = asyncio.run(_file(load.folder, found))
+    return kept(load.folder, ((place, 0, place.tokens),), Runs.of(found.versions))
+
+
+async def _file(folder: Path, found: Sampled) -> Filed:
+    return await ColumnWriter(folder, "engine-0").add(found.tokens, found.logprobs, text_of(len(found.tokens)))
+
+
+def text_of(length: int) -> str:
+    return "word" * (length * CHARACTERS // 4)
 
 
 def answers(load: Load) -> Found:
-    """The final frame alone: an engine also reports tokens on their way, which are the same bytes once more."""
-    frames = pack_sampled({"done": 7, "finish": "stop"}, sampled(load.length)) * load.answers
+    """The final frame alone: an engine also reports tokens on their way, by value the same bytes once more."""
+    frames = pack_sampled({"done": 7, "finish": "stop"}, sampled(load)) * load.answers
 
     async def read() -> None:
         reader = asyncio.StreamReader()
@@ -109,8 +133,23 @@ def requests(load: Load) -> Found:
     return Found("requests", size, load.tokens, load.answers, seconds)
 
 
-def rollouts(load: Load, group: int) -> tuple[Rollout, ...]:
-    one, text = sampled(load.length), "word" * (load.length * CHARACTERS // 4)
+def said(load: Load, one: Sampled) -> str | KeptText:
+    if load.folder is None or not isinstance(one.tokens, Kept) or one.tokens.text is None:
+        return text_of(load.length)
+    return one.tokens.text
+
+
+def checks(load: Load) -> Found:
+    job = {"check": 7, "reference": "42", "context": {"question": "how many?"}}
+    text = said(load, sampled(load))
+    verdict = pack_frame({"done": 7, "score": asdict(Score(1.0))})
+    size = (len(pack_frame({**job, "response": wired(text)})) + len(verdict)) * load.answers
+    seconds = cpu(lambda: [pack_frame({**job, "response": wired(text)}) for _ in range(load.answers)])
+    return Found("checks", size, load.tokens, load.answers, seconds)
+
+
+def rollouts(load: Load, group: int, one: Sampled) -> tuple[Rollout, ...]:
+    text = said(load, one)
     prompt, segment = tuple(range(group, group + PROMPT)), Segment("model", one.tokens, one.logprobs, one.versions)
     return tuple(
         Rollout.of(group, i, prompt, (segment,), "stop", text, Score(float(i % 2))) for i in range(load.samples)
@@ -125,7 +164,8 @@ def framed(parts: list[list[Sample]]) -> int:
 def rows(load: Load) -> Found:
     """From judged groups: advantages, weights, samples of each row, frames."""
     asked = Prompt("0", (Message("user", "how many?"),), "42")
-    groups = [Group(g, asked, rollouts(load, g)) for g in range(load.groups)]
+    one = sampled(load)
+    groups = [Group(g, asked, rollouts(load, g, one)) for g in range(load.groups)]
     sizes: list[int] = []
 
     def send() -> None:
@@ -136,9 +176,10 @@ def rows(load: Load) -> Found:
 
 
 def journal(load: Load) -> Found:
-    groups = [rollouts(load, g) for g in range(load.groups)]
     with TemporaryDirectory() as folder:
         store = Journal(Path(folder) / "journal.sqlite")
+        one = sampled(load if load.folder is None else replace(load, folder=store.columns.folder))
+        groups = [rollouts(load, g, one) for g in range(load.groups)]
 
         async def write() -> None:
             for group in groups:
@@ -147,7 +188,7 @@ def journal(load: Load) -> Found:
 
         seconds = cpu(lambda: asyncio.run(write()))
         store.close()
-        size = sum(path.stat().st_size for path in Path(folder).iterdir())
+        size = sum(path.stat().st_size for path in Path(folder).iterdir() if path.is_file())
     return Found("journal", size, load.tokens, load.answers, seconds)
 
 
@@ -189,8 +230,10 @@ def publishing(kind: str, megabytes: int) -> Iterator[Found]:
 
 def measure(load: Load) -> Iterator[tuple[str, Found]]:
     """One round, each with the name of its line."""
-    for work in (answers, requests, rows, journal):
-        yield f"{load.length} tokens: {work.__name__}", work(load)
+    found = [work(load) for work in (requests, answers, checks, rows, journal)]
+    yield from ((f"{load}: {one.what}", one) for one in found)
+    total = (sum(one.bytes for one in found), load.tokens, load.answers, sum(one.seconds for one in found))
+    yield f"{load}: all", Found("all", *total)
 
 
 def measure_once(load: Load, megabytes: int) -> Iterator[tuple[str, Found]]:
@@ -207,29 +250,17 @@ def spread(values: list[float]) -> str:
 
 def show(name: str, found: list[Found]) -> str:
     first = found[0]
-    token = f"{first.bytes / first.tokens:.1f}" if first.bytes and first.tokens else ""
+    each = f"{first.bytes / first.rollouts:,.0f}" if first.bytes and first.rollouts else ""
     rollout = f"{spread([f.seconds / f.rollouts * 1e6 for f in found])}" if first.rollouts else ""
     rate = spread([f.bytes / f.seconds / 1e6 for f in found]) if first.bytes else ""
-    return f"| {name} | {token} | {rate} | {rollout} |"
+    return f"| {name} | {each} | {rate} | {rollout} |"
 
 
-def fit(found: dict[str, list[Found]], what: str, lengths: list[int]) -> tuple[float, float]:
-    """`(bytes a second, seconds of a rollout)`: what two lengths take, as a line."""
-    short, long = (found[f"{length} tokens: {what}"] for length in (min(lengths), max(lengths)))
-    (b0, s0), (b1, s1) = (
-        (rounds[0].bytes / rounds[0].rollouts, median(f.seconds / f.rollouts for f in rounds))
-        for rounds in (short, long)
-    )
-    rate = (b1 - b0) / (s1 - s0)
-    return rate, s0 - b0 / rate
-
-
-def links(found: dict[str, list[Found]], lengths: list[int]) -> str:
-    """What a rollout takes whatever its length is in `rollout`, for all that the controller does."""
-    fits = {"read": "answers", "rows": "rows", "journal": "journal"}
-    lines = {key: fit(found, what, lengths) for key, what in fits.items()}
-    whole = ("loops", f"{min(lengths)} tokens: requests")
-    rollout = sum(median(f.seconds / f.rollouts for f in found[name]) for name in whole)
+def links(found: dict[str, list[Found]], load: Load) -> str:
+    """Of answers that are filed, at one length: what the controller does for a rollout does not depend on it."""
+    parts = [found[f"{load}: {what}"] for what in ("answers", "checks", "rows", "journal")]
+    heard, checked, sent, written = (rounds[0].bytes / rounds[0].rollouts for rounds in parts)
+    whole = (found["loops"], found[f"{load}: all"])
     names = {
         "pack": "memory: publish full",
         "compare": "memory: publish delta",
@@ -238,8 +269,8 @@ def links(found: dict[str, list[Found]], lengths: list[int]) -> str:
         "serve": "http: load full",
     }
     rates = {key: median(f.bytes / f.seconds for f in found[name]) for key, name in names.items()}
-    rates |= {key: rate for key, (rate, _) in lines.items()}
-    rates["rollout"] = rollout + sum(fixed for _, fixed in lines.values())
+    rates |= {"answer": heard + checked, "row": sent, "record": written}
+    rates["rollout"] = sum(median(f.seconds / f.rollouts for f in rounds) for rounds in whole)
     return ",".join(f"{key}={rate:.2g}" for key, rate in rates.items())
 
 
@@ -248,20 +279,21 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 8192], help="of answers; at least two")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[64, 512, 4096], help="of answers")
     parser.add_argument("--megabytes", type=int, default=256, help="of the weights that are published")
     a = parser.parse_args()
-    loads = [Load(a.groups, a.samples, length) for length in a.lengths]
     found: dict[str, list[Found]] = {}
-    for _ in range(a.rounds):
-        for work in (*(measure(load) for load in loads), measure_once(loads[0], a.megabytes)):
-            for name, one in work:
-                found.setdefault(name, []).append(one)
+    with TemporaryDirectory() as folder:
+        loads = [Load(a.groups, a.samples, n, where) for where in (Path(folder), None) for n in a.lengths]
+        for _ in range(a.rounds):
+            for work in (*(measure(load) for load in loads), measure_once(loads[0], a.megabytes)):
+                for name, one in work:
+                    found.setdefault(name, []).append(one)
     print(f"{a.groups} x {a.samples} answers, {a.rounds} rounds, median (lowest to highest)\n")
-    print("| what | bytes a token | MB/s | µs a rollout |\n|---|---|---|---|")
+    print("| what | bytes a rollout | MB/s | µs a rollout |\n|---|---|---|---|")
     for name, rounds in found.items():
         print(show(name, rounds))
-    print(f"\n--links {links(found, a.lengths)}")
+    print(f"\n--links {links(found, loads[0])}")
 
 
 if __name__ == "__main__":

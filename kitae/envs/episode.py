@@ -139,8 +139,8 @@ class Episode:
         self._finish = ended
         if ended == "parked":
             raise Parked
-        if isinstance(self._environment, SingleTurn) and isinstance(turn.tokens, Kept):
-            self._unread = turn.tokens.text  # nobody hears it here: who judges it reads it where it lies
+        if type(self._environment) is SingleTurn and isinstance(turn.tokens, Kept):  # one made of it may listen
+            self._unread = turn.tokens.text  # who judges it reads it where it lies
         if self._unread is not None:
             return False
         self._said.append(self._turn(turn.tokens))

@@ -2,6 +2,7 @@
 
 config.json      the resolved settings
 journal.sqlite   prompts, rollouts, scores, fates, events
+columns/         what engines on a cluster sampled; the journal says where in there
 metrics.jsonl    one line per step; evaluations have "kind": "eval", and "suite" where it is not the run's own task
 timeline.jsonl   who worked when
 tokens/          numbers of single tokens, of a share of the samples

@@ -36,12 +36,11 @@ class Links:
 
     Measured by `benchmarks/cluster_rates.py`, by seconds of one core of a busy Xeon: `pack`, `compare`: a publisher
     writes all weights with their checksums, or looks for those that changed. `load`, `check`: an engine loads weights
-    and compares checksums, or compares alone. `serve`: a process serves weights by HTTP. `read`, `rows`, `journal`: the
-    controller reads answers of engines, makes rows for ranks, and keeps rollouts. `rollout`: seconds of the controller
-    for each rollout, whatever its length.
+    and compares checksums, or compares alone. `serve`: a process serves weights by HTTP. `rollout`: seconds of the
+    controller for each rollout, whatever its length; `journal`: those of them that the journal takes.
 
-    Counted there: `answer`, `row`, `record`: bytes of a token from an engine (its tokens come twice: as they are
-    sampled, and in the end), to a rank, and in the journal.
+    Counted there: `answer`, `row`, `record`: bytes of a rollout from an engine and to and from a verifier host, to a
+    rank, and in the journal. Answers themselves lie in files, which engines write and ranks read.
 
     Measured elsewhere: `changed`: share of the weights that a step changes (docs/async.md, a learning rate of 1e-6).
     `verify`: seconds of a core for a check (docs/verifiers.md, mathematics; a program takes 25 to 125 ms).
@@ -59,13 +58,11 @@ class Links:
     load: float = 2.9e9
     check: float = 4.7e9
     serve: float = 0.6e9
-    read: float = 240e6
-    rows: float = 110e6
-    journal: float = 37e6
     rollout: float = 0.0013
-    answer: float = 48.0
-    row: float = 52.0
-    record: float = 16.0
+    journal: float = 0.0003
+    answer: float = 750.0
+    row: float = 330.0
+    record: float = 1200.0
     changed: float = 0.004
     verify: float = 0.001
 
@@ -226,12 +223,10 @@ def _gathering(schedule: Schedule, found: Steady, links: Links, parameters: floa
 
 def _controlling(schedule: Schedule, found: Steady, links: Links) -> tuple[Burden, Burden]:
     """Of the controller, and what of that is the journal's."""
-    tokens, samples = (rate * found.step_seconds for rate in (found.tokens_per_second, found.samples_per_second))
-    asked = samples * (_TOKEN * schedule.work.prompt + _REQUEST)
-    read, made, kept = tokens * links.answer, tokens * links.row, tokens * links.record
-    journal = kept / links.journal
-    seconds = read / links.read + made / links.rows + samples * links.rollout + journal
-    return Burden("controller", asked + read + made, seconds, 0.0), Burden("journal", kept, journal, 0.0)
+    samples = found.samples_per_second * found.step_seconds
+    asked = _TOKEN * schedule.work.prompt + _REQUEST
+    controller = Burden("controller", samples * (asked + links.answer + links.row), samples * links.rollout, 0.0)
+    return controller, Burden("journal", samples * links.record, samples * links.journal, 0.0)
 
 
 def _room(found: Steady) -> float:

@@ -101,7 +101,7 @@ class HostedPool:
     async def score(self, response: str | Unread, reference: Any, context: Mapping[str, Any] = _NOTHING) -> Score:
         if not self._running:
             raise VerifierError("a verifier pool scores between start() and close(), got a call outside")
-        job = {"response": _wired(response), "reference": reference, "context": dict(context)}
+        job = {"response": wired(response), "reference": reference, "context": dict(context)}
         check = _Check(next(self._numbers), job, asyncio.get_running_loop().create_future())
         self._checks[check.number] = check
         try:
@@ -241,7 +241,7 @@ class _Hosted(Link):
         self._report_loss(self)
 
 
-def _wired(response: str | Unread) -> Any:
+def wired(response: str | Unread) -> Any:
     """A text, or where it lies: the host reads it there."""
     if not isinstance(response, KeptText):
         return str(response)

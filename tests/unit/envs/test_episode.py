@@ -2,17 +2,22 @@
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Request, Sampled, SamplingParams
 from kitae.engines.fake import FakeEngine
+from kitae.envs.base import Observation
 from kitae.envs.episode import Episode
 from kitae.envs.groups import Episodes
 from kitae.envs.single_turn import SingleTurn
+from kitae.store.columns import ColumnWriter, KeptText
 from kitae.store.journal import Journal
-from kitae.types import Message, Prompt, Score
+from kitae.types import Group, Message, Prompt, Runs, Score, Turn
 
 PROMPT = Prompt("p", (Message("user", "2 + 2"),), "4")
 
@@ -53,6 +58,67 @@ def test_complete_rollouts_are_journalled_before_they_are_judged(tmp_path: Path)
     group = asyncio.run(episodes_of(engine, judge).group(7, PROMPT, 3, journal))
     assert judge.found == [True] * 3, "each was in the journal, without a verdict"
     assert [r.score for r in journal.rollouts(7)] == [Score(1.0)] * 3 == [r.score for r in group.rollouts]
+    journal.close()
+
+
+class Filing:
+    """An engine that files its answers beside a journal."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._engine = FakeEngine(lambda request: [65 + int(request.id.split("/")[2])] * 3)
+        self._journal = journal
+        self._writer = ColumnWriter(journal.columns.folder, "engine-0")
+
+    async def generate(self, request: Request) -> Completion:
+        done = await self._engine.generate(request)
+        place = await self._writer.add(done.tokens, done.logprobs, "".join(map(chr, done.tokens)))
+        tokens, logprobs = self._journal.columns.kept(((place, 0, place.tokens),))
+        return replace(done, tokens=tokens, logprobs=logprobs, versions=Runs.of(done.versions))
+
+
+def test_nobody_reads_an_answer_that_only_the_verifier_hears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged = []
+
+    class Asked:
+        async def score(self, response: Any, reference: Any, context: Mapping[str, Any]) -> Score:
+            judged.append(response)
+            return Score(1.0)
+
+    def read(*_: object) -> None:
+        raise AssertionError("an answer was read")
+
+    journal = Journal(tmp_path / "journal.sqlite")
+    with monkeypatch.context() as patched:
+        patched.setattr(journal.columns, "read", read)
+        group = asyncio.run(_filed_group(journal, Asked()))
+        assert [r.response_length for r in group.rollouts] == [3, 3, 3] and not any(
+            r.transcript for r in group.rollouts
+        )
+    texts = sorted(str(r.text) for r in journal.rollouts(7))
+    assert texts == ["AAA", "BBB", "CCC"] == sorted(map(str, judged))
+    assert all(isinstance(r.text, KeptText) for r in journal.rollouts(7))
+    journal.close()
+
+
+async def _filed_group(journal: Journal, judge: Any) -> Group:
+    return await episodes_of(Filing(journal), judge).group(7, PROMPT, 3, journal)
+
+
+def test_an_environment_that_listens_hears_what_lies_in_files(tmp_path: Path) -> None:
+    heard = []
+
+    class Listening(SingleTurn):
+        async def step(self, turn: Turn) -> Observation:
+            heard.append(turn.text)
+            return await super().step(turn)
+
+    async def body(journal: Journal) -> Group:
+        episodes = replace(episodes_of(Filing(journal), Judge(journal)), environment=Listening)
+        return await episodes.group(7, PROMPT, 2, journal)
+
+    journal = Journal(tmp_path / "journal.sqlite")
+    group = asyncio.run(body(journal))
+    assert sorted(heard) == ["AAA", "BBB"] == [r.text for r in group.rollouts]
     journal.close()
 
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from kitae.cluster.base import Duty, PostError
 from kitae.cluster.local import LocalCluster
 from kitae.errors import VerifierError
+from kitae.store.columns import ColumnWriter, KeptText, column_files
 from kitae.types import Prompt, Score
 from kitae.verifiers import hosts as hosts_module
 from kitae.verifiers.config import VerifierConfig
@@ -92,6 +94,19 @@ def test_the_same_scores_as_beside_the_controller() -> None:
         return found
 
     assert carry_out(far, "math") == asyncio.run(near())
+
+
+def test_an_answer_in_files_is_read_by_the_host(tmp_path: Path) -> None:
+    async def body(pool: HostedPool, site: Site) -> None:
+        writer = ColumnWriter(tmp_path, "engine-0")
+        places = [await writer.add(range(n), [0.0] * n, "\\boxed{12}" + " and so on" * n) for n in (0, 5, 2000)]
+        scores = [await pool.score(KeptText(column_files(tmp_path), place), "12") for place in places]
+        assert [score.value for score in scores] == [1.0, 1.0, 1.0]
+        (tmp_path / writer.file).write_bytes(b"x" * 10_000)
+        lost = await pool.score(KeptText(column_files(tmp_path), replace(places[1], checksum=7)), "12")
+        assert not lost.valid and f"{writer.file}: the answer at byte" in lost.detail
+
+    carry_out(body, "math", hosts=1)
 
 
 def test_checks_are_shared_out_and_prints_are_heard(own: str) -> None:

@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ import torch
 
 from kitae.cluster import process as process_module
 from kitae.cluster.link import Deadlines
+from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.fleet import Fleet
@@ -29,9 +31,10 @@ from kitae.engines.process import engine as engine_module
 from kitae.engines.process.engine import ProcessEngine
 from kitae.errors import EngineError, EngineLost, RequestError, WeightsDamaged
 from kitae.models.config import ModelConfig
-from kitae.models.load import load_policy
+from kitae.models.load import load_policy, load_tokenizer
 from kitae.models.policy import Policy
 from kitae.pipeline.weight_sync import WeightSync
+from kitae.store.columns import Kept
 from kitae.weights.base import Manifest
 from kitae.weights.memory import MemoryPublisher
 from kitae.weights.probe import Probe, score_probe
@@ -154,6 +157,60 @@ def test_same_answers_as_the_native_engine(engine: ProcessEngine, policy: Policy
     stats = engine.stats()
     assert stats.generated_tokens >= 240 and (stats.running, stats.waiting) == (0, 0)
     assert os.sched_getaffinity(process_of(engine)) == {max(os.sched_getaffinity(0))}
+
+
+def test_filed_answers_are_those_that_would_have_come(
+    engine: ProcessEngine, model: ModelConfig, publisher: MemoryPublisher, run: Run[Any], tmp_path: Path
+) -> None:
+    filing = ProcessEngine(model, CONFIG, publisher, threads=1, name="engine 0", columns=tmp_path)
+    asked = requests(tokens=150)
+    chat = Chat(load_tokenizer(model)[0])
+    try:
+        run(filing.start())
+        kept, came = run(_all(filing.generate(r) for r in asked)), run(_all(engine.generate(r) for r in asked))
+        for a, b in zip(kept, came, strict=True):
+            assert isinstance(a.tokens, Kept) and (a.tokens, a.logprobs, a.versions) == (
+                b.tokens,
+                b.logprobs,
+                b.versions,
+            )
+            assert a.finish == b.finish and str(a.tokens.text) == chat.read(b.tokens).text
+        parked = run(_parked(filing, asked[:2]))
+        assert all(isinstance(p.tokens, Kept) and 0 < len(p.tokens) < 150 for p in parked)
+        more = [replace(r, prior=p.sampled) for r, p in zip(asked, parked, strict=False)]
+        assert tokens(run(_all(filing.generate(r) for r in more))) == tokens(came[:2])
+        assert {path.name for path in tmp_path.iterdir()} == {kept[0].tokens.stretches[0][0].file}
+    finally:
+        run(filing.close())
+
+
+async def _parked(engine: ProcessEngine, asked: list[Request]) -> list[Completion]:
+    sampling = [asyncio.create_task(engine.generate(r)) for r in asked]
+    await until_generated(engine, 40)
+    await engine.park()
+    return await asyncio.gather(*sampling)
+
+
+def test_a_folder_that_is_not_shared_is_refused(
+    model: ModelConfig, publisher: MemoryPublisher, run: Run[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_module, "_MOMENT", 0.01)
+    monkeypatch.setattr(engine_module.ProcessEngine, "_check_shared", _elsewhere(tmp_path / "elsewhere"))
+    filing = ProcessEngine(model, CONFIG, publisher, threads=1, columns=tmp_path)
+    with pytest.raises(EngineError, match="the run folder must be on a disk that all machines share"):
+        run(filing.start())
+    run(filing.close())
+
+
+def _elsewhere(folder: Path) -> Any:
+    """The check of an engine whose process sees another disk."""
+    check = ProcessEngine._check_shared
+
+    async def checked(self: ProcessEngine, child: Any) -> None:
+        self._columns = folder
+        await check(self, child)
+
+    return checked
 
 
 @pytest.mark.parametrize("mode", ["full", "delta"])

@@ -1,0 +1,183 @@
+"""Answers go from engines to ranks past the controller: what it hears and sends does not grow with them."""
+
+import asyncio
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import EXACT, RECIPE, VERIFIER, assert_ledger_balances, finish, kitae, rows, run_toy, toy_config
+
+from kitae.api import resume
+from kitae.cluster import link
+from kitae.engines import start
+from kitae.errors import CorruptError
+from kitae.pipeline.replay import replay
+from kitae.processes.frames import Frame, pack_frame
+from kitae.store.columns import ColumnFiles, Contents, Filed, Kept, KeptText
+from kitae.store.journal import Journal
+from kitae.ui.queries import RolloutFilter, rollouts
+from kitae.ui.samples import group
+
+SETTINGS = (
+    "training.steps=2", "training.prompts_per_step=2", "training.group_size=4", "checkpoint.every=2", "eval.every=0",
+    "eval.prompts=0", "engine.threads=1", "observe.tokens=0", "observe.diagnose=false",
+)  # fmt: skip
+CLUSTER = ("cluster.backend=local", "cluster.ranks=2", "cluster.engines=1", "cluster.verifiers=1")
+SHORT, LONG = "sampling.max_tokens=16", "sampling.max_tokens=160"
+
+
+class Traffic:
+    """Bytes of the controller's connections, but for signs of life; and answers that it read itself."""
+
+    def __init__(self) -> None:
+        self.bytes = self.reads = 0
+
+
+@contextmanager
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
+    found = Traffic()
+    read_frame, send, read = link.read_frame, link.Link.send, ColumnFiles._read
+
+    async def heard(reader: asyncio.StreamReader) -> Frame | None:
+        frame = await read_frame(reader)
+        if frame is not None and "tick" not in frame.header and "progress" not in frame.header:
+            found.bytes += len(pack_frame(frame.header, frame.arrays))
+        return frame
+
+    def told(self: link.Link, frame: bytes) -> None:
+        found.bytes += len(frame)
+        send(self, frame)
+
+    def looked(self: ColumnFiles, filed: Filed) -> Contents:
+        found.reads += 1
+        return read(self, filed)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(link, "read_frame", heard)
+        patched.setattr(link.Link, "send", told)
+        patched.setattr(ColumnFiles, "_read", looked)
+        yield found
+
+
+Made = tuple[Path, Traffic]
+
+
+def made(folder: Path, length: str) -> Made:
+    with pytest.MonkeyPatch.context() as monkeypatch, watched(monkeypatch) as traffic:
+        return run_toy(folder, *SETTINGS, *CLUSTER, length).folder, traffic
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return made(tmp_path_factory.mktemp("short"), SHORT)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return made(tmp_path_factory.mktemp("long"), LONG)
+
+
+@pytest.fixture(scope="module")
+def value(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """The long answers come to the controller."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(start, "ProcessEngine", partial(_by_value, start.ProcessEngine))
+        return made(tmp_path_factory.mktemp("value"), LONG)
+
+
+def _by_value(make: Any, *given: Any, columns: Path | None, **own: Any) -> Any:
+    """An engine that has no place for its answers."""
+    assert columns is not None
+    return make(*given, **own)
+
+
+def steps(run: Path) -> list[dict[str, Any]]:
+    return [row for row in rows(run) if row["kind"] == "step"]
+
+
+def test_bytes_of_the_controller_do_not_depend_on_lengths(short: Made, long: Made) -> None:
+    (few, little), (many, much) = short, long
+    tokens = [sum(row["length"] * row["rollouts"] for row in steps(run)) for run in (few, many)]
+    assert tokens[1] > 3 * tokens[0]
+    assert little.reads == much.reads == 0
+    answers = sum(row["rollouts"] for row in steps(many))
+    assert abs(much.bytes - little.bytes) < 40 * answers, (little.bytes, much.bytes)  # digits of lengths and offsets
+    assert (few / "journal.sqlite").stat().st_size == (many / "journal.sqlite").stat().st_size
+
+
+def test_the_same_is_learnt_as_by_value(long: Made, value: Made) -> None:
+    tokens = sum(row["length"] * row["rollouts"] for row in steps(long[0]))
+    assert value[1].bytes - long[1].bytes > 20 * tokens
+    for a, b in zip(steps(long[0]), steps(value[0]), strict=True):
+        for key in (*EXACT, "loss", "grad_norm", "entropy", "logp_gap"):
+            assert a[key] == b[key], key
+
+
+def test_commands_read_answers_where_they_lie(long: Made, value: Made) -> None:
+    kept, came = long[0], value[0]
+    journals = [Journal(run / "journal.sqlite", read_only=True) for run in (kept, came)]
+    for number in range(4):
+        for a, b in zip(*(journal.rollouts(number) for journal in journals), strict=True):
+            assert isinstance(a.segments[0].tokens, Kept) and isinstance(a.text, KeptText)
+            assert a.segments == b.segments and str(a.text) == b.text and a.score == b.score
+        assert [s.text for s in group(kept, number).samples] == [s.text for s in group(came, number).samples]
+    for journal in journals:
+        journal.close()
+    pages = [rollouts(run, RolloutFilter(order="longest")) for run in (kept, came)]
+    assert pages[0].rows == pages[1].rows and len(pages[0].rows) == 16
+    word = pages[1].rows[0].text[:3]
+    found = [rollouts(run, RolloutFilter(text=word)).rows for run in (kept, came)]
+    assert found[0] == found[1] and found[0]
+    assert replay(kept, 2, print).difference < 1e-5
+
+
+def test_nothing_is_trained_on_a_damaged_answer(short: Made, tmp_path: Path) -> None:
+    run = tmp_path / "damaged"
+    shutil.copytree(short[0], run)
+    shutil.rmtree(run / "checkpoints")
+    (path,) = (run / "columns").iterdir()
+    data = bytearray(path.read_bytes())
+    data[5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match=rf"columns/{path.name}: the answer at byte 0 .* must have the checksum"):
+        resume(run)
+    assert not (run / "checkpoints").exists() or not any((run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+def test_an_interrupted_run_goes_on_from_what_lies_there(how: signal.Signals, long: Made, tmp_path: Path) -> None:
+    process = kitae("train", str(RECIPE), VERIFIER, f"run.dir={tmp_path}", *SETTINGS, *CLUSTER, LONG)
+    run = tmp_path / "toy-001"
+    asyncio.run(_until_filed(run, answers=10))
+    os.kill(process.pid, how)
+    process.ended(timeout=100)
+    assert len(steps(run)) < 2
+    for path in (run / "columns").iterdir():  # what the engine was writing when it was ended
+        with path.open("ab") as file:
+            file.write(b"half of an answer")
+    finish(kitae("resume", str(run)))
+    went_on, whole = ([{key: row[key] for key in EXACT} for row in steps(each)] for each in (run, long[0]))
+    assert went_on == whole
+    assert_ledger_balances(run, toy_config(tmp_path, *SETTINGS))
+
+
+async def _until_filed(run: Path, answers: int) -> None:
+    """Until so many answers are in the journal."""
+    for _ in range(900):
+        await asyncio.sleep(0.2)
+        if (run / "journal.sqlite").exists():
+            try:
+                journal = Journal(run / "journal.sqlite", read_only=True)
+            except Exception:  # being made
+                continue
+            count = journal.counts()["rollouts"]
+            journal.close()
+            if count >= answers:
+                return
+    raise AssertionError("the run does not get on")
