@@ -13,7 +13,7 @@ import os
 import secrets
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypeVar, cast, overload
@@ -47,6 +47,11 @@ class Filed:
     @property
     def size(self) -> int:
         return 8 * self.tokens + max(0, self.letters)
+
+    @property
+    def record(self) -> tuple[str, int, int, int, int]:
+        """As JSON takes it; `Filed(*record)` is the inverse."""
+        return self.file, self.offset, self.tokens, self.letters, self.checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +242,7 @@ def joined(first: Sequence[T], second: Sequence[T]) -> Sequence[T]:
 
 def record_of(stretches: Sequence[Stretch]) -> list[list[Any]]:
     """As JSON: file, offset, tokens, letters and checksum of each answer, and the stretch of it."""
-    return [[*astuple(filed), start, stop] for filed, start, stop in stretches]
+    return [[*filed.record, start, stop] for filed, start, stop in stretches]
 
 
 def stretches_of(record: Sequence[Sequence[Any]]) -> tuple[Stretch, ...]:

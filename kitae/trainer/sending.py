@@ -14,7 +14,7 @@ lies in files (`kitae.store.columns`) is read by the rank; the header has the fo
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +118,7 @@ class _Places:
     def numbers(self, kept: Kept[Any]) -> list[list[int]]:
         self.folder = str(kept.files.folder)
         return [
-            [self.files.setdefault(filed.file, len(self.files)), *astuple(filed)[1:], start, stop]
+            [self.files.setdefault(filed.file, len(self.files)), *filed.record[1:], start, stop]
             for filed, start, stop in kept.stretches
         ]
 
@@ -148,7 +148,7 @@ class _Sent:
         values = np.asarray(part, dtype=self._kind)
         starts = _run_starts(values)
         if 2 * len(starts) < len(values):
-            self._counts.append(np.diff(np.append(starts, len(values))))
+            self._counts.append(np.diff(starts, append=len(values)))
             self._piece(sample, _RUNS, values[starts])
         else:
             self._piece(sample, _PLAIN, values)

@@ -13,7 +13,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -245,7 +245,7 @@ def wired(response: str | Unread) -> Any:
     """A text, or where it lies: the host reads it there."""
     if not isinstance(response, KeptText):
         return str(response)
-    return {"folder": str(response.files.folder), "filed": astuple(response.filed)}
+    return {"folder": str(response.files.folder), "filed": response.filed.record}
 
 
 def _settle(check: _Check, score: Score) -> None:
