@@ -58,11 +58,11 @@ class Links:
     load: float = 2.9e9
     check: float = 4.7e9
     serve: float = 0.6e9
-    rollout: float = 0.0013
-    journal: float = 0.0003
-    answer: float = 750.0
-    row: float = 330.0
-    record: float = 1200.0
+    rollout: float = 0.0018
+    journal: float = 0.0004
+    answer: float = 490.0
+    row: float = 470.0
+    record: float = 800.0
     changed: float = 0.004
     verify: float = 0.001
 
