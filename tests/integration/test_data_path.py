@@ -144,11 +144,18 @@ def test_nothing_is_trained_on_a_damaged_answer(short: Made, tmp_path: Path) -> 
     run = tmp_path / "damaged"
     shutil.copytree(short[0], run)
     shutil.rmtree(run / "checkpoints")
-    (path,) = (run / "columns").iterdir()
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    trained = next(group for step in (1, 2) for group in journal.batch(step)[0])
+    journal.close()
+    tokens = trained.valid[0].segments[0].tokens
+    assert isinstance(tokens, Kept)
+    filed = tokens.stretches[0][0]
+    path = run / "columns" / filed.file
     data = bytearray(path.read_bytes())
-    data[5] ^= 1
+    data[filed.offset] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CorruptError, match=rf"columns/{path.name}: the answer at byte 0 .* must have the checksum"):
+    what = rf"columns/{filed.file}: the answer at byte {filed.offset} \({filed.tokens} tokens\) must have the checksum"
+    with pytest.raises(CorruptError, match=what):
         resume(run)
     assert not (run / "checkpoints").exists() or not any((run / "checkpoints").iterdir())
 
@@ -168,6 +175,24 @@ def test_an_interrupted_run_goes_on_from_what_lies_there(how: signal.Signals, lo
     went_on, whole = ([{key: row[key] for key in EXACT} for row in steps(each)] for each in (run, long[0]))
     assert went_on == whole
     assert_ledger_balances(run, toy_config(tmp_path, *SETTINGS))
+
+
+@pytest.mark.slow
+def test_what_reads_answers_finds_them(tmp_path: Path) -> None:
+    """Ahead of training, groups replaced, rollouts computed again, old log-probs, a reference, watched tokens, LoRA."""
+    result = run_toy(
+        tmp_path, *SETTINGS, *CLUSTER, LONG, "training.steps=3", "pipeline.max_staleness=2", "pipeline.refill=true",
+        "engine.spot_check=1", "training.minibatches=2", "algorithm.kl_coef=0.01", "algorithm.reference=frozen",
+        "observe.tokens=0.5", "model.lora_rank=2", f"verifier.name={RECIPE.parent / 'toy.py'}:any_digit",
+    )  # fmt: skip
+    found = steps(result.folder)
+    assert len(found) == 3 and all(row["spot_gap"] < 1e-3 and not row["spot_refused"] for row in found)
+    assert all(row["kl_k1"] is not None and row["errors"] == 0 for row in found)
+    journal = Journal(result.folder / "journal.sqlite", read_only=True)
+    for number, *_ in journal.groups():
+        for rollout in journal.rollouts(number):
+            assert len(tuple(rollout.segments[0].tokens)) == len(rollout.segments[0].versions)
+    journal.close()
 
 
 async def _until_filed(run: Path, answers: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 from test_gradient import make_samples
 
 from kitae.algorithms.control import Coefficients, Signal
+from kitae.algorithms.groups import sample_of
 from kitae.data.packing import lay_out, pack
 from kitae.errors import CorruptError
 from kitae.observe.meter import Kind, Sum, Totals
@@ -20,7 +21,7 @@ from kitae.store.columns import ColumnWriter, column_files
 from kitae.trainer.base import Conditions, Mark
 from kitae.trainer.sending import samples_of_wire, samples_to_wire
 from kitae.trainer.wire import conditions_of, totals_of_wire, totals_to_wire
-from kitae.types import Late, Sample, spliced
+from kitae.types import Chain, Late, Rollout, Runs, Sample, Score, Segment, spliced
 
 
 def sent(frame: bytes) -> Frame:
@@ -110,6 +111,35 @@ def test_answers_in_files_make_the_same_rows(tmp_path: Path) -> None:
         for name, values in b.columns.items():
             assert a.columns[name].tobytes() == values.tobytes()
         assert len(c.tokens_T) == len(b.tokens_T)
+
+
+def test_chains_of_a_conversation_in_files_are_what_they_are_in_memory(tmp_path: Path) -> None:
+    async def file(s: Segment, writer: ColumnWriter) -> Segment:
+        place = await writer.add(s.tokens, s.logprobs, "text")
+        return Segment(
+            s.source, *column_files(tmp_path).kept(((place, 0, place.tokens),)), Runs.of(s.versions), s.reward
+        )
+
+    async def body() -> Rollout:
+        writer = ColumnWriter(tmp_path, "engine-0")
+        said = [await file(s, writer) if s.source == "model" else s for s in (first, heard, second)]
+        return replace(values, chains=(Chain((1, 2), tuple(said)), Chain((1, 2, 7), (said[2],))))
+
+    first, second = Segment("model", (5, 6), (-0.5, -0.25), (3, 4)), Segment("model", (8,), (-1.5,), (4,), 0.5)
+    heard = Segment.observed((7, 9))
+    chains = (Chain((1, 2), (first, heard, second)), Chain((1, 2, 7), (second,)))
+    values = Rollout(17, 3, chains, "stop", "", Score(1.0))
+    for a, b in zip(samples_of(asyncio.run(body())), samples_of(values), strict=True):
+        assert isinstance(a.tokens_T, Late) and a.prompt_T.tolist() == b.prompt_T.tolist() and a.key == b.key
+        assert (
+            np.asarray(a.tokens_T).tolist() == np.asarray(b.tokens_T).tolist()
+            and a.mask_T.tolist() == b.mask_T.tolist()
+        )
+        assert {n: np.asarray(v).tolist() for n, v in a.columns.items()} == {n: list(v) for n, v in b.columns.items()}
+
+
+def samples_of(rollout: Rollout) -> list[Sample]:
+    return [sample_of(rollout, number, chain) for number, chain in enumerate(rollout.chains)]
 
 
 def test_what_is_sent_of_an_answer_in_files_does_not_grow_with_it(tmp_path: Path) -> None:
