@@ -156,7 +156,7 @@ def test_nothing_is_trained_on_a_damaged_answer(short: Made, tmp_path: Path) -> 
     path.write_bytes(data)
     what = rf"columns/{filed.file}: the answer at byte {filed.offset} \({filed.tokens} tokens\) must have the checksum"
     with pytest.raises(CorruptError, match=what):
-        resume(run)
+        resume(run, overrides=["training.steps=3"])
     assert not (run / "checkpoints").exists() or not any((run / "checkpoints").iterdir())
 
 
@@ -182,8 +182,9 @@ def test_what_reads_answers_finds_them(tmp_path: Path) -> None:
     """Ahead of training, groups replaced, rollouts computed again, old log-probs, a reference, watched tokens, LoRA."""
     result = run_toy(
         tmp_path, *SETTINGS, *CLUSTER, LONG, "training.steps=3", "pipeline.max_staleness=2", "pipeline.refill=true",
-        "engine.spot_check=1", "training.minibatches=2", "algorithm.kl_coef=0.01", "algorithm.reference=frozen",
-        "observe.tokens=0.5", "model.lora_rank=2", f"verifier.name={RECIPE.parent / 'toy.py'}:any_digit",
+        "algorithm.filter=all-wrong", "engine.spot_check=1", "training.minibatches=2", "algorithm.kl_coef=0.01",
+        "algorithm.reference=frozen", "observe.tokens=0.5", "model.lora_rank=2",
+        f"verifier.name={RECIPE.parent / 'toy.py'}:any_digit",
     )  # fmt: skip
     found = steps(result.folder)
     assert len(found) == 3 and all(row["spot_gap"] < 1e-3 and not row["spot_refused"] for row in found)
