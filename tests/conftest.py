@@ -1,19 +1,15 @@
-"""Shared fixtures: tiny random models, made once per test session. No example of a property is timed."""
+"""Shared fixtures: tiny random models, made once per test session."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
 
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.models.tiny import make_tiny
-
-settings.register_profile("untimed", deadline=None)
-settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
