@@ -140,6 +140,7 @@ def test_commands_read_answers_where_they_lie(long: Made, value: Made) -> None:
     assert replay(kept, 2, print).difference < 1e-5
 
 
+@pytest.mark.slow
 def test_nothing_is_trained_on_a_damaged_answer(short: Made, tmp_path: Path) -> None:
     run = tmp_path / "damaged"
     shutil.copytree(short[0], run)
@@ -161,7 +162,8 @@ def test_nothing_is_trained_on_a_damaged_answer(short: Made, tmp_path: Path) -> 
     assert not (run / "checkpoints").exists() or not any((run / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_an_interrupted_run_goes_on_from_what_lies_there(how: signal.Signals, long: Made, tmp_path: Path) -> None:
     process = kitae("train", str(RECIPE), VERIFIER, f"run.dir={tmp_path}", *SETTINGS, *CLUSTER, LONG)
     run = tmp_path / "toy-001"

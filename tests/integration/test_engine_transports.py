@@ -26,7 +26,9 @@ def policy(tiny_policy: Callable[..., Policy]) -> Policy:
     return tiny_policy()
 
 
-@pytest.fixture(params=["memory", "file", "http", "relay", "broadcast"])
+@pytest.fixture(
+    params=["memory", "relay", "broadcast", *(pytest.param(name, marks=pytest.mark.slow) for name in ("file", "http"))]
+)
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     found = Rig(request.param, tmp_path, limit=2**14, patience=1.0)
     yield found

@@ -72,7 +72,8 @@ def test_what_two_ranks_saved_one_or_three_go_on_from(settings: tuple[str, ...],
     assert_same_learning(result.folder, whole)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_costs_time_alone(rank: int, alone: Path, tmp_path: Path) -> None:
     process = kitae("train", str(RECIPE), VERIFIER, f"run.dir={tmp_path}", *SETTINGS, *RANKS)
     run = tmp_path / "toy-001"

@@ -130,6 +130,7 @@ def test_quickstart_learns(tmp_path: Path) -> None:
     assert result.after["avg"] - result.before["avg"] >= 0.4, (result.before["avg"], result.after["avg"])
 
 
+@pytest.mark.slow
 def test_a_step_can_be_computed_again_to_the_last_bit(tmp_path: Path) -> None:
     """In the dtype of the machine, by a process with no engine and another number of threads."""
     small = [
