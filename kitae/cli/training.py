@@ -89,10 +89,10 @@ class Screen:
     def report(self, result: "Result") -> None:
         assert self.config is not None
         print()
-        self.note("\n".join(_report(result, self.config.measure)))
+        self.note("\n".join(_report(result, self.config)))
 
 
-def _report(result: "Result", measure: str) -> list[str]:
+def _report(result: "Result", config: Root) -> list[str]:
     from kitae.observe.diagnosis import diagnose
     from kitae.observe.progress import peak_memory_gb
     from kitae.store.look import look, size_of
@@ -108,13 +108,14 @@ def _report(result: "Result", measure: str) -> list[str]:
     if before and after and None not in (before["avg"], after["avg"]):
         rise = after["avg"] - before["avg"]
         of, count = ("prompts", after["prompts"]) if "prompts" in after else ("examples", after["examples"])
-        what = "score" if before.get("partial") or after.get("partial") else measure
+        what = "score" if before.get("partial") or after.get("partial") else config.measure
         lines.append(
             f"{f'held-out {what}':18} {before['avg']:.3f} → {after['avg']:.3f}  ({rise:+.3f}; "
             f"{int(count)} {of}, 95 % interval {after['avg_low']:.3f}–{after['avg_high']:.3f})"
         )
+    own = "" if config.cluster.backend == "none" else " (the controller; what runs at posts is not counted)"
     lines += [
-        f"peak memory        {peak_memory_gb():.1f} GB",
+        f"peak memory        {peak_memory_gb():.1f} GB{own}",
         f"disk               {as_size(look(folder).size)}, {as_size(size_of(folder / 'checkpoints'))} of it "
         f"checkpoints (kitae clean {folder})",
         f"run folder         {folder}",
