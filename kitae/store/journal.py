@@ -21,26 +21,29 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from kitae.errors import DiskFullError, StoreError
-from kitae.store.columns import (
-    FOLDER,
-    ColumnFiles,
-    Kept,
-    KeptText,
-    column_files,
-    joined,
-    record_of,
-    stretches_of,
-)
+from kitae.store.columns import FOLDER, Kept, column_files
 from kitae.store.disk import flush
-from kitae.types import GREEDY, Chain, FinishReason, Group, Message, Prompt, Rollout, Runs, Score, Segment, ToolCall
+from kitae.store.rows import (
+    arrays_of,
+    extended,
+    filed_length,
+    filed_text,
+    last_of_piece,
+    messages_of_text,
+    messages_to_text,
+    rollout_of_row,
+    rollout_to_row,
+    shape_of,
+    verdict,
+    versions_of,
+)
+from kitae.types import GREEDY, Chain, Group, Prompt, Rollout, Segment
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -74,7 +77,6 @@ LENGTH = "(length(tokens) / 4 + filed_length(chains))"
 """Tokens after the prompt."""
 
 _CLOSE_LIMIT = 60.0  # seconds for what is still to be written
-_IN_FILES = 3  # parts of the shape of a segment that is not
 _ADD_FATE = "INSERT INTO fates VALUES (?,?,?,?)"
 _ADD_PIECE = "INSERT INTO parked VALUES (?,?,?,?,?,?,?,?,?,?)"
 
@@ -128,7 +130,7 @@ class Journal:
 
     async def add_prompt(self, group: int, prompt: Prompt, version: int, slot: int, skipped: str = "") -> None:
         """Record that a prompt was issued, or in the same moment that it was skipped, with the reason."""
-        messages = _messages(prompt.messages)
+        messages = messages_to_text(prompt.messages)
         context = json.dumps(dict(prompt.context))
         row = (group, prompt.id, messages, json.dumps(prompt.reference), context, version, slot, time.time())
         fate = [(_ADD_FATE, (group, version + 1, "skipped", skipped))] if skipped else []
@@ -139,7 +141,7 @@ class Journal:
         where = (rollout.group, rollout.index)
         await self._write(
             [
-                ("INSERT INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", _rollout_row(self._own(rollout))),
+                ("INSERT INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", rollout_to_row(self._own(rollout))),
                 ("DELETE FROM parked WHERE group_id = ? AND sample = ?", where),
             ]
         )
@@ -157,7 +159,7 @@ class Journal:
     async def update_score(self, rollout: Rollout) -> None:
         """The verdict on a rollout that had none, or that could not be judged before."""
         sql = "UPDATE rollouts SET value=?, outcome=?, components=?, detail=? WHERE group_id=? AND sample=?"
-        await self._write([(sql, (*_verdict(rollout), rollout.group, rollout.index))])
+        await self._write([(sql, (*verdict(rollout), rollout.group, rollout.index))])
 
     async def add_fates(self, step: int, trained: Sequence[int], dropped: Sequence[tuple[int, str]]) -> None:
         """Close groups. A second fate for a group is a bug and violates the table's key."""
@@ -203,7 +205,7 @@ class Journal:
                 "(SELECT group_id FROM fates WHERE step <= ? OR fate = 'skipped')"
             )
             for group, sample, chains, versions in self._reader.execute(sql, (step,)):
-                if max(_versions(chains, versions), default=-1) > step:
+                if max(versions_of(chains, versions), default=-1) > step:
                     statements.append((f"DELETE FROM {table} WHERE group_id = ? AND sample = ?", (group, sample)))
         return statements
 
@@ -285,7 +287,7 @@ class Journal:
 
     def rollouts(self, group: int) -> list[Rollout]:
         rows = self._reader.execute("SELECT * FROM rollouts WHERE group_id = ? ORDER BY sample", (group,))
-        return [_read_rollout(row, self.columns) for row in rows]
+        return [rollout_of_row(row, self.columns) for row in rows]
 
     def parked(self, group: int) -> list[Rollout]:
         """What there is of incomplete rollouts. Their finish is "parked" where the last turn has not ended."""
@@ -294,9 +296,9 @@ class Journal:
         for _, sample, start, *piece, finish, transcript in rows:
             if not start:
                 row = (group, sample, *piece, finish, "", None, "error", "{}", "parked", "parked", transcript)
-                found[sample] = _read_rollout(row, self.columns)
+                found[sample] = rollout_of_row(row, self.columns)
             else:
-                found[sample] = _extended(found[sample], _read_last(piece, self.columns), finish)
+                found[sample] = extended(found[sample], last_of_piece(piece, self.columns), finish)
         return list(found.values())
 
     def pending(self) -> list[PendingSlot]:
@@ -314,7 +316,7 @@ class Journal:
             marks = ",".join("?" * len(groups))
             sql = f"SELECT chains, versions FROM {table} WHERE group_id IN ({marks})"
             for chains, blob in self._reader.execute(sql, tuple(groups)):
-                found |= _versions(chains, blob)
+                found |= versions_of(chains, blob)
         return min((version for version in found if version >= 0), default=None)
 
     def issued(self) -> tuple[int, int]:
@@ -326,7 +328,7 @@ class Journal:
         row = self._reader.execute("SELECT * FROM prompts WHERE group_id = ?", (group,)).fetchone()
         if row is None:
             return None
-        return Prompt(row[1], _read_messages(row[2]), json.loads(row[3]), json.loads(row[4]))
+        return Prompt(row[1], messages_of_text(row[2]), json.loads(row[3]), json.loads(row[4]))
 
     def group(self, group: int) -> Group:
         """A group that was issued, with the rollouts that are complete."""
@@ -420,26 +422,9 @@ def open_reader(path: Path) -> sqlite3.Connection:
     except sqlite3.Error as error:
         raise _explain(error, path) from error
     files = column_files(path.parent.absolute() / FOLDER)
-    connection.create_function("filed_text", 1, lambda chains: _filed_text(chains, files), deterministic=True)
-    connection.create_function("filed_length", 1, _filed_length, deterministic=True)
+    connection.create_function("filed_text", 1, lambda chains: filed_text(chains, files), deterministic=True)
+    connection.create_function("filed_length", 1, filed_length, deterministic=True)
     return connection
-
-
-def _filed_text(chains: str, files: ColumnFiles) -> str:
-    """What a rollout said whose row has no text; nothing where it cannot be read: who opens it is told why."""
-    shapes = [shape for _, segments in json.loads(chains) for shape in segments]
-    found = _only_text([_Values(b"", b"", b"", files).segment(*shape) for shape in shapes if len(shape) > _IN_FILES])
-    try:
-        return str(found or "") if len(shapes) == 1 else ""
-    except StoreError:
-        return ""
-
-
-def _filed_length(chains: str) -> int:
-    """Tokens that a row has in files."""
-    if ']], [["' not in chains:  # between versions and places: most rows need not be parsed
-        return 0
-    return sum(shape[1] for _, segments in json.loads(chains) for shape in segments if len(shape) > _IN_FILES)
 
 
 def _commit(connection: sqlite3.Connection, statements: list[Statement]) -> None:
@@ -472,19 +457,8 @@ def _event(kind: str, detail: str) -> Statement:
     return "INSERT INTO events VALUES (?,?,?)", (time.time(), kind, detail)
 
 
-def _messages(messages: Sequence[Message]) -> str:
-    return json.dumps([asdict(m) for m in messages])
-
-
-def _read_messages(text: str) -> tuple[Message, ...]:
-    return tuple(
-        Message(**{**row, "calls": tuple(ToolCall(**call) for call in row["calls"]), "parts": tuple(row["parts"])})
-        for row in json.loads(text)
-    )
-
-
 def _park(r: Rollout) -> list[Statement]:
-    piece = (r.group, r.index, 0, *_rollout_row(r)[2:8], _messages(r.transcript))
+    piece = (r.group, r.index, 0, *rollout_to_row(r)[2:8], messages_to_text(r.transcript))
     return [
         ("DELETE FROM parked WHERE group_id = ? AND sample = ?", (r.group, r.index)),
         (_ADD_PIECE, piece),
@@ -495,121 +469,5 @@ def _extend(r: Rollout, known: int) -> list[Statement]:
     """A piece with the tokens of the last turn that come after the first `known` ones."""
     *before, last = r.segments
     start = sum(len(s.tokens) for s in before) + known
-    piece = (r.group, r.index, start, b"", json.dumps([[0, [_shape(last)]]]), *_arrays([last]), r.finish, "")
+    piece = (r.group, r.index, start, b"", json.dumps([[0, [shape_of(last)]]]), *arrays_of([last]), r.finish, "")
     return [(_ADD_PIECE, piece)]
-
-
-def _shapes(r: Rollout) -> list[Any]:
-    """`[[3, [["model", 5, 0.5], ["environment", 2], ["model", 4]]]]`: for each chain, the length of its prompt, and its
-    segments, with their rewards where there are any."""
-    return [[len(chain.prompt_tokens), [_shape(s) for s in chain.segments]] for chain in r.chains]
-
-
-def _shape(s: Segment) -> list[Any]:
-    """`["model", 512, null, [[3, 512]], [["engine-0-5f3c9a1e", 6148, …]]]` where its columns lie in files: the runs of
-    its versions, and where."""
-    reward = [] if s.reward is None else [s.reward]
-    if not isinstance(s.tokens, Kept):
-        return [s.source, len(s.tokens), *reward]
-    return [s.source, len(s.tokens), s.reward, Runs.of(s.versions).runs, record_of(s.tokens.stretches)]
-
-
-def _arrays(segments: Sequence[Segment]) -> tuple[bytes, bytes, bytes]:
-    """Tokens, log-probs and versions, of all segments one after the other, but for those that lie in files."""
-    own = [s for s in segments if not isinstance(s.tokens, Kept)]
-    return (
-        np.array([t for s in own for t in s.tokens], dtype=np.int32).tobytes(),
-        np.array([x for s in own for x in s.logprobs], dtype=np.float32).tobytes(),
-        np.array([v for s in own for v in s.versions], dtype=np.int32).tobytes(),
-    )
-
-
-def _versions(chains: str, blob: bytes) -> set[int]:
-    """All that a row has."""
-    found = set(np.unique(np.frombuffer(blob, dtype=np.int32)).tolist())
-    for _, segments in json.loads(chains):
-        found |= {version for shape in segments if len(shape) > _IN_FILES for version, _ in shape[3]}
-    return found
-
-
-def _verdict(r: Rollout) -> tuple[float | None, str, str, str]:
-    score = r.score or Score.error("not scored")
-    value = score.value if score.valid else None
-    return value, score.outcome, json.dumps(dict(score.components)), score.detail
-
-
-def _rollout_row(r: Rollout) -> tuple[Any, ...]:
-    return (
-        r.group,
-        r.index,
-        np.array([t for chain in r.chains for t in chain.prompt_tokens], dtype=np.int32).tobytes(),
-        json.dumps(_shapes(r)),
-        *_arrays(r.segments),
-        r.finish,
-        "" if r.text == _only_text(r.segments) else str(r.text),
-        *_verdict(r),
-        r.status,
-        _messages(r.transcript),
-    )
-
-
-def _only_text(segments: Sequence[Segment]) -> KeptText | None:
-    """The text of a rollout that is one answer, with its text in a file."""
-    tokens = segments[0].tokens if len(segments) == 1 else ()
-    return tokens.text if isinstance(tokens, Kept) else None
-
-
-def _read_rollout(row: tuple[Any, ...], files: ColumnFiles) -> Rollout:
-    group, sample, prompts, shapes, tokens, logprobs, versions, finish, text, *rest = row
-    value, outcome, components, detail, status, transcript = rest
-    all_prompts = np.frombuffer(prompts, dtype=np.int32).tolist()
-    values = _Values(tokens, logprobs, versions, files)
-    chains = []
-    read = 0
-    for prompt, segments in json.loads(shapes):
-        own = tuple(all_prompts[read : read + prompt])
-        chains.append(Chain(own, tuple(values.segment(*shape) for shape in segments)))
-        read += prompt
-    if not text and status == "complete":
-        text = _only_text([s for chain in chains for s in chain.segments]) or ""
-    score = Score(float("nan") if value is None else value, json.loads(components), outcome, detail)
-    return Rollout(group, sample, tuple(chains), finish, text, score, status, _read_messages(transcript))
-
-
-class _Values:
-    """The columns of a row, segment after segment."""
-
-    def __init__(self, tokens: bytes, logprobs: bytes, versions: bytes, files: ColumnFiles) -> None:
-        kinds = (np.int32, np.float32, np.int32)
-        self._columns = [np.frombuffer(b, k).tolist() for b, k in zip((tokens, logprobs, versions), kinds, strict=True)]
-        self._files = files
-        self._start = 0
-
-    def segment(
-        self, source: Any, length: int, reward: float | None = None, runs: Any = (), record: Any = None
-    ) -> Segment:
-        """The next one, by its shape."""
-        if record is not None:
-            return Segment(source, *self._files.kept(stretches_of(record)), Runs(runs), reward)
-        part = slice(self._start, self._start + length)
-        self._start += length
-        tokens, logprobs, versions = (tuple(column[part]) for column in self._columns)
-        return Segment(source, tokens, logprobs, versions, reward)
-
-
-def _read_last(piece: Sequence[Any], files: ColumnFiles) -> Segment:
-    """What a piece adds to the last segment."""
-    _, shapes, tokens, logprobs, versions = piece
-    return _Values(tokens, logprobs, versions, files).segment(*json.loads(shapes)[0][1][0])
-
-
-def _extended(r: Rollout, more: Segment, finish: FinishReason) -> Rollout:
-    *chains, chain = r.chains
-    *segments, last = chain.segments
-    grown = replace(
-        last,
-        tokens=joined(last.tokens, more.tokens),
-        logprobs=joined(last.logprobs, more.logprobs),
-        versions=joined(last.versions, more.versions),
-    )
-    return replace(r, chains=(*chains, Chain(chain.prompt_tokens, (*segments, grown))), finish=finish)
