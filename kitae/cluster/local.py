@@ -20,17 +20,17 @@ class LocalCluster:
 
     async def start(self, duty: Duty) -> "LocalPost":
         ours, theirs = socket.socketpair()
-        try:
-            process = await PostProcess.launch(duty, theirs.fileno(), os.environ)
-        except BaseException as error:
-            ours.close()
-            if isinstance(error, OSError):
-                raise PostError(f"{duty.name} could not start: {error}") from None
-            raise
-        finally:
-            theirs.close()
-        post = LocalPost(process, *await asyncio.open_connection(sock=ours))
-        post.writer.write(pack_order(duty, os.getpid()))
+        with theirs:
+            reader, writer = await asyncio.open_connection(sock=ours)
+            try:
+                process = await PostProcess.launch(duty, theirs.fileno(), os.environ)
+            except BaseException as error:
+                writer.transport.abort()
+                if isinstance(error, OSError):
+                    raise PostError(f"{duty.name} could not start: {error}") from None
+                raise
+        post = LocalPost(process, reader, writer)  # it is known here before anybody can be cancelled
+        writer.write(pack_order(duty, os.getpid()))
         self._posts.add(post)
         process.ended.add_done_callback(lambda _: self._posts.discard(post))
         return post

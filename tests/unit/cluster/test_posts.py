@@ -1,6 +1,7 @@
 """One suite for all back-ends: posts start, speak, end and are ended in the same way."""
 
 import asyncio
+import gc
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -11,8 +12,10 @@ import pytest
 
 from kitae.cluster.base import Cluster, Duty, Post
 from kitae.cluster.config import ClusterConfig
+from kitae.cluster.local import LocalCluster
 from kitae.cluster.start import open_cluster
 from kitae.processes.frames import read_frame
+from kitae.processes.status import children_of
 
 Body = Callable[[Cluster], Awaitable[None]]
 
@@ -156,3 +159,26 @@ def test_nothing_is_left(config: ClusterConfig) -> None:
     asyncio.run(gone(asyncio.run(body())))
     if config.backend == "local":  # Ray keeps some of its own
         assert len(os.listdir("/proc/self/fd")) == files
+
+
+def test_a_start_that_is_given_up_leaves_nothing() -> None:
+    """After every number of steps of the loop that a start takes."""
+
+    async def give_up(steps: int) -> bool:
+        cluster = LocalCluster()
+        starting = asyncio.create_task(cluster.start(duty()))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait({starting})
+        await cluster.close()
+        return not starting.cancelled()
+
+    for steps in range(100):
+        was = {*children_of(os.getpid())}
+        came_up = asyncio.run(give_up(steps))
+        gc.collect()  # what was left open warns when it goes, and a warning fails
+        assert {*children_of(os.getpid())} <= was, f"after {steps} steps"
+        if came_up:
+            return
+    raise AssertionError("it never came up")
