@@ -36,7 +36,7 @@ POINTS: dict[str, tuple[tuple[str, str], ...]] = {
     "learn": (("kitae.trainer.trained", "Trained.forward_backward"),),
     "update": (("kitae.trainer.ranks", "Distributed.norm"),),
     "publish": (("kitae.models.whole", "whole"),),
-    "fetch": (("kitae.weights.receiver", "PullReceiver._load"),),
+    "fetch": (("kitae.weights.receiver", "PullReceiver._load"), ("stand_in", "StandIn._load")),
     "save": (("kitae.trainer.rank", "Rank._end_save"),),
 }
 """Where a process can be held, beside "score": functions, before they are called."""
@@ -81,9 +81,9 @@ def hold(point: str) -> None:
         (folder / "arm").rename(folder / f"taken-{os.getpid()}")
     except OSError:  # another was first
         return
-    taken, go = (folder / f"{name}-{os.getpid()}" for name in ("taken", "go"))
-    taken.write_text(str(os.getpid()))
-    taken.rename(folder / "reached")
+    here, go = (folder / f"{name}-{os.getpid()}" for name in ("here", "go"))
+    here.write_text(str(os.getpid()))  # not into what was taken: others may be reading that order
+    here.rename(folder / "reached")
     deadline = time.monotonic() + LIMIT
     while not go.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
