@@ -5,6 +5,8 @@
                                                reaches the point, takes `arm`, writes `reached`: its pid, and waits
     kills whom it likes, writes `go-<pid>`     goes on, if it lives
 
+There may be a second order beside it, `pause`, which is told by `paused`.
+
 Posts have it by `hooked/sitecustomize.py`; workers of verifiers by the score function below, which is what such a run
 checks answers with. The program itself knows nothing of all this. Nothing is imported here that takes long: it runs in
 every process that Python starts.
@@ -65,8 +67,13 @@ def digits(response: str, reference: Any, context: Mapping[str, Any]) -> float:
 def hold(point: str) -> None:
     """Wait here, if it is wanted."""
     folder = Path(os.environ.get(FOLDER, os.devnull))
+    for name, answer in (("arm", "reached"), ("pause", "paused")):
+        _obey(point, folder, name, answer)
+
+
+def _obey(point: str, folder: Path, name: str, answer: str) -> None:
     try:
-        order = json.loads((folder / "arm").read_text())
+        order = json.loads((folder / name).read_text())
     except OSError:
         return
     if order["point"] != point or order["rank"] not in (None, _rank) or order["duty"] not in ("", *sys.argv[1:2]):
@@ -78,12 +85,12 @@ def hold(point: str) -> None:
         return
     _calls.clear()
     try:
-        (folder / "arm").rename(folder / f"taken-{os.getpid()}")
+        (folder / name).rename(folder / f"taken-{os.getpid()}")
     except OSError:  # another was first
         return
     here, go = (folder / f"{name}-{os.getpid()}" for name in ("here", "go"))
     here.write_text(str(os.getpid()))  # not into what was taken: others may be reading that order
-    here.rename(folder / "reached")
+    here.rename(folder / answer)
     deadline = time.monotonic() + LIMIT
     while not go.exists() and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -167,12 +167,20 @@ class Trial:
 
     # Holding.
 
-    def arm(self, point: str, *, rank: int | None = None, duty: str = "", after: int = 0) -> None:
+    def arm(self, point: str, *, rank: int | None = None, duty: str = "", after: int = 0, name: str = "arm") -> None:
         (self.folder / "reached").unlink(missing_ok=True)
         (self.folder / "draft").write_text(
             json.dumps({"point": point, "rank": rank, "duty": duty, "after": after, "metrics": "toy-001/metrics.jsonl"})
         )
-        (self.folder / "draft").rename(self.folder / "arm")
+        (self.folder / "draft").rename(self.folder / name)
+
+    def pause(self) -> None:
+        """Before the next score, whoever else is held meanwhile."""
+        self.arm("score", name="pause")
+
+    def go_on(self) -> None:
+        pid = self.until(lambda: _read(self.folder / "paused"), "a pause")
+        (self.folder / f"go-{pid}").touch()
 
     def reached(self, point: str) -> int:
         self.held = int(self.until(lambda: _read(self.folder / "reached"), f"the phase {point!r}"))
@@ -374,12 +382,14 @@ def test_the_successor_dies_too(actor: str, phase: str, trial: Callable[..., Tri
     run.start()
     run.arm(phase, rank=0 if actor == "rank 0" else None)
     held = run.reached(phase)
+    run.pause()
     run.arm("start", duty=DUTIES[actor.removesuffix(" 0")])
     os.kill(run.posts("relay")[0] if actor == "relay" else held, signal.SIGKILL)
     run.release()
     successor = run.reached("start")
     began, step = time.monotonic(), lines(run.metrics)
     os.kill(successor, signal.SIGKILL)
+    run.go_on()
     run.until(lambda: lines(run.metrics) > step or run.command.poll() == 0, "a step")
     print(Recovery(actor, f"{phase}, start", time.monotonic() - began, time.monotonic() - began))
     run.finish()
