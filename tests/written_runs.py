@@ -4,13 +4,15 @@ import asyncio
 import json
 from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kitae.config.load import parse_config
 from kitae.config.root import RLConfig
+from kitae.store.columns import FOLDER, ColumnWriter, Kept, column_files
 from kitae.store.run import RunStore
-from kitae.types import Message, Prompt, Rollout, Score, Segment
+from kitae.types import Chain, Message, Prompt, Rollout, Runs, Score, Segment
 
 HOSTILE = "<script>document.title='broken in'</script><img src=x onerror=\"document.title='broken in'\">"
 
@@ -37,12 +39,19 @@ class WrittenRun:
         self.groups = 0
         self._do(self.store.begin(0))
 
-    def step(self, rewards: Sequence[Sequence[float | None]], text: str = "", **numbers: float | str) -> "WrittenRun":
-        """One more step: for each group its rewards; None: an answer that could not be judged."""
+    def step(
+        self,
+        rewards: Sequence[Sequence[float | None]],
+        text: str = "",
+        in_files: bool = False,
+        **numbers: float | str,
+    ) -> "WrittenRun":
+        """One more step: for each group its rewards; None: an answer that could not be judged. in_files: where its
+        answers lie."""
         self.steps += 1
         first = self.groups
         for group in rewards:
-            self._group(group, text)
+            self._group(group, text, in_files)
         self._do(self.store.journal.add_fates(self.steps, range(first, self.groups), []))
         judged = [r for group in rewards for r in group if r is not None]
         row = {"kind": "step", "step": self.steps, "reward": sum(judged) / len(judged), "step_seconds": 2.0}
@@ -69,18 +78,44 @@ class WrittenRun:
         self.store.close()
         return self.folder
 
-    def _group(self, rewards: Sequence[float | None], text: str) -> None:
+    def _group(self, rewards: Sequence[float | None], text: str, in_files: bool) -> None:
         number = self.groups
         self.groups += 1
         prompt = Prompt(f"reverse/{number % 3}", (Message("user", f"Reverse {number}"),), f"answer {number}")
         self._do(self.store.journal.add_prompt(number, prompt, self.steps - 1, number))
         for index, reward in enumerate(rewards):
-            self._do(self.store.journal.add_rollout(rollout(number, index, reward, text, self.steps - 1)))
+            made = rollout(number, index, reward, text, self.steps - 1)
+            self._do(self._add(made, self.folder / FOLDER if in_files else None))
+
+    async def _add(self, made: Rollout, columns: Path | None) -> None:
+        await self.store.journal.add_rollout(made if columns is None else await filed(columns, made))
 
     def _do(self, writing: Coroutine[Any, Any, None]) -> None:
         """In a thread of its own: where a browser is driven, this one has an event loop already."""
         with ThreadPoolExecutor(1) as thread:
             thread.submit(asyncio.run, writing).result()
+
+
+async def filed(columns: Path, made: Rollout) -> Rollout:
+    """As an engine at a post would have filed it, in a file of its own."""
+    (segment,) = made.segments
+    place = await ColumnWriter(columns, "engine-0").add(segment.tokens, segment.logprobs, str(made.text))
+    tokens, logprobs = column_files(columns.absolute()).kept(((place, 0, place.tokens),))
+    assert tokens.text is not None
+    there = Segment("model", tokens, logprobs, Runs.of(segment.versions))
+    return replace(made, chains=(Chain(made.chains[0].prompt_tokens, (there,)),), text=tokens.text)
+
+
+def damage(run: Path, made: Rollout) -> str:
+    """The first byte of an answer that lies in files; its file."""
+    tokens = made.segments[0].tokens
+    assert isinstance(tokens, Kept)
+    place = tokens.stretches[0][0]
+    path = run / FOLDER / place.file
+    data = bytearray(path.read_bytes())
+    data[place.offset] ^= 1
+    path.write_bytes(data)
+    return place.file
 
 
 def rollout(group: int, index: int, reward: float | None, text: str = "", version: int = 0) -> Rollout:

@@ -63,9 +63,17 @@ def _sample(rollout: Rollout) -> SampleView:
         turns=sum(s.source == "model" for s in rollout.segments),
         versions=versions,
         rewards=[s.reward for s in rollout.segments if s.reward is not None],
-        text=str(rollout.text),
+        text=_said(rollout),
         transcript=[_turn(message) for message in rollout.transcript],
     )
+
+
+def _said(rollout: Rollout) -> str:
+    """Its text; where that lies in a file that is damaged, what is wrong with it."""
+    try:
+        return str(rollout.text)
+    except StoreError as error:
+        return f"[{error}]"
 
 
 def _turn(message: Message) -> TurnView:

@@ -10,13 +10,14 @@ import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
-from kitae.errors import KitaeError
+from kitae.errors import KitaeError, StoreError
 from kitae.observe.console import FILE
 from kitae.observe.diagnosis import answers, learning, machinery
 from kitae.observe.diagnosis.base import Finding, Reply, Rule, Seen
 from kitae.observe.timeline import read as read_timeline
 from kitae.store.journal import Journal
 from kitae.store.look import RunView, look
+from kitae.types import Group, Rollout
 
 RULES: tuple[Rule, ...] = (*machinery.RULES[:1], *learning.RULES, *answers.RULES, *machinery.RULES[1:])
 """In the order in which findings are told, those that are bad first."""
@@ -78,4 +79,13 @@ def _answers(run: Path) -> list[Reply]:
         return []
     finally:
         journal.close()
-    return [Reply(step, g.id, str(r.text), str(g.prompt.reference)) for step, g in found for r in g.rollouts]
+    replies = (_reply(step, group, rollout) for step, group in found for rollout in group.rollouts)
+    return [reply for reply in replies if reply is not None]
+
+
+def _reply(step: int, group: Group, rollout: Rollout) -> Reply | None:
+    """None: its text lies in a file, and cannot be read."""
+    try:
+        return Reply(step, group.id, str(rollout.text), str(group.prompt.reference))
+    except StoreError:
+        return None

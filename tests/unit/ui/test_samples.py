@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from written_runs import HOSTILE, WrittenRun, rollout
+from written_runs import HOSTILE, WrittenRun, damage, rollout
 
-from kitae.errors import StoreError
+from kitae.errors import CorruptError, StoreError
+from kitae.observe.diagnosis import diagnose
 from kitae.observe.tokens import TokenFiles
+from kitae.store.journal import Journal
 from kitae.types import Chain, Message, Prompt, Rollout, Score, Segment, ToolCall
 from kitae.ui import samples
 
@@ -38,6 +40,20 @@ def test_the_columns_of_tokens_equal_what_the_engine_gave(run: Path) -> None:
     assert len(chain.prompt) == 2 and all(chain.by_model)
     with pytest.raises(StoreError, match="no sample 7 of group 0"):
         samples.tokens(run, 0, 7)
+
+
+def test_a_damaged_answer_says_so_in_its_own_place(tmp_path: Path) -> None:
+    """Those who look at a run see all the rest of it."""
+    run = WrittenRun(tmp_path).step([[0.0, 1.0]], in_files=True).finish()
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    file = damage(run, journal.rollouts(0)[0])
+    journal.close()
+    bad, good = samples.group(run, 0).samples
+    assert f"{file}: the answer at byte 0 (3 tokens) must have the checksum" in bad.text
+    assert good.text == "answer 0.1" and bad.value == 0.0
+    with pytest.raises(CorruptError, match=file):
+        samples.tokens(run, 0, 0)
+    assert [s.title for s in diagnose(run) if file in s.evidence] == []
 
 
 def test_turns_calls_and_several_contexts_are_shown(tmp_path: Path) -> None:
