@@ -14,10 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kitae.errors import KitaeError, StoreError
+from kitae.errors import KitaeError
 from kitae.processes.frames import pack_frame, read_frame
-from kitae.store.columns import Filed, column_files
-from kitae.types import Score
+from kitae.store.columns import Filed, KeptText, column_files
 from kitae.verifiers.pool import VerifierPool
 
 _TICK = 1.0  # seconds
@@ -79,10 +78,7 @@ class _Host:
         return False
 
     async def _check(self, pool: VerifierPool, number: int, response: Any, reference: Any, context: Any) -> None:
-        try:
-            score = await pool.score(await asyncio.to_thread(_text, response), reference, context)
-        except StoreError as error:
-            score = Score.error(str(error))
+        score = await pool.score(_response(response), reference, context)
         self.send({"done": number, "score": asdict(score)})
 
     def drop_all(self) -> None:
@@ -95,8 +91,8 @@ class _Host:
             self.send({"tick": asdict(pool.stats)})
 
 
-def _text(response: Any) -> str:
-    """What a job says, or lies where it says."""
-    if isinstance(response, str):
-        return response
-    return column_files(Path(response["folder"])).read(Filed(*response["filed"])).text
+def _response(wired: Any) -> str | KeptText:
+    """A text, or where it lies."""
+    if isinstance(wired, str):
+        return wired
+    return KeptText(column_files(Path(wired["folder"])), Filed(*wired["filed"]))

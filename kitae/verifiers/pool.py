@@ -29,7 +29,7 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any, Self
 
-from kitae.errors import VerifierError
+from kitae.errors import StoreError, VerifierError
 from kitae.plugins import is_plugin
 from kitae.processes.chores import Chores
 from kitae.processes.serve import MAX_CONTROL
@@ -155,11 +155,19 @@ class VerifierPool:
     async def score(self, response: str | Unread, reference: Any, context: Mapping[str, Any] = _NOTHING) -> Score:
         if not self._running:
             raise VerifierError("a verifier pool scores between start() and close(), got a call outside")
-        check = self._wait_for if self._waiting else self._check
-        score = await check(str(response), reference, context)
+        score = await self._judged(response, reference, context)
         self.stats.checked += 1
         self.stats.errors += not score.valid
         return score
+
+    async def _judged(self, response: str | Unread, reference: Any, context: Mapping[str, Any]) -> Score:
+        """A text that lies in a file is read first; where it cannot be, there is nothing to judge."""
+        try:
+            text = response if isinstance(response, str) else await asyncio.to_thread(str, response)
+        except StoreError as error:
+            return Score.error(str(error))
+        check = self._wait_for if self._waiting else self._check
+        return await check(text, reference, context)
 
     async def close(self) -> None:
         self._running = False

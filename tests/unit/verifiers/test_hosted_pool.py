@@ -96,8 +96,9 @@ def test_the_same_scores_as_beside_the_controller() -> None:
     assert carry_out(far, "math") == asyncio.run(near())
 
 
-def test_an_answer_in_files_is_read_by_the_host(tmp_path: Path) -> None:
-    async def body(pool: HostedPool, site: Site) -> None:
+@pytest.mark.parametrize("where", ["at a host", "beside the controller"])
+def test_an_answer_in_files_is_read_where_it_is_judged(where: str, tmp_path: Path) -> None:
+    async def body(pool: HostedPool | VerifierPool, _: object = None) -> None:
         writer = ColumnWriter(tmp_path, "engine-0")
         places = [await writer.add(range(n), [0.0] * n, "\\boxed{12}" + " and so on" * n) for n in (0, 5, 2000)]
         scores = [await pool.score(KeptText(column_files(tmp_path), place), "12") for place in places]
@@ -105,8 +106,16 @@ def test_an_answer_in_files_is_read_by_the_host(tmp_path: Path) -> None:
         (tmp_path / writer.file).write_bytes(b"x" * 10_000)
         lost = await pool.score(KeptText(column_files(tmp_path), replace(places[1], checksum=7)), "12")
         assert not lost.valid and f"{writer.file}: the answer at byte" in lost.detail
+        assert (pool.stats.checked, pool.stats.errors) == (4, 1)
 
-    carry_out(body, "math", hosts=1)
+    async def near() -> None:
+        async with VerifierPool("math", {}, workers=1, timeout=30) as pool:
+            await body(pool)
+
+    if where == "at a host":
+        carry_out(body, "math", hosts=1)
+    else:
+        asyncio.run(near())
 
 
 def test_checks_are_shared_out_and_prints_are_heard(own: str) -> None:
