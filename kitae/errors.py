@@ -17,7 +17,7 @@
     ├── Interrupted          the user or the system stopped the command
     └── StoreError           the run folder cannot be read or written
         ├── DiskFullError    no space; the last good state is untouched
-        ├── CorruptError     a checkpoint fails its checksum
+        ├── CorruptError     a checkpoint, or an answer in a file, fails its checksum
         └── ConfigChangedError   the run was started with other settings
 
 A message names the rule and the value that broke it. Bugs are assertions, not KitaeErrors.

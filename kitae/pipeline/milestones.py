@@ -24,6 +24,8 @@ async def begin(store: RunStore, observer: Observer, data: str, step: int, *, fo
     for change in store.changes.values():
         observer.note(f"changed for this run from here on: {change}")
     await store.begin(step, forget)
+    if lost := await store.journal.drop_unreadable():
+        observer.note(f"answers that cannot be read are sampled again: {len(lost)}, the first: {lost[0]}")
     await record_data(store.journal, data)
 
 

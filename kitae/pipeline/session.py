@@ -88,6 +88,8 @@ def _where_it_stands(store: RunStore, checkpoint: str | None, forget: bool) -> t
             f"this must not have changed:\n  {'; '.join(refused)}\nGo on from the last checkpoint without a change, "
             f"and make it after a Ctrl-C, which saves a checkpoint; or give those steps up: {way_out}"
         )
+    if not forget:
+        store.journal.check_answers(frontier.step)
     return frontier, state
 
 

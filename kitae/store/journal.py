@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from kitae.errors import DiskFullError, StoreError
+from kitae.errors import CorruptError, DiskFullError, StoreError
 from kitae.store.columns import FOLDER, Kept, column_files
 from kitae.store.disk import flush
 from kitae.store.rows import (
@@ -37,6 +37,7 @@ from kitae.store.rows import (
     last_of_piece,
     messages_of_text,
     messages_to_text,
+    problem_of,
     rollout_of_row,
     rollout_to_row,
     shape_of,
@@ -208,6 +209,39 @@ class Journal:
                 if max(versions_of(chains, versions), default=-1) > step:
                     statements.append((f"DELETE FROM {table} WHERE group_id = ? AND sample = ?", (group, sample)))
         return statements
+
+    def check_answers(self, step: int) -> None:
+        """`CorruptError` if an answer cannot be read that was trained after this step, and is to be once more."""
+        for id, at, fate, _ in self.groups():
+            for r in self.group(id).valid if at > step and fate == "trained" else ():
+                if problem := problem_of(r):
+                    raise CorruptError(
+                        f"step {at} comes after the checkpoint and is trained again as it was, but {problem}. Nothing "
+                        "was changed. Give the steps after the checkpoint up with --forget"
+                    )
+
+    async def drop_unreadable(self) -> list[str]:
+        """Give up what lies in files and cannot be read, of groups without a fate: it is sampled again. What is wrong
+        with each."""
+        found = [pair for slot in self.pending() for group in slot.groups for pair in self._unreadable(group)]
+        if found:
+            events = [_event("unreadable", problem) for _, problem in found]
+            await self._write([*(statement for statement, _ in found), *events])
+        return [problem for _, problem in found]
+
+    def _unreadable(self, group: int) -> Iterator[tuple[Statement, str]]:
+        """Of rollouts, complete or not, that cannot be read: how each is deleted, and what is wrong with it."""
+        for r in self.rollouts(group):
+            if problem := problem_of(r):
+                yield ("DELETE FROM rollouts WHERE group_id = ? AND sample = ?", (group, r.index)), problem
+        try:
+            parked = self.parked(group)
+        except StoreError as error:  # pieces that were put together had to be read
+            yield ("DELETE FROM parked WHERE group_id = ?", (group,)), str(error)
+            return
+        for r in parked:
+            if problem := problem_of(r):
+                yield ("DELETE FROM parked WHERE group_id = ? AND sample = ?", (group, r.index)), problem
 
     async def sync(self) -> None:
         """Return when all that was written before is on the disk, and would survive a loss of power."""

@@ -141,6 +141,16 @@ def extended(r: Rollout, more: Segment, finish: FinishReason) -> Rollout:
     return replace(r, chains=(*chains, Chain(chain.prompt_tokens, (*segments, grown))), finish=finish)
 
 
+def problem_of(r: Rollout) -> str:
+    """Why what it has in files cannot be read; nothing: it can, or it has nothing there."""
+    try:
+        for kept in (s.tokens for s in r.segments if isinstance(s.tokens, Kept)):
+            np.asarray(kept)  # an answer is read as a whole, and so is its checksum
+    except StoreError as error:
+        return str(error)
+    return ""
+
+
 def filed_text(chains: str, files: ColumnFiles) -> str:
     """What a rollout said whose row has no text; nothing where it cannot be read: who opens it is told why."""
     shapes = [shape for _, segments in json.loads(chains) for shape in segments]

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitae.errors import DiskFullError, StoreError
+from kitae.errors import CorruptError, DiskFullError, StoreError
 from kitae.store.columns import ColumnWriter, Kept, KeptText
 from kitae.store.journal import LENGTH, TEXT, Journal, open_reader
 from kitae.types import Chain, FinishReason, Message, Prompt, Rollout, Runs, Score, Segment, ToolCall
@@ -286,6 +286,46 @@ def test_age_and_forgetting_know_versions_without_reading(journal: Journal) -> N
 
     asyncio.run(body())
     assert [r.index for r in journal.rollouts(0)] == [0] and not journal.parked(0)
+
+
+def test_answers_that_cannot_be_read_are_given_up_before_they_are_trained(journal: Journal) -> None:
+    async def body() -> list[str]:
+        for group in (0, 1, 2):
+            await journal.add_prompt(group, PROMPT, 2, group)
+            for index in (0, 1):
+                segment = await _filed(journal, 5, 2, "")
+                await journal.add_rollout(Rollout.of(group, index, (1,), (segment,), "stop", "", Score(1.0)))
+        await journal.add_fates(3, [0], [])
+        for index in (2, 3):
+            await journal.park(_parked(2, index, await _filed(journal, 5, 2)))
+        await journal.park(_parked(1, 2, await _filed(journal, 5, 2)))
+        await journal.extend_parked((_parked(1, 2, Segment("model", (9,), (-1.0,), (3,))), 5))  # not in a file
+        for lost in (*journal.rollouts(0)[:1], *journal.rollouts(1)[1:], *journal.parked(2)[:1]):
+            _place(lost).unlink()
+        path = journal.columns.folder / max(journal.columns.folder.iterdir(), key=lambda p: p.stat().st_mtime_ns)
+        path.write_bytes(b"x" * path.stat().st_size)  # of the answer that goes on elsewhere
+        journal.columns.read.cache_clear()  # type: ignore[attr-defined]
+        with pytest.raises(CorruptError, match=r"step 3 .* trained again as it was, but .*engine-0.* --forget"):
+            journal.check_answers(step=2)
+        journal.check_answers(step=3)
+        return await journal.drop_unreadable()
+
+    problems = asyncio.run(body())
+    assert len(problems) == 3 and "cannot be read" in problems[0] and "must have the checksum" in problems[1]
+    assert [len(journal.rollouts(group)) for group in (0, 1, 2)] == [2, 1, 2], "what was trained stays in the books"
+    assert [[r.index for r in journal.parked(group)] for group in (1, 2)] == [[], [3]]
+    assert [detail for _, kind, detail in journal.events() if kind == "unreadable"] == problems
+    assert asyncio.run(journal.drop_unreadable()) == []
+
+
+def _parked(group: int, index: int, segment: Segment) -> Rollout:
+    return Rollout.of(group, index, (1,), (segment,), "parked", "", None, "parked")
+
+
+def _place(r: Rollout) -> Path:
+    tokens = r.segments[0].tokens
+    assert isinstance(tokens, Kept)
+    return tokens.files.folder / tokens.stretches[0][0].file
 
 
 def test_a_conversation_is_parked_with_all_that_was_said(journal: Journal) -> None:
