@@ -21,6 +21,7 @@ from kitae.pipeline.replay import replay
 from kitae.processes.frames import Frame, pack_frame
 from kitae.store.columns import ColumnFiles, Contents, Filed, Kept, KeptText
 from kitae.store.journal import Journal
+from kitae.store.rows import problem_of
 from kitae.ui.queries import RolloutFilter, rollouts
 from kitae.ui.samples import group
 
@@ -157,9 +158,14 @@ def test_nothing_is_trained_on_a_damaged_answer(short: Made, tmp_path: Path) -> 
     data[filed.offset] ^= 1
     path.write_bytes(data)
     what = rf"columns/{filed.file}: the answer at byte {filed.offset} \({filed.tokens} tokens\) must have the checksum"
-    with pytest.raises(CorruptError, match=what):
+    with pytest.raises(CorruptError, match=what + r".* --forget"):
         resume(run)
     assert not (run / "checkpoints").exists() or not any((run / "checkpoints").iterdir())
+    assert resume(run, forget=True).step == 2, "what was not trained is sampled again"
+    assert_ledger_balances(run, toy_config(tmp_path, *SETTINGS))
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    assert not any(problem_of(r) for group, *_ in journal.groups() for r in journal.rollouts(group))
+    journal.close()
 
 
 @pytest.mark.slow

@@ -87,6 +87,8 @@ class Server:
         self._numbers: dict[str, int] = {}
         self._told: dict[int, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._reporting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._reporting.set_result(None)
         self._send({"ready": True, "file": columns.file if columns else ""})
 
     async def handle(self, frame: Frame) -> None:
@@ -104,12 +106,13 @@ class Server:
         self._send({"re": header["call"], **reply})
 
     async def tick(self) -> None:
+        """Signs of life, and now and then a report."""
         ticks = 0
         while True:
             await asyncio.sleep(_TICK)
             ticks += 1
-            if self._columns is None or ticks % round(_PACE / _TICK) == 0:
-                await self._report()
+            if self._reporting.done() and (self._columns is None or ticks % round(_PACE / _TICK) == 0):
+                self._reporting = asyncio.create_task(self._report())  # the disk may be slow, and silence is death
             self._send({"tick": True})
 
     async def _report(self) -> None:
