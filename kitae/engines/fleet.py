@@ -190,6 +190,12 @@ class Fleet:
         except EngineLost as error:
             self._lose(member, str(error))
             return None
+        except RequestError:
+            raise
+        except EngineError:
+            if member in self._members:
+                raise
+            return None  # it has left, and was closed before it could tell what it had
         finally:
             member.load -= 1
             stay.member = None

@@ -95,6 +95,30 @@ def test_from_one_to_three_to_one() -> None:
     virtual(body)
 
 
+class Filing(Mortal):
+    """Has its answers on the disk before it tells of them, and the disk is slow; closed, it fails what is in flight."""
+
+    async def generate(self, request: Request) -> Completion:
+        done = await super().generate(request)
+        await asyncio.sleep(30)
+        if self.closed:
+            raise EngineError("the engine was closed")
+        return done
+
+
+def test_what_an_engine_that_leaves_does_not_tell_in_time_is_sampled_elsewhere() -> None:
+    async def body() -> None:
+        engines = [Mortal(), Filing()]
+        fleet = Fleet(engines)
+        tasks = [asyncio.create_task(fleet.generate(request(i))) for i in range(4)]
+        await asyncio.sleep(5.5)
+        await fleet.leave(engines[1])
+        assert engines[1].closed
+        check(await asyncio.gather(*tasks), 4)
+
+    virtual(body)
+
+
 def test_an_engine_that_is_lost_is_out_and_its_requests_go_on() -> None:
     async def body() -> None:
         engines = [Mortal(), Mortal()]
