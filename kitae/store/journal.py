@@ -34,6 +34,7 @@ from kitae.store.rows import (
     extended,
     filed_length,
     filed_text,
+    files_of,
     last_of_piece,
     messages_of_text,
     messages_to_text,
@@ -422,6 +423,11 @@ class Journal:
     def counts(self) -> dict[str, int]:
         names = ("prompts", "rollouts", "parked", "fates")
         return {n: int(self._reader.execute(f"SELECT count(*) FROM {n}").fetchone()[0]) for n in names}
+
+    def files(self) -> set[str]:
+        """Names of those beside this journal (`kitae.store.columns`) that it refers to."""
+        rows = self._reader.execute("SELECT chains FROM rollouts UNION ALL SELECT chains FROM parked")
+        return {name for (chains,) in rows for name in files_of(chains)}
 
     def events(self) -> list[tuple[float, str, str]]:
         return list(self._reader.execute("SELECT * FROM events ORDER BY rowid"))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kitae.errors import KitaeError, StoreError
 from kitae.store.checkpoint import Checkpoints
+from kitae.store.columns import FOLDER
 from kitae.store.journal import Journal
 from kitae.store.run import Metrics, is_run, read_config
 
@@ -105,9 +106,23 @@ class RunView:
         return size_of(self.folder)
 
     def leftovers(self) -> list[Path]:
-        """What writes that were cut off have left behind."""
+        """What writes that were cut off have left behind, and files of answers of which the journal has none."""
         patterns = ("checkpoints/.partial-*", "tokens/.*.partial", ".*.partial")
-        return [path for pattern in patterns for path in self.folder.glob(pattern)]
+        return [*(path for pattern in patterns for path in self.folder.glob(pattern)), *self._idle_columns()]
+
+    def _idle_columns(self) -> list[Path]:
+        there = sorted((self.folder / FOLDER).glob("*"))
+        if not there:
+            return []
+        try:
+            journal = Journal(self.folder / "journal.sqlite", read_only=True)
+            try:
+                used = journal.files()
+            finally:
+                journal.close()
+        except (KitaeError, sqlite3.Error):  # damaged: who knows what it refers to
+            return []
+        return [path for path in there if path.name not in used]
 
     @cached_property
     def _last_event(self) -> str | None:

@@ -163,6 +163,16 @@ def filed_text(chains: str, files: ColumnFiles) -> str:
 
 def filed_length(chains: str) -> int:
     """Tokens that a row has in files."""
-    if ']], [["' not in chains:  # between versions and places: most rows need not be parsed
-        return 0
-    return sum(shape[1] for _, segments in json.loads(chains) for shape in segments if len(shape) > _IN_FILES)
+    return sum(shape[1] for shape in _in_files(chains))
+
+
+def files_of(chains: str) -> set[str]:
+    """The files that a row has something in."""
+    return {place[0] for shape in _in_files(chains) for place in shape[4]}
+
+
+def _in_files(chains: str) -> list[Any]:
+    """The shapes of segments that lie there."""
+    if '], [["' not in chains:  # between versions and places: most rows need not be parsed
+        return []
+    return [shape for _, segments in json.loads(chains) for shape in segments if len(shape) > _IN_FILES]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from written_runs import WrittenRun
 
 import kitae
 from kitae.algorithms.preferences import PREFERENCE_LOSSES
@@ -450,6 +451,17 @@ def test_clean_says_what_would_go_and_removes_it_when_told(cli: Cli, trained: Ca
     assert "freed" in cli("clean", run, "--yes").out
     assert [p.name for p in (run / "checkpoints").iterdir()] == ["step-000003"]
     assert (run / "model").is_dir() and not (run / ".model.partial").exists()
+    assert "nothing to remove" in cli("clean", run).out
+
+
+def test_clean_removes_answers_that_nothing_refers_to(cli: Cli, tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path).step([[0.0, 1.0]], in_files=True).step([[1.0]]).finish()
+    used = sorted((run / "columns").iterdir())
+    idle = run / "columns" / "engine-7-0badcafe"
+    idle.write_bytes(b"of a process that was killed" * 100)
+    assert "columns/engine-7-0badcafe  3 KB" in cli("clean", run).out and idle.exists()
+    cli("clean", run, "--yes")
+    assert sorted((run / "columns").iterdir()) == used and len(used) == 2
     assert "nothing to remove" in cli("clean", run).out
 
 

@@ -214,7 +214,7 @@ async def _filed(journal: Journal, tokens: int, version: int, text: str | None =
     """An answer that an engine has filed beside the journal."""
     writer = ColumnWriter(journal.columns.folder, "engine-0")
     place = await writer.add(range(tokens), [-0.5] * tokens, text)
-    return Segment("model", *journal.columns.kept(((place, 0, tokens),)), Runs(((version, tokens),)))
+    return Segment("model", *journal.columns.kept(((place, 0, tokens),)), Runs.of((version,) * tokens))
 
 
 def test_an_answer_in_files_is_kept_by_its_place(journal: Journal) -> None:
@@ -238,6 +238,28 @@ def test_an_answer_in_files_is_kept_by_its_place(journal: Journal) -> None:
     with closing(open_reader(journal.path)) as reader:
         found = list(reader.execute(f"SELECT {TEXT}, {LENGTH} FROM rollouts r"))
     assert found == [("words", 500), ("words\n\nwords", 1002)]
+
+
+def test_it_knows_the_files_that_it_refers_to(journal: Journal) -> None:
+    async def body() -> list[str]:
+        empty, half, whole = [await _filed(journal, n, 3, "") for n in (0, 4, 5)]
+        await journal.add_rollout(Rollout.of(0, 0, (1,), (empty,), "stop", "", Score(1.0)))
+        await journal.add_rollout(rollout(0, 1))
+        await journal.add_rollout(
+            Rollout.of(0, 2, (1,), (whole, Segment.observed((7,)), whole), "stop", "", Score(1.0))
+        )
+        await journal.park(Rollout.of(0, 3, (1,), (half,), "parked", "", None, "parked"))
+        await _filed(journal, 3, 3)
+        return [_file(s) for s in (empty, half, whole)]
+
+    names = asyncio.run(body())
+    assert journal.files() == set(names) and len(set(names)) == 3
+    assert len(list(journal.columns.folder.iterdir())) == 4
+
+
+def _file(segment: Segment) -> str:
+    assert isinstance(segment.tokens, Kept)
+    return segment.tokens.stretches[0][0].file
 
 
 def test_what_lies_elsewhere_is_kept_with_its_values(journal: Journal, tmp_path: Path) -> None:
@@ -301,7 +323,7 @@ def test_answers_that_cannot_be_read_are_given_up_before_they_are_trained(journa
         await journal.park(_parked(1, 2, await _filed(journal, 5, 2)))
         await journal.extend_parked((_parked(1, 2, Segment("model", (9,), (-1.0,), (3,))), 5))  # not in a file
         for lost in (*journal.rollouts(0)[:1], *journal.rollouts(1)[1:], *journal.parked(2)[:1]):
-            _place(lost).unlink()
+            (journal.columns.folder / _file(lost.segments[0])).unlink()
         path = journal.columns.folder / max(journal.columns.folder.iterdir(), key=lambda p: p.stat().st_mtime_ns)
         path.write_bytes(b"x" * path.stat().st_size)  # of the answer that goes on elsewhere
         journal.columns.read.cache_clear()  # type: ignore[attr-defined]
@@ -320,12 +342,6 @@ def test_answers_that_cannot_be_read_are_given_up_before_they_are_trained(journa
 
 def _parked(group: int, index: int, segment: Segment) -> Rollout:
     return Rollout.of(group, index, (1,), (segment,), "parked", "", None, "parked")
-
-
-def _place(r: Rollout) -> Path:
-    tokens = r.segments[0].tokens
-    assert isinstance(tokens, Kept)
-    return tokens.files.folder / tokens.stretches[0][0].file
 
 
 def test_a_conversation_is_parked_with_all_that_was_said(journal: Journal) -> None:
