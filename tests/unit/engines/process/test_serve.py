@@ -1,20 +1,22 @@
 """The process of an engine, in this one."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
+from kitae.engines.ledger import Ledger
 from kitae.engines.process import serve, wire
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
-from kitae.processes.frames import read_frame
-from kitae.store.columns import ColumnWriter, Filed
+from kitae.models.policy import Policy
+from kitae.processes.frames import Frame, read_frame
+from kitae.store.columns import ColumnWriter, Filed, Kept
 from kitae.weights.memory import MemoryPublisher
 
 
@@ -22,19 +24,21 @@ class Outbox:
     """What it says to its owner."""
 
     def __init__(self) -> None:
-        self.frames: list[bytes] = []
+        self.packed: list[bytes] = []
 
-    def write(self, frame: bytes) -> None:
-        self.frames.append(frame)
+    def write(self, packed: bytes) -> None:
+        self.packed.append(packed)
 
-    async def headers(self) -> list[dict[str, Any]]:
-        reader = asyncio.StreamReader()
-        reader.feed_data(b"".join(self.frames))
-        reader.feed_eof()
-        found = []
-        while (frame := await read_frame(reader)) is not None:
-            found.append(frame.header)
-        return found
+    async def frames(self) -> list[Frame]:
+        return [await _frame(packed) for packed in self.packed]
+
+    async def until(self, word: str) -> Frame:
+        async with asyncio.timeout(60):
+            while True:
+                for frame in await self.frames():
+                    if word in frame.header:
+                        return frame
+                await asyncio.sleep(0.02)
 
 
 class SlowDisk(ColumnWriter):
@@ -50,40 +54,84 @@ class SlowDisk(ColumnWriter):
         return await super().add(tokens, logprobs, text)
 
 
-def test_a_slow_disk_is_no_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who hears nothing for a minute takes an engine for lost, and ends it."""
-    monkeypatch.setattr(serve, "_TICK", 0.01)
-    monkeypatch.setattr(serve, "_PACE", 0.01)
+@pytest.fixture
+def pace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reports as often as can be."""
+    for name in ("_TICK", "_PACE"):
+        monkeypatch.setattr(serve, name, 0.01)
     monkeypatch.setattr(serve, "_REPORT", 1)
 
-    async def body(address: Any) -> None:
-        box, disk = Outbox(), SlowDisk(tmp_path)
-        policy = load_policy(ModelConfig(path="tiny", dtype="float32", device="cpu"))
-        setup = {"address": asdict(replace(address, descriptors=())), "version": 0}
-        setup["engine"] = EngineConfig(memory_gb=0.05).model_dump()
-        server = serve.Server(policy, setup, box, disk)  # type: ignore[arg-type]
-        request = Request("1", (5, 6, 7), SamplingParams(max_tokens=200), seed=1)
-        ticks = asyncio.create_task(server.tick())
-        await server.handle(await _frame(wire.pack_request(0, request)))
-        async with asyncio.timeout(60):
-            await disk.asked.wait()
-            before = len(box.frames)
-            while len(box.frames) < before + 5:
-                await asyncio.sleep(0.01)
-            disk.works.set()
-            while not any("done" in header for header in await box.headers()):
-                await asyncio.sleep(0.05)
+
+@asynccontextmanager
+async def serving(policy: Policy, disk: ColumnWriter) -> AsyncIterator[tuple[serve.Server, Outbox]]:
+    publisher, box = MemoryPublisher(), Outbox()
+    setup = {"address": asdict(replace(publisher.address, descriptors=())), "version": 0}
+    setup["engine"] = EngineConfig(memory_gb=0.05).model_dump()
+    server = serve.Server(policy, setup, box, disk)  # type: ignore[arg-type]
+    ticks = asyncio.create_task(server.tick())
+    try:
+        yield server, box
+    finally:
         ticks.cancel()
         await server.engine.close()
-
-    publisher = MemoryPublisher()
-    try:
-        asyncio.run(body(publisher.address))
-    finally:
         publisher.close()
 
 
-async def _frame(packed: bytes) -> Any:
+async def _frame(packed: bytes) -> Frame:
     reader = asyncio.StreamReader()
     reader.feed_data(packed)
-    return await read_frame(reader)
+    found = await read_frame(reader)
+    assert found is not None
+    return found
+
+
+REQUEST = Request("1", (5, 6, 7), SamplingParams(max_tokens=200), seed=1)
+
+
+def tiny() -> Policy:
+    return load_policy(ModelConfig(path="tiny", dtype="float32", device="cpu"))
+
+
+@pytest.mark.usefixtures("pace")
+def test_a_slow_disk_is_no_silence(tmp_path: Path) -> None:
+    """Who hears nothing for a minute takes an engine for lost, and ends it."""
+
+    async def body() -> None:
+        disk = SlowDisk(tmp_path)
+        async with serving(tiny(), disk) as (server, box), asyncio.timeout(60):
+            await server.handle(await _frame(wire.pack_request(0, REQUEST)))
+            await disk.asked.wait()
+            before = len(box.packed)
+            while len(box.packed) < before + 5:
+                await asyncio.sleep(0.01)
+            disk.works.set()
+            await box.until("done")
+
+    asyncio.run(body())
+
+
+@pytest.mark.usefixtures("pace")
+def test_another_engine_goes_on_from_what_was_reported_and_lies_in_files(tmp_path: Path) -> None:
+    async def body() -> None:
+        policy, ledger = tiny(), Ledger[str]()
+        with ledger.enter(REQUEST) as flight:
+            async with serving(policy, ColumnWriter(tmp_path, "engine-0")) as (server, box):
+                await server.handle(await _frame(wire.pack_request(flight.number, ledger.issue(flight, "first"))))
+                whole = wire.sampled_of(await box.until("done"))
+                for frame in [f for f in await box.frames() if "progress" in f.header]:
+                    ledger.grow(flight.number, frame.header["start"], wire.sampled_of(frame))
+            ledger.lose("first")
+            again = ledger.issue(flight, "second")
+            assert isinstance(again.prior.tokens, Kept) and len(again.prior.tokens.stretches) > 1
+            assert (
+                again.prior.tokens.text is None and again.prior.tokens == tuple(whole.tokens)[: len(again.prior.tokens)]
+            )
+            async with serving(policy, ColumnWriter(tmp_path, "engine-1")) as (server, box):
+                await server.handle(await _frame(wire.pack_request(flight.number, again)))
+                done = wire.sampled_of(await box.until("done"))
+            assert (
+                done.tokens == tuple(whole.tokens) and done.logprobs[: len(again.prior.tokens)] == again.prior.logprobs
+            )
+            assert isinstance(done.tokens, Kept) and done.tokens.text is not None
+
+    asyncio.run(body())
