@@ -15,7 +15,7 @@ whose length is known before anything is read. Who handles ids, lengths and scor
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -121,15 +121,15 @@ class Runs(Sequence[int]):
     __slots__ = ("_length", "runs")
 
     def __init__(self, runs: Sequence[tuple[int, int]]) -> None:
-        same = groupby(runs, key=lambda run: run[0])
-        self.runs = tuple((value, sum(count for _, count in some)) for value, some in same)
+        same = groupby((run for run in runs if run[1]), key=lambda run: run[0])
+        self.runs: tuple[tuple[int, int], ...] = tuple((value, sum(count for _, count in some)) for value, some in same)
         self._length = sum(count for _, count in self.runs)
 
     @staticmethod
     def of(values: Sequence[int]) -> "Runs":
         if isinstance(values, Runs):
             return values
-        return Runs([(value, 1) for value in values])
+        return Runs([(value, sum(1 for _ in same)) for value, same in groupby(values)])
 
     def __len__(self) -> int:
         return self._length
@@ -142,16 +142,24 @@ class Runs(Sequence[int]):
     @overload
     def __getitem__(self, key: slice) -> "Runs": ...
     def __getitem__(self, key: int | slice) -> "int | Runs":
-        if isinstance(key, slice):
-            return Runs([(value, 1) for value in tuple(self)[key]])
-        return tuple(self)[key]
+        if not isinstance(key, slice):
+            place = range(self._length)[key]
+            ((value, _),) = self[place : place + 1].runs
+            return value
+        start, stop, step = key.indices(self._length)
+        assert step == 1, "runs are cut, not thinned out"
+        ends = list(accumulate(count for _, count in self.runs))
+        cuts = [(v, min(stop, end) - max(start, end - n)) for (v, n), end in zip(self.runs, ends, strict=True)]
+        return Runs([(value, count) for value, count in cuts if count > 0])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> IntArray:
         values, counts = ([run[i] for run in self.runs] for i in (0, 1))
         return np.repeat(np.array(values, dtype=dtype or np.int64), counts)
 
     def __eq__(self, other: object) -> bool:
-        return tuple(self) == tuple(other) if isinstance(other, Runs | tuple) else False
+        if isinstance(other, Runs):
+            return self.runs == other.runs
+        return tuple(self) == other if isinstance(other, tuple) else False
 
     def __hash__(self) -> int:
         return hash(tuple(self))

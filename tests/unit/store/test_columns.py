@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kitae.errors import CorruptError, DiskFullError, StoreError
 from kitae.store.columns import (
@@ -156,3 +158,24 @@ def test_runs_are_the_numbers_they_stand_for() -> None:
     assert runs.runs == ((3, 2), (4, 3), (3, 1)) and tuple(runs) == (3, 3, 4, 4, 4, 3) and len(runs) == 6
     assert runs[1:3].runs == ((3, 1), (4, 1)) and runs[-1] == 3 and runs == (3, 3, 4, 4, 4, 3)
     assert np.asarray(runs).tolist() == list(runs) and joined(runs, Runs(((3, 2),))).runs[-1] == (3, 3)  # type: ignore[attr-defined]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 4)), max_size=5), st.data())
+def test_parts_of_runs_are_parts_of_the_numbers(runs: list[tuple[int, int]], data: st.DataObject) -> None:
+    found, numbers = Runs(runs), tuple(value for value, count in runs for _ in range(count))
+    assert found == numbers and found == Runs.of(numbers) and Runs.of(numbers).runs == found.runs
+    start, stop = (data.draw(st.none() | st.integers(-20, 20)) for _ in range(2))
+    assert found[start:stop] == numbers[start:stop]
+    if numbers:
+        place = data.draw(st.integers(-len(numbers), len(numbers) - 1))
+        assert found[place] == numbers[place]
+    with pytest.raises(IndexError):
+        found[len(numbers)]
+
+
+def test_who_cuts_runs_does_not_look_at_each_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The controller does, of every answer in flight and every so often, and answers are long."""
+    runs = Runs(((3, 30_000), (4, 20_000)))
+    monkeypatch.setattr(Runs, "__iter__", None)
+    assert runs[:31_000][29_000:].runs == ((3, 1_000), (4, 1_000)) and (runs[0], runs[-1]) == (3, 4)
+    assert runs == Runs(((3, 30_000), (4, 20_000)))
