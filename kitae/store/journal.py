@@ -252,7 +252,7 @@ class Journal:
         """With the values of what lies in files that are not beside this journal."""
 
         def own(s: Segment) -> Segment:
-            if not isinstance(s.tokens, Kept) or s.tokens.files is self.columns:
+            if not isinstance(s.tokens, Kept) or s.tokens.files.folder == self.columns.folder:
                 return s
             return replace(s, tokens=tuple(s.tokens), logprobs=tuple(s.logprobs), versions=tuple(s.versions))
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitae.errors import CorruptError, DiskFullError, StoreError
-from kitae.store.columns import ColumnWriter, Kept, KeptText
+from kitae.store.columns import ColumnFiles, ColumnWriter, Kept, KeptText
 from kitae.store.journal import LENGTH, TEXT, Journal, open_reader
 from kitae.types import Chain, FinishReason, Message, Prompt, Rollout, Runs, Score, Segment, ToolCall
 
@@ -238,6 +238,21 @@ def test_an_answer_in_files_is_kept_by_its_place(journal: Journal) -> None:
     with closing(open_reader(journal.path)) as reader:
         found = list(reader.execute(f"SELECT {TEXT}, {LENGTH} FROM rollouts r"))
     assert found == [("words", 500), ("words\n\nwords", 1002)]
+
+
+def test_a_place_is_known_by_its_folder(journal: Journal) -> None:
+    """Not by who reads there: those are forgotten where there are many."""
+
+    async def body() -> None:
+        segment = await _filed(journal, 5, 3, "words")
+        assert isinstance(segment.tokens, Kept)
+        tokens, logprobs = ColumnFiles(journal.columns.folder).kept(segment.tokens.stretches)
+        there = replace(segment, tokens=tokens, logprobs=logprobs)
+        await journal.add_rollout(Rollout.of(0, 0, (1,), (there,), "stop", "words", Score(1.0)))
+
+    asyncio.run(body())
+    (found,) = journal.rollouts(0)
+    assert isinstance(found.segments[0].tokens, Kept) and found.segments[0].tokens == tuple(range(5))
 
 
 def test_it_knows_the_files_that_it_refers_to(journal: Journal) -> None:
