@@ -1,31 +1,46 @@
-"""The state of sharded models in a folder: every rank writes its shards, and any number of ranks can read them.
+"""The state of models in a folder: one process writes a file, and of ranks each writes its shards.
 
-torch's distributed checkpoints. Tensors are found by name and place in the whole, so two ranks may go on from what four
-have saved, and one process without any group too.
+    state.safetensors    of one process
+    sharded/             of ranks: a distributed checkpoint of torch
+
+Either is read by one process and by any number of ranks: tensors are found by name and place in the whole, and every
+rank reads what it has of them.
 """
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as read
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from kitae.errors import StoreError
 
-FOLDER = "sharded"
+FILE, FOLDER = "state.safetensors", "sharded"
+
+Blank = Callable[[Collection[str]], dict[str, Tensor]]
+"""Makes tensors, sharded or not, for a state with these names."""
+
+
+def save(state: Mapping[str, Tensor], folder: Path) -> None:
+    """Of one process."""
+    save_file({name: tensor.cpu().contiguous() for name, tensor in state.items()}, folder / FILE)
 
 
 def begin_save(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup) -> Callable[[], None]:
     """Returns when all is copied, so that the tensors may change; what it returns waits until the files are complete.
 
-    All ranks must call both. group: nobody else may use it meanwhile.
+    Of ranks, which must all call both. group: nobody else may use it meanwhile.
     """
-    saving: Any = async_save(dict(state), checkpoint_id=folder, process_group=group)
+    saving: Any = async_save(dict(state), checkpoint_id=folder / FOLDER, process_group=group)
 
     def wait() -> None:
         saving.result()
@@ -33,18 +48,43 @@ def begin_save(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGro
     return wait
 
 
-def load(
-    folder: Path, blank: Callable[[Collection[str]], dict[str, Tensor]], group: dist.ProcessGroup | None
-) -> dict[str, Tensor]:
+def load(folder: Path, blank: Blank, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """What `blank` makes for the names that were saved, filled. All ranks must call it; group None: there is one."""
-    names = FileSystemReader(folder).read_metadata().state_dict_metadata.keys()
-    state = blank(names)
-    if missing := sorted(names ^ state.keys()):
-        raise StoreError(
-            f"{folder} must hold what is trained and nothing else, but differs in {missing[0]} and {len(missing) - 1} "
-            f"others"
-        )
+    return (
+        _load_shards(folder / FOLDER, blank, group) if (folder / FOLDER).is_dir() else _load_file(folder / FILE, blank)
+    )
+
+
+def _load_shards(folder: Path, blank: Blank, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
+    state = _blank(folder, FileSystemReader(folder).read_metadata().state_dict_metadata.keys(), blank)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
         read(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
     return state
+
+
+def _load_file(file: Path, blank: Blank) -> dict[str, Tensor]:
+    with safe_open(file, framework="pt") as saved:
+        state = _blank(file, {*saved.keys()}, blank)
+        for name, tensor in state.items():
+            if isinstance(tensor, DTensor):
+                tensor.to_local().copy_(saved.get_slice(name)[_place(tensor)])
+            else:
+                tensor.copy_(saved.get_tensor(name))
+    return state
+
+
+def _blank(source: Path, names: Set[str], blank: Blank) -> dict[str, Tensor]:
+    state = blank(names)
+    if missing := sorted(names ^ state.keys()):
+        raise StoreError(
+            f"{source} must hold what is trained and nothing else, but differs in {missing[0]} and {len(missing) - 1} "
+            f"others"
+        )
+    return state
+
+
+def _place(tensor: DTensor) -> tuple[slice, ...]:
+    """Of this rank's part in the whole."""
+    sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))

@@ -11,10 +11,8 @@ copy of this rank's shards, which change places with the policy's while it is co
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -26,8 +24,6 @@ from kitae.trainer.objectives import Scored
 from kitae.trainer.ranks import local
 from kitae.trainer.trained import outputs
 from kitae.types import FloatArray
-
-STATE_FILE = "reference.safetensors"
 
 
 class Reference:
@@ -102,14 +98,6 @@ class Reference:
             local(mine).copy_(local(state[name]))
             if self._averages:
                 local(self._averages[i]).copy_(local(state[name]))
-
-    def save(self, folder: Path) -> None:
-        if state := self.state():
-            save_file({n: v.cpu().contiguous() for n, v in state.items()}, folder / STATE_FILE)
-
-    def load(self, folder: Path) -> None:
-        if self.state():
-            self.load_state(load_file(folder / STATE_FILE))
 
 
 def _frozen_copy(policy: Policy) -> Policy:

@@ -1,11 +1,8 @@
 """A model that learns, on one rank: its objective, its gradients, its optimizer. Policy and critic are one each."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kitae.data.packing import Row
@@ -64,15 +61,6 @@ class Trained:
 
     def outputs(self, rows: Sequence[Row]) -> list[FloatArray]:
         return outputs(self.objective, rows)
-
-    def save(self, file: Path) -> None:
-        tensors = {name: t.cpu().contiguous() for name, t in self.optimizer.state().items()}
-        save_file(tensors, file, metadata={"updates": str(self.optimizer.updates)})
-
-    def load(self, file: Path) -> None:
-        with safe_open(file, framework="pt") as saved:
-            tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
-            self.optimizer.load_state(tensors, int(saved.metadata()["updates"]))
 
 
 def outputs(reading: Reading, rows: Sequence[Row]) -> list[FloatArray]:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from kitae.data.packing import Row
-from kitae.errors import StoreError
 from kitae.models.classifier import export_scalar
 from kitae.models.load import export_policy
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.observe.meter import Kind, Totals
 from kitae.trainer.base import Column, Conditions, Role
-from kitae.trainer.checkpoint import FOLDER, begin_save, load
+from kitae.trainer.checkpoint import begin_save, load, save
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.objectives import Reading
 from kitae.trainer.ranks import Alone, Distributed, Ranks
@@ -26,7 +25,6 @@ from kitae.types import FloatArray
 T = TypeVar("T")
 
 _UPDATES, _REFERENCE = "updates", "reference"
-_FILES = {Role.POLICY: "optimizer.safetensors", Role.CRITIC: "critic.safetensors"}
 
 
 class Worker:
@@ -101,11 +99,8 @@ class Worker:
     def begin_save(self, folder: Path) -> Callable[[], None]:
         """What it returns waits for the end; where models are sharded, they may be trained on meanwhile."""
         if isinstance(self.ranks, Distributed):
-            return begin_save(self._state(), folder / FOLDER, self.ranks.saving)
-        for role, trained in self.trained.items():
-            trained.save(folder / _FILES[role])
-        if self.reference:
-            self.reference.save(folder)
+            return begin_save(self._state(), folder, self.ranks.saving)
+        save(self._state(), folder)
         return lambda: None
 
     def export(self, folder: Path) -> None:
@@ -117,17 +112,9 @@ class Worker:
             export_policy(self.policy, folder)
 
     def load(self, folder: Path) -> None:
-        """What ranks have saved, however many, or what one process has, if this is one."""
-        ranks = self.ranks if isinstance(self.ranks, Distributed) else None
-        if (folder / FOLDER).is_dir():
-            self._load_state(load(folder / FOLDER, self._blank, None if ranks is None else ranks.saving))
-            return
-        if ranks is not None:
-            raise StoreError(f"ranks go on from what ranks have saved; {folder} was saved by one process")
-        for role, trained in self.trained.items():
-            trained.load(folder / _FILES[role])
-        if self.reference:
-            self.reference.load(folder)
+        """What one process or any number of ranks have saved. All ranks must call it."""
+        group = self.ranks.saving if isinstance(self.ranks, Distributed) else None
+        self._load_state(load(folder, self._blank, group))
 
     def _state(self) -> dict[str, Tensor]:
         """All of it, flat: `{"policy.master.model.norm.weight": …, "policy.updates": …, "reference.…": …}`."""

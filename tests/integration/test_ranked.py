@@ -56,16 +56,18 @@ def test_two_ranks_learn_what_one_process_does(alone: Path, ranked: Path) -> Non
     assert (ranked / "model" / "config.json").is_file()
 
 
+ONE = ("cluster.backend=none", "cluster.ranks=1", "cluster.engines=0", "engine.kind=native", "engine.count=1")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
-    [
-        ("cluster.backend=none", "cluster.ranks=1", "cluster.engines=0", "engine.kind=native", "engine.count=1"),
-        ("cluster.ranks=3",),
-    ],
+    ("saved_by", "settings"),
+    [("ranked", ONE), ("ranked", ("cluster.ranks=3",)), ("alone", (*RANKS, "engine.kind=process"))],
 )
-def test_what_two_ranks_saved_one_or_three_go_on_from(settings: tuple[str, ...], ranked: Path, tmp_path: Path) -> None:
-    shutil.copytree(ranked, tmp_path / "went-on")
+def test_others_go_on_from_what_was_saved(
+    saved_by: str, settings: tuple[str, ...], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    shutil.copytree(request.getfixturevalue(saved_by), tmp_path / "went-on")
     result = resume(tmp_path / "went-on", overrides=[*settings, "training.steps=6"])
     whole = run_toy(tmp_path / "whole", *SETTINGS, "training.steps=6").folder
     assert result.step == 6

@@ -119,11 +119,11 @@ def test_refusals_leave_the_run_untouched(uninterrupted: Path, tmp_path: Path) -
         return output
 
     run = shutil.copytree(uninterrupted, tmp_path / "run")
-    weights = run / "checkpoints" / "step-000006" / "optimizer.safetensors"
+    weights = run / "checkpoints" / "step-000006" / "state.safetensors"
     original = weights.read_bytes()
     weights.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
     message = failed(run, "--from", "step-000006")
-    assert "optimizer.safetensors has checksum" in message and "--from step-000004" in message
+    assert "state.safetensors has checksum" in message and "--from step-000004" in message
     assert [p.name for p in sorted((run / "checkpoints").iterdir())] == ["step-000004", "step-000006"]
     assert rows(run) == rows(uninterrupted)
     weights.write_bytes(original)

@@ -155,9 +155,9 @@ def on(tasks: list[Task], parallel: Parallel | None) -> list[Task]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("parallel", [Parallel(ranks=2), Parallel(ranks=4, tensor=2)])
-def test_checkpoints_are_resharded(parallel: Parallel, tiny_folder: TinyFolder, tmp_path: Path) -> None:
-    """To the bit: masters, moments, counts, reference; on one process and three ranks."""
+@pytest.mark.parametrize("parallel", [None, Parallel(ranks=2), Parallel(ranks=4, tensor=2)])
+def test_checkpoints_are_resharded(parallel: Parallel | None, tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """To the bit: masters, moments, counts, reference; from one process too, and on one, three ranks and 2 × 2."""
     llama, bf16 = str(tiny_folder("llama")), {"dtype": "bfloat16"}
     tasks = [
         Task(llama, Case(valued(), None, choices=MOVING, roles=BOTH, reference=True)),
@@ -167,9 +167,13 @@ def test_checkpoints_are_resharded(parallel: Parallel, tiny_folder: TinyFolder, 
     places = [tmp_path / str(i) for i in range(len(tasks))]
     for each in places:
         each.mkdir()
-    saved = on_ranks(tmp_path, save_all, on(tasks, parallel), places, size=parallel.ranks)
+    if parallel is None:
+        saved = save_all(tasks, places)
+    else:
+        saved = on_ranks(tmp_path, save_all, on(tasks, parallel), places, size=parallel.ranks)
     threes = on_ranks(tmp_path, load_all, on(tasks, Parallel(ranks=3)), places, size=3)
-    for found in (threes, load_all(tasks, places)):
+    fours = on_ranks(tmp_path, load_all, on(tasks, Parallel(ranks=4, tensor=2)), places, size=4)
+    for found in (threes, fours, load_all(tasks, places)):
         for task, before, after in zip(tasks, saved, found, strict=True):
             same(before, after, 0.05 if task.case.model == bf16 else 1e-5)
 
@@ -183,13 +187,12 @@ def same(before: Moment, after: Moment, tolerance: float) -> None:
         assert after.following[name] == pytest.approx(before.following[name], rel=tolerance, abs=tolerance)
 
 
-def test_ranks_refuse_what_one_process_saved(tiny_folder: TinyFolder, tmp_path: Path) -> None:
-    case = Case(plain(), None)
-    Crew.of(str(tiny_folder("llama")), case).worker.save(tmp_path)
+def test_a_rank_goes_on_from_what_one_process_saved(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    case = Case(valued(), None, choices=MOVING, roles=BOTH, reference=True)
+    task = Task(str(tiny_folder("llama")), case)
+    saved = save(task, tmp_path)
     with one_rank(tmp_path):
-        crew = Crew.of(str(tiny_folder("llama")), replace(case, parallel=Parallel()))
-        with pytest.raises(StoreError, match="ranks go on from what ranks have saved"):
-            crew.worker.load(tmp_path)
+        same(saved, load(replace(task, case=replace(case, parallel=Parallel())), tmp_path), 1e-5)
 
 
 def test_a_checkpoint_of_something_else_is_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
