@@ -340,6 +340,8 @@ class Sample:
     between whoever makes samples and the loss that reads them: likelihood needs none. `chain` counts the chains of one
     rollout. Samples of a `unit`, such as a pair that is compared, are never cut into different micro-batches. Where an
     answer is unread, so are its tokens and log-probs; the parts are then the prompt, and segment after segment.
+    experts: of each position but the last, and each of its layers that mixes experts, those that were chosen: where a
+    pass is to choose the same again.
     """
 
     group: int
@@ -351,6 +353,7 @@ class Sample:
     columns: Mapping[str, FloatArray | Late] = field(default_factory=dict)
     chain: int = 0
     unit: int | None = None
+    experts: IntArray | None = None
 
     @property
     def key(self) -> SampleKey:

@@ -71,6 +71,12 @@ class AlgorithmConfig(Section):
         "the token, which saves a forward pass.",
     )
 
+    routing: Literal["own", "old"] | None = Field(
+        None,
+        description="S4: of a mixture of experts, who chooses them for the updates of a batch: own: each pass for "
+        "itself; old: π_old for all of them (R2).",
+    )
+
     gate: str | None = Field(None, description="S5: how the ratio is kept in bounds.")
     clip_low: float | None = Field(None, gt=0, lt=1, description="S5: ratios below 1 - clip_low are clipped.")
     clip_high: float | None = Field(None, gt=0, description="S5: ratios above 1 + clip_high are clipped.")
@@ -289,7 +295,7 @@ class AlgorithmConfig(Section):
 
 _ALWAYS = {
     "preset", "params", "truncation", "filter", "advantage", "whiten", "gate", "correction", "aggregation", "kl_coef",
-    "entropy_coef", "entropy_target", "sft_coef",
+    "entropy_coef", "entropy_target", "sft_coef", "routing",
 }  # fmt: skip
 _NOTHING = ("reference", "none")  # may be said anywhere
 _CRITIC = {"critic_lr", "critic_clip", "critic_warmup"}

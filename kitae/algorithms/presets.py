@@ -48,6 +48,7 @@ BASE: Mapping[str, Any] = {
     "critic_warmup": 0,
     "ratio": "token",
     "anchor": "old",
+    "routing": "own",
     "gate": "clip",
     "clip_low": 0.2,
     "clip_high": 0.2,

@@ -100,6 +100,18 @@ def reference(a: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
         )
 
 
+def routing(a: AlgorithmConfig, t: TrainingConfig, c: ClusterConfig) -> Iterator[str]:
+    if a.routing != "old":
+        return
+    if t.minibatches * t.epochs == 1:
+        yield (
+            "algorithm.routing = 'old' needs training.minibatches × training.epochs above 1, got 1: the update of a "
+            "batch is computed by π_old itself"
+        )
+    if c.ranks > 1:
+        yield f"algorithm.routing = 'old' needs cluster.ranks = 1, got {c.ranks}: experts are not told to ranks"
+
+
 def placed(c: ClusterConfig, engine: EngineConfig, model: ModelConfig, m: MethodConfig) -> Iterator[str]:
     if c.ranks > 1 and engine.kind == "native":
         yield (

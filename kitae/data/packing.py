@@ -6,7 +6,7 @@ Legend: T tokens of the row, N loss tokens (what the loss is summed over), in sa
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ import numpy.typing as npt
 from kitae.types import FloatArray, IntArray, Sample, SampleKey
 
 Column = npt.NDArray[np.float32]
+
+NO_RECORD = -1
+"""In the place of each expert of a position that has no record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class Row:
     columns: Mapping[str, FloatArray]
     lengths: tuple[int, ...]  # loss tokens of each sample
     observed: tuple[Observed, ...] = ()  # samples whose single tokens somebody wants to see
+    experts_TLK: IntArray | None = None  # what a pass shall choose in its L layers that mix experts; NO_RECORD: its own
 
     @staticmethod
     def empty() -> "Row":
@@ -147,55 +151,85 @@ def _even(pieces: Sequence[Piece], count: int) -> list[Piece]:
     return bins
 
 
+@dataclass(slots=True)
+class _Layout:
+    """Where the tokens of samples lie in a row. places: of each sample, the row positions of all its tokens but one."""
+
+    share_prompts: bool
+    tokens: list[IntArray] = field(default_factory=list)
+    positions: list[IntArray] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    places: list[IntArray] = field(default_factory=list)
+    size: int = 0
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], share_prompts: bool) -> "_Layout":
+        layout, prompts = cls(share_prompts), dict[bytes, Span]()
+        for s in samples:
+            layout._place(s, prompts)
+        return layout
+
+    def _place(self, s: Sample, prompts: dict[bytes, Span]) -> None:
+        tokens_T = np.asarray(s.tokens_T)
+        if not self.share_prompts:
+            self.places.append(_range(self._add(tokens_T[:-1], 0, None)))
+            return
+        prompt, response = tokens_T[: s.prompt_length], tokens_T[s.prompt_length : -1]
+        key = prompt.tobytes()
+        if key not in prompts:
+            prompts[key] = self._add(prompt, 0, None)
+        own = self._add(response, s.prompt_length, prompts[key])
+        self.places.append(np.concatenate([_range(prompts[key]), _range(own)]))
+
+    def _add(self, piece: IntArray, first: int, prefix: Span | None) -> Span:
+        span = Span(self.size, len(piece), prefix.start, prefix.length) if prefix else Span(self.size, len(piece))
+        self.tokens.append(piece)
+        self.positions.append(np.arange(first, first + len(piece)))
+        if len(piece):
+            self.spans.append(span)
+        self.size += len(piece)
+        return span
+
+
+def _range(span: Span) -> IntArray:
+    return span.start + np.arange(span.length)
+
+
 def lay_out(samples: Sequence[Sample], share_prompts: bool = True, observed: Collection[SampleKey] = ()) -> Row:
     """One row; of columns, those that all of its samples have."""
     if not samples:
         return Row.empty()
-    tokens: list[IntArray] = []
-    positions: list[IntArray] = []
-    spans: list[Span] = []
-    prompts: dict[bytes, Span] = {}
-    source: list[IntArray] = []
-    targets: list[IntArray] = []
-    size = 0
-
-    def add(piece: IntArray, first: int, prefix: Span | None) -> Span:
-        nonlocal size
-        span = Span(size, len(piece), prefix.start, prefix.length) if prefix else Span(size, len(piece))
-        tokens.append(piece)
-        positions.append(np.arange(first, first + len(piece)))
-        if len(piece):
-            spans.append(span)
-        size += len(piece)
-        return span
-
-    for s in samples:
-        tokens_T = np.asarray(s.tokens_T)
-        targets.append(tokens_T[s.mask_T])
-        prompt, response = tokens_T[: s.prompt_length], tokens_T[s.prompt_length : -1]
-        if share_prompts:
-            key = prompt.tobytes()
-            if key not in prompts:
-                prompts[key] = add(prompt, 0, None)
-            before = prompts[key]
-            own = add(response, s.prompt_length, before)
-            row_of_T = np.concatenate([before.start + np.arange(before.length), own.start + np.arange(own.length)])
-        else:
-            own = add(tokens_T[:-1], 0, None)
-            row_of_T = own.start + np.arange(own.length)
-        source.append(row_of_T[np.flatnonzero(s.mask_T) - 1])
+    layout = _Layout.of(samples, share_prompts)
     shared = set.intersection(*(set(s.columns) for s in samples))
+    places = zip(samples, layout.places, strict=True)
     return Row(
-        tokens_T=np.concatenate(tokens),
-        positions_T=np.concatenate(positions),
-        spans=tuple(spans),
-        source_N=np.concatenate(source),
-        target_N=np.concatenate(targets),
+        tokens_T=np.concatenate(layout.tokens),
+        positions_T=np.concatenate(layout.positions),
+        spans=tuple(layout.spans),
+        source_N=np.concatenate([row_of_T[np.flatnonzero(s.mask_T) - 1] for s, row_of_T in places]),
+        target_N=np.concatenate([np.asarray(s.tokens_T)[s.mask_T] for s in samples]),
         weight_N=np.concatenate([s.weight_T[s.mask_T] for s in samples]),
         columns={name: np.concatenate([s.loss(name) for s in samples]) for name in sorted(shared)},
         lengths=tuple(s.loss_tokens for s in samples),
         observed=_observed(samples, observed) if observed else (),
+        experts_TLK=_experts(samples, layout),
     )
+
+
+def _experts(samples: Sequence[Sample], layout: _Layout) -> IntArray | None:
+    known = [(s.experts, row_of_T) for s, row_of_T in zip(samples, layout.places, strict=True) if s.experts is not None]
+    if not known:
+        return None
+    experts_TLK = np.full((layout.size, *known[0][0].shape[1:]), NO_RECORD, dtype=np.int16)
+    for own, row_of_T in known:
+        experts_TLK[row_of_T] = own
+    return experts_TLK
+
+
+def with_experts(samples: Sequence[Sample], experts_TLK: IntArray, share_prompts: bool) -> list[Sample]:
+    """The samples of a row, each with its experts of those of the row's positions."""
+    places = _Layout.of(samples, share_prompts).places
+    return [replace(s, experts=experts_TLK[row_of_T]) for s, row_of_T in zip(samples, places, strict=True)]
 
 
 def _observed(samples: Sequence[Sample], observed: Collection[SampleKey]) -> tuple[Observed, ...]:

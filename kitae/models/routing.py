@@ -13,14 +13,19 @@ are a softmax over all experts, renormalised over the chosen ones unless `norm_t
 Qwen2-MoE, Qwen3-MoE, OLMoE, GPT-OSS, and non-reentrant activation checkpointing. That a router is of this kind is
 checked on its own output in every forward pass.
 
+Passes of other threads are neither recorded nor replayed: an engine may sample from the same modules meanwhile.
+
 Refused: other gates (tested: the sigmoid router with a bias for selection of DeepSeek-V3, Jamba), and models without
-router modules. Not covered: an engine that returns its experts, layers spread over pipeline stages, compiled models.
+router modules. Not covered: an engine that returns its experts, models that are spread over ranks, compiled models.
 
 Legend: T tokens of the pass in row order, L MoE layers (dense layers do not count), K experts per token, E experts.
 """
 
 from __future__ import annotations
 
+import math
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,10 +35,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kitae.data.packing import NO_RECORD
 from kitae.errors import ModelError
-
-NO_RECORD = -1
-"""All K entries of a position hold this where nothing was recorded: native routing there."""
 
 Routed = tuple[Tensor, Tensor, Tensor]  # logits_TE, gates_TK, experts_TK
 Act = Callable[[int, nn.Module, Routed], Routed]  # (layer, router, what it returned) → what its caller gets
@@ -69,8 +72,56 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
         record.layers[layer] = routed[2].to(torch.int16)
         return routed
 
-    with _hooked(_routers(model), keep):
+    with _hooked(routers_of(model), keep):
         yield record
+
+
+class RouterLoad:
+    """What the routers of a model do in some forward passes, `with load.watch(model): …` around each of them.
+
+    Routers of other kinds than those above are not looked at. Legend: L layers that mix experts, E experts of each.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: Counter[int] = Counter()  # by layer
+        self._counts_E: dict[int, Tensor] = {}  # tokens that each expert got
+        self._spread: dict[int, Tensor] = {}  # Σ over tokens of the softmax's entropy, over that of an even one
+
+    @contextmanager
+    def watch(self, model: nn.Module) -> Iterator[None]:
+        thread = threading.get_ident()
+
+        def look(layer: int, router: nn.Module, _: Any, output: Any) -> None:
+            if threading.get_ident() == thread and not _in_backward() and _is_routed(output):
+                self._add(layer, *(x.detach() for x in (output[0], output[2])))
+
+        routers = filter(_is_router, model.modules())
+        handles = [router.register_forward_hook(partial(look, layer)) for layer, router in enumerate(routers)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _add(self, layer: int, logits_TE: Tensor, experts_TK: Tensor) -> None:
+        log_p_TE = logits_TE.float().log_softmax(-1)
+        counts_E = torch.bincount(experts_TK.flatten(), minlength=logits_TE.shape[1])
+        spread = -(log_p_TE.exp() * log_p_TE).sum() / math.log(logits_TE.shape[1])
+        self._tokens[layer] += len(logits_TE)
+        self._counts_E[layer] = self._counts_E.get(layer, 0) + counts_E
+        self._spread[layer] = self._spread.get(layer, 0) + spread
+
+    def numbers(self) -> dict[str, Tensor]:
+        """Means over layers: of the routers' entropy, 1 where all experts are equally likely; of the load of the
+        busiest expert, 1 where all have the same; and the share of experts without any token. {}: nothing was seen."""
+        if not self._tokens:
+            return {}
+        counts_LE = torch.stack([*self._counts_E.values()]).double()
+        return {
+            "router_entropy": torch.stack([s / self._tokens[layer] for layer, s in self._spread.items()]).mean(),
+            "expert_load": (counts_LE.amax(-1) / counts_LE.mean(-1)).mean(),
+            "experts_idle": (counts_LE == 0).double().mean(),
+        }
 
 
 @contextmanager
@@ -79,7 +130,7 @@ def replay_routing(model: nn.Module, experts_TLK: Tensor) -> Iterator[None]:
 
     With activation checkpointing the backward pass must run inside too: outside, it would recompute native routing.
     """
-    routers = _routers(model)
+    routers = routers_of(model)
     _check_record(experts_TLK, routers)
     to_recompute: set[int] = set()
 
@@ -111,9 +162,12 @@ def _hooked(routers: list[nn.Module], act: Act) -> Iterator[None]:
     The place in the record belongs to the router: layers are recomputed in any order, any number of times.
     """
     called: set[int] = set()
+    thread = threading.get_ident()
 
-    def hook(layer: int, router: nn.Module, _: Any, output: Any) -> Routed:
+    def hook(layer: int, router: nn.Module, _: Any, output: Any) -> Any:
         if not _in_backward():
+            if threading.get_ident() != thread:
+                return output
             if layer in called:
                 raise ModelError(f"a routing record is of one forward pass, got a second one in MoE layer {layer}")
             called.add(layer)
@@ -140,9 +194,13 @@ def _gates(router: nn.Module, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
     return replayed_gates(logits_TE, experts_TK, bool(getattr(router, "norm_topk_prob", True)))
 
 
-def _routers(model: nn.Module) -> list[nn.Module]:
-    """In layer order."""
-    routers = [m for m in model.modules() if type(m).__name__.endswith("Router")]
+def _is_router(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("Router")
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    """In layer order; `ModelError` where there are none."""
+    routers = list(filter(_is_router, model.modules()))
     if not routers:
         raise ModelError(f"routing replay needs router modules, got {type(model).__name__} without any")
     for router in routers:
@@ -151,13 +209,18 @@ def _routers(model: nn.Module) -> list[nn.Module]:
     return routers
 
 
+def _is_routed(output: Any) -> bool:
+    """Whether it is (logits, gates, experts)."""
+    if not (isinstance(output, tuple) and len(output) == 3 and output[1].shape == output[2].shape):
+        return False
+    return output[0].ndim == 2 and not output[2].is_floating_point()
+
+
 def _check_output(router: nn.Module, output: Any) -> None:
     """Refuse a router whose gates are not what `_gates` makes of its logits and experts."""
-    if not (isinstance(output, tuple) and len(output) == 3 and output[1].shape == output[2].shape):
+    if not _is_routed(output):
         raise _unknown(router)
     logits_TE, gates_TK, experts_TK = (x.detach() for x in output)
-    if logits_TE.ndim != 2 or experts_TK.is_floating_point():
-        raise _unknown(router)
     rounding = max(1e-5, torch.finfo(gates_TK.dtype).eps)
     again_TK = _gates(router, logits_TE, experts_TK).to(gates_TK)
     if not torch.allclose(again_TK, gates_TK, rtol=0, atol=rounding, equal_nan=True):

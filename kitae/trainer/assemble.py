@@ -6,6 +6,7 @@ from kitae.algorithms.loss import PolicyLoss
 from kitae.config.root import DistilConfig, RLConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
+from kitae.models.routing import routers_of
 from kitae.models.scalar import ScalarModel
 from kitae.stages.config import JSD
 from kitae.trainer.base import Role
@@ -71,6 +72,8 @@ def reinforced(
     """A rank that learns from rewards. reference: whether there is one. critic: where values are wanted. divergence:
     that of the teacher, where the stages read it."""
     ranks = ranks or Alone()
+    if algorithm.routing == "old":
+        routers_of(policy.model)  # refused now, and not at the first update
     updates, warmup = training.minibatches * training.epochs, (algorithm.critic_warmup or 0) if critic else 0
     apart = None
     if divergence is not None:

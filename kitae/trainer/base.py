@@ -21,12 +21,14 @@ THREADS = "kitae-trainer"
 
 
 class Column(Enum):
-    """What a trainer can say about each loss token, by the name of the column it becomes."""
+    """What a trainer can say about each loss token, by the name of the column it becomes; and EXPERTS about each
+    position, which is asked for together with OLD."""
 
     OLD = "logp_old"  # log-prob under the policy as it is now
     REFERENCE = "logp_ref"  # under the reference
     TEACHER = "logp_teacher"  # under a teacher
     VALUE = "value"  # of the critic
+    EXPERTS = "experts"  # that the policy chooses now
 
 
 class OutsideTeacher(Protocol):

@@ -34,6 +34,7 @@ class MicroBatch:
     columns: Mapping[str, Tensor]
     sequences: int
     observed: tuple[Observed, ...] = ()
+    experts_TLK: Tensor | None = None
 
     @classmethod
     def of(cls, row: Row, device: torch.device, columns: Collection[str] | None = None) -> "MicroBatch":
@@ -50,6 +51,7 @@ class MicroBatch:
             columns={name: send(values, device) for name, values in wanted.items()},
             sequences=len(row.lengths),
             observed=row.observed,
+            experts_TLK=None if row.experts_TLK is None else send(row.experts_TLK, device),
         )
 
 

@@ -120,8 +120,10 @@ class Learner:
     async def _annotate(self, candidates: list[Candidate]) -> list[Candidate]:
         """Add what the algorithm reads. What is not kept needs it only for the statistics of its group."""
         t, g = self.training, self.groups
-        several = t.minibatches * t.epochs > 1 and g.config.anchor != "interpolated"
-        columns = [Column.OLD] if several or g.wants_old else []
+        several = t.minibatches * t.epochs > 1
+        routed = several and g.config.routing == "old"
+        columns = [Column.OLD] if g.wants_old or routed or (several and g.config.anchor != "interpolated") else []
+        columns += [Column.EXPERTS] if routed else []
         columns += [Column.REFERENCE] if g.wants_reference else []
         columns += [Column.TEACHER] if g.wants_teacher else []
         columns += [Column.VALUE] if g.wants_values else []

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from kitae.data.packing import with_experts
 from kitae.observe.meter import Kind, Totals
 from kitae.trainer.base import THREADS, Batch, Column, OutsideTeacher
 from kitae.trainer.forward import pack_rows, split_rows
@@ -57,8 +58,12 @@ class LocalTrainer:
 
     def _annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
         parts, rows = pack_rows(samples, self.worker.training, self.worker.policy.device)
+        found = self.worker.annotate(rows, columns)
         annotated = {s.key: s for s in samples}
-        for column, values in self.worker.annotate(rows, columns).items():
+        for part, experts_TLK in zip(parts, found.pop(Column.EXPERTS, []), strict=False):
+            routed = with_experts(part, experts_TLK, self.worker.training.share_prompts)
+            annotated |= {s.key: s for s in routed}
+        for column, values in found.items():
             for key, own_N in split_rows(parts, values).items():
                 s = annotated[key]
                 annotated[key] = s.with_columns(**{column.value: s.spread(own_N)})

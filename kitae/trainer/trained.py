@@ -1,11 +1,13 @@
 """A model that learns, on one rank: its objective, its gradients, its optimizer. Policy and critic are one each."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from kitae.data.packing import Row
+from kitae.models.routing import RouterLoad, record_routing, replay_routing
 from kitae.observe.meter import Kind, Meter, Sum, Totals
 from kitae.trainer.base import Conditions, Mark
 from kitae.trainer.config import LearningConfig
@@ -13,7 +15,7 @@ from kitae.trainer.forward import MicroBatch, checkpoint_activations, training_m
 from kitae.trainer.objectives import Objective, Reading
 from kitae.trainer.optim import Optimizer
 from kitae.trainer.ranks import Ranks
-from kitae.types import FloatArray
+from kitae.types import FloatArray, IntArray
 
 
 class Trained:
@@ -37,16 +39,25 @@ class Trained:
 
     def forward_backward(self, rows: Iterable[Row], conditions: Conditions) -> Totals:
         """Add the gradient of these rows; the numbers of their tokens."""
-        meter = Meter()
+        meter, load = Meter(), RouterLoad()
         policy, tokens = self.objective.policy, 0
         with training_mode(policy, self.config):
             for row in rows:
                 micro = MicroBatch.of(row, policy.device)
-                loss = self.objective.loss(micro, conditions, meter) if row.loss_tokens else self._nothing(micro)
-                self._finite.append(loss.detach().isfinite())
-                loss.backward()  # type: ignore[no-untyped-call]
+                with self._routed(micro), load.watch(policy.model):
+                    loss = self.objective.loss(micro, conditions, meter) if row.loss_tokens else self._nothing(micro)
+                    self._finite.append(loss.detach().isfinite())
+                    loss.backward()  # type: ignore[no-untyped-call]
                 tokens += len(row.tokens_T) if row.loss_tokens else 0
+        for name, value in load.numbers().items():
+            meter.mean(f"{self.name}{name}", value)
         return meter.totals() + Totals.of(Kind.COUNT, **{f"{self.name}train_tokens": tokens})
+
+    def _routed(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        """Passes over it choose the experts that it says, if it says any."""
+        if micro.experts_TLK is None:
+            return nullcontext()
+        return replay_routing(self.objective.policy.model, micro.experts_TLK)
 
     def _nothing(self, micro: MicroBatch) -> Tensor:
         """The loss of a row without loss tokens. It is computed, because the other ranks wait for this one's part."""
@@ -61,6 +72,15 @@ class Trained:
 
     def outputs(self, rows: Sequence[Row]) -> list[FloatArray]:
         return outputs(self.objective, rows)
+
+    def routed_outputs(self, rows: Sequence[Row]) -> tuple[list[FloatArray], list[IntArray]]:
+        """And which experts were chosen at each position of the row."""
+        found, experts = [], []
+        for row in rows:
+            with record_routing(self.objective.policy.model) as record:
+                found += self.outputs([row])
+            experts.append(record.experts_TLK.cpu().numpy())
+        return found, experts
 
 
 def outputs(reading: Reading, rows: Sequence[Row]) -> list[FloatArray]:

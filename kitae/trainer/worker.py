@@ -1,8 +1,9 @@
 """One rank: the models it holds, or its shards of them, and what it does with rows. Synchronous, in one thread."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from kitae.trainer.objectives import Reading
 from kitae.trainer.ranks import Alone, Distributed, Ranks
 from kitae.trainer.reference import Reference
 from kitae.trainer.trained import Trained, outputs
-from kitae.types import FloatArray
 
 T = TypeVar("T")
 
@@ -54,10 +54,12 @@ class Worker:
     def updates(self) -> int:
         return self.trained[Role.POLICY].optimizer.updates
 
-    def annotate(self, rows: Sequence[Row], columns: Collection[Column]) -> dict[Column, list[FloatArray]]:
-        """For each column, the numbers of the loss tokens of each row."""
-        found: dict[Column, list[FloatArray]] = {}
-        for column in columns:
+    def annotate(self, rows: Sequence[Row], columns: Collection[Column]) -> dict[Column, list[Any]]:
+        """For each column, the numbers of the loss tokens of each row; experts of all positions, `[T, L, K]`."""
+        found: dict[Column, list[Any]] = {}
+        if Column.EXPERTS in columns:
+            found[Column.OLD], found[Column.EXPERTS] = self.trained[Role.POLICY].routed_outputs(rows)
+        for column in [each for each in columns if each not in found]:
             if column is Column.REFERENCE:
                 assert self.reference is not None, "there is no reference"
                 found[column] = self.reference.outputs(rows)
@@ -72,7 +74,8 @@ class Worker:
     def forward_backward(self, rows: Sequence[Row], conditions: Conditions, roles: Collection[Role]) -> Totals:
         totals = Totals.of(Kind.MAX, threads=torch.get_num_threads())  # libraries add up in an order that depends on it
         for role in roles:
-            totals += self.trained[role].forward_backward(rows, conditions)
+            own = rows if role is Role.POLICY else [replace(row, experts_TLK=None) for row in rows]
+            totals += self.trained[role].forward_backward(own, conditions)
         totals += _device_memory(self.policy.device)
         return self.ranks.together(totals)
 

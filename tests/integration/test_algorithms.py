@@ -1,6 +1,7 @@
 """Every preset trains a tiny model to a high reward, through the whole pipeline; their state is saved."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,21 @@ def test_resumed_equals_uninterrupted_with_everything_that_moves(choices: list[s
         assert last["kl_coef"] != first["kl_coef"]
     if "algorithm.entropy_target=6" in choices:
         assert last["entropy_coef"] > first["entropy_coef"]
+
+
+@pytest.mark.parametrize("settings", [(), ("pipeline.max_staleness=1",)], ids=["on-policy", "ahead"])
+def test_a_mixture_of_experts_is_trained_on_the_experts_of_old(
+    settings: tuple[str, ...], tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Also while the engine samples from the same modules, and beside a reference, which chooses for itself."""
+    result = run_toy(
+        tmp_path, RIGHT_OR_WRONG, *SHORT, f"model.path={tiny_folder('qwen3_moe')}", "training.steps=4",
+        "training.minibatches=2", "algorithm.routing=old", "algorithm.kl_coef=0.01", "algorithm.reference=frozen",
+        *settings,
+    )  # fmt: skip
+    found = rows(result.folder)
+    assert [row["updates"] for row in found] == [2] * 4 and all(row["skipped_updates"] == 0 for row in found)
+    assert all(0 < row["router_entropy"] <= 1 and row["expert_load"] >= 1 > row["experts_idle"] for row in found)
 
 
 def test_the_greedy_baseline_is_journalled_and_never_trained_on(tmp_path: Path) -> None:

@@ -156,6 +156,11 @@ def test_true_is_no_number_in_so_many_words() -> None:
             with_(algorithm={"overlong_buffer": 65}),
             "algorithm.overlong_buffer must be at most sampling.max_tokens = 64, got 65",
         ),
+        (with_(algorithm={"routing": "old"}), "needs training.minibatches × training.epochs above 1, got 1"),
+        (
+            with_(algorithm={"routing": "old"}, training={"epochs": 2}, cluster={"backend": "local", "ranks": 2}),
+            "algorithm.routing = 'old' needs cluster.ranks = 1, got 2",
+        ),
         (with_(pipeline={"refill": True}), "pipeline.refill replaces dropped groups, but algorithm.filter = 'none'"),
         (with_(engine={"count": 2}), "engine.count must be 1 with engine.kind = 'native', got 2"),
         (with_(engine={"urls": ["http://a:1"]}), "engine.urls needs engine.kind = 'vllm' or 'sglang', got ('http://a:1"),
