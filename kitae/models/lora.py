@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
+from kitae.models.routing import is_router
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -12,18 +13,43 @@ if TYPE_CHECKING:
 
 
 def add_lora(model: Any, config: ModelConfig) -> Any:
-    """Freeze the model and add adapters; they are fp32 parameters of their own and take part in both uses."""
+    """Freeze the model and add adapters; they are fp32 parameters of their own and take part in both uses.
+
+    Experts of a mixture get none: they are no layers, so "all-linear" leaves them out, and to name them is refused.
+    """
     peft = import_peft()
-    targets: Any = config.lora_targets
-    if targets != "all-linear":
-        targets = [name.strip() for name in targets.split(",")]
     lora = peft.LoraConfig(
-        r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets, task_type="CAUSAL_LM", bias="none"
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules=_targets(model, config.lora_targets),
+        task_type="CAUSAL_LM",
+        bias="none",
     )
     try:
-        return peft.get_peft_model(model, lora)
+        adapted = peft.get_peft_model(model, lora)
     except ValueError as error:
         raise ModelError(f"model.lora_targets {config.lora_targets!r}: {error}") from error
+    if any(type(module).__name__ == "ParamWrapper" for module in adapted.modules()):
+        raise ModelError(
+            f"model.lora_targets must name linear layers, got {config.lora_targets!r}, which names experts"
+        )
+    return adapted
+
+
+def _targets(model: Any, given: str) -> Any:
+    """As peft wants them. With "all-linear" it adapts experts too, which a pass then changes while it runs."""
+    if given != "all-linear":
+        return [name.strip() for name in given.split(",")]
+    if not any(map(is_router, model.modules())):
+        return given
+    head = model.get_output_embeddings()
+    return [name for name, module in model.named_modules() if _is_linear(module) and module is not head]
+
+
+def _is_linear(module: Any) -> bool:
+    import torch
+
+    return isinstance(module, torch.nn.Linear)
 
 
 def import_peft() -> Any:

@@ -95,7 +95,7 @@ class RouterLoad:
             if threading.get_ident() == thread and not _in_backward() and _is_routed(output):
                 self._add(layer, *(x.detach() for x in (output[0], output[2])))
 
-        routers = filter(_is_router, model.modules())
+        routers = filter(is_router, model.modules())
         handles = [router.register_forward_hook(partial(look, layer)) for layer, router in enumerate(routers)]
         try:
             yield
@@ -194,13 +194,13 @@ def _gates(router: nn.Module, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
     return replayed_gates(logits_TE, experts_TK, bool(getattr(router, "norm_topk_prob", True)))
 
 
-def _is_router(module: nn.Module) -> bool:
+def is_router(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Router")
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
     """In layer order; `ModelError` where there are none."""
-    routers = list(filter(_is_router, model.modules()))
+    routers = list(filter(is_router, model.modules()))
     if not routers:
         raise ModelError(f"routing replay needs router modules, got {type(model).__name__} without any")
     for router in routers:

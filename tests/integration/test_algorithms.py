@@ -97,7 +97,7 @@ def test_resumed_equals_uninterrupted_with_everything_that_moves(choices: list[s
         assert last["entropy_coef"] > first["entropy_coef"]
 
 
-@pytest.mark.parametrize("settings", [(), ("pipeline.max_staleness=1",)], ids=["on-policy", "ahead"])
+@pytest.mark.parametrize("settings", [(), ("pipeline.max_staleness=1", "model.lora_rank=4")], ids=["plain", "lora"])
 def test_a_mixture_of_experts_is_trained_on_the_experts_of_old(
     settings: tuple[str, ...], tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
