@@ -50,9 +50,11 @@ def begin_save(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGro
 
 def load(folder: Path, blank: Blank, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     """What `blank` makes for the names that were saved, filled. All ranks must call it; group None: there is one."""
-    return (
-        _load_shards(folder / FOLDER, blank, group) if (folder / FOLDER).is_dir() else _load_file(folder / FILE, blank)
-    )
+    if (folder / FOLDER).is_dir():
+        return _load_shards(folder / FOLDER, blank, group)
+    if not (folder / FILE).is_file():
+        raise StoreError(f"{folder} must hold {FILE} or {FOLDER}/, got neither: another version of Kitae has saved it")
+    return _load_file(folder / FILE, blank)
 
 
 def _load_shards(folder: Path, blank: Blank, group: dist.ProcessGroup | None) -> dict[str, Tensor]:

@@ -195,6 +195,11 @@ def test_a_rank_goes_on_from_what_one_process_saved(tiny_folder: TinyFolder, tmp
         same(saved, load(replace(task, case=replace(case, parallel=Parallel())), tmp_path), 1e-5)
 
 
+def test_a_folder_without_a_state_is_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"must hold state\.safetensors or sharded/, got neither"):
+        Crew.of(str(tiny_folder("llama")), Case(plain(), None)).worker.load(tmp_path)
+
+
 def test_a_checkpoint_of_something_else_is_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     folder = str(tiny_folder("llama"))
     with one_rank(tmp_path):
