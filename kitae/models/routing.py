@@ -72,8 +72,14 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
         record.layers[layer] = routed[2].to(torch.int16)
         return routed
 
-    with _hooked(routers_of(model), keep):
+    with _hooked(_routers(model), keep):
         yield record
+
+
+def check_routers(model: nn.Module, forward: Callable[[], object]) -> None:
+    """`ModelError` if the routers of a model are not of a kind that can be replayed. forward: any pass of it."""
+    with torch.no_grad(), record_routing(model):
+        forward()
 
 
 class RouterLoad:
@@ -130,7 +136,7 @@ def replay_routing(model: nn.Module, experts_TLK: Tensor) -> Iterator[None]:
 
     With activation checkpointing the backward pass must run inside too: outside, it would recompute native routing.
     """
-    routers = routers_of(model)
+    routers = _routers(model)
     _check_record(experts_TLK, routers)
     to_recompute: set[int] = set()
 
@@ -198,7 +204,7 @@ def is_router(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Router")
 
 
-def routers_of(model: nn.Module) -> list[nn.Module]:
+def _routers(model: nn.Module) -> list[nn.Module]:
     """In layer order; `ModelError` where there are none."""
     routers = list(filter(is_router, model.modules()))
     if not routers:

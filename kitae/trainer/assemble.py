@@ -1,12 +1,14 @@
 """From the settings to a worker: the models of a rank, what each is trained for, and how they are spread."""
 
+import torch
+
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.groups import GroupStages
 from kitae.algorithms.loss import PolicyLoss
 from kitae.config.root import DistilConfig, RLConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
-from kitae.models.routing import routers_of
+from kitae.models.routing import check_routers
 from kitae.models.scalar import ScalarModel
 from kitae.stages.config import JSD
 from kitae.trainer.base import Role
@@ -73,7 +75,7 @@ def reinforced(
     that of the teacher, where the stages read it."""
     ranks = ranks or Alone()
     if algorithm.routing == "old":
-        routers_of(policy.model)  # refused now, and not at the first update
+        check_routers(policy.model, lambda: policy.score(torch.zeros(2, dtype=torch.long, device=policy.device)))
     updates, warmup = training.minibatches * training.epochs, (algorithm.critic_warmup or 0) if critic else 0
     apart = None
     if divergence is not None:
