@@ -31,6 +31,7 @@ from kitae.weights.probe import score_probe
 
 PYTHON = Path(__file__).parents[2] / ".venv-servers/vllm/bin/python"
 PROMPT = tuple((i * 13) % 250 + 3 for i in range(300))
+LONG = 1500  # tokens of an answer
 EXACT = 1e-4  # nats: what fp32 may differ by
 RUN = "from kitae.cli.main import run; run()"
 
@@ -54,10 +55,10 @@ class Trained:
 
     async def step(self, *, recompute: bool = False) -> float:
         """An update, as a run makes it; the gap of the probe."""
+        await self.engine.pause()
         with torch.no_grad():
             for p in self.policy.model.parameters():
                 p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(self.version)) * 0.02)
-        await self.engine.pause()
         await self.engine.update_weights(replace(self.publish(), recompute=recompute))
         (probe,) = await self.engine.probe()
         await self.engine.resume()
@@ -87,8 +88,8 @@ def run() -> Iterator[Callable[[Awaitable[Any]], Any]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """vLLM's attention on a CPU wants heads of 32 at least."""
-    return make_tiny(tmp_path_factory.mktemp("tiny") / "llama", "llama", hidden=128)
+    """vLLM's attention on a CPU wants heads of 32 at least. Answers are long enough to be met in flight."""
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "llama", "llama", hidden=128, context=2048)
 
 
 @pytest.fixture(scope="module")
@@ -154,13 +155,13 @@ def test_requests_in_flight_go_on_over_an_update(run: Callable[..., Any], traine
     async def body() -> None:
         before = trained.version
         prompt = PROMPT[:40]
-        task = asyncio.create_task(trained.engine.generate(ask("flying", 400, prompt)))
+        task = asyncio.create_task(trained.engine.generate(ask("flying", LONG, prompt)))
         await everybody_has(trained.engine, 1, 40)
         assert await trained.step(recompute=recompute) < EXACT
         new = await trained.engine.generate(ask("new"))
         assert trained.gap(new) < EXACT, "a new request does not see the old cache"
         done = await task
-        assert len(done.tokens) == 400 and set(done.versions) == {before, trained.version}
+        assert len(done.tokens) == LONG and set(done.versions) == {before, trained.version}
         assert list(done.versions) == sorted(done.versions)
         gap = trained.gap(done, prompt, start=done.versions.index(trained.version))
         print(f"recompute {recompute}: gap of the new tokens {gap:.2g}")
@@ -172,17 +173,17 @@ def test_requests_in_flight_go_on_over_an_update(run: Callable[..., Any], traine
 def test_what_is_parked_is_continued(run: Callable[..., Any], trained: Trained) -> None:
     async def body() -> None:
         prompt = PROMPT[:40]
-        tasks = [asyncio.create_task(trained.engine.generate(ask(f"{i}", 450, prompt, seed=i))) for i in range(3)]
+        tasks = [asyncio.create_task(trained.engine.generate(ask(f"{i}", LONG, prompt, seed=i))) for i in range(3)]
         await everybody_has(trained.engine, 3, 20)
         await trained.engine.park()
         parts = [await task for task in tasks]
-        assert {p.finish for p in parts} == {"parked"} and all(20 <= len(p.tokens) < 450 for p in parts)
+        assert {p.finish for p in parts} == {"parked"} and all(20 <= len(p.tokens) < LONG for p in parts)
         then = trained.version
         await trained.step()
         for i, part in enumerate(parts):
-            done = await trained.engine.generate(replace(ask(f"{i}", 450, prompt), prior=part.sampled))
-            assert done.tokens[: len(part.tokens)] == part.tokens and len(done.tokens) == 450
-            assert done.versions == (then,) * len(part.tokens) + (trained.version,) * (450 - len(part.tokens))
+            done = await trained.engine.generate(replace(ask(f"{i}", LONG, prompt), prior=part.sampled))
+            assert done.tokens[: len(part.tokens)] == part.tokens and len(done.tokens) == LONG
+            assert done.versions == (then,) * len(part.tokens) + (trained.version,) * (LONG - len(part.tokens))
             assert trained.gap(done, prompt, start=len(part.tokens)) < EXACT
 
     run(body())
@@ -224,14 +225,14 @@ def test_a_killed_engine_process_is_replaced(run: Callable[..., Any], trained: T
         assert peer.program is not None
         pids = family_of(peer.program._process.pid)
         cores = [pid for pid in pids if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        tasks = [asyncio.create_task(engine.generate(ask(f"{i}", 300, PROMPT[:40], seed=i))) for i in range(4)]
+        tasks = [asyncio.create_task(engine.generate(ask(f"{i}", LONG, PROMPT[:40], seed=i))) for i in range(4)]
         await everybody_has(engine, 4, 20)
         known = engine.progress({})
         began = asyncio.get_running_loop().time()
         os.kill(cores[0], signal.SIGKILL)
         done = await asyncio.gather(*tasks)
         print(f"replaced and answered after {asyncio.get_running_loop().time() - began:.0f} s")
-        assert [d.id for d in done] == ["0", "1", "2", "3"] and all(len(d.tokens) == 300 for d in done)
+        assert [d.id for d in done] == ["0", "1", "2", "3"] and all(len(d.tokens) == LONG for d in done)
         for d in done:
             before = known[d.id].tokens
             assert d.tokens[: len(before)] == before and set(d.versions) == {trained.version}
