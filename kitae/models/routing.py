@@ -101,18 +101,13 @@ class RouterLoad:
             if threading.get_ident() == thread and not _in_backward() and _is_routed(output):
                 self._add(layer, *(x.detach() for x in (output[0], output[2])))
 
-        routers = filter(is_router, model.modules())
-        handles = [router.register_forward_hook(partial(look, layer)) for layer, router in enumerate(routers)]
-        try:
+        with _hanging(look, list(filter(is_router, model.modules()))):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _add(self, layer: int, logits_TE: Tensor, experts_TK: Tensor) -> None:
         log_p_TE = logits_TE.float().log_softmax(-1)
         counts_E = torch.bincount(experts_TK.flatten(), minlength=logits_TE.shape[1])
-        spread = -(log_p_TE.exp() * log_p_TE).sum() / math.log(logits_TE.shape[1])
+        spread = -(log_p_TE.exp() * log_p_TE).sum() / math.log(max(2, logits_TE.shape[1]))
         self._tokens[layer] += len(logits_TE)
         self._counts_E[layer] = self._counts_E.get(layer, 0) + counts_E
         self._spread[layer] = self._spread.get(layer, 0) + spread
@@ -180,14 +175,21 @@ def _hooked(routers: list[nn.Module], act: Act) -> Iterator[None]:
             _check_output(router, output)
         return act(layer, router, output)
 
+    with _hanging(hook, routers):
+        yield
+    if missed := sorted(set(range(len(routers))) - called):
+        raise ModelError(f"a forward pass must call every router, got no call in MoE layers {missed}")
+
+
+@contextmanager
+def _hanging(hook: Callable[[int, nn.Module, Any, Any], Any], routers: list[nn.Module]) -> Iterator[None]:
+    """The hook on every router, with the number of its layer."""
     handles = [router.register_forward_hook(partial(hook, layer)) for layer, router in enumerate(routers)]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-    if missed := sorted(set(range(len(routers))) - called):
-        raise ModelError(f"a forward pass must call every router, got no call in MoE layers {missed}")
 
 
 def _in_backward() -> bool:

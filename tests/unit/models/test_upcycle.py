@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
-from kitae.models.routing import record_routing
+from kitae.models.routing import RouterLoad, record_routing
 from kitae.models.upcycle import upcycle
 
 TinyFolder = Callable[[str], Path]
@@ -46,6 +46,16 @@ def test_it_is_a_policy_that_mixes_experts(tiny_folder: TinyFolder, tmp_path: Pa
         policy.score(TOKENS)
     assert record.experts_TLK.shape == (len(TOKENS), policy.layers, 2)
     assert len(record.experts_TLK.unique()) == 4, "all of them are used"
+
+
+def test_routers_with_nothing_to_choose_are_measured_too(tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    made = upcycle(str(tiny_folder("llama")), tmp_path / "mixture", experts=1, top_k=1)
+    policy, load = load_policy(ModelConfig(path=str(made), dtype="float32", device="cpu")), RouterLoad()
+    with torch.no_grad(), load.watch(policy.model):
+        policy.score(TOKENS)
+    assert {name: value.item() for name, value in load.numbers().items()} == {
+        "router_entropy": 0, "expert_load": 1, "experts_idle": 0,
+    }  # fmt: skip
 
 
 def test_what_cannot_be_made_is_refused(tiny_folder: TinyFolder, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -129,8 +128,6 @@ def test_what_routers_do_is_measured(tiny_policy: TinyPolicy) -> None:
             asyncio.run(trainer.close())
 
     whole, cut = numbers(checkpoint_activations=True), numbers(token_budget=24, share_prompts=False)
-    with torch.no_grad(), record_routing(policy.model) as record:
-        policy.score(torch.tensor(np.concatenate([s.tokens_T for s in samples])))
     experts = int(policy.base.config.num_experts)
     for found in (whole, cut):
         assert 0 < found["router_entropy"] <= 1 and 1 <= found["expert_load"] <= experts
@@ -148,6 +145,6 @@ def test_what_routers_do_is_measured(tiny_policy: TinyPolicy) -> None:
 
 def test_nothing_is_measured_without_experts(tiny_policy: TinyPolicy) -> None:
     load, policy = RouterLoad(), tiny_policy()
-    with load.watch(policy.model), nullcontext():
+    with load.watch(policy.model):
         policy.score(torch.arange(5, 9))
     assert load.numbers() == {}
