@@ -1,4 +1,4 @@
-"""Pack samples into rows: one row of tokens for a forward and backward pass, no padding, each group's prompt only once.
+"""Pack samples into rows: one row of tokens for a forward and backward pass, no padding, each prompt only once.
 
 A row is a list of spans. A prompt is a span of its own; every response that shares it is a span that attends to that
 prompt and, causally, to itself. The last token of a response predicts nothing and is left out of the row.
@@ -99,7 +99,7 @@ def _families(samples: Sequence[Sample], share_prompts: bool) -> Iterable[list[S
     """Samples with the same prompt, if prompts are shared."""
     families: dict[object, list[Sample]] = {}
     for i, s in enumerate(samples):
-        key = (s.group, s.prompt_T.tobytes()) if share_prompts else i
+        key = s.prompt_T.tobytes() if share_prompts else i
         families.setdefault(key if s.unit is None else ("unit", s.unit), []).append(s)
     return families.values()
 

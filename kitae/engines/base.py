@@ -57,11 +57,12 @@ class Request:
     """One response wanted.
 
     `Request("17/3", prompt_tokens=(1, 5, 9), sampling=SamplingParams(), seed=987654321, share="17")`
-    Requests with the same `share` key and the same prompt compute that prompt once. `seed` names the random stream:
-    the same seed draws the same numbers whatever else is in the batch (the logits may differ by rounding). `id` must
-    be unique among the requests in flight; it is what `abort` takes. `prior` is what a parked request had sampled: it
-    is continued, not sampled again, and counts towards max_tokens. `thread` names a conversation: the prompt of its
-    next request begins with this one and its completion, so an engine may keep what it computed until then.
+    Requests with a `share` key and the same prompt compute that prompt once; those with the same key are kept together
+    where there are several engines. `seed` names the random stream: the same seed draws the same numbers whatever else
+    is in the batch (the logits may differ by rounding). `id` must be unique among the requests in flight; it is what
+    `abort` takes. `prior` is what a parked request had sampled: it is continued, not sampled again, and counts towards
+    max_tokens. `thread` names a conversation: the prompt of its next request begins with this one and its completion,
+    so an engine may keep what it computed until then.
     """
 
     id: str

@@ -53,7 +53,8 @@ class Decoding:
 
     @property
     def key(self) -> PrefixKey:
-        return (self.request.share or f"\0{self.request.id}", self.request.prompt_tokens)
+        """What is computed for all who ask the same and are willing to share, or for this request alone."""
+        return ("" if self.request.share else self.request.id, self.request.prompt_tokens)
 
     @property
     def prompt_length(self) -> int:

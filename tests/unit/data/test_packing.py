@@ -1,6 +1,7 @@
 """How samples are distributed over rows, and laid out in them."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -69,6 +70,13 @@ def test_the_prompt_of_a_unit_is_counted_once_where_it_is_shared() -> None:
     pairs = [make(g, i, 40, 10, unit=g) for g in range(4) for i in range(2)]
     assert [len(part) for part in pack(pairs, 120)] == [4, 4]
     assert [len(part) for part in pack(pairs, 120, share_prompts=False)] == [2, 2, 2, 2]
+
+
+def test_groups_with_the_same_prompt_have_it_once_in_a_row() -> None:
+    """Six samples of 40 + 10 tokens in three groups: 100 tokens in one row."""
+    samples = [replace(make(7, i, 40, 10), group=i // 2) for i in range(6)]
+    assert [len(part) for part in pack(samples, 100)] == [6]
+    assert len(lay_out(samples).tokens_T) == 40 + 6 * 9
 
 
 @pytest.mark.parametrize("multiple", [1, 2, 3, 7])

@@ -120,6 +120,18 @@ def test_group_prompt_is_computed_once(tiny_policy: TinyPolicy) -> None:
     assert with_engine(tiny_policy(), use, max_batch=2) == (37, 7 * 37), "late samples must find the prompt cached"
 
 
+def test_a_prompt_is_computed_once_for_all_who_share(tiny_policy: TinyPolicy) -> None:
+    """Groups whose prompts are the same text, as the games of one step; a request without a key has its own."""
+    prompt, keys = tuple(range(3, 40)), ("a", "b", "", "")
+    requests = [Request(str(i), prompt, SamplingParams(max_tokens=4), i, share=key) for i, key in enumerate(keys)]
+
+    async def use(engine: NativeEngine) -> tuple[int, int]:
+        await asyncio.gather(*(engine.generate(r) for r in requests))
+        return engine.stats().prompt_tokens, engine.stats().prompt_tokens_shared
+
+    assert with_engine(tiny_policy(), use) == (3 * 37, 37)
+
+
 def test_a_free_slot_is_refilled_at_once(tiny_policy: TinyPolicy) -> None:
     """Continuous batching: while a long sequence runs, short ones come and go in the other slot."""
     finished: list[str] = []
