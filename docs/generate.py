@@ -5,8 +5,8 @@
 
 Imports no torch. Sections, keys, defaults and limits come from `kitae.config`, methods and stages from
 `kitae.algorithms`, tasks from `kitae.data.tasks`, verifiers from `kitae.verifiers.registry`, rules of the diagnosis
-from `kitae.observe.diagnosis`. The numbers of methods on one batch come from tests/data/golden_presets.json, which a
-test compares with the code.
+from `kitae.observe.diagnosis`, what recipes did from `kitae.config.measured`. The numbers of methods on one batch come
+from tests/data/golden_presets.json, which a test compares with the code.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from kitae.algorithms.catalogue import COLUMNS, choices, master_table, settings
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.presets import BASE, PRESETS
 from kitae.algorithms.stages import STAGES
+from kitae.config.measured import by_hardware, duration, measurements
 from kitae.config.root import ROOTS, RLConfig
 from kitae.data.tasks import TASKS
 from kitae.observe.diagnosis import RULES
@@ -267,6 +268,23 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
+def measured_recipes() -> str:
+    """What the shipped recipes did, seed by seed."""
+    rows = [
+        (
+            f"`{runs[0].recipe}`",
+            runs[0].score,
+            ", ".join(f"{m.start:.3f}" for m in runs),
+            ", ".join(f"{m.end:.3f}" for m in runs),
+            str(runs[0].steps),
+            duration(sum(m.seconds for m in runs) / len(runs)),
+            runs[0].hardware,
+        )
+        for runs in by_hardware(measurements())
+    ]
+    return _table(("recipe", "held-out", "before", "after", "steps", "time", "on"), rows)
+
+
 BLOCKS = {
     "algorithms.md": lambda: {
         "master table": master(),
@@ -274,6 +292,7 @@ BLOCKS = {
         "methods": methods(),
         "golden table": golden(),
     },
+    "recipes.md": lambda: {"measured recipes": measured_recipes()},
     "diagnosis.md": lambda: {"rules": rules(), "columns": token_columns()},
 }
 """The pages with generated parts, and what makes these."""

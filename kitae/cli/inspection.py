@@ -4,6 +4,7 @@ from pathlib import Path
 
 from kitae.cli.text import table
 from kitae.config.locate import shipped_chains, shipped_recipes, summary
+from kitae.config.measured import by_hardware, measurements, told
 from kitae.errors import StoreError
 
 
@@ -43,8 +44,10 @@ def timeline(run: Path) -> None:
 
 def recipes() -> None:
     for recipe in shipped_recipes():
-        print(f"{recipe.stem:14} {summary(recipe)}")
+        print(f"{recipe.stem:18} {summary(recipe)}")
+        for runs in by_hardware(measurements(recipe.stem)):
+            print(f"{'':18} measured: {told(runs)}")
     print("\ntrain one with: kitae train NAME [section.key=value …]\n")
     for chain in shipped_chains():
-        print(f"{chain.stem:14} {summary(chain)}")
+        print(f"{chain.stem:18} {summary(chain)}")
     print("\nrun one with: kitae chain NAME")

@@ -21,7 +21,9 @@ class LearningConfig(Section):
         0, ge=0, description="Most tokens in a packed micro-batch; 0: 2,048 on a CPU, 8,192 on a GPU."
     )
     logit_chunk: int = Field(1024, ge=1, description="Rows of logits held at a time.")
-    share_prompts: bool = Field(True, description="Compute a prompt once for all samples that have it, in training too.")
+    share_prompts: bool = Field(
+        True, description="Compute a prompt once for all samples that have it, in training too."
+    )
     checkpoint_activations: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
 
 
