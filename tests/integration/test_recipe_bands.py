@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["quickstart", "lora", "sft", "dpo", "reward"])
 def test_a_recipe_ends_where_it_did(recipe: str, tmp_path: Path) -> None:
     before = measurements(recipe)
-    train(recipe, [f"run.dir={tmp_path}"])
+    train(recipe, overrides=[f"run.dir={tmp_path}"])
     (metrics,) = tmp_path.glob("*/metrics.jsonl")
     last = Metrics(metrics).rows("eval")[-1]
     end = last.get("avg", last.get(before[0].score))
