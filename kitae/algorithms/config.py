@@ -128,7 +128,9 @@ class AlgorithmConfig(Section):
     reference_mix: float | None = Field(None, gt=0, lt=1, description="S8: share of the policy in each refresh.")
     entropy_coef: float | None = Field(None, ge=0, description="S8: entropy bonus, or its start value.")
     entropy_target: float | None = Field(
-        None, ge=0, description="S8: entropy per token that entropy_coef is steered to; 0: fixed coefficient."
+        None,
+        ge=0,
+        description="S8: entropy per token that entropy_coef is steered to, off above it; 0: fixed coefficient.",
     )
     entropy_rate: float | None = Field(None, gt=0, description="S8: change of entropy_coef in a step.")
     sft_coef: float | None = Field(

@@ -33,6 +33,7 @@ class Control:
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
         self.coefficients = Coefficients(config.kl_coef or 0.0, config.entropy_coef or 0.0)
+        self._bonus = self.coefficients.entropy  # what is steered; it acts only while the entropy is below its target
 
     @property
     def used(self) -> dict[str, float]:
@@ -49,11 +50,13 @@ class Control:
         if c.kl and config.kl_target and config.kl_horizon and kl is not None:
             c = replace(c, kl=adapt_kl(c.kl, kl, config.kl_target, responses, config.kl_horizon))
         if config.entropy_target and config.entropy_rate and entropy is not None:
-            c = replace(c, entropy=adapt_entropy(c.entropy, entropy, config.entropy_target, config.entropy_rate))
+            self._bonus = adapt_entropy(self._bonus, entropy, config.entropy_target, config.entropy_rate)
+            c = replace(c, entropy=self._bonus if entropy < config.entropy_target else 0.0)
         self.coefficients = c
 
     def state(self) -> dict[str, float]:
-        return asdict(self.coefficients)
+        return {**asdict(self.coefficients), "bonus": self._bonus}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        self.coefficients = Coefficients(**state)
+        self.coefficients = Coefficients(state["kl"], state["entropy"])
+        self._bonus = state["bonus"]

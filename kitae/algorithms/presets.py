@@ -387,7 +387,7 @@ PRESETS: Mapping[str, Preset] = {
     "entropy-control": Preset(
         "GRPO with an entropy bonus that holds a target",
         "after Skywork-OR1, arXiv 2505.22312",
-        f"A as in GRPO; {_CLIP}; − α H, α raised while H is below its target and lowered while above",
+        f"A as in GRPO; {_CLIP}; − α H while H is below its target, with α raised then and lowered while it is above",
         "The bonus acts on the entropy of the whole distribution, with its gradient, not on −log π of the sample.",
         {"filter": "zero-variance", "entropy_coef": 0.005, "entropy_target": 0.2},
     ),

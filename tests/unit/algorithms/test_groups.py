@@ -554,7 +554,8 @@ def test_a_fixed_coefficient_stays() -> None:
     assert make_objective(**PLAIN).finish_step({Signal.ENTROPY: 1.0}, 50) == {}
 
 
-def test_the_entropy_bonus_is_raised_below_its_target_and_lowered_above_it() -> None:
+def test_the_entropy_bonus_is_raised_below_its_target_and_off_above_it() -> None:
+    """Lowered alone, it would go on acting for as many steps as it was raised, and overshoot."""
     choices = {"entropy_coef": 0.0, "entropy_target": 0.5, "entropy_rate": 0.01}
     objective = make_objective(**PLAIN, **choices)
     assert objective.wants_entropy_gradient, "from the first step on, although the bonus starts at 0"
@@ -562,13 +563,16 @@ def test_the_entropy_bonus_is_raised_below_its_target_and_lowered_above_it() -> 
     objective.finish_step({Signal.ENTROPY: 0.1}, 8)
     assert objective.entropy_coef == pytest.approx(0.02)
     objective.finish_step({Signal.ENTROPY: 0.9}, 8)
-    assert objective.entropy_coef == pytest.approx(0.01)
+    assert objective.entropy_coef == 0
     resumed = make_objective(**PLAIN, **choices)
     resumed.load_state(json.loads(json.dumps(objective.state())))
-    assert resumed.entropy_coef == objective.entropy_coef
-    for _ in range(3):
+    for control in (objective, resumed):
+        control.finish_step({Signal.ENTROPY: 0.1}, 8)
+        assert control.entropy_coef == pytest.approx(0.02), "it goes on from 0.01, to which it was lowered meanwhile"
+    for _ in range(4):
         objective.finish_step({Signal.ENTROPY: 0.9}, 8)
-    assert objective.entropy_coef == 0, "never below 0"
+    objective.finish_step({Signal.ENTROPY: 0.1}, 8)
+    assert objective.entropy_coef == pytest.approx(0.01), "never lowered below 0"
 
 
 def test_what_each_preset_asks_for() -> None:
