@@ -24,6 +24,8 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+ExpertArray = npt.NDArray[np.uint8] | npt.NDArray[np.int16]
+"""Of consecutive positions, the experts that a pass chose in each layer that mixes them: `[positions, L, K]`."""
 
 FinishReason = Literal["stop", "length", "abort", "parked"]
 """stop: a stop token or stop string; length: max_tokens, the context or the turns are used up; abort: cancelled by the
@@ -204,6 +206,9 @@ class Segment:
     `Segment("model", tokens=(42, 7, 2), logprobs=(-0.1, -0.7, -0.01), versions=(3, 3, 3))`
     Tokens of an environment (tool output, observations) have log-prob 0 and version -1 and are never trained on.
     reward: what the environment gave for this turn of the model; None: it did not say.
+    experts: of a turn of the model, those that the engine chose for it, where somebody wants to know (`Completion`). The
+    last of them are of the last token but one: a turn of 3 tokens after a prompt of 4 has those of positions 0 to 5,
+    and one of 2 after an answer of 5 to it, those of positions 6 to 12.
     """
 
     source: Literal["model", "environment"]
@@ -211,6 +216,7 @@ class Segment:
     logprobs: Sequence[float]
     versions: Sequence[int]
     reward: float | None = None
+    experts: ExpertArray | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
     def observed(tokens: Sequence[int]) -> "Segment":
@@ -255,6 +261,23 @@ class Chain:
     @property
     def length(self) -> int:
         return len(self.prompt_tokens) + sum(len(s.tokens) for s in self.segments)
+
+    @property
+    def routed(self) -> Iterator[tuple[int, ExpertArray]]:
+        """The experts that are known, each with the position that the first of them are of."""
+        end = len(self.prompt_tokens)
+        for s in self.segments:
+            end += len(s.tokens)
+            if s.experts is not None:
+                yield end - 1 - len(s.experts), s.experts
+
+    @property
+    def unrouted(self) -> int:
+        """The first position whose experts are not known."""
+        known = 0
+        for start, experts in self.routed:
+            known = max(known, start + len(experts)) if start <= known else known
+        return known
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +376,7 @@ class Sample:
     columns: Mapping[str, FloatArray | Late] = field(default_factory=dict)
     chain: int = 0
     unit: int | None = None
-    experts: IntArray | None = None
+    experts: ExpertArray | None = None
 
     @property
     def key(self) -> SampleKey:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from kitae.store.columns import joined
-from kitae.types import FinishReason
+from kitae.types import ExpertArray, FinishReason
 
 if TYPE_CHECKING:  # they need torch, and who only talks to an engine does not
     from kitae.weights.base import Manifest
@@ -62,7 +62,8 @@ class Request:
     is in the batch (the logits may differ by rounding). `id` must be unique among the requests in flight; it is what
     `abort` takes. `prior` is what a parked request had sampled: it is continued, not sampled again, and counts towards
     max_tokens. `thread` names a conversation: the prompt of its next request begins with this one and its completion,
-    so an engine may keep what it computed until then.
+    so an engine may keep what it computed until then. `experts_from`: the first position whose experts the caller wants
+    to know, where a mixture of experts is sampled from; None: of none.
     """
 
     id: str
@@ -72,13 +73,17 @@ class Request:
     share: str = ""
     prior: Sampled = field(default_factory=Sampled)
     thread: str = ""
+    experts_from: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What the engine sampled: `Completion("17/3", (42, 2), (-.1, -.3), versions=(3, 3), finish="stop")`.
 
-    The stop token, or the tokens that complete a stop string, are part of `tokens`.
+    The stop token, or the tokens that complete a stop string, are part of `tokens`. experts: those of the positions from
+    `Request.experts_from` up to the last token but one, which is the last that was computed, as they lay in the cache
+    when the last token was drawn; what had to be computed again chose again. None: nobody asked, the engine does not
+    record them, or it was parked: who goes on with it computes all of it, and tells.
     """
 
     id: str
@@ -86,6 +91,7 @@ class Completion:
     logprobs: Sequence[float]
     versions: Sequence[int]
     finish: FinishReason
+    experts: ExpertArray | None = field(default=None, compare=False, repr=False)
 
     @property
     def sampled(self) -> Sampled:

@@ -15,8 +15,10 @@ checked on its own output in every forward pass.
 
 Passes of other threads are neither recorded nor replayed: an engine may sample from the same modules meanwhile.
 
+An engine tells the experts of its passes as they come (`routing_told`) and writes them beside its cache.
+
 Refused: other gates (tested: the sigmoid router with a bias for selection of DeepSeek-V3, Jamba), and models without
-router modules. Not covered: an engine that returns its experts, models that are spread over ranks, compiled models.
+router modules. Not covered: servers that return their experts, models that are spread over ranks, compiled models.
 
 Legend: T tokens of the pass in row order, L MoE layers (dense layers do not count), K experts per token, E experts.
 """
@@ -51,6 +53,34 @@ def replayed_gates(logits_TE: Tensor, experts_TK: Tensor, renormalise: bool) -> 
     return gates_TK / gates_TK.sum(-1, keepdim=True) if renormalise else gates_TK
 
 
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """What is chosen at each position of a model: `Mixture(layers=48, top_k=8, experts=128)`.
+
+    layers: those that mix experts; top_k: experts that each of them chooses, of so many.
+    """
+
+    layers: int
+    top_k: int
+    experts: int
+
+    @staticmethod
+    def of(model: nn.Module) -> "Mixture":
+        """`ModelError` where it has no routers."""
+        routers: list[Any] = routers_of(model)
+        return Mixture(len(routers), int(routers[0].top_k), max(int(router.num_experts) for router in routers))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The smallest that has a number for each expert."""
+        return torch.uint8 if self.experts <= 256 else torch.int16
+
+    @property
+    def bytes(self) -> int:
+        """Of the choices at one position."""
+        return self.layers * self.top_k * self.dtype.itemsize
+
+
 @dataclass(slots=True)
 class RoutingRecord:
     """The experts of one forward pass: for each MoE layer `[T, K]`. Complete when the context has ended."""
@@ -72,8 +102,22 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
         record.layers[layer] = routed[2].to(torch.int16)
         return routed
 
-    with _hooked(_routers(model), keep):
+    with _hooked(routers_of(model), keep):
         yield record
+
+
+@contextmanager
+def routing_told(routers: list[nn.Module], hear: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """In the passes of this thread inside: `hear(layer, experts_TK)` after each router of a model. Nothing is checked and nothing
+    waits for the device, so a pass may be captured as a graph, with what `hear` does."""
+    thread = threading.get_ident()
+
+    def tell(layer: int, router: nn.Module, _: Any, output: Any) -> None:
+        if threading.get_ident() == thread:
+            hear(layer, output[2])
+
+    with _hanging(tell, routers):
+        yield
 
 
 def check_routers(model: nn.Module, forward: Callable[[], object]) -> None:
@@ -131,7 +175,7 @@ def replay_routing(model: nn.Module, experts_TLK: Tensor) -> Iterator[None]:
 
     With activation checkpointing the backward pass must run inside too: outside, it would recompute native routing.
     """
-    routers = _routers(model)
+    routers = routers_of(model)
     _check_record(experts_TLK, routers)
     to_recompute: set[int] = set()
 
@@ -206,7 +250,7 @@ def is_router(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Router")
 
 
-def _routers(model: nn.Module) -> list[nn.Module]:
+def routers_of(model: nn.Module) -> list[nn.Module]:
     """In layer order; `ModelError` where there are none."""
     routers = list(filter(is_router, model.modules()))
     if not routers:

@@ -10,6 +10,7 @@ from typing import Any
 from kitae.models.quiet import quiet_transformers
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "mistral")
+MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss")
 SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
 
 CHAT_TEMPLATE = (
@@ -23,7 +24,7 @@ def make_tiny(
 ) -> Path:
     """Write a random model of the given architecture and its tokenizer to `folder`.
 
-    One of `ARCHITECTURES`, or qwen3_moe, which has experts.
+    One of `ARCHITECTURES`, or of `MIXTURES`, which have experts.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -67,12 +68,16 @@ def _config(architecture: str, vocab: int, hidden: int, layers: int, context: in
         "gemma3": "Gemma3TextConfig",
         "mistral": "MistralConfig",
         "qwen3_moe": "Qwen3MoeConfig",
+        "mixtral": "MixtralConfig",
+        "gpt_oss": "GptOssConfig",
     }
     extra: dict[str, Any] = {}
     if architecture in ("gemma3", "mistral"):
         extra["sliding_window"] = 24  # small, so that tests cross it
     if architecture == "qwen3_moe":
         extra |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": hidden}
+    if architecture in ("mixtral", "gpt_oss"):
+        extra |= {"num_local_experts": 4, "num_experts_per_tok": 2}
     if architecture == "gemma3":
         extra["query_pre_attn_scalar"] = 16
     return getattr(transformers, classes[architecture])(

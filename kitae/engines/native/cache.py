@@ -6,6 +6,8 @@ import torch
 
 from kitae.errors import EngineError
 from kitae.models.policy import Policy
+from kitae.models.routing import Mixture
+from kitae.types import ExpertArray
 
 
 class PagePool:
@@ -43,12 +45,15 @@ class PagePool:
 class KVCache:
     """Keys and values of all layers: per layer `[pages + 1, kv_heads, page_size, head_dim]`, in the policy's dtype.
 
-    The pool never hands out the page after the last: rows of a batch that hold no sequence write there.
+    The pool never hands out the page after the last: rows of a batch that hold no sequence write there. Of a mixture
+    whose choices are recorded, a page has the experts of its tokens as well, `[pages + 1, page_size, L, K]`: they are
+    shared, copied, kept and computed again with the keys and values that they made.
     """
 
-    def __init__(self, policy: Policy, memory_gb: float, page_size: int) -> None:
+    def __init__(self, policy: Policy, memory_gb: float, page_size: int, mixture: Mixture | None = None) -> None:
         element = torch.empty((), dtype=policy.dtype).element_size()
         page_bytes = 2 * policy.layers * policy.kv_heads * page_size * policy.head_dim * element
+        page_bytes += page_size * mixture.bytes if mixture else 0
         self.pages = int(memory_gb * 2**30 // page_bytes)
         if self.pages < 2:
             raise EngineError(
@@ -57,19 +62,36 @@ class KVCache:
         self.page_size = page_size
         self._shape = (2, policy.layers, self.pages + 1, policy.kv_heads, page_size, policy.head_dim)
         self._all = torch.empty((2, 0), dtype=policy.dtype, device=policy.device)
+        self._mixture = mixture
+        self.experts: torch.Tensor | None = None
         self.allocate()
 
     def allocate(self) -> None:
         self._all = self._all.new_empty(self._shape)
         self.keys, self.values = list(self._all[0]), list(self._all[1])
+        if (m := self._mixture) is not None:
+            self.experts = self._all.new_empty((self.pages + 1, self.page_size, m.layers, m.top_k), dtype=m.dtype)
 
     def free(self) -> None:
         """Give the memory back. What was in it is lost; runners that have used it must go too."""
         self._all = self._all.new_empty((2, 0))
-        self.keys, self.values = [], []
+        self.keys, self.values, self.experts = [], [], None
 
     def copy_pages(self, source: list[int], target: list[int]) -> None:
         """Copy whole pages in every layer: how a sample gets its own half-filled last page of a shared prompt."""
-        if source:
-            device = self._all.device
-            self._all[:, :, torch.tensor(target, device=device)] = self._all[:, :, torch.tensor(source, device=device)]
+        if not source:
+            return
+        device = self._all.device
+        there, here = torch.tensor(target, device=device), torch.tensor(source, device=device)
+        self._all[:, :, there] = self._all[:, :, here]
+        if self.experts is not None:
+            self.experts[there] = self.experts[here]
+
+    def experts_of(self, pages: list[int], start: int, stop: int) -> ExpertArray | None:
+        """Those of positions [start, stop) of a sequence that has these pages; None: they are not recorded."""
+        if self.experts is None:
+            return None
+        first, last = start // self.page_size, -(-stop // self.page_size)
+        rows = self.experts[torch.tensor(pages[first:last], dtype=torch.int64, device=self.experts.device)]
+        own: ExpertArray = rows.flatten(0, 1)[start - first * self.page_size : stop - first * self.page_size].cpu().numpy()
+        return own

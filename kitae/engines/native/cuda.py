@@ -257,7 +257,8 @@ class _Step:
         if runner.decoder is not None:
             hidden = runner.decoder.hidden(tokens_B, positions_B, slots_B, context)
         else:
-            hidden = policy.hidden(tokens_B, positions_B, context)
+            with runner.recording(slots_B // cache.page_size, slots_B % cache.page_size):
+                hidden = policy.hidden(tokens_B, positions_B, context)
         logits = runner.logits[:batch]
         if policy.transform == HeadTransform() and not policy.exact and getattr(policy.head, "bias", None) is None:
             torch.mm(hidden, policy.head.weight.t(), out=logits)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kitae.engines.base import Completion, Request, Sampled
-from kitae.types import FinishReason
+from kitae.types import ExpertArray, FinishReason
 
 PrefixKey = tuple[str, tuple[int, ...]]
 
@@ -79,5 +79,6 @@ class Decoding:
         part = slice(start, stop)
         return Sampled(tuple(self.tokens[part]), tuple(self.logprobs[part]), tuple(self.versions[part]))
 
-    def completion(self, finish: FinishReason) -> Completion:
-        return Completion(self.request.id, tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), finish)
+    def completion(self, finish: FinishReason, experts: ExpertArray | None = None) -> Completion:
+        sampled = tuple(self.tokens), tuple(self.logprobs), tuple(self.versions)
+        return Completion(self.request.id, *sampled, finish, experts)

@@ -26,7 +26,8 @@ from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Scheduler
 from kitae.errors import EngineError, RequestError
 from kitae.models.policy import Policy
-from kitae.types import FinishReason
+from kitae.models.routing import Mixture
+from kitae.types import ExpertArray, FinishReason
 from kitae.weights.probe import Probe
 
 T = TypeVar("T")
@@ -36,15 +37,21 @@ _LONGEST_BURST = 25  # times the lingering over one request
 
 
 class NativeEngine:
-    """Implements `kitae.engines.base.Engine`. `close` it when done; pending requests then raise `EngineError`."""
+    """Implements `kitae.engines.base.Engine`. `close` it when done; pending requests then raise `EngineError`.
+
+    records_experts: those that a mixture chooses, with the cache; `ModelError` where the policy is none.
+    """
 
     capabilities = Capabilities(shares_weights=True)
 
-    def __init__(self, policy: Policy, config: EngineConfig, version: int = 0) -> None:
+    def __init__(
+        self, policy: Policy, config: EngineConfig, version: int = 0, *, records_experts: bool = False
+    ) -> None:
         self.policy = policy
         self.version = version
         self._config = config
-        self.cache = KVCache(policy, config.memory_gb, config.page_size)
+        mixture = Mixture.of(policy.model) if records_experts else None
+        self.cache = KVCache(policy, config.memory_gb, config.page_size, mixture)
         self.scheduler = Scheduler(
             PagePool(self.cache.pages), config.page_size, config.max_batch, config.prefill_tokens
         )
@@ -241,9 +248,17 @@ class NativeEngine:
         return any(stop in text for stop in stops)
 
     def _finish(self, sequence: Decoding, finish: FinishReason) -> None:
+        experts = self._experts(sequence, finish)
         self.scheduler.remove(sequence, keep=finish in ("stop", "length"))
         self._sequences.pop(sequence.request.id, None)
-        sequence.done(sequence.completion(finish))
+        sequence.done(sequence.completion(finish, experts))
+
+    def _experts(self, sequence: Decoding, finish: FinishReason) -> ExpertArray | None:
+        """What its caller wants to know of them; nothing of one that has no pages or will be continued."""
+        start = sequence.request.experts_from
+        if start is None or finish == "parked" or not sequence.pages:
+            return None
+        return self.cache.experts_of(sequence.pages, start, sequence.cached)
 
     def _add(self, sequence: Decoding) -> None:
         if self._closed or self._failure is not None:

@@ -1,6 +1,7 @@
 """Turn the scheduler's plan into tensors, run the policy's modules, and sample."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from kitae.errors import EngineError
 from kitae.kernels.devices import decoding_kernels
 from kitae.kernels.exact.attention import Reach
 from kitae.models.policy import Policy
+from kitae.models.routing import routers_of, routing_told
 
 Result = Callable[[], tuple[list[int], list[float]]]  # waits; the token is -1 for a sequence that had ended
 
@@ -30,6 +32,7 @@ class ModelRunner:
         self.cache = cache
         self.device = policy.device
         self.kernels = decoding_kernels(policy.device, policy.dtype, policy.head_dim) if fast else None
+        self._routers = [] if cache.experts is None else routers_of(policy.model)
 
     def weights_changed(self) -> None:
         """Called after every weight update."""
@@ -76,7 +79,8 @@ class ModelRunner:
             runs = [(s.row, s.length, s.start, s.pages) for s in stretches]
             group = self.policy.heads // self.policy.kv_heads
             context = ExactAttention(self.cache, Reach.of(runs, page_size, group, self.device), *places)
-        hidden = self._prompt_states(torch.tensor(tokens, device=self.device), positions_T, context)
+        with self.recording(*places):
+            hidden = self._prompt_states(torch.tensor(tokens, device=self.device), positions_T, context)
         for prefix, stretch in zip(admission.prefixes, stretches, strict=False):
             prefix.hidden = hidden[stretch.row + stretch.length - 1].clone()
 
@@ -97,12 +101,27 @@ class ModelRunner:
         return self._sample(self._logits(hidden), running)
 
     def _decode_states(self, tokens_B: Tensor, lengths_B: Tensor, table: Tensor) -> Tensor:
+        size, last_B = self.cache.page_size, lengths_B.long() - 1
+        page_B = table.gather(1, (last_B // size)[:, None])[:, 0].long()
         context: DecodeAttention | ExactAttention = DecodeAttention(self.cache, table, lengths_B, self.kernels)
         if self.policy.exact:
-            size, last_B = self.cache.page_size, lengths_B.long() - 1
-            page_B = table.gather(1, (last_B // size)[:, None])[:, 0].long()
             context = ExactAttention(self.cache, Reach.of_last(table, lengths_B, size), page_B, last_B % size)
-        return self.policy.hidden(tokens_B, lengths_B.long() - 1, context)
+        with self.recording(page_B, last_B % size):
+            return self.policy.hidden(tokens_B, last_B, context)
+
+    def recording(self, page_T: Tensor, slot_T: Tensor) -> AbstractContextManager[None]:
+        """Around a pass: writes the experts of its tokens beside their keys and values, where the cache has them.
+
+        Tensors into tensors at places on the device: a graph that is captured meanwhile writes whenever it is replayed.
+        """
+        experts = self.cache.experts
+        if experts is None:
+            return nullcontext()
+
+        def write(layer: int, experts_TK: Tensor) -> None:
+            experts.select(2, layer)[page_T, slot_T] = experts_TK.to(experts.dtype)
+
+        return routing_told(self._routers, write)
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         return self.policy.logits(hidden_BH)
