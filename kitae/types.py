@@ -206,9 +206,9 @@ class Segment:
     `Segment("model", tokens=(42, 7, 2), logprobs=(-0.1, -0.7, -0.01), versions=(3, 3, 3))`
     Tokens of an environment (tool output, observations) have log-prob 0 and version -1 and are never trained on.
     reward: what the environment gave for this turn of the model; None: it did not say.
-    experts: of a turn of the model, those that the engine chose for it, where somebody wants to know (`Completion`). The
-    last of them are of the last token but one: a turn of 3 tokens after a prompt of 4 has those of positions 0 to 5,
-    and one of 2 after an answer of 5 to it, those of positions 6 to 12.
+    experts: of a turn of the model, those that the engine chose for it, where somebody wants to know them. The last are
+    of the last token but one: a turn of 3 tokens after a prompt of 4 has those of positions 0 to 5, and one of 2 tokens
+    after an answer of 5 to it, those of positions 6 to 12.
     """
 
     source: Literal["model", "environment"]

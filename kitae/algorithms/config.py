@@ -71,10 +71,10 @@ class AlgorithmConfig(Section):
         "the token, which saves a forward pass.",
     )
 
-    routing: Literal["own", "old"] | None = Field(
+    routing: Literal["own", "old", "engine"] | None = Field(
         None,
         description="S4: of a mixture of experts, who chooses them for the updates of a batch: own: each pass for "
-        "itself; old: π_old for all of them (R2).",
+        "itself; old: π_old for all of them (R2); engine: the engine, as it sampled, for π_old too (R3).",
     )
 
     gate: str | None = Field(None, description="S5: how the ratio is kept in bounds.")

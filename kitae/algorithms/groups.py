@@ -17,8 +17,9 @@ from kitae.algorithms.functions import Functions
 from kitae.algorithms.returned import numbers
 from kitae.algorithms.rewards import Moments, StepRewards
 from kitae.algorithms.traits import Trait
+from kitae.data.packing import NO_RECORD
 from kitae.errors import VerifierError
-from kitae.types import BoolArray, Chain, FloatArray, Group, Rollout, Sample, spliced
+from kitae.types import BoolArray, Chain, ExpertArray, FloatArray, Group, Rollout, Sample, spliced
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -119,9 +120,17 @@ class GroupStages:
         baselines = {group.id: float(b) for (group, _), b in zip(greedy, rewards_B[len(rows) :], strict=False)}
         kept_B = [keep for group in groups for keep in self._filter(self._judged(group))[0]]
         return [
-            _candidate(rollout, reward=float(reward), baseline=baselines.get(group.id), kept=bool(kept))
+            self._candidate(rollout, reward=float(reward), baseline=baselines.get(group.id), kept=bool(kept))
             for (group, rollout), reward, kept in zip(rows, rewards_B[: len(rows)], kept_B, strict=True)
         ]
+
+    def _candidate(self, rollout: Rollout, *, reward: float, baseline: float | None, kept: bool) -> Candidate:
+        samples = tuple(sample_of(rollout, number, chain) for number, chain in enumerate(rollout.chains))
+        if self.config.routing == "engine":
+            pairs = zip(samples, rollout.chains, strict=True)
+            samples = tuple(replace(s, experts=experts_of(chain)) for s, chain in pairs)
+        trained = kept and any(s.mask_T.any() for s in samples)
+        return Candidate(samples, _value(rollout), reward, baseline, trained)
 
     def advantages(self, candidates: Sequence[Candidate], kl_coef: float = 0.0) -> list[Candidate]:
         """S3: those that are kept, with their advantages, and returns where there is a critic.
@@ -279,12 +288,6 @@ def _scores(rollouts: Sequence[Rollout]) -> FloatArray:
     return np.array(scores, dtype=np.float32)
 
 
-def _candidate(rollout: Rollout, *, reward: float, baseline: float | None, kept: bool) -> Candidate:
-    samples = tuple(sample_of(rollout, number, chain) for number, chain in enumerate(rollout.chains))
-    trained = kept and any(s.mask_T.any() for s in samples)
-    return Candidate(samples, _value(rollout), reward, baseline, trained)
-
-
 def sample_of(rollout: Rollout, number: int, chain: Chain) -> Sample:
     """One chain of a judged rollout, with what the engine said of its tokens."""
     prompt = np.array(chain.prompt_tokens, dtype=np.int64)
@@ -307,3 +310,15 @@ def sample_of(rollout: Rollout, number: int, chain: Chain) -> Sample:
             "score": np.where(mask_T, np.float32(_value(rollout)), np.float32(0)),
         },
     )
+
+
+def experts_of(chain: Chain) -> ExpertArray | None:
+    """Those that the engine told of all positions but the last; of one that was told twice, those of the pass that its
+    next token was drawn from. None: it told nothing."""
+    known = list(chain.routed)
+    if not known:
+        return None
+    experts_TLK = np.full((chain.length - 1, *known[0][1].shape[1:]), NO_RECORD, dtype=np.int16)
+    for start, own in reversed(known):
+        experts_TLK[start : start + len(own)] = own
+    return experts_TLK

@@ -100,16 +100,26 @@ def reference(a: AlgorithmConfig, model: ModelConfig) -> Iterator[str]:
         )
 
 
-def routing(a: AlgorithmConfig, t: TrainingConfig, c: ClusterConfig) -> Iterator[str]:
-    if a.routing != "old":
+def routing(a: AlgorithmConfig, t: TrainingConfig, c: ClusterConfig, engine: EngineConfig) -> Iterator[str]:
+    if a.routing not in ("old", "engine"):
         return
-    if t.minibatches * t.epochs == 1:
+    if a.routing == "engine" and engine.serves:
+        yield (
+            "algorithm.routing = 'engine' needs Kitae's own engines, which record the experts that they choose, got "
+            f"engine.kind = {engine.kind!r}"
+        )
+    if a.routing == "old" and t.minibatches * t.epochs == 1:
         yield (
             "algorithm.routing = 'old' needs training.minibatches × training.epochs above 1, got 1: the update of a "
             "batch is computed by π_old itself"
         )
     if c.ranks > 1:
-        yield f"algorithm.routing = 'old' needs cluster.ranks = 1, got {c.ranks}: experts are not told to ranks"
+        yield f"algorithm.routing = {a.routing!r} needs cluster.ranks = 1, got {c.ranks}: experts are not told to ranks"
+    elif c.backend == "ray":
+        yield (
+            f"algorithm.routing = {a.routing!r} needs the trainer beside the controller, got cluster.backend = 'ray', "
+            "where it is a rank: experts are not told to ranks"
+        )
 
 
 def placed(c: ClusterConfig, engine: EngineConfig, model: ModelConfig, m: MethodConfig) -> Iterator[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from kitae.types import FloatArray, IntArray, Sample, SampleKey
+from kitae.types import ExpertArray, FloatArray, IntArray, Sample, SampleKey
 
 Column = npt.NDArray[np.float32]
 
@@ -55,7 +55,7 @@ class Row:
     columns: Mapping[str, FloatArray]
     lengths: tuple[int, ...]  # loss tokens of each sample
     observed: tuple[Observed, ...] = ()  # samples whose single tokens somebody wants to see
-    experts_TLK: IntArray | None = None  # what a pass shall choose in its L layers that mix experts; NO_RECORD: its own
+    experts_TLK: ExpertArray | None = None  # what a pass shall choose in its L layers that mix; NO_RECORD: its own
 
     @staticmethod
     def empty() -> "Row":
@@ -99,9 +99,15 @@ def _families(samples: Sequence[Sample], share_prompts: bool) -> Iterable[list[S
     """Samples with the same prompt, if prompts are shared."""
     families: dict[object, list[Sample]] = {}
     for i, s in enumerate(samples):
-        key = s.prompt_T.tobytes() if share_prompts else i
+        key = _prompt(s) if share_prompts else i
         families.setdefault(key if s.unit is None else ("unit", s.unit), []).append(s)
     return families.values()
+
+
+def _prompt(s: Sample) -> tuple[bytes, bytes]:
+    """What samples have in common that share a prompt: its tokens, and the experts that it is computed with."""
+    experts = b"" if s.experts is None else s.experts[: s.prompt_length].astype(np.int16).tobytes()
+    return s.prompt_T.tobytes(), experts
 
 
 def _cut(family: list[Sample], token_budget: int, share_prompts: bool) -> Iterable[Piece]:
@@ -126,7 +132,7 @@ def _size(unit: Sequence[Sample], share_prompts: bool) -> int:
     """Row tokens of a unit, whose samples may have one prompt or several."""
     if not share_prompts:
         return sum(s.length for s in unit)
-    prompts = {s.prompt_T.tobytes(): s.prompt_length for s in unit}
+    prompts = {_prompt(s): s.prompt_length for s in unit}
     return sum(prompts.values()) + sum(s.length - s.prompt_length for s in unit)
 
 
@@ -164,18 +170,18 @@ class _Layout:
 
     @classmethod
     def of(cls, samples: Sequence[Sample], share_prompts: bool) -> "_Layout":
-        layout, prompts = cls(share_prompts), dict[bytes, Span]()
+        layout, prompts = cls(share_prompts), dict[tuple[bytes, bytes], Span]()
         for s in samples:
             layout._place(s, prompts)
         return layout
 
-    def _place(self, s: Sample, prompts: dict[bytes, Span]) -> None:
+    def _place(self, s: Sample, prompts: dict[tuple[bytes, bytes], Span]) -> None:
         tokens_T = np.asarray(s.tokens_T)
         if not self.share_prompts:
             self.places.append(_range(self._add(tokens_T[:-1], 0, None)))
             return
         prompt, response = tokens_T[: s.prompt_length], tokens_T[s.prompt_length : -1]
-        key = prompt.tobytes()
+        key = _prompt(s)
         if key not in prompts:
             prompts[key] = self._add(prompt, 0, None)
         own = self._add(response, s.prompt_length, prompts[key])
@@ -216,7 +222,7 @@ def lay_out(samples: Sequence[Sample], share_prompts: bool = True, observed: Col
     )
 
 
-def _experts(samples: Sequence[Sample], layout: _Layout) -> IntArray | None:
+def _experts(samples: Sequence[Sample], layout: _Layout) -> ExpertArray | None:
     known = [(s.experts, row_of_T) for s, row_of_T in zip(samples, layout.places, strict=True) if s.experts is not None]
     if not known:
         return None
@@ -226,7 +232,7 @@ def _experts(samples: Sequence[Sample], layout: _Layout) -> IntArray | None:
     return experts_TLK
 
 
-def with_experts(samples: Sequence[Sample], experts_TLK: IntArray, share_prompts: bool) -> list[Sample]:
+def with_experts(samples: Sequence[Sample], experts_TLK: ExpertArray, share_prompts: bool) -> list[Sample]:
     """The samples of a row, each with its experts of those of the row's positions."""
     places = _Layout.of(samples, share_prompts).places
     return [replace(s, experts=experts_TLK[row_of_T]) for s, row_of_T in zip(samples, places, strict=True)]

@@ -80,7 +80,7 @@ class Request:
 class Completion:
     """What the engine sampled: `Completion("17/3", (42, 2), (-.1, -.3), versions=(3, 3), finish="stop")`.
 
-    The stop token, or the tokens that complete a stop string, are part of `tokens`. experts: those of the positions from
+    The stop token, or the tokens that complete a stop string, are part of `tokens`. experts: those of positions from
     `Request.experts_from` up to the last token but one, which is the last that was computed, as they lay in the cache
     when the last token was drawn; what had to be computed again chose again. None: nobody asked, the engine does not
     record them, or it was parked: who goes on with it computes all of it, and tells.

@@ -13,7 +13,7 @@ from typing import Generic, Literal, TypeVar
 
 from kitae.engines.base import Completion, Request, Sampled
 from kitae.errors import EngineError, RequestError
-from kitae.types import FinishReason
+from kitae.types import ExpertArray, FinishReason
 
 H = TypeVar("H")
 Ending = Literal["abort", "parked"]
@@ -49,8 +49,9 @@ class Flight(Generic[H]):
         else:
             self.future.set_result(result)
 
-    def complete(self, sampled: Sampled, finish: FinishReason) -> None:
-        self.settle(Completion(self.request.id, sampled.tokens, sampled.logprobs, sampled.versions, finish))
+    def complete(self, sampled: Sampled, finish: FinishReason, experts: ExpertArray | None = None) -> None:
+        found = sampled.tokens, sampled.logprobs, sampled.versions
+        self.settle(Completion(self.request.id, *found, finish, experts))
 
     def end_early(self, ending: Ending) -> None:
         """With what it has."""

@@ -32,6 +32,7 @@ class EngineOrder:
     engine samples from. board: where the others read what was published; None: nothing ever is. cluster: who finds a
     place for them; None: they are on this machine, on cores that the trainer leaves. patience: seconds that a fleet on
     a cluster waits for an engine when it has lost all. columns: where engines on a cluster file what they sample.
+    records_experts: of a mixture, for requests that want to know them; servers of other people do not.
     """
 
     model: ModelConfig
@@ -42,6 +43,7 @@ class EngineOrder:
     cluster: Cluster | None = None
     patience: float = 300.0
     columns: Path | None = None
+    records_experts: bool = False
 
 
 async def start_engine(order: EngineOrder) -> Engine:
@@ -64,7 +66,7 @@ async def start_one(order: EngineOrder, number: int) -> Engine:
 async def _native(order: EngineOrder) -> Engine:
     """In this process, on the policy's own weights."""
     assert order.policy is not None, "the native engine samples from a policy"
-    return NativeEngine(order.policy, order.config, order.version)
+    return NativeEngine(order.policy, order.config, order.version, records_experts=order.records_experts)
 
 
 async def _processes(order: EngineOrder) -> Engine:
@@ -88,6 +90,7 @@ def _process(order: EngineOrder, number: int, cores: Sequence[int]) -> ProcessEn
         name=f"engine {number}",
         once=order.cluster is not None,
         columns=order.columns if order.cluster is not None else None,
+        records_experts=order.records_experts,
     )
 
 

@@ -255,12 +255,13 @@ class AgentEpisode:
             seed=seed,
             share=f"{on.label}/{self._group}" if not self._turns else "",
             thread=f"{on.label}/{self._group}/{self._index}/{place.thread.number}",
+            experts_from=on.experts_from(place.thread.chain(), self._index),
         )
         with on.waiting("the engine", request.id):
             done = await on.engine.generate(request)
         if done.finish == "parked":
             raise Parked
-        return Segment("model", done.tokens, done.logprobs, done.versions), done.finish
+        return Segment("model", done.tokens, done.logprobs, done.versions, experts=done.experts), done.finish
 
     @property
     def _left(self) -> int:

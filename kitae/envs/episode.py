@@ -130,7 +130,7 @@ class Episode:
         ended = self._how_it_ended(turn)
         if ended is None:
             done = await self._ask(Sampled(turn.tokens, turn.logprobs, turn.versions))
-            turn, ended = Segment("model", done.tokens, done.logprobs, done.versions), done.finish
+            turn, ended = Segment("model", done.tokens, done.logprobs, done.versions, experts=done.experts), done.finish
         if ended == "parked" and not turn.tokens:
             raise Parked
         if self._recorded:
@@ -175,6 +175,7 @@ class Episode:
             share=f"{on.label}/{self._group}" if not number else "",
             prior=prior,
             thread=f"{on.label}/{self._group}/{self._index}" if on.limits.turns > 1 else "",
+            experts_from=on.experts_from(self._chain, self._index),
         )
         self.asking = request.id
         try:
@@ -342,7 +343,8 @@ class Episode:
         elif segments and segments[-1].source == "model":
             last = segments.pop()
             known = max(0, self._copied - (end - len(last.tokens)))
-            segments.append(Segment("model", last.tokens[known:], last.logprobs[known:], last.versions[known:]))
+            news = Sampled(last.tokens, last.logprobs, last.versions).after(known)
+            segments.append(Segment("model", news.tokens, news.logprobs, news.versions, experts=last.experts))
         if end - self._copied < max(1, least):
             return None
         self._copied = end

@@ -14,7 +14,7 @@ from kitae.data.chat import Chat
 from kitae.engines.base import Engine, Sampled, SamplingParams
 from kitae.envs.base import Agent, Environment, EpisodeLimits, Observation, Opening
 from kitae.errors import EngineError, Interrupted, RequestError, StalledError, StoreError, root_cause
-from kitae.types import Message, Prompt, Rollout, Score, Tool, ToolCall, Turn, Unread
+from kitae.types import GREEDY, Chain, Message, Prompt, Rollout, Score, Tool, ToolCall, Turn, Unread
 
 MakeEnvironment = Callable[[Prompt], Environment | Agent]
 
@@ -71,7 +71,7 @@ class Surroundings:
     """What episodes need. `label` keeps the random streams of training and evaluation apart.
 
     verifier: None where the environment gives all rewards. `waiting` is entered around each wait, with what is waited
-    for and by which rollout.
+    for and by which rollout. experts: whether those that the engine chooses are wanted, of a mixture.
     """
 
     engine: Engine
@@ -84,6 +84,7 @@ class Surroundings:
     limits: EpisodeLimits = field(default_factory=EpisodeLimits)
     waiting: Callable[[str, str], AbstractContextManager[None]] = lambda what, which: nullcontext()
     running: Running = field(default_factory=Running)
+    experts: bool = False
 
     def make(self, prompt: Prompt) -> Environment | Agent:
         """One that could not be made fails when it is started."""
@@ -93,6 +94,11 @@ class Surroundings:
             if not is_its_own(error):
                 raise
             return _Unmade(Failure(f"making it raised {told(error)}"))
+
+    def experts_from(self, chain: Chain, index: int) -> int | None:
+        """Of which position on the engine shall tell its experts with what comes after a chain; nobody trains on greedy
+        answers."""
+        return chain.unrouted if self.experts and index != GREEDY else None
 
     async def close(self, environment: Environment | Agent, which: str) -> str:
         """Close an environment, in the time that it has. What went wrong, or ""."""

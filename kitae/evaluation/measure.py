@@ -113,6 +113,7 @@ def suite_episodes(episodes: Episodes, suite: Suite, pool: Judge, world: World, 
         label=suite.label,
         limits=limits,
         running=Running(),
+        experts=False,
     )
 
 

@@ -65,7 +65,7 @@ class Mixture:
     experts: int
 
     @staticmethod
-    def of(model: nn.Module) -> "Mixture":
+    def of(model: nn.Module) -> Mixture:
         """`ModelError` where it has no routers."""
         routers: list[Any] = routers_of(model)
         return Mixture(len(routers), int(routers[0].top_k), max(int(router.num_experts) for router in routers))
@@ -108,8 +108,8 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
 
 @contextmanager
 def routing_told(routers: list[nn.Module], hear: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """In the passes of this thread inside: `hear(layer, experts_TK)` after each router of a model. Nothing is checked and nothing
-    waits for the device, so a pass may be captured as a graph, with what `hear` does."""
+    """In the passes of this thread inside: `hear(layer, experts_TK)` after each router of a model. Nothing is checked,
+    and nothing waits for the device: a pass may be captured as a graph, with what `hear` does."""
     thread = threading.get_ident()
 
     def tell(layer: int, router: nn.Module, _: Any, output: Any) -> None:
@@ -136,6 +136,7 @@ class RouterLoad:
         self._tokens: Counter[int] = Counter()  # by layer
         self._counts_E: dict[int, Tensor] = {}  # tokens that each expert got
         self._spread: dict[int, Tensor] = {}  # Σ over tokens of the softmax's entropy, over that of an even one
+        self._replayed: list[Tensor] = []  # choices of a record, and how many of them the router would not have made
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
@@ -156,22 +157,32 @@ class RouterLoad:
         self._counts_E[layer] = self._counts_E.get(layer, 0) + counts_E
         self._spread[layer] = self._spread.get(layer, 0) + spread
 
+    def compare(self, native_TK: Tensor, recorded_TK: Tensor) -> None:
+        """What a router would have chosen with what it repeats."""
+        known_T = recorded_TK[:, 0] != NO_RECORD
+        other_T = (native_TK.sort(-1).values != recorded_TK.sort(-1).values).any(-1) & known_T
+        self._replayed.append(torch.stack((known_T.sum(), other_T.sum())))
+
     def numbers(self) -> dict[str, Tensor]:
         """Means over layers: of the routers' entropy, 1 where all experts are equally likely; of the load of the
-        busiest expert, 1 where all have the same; and the share of experts without any token. {}: nothing was seen."""
+        busiest expert, 1 where all have the same; and the share of experts without any token. Of choices that were
+        repeated, the share that the routers would have made otherwise. {}: nothing was seen."""
         if not self._tokens:
             return {}
+        known, other = torch.stack(self._replayed).sum(0).double() if self._replayed else (None, None)
         counts_LE = torch.stack([*self._counts_E.values()]).double()
         return {
             "router_entropy": torch.stack([s / self._tokens[layer] for layer, s in self._spread.items()]).mean(),
             "expert_load": (counts_LE.amax(-1) / counts_LE.mean(-1)).mean(),
             "experts_idle": (counts_LE == 0).double().mean(),
+            **({} if known is None else {"routing_flips": other / known.clamp(min=1)}),
         }
 
 
 @contextmanager
-def replay_routing(model: nn.Module, experts_TLK: Tensor) -> Iterator[None]:
-    """Route the one forward pass that runs inside by this record, and its recomputation in the backward pass.
+def replay_routing(model: nn.Module, experts_TLK: Tensor, load: RouterLoad | None = None) -> Iterator[None]:
+    """Route the one forward pass that runs inside by this record, and its recomputation in the backward pass. load:
+    hears what the routers would have chosen.
 
     With activation checkpointing the backward pass must run inside too: outside, it would recompute native routing.
     """
@@ -190,8 +201,10 @@ def replay_routing(model: nn.Module, experts_TLK: Tensor) -> Iterator[None]:
         experts_TK = native_TK.where(recorded_TK == NO_RECORD, recorded_TK)
         if _in_backward():
             to_recompute.clear()
-        elif gates_TK.requires_grad:
-            to_recompute.add(layer)
+        else:
+            to_recompute.update([layer] if gates_TK.requires_grad else [])
+            if load is not None:
+                load.compare(native_TK, recorded_TK)
         return logits_TE, _gates(router, logits_TE, experts_TK).to(gates_TK), experts_TK
 
     with _hooked(routers, replay):

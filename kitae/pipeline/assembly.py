@@ -72,7 +72,17 @@ async def start_serving(
         board = await stack.enter_async_context(opened_board(config, trainer, cluster, folder / "weights"))
     patience = _NO_ENGINE * config.cluster.patience
     columns = folder.absolute() / FOLDER
-    order = EngineOrder(config.model, config.engine, version, learning.policy, board, cluster, patience, columns)
+    order = EngineOrder(
+        config.model,
+        config.engine,
+        version,
+        learning.policy,
+        board,
+        cluster,
+        patience,
+        columns,
+        records_experts=config.algorithm.routing == "engine",
+    )
     engine = await start_engine(order)
     stack.push_async_callback(engine.close)
     await trainer.use_threads(torch.get_num_threads())  # an engine may have got some of the cores

@@ -124,7 +124,8 @@ def make_episodes(config: RLConfig, engine: Engine, pool: Judge, world: World, m
         stop_strings=config.sampling.stop,
     )
     limits = limits_of(config.env, model.max_context)
-    return Episodes(engine, chat, pool, world.make, sampling, config.run.seed, limits=limits)
+    experts = config.algorithm.routing == "engine"
+    return Episodes(engine, chat, pool, world.make, sampling, config.run.seed, limits=limits, experts=experts)
 
 
 async def _check_gold(pool: VerifierPool, prompts: list[Prompt], note: Callable[[str], None]) -> None:

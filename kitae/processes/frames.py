@@ -46,6 +46,17 @@ async def read_frame(reader: asyncio.StreamReader) -> Frame | None:
         data = bytearray(await reader.readexactly(body))  # arrays that may be written to
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
+    return _frame(header, data)
+
+
+def unpack_frame(data: bytes) -> Frame:
+    """The inverse of `pack_frame`; its arrays cannot be written to."""
+    head, body = _LENGTHS.unpack_from(data)
+    start = _LENGTHS.size + head
+    return _frame(json.loads(data[_LENGTHS.size : start]), data[start : start + body])
+
+
+def _frame(header: dict[str, Any], data: bytes | bytearray) -> Frame:
     arrays, offset = {}, 0
     for name, kind, shape in header.pop("arrays"):
         dtype = np.dtype(kind)

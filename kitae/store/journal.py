@@ -6,7 +6,7 @@ may lose the last commits, never one before `sync` returned; a checkpoint is mad
 
     prompts   what was asked, by group id; the slot of the buffer it was issued into, and the version served then
     rollouts  what was sampled and how it was scored; tokens, log-probs and versions exactly as the engine gave them, or
-              where they lie in files beside the journal (`kitae.store.columns`)
+              where they lie in files beside the journal (`kitae.store.columns`); its experts, where they are wanted
     parked    what was sampled of responses that are not complete, in pieces: each has the tokens from `start` on
     fates     what became of each group, one row per group, never two: trained at a step; sampled and dropped with a
               reason; or skipped with a reason, without having been sampled to the end
@@ -31,6 +31,7 @@ from kitae.store.columns import FOLDER, Kept, column_files
 from kitae.store.disk import flush
 from kitae.store.rows import (
     arrays_of,
+    experts_to_blob,
     extended,
     filed_length,
     filed_text,
@@ -56,12 +57,12 @@ CREATE TABLE IF NOT EXISTS rollouts (
     group_id INTEGER NOT NULL, sample INTEGER NOT NULL, prompt_tokens BLOB NOT NULL, chains TEXT NOT NULL,
     tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, finish TEXT NOT NULL, text TEXT NOT NULL,
     value REAL, outcome TEXT NOT NULL, components TEXT NOT NULL, detail TEXT NOT NULL, status TEXT NOT NULL,
-    transcript TEXT NOT NULL,
+    transcript TEXT NOT NULL, experts BLOB NOT NULL,
     PRIMARY KEY (group_id, sample)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS parked (
     group_id INTEGER NOT NULL, sample INTEGER NOT NULL, start INTEGER NOT NULL, prompt_tokens BLOB NOT NULL,
     chains TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, finish TEXT NOT NULL,
-    transcript TEXT NOT NULL, PRIMARY KEY (group_id, sample, start)) WITHOUT ROWID;
+    transcript TEXT NOT NULL, experts BLOB NOT NULL, PRIMARY KEY (group_id, sample, start)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS fates (
     group_id INTEGER PRIMARY KEY, step INTEGER NOT NULL, fate TEXT NOT NULL, reason TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS events (time REAL NOT NULL, kind TEXT NOT NULL, detail TEXT NOT NULL);
@@ -80,7 +81,7 @@ LENGTH = "(length(tokens) / 4 + filed_length(chains))"
 
 _CLOSE_LIMIT = 60.0  # seconds for what is still to be written
 _ADD_FATE = "INSERT INTO fates VALUES (?,?,?,?)"
-_ADD_PIECE = "INSERT INTO parked VALUES (?,?,?,?,?,?,?,?,?,?)"
+_ADD_PIECE = "INSERT INTO parked VALUES (?,?,?,?,?,?,?,?,?,?,?)"
 
 Statement = tuple[str, tuple[Any, ...]]
 
@@ -143,7 +144,7 @@ class Journal:
         where = (rollout.group, rollout.index)
         await self._write(
             [
-                ("INSERT INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", rollout_to_row(self._own(rollout))),
+                ("INSERT INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", rollout_to_row(self._own(rollout))),
                 ("DELETE FROM parked WHERE group_id = ? AND sample = ?", where),
             ]
         )
@@ -328,12 +329,12 @@ class Journal:
         """What there is of incomplete rollouts. Their finish is "parked" where the last turn has not ended."""
         rows = self._reader.execute("SELECT * FROM parked WHERE group_id = ? ORDER BY sample, start", (group,))
         found: dict[int, Rollout] = {}
-        for _, sample, start, *piece, finish, transcript in rows:
+        for _, sample, start, *piece, finish, transcript, experts in rows:
             if not start:
-                row = (group, sample, *piece, finish, "", None, "error", "{}", "parked", "parked", transcript)
+                row = (group, sample, *piece, finish, "", None, "error", "{}", "parked", "parked", transcript, experts)
                 found[sample] = rollout_of_row(row, self.columns)
             else:
-                found[sample] = extended(found[sample], last_of_piece(piece, self.columns), finish)
+                found[sample] = extended(found[sample], last_of_piece(piece, experts, self.columns), finish)
         return list(found.values())
 
     def pending(self) -> list[PendingSlot]:
@@ -498,7 +499,7 @@ def _event(kind: str, detail: str) -> Statement:
 
 
 def _park(r: Rollout) -> list[Statement]:
-    piece = (r.group, r.index, 0, *rollout_to_row(r)[2:8], messages_to_text(r.transcript))
+    piece = (r.group, r.index, 0, *rollout_to_row(r)[2:8], messages_to_text(r.transcript), experts_to_blob(r.segments))
     return [
         ("DELETE FROM parked WHERE group_id = ? AND sample = ?", (r.group, r.index)),
         (_ADD_PIECE, piece),
@@ -510,4 +511,4 @@ def _extend(r: Rollout, known: int) -> list[Statement]:
     *before, last = r.segments
     start = sum(len(s.tokens) for s in before) + known
     piece = (r.group, r.index, start, b"", json.dumps([[0, [shape_of(last)]]]), *arrays_of([last]), r.finish, "")
-    return [(_ADD_PIECE, piece)]
+    return [(_ADD_PIECE, (*piece, experts_to_blob([last])))]

@@ -1,13 +1,14 @@
 """Rollouts as rows of the journal, and back: what a row says itself, and what it says lies in files."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 
 from kitae.errors import StoreError
+from kitae.processes.frames import pack_frame, unpack_frame
 from kitae.store.columns import ColumnFiles, Kept, KeptText, joined, record_of, stretches_of
 from kitae.types import Chain, FinishReason, Message, Rollout, Runs, Score, Segment, ToolCall
 
@@ -26,6 +27,7 @@ def rollout_to_row(r: Rollout) -> tuple[Any, ...]:
         *verdict(r),
         r.status,
         messages_to_text(r.transcript),
+        experts_to_blob(r.segments),
     )
 
 
@@ -60,15 +62,21 @@ def arrays_of(segments: Sequence[Segment]) -> tuple[bytes, bytes, bytes]:
     )
 
 
+def experts_to_blob(segments: Sequence[Segment]) -> bytes:
+    """Of segments that have some, by their numbers; empty: none has."""
+    known = {str(number): s.experts for number, s in enumerate(segments) if s.experts is not None}
+    return pack_frame({}, known) if known else b""
+
+
 def messages_to_text(messages: Sequence[Message]) -> str:
     return json.dumps([asdict(m) for m in messages])
 
 
 def rollout_of_row(row: tuple[Any, ...], files: ColumnFiles) -> Rollout:
     group, sample, prompts, shapes, tokens, logprobs, versions, finish, text, *rest = row
-    value, outcome, components, detail, status, transcript = rest
+    value, outcome, components, detail, status, transcript, experts = rest
     all_prompts = np.frombuffer(prompts, dtype=np.int32).tolist()
-    values = _Values(tokens, logprobs, versions, files)
+    values = _Values(tokens, logprobs, versions, experts, files)
     chains = []
     read = 0
     for prompt, segments in json.loads(shapes):
@@ -84,22 +92,25 @@ def rollout_of_row(row: tuple[Any, ...], files: ColumnFiles) -> Rollout:
 class _Values:
     """The columns of a row, segment after segment."""
 
-    def __init__(self, tokens: bytes, logprobs: bytes, versions: bytes, files: ColumnFiles) -> None:
+    def __init__(self, tokens: bytes, logprobs: bytes, versions: bytes, experts: bytes, files: ColumnFiles) -> None:
         kinds = (np.int32, np.float32, np.int32)
         self._columns = [np.frombuffer(b, k).tolist() for b, k in zip((tokens, logprobs, versions), kinds, strict=True)]
+        self._experts: Mapping[str, Any] = unpack_frame(experts).arrays if experts else {}
         self._files = files
-        self._start = 0
+        self._start = self._number = 0
 
     def segment(
         self, source: Any, length: int, reward: float | None = None, runs: Any = (), record: Any = None
     ) -> Segment:
         """The next one, by its shape."""
+        experts = self._experts.get(str(self._number))
+        self._number += 1
         if record is not None:
-            return Segment(source, *self._files.kept(stretches_of(record)), Runs(runs), reward)
+            return Segment(source, *self._files.kept(stretches_of(record)), Runs(runs), reward, experts)
         part = slice(self._start, self._start + length)
         self._start += length
         tokens, logprobs, versions = (tuple(column[part]) for column in self._columns)
-        return Segment(source, tokens, logprobs, versions, reward)
+        return Segment(source, tokens, logprobs, versions, reward, experts)
 
 
 def _only_text(segments: Sequence[Segment]) -> KeptText | None:
@@ -123,10 +134,10 @@ def versions_of(chains: str, blob: bytes) -> set[int]:
     return found
 
 
-def last_of_piece(piece: Sequence[Any], files: ColumnFiles) -> Segment:
+def last_of_piece(piece: Sequence[Any], experts: bytes, files: ColumnFiles) -> Segment:
     """What a piece adds to the last segment."""
     _, shapes, tokens, logprobs, versions = piece
-    return _Values(tokens, logprobs, versions, files).segment(*json.loads(shapes)[0][1][0])
+    return _Values(tokens, logprobs, versions, experts, files).segment(*json.loads(shapes)[0][1][0])
 
 
 def extended(r: Rollout, more: Segment, finish: FinishReason) -> Rollout:
@@ -137,6 +148,7 @@ def extended(r: Rollout, more: Segment, finish: FinishReason) -> Rollout:
         tokens=joined(last.tokens, more.tokens),
         logprobs=joined(last.logprobs, more.logprobs),
         versions=joined(last.versions, more.versions),
+        experts=last.experts if more.experts is None else more.experts,
     )
     return replace(r, chains=(*chains, Chain(chain.prompt_tokens, (*segments, grown))), finish=finish)
 
@@ -154,7 +166,9 @@ def problem_of(r: Rollout) -> str:
 def filed_text(chains: str, files: ColumnFiles) -> str:
     """What a rollout said whose row has no text; nothing where it cannot be read: who opens it is told why."""
     shapes = [shape for _, segments in json.loads(chains) for shape in segments]
-    found = _only_text([_Values(b"", b"", b"", files).segment(*shape) for shape in shapes if len(shape) > _IN_FILES])
+    found = _only_text(
+        [_Values(b"", b"", b"", b"", files).segment(*shape) for shape in shapes if len(shape) > _IN_FILES]
+    )
     try:
         return str(found or "") if len(shapes) == 1 else ""
     except StoreError:

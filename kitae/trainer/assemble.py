@@ -74,7 +74,7 @@ def reinforced(
     """A rank that learns from rewards. reference: whether there is one. critic: where values are wanted. divergence:
     that of the teacher, where the stages read it."""
     ranks = ranks or Alone()
-    if algorithm.routing == "old":
+    if algorithm.routing in ("old", "engine"):
         check_routers(policy.model, lambda: policy.score(torch.zeros(2, dtype=torch.long, device=policy.device)))
     updates, warmup = training.minibatches * training.epochs, (algorithm.critic_warmup or 0) if critic else 0
     apart = None

@@ -1,6 +1,6 @@
 """A model that learns, on one rank: its objective, its gradients, its optimizer. Policy and critic are one each."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -15,7 +15,7 @@ from kitae.trainer.forward import MicroBatch, checkpoint_activations, training_m
 from kitae.trainer.objectives import Objective, Reading
 from kitae.trainer.optim import Optimizer
 from kitae.trainer.ranks import Ranks
-from kitae.types import FloatArray, IntArray
+from kitae.types import ExpertArray, FloatArray
 
 
 class Trained:
@@ -44,7 +44,7 @@ class Trained:
         with training_mode(policy, self.config):
             for row in rows:
                 micro = MicroBatch.of(row, policy.device)
-                with self._routed(micro), load.watch(policy.model):
+                with self._routed(micro, load), load.watch(policy.model):
                     loss = self.objective.loss(micro, conditions, meter) if row.loss_tokens else self._nothing(micro)
                     self._finite.append(loss.detach().isfinite())
                     loss.backward()  # type: ignore[no-untyped-call]
@@ -53,11 +53,11 @@ class Trained:
             meter.mean(f"{self.name}{name}", value)
         return meter.totals() + Totals.of(Kind.COUNT, **{f"{self.name}train_tokens": tokens})
 
-    def _routed(self, micro: MicroBatch) -> AbstractContextManager[None]:
-        """Passes over it choose the experts that it says, if it says any."""
+    def _routed(self, micro: MicroBatch, load: RouterLoad | None = None) -> AbstractContextManager[None]:
+        """A pass over it chooses the experts that it says, if it says any. load: hears what it would have chosen."""
         if micro.experts_TLK is None:
             return nullcontext()
-        return replay_routing(self.objective.policy.model, micro.experts_TLK)
+        return replay_routing(self.objective.policy.model, micro.experts_TLK, load)
 
     def _nothing(self, micro: MicroBatch) -> Tensor:
         """The loss of a row without loss tokens. It is computed, because the other ranks wait for this one's part."""
@@ -71,9 +71,10 @@ class Trained:
         return numbers + Totals({f"{self.name}skipped_updates": skipped, Mark.SKIPPED: skipped})
 
     def outputs(self, rows: Sequence[Row]) -> list[FloatArray]:
-        return outputs(self.objective, rows)
+        """By the experts that the rows say, if they say any."""
+        return outputs(self.objective, rows, self._routed)
 
-    def routed_outputs(self, rows: Sequence[Row]) -> tuple[list[FloatArray], list[IntArray]]:
+    def routed_outputs(self, rows: Sequence[Row]) -> tuple[list[FloatArray], list[ExpertArray]]:
         """And which experts were chosen at each position of the row."""
         found, experts = [], []
         for row in rows:
@@ -83,11 +84,16 @@ class Trained:
         return found, experts
 
 
-def outputs(reading: Reading, rows: Sequence[Row]) -> list[FloatArray]:
-    """One number for each loss token of each row. No gradients."""
+def outputs(
+    reading: Reading,
+    rows: Sequence[Row],
+    around: Callable[[MicroBatch], AbstractContextManager[None]] = lambda micro: nullcontext(),
+) -> list[FloatArray]:
+    """One number for each loss token of each row. No gradients. around: each pass."""
     found = []
     with torch.no_grad():
         for row in rows:
             micro = MicroBatch.of(row, reading.policy.device, columns=())
-            found.append(reading.outputs(micro).float().cpu().numpy())
+            with around(micro):
+                found.append(reading.outputs(micro).float().cpu().numpy())
     return found

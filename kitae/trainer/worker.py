@@ -68,14 +68,13 @@ class Worker:
                 found[column] = outputs(self.teacher, rows)
             else:
                 role = Role.POLICY if column is Column.OLD else Role.CRITIC
-                found[column] = self.trained[role].outputs(rows)
+                found[column] = self.trained[role].outputs(_for(role, rows))
         return found
 
     def forward_backward(self, rows: Sequence[Row], conditions: Conditions, roles: Collection[Role]) -> Totals:
         totals = Totals.of(Kind.MAX, threads=torch.get_num_threads())  # libraries add up in an order that depends on it
         for role in roles:
-            own = rows if role is Role.POLICY else [replace(row, experts_TLK=None) for row in rows]
-            totals += self.trained[role].forward_backward(own, conditions)
+            totals += self.trained[role].forward_backward(_for(role, rows), conditions)
         totals += _device_memory(self.policy.device)
         return self.ranks.together(totals)
 
@@ -142,6 +141,11 @@ class Worker:
             trained.optimizer.load_state(own, int(own[_UPDATES]))
         if self.reference:
             self.reference.load_state(_below(_REFERENCE, state))
+
+
+def _for(role: Role, rows: Sequence[Row]) -> Sequence[Row]:
+    """The experts that rows say are the policy's; others choose for themselves."""
+    return rows if role is Role.POLICY else [replace(row, experts_TLK=None) for row in rows]
 
 
 def _under(prefix: str, values: Mapping[str, T]) -> dict[str, T]:

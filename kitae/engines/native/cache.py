@@ -91,7 +91,8 @@ class KVCache:
         """Those of positions [start, stop) of a sequence that has these pages; None: they are not recorded."""
         if self.experts is None:
             return None
-        first, last = start // self.page_size, -(-stop // self.page_size)
+        size = self.page_size
+        first, last = start // size, -(-stop // size)
         rows = self.experts[torch.tensor(pages[first:last], dtype=torch.int64, device=self.experts.device)]
-        own: ExpertArray = rows.flatten(0, 1)[start - first * self.page_size : stop - first * self.page_size].cpu().numpy()
-        return own
+        found: ExpertArray = rows.flatten(0, 1)[start - first * size : stop - first * size].cpu().numpy()
+        return found

@@ -87,6 +87,7 @@ class ProcessEngine:
         limits: Deadlines | None = None,
         once: bool = False,
         columns: Path | None = None,
+        records_experts: bool = False,
     ) -> None:
         if threads is not None and threads < 1:
             raise EngineError(f"threads of the engine's process must be at least 1, got {threads}")
@@ -100,6 +101,7 @@ class ProcessEngine:
             "threads": threads,
             "name": name.replace(" ", "-"),
             "columns": "" if columns is None else str(columns.absolute()),
+            "records_experts": records_experts,
         }
         self._duty = Duty(
             name, "kitae.engines.process.serve", {}, pool, threads, None if cores is None else tuple(cores)
@@ -327,7 +329,7 @@ class ProcessEngine:
                     flight.settle(RequestError(text))
             case {"done": number, "finish": finish}:
                 if (flight := self._ledger.find(number)) is not None:
-                    flight.complete(wire.sampled_of(frame), finish)
+                    flight.complete(wire.sampled_of(frame), finish, wire.experts_of(frame))
             case {"progress": number, "start": start}:
                 self._ledger.grow(number, start, wire.sampled_of(frame))
             case _:  # a sign of life

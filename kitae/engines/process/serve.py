@@ -25,7 +25,7 @@ from kitae.errors import EngineError, KitaeError, RequestError, StoreError
 from kitae.models.config import ModelConfig
 from kitae.processes.frames import Frame, pack_frame, read_frame
 from kitae.store.columns import ColumnWriter
-from kitae.types import Runs
+from kitae.types import ExpertArray, Runs
 
 if TYPE_CHECKING:
     from kitae.engines.native.decoding import Decoding
@@ -78,7 +78,9 @@ class Server:
         self.policy = policy
         self.closing = False
         self.receiver = make_receiver(Address(**setup["address"]), dict(policy.model.named_parameters()))
-        self.engine = NativeEngine(policy, EngineConfig(**setup["engine"]), setup["version"])
+        self.engine = NativeEngine(
+            policy, EngineConfig(**setup["engine"]), setup["version"], records_experts=setup["records_experts"]
+        )
         self._writer = writer
         self._columns = columns
         self._chat = Chat(policy.tokenizer)
@@ -154,7 +156,7 @@ class Server:
             done = await self.engine.generate(request)
             text = self._chat.read(done.tokens, request.sampling.stop_strings).text if self._columns else ""
             (sampled,) = await self._file([done.sampled], [text])
-            self._send({"done": number, "finish": done.finish}, sampled)
+            self._send({"done": number, "finish": done.finish}, sampled, done.experts)
         except Exception as error:
             text = str(error) if isinstance(error, KitaeError) else f"{type(error).__name__}: {error}"
             self._send({"failed": number, "text": text, "alone": isinstance(error, RequestError)})
@@ -213,7 +215,7 @@ class Server:
         if not self._paused and not self._broken:
             await self.engine.resume()
 
-    def _send(self, header: dict[str, Any], sampled: Sampled | None = None) -> None:
+    def _send(self, header: dict[str, Any], sampled: Sampled | None = None, experts: ExpertArray | None = None) -> None:
         stats = replace(self.engine.stats(), repaired=self.receiver.repaired)
         header |= {"stats": asdict(stats), "rests": self._paused or self._broken}
-        self._writer.write(pack_frame(header) if sampled is None else wire.pack_sampled(header, sampled))
+        self._writer.write(pack_frame(header) if sampled is None else wire.pack_sampled(header, sampled, experts))

@@ -13,12 +13,13 @@ import numpy as np
 from kitae.engines.base import Request, Sampled, SamplingParams
 from kitae.processes.frames import Array, Frame, pack_frame
 from kitae.store.columns import Kept, Stretch, column_files, record_of, stretches_of
-from kitae.types import Runs
+from kitae.types import ExpertArray, Runs
 
 
-def pack_sampled(header: Mapping[str, Any], sampled: Sampled) -> bytes:
+def pack_sampled(header: Mapping[str, Any], sampled: Sampled, experts: ExpertArray | None = None) -> bytes:
+    """Experts travel as numbers in any case."""
     place, arrays = _parts(sampled)
-    return pack_frame({**header, **place}, arrays)
+    return pack_frame({**header, **place}, arrays if experts is None else {**arrays, "experts": experts})
 
 
 def kept(folder: Path, stretches: tuple[Stretch, ...], versions: Runs) -> Sampled:
@@ -29,6 +30,7 @@ def kept(folder: Path, stretches: tuple[Stretch, ...], versions: Runs) -> Sample
 def pack_request(number: int, request: Request) -> bytes:
     names = {"id": request.id, "share": request.share, "thread": request.thread}
     header = {"generate": number, **names, "seed": request.seed, "sampling": asdict(request.sampling)}
+    header["experts_from"] = request.experts_from
     place, arrays = _parts(request.prior)
     return pack_frame({**header, **place}, {"prompt": np.asarray(request.prompt_tokens, np.int64), **arrays})
 
@@ -39,6 +41,10 @@ def sampled_of(frame: Frame) -> Sampled:
         return kept(Path(header["folder"]), stretches_of(header["stretches"]), Runs(header["versions"]))
     tokens, logprobs, versions = (tuple(frame.arrays[n].tolist()) for n in ("tokens", "logprobs", "versions"))
     return Sampled(tokens, logprobs, versions)
+
+
+def experts_of(frame: Frame) -> ExpertArray | None:
+    return frame.arrays.get("experts")
 
 
 def request_of(frame: Frame) -> Request:
@@ -52,6 +58,7 @@ def request_of(frame: Frame) -> Request:
         share=frame.header["share"],
         thread=frame.header["thread"],
         prior=sampled_of(frame),
+        experts_from=frame.header["experts_from"],
     )
 
 

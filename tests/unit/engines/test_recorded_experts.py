@@ -3,23 +3,20 @@
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
+from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
-from kitae.errors import ModelError
 from kitae.models.policy import Policy
 from kitae.models.routing import Mixture, record_routing
 from kitae.models.tiny import MIXTURES
 
 TinyPolicy = Callable[..., Policy]
-
 
 
 def recorded(policy: Policy, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
