@@ -3,18 +3,23 @@
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kitae.engines.base import Completion, Request, SamplingParams
+from kitae.algorithms.groups import experts_of
+from kitae.data.packing import NO_RECORD
+from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
+from kitae.errors import ModelError
 from kitae.models.policy import Policy
-from kitae.models.routing import Mixture, record_routing
+from kitae.models.routing import Mixture, record_routing, replay_routing
 from kitae.models.tiny import MIXTURES
+from kitae.types import Chain, Segment
 
 TinyPolicy = Callable[..., Policy]
 
@@ -44,7 +49,7 @@ def with_engine(policy: Policy, use: Callable[[NativeEngine], Coroutine[Any, Any
     return asyncio.run(asyncio.wait_for(run(), 120))
 
 
-def asked(count: int, *, length: int = 30, samples: int = 3, thread: str = "") -> list[Request]:
+def asked(count: int, *, length: int = 30, samples: int = 3) -> list[Request]:
     """Groups of samples: prompts of one token, up to a border of pages, on it, and after it."""
     rng = random.Random(5)
     prompts = [tuple(rng.randrange(3, 250) for _ in range(n)) for n in (1, 7, 8, 9, 16, 21)[:count]]
@@ -54,6 +59,24 @@ def asked(count: int, *, length: int = 30, samples: int = 3, thread: str = "") -
         for i, p in enumerate(prompts)
         for j in range(samples)
     ]
+
+
+def memory_of(policy: Policy, pages: int) -> float:
+    page = Mixture.of(policy.model).bytes * 8 + 2 * policy.layers * policy.kv_heads * 8 * policy.head_dim * 4
+    return (pages + 0.01) * page / 2**30
+
+
+def turn_routers(policy: Policy) -> None:
+    """So that they choose others."""
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.copy_(parameter.flip(0))
+
+
+async def until_each_has(engine: NativeEngine, requests: Sequence[Request], tokens: int) -> None:
+    while sum(len(s.versions) >= tokens for s in engine.in_flight()) < len(requests):
+        await asyncio.sleep(0.001)
 
 
 async def all_of(engine: NativeEngine, requests: Sequence[Request]) -> list[Completion]:
@@ -79,7 +102,6 @@ def test_a_plain_pass_chooses_by_the_token(tiny_policy: TinyPolicy) -> None:
 
 def test_after_preemption(tiny_policy: TinyPolicy) -> None:
     policy, requests = tiny_policy("qwen3_moe"), asked(6, length=50)
-    page = Mixture.of(policy.model).bytes * 8 + 2 * policy.layers * policy.kv_heads * 8 * policy.head_dim * 4
 
     async def crowded(engine: NativeEngine) -> list[Completion]:
         assert engine.cache.pages == 40
@@ -87,6 +109,163 @@ def test_after_preemption(tiny_policy: TinyPolicy) -> None:
         assert engine.stats().preemptions > 0, "the cache was not small enough"
         return found
 
-    found = with_engine(policy, crowded, memory_gb=40.01 * page / 2**30, max_batch=9)
+    found = with_engine(policy, crowded, memory_gb=memory_of(policy, 40), max_batch=9)
     for request, done in zip(requests, found, strict=True):
+        assert_recorded(policy, request, done)
+
+
+def test_freed_and_computed_again(tiny_policy: TinyPolicy) -> None:
+    """With engine.keep_cache = false, in the middle of an answer."""
+    policy, requests = tiny_policy("qwen3_moe"), asked(3, length=80)
+
+    async def paused(engine: NativeEngine) -> list[Completion]:
+        running = [asyncio.create_task(engine.generate(r)) for r in requests]
+        await until_each_has(engine, requests, 5)
+        await engine.pause()
+        assert engine.cache.experts is None, "its memory is given back with that of keys and values"
+        await engine.resume()
+        return list(await asyncio.gather(*running))
+
+    found = with_engine(policy, paused, keep_cache=False)
+    for request, done in zip(requests, found, strict=True):
+        assert_recorded(policy, request, done)
+
+
+def test_parked_and_continued(tiny_policy: TinyPolicy) -> None:
+    """Who continues an answer computes all of it, and tells of all of it."""
+    policy, requests = tiny_policy("qwen3_moe"), asked(6, length=80)
+
+    async def interrupted(engine: NativeEngine) -> list[Completion]:
+        running = [asyncio.create_task(engine.generate(r)) for r in requests]
+        await until_each_has(engine, requests, 5)
+        await engine.park()
+        parts = await asyncio.gather(*running)
+        assert all(p.finish == "parked" and p.experts is None for p in parts)
+        return await all_of(engine, [replace(r, prior=p.sampled) for r, p in zip(requests, parts, strict=True)])
+
+    for request, done in zip(requests, with_engine(policy, interrupted), strict=True):
+        assert len(done.tokens) == 80
+        assert_recorded(policy, request, done)
+
+
+def test_aborted(tiny_policy: TinyPolicy) -> None:
+    policy, requests = tiny_policy("qwen3_moe"), asked(2, length=80, samples=1)
+
+    async def aborted(engine: NativeEngine) -> list[Completion]:
+        running = [asyncio.create_task(engine.generate(r)) for r in requests]
+        await until_each_has(engine, requests, 5)
+        await engine.abort(requests[0].id)
+        return list(await asyncio.gather(*running))
+
+    found = with_engine(policy, aborted)
+    assert 5 <= len(found[0].tokens) < len(found[1].tokens) == 80
+    for request, done in zip(requests, found, strict=True):
+        assert_recorded(policy, request, done)
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+def test_a_weight_update_in_flight(recompute: bool, tiny_policy: TinyPolicy) -> None:
+    """Pages that are kept keep the experts of the old weights; what is computed again has those of the new ones."""
+    policy, old, requests = tiny_policy("qwen3_moe"), tiny_policy("qwen3_moe"), asked(3, length=80)
+    before: dict[str, int] = {}
+
+    async def updated(engine: NativeEngine) -> list[Completion]:
+        running = [asyncio.create_task(engine.generate(r)) for r in requests]
+        await until_each_has(engine, requests, 5)
+        await engine.pause()
+        before.update({s.request.id: s.cached for s in engine.in_flight()})
+        turn_routers(policy)
+        await engine.update_weights(WeightUpdate(1, recompute=recompute))
+        await engine.resume()
+        return list(await asyncio.gather(*running))
+
+    for request, done in zip(requests, with_engine(policy, updated), strict=True):
+        tokens, cut = (*request.prompt_tokens, *done.tokens), before[request.id]
+        assert done.experts is not None and set(done.versions) == {0, 1}
+        then = recorded(old, tokens[: cut + 1])
+        assert (then != recorded(policy, tokens)[:cut]).any(), "the update changes what is chosen"
+        if recompute:
+            assert_recorded(policy, request, done)
+        else:
+            np.testing.assert_array_equal(done.experts[:cut], then)
+            first_layer = recorded(policy, tokens)[:, 0]  # which reads no old keys and values
+            np.testing.assert_array_equal(done.experts[cut:, 0], first_layer[cut:])
+
+
+@pytest.mark.parametrize("memory_gb", [0.01, None], ids=["kept", "crowded"])
+def test_turns_of_a_thread(memory_gb: float | None, tiny_policy: TinyPolicy) -> None:
+    """Each tells of what comes after the last; the pages of the one before were kept, or had to go."""
+    policy = tiny_policy("qwen3_moe")
+
+    async def talk(engine: NativeEngine, name: str) -> tuple[Chain, int]:
+        rng = random.Random(name)
+        chain = Chain(tuple(rng.randrange(3, 250) for _ in range(rng.randrange(1, 20))), ())
+        for turn in range(4):
+            sampling = SamplingParams(max_tokens=rng.randrange(1, 20))
+            request = Request(
+                f"{name}/{turn}", chain.tokens, sampling, rng.getrandbits(40), thread=name, experts_from=chain.unrouted
+            )
+            done = await engine.generate(request)
+            assert_recorded(policy, request, done)
+            said = Segment("model", done.tokens, done.logprobs, done.versions, experts=done.experts)
+            heard = Segment.observed([rng.randrange(3, 250) for _ in range(rng.randrange(1, 12))])
+            chain = Chain(chain.prompt_tokens, (*chain.segments, said, heard))
+        return chain, engine.stats().prompt_tokens
+
+    async def talks(engine: NativeEngine) -> list[tuple[Chain, int]]:
+        return list(await asyncio.gather(*(talk(engine, f"t{i}") for i in range(4))))
+
+    found = with_engine(policy, talks, memory_gb=memory_gb or memory_of(policy, 24))
+    everything = sum(len(c.prompt_tokens) + sum(len(s.tokens) for s in c.segments[:-1]) for c, _ in found)
+    assert (max(computed for _, computed in found) < everything) == (memory_gb is not None)
+    for chain, _ in found:
+        experts_TLK, heard = experts_of(chain), len(chain.segments[-1].tokens)
+        assert experts_TLK is not None and len(experts_TLK) == chain.length - 1
+        np.testing.assert_array_equal(experts_TLK[:-heard], recorded(policy, chain.tokens)[:-heard])
+        assert (experts_TLK[-heard:] == NO_RECORD).all(), "nothing was computed there"
+
+
+def test_nothing_is_kept_that_nobody_wants(tiny_policy: TinyPolicy) -> None:
+    policy = tiny_policy("qwen3_moe")
+    (request,) = asked(1, samples=1)
+    (done,) = with_engine(policy, lambda e: all_of(e, [replace(request, experts_from=None)]))
+    assert done.experts is None
+
+    async def plain() -> Completion:
+        engine = NativeEngine(policy, EngineConfig(memory_gb=0.01))
+        try:
+            assert engine.cache.experts is None
+            return await engine.generate(request)
+        finally:
+            await engine.close()
+
+    assert asyncio.run(plain()).experts is None
+
+
+def test_a_model_without_experts_is_refused(tiny_policy: TinyPolicy) -> None:
+    with pytest.raises(ModelError, match="needs router modules, got LlamaForCausalLM without any"):
+        NativeEngine(tiny_policy(), EngineConfig(memory_gb=0.01), records_experts=True)
+
+
+def test_many_experts_have_larger_numbers() -> None:
+    assert Mixture(1, 1, 256).dtype == torch.uint8 and Mixture(1, 1, 257).dtype == torch.int16
+    assert Mixture(3, 2, 257).bytes == 12
+
+
+def test_a_trainer_that_replays_beside_it_leaves_it_alone(tiny_policy: TinyPolicy) -> None:
+    """They use the same modules in different threads, and each hears of its own passes."""
+    policy, requests = tiny_policy("qwen3_moe"), asked(6, length=80)
+    tokens = torch.arange(5, 60)
+    other = torch.from_numpy(recorded(policy, [*tokens.tolist(), 0])).flip(0)
+
+    async def beside(engine: NativeEngine) -> list[Completion]:
+        def train() -> None:
+            for _ in range(30):
+                with torch.no_grad(), replay_routing(policy.model, other):
+                    policy.score(tokens)
+
+        found, _ = await asyncio.gather(all_of(engine, requests), asyncio.to_thread(train))
+        return found
+
+    for request, done in zip(requests, with_engine(policy, beside), strict=True):
         assert_recorded(policy, request, done)
