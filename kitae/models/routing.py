@@ -54,8 +54,8 @@ def replayed_gates(logits_TE: Tensor, experts_TK: Tensor, renormalise: bool) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Mixture:
-    """What is chosen at each position of a model: `Mixture(layers=48, top_k=8, experts=128)`.
+class RouterShape:
+    """What the routers of a model choose at each position: `RouterShape(layers=48, top_k=8, experts=128)`.
 
     layers: those that mix experts; top_k: experts that each of them chooses, of so many.
     """
@@ -65,10 +65,10 @@ class Mixture:
     experts: int
 
     @staticmethod
-    def of(model: nn.Module) -> Mixture:
+    def of(model: nn.Module) -> RouterShape:
         """`ModelError` where it has no routers."""
         routers: list[Any] = routers_of(model)
-        return Mixture(len(routers), int(routers[0].top_k), max(int(router.num_experts) for router in routers))
+        return RouterShape(len(routers), int(routers[0].top_k), max(int(router.num_experts) for router in routers))
 
     @property
     def dtype(self) -> torch.dtype:

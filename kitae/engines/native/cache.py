@@ -6,7 +6,7 @@ import torch
 
 from kitae.errors import EngineError
 from kitae.models.policy import Policy
-from kitae.models.routing import Mixture
+from kitae.models.routing import RouterShape
 from kitae.types import ExpertArray
 
 
@@ -50,10 +50,10 @@ class KVCache:
     shared, copied, kept and computed again with the keys and values that they made.
     """
 
-    def __init__(self, policy: Policy, memory_gb: float, page_size: int, mixture: Mixture | None = None) -> None:
+    def __init__(self, policy: Policy, memory_gb: float, page_size: int, routers: RouterShape | None = None) -> None:
         element = torch.empty((), dtype=policy.dtype).element_size()
         page_bytes = 2 * policy.layers * policy.kv_heads * page_size * policy.head_dim * element
-        page_bytes += page_size * mixture.bytes if mixture else 0
+        page_bytes += page_size * routers.bytes if routers else 0
         self.pages = int(memory_gb * 2**30 // page_bytes)
         if self.pages < 2:
             raise EngineError(
@@ -62,15 +62,15 @@ class KVCache:
         self.page_size = page_size
         self._shape = (2, policy.layers, self.pages + 1, policy.kv_heads, page_size, policy.head_dim)
         self._all = torch.empty((2, 0), dtype=policy.dtype, device=policy.device)
-        self._mixture = mixture
+        self._routers = routers
         self.experts: torch.Tensor | None = None
         self.allocate()
 
     def allocate(self) -> None:
         self._all = self._all.new_empty(self._shape)
         self.keys, self.values = list(self._all[0]), list(self._all[1])
-        if (m := self._mixture) is not None:
-            self.experts = self._all.new_empty((self.pages + 1, self.page_size, m.layers, m.top_k), dtype=m.dtype)
+        if (r := self._routers) is not None:
+            self.experts = self._all.new_empty((self.pages + 1, self.page_size, r.layers, r.top_k), dtype=r.dtype)
 
     def free(self) -> None:
         """Give the memory back. What was in it is lost; runners that have used it must go too."""

@@ -26,7 +26,7 @@ from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Scheduler
 from kitae.errors import EngineError, RequestError
 from kitae.models.policy import Policy
-from kitae.models.routing import Mixture
+from kitae.models.routing import RouterShape
 from kitae.types import ExpertArray, FinishReason
 from kitae.weights.probe import Probe
 
@@ -50,8 +50,8 @@ class NativeEngine:
         self.policy = policy
         self.version = version
         self._config = config
-        mixture = Mixture.of(policy.model) if records_experts else None
-        self.cache = KVCache(policy, config.memory_gb, config.page_size, mixture)
+        routers = RouterShape.of(policy.model) if records_experts else None
+        self.cache = KVCache(policy, config.memory_gb, config.page_size, routers)
         self.scheduler = Scheduler(
             PagePool(self.cache.pages), config.page_size, config.max_batch, config.prefill_tokens
         )

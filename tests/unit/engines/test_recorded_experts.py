@@ -17,7 +17,7 @@ from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.errors import ModelError
 from kitae.models.policy import Policy
-from kitae.models.routing import Mixture, record_routing, replay_routing
+from kitae.models.routing import RouterShape, record_routing, replay_routing
 from kitae.models.tiny import MIXTURES
 from kitae.types import Chain, Segment
 
@@ -62,7 +62,7 @@ def asked(count: int, *, length: int = 30, samples: int = 3) -> list[Request]:
 
 
 def memory_of(policy: Policy, pages: int) -> float:
-    page = Mixture.of(policy.model).bytes * 8 + 2 * policy.layers * policy.kv_heads * 8 * policy.head_dim * 4
+    page = RouterShape.of(policy.model).bytes * 8 + 2 * policy.layers * policy.kv_heads * 8 * policy.head_dim * 4
     return (pages + 0.01) * page / 2**30
 
 
@@ -248,8 +248,8 @@ def test_a_model_without_experts_is_refused(tiny_policy: TinyPolicy) -> None:
 
 
 def test_many_experts_have_larger_numbers() -> None:
-    assert Mixture(1, 1, 256).dtype == torch.uint8 and Mixture(1, 1, 257).dtype == torch.int16
-    assert Mixture(3, 2, 257).bytes == 12
+    assert RouterShape(1, 1, 256).dtype == torch.uint8 and RouterShape(1, 1, 257).dtype == torch.int16
+    assert RouterShape(3, 2, 257).bytes == 12
 
 
 def test_a_trainer_that_replays_beside_it_leaves_it_alone(tiny_policy: TinyPolicy) -> None:
