@@ -41,12 +41,15 @@ def main(setup: dict[str, Any], stream: socket.socket) -> None:
     import torch
 
     from kitae.models.load import load_policy
+    from kitae.models.routing import routers_of
 
     if setup["threads"] is not None:
         torch.set_num_threads(setup["threads"])
     try:
         columns = ColumnWriter(Path(setup["columns"]), setup["name"]) if setup["columns"] else None
         policy = load_policy(ModelConfig(**setup["model"]))
+        if setup["records_experts"]:
+            routers_of(policy.model)  # or it is refused
     except KitaeError as error:
         stream.sendall(pack_frame({"refused": str(error)}))
         return

@@ -1,0 +1,98 @@
+"""Experts that an engine in its own process tells: those of a plain pass, also after the process was lost."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kitae.engines.base import Completion, Request, SamplingParams
+from kitae.engines.config import EngineConfig
+from kitae.engines.fleet import Fleet
+from kitae.engines.process.engine import ProcessEngine
+from kitae.errors import EngineError
+from kitae.models.config import ModelConfig
+from kitae.models.load import load_policy
+from kitae.models.routing import record_routing
+from kitae.store.columns import Kept
+from kitae.weights.board import EmptyBoard
+
+
+def engine_of(folder: Path, **settings: Any) -> ProcessEngine:
+    model = ModelConfig(path=str(folder), dtype="float32", device="cpu")
+    return ProcessEngine(
+        model, EngineConfig(memory_gb=0.02), EmptyBoard(), threads=1, records_experts=True, **settings
+    )
+
+
+def asked(tokens: int) -> list[Request]:
+    sampling = SamplingParams(temperature=0.8, max_tokens=tokens)
+    return [Request(f"{i}", tuple(range(5, 20 + i)), sampling, i, share=f"{i // 2}", experts_from=3) for i in range(4)]
+
+
+def assert_recorded(folder: Path, requests: list[Request], found: list[Completion]) -> None:
+    policy = load_policy(ModelConfig(path=str(folder), dtype="float32", device="cpu"))
+    for request, done in zip(requests, found, strict=True):
+        with torch.no_grad(), record_routing(policy.model) as record:
+            policy.score(torch.tensor((*request.prompt_tokens, *done.tokens)))
+        assert done.experts is not None and done.experts.dtype == np.uint8
+        np.testing.assert_array_equal(done.experts, record.experts_TLK[3:-1])
+
+
+@pytest.mark.parametrize("filed", [False, True], ids=["told", "filed"])
+def test_they_are_those_of_a_plain_pass(filed: bool, tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """Also where the answers themselves lie in files. What nobody wants is not told."""
+    requests = asked(20)
+
+    async def run() -> tuple[list[Completion], Completion]:
+        engine = engine_of(tiny_folder("qwen3_moe"), columns=tmp_path if filed else None)
+        try:
+            found = await asyncio.gather(*map(engine.generate, requests))
+            return found, await engine.generate(Request("other", (5, 6), SamplingParams(max_tokens=3), 0))
+        finally:
+            await engine.close()
+
+    found, other = asyncio.run(asyncio.wait_for(run(), 100))
+    assert all(isinstance(done.tokens, Kept) == filed for done in found) and other.experts is None
+    assert_recorded(tiny_folder("qwen3_moe"), requests, found)
+
+
+def test_of_a_fleet_one_of_which_is_lost(tiny_folder: Callable[[str], Path]) -> None:
+    """Who goes on with its answers computes them again, and tells of all their positions."""
+    requests = asked(400)
+
+    async def run() -> tuple[list[Completion], int]:
+        engines = [engine_of(tiny_folder("qwen3_moe"), once=True) for _ in range(2)]
+        fleet = Fleet(engines)
+        try:
+            await asyncio.gather(*(engine.start() for engine in engines))
+            running = [asyncio.create_task(fleet.generate(r)) for r in requests]
+            while not any(s.tokens for s in engines[0].progress({}).values()):
+                await asyncio.sleep(0.02)
+            child = engines[0]._current()
+            assert child is not None
+            os.kill(child.post.pid, signal.SIGKILL)
+            return list(await asyncio.gather(*running)), fleet.lost
+        finally:
+            await fleet.close()
+
+    found, lost = asyncio.run(asyncio.wait_for(run(), 100))
+    assert lost == 1
+    assert_recorded(tiny_folder("qwen3_moe"), requests, found)
+
+
+def test_a_model_without_experts_is_refused(tiny_folder: Callable[[str], Path]) -> None:
+    async def run() -> None:
+        engine = engine_of(tiny_folder("llama"))
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineError, match="needs router modules, got LlamaForCausalLM without any"):
+        asyncio.run(asyncio.wait_for(run(), 100))
