@@ -25,9 +25,7 @@ from kitae.weights.board import EmptyBoard
 
 def engine_of(folder: Path, **settings: Any) -> ProcessEngine:
     model = ModelConfig(path=str(folder), dtype="float32", device="cpu")
-    return ProcessEngine(
-        model, EngineConfig(memory_gb=0.02), EmptyBoard(), threads=1, records_experts=True, **settings
-    )
+    return ProcessEngine(model, EngineConfig(memory_gb=0.02), EmptyBoard(), threads=1, records_experts=True, **settings)
 
 
 def asked(tokens: int) -> list[Request]:
