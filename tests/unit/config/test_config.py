@@ -161,6 +161,19 @@ def test_true_is_no_number_in_so_many_words() -> None:
             with_(algorithm={"routing": "old"}, training={"epochs": 2}, cluster={"backend": "local", "ranks": 2}),
             "algorithm.routing = 'old' needs cluster.ranks = 1, got 2",
         ),
+        (
+            with_(algorithm={"routing": "engine"}, cluster={"backend": "local", "ranks": 2, "engines": 1}),
+            "algorithm.routing = 'engine' needs cluster.ranks = 1, got 2",
+        ),
+        (
+            with_(algorithm={"routing": "engine"}, cluster={"backend": "ray", "engines": 1}),
+            "algorithm.routing = 'engine' needs the trainer beside the controller, got cluster.backend = 'ray'",
+        ),
+        (
+            with_(algorithm={"routing": "engine"}, engine=HERE),
+            "algorithm.routing = 'engine' needs Kitae's own engines, which record the experts that they choose, got "
+            "engine.kind = 'vllm'",
+        ),
         (with_(pipeline={"refill": True}), "pipeline.refill replaces dropped groups, but algorithm.filter = 'none'"),
         (with_(engine={"count": 2}), "engine.count must be 1 with engine.kind = 'native', got 2"),
         (with_(engine={"urls": ["http://a:1"]}), "engine.urls needs engine.kind = 'vllm' or 'sglang', got ('http://a:1"),

@@ -1,0 +1,78 @@
+"""The experts that an engine records on a GPU, where its decoding steps are CUDA graphs, and runs that repeat them."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kitae.engines.base import Completion
+from kitae.engines.native.engine import NativeEngine
+from kitae.models.policy import Policy
+from kitae.models.tiny import MIXTURES
+
+sys.path += [str(Path(__file__).parents[1] / part) for part in ("integration", "unit/engines")]
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+TinyPolicy = Callable[..., Policy]
+
+
+@pytest.fixture(autouse=True)
+def _exact_products() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["graphs", "plain"])
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_they_are_those_of_a_plain_pass(architecture: str, fast: bool, tiny_policy: TinyPolicy) -> None:
+    """A graph writes at the places of its own replay: what was written when it was captured is of nobody."""
+    from test_recorded_experts import all_of, asked, assert_recorded, with_engine
+
+    policy, requests = tiny_policy(architecture), asked(6)
+
+    async def twice(engine: NativeEngine) -> list[Completion]:
+        await all_of(engine, requests)
+        found = await all_of(engine, requests)
+        if fast:
+            assert all(step._graph is not None for step in engine.runner._steps.values()), "it is captured"
+        return found
+
+    for request, done in zip(requests, with_engine(policy, twice, fast=fast), strict=True):
+        assert_recorded(policy, request, done)
+
+
+def test_after_preemption(tiny_policy: TinyPolicy) -> None:
+    from test_recorded_experts import all_of, asked, assert_recorded, memory_of, with_engine
+
+    policy, requests = tiny_policy("qwen3_moe"), asked(6, length=50)
+
+    async def crowded(engine: NativeEngine) -> list[Completion]:
+        found = await all_of(engine, requests)
+        assert engine.stats().preemptions > 0, "the cache was not small enough"
+        return found
+
+    found = with_engine(policy, crowded, memory_gb=memory_of(policy, 40), max_batch=9)
+    for request, done in zip(requests, found, strict=True):
+        assert_recorded(policy, request, done)
+
+
+@pytest.mark.parametrize("settings", [(), ("pipeline.max_staleness=1",)], ids=["on-policy", "ahead"])
+def test_a_run_repeats_what_its_engine_chose(
+    settings: tuple[str, ...], tiny_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """In half precision, where engine and trainer would choose apart now and then."""
+    from harness import HERE, rows, run_toy
+
+    common = (
+        f"model.path={tiny_folder('qwen3_moe')}", "model.device=cuda", "model.dtype=bfloat16", "training.steps=4",
+        "eval.prompts=0", f"verifier.name={HERE / 'toy.py'}:any_digit", *settings,
+    )  # fmt: skip
+
+    def steps(routing: str) -> list[dict[str, Any]]:
+        return rows(run_toy(tmp_path / routing, *common, f"algorithm.routing={routing}").folder)
+
+    engine, own = steps("engine"), steps("own")
+    assert 0 < engine[0]["routing_flips"] < 0.2
+    assert engine[0]["logp_gap"] < own[0]["logp_gap"], "the first step samples the same tokens"
