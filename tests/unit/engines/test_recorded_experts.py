@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,12 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kitae.algorithms.groups import experts_of
 from kitae.data.packing import NO_RECORD
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
+from kitae.engines.native.attention import DecodeAttention
+from kitae.engines.native.cache import KVCache
 from kitae.engines.native.engine import NativeEngine
+from kitae.engines.native.runner import ModelRunner
 from kitae.errors import ModelError
 from kitae.models.policy import Policy
 from kitae.models.routing import RouterShape, record_routing, replay_routing
@@ -269,3 +274,32 @@ def test_a_trainer_that_replays_beside_it_leaves_it_alone(tiny_policy: TinyPolic
 
     for request, done in zip(requests, with_engine(policy, beside), strict=True):
         assert_recorded(policy, request, done)
+
+
+class _Ops(TorchDispatchMode):
+    """Counts what is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_is_written_can_be_captured_as_a_graph(tiny_policy: TinyPolicy) -> None:
+    """Tensors into tensors: nothing is read by the host, and no shape depends on a value."""
+    policy = tiny_policy("qwen3_moe")
+    tokens, places = torch.arange(5, 8), (torch.tensor([0, 1, 1]), torch.tensor([2, 0, 3]))
+    found = []
+    for routers in (None, RouterShape.of(policy.model)):
+        cache = KVCache(policy, 0.01, 8, routers)
+        runner = ModelRunner(policy, cache, fast=False)
+        table, lengths = torch.tensor([[0, 1]], dtype=torch.int32).expand(3, 2), torch.tensor([3, 9, 12])
+        with torch.inference_mode(), _Ops() as ops:
+            context = DecodeAttention(cache, table, lengths, None)
+            with runner.recording(*places):
+                policy.hidden(tokens, lengths - 1, context)
+        found.append(ops.seen)
+    assert found[1] - found[0] == {"aten.select.int": 2, "aten.to.dtype": 2, "aten.index_put_.default": 2}
