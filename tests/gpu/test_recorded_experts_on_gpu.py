@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,23 +25,34 @@ def _exact_products() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["graphs", "plain"])
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_they_are_those_of_a_plain_pass(architecture: str, fast: bool, tiny_policy: TinyPolicy) -> None:
-    """A graph writes at the places of its own replay: what was written when it was captured is of nobody."""
     from test_recorded_experts import all_of, asked, assert_recorded, with_engine
 
     policy, requests = tiny_policy(architecture), asked(6)
+    for request, done in zip(requests, with_engine(policy, lambda e: all_of(e, requests), fast=fast), strict=True):
+        assert_recorded(policy, request, done)
 
-    async def twice(engine: NativeEngine) -> list[Completion]:
-        await all_of(engine, requests)
+
+def test_graphs_write_at_the_places_of_each_step(tiny_policy: TinyPolicy) -> None:
+    """In half precision, where the products of experts can be captured; rounding changes a choice now and then."""
+    from test_recorded_experts import all_of, asked, recorded, with_engine
+
+    policy, requests = tiny_policy("qwen3_moe", dtype="bfloat16"), asked(6)
+
+    async def captured(engine: NativeEngine) -> list[Completion]:
         found = await all_of(engine, requests)
-        if fast:
-            assert all(step._graph is not None for step in engine.runner._steps.values()), "it is captured"
+        steps = engine.runner._steps.values()  # type: ignore[attr-defined]
+        assert steps and all(step._graph is not None for step in steps), "it is captured"
         return found
 
-    for request, done in zip(requests, with_engine(policy, twice, fast=fast), strict=True):
-        assert_recorded(policy, request, done)
+    same = []
+    for request, done in zip(requests, with_engine(policy, captured), strict=True):
+        expected = recorded(policy, (*request.prompt_tokens, *done.tokens))
+        assert done.experts is not None and done.experts.shape == expected.shape
+        same.append((np.sort(done.experts) == np.sort(expected)).all(-1)[len(request.prompt_tokens) :].ravel())
+    assert np.concatenate(same).mean() > 0.9
 
 
 def test_after_preemption(tiny_policy: TinyPolicy) -> None:
