@@ -57,7 +57,7 @@ class ProcessEngine:
     cores: the processors it may use (Linux); None: all that this process may use.
     limits: how long the process may take for what.
     columns: a folder that the process and all who read its answers see; it files them there (`kitae.store.columns`),
-    and what comes here is where they lie. None: they come here.
+    and what comes here is where they lie. None: they come here. records_experts: as `NativeEngine` does.
 
     The process starts with `start` or the first use, and then belongs to that event loop. A process that is lost is
     replaced, `_MAX_RESTARTS` times within a minute; after that, as when the process never comes up, every call raises
