@@ -65,7 +65,7 @@ def pace(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def serving(policy: Policy, disk: ColumnWriter) -> AsyncIterator[tuple[serve.Server, Outbox]]:
     publisher, box = MemoryPublisher(), Outbox()
-    setup = {"address": asdict(replace(publisher.address, descriptors=())), "version": 0}
+    setup = {"address": asdict(replace(publisher.address, descriptors=())), "version": 0, "records_experts": False}
     setup["engine"] = EngineConfig(memory_gb=0.05).model_dump()
     server = serve.Server(policy, setup, box, disk)  # type: ignore[arg-type]
     ticks = asyncio.create_task(server.tick())
