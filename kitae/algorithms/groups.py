@@ -318,6 +318,8 @@ def experts_of(chain: Chain) -> ExpertArray | None:
     known = list(chain.routed)
     if not known:
         return None
+    if len(known[0][1]) == chain.length - 1:
+        return known[0][1]
     experts_TLK = np.full((chain.length - 1, *known[0][1].shape[1:]), NO_RECORD, dtype=np.int16)
     for start, own in reversed(known):
         experts_TLK[start : start + len(own)] = own

@@ -79,6 +79,7 @@ TEXT = "CASE r.text WHEN '' THEN filed_text(r.chains) ELSE r.text END"
 LENGTH = "(length(tokens) / 4 + filed_length(chains))"
 """Tokens after the prompt."""
 
+_LAST = "experts"  # column of a rollout
 _CLOSE_LIMIT = 60.0  # seconds for what is still to be written
 _ADD_FATE = "INSERT INTO fates VALUES (?,?,?,?)"
 _ADD_PIECE = "INSERT INTO parked VALUES (?,?,?,?,?,?,?,?,?,?,?)"
@@ -121,6 +122,7 @@ class Journal:
                 self._reader = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
                 self._reader.execute("PRAGMA journal_mode=WAL")
                 self._reader.executescript(_SCHEMA)
+                _check_columns(self._reader, path)
         except sqlite3.Error as error:
             raise _explain(error, path) from error
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -460,12 +462,24 @@ def open_reader(path: Path) -> sqlite3.Connection:
         if not connection.execute("PRAGMA schema_version").fetchone()[0]:  # says now if it is no database
             connection.close()
             raise StoreError(f"{path} is empty: the run ended while it was made")
+        _check_columns(connection, path)
     except sqlite3.Error as error:
         raise _explain(error, path) from error
     files = column_files(path.parent.absolute() / FOLDER)
     connection.create_function("filed_text", 1, lambda chains: filed_text(chains, files), deterministic=True)
     connection.create_function("filed_length", 1, filed_length, deterministic=True)
     return connection
+
+
+def _check_columns(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse a journal whose rows this version cannot read."""
+    names = [name for _, name, *_ in connection.execute("PRAGMA table_info(rollouts)")]
+    if names and names[-1] != _LAST:
+        connection.close()
+        raise StoreError(
+            f"{path} must have rollouts whose last column is {_LAST!r}, got {names[-1]!r}: another version of Kitae "
+            "wrote it, which can read it"
+        )
 
 
 def _commit(connection: sqlite3.Connection, statements: list[Statement]) -> None:

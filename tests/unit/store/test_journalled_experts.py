@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kitae.errors import StoreError
 from kitae.processes.frames import pack_frame, unpack_frame
 from kitae.store.journal import Journal
 from kitae.types import Chain, ExpertArray, FinishReason, Rollout, Segment
@@ -91,3 +92,17 @@ def test_a_frame_is_read_back_from_its_bytes(shapes: list[tuple[str, int, int]])
     for name, values in arrays.items():
         assert found.arrays[name].dtype == values.dtype
         np.testing.assert_array_equal(found.arrays[name], values)
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_journal_without_room_for_them_is_refused(read_only: bool, tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    Journal(path).close()
+    connection = sqlite3.connect(path)
+    connection.execute("ALTER TABLE rollouts DROP COLUMN experts")
+    connection.commit()
+    connection.close()
+    with pytest.raises(
+        StoreError, match="last column is 'experts', got 'transcript': another version of Kitae wrote it"
+    ):
+        Journal(path, read_only=read_only)
