@@ -136,6 +136,12 @@ class AlgorithmConfig(Section):
     sft_coef: float | None = Field(
         None, ge=0, description="S8: weight of −log π of responses whose score is above correct_above; 0: off."
     )
+    router_z_coef: float | None = Field(
+        None, ge=0, description="S8: of a mixture of experts, weight of the square of its routers' log-sum-exp; 0: off."
+    )
+    router_balance_coef: float | None = Field(
+        None, ge=0, description="S8: of a mixture of experts, weight of the term that spreads the load; 0: off."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -297,7 +303,7 @@ class AlgorithmConfig(Section):
 
 _ALWAYS = {
     "preset", "params", "truncation", "filter", "advantage", "whiten", "gate", "correction", "aggregation", "kl_coef",
-    "entropy_coef", "entropy_target", "sft_coef", "routing",
+    "entropy_coef", "entropy_target", "sft_coef", "routing", "router_z_coef", "router_balance_coef",
 }  # fmt: skip
 _NOTHING = ("reference", "none")  # may be said anywhere
 _CRITIC = {"critic_lr", "critic_clip", "critic_warmup"}

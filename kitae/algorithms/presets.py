@@ -87,6 +87,8 @@ BASE: Mapping[str, Any] = {
     "entropy_target": 0.0,
     "entropy_rate": 0.005,
     "sft_coef": 0.0,
+    "router_z_coef": 0.0,
+    "router_balance_coef": 0.0,
 }
 """What every preset starts from. `constant_length` has no default: whoever averages by it must say it."""
 

@@ -128,6 +128,7 @@ class RLConfig(Root):
         yield from rules.exact(self.model, self.engine)
         yield from rules.reference(self.algorithm, self.model)
         yield from rules.routing(self.algorithm, self.training, self.cluster, self.engine)
+        yield from rules.routers(self.algorithm, self.cluster)
         yield from rules.staleness(self.algorithm, self.pipeline)
         yield from rules.taught(self.algorithm, self.method)
         yield from rules.commanded(self.env)

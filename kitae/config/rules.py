@@ -122,6 +122,18 @@ def routing(a: AlgorithmConfig, t: TrainingConfig, c: ClusterConfig, engine: Eng
         )
 
 
+def routers(a: AlgorithmConfig, c: ClusterConfig) -> Iterator[str]:
+    """The terms of a mixture of experts."""
+    for key in ("router_z_coef", "router_balance_coef"):
+        if (value := getattr(a, key)) and (c.ranks > 1 or c.backend == "ray"):
+            yield f"algorithm.{key} must be 0 with ranks (cluster.ranks above 1, or backend 'ray'), got {value:g}"
+    if a.router_balance_coef and a.routing not in ("old", "engine"):
+        yield (
+            f"algorithm.router_balance_coef = {a.router_balance_coef:g} needs algorithm.routing = 'old' or 'engine', "
+            f"which know the experts of a batch before its first update, got {a.routing!r}"
+        )
+
+
 def placed(c: ClusterConfig, engine: EngineConfig, model: ModelConfig, m: MethodConfig) -> Iterator[str]:
     if c.ranks > 1 and engine.kind == "native":
         yield (

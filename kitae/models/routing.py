@@ -116,7 +116,7 @@ def routing_told(routers: list[nn.Module], hear: Callable[[int, Tensor], None]) 
         if threading.get_ident() == thread:
             hear(layer, output[2])
 
-    with _hanging(tell, routers):
+    with hanging(tell, routers):
         yield
 
 
@@ -143,10 +143,10 @@ class RouterLoad:
         thread = threading.get_ident()
 
         def look(layer: int, router: nn.Module, _: Any, output: Any) -> None:
-            if threading.get_ident() == thread and not _in_backward() and _is_routed(output):
+            if threading.get_ident() == thread and not in_backward() and _is_routed(output):
                 self._add(layer, *(x.detach() for x in (output[0], output[2])))
 
-        with _hanging(look, list(filter(is_router, model.modules()))):
+        with hanging(look, list(filter(is_router, model.modules()))):
             yield
 
     def _add(self, layer: int, logits_TE: Tensor, experts_TK: Tensor) -> None:
@@ -199,7 +199,7 @@ def replay_routing(model: nn.Module, experts_TLK: Tensor, load: RouterLoad | Non
             )
         recorded_TK = experts_TLK[:, layer].to(native_TK)
         experts_TK = native_TK.where(recorded_TK == NO_RECORD, recorded_TK)
-        if _in_backward():
+        if in_backward():
             to_recompute.clear()
         else:
             to_recompute.update([layer] if gates_TK.requires_grad else [])
@@ -223,7 +223,7 @@ def _hooked(routers: list[nn.Module], act: Act) -> Iterator[None]:
     thread = threading.get_ident()
 
     def hook(layer: int, router: nn.Module, _: Any, output: Any) -> Any:
-        if not _in_backward():
+        if not in_backward():
             if threading.get_ident() != thread:
                 return output
             if layer in called:
@@ -232,14 +232,14 @@ def _hooked(routers: list[nn.Module], act: Act) -> Iterator[None]:
             _check_output(router, output)
         return act(layer, router, output)
 
-    with _hanging(hook, routers):
+    with hanging(hook, routers):
         yield
     if missed := sorted(set(range(len(routers))) - called):
         raise ModelError(f"a forward pass must call every router, got no call in MoE layers {missed}")
 
 
 @contextmanager
-def _hanging(hook: Callable[[int, nn.Module, Any, Any], Any], routers: list[nn.Module]) -> Iterator[None]:
+def hanging(hook: Callable[[int, nn.Module, Any, Any], Any], routers: list[nn.Module]) -> Iterator[None]:
     """The hook on every router, with the number of its layer."""
     handles = [router.register_forward_hook(partial(hook, layer)) for layer, router in enumerate(routers)]
     try:
@@ -249,7 +249,7 @@ def _hanging(hook: Callable[[int, nn.Module, Any, Any], Any], routers: list[nn.M
             handle.remove()
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """Whether autograd is running on this thread: a forward pass is then a recomputation."""
     return torch._C._current_graph_task_id() != -1
 

@@ -8,6 +8,7 @@ from kitae.algorithms.loss import PolicyLoss
 from kitae.config.root import DistilConfig, RLConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
+from kitae.models.router_terms import RouterCoefficients
 from kitae.models.routing import check_routers
 from kitae.models.scalar import ScalarModel
 from kitae.stages.config import JSD
@@ -74,7 +75,8 @@ def reinforced(
     """A rank that learns from rewards. reference: whether there is one. critic: where values are wanted. divergence:
     that of the teacher, where the stages read it."""
     ranks = ranks or Alone()
-    if algorithm.routing in ("old", "engine"):
+    routers = _routers(algorithm)
+    if routers or algorithm.routing in ("old", "engine"):
         check_routers(policy.model, lambda: policy.score(torch.zeros(2, dtype=torch.long, device=policy.device)))
     updates, warmup = training.minibatches * training.epochs, (algorithm.critic_warmup or 0) if critic else 0
     apart = None
@@ -83,7 +85,8 @@ def reinforced(
         apart = TeacherDivergence(teacher, training, beta=divergence.beta, temperature=divergence.temperature)
     gradient = PolicyGradient(policy, training, temperature, PolicyLoss(algorithm, max_tokens), apart)
     start = Reference(policy, algorithm, training, temperature) if reference else None
-    trained = {Role.POLICY: Trained(gradient, training, ranks, total_updates=(training.steps - warmup) * updates)}
+    total = (training.steps - warmup) * updates
+    trained = {Role.POLICY: Trained(gradient, training, ranks, total_updates=total, routers=routers)}
     if critic is not None:
         assert algorithm.critic_lr is not None and algorithm.critic_clip is not None
         config = training.model_copy(update={"lr": algorithm.critic_lr})
@@ -95,6 +98,11 @@ def reinforced(
             name="critic_",
         )
     return Worker(policy, training, trained, reference=start, teacher=teacher, ranks=ranks)
+
+
+def _routers(a: AlgorithmConfig) -> RouterCoefficients | None:
+    found = RouterCoefficients(a.router_z_coef or 0.0, a.router_balance_coef or 0.0)
+    return found if found.z or found.balance else None
 
 
 def supervised_worker(objective: Objective, training: LearningConfig, ranks: Ranks | None = None) -> Worker:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from kitae.data.packing import Row
-from kitae.models.routing import RouterLoad, record_routing, replay_routing
+from kitae.models.router_terms import RouterCoefficients, RouterTerms, chosen_shares
+from kitae.models.routing import RouterLoad, RouterShape, record_routing, replay_routing
 from kitae.observe.meter import Kind, Meter, Sum, Totals
 from kitae.trainer.base import Conditions, Mark
 from kitae.trainer.config import LearningConfig
@@ -19,12 +20,21 @@ from kitae.types import ExpertArray, FloatArray
 
 
 class Trained:
-    """name: put before the numbers of its optimizer. total_updates: for the schedule of the learning rate."""
+    """name: put before the numbers of its optimizer. total_updates: for the schedule of the learning rate. routers: of
+    the terms for them, where there are any."""
 
     def __init__(
-        self, objective: Objective, config: LearningConfig, ranks: Ranks, *, total_updates: int, name: str = ""
+        self,
+        objective: Objective,
+        config: LearningConfig,
+        ranks: Ranks,
+        *,
+        total_updates: int,
+        name: str = "",
+        routers: RouterCoefficients | None = None,
     ) -> None:
         self.objective = objective
+        self._routers = routers
         self.config = config
         self.name = name
         self._ranks = ranks
@@ -40,18 +50,31 @@ class Trained:
     def forward_backward(self, rows: Iterable[Row], conditions: Conditions) -> Totals:
         """Add the gradient of these rows; the numbers of their tokens."""
         meter, load = Meter(), RouterLoad()
-        policy, tokens = self.objective.policy, 0
+        policy, tokens, rows = self.objective.policy, 0, list(rows)
+        terms = self._terms(rows)
         with training_mode(policy, self.config):
             for row in rows:
                 micro = MicroBatch.of(row, policy.device)
-                with self._routed(micro, load), load.watch(policy.model):
+                with self._routed(micro, load), load.watch(policy.model), terms.watch() if terms else nullcontext():
                     loss = self.objective.loss(micro, conditions, meter) if row.loss_tokens else self._nothing(micro)
+                    if terms and row.loss_tokens:
+                        loss = loss + _added(terms, micro, meter)
                     self._finite.append(loss.detach().isfinite())
                     loss.backward()  # type: ignore[no-untyped-call]
                 tokens += len(row.tokens_T) if row.loss_tokens else 0
         for name, value in load.numbers().items():
             meter.mean(f"{self.name}{name}", value)
         return meter.totals() + Totals.of(Kind.COUNT, **{f"{self.name}train_tokens": tokens})
+
+    def _terms(self, rows: Sequence[Row]) -> RouterTerms | None:
+        """For the passes over all rows of a batch."""
+        if self._routers is None:
+            return None
+        policy = self.objective.policy
+        if not self._routers.balance:
+            return RouterTerms(policy.model, self._routers)
+        f_LE = chosen_shares(rows, RouterShape.of(policy.model)).to(policy.device)
+        return RouterTerms(policy.model, self._routers, f_LE)
 
     def _routed(self, micro: MicroBatch, load: RouterLoad | None = None) -> AbstractContextManager[None]:
         """A pass over it chooses the experts that it says, if it says any. load: hears what it would have chosen."""
@@ -82,6 +105,13 @@ class Trained:
                 found += self.outputs([row])
             experts.append(record.experts_TLK.cpu().numpy())
         return found, experts
+
+
+def _added(terms: RouterTerms, micro: MicroBatch, meter: Meter) -> Tensor:
+    loss, numbers = terms.of(micro.source_N, micro.weight_N)
+    for name, value in numbers.items():
+        meter.total(name, value)
+    return loss
 
 
 def outputs(

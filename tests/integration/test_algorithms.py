@@ -97,7 +97,10 @@ def test_resumed_equals_uninterrupted_with_everything_that_moves(choices: list[s
         assert last["entropy_coef"] > first["entropy_coef"]
 
 
-@pytest.mark.parametrize("settings", [(), ("pipeline.max_staleness=1", "model.lora_rank=4")], ids=["plain", "lora"])
+TERMS = ("algorithm.router_z_coef=0.01", "algorithm.router_balance_coef=0.1")
+
+
+@pytest.mark.parametrize("settings", [TERMS, ("pipeline.max_staleness=1", "model.lora_rank=4")], ids=["terms", "lora"])
 def test_a_mixture_of_experts_is_trained_on_the_experts_of_old(
     settings: tuple[str, ...], tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -110,6 +113,10 @@ def test_a_mixture_of_experts_is_trained_on_the_experts_of_old(
     found = rows(result.folder)
     assert [row["updates"] for row in found] == [2] * 4 and all(row["skipped_updates"] == 0 for row in found)
     assert all(0 < row["router_entropy"] <= 1 and row["expert_load"] >= 1 > row["experts_idle"] for row in found)
+    if settings is TERMS:
+        assert all(row["router_z"] > 0 and 0.9 < row["router_balance"] < 4 for row in found), (
+            "1 is an even load, 4 all on one"
+        )
 
 
 def test_the_greedy_baseline_is_journalled_and_never_trained_on(tmp_path: Path) -> None:

@@ -158,6 +158,15 @@ def test_true_is_no_number_in_so_many_words() -> None:
         ),
         (with_(algorithm={"routing": "old"}), "needs training.minibatches × training.epochs above 1, got 1"),
         (
+            with_(algorithm={"router_balance_coef": 0.01}),
+            "algorithm.router_balance_coef = 0.01 needs algorithm.routing = 'old' or 'engine', which know the experts of "
+            "a batch before its first update, got 'own'",
+        ),
+        (
+            with_(algorithm={"router_z_coef": 0.1}, cluster={"backend": "local", "ranks": 2}),
+            "algorithm.router_z_coef must be 0 with ranks (cluster.ranks above 1, or backend 'ray'), got 0.1",
+        ),
+        (
             with_(algorithm={"routing": "old"}, training={"epochs": 2}, cluster={"backend": "local", "ranks": 2}),
             "algorithm.routing = 'old' needs cluster.ranks = 1, got 2",
         ),
