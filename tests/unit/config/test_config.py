@@ -159,8 +159,8 @@ def test_true_is_no_number_in_so_many_words() -> None:
         (with_(algorithm={"routing": "old"}), "needs training.minibatches × training.epochs above 1, got 1"),
         (
             with_(algorithm={"router_balance_coef": 0.01}),
-            "algorithm.router_balance_coef = 0.01 needs algorithm.routing = 'old' or 'engine', which know the experts of "
-            "a batch before its first update, got 'own'",
+            "algorithm.router_balance_coef = 0.01 needs algorithm.routing = 'old' or 'engine', which know the experts "
+            "of a batch before its first update, got 'own'",
         ),
         (
             with_(algorithm={"router_z_coef": 0.1}, cluster={"backend": "local", "ranks": 2}),
