@@ -412,6 +412,8 @@ def test_an_interrupted_episode_gives_what_the_whole_one_does(moment: int, way: 
         assert episodes.running.episodes == {}
 
     asyncio.run(cut())
+    journal.close()  # what was being written when it was cut is there, or nobody writes it any more
+    journal = Journal(tmp_path / "journal.sqlite")
     before = {t for r in journal.parked(7) for s in r.segments for t in [s.tokens] if s.source == "model"}
     heard.clear()
     engine = Engine()
