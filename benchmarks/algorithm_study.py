@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from kitae.store.journal import Journal
+from findings import sampled_entropy
 
 ROOT = Path(__file__).parent.parent
 DEFAULT = "grpo,reinforce++,raft++,reinforce-rej,reinforce,reinforce-drop-wrong,reinforce-drop-correct"
@@ -67,13 +66,8 @@ def _finished(folder: Path, name: str, steps: int) -> list[dict[str, Any]]:
 
 
 def _with_entropy(rows: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    journal = Journal(folder / "journal.sqlite", read_only=True)
-    surprise: dict[int, list[float]] = {}
-    for group, step, _, _ in journal.groups():
-        for rollout in journal.rollouts(group):
-            surprise.setdefault(step, []).extend(-x for s in rollout.segments for x in s.logprobs)
-    journal.close()
-    return [{**r, "sampled_entropy": float(np.mean(surprise[r["step"]]))} if r["kind"] == "step" else r for r in rows]
+    sampled = sampled_entropy(folder)
+    return [{**r, "sampled_entropy": sampled[r["step"]]} if r["kind"] == "step" else r for r in rows]
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -28,11 +28,10 @@ def _exact_products() -> None:
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_they_are_those_of_a_plain_pass(architecture: str, fast: bool, tiny_policy: TinyPolicy) -> None:
-    from test_recorded_experts import all_of, asked, assert_recorded, with_engine
+    from test_recorded_experts import all_of, asked, assert_all_recorded
 
-    policy, requests = tiny_policy(architecture), asked(6)
-    for request, done in zip(requests, with_engine(policy, lambda e: all_of(e, requests), fast=fast), strict=True):
-        assert_recorded(policy, request, done)
+    requests = asked(6)
+    assert_all_recorded(tiny_policy(architecture), requests, lambda e: all_of(e, requests), fast=fast)
 
 
 def test_graphs_write_at_the_places_of_each_step(tiny_policy: TinyPolicy) -> None:
@@ -56,18 +55,9 @@ def test_graphs_write_at_the_places_of_each_step(tiny_policy: TinyPolicy) -> Non
 
 
 def test_after_preemption(tiny_policy: TinyPolicy) -> None:
-    from test_recorded_experts import all_of, asked, assert_recorded, memory_of, with_engine
+    from test_recorded_experts import assert_recorded_in_a_crowd
 
-    policy, requests = tiny_policy("qwen3_moe"), asked(6, length=50)
-
-    async def crowded(engine: NativeEngine) -> list[Completion]:
-        found = await all_of(engine, requests)
-        assert engine.stats().preemptions > 0, "the cache was not small enough"
-        return found
-
-    found = with_engine(policy, crowded, memory_gb=memory_of(policy, 40), max_batch=9)
-    for request, done in zip(requests, found, strict=True):
-        assert_recorded(policy, request, done)
+    assert_recorded_in_a_crowd(tiny_policy("qwen3_moe"))
 
 
 @pytest.mark.parametrize("settings", [(), ("pipeline.max_staleness=1",)], ids=["on-policy", "ahead"])

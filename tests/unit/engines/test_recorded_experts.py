@@ -27,6 +27,7 @@ from kitae.models.tiny import MIXTURES
 from kitae.types import Chain, Segment
 
 TinyPolicy = Callable[..., Policy]
+Use = Callable[[NativeEngine], Coroutine[Any, Any, Any]]
 
 
 def recorded(policy: Policy, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -42,7 +43,7 @@ def assert_recorded(policy: Policy, request: Request, done: Completion) -> None:
     np.testing.assert_array_equal(done.experts, expected)
 
 
-def with_engine(policy: Policy, use: Callable[[NativeEngine], Coroutine[Any, Any, Any]], **settings: Any) -> Any:
+def with_engine(policy: Policy, use: Use, **settings: Any) -> Any:
     async def run() -> Any:
         config = EngineConfig(**{"memory_gb": 0.01, "page_size": 8, **settings})
         engine = NativeEngine(policy, config, records_experts=True)
@@ -88,13 +89,31 @@ async def all_of(engine: NativeEngine, requests: Sequence[Request]) -> list[Comp
     return list(await asyncio.gather(*(engine.generate(r) for r in requests)))
 
 
+def assert_all_recorded(policy: Policy, requests: Sequence[Request], use: Use, **settings: Any) -> None:
+    """Of what an engine with these settings gives to who uses it."""
+    for request, done in zip(requests, with_engine(policy, use, **settings), strict=True):
+        assert_recorded(policy, request, done)
+
+
+def assert_recorded_in_a_crowd(policy: Policy) -> None:
+    """With a cache that is too small for all at once."""
+    requests = asked(6, length=50)
+
+    async def crowded(engine: NativeEngine) -> list[Completion]:
+        assert engine.cache.pages == 40
+        found = await all_of(engine, requests)
+        assert engine.stats().preemptions > 0, "the cache was not small enough"
+        return found
+
+    assert_all_recorded(policy, requests, crowded, memory_gb=memory_of(policy, 40), max_batch=9)
+
+
 @pytest.mark.parametrize("settings", [{}, {"fast": False}, {"page_size": 1}, {"max_batch": 2}], ids=str)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_they_are_those_of_a_plain_pass(architecture: str, settings: dict[str, Any], tiny_policy: TinyPolicy) -> None:
     """Also of prompts that several samples share, at the borders of pages."""
-    policy, requests = tiny_policy(architecture), asked(6)
-    for request, done in zip(requests, with_engine(policy, lambda e: all_of(e, requests), **settings), strict=True):
-        assert_recorded(policy, request, done)
+    requests = asked(6)
+    assert_all_recorded(tiny_policy(architecture), requests, lambda e: all_of(e, requests), **settings)
 
 
 def test_a_plain_pass_chooses_by_the_token(tiny_policy: TinyPolicy) -> None:
@@ -106,17 +125,7 @@ def test_a_plain_pass_chooses_by_the_token(tiny_policy: TinyPolicy) -> None:
 
 
 def test_after_preemption(tiny_policy: TinyPolicy) -> None:
-    policy, requests = tiny_policy("qwen3_moe"), asked(6, length=50)
-
-    async def crowded(engine: NativeEngine) -> list[Completion]:
-        assert engine.cache.pages == 40
-        found = await all_of(engine, requests)
-        assert engine.stats().preemptions > 0, "the cache was not small enough"
-        return found
-
-    found = with_engine(policy, crowded, memory_gb=memory_of(policy, 40), max_batch=9)
-    for request, done in zip(requests, found, strict=True):
-        assert_recorded(policy, request, done)
+    assert_recorded_in_a_crowd(tiny_policy("qwen3_moe"))
 
 
 def test_freed_and_computed_again(tiny_policy: TinyPolicy) -> None:
@@ -131,9 +140,7 @@ def test_freed_and_computed_again(tiny_policy: TinyPolicy) -> None:
         await engine.resume()
         return list(await asyncio.gather(*running))
 
-    found = with_engine(policy, paused, keep_cache=False)
-    for request, done in zip(requests, found, strict=True):
-        assert_recorded(policy, request, done)
+    assert_all_recorded(policy, requests, paused, keep_cache=False)
 
 
 def test_parked_and_continued(tiny_policy: TinyPolicy) -> None:
