@@ -132,6 +132,30 @@ def test_a_prompt_is_computed_once_for_all_who_share(tiny_policy: TinyPolicy) ->
     assert with_engine(tiny_policy(), use) == (3 * 37, 37)
 
 
+def test_a_prompt_is_not_shared_with_who_came_before_an_update(tiny_policy: TinyPolicy) -> None:
+    """Of another group too, while the first one still samples with what it computed."""
+    prompt = tuple(range(3, 40))
+    policy = tiny_policy()
+    requests = [Request(key, prompt, SamplingParams(max_tokens=60), 7, share=key) for key in ("a", "b")]
+
+    async def use(engine: NativeEngine) -> tuple[Completion, int]:
+        first = asyncio.create_task(engine.generate(requests[0]))
+        while not any(s.versions for s in engine.in_flight()):
+            await asyncio.sleep(0.001)
+        with torch.no_grad():
+            policy.head.weight.neg_()  # type: ignore[union-attr]
+        await engine.update_weights(WeightUpdate(1))
+        assert not first.done()
+        second = await engine.generate(requests[1])
+        await first
+        return second, engine.stats().prompt_tokens
+
+    found, computed = with_engine(policy, use)
+    alone = with_engine(policy, lambda e: e.generate(requests[1]))
+    assert computed == 2 * 37 and set(found.versions) == {1}
+    assert found.tokens == alone.tokens
+
+
 def test_a_free_slot_is_refilled_at_once(tiny_policy: TinyPolicy) -> None:
     """Continuous batching: while a long sequence runs, short ones come and go in the other slot."""
     finished: list[str] = []
