@@ -26,13 +26,14 @@ from typing import Any
 
 import numpy as np
 
+from kitae.models.upcycle import upcycle
 from kitae.observe.plots import load_pyplot
 from kitae.store.journal import Journal
 from kitae.store.run import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
 BASE = ("pipeline.refill=false", "eval.prompts=256", "eval.every=20", "checkpoint.every=1000", "training.steps=80")
-NUMBERS = ("reward", "entropy", "grad_norm", "logp_gap", "kl_k1", "samples_trained")
+NUMBERS = ("reward", "entropy", "grad_norm", "logp_gap", "kl_k1", "samples_trained", "routing_flips")
 BLOCK = 5  # steps that a line of the table is the mean of
 STUDENT = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}  # 97.5 % points, by number of seeds
 
@@ -68,7 +69,7 @@ CLAIMS = {
     "c": Claim(
         "trained on few prompts, whitening over the batch carries over to harder ones better",
         presets("grpo", "reinforce++", "reinforce++-baseline"),
-        ("data.params.low=10", "data.params.high=16", *HARDER),
+        ("data.params.low=10", "data.params.high=16", "eval.prompts=20", *HARDER),
     ),
     "k": Claim(
         "k2 and k3 as a KL term",
@@ -109,6 +110,15 @@ CLAIMS = {
         presets("grpo", "gspo", "gspo-token", "cispo"),
         (*REUSE, "training.epochs=2"),
     ),
+    "m": Claim(
+        "mixtures: replay of the routing is needed off-policy, ratios of sequences do without",
+        {
+            f"{preset}, {name}": (f"algorithm.preset={preset}", f"algorithm.routing={routing}")
+            for preset in ("grpo", "gspo")
+            for name, routing in (("no replay", "own"), ("R2", "old"), ("R3", "engine"))
+        },
+        (*REUSE, "training.epochs=2", "training.lr=1e-5", "model.path={folder}/mixture"),
+    ),
 }  # fmt: skip
 
 
@@ -146,7 +156,8 @@ def settings_of(claim: Claim, label: str, arguments: argparse.Namespace) -> list
 def place(claim: Claim, label: str, seed: int, arguments: argparse.Namespace) -> Path:
     """The folder of a run: claims that want the same run find the same one."""
     last = dict(text.partition("=")[::2] for text in settings_of(claim, label, arguments))
-    name = "_".join(f"{key.rpartition('.')[2]}={value}" for key, value in sorted(last.items()) if key not in DULL)
+    short = {key.rpartition(".")[2]: value.rpartition("/")[2] for key, value in sorted(last.items()) if key not in DULL}
+    name = "_".join(f"{key}={value}" for key, value in short.items())
     return arguments.folder / f"{''.join(c if c.isalnum() or c in '=._-' else '-' for c in name)}_{seed}"
 
 
@@ -159,6 +170,8 @@ def make(wanted: Iterable[str], arguments: argparse.Namespace) -> None:
         '[model]\npath = "smollm2-135m"\n[data]\ntask = "sort"\nparams = { count = 4 }\n[verifier]\nname = "exact"\n'
         "[sampling]\nmax_tokens = 16\n[eval]\nprompts = 256\n"
     )
+    if "m" in wanted and not (arguments.folder / "mixture").exists():
+        upcycle("smollm2-135m", arguments.folder / "mixture", experts=4, top_k=2, noise=0.05)
     todo: dict[Path, list[str]] = {}
     for seed in range(arguments.seeds):
         for letter in wanted:
@@ -285,6 +298,8 @@ MEASURES = {
     "entropy, 2nd quarter": lambda run: part(run, "entropy", 0.25, 0.5),
     "entropy, last quarter": lambda run: part(run, "entropy", 0.75, 1),
     "largest gradient": lambda run: max(points(run, "grad_norm")[1], default=np.nan),
+    "gap of log-probs, last quarter": lambda run: part(run, "logp_gap", 0.75, 1),
+    "routing flips": lambda run: part(run, "routing_flips", 0, 1),
 }
 
 
