@@ -3,10 +3,12 @@
     python benchmarks/findings.py --folder runs/f [--claims a,b] [--seeds 5] [--jobs 12] [--set training.lr=1e-5]
     python benchmarks/findings.py                        draw and tell what docs/findings.csv has
 
-A claim is a few variants of `kitae train sort`, each with the same seeds, so that they see the same prompts. Runs that
-are finished already are not repeated; a run that two claims want is made once. Writes docs/findings.csv, a line for
-every five steps of each run, and from it a picture docs/findings_a.png and a table for each claim: mean over seeds, and
-the difference to the first variant, seed by seed, with its 95 % interval (Student's t).
+A claim is a few variants of `kitae train sort`, each with the same seeds, so that they see the same prompts. A run that
+two claims want is made once. What a run told goes into its folder as `lines.json`, and its weights are removed: a
+hundred of them would fill a disk. A run that has told is not repeated, and none whose lines the table has already.
+Writes docs/findings.csv, a line for every five steps of each run, and from it a picture docs/findings_a.png and a table
+for each claim: mean over seeds, and the difference to the first variant, seed by seed, with its 95 % interval
+(Student's t).
 
 Entropy is the mean of −log μ over all sampled tokens, from the journal: the metric `entropy` is that of the tokens that
 are trained on, which methods choose differently.
@@ -14,7 +16,9 @@ are trained on, which methods choose differently.
 
 import argparse
 import csv
+import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -113,11 +117,12 @@ CLAIMS = {
     "m": Claim(
         "mixtures: replay of the routing is needed off-policy, ratios of sequences do without",
         {
-            f"{preset}, {name}": (f"algorithm.preset={preset}", f"algorithm.routing={routing}")
-            for preset in ("grpo", "gspo")
-            for name, routing in (("no replay", "own"), ("R2", "old"), ("R3", "engine"))
+            "grpo, no replay": ("algorithm.preset=grpo",),
+            "grpo, R2": ("algorithm.preset=grpo", "algorithm.routing=old"),
+            "grpo, R3": ("algorithm.preset=grpo", "algorithm.routing=engine"),
+            "gspo, no replay": ("algorithm.preset=gspo",),
         },
-        (*REUSE, "training.epochs=2", "training.lr=1e-5", "model.path={folder}/mixture"),
+        (*REUSE, "training.epochs=2", "training.lr=1e-5", "training.steps=60", "model.path={folder}/mixture"),
     ),
 }  # fmt: skip
 
@@ -172,23 +177,26 @@ def make(wanted: Iterable[str], arguments: argparse.Namespace) -> None:
     )
     if "m" in wanted and not (arguments.folder / "mixture").exists():
         upcycle("smollm2-135m", arguments.folder / "mixture", experts=4, top_k=2, noise=0.05)
+    known = {(line["claim"], line["variant"], int(line["seed"])) for line in read_lines(arguments.table)}
     todo: dict[Path, list[str]] = {}
     for seed in range(arguments.seeds):
         for letter in wanted:
             for label in CLAIMS[letter].variants:
-                folder = place(CLAIMS[letter], label, seed, arguments)
-                todo[folder] = [*settings_of(CLAIMS[letter], label, arguments), f"run.seed={seed}"]
+                if (letter, label, seed) not in known:
+                    folder = place(CLAIMS[letter], label, seed, arguments)
+                    todo[folder] = [*settings_of(CLAIMS[letter], label, arguments), f"run.seed={seed}"]
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(lambda item: run(*item), todo.items()))
 
 
 def run(folder: Path, settings: Sequence[str]) -> None:
     """`run.dir` is the folder: it holds the one run."""
-    if finished(folder):
+    if (folder / "lines.json").exists():
         return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     program = [sys.executable, "-c", "from kitae.cli.main import run; run()", "train", "sort"]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    folder.mkdir(exist_ok=True)
     with (folder / "log").open("w") as log:
         done = subprocess.run(
             [*program, *settings, f"run.dir={folder}", "run.name=run"],
@@ -197,34 +205,36 @@ def run(folder: Path, settings: Sequence[str]) -> None:
             stderr=log,
             env=environment,
         )
-    print(f"{folder.name}: {'done' if not done.returncode else f'failed, see {folder}/log'}", file=sys.stderr)
-
-
-def finished(folder: Path) -> Path | None:
-    """The newest run in a folder that has come to its end."""
-    for path in sorted(folder.glob("run-[0-9][0-9][0-9]"), reverse=True):
-        if (path / "model").exists():
-            return path
-    return None
+    if done.returncode:
+        print(f"{folder.name}: failed, see {folder}/log", file=sys.stderr)
+        return
+    (folder / "lines.json").write_text(json.dumps(blocks(folder / "run-001")))
+    for weights in ("model", "checkpoints"):
+        shutil.rmtree(folder / "run-001" / weights)
+    print(f"{folder.name}: done", file=sys.stderr)
 
 
 # From runs to a table.
 
 
 def collect(wanted: Iterable[str], arguments: argparse.Namespace) -> None:
-    lines = []
+    found: dict[tuple[str, str, int], list[dict[str, Any]]] = defaultdict(list)
+    for line in read_lines(arguments.table):
+        found[line["claim"], line["variant"], int(line["seed"])].append(line)
     for letter in wanted:
         for label in CLAIMS[letter].variants:
             for seed in range(arguments.seeds):
-                if found := finished(place(CLAIMS[letter], label, seed, arguments)):
-                    lines += [{"claim": letter, "variant": label, "seed": seed, **line} for line in blocks(found)]
-    old = read_lines(arguments.table) if arguments.table.exists() else []
-    kept = [line for line in old if line["claim"] not in {new["claim"] for new in lines}]
+                told = place(CLAIMS[letter], label, seed, arguments) / "lines.json"
+                if told.exists():
+                    lines = json.loads(told.read_text())
+                    found[letter, label, seed] = [
+                        {"claim": letter, "variant": label, "seed": seed, **line} for line in lines
+                    ]
     with arguments.table.open("w", encoding="utf-8", newline="") as file:
         columns = ("claim", "variant", "seed", "step", *NUMBERS, "held_out", "harder")
         writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
-        writer.writerows([*kept, *lines])
+        writer.writerows(line for key in sorted(found) for line in found[key])
 
 
 def blocks(run: Path) -> list[dict[str, Any]]:
@@ -263,6 +273,8 @@ Runs = dict[int, list[dict[str, str]]]  # by seed, the lines of a run
 
 
 def read_lines(table: Path) -> list[dict[str, str]]:
+    if not table.exists():
+        return []
     with table.open(encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
