@@ -1,13 +1,15 @@
 """Rollout speed of the native engine on one GPU, against what the hardware allows.
 
-    python benchmarks/gpu_rollouts.py [--path fused] [--profile] [--repeats 2]
+    python benchmarks/gpu_rollouts.py [--path fused] [--profile] [--repeats 2] [--mixture --layers 8]
 
-A model of the shape of Qwen2.5-1.5B in bfloat16 with random weights: speed does not depend on their values. Sampling at
+A model of the shape of Qwen2.5-1.5B in bfloat16 with random weights: speed does not depend on their values. With
+`--mixture` the shape is that of Qwen3-30B-A3B: 128 experts, of which each token takes 8. Sampling at
 temperature 1, with the log-prob of every token. Workloads: `group`, 64 prompts of 128 tokens × 8 samples × 512 tokens;
 `ragged`, the same prompts with log-normal response lengths from 16 to 2,048; `one`, a single sequence of 256 tokens.
 
 The floor is the time in which one step's matrix products can run at 774 TFLOP/s or their weights be read at 4.2 TB/s,
-whichever takes longer, plus the time to read keys and values: measured rates of an H200, see docs/performance.md.
+whichever takes longer, plus the time to read keys and values: measured rates of an H200, see docs/performance.md. Of a
+mixture only experts that some token takes are read, as many as independent, even choices give.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import time
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
 
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
@@ -35,11 +37,24 @@ def qwen_policy(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, layer
         intermediate_size=8960, max_position_embeddings=32768, tie_word_embeddings=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )  # fmt: skip
+    return _policy(config, device, dtype, "qwen2.5-1.5b shape")
+
+
+def mixture_policy(layers: int = 48, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Policy:
+    config = Qwen3MoeConfig(
+        vocab_size=151936, hidden_size=2048, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4,
+        head_dim=128, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+        max_position_embeddings=32768, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    return _policy(config, device, dtype, "qwen3-30b-a3b shape")
+
+
+def _policy(config: Any, device: str, dtype: torch.dtype, name: str) -> Policy:
     attention.register()
     with torch.device(device):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
-    return Policy(model.eval(), None, "qwen2.5-1.5b shape")
+    return Policy(model.eval(), None, name)
 
 
 Workload = list[tuple[int, tuple[int, ...], int]]  # prompt number, prompt, tokens wanted
@@ -60,13 +75,19 @@ def floor(work: Workload, policy: Policy) -> float:
     """Seconds that the hardware needs at least."""
     config: Any = policy.base.config
     embedding = config.vocab_size * config.hidden_size
-    total = sum(p.numel() for p in policy.base.parameters())  # the embedding is tied: it is the head as well
+    total = sum(p.numel() for p in policy.base.parameters())
+    if not config.tie_word_embeddings:
+        total -= embedding  # rows of it are looked up; if it is tied, it is the head as well
+    mixed = sum(p.numel() for name, p in policy.base.named_parameters() if ".experts." in name)
+    taken = config.num_experts_per_tok / config.num_experts if mixed else 1.0
+    active = total - mixed * (1 - taken)
     per_token = 2 * policy.layers * policy.kv_heads * policy.head_dim * 2
     unique = {p: len(prompt) for p, prompt, _ in work}
-    seconds = 2 * (total - embedding) * sum(unique.values()) / FLOPS
+    seconds = 2 * (active - embedding) * sum(unique.values()) / FLOPS
     for step in range(1, max(n for *_, n in work)):  # the first token comes with the prompt
         seen = [len(prompt) + step for _, prompt, n in work if n > step]
-        seconds += max(2 * total * len(seen) / FLOPS, 2 * total / BYTES) + sum(seen) * per_token / BYTES
+        read = total - mixed * (1 - taken) ** len(seen)
+        seconds += max(2 * active * len(seen) / FLOPS, 2 * read / BYTES) + sum(seen) * per_token / BYTES
     return seconds
 
 
@@ -127,8 +148,10 @@ def main() -> None:
         help="fused: the default; modules: graphs of the model's own modules; plain: neither kernels nor graphs.",
     )
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--mixture", action="store_true")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
     args = parser.parse_args()
-    policy = qwen_policy()
+    policy = mixture_policy(args.layers or 48) if args.mixture else qwen_policy(layers=args.layers or 28)
     if args.path != "plain":
         fuse(policy.model, policy.device, policy.dtype)
     print(torch.cuda.get_device_name(), "torch", torch.__version__)

@@ -16,6 +16,7 @@ from kitae.kernels.base import LayerKernels, ModuleKernels
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.memory import lay_together
 from kitae.models.attention import masked_attention
+from kitae.models.routing import is_router
 
 
 def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
@@ -54,7 +55,7 @@ def _fuse_mlp(module: Any, kernels: ModuleKernels) -> bool:
     parts = ("gate_proj", "up_proj", "down_proj", "act_fn")
     if not all(hasattr(module, part) for part in parts) or not isinstance(module.gate_proj, nn.Module):
         return False
-    if not isinstance(module.act_fn, nn.SiLU) and type(module.act_fn).__name__ != "SiLUActivation":
+    if not _is_silu(module.act_fn):
         return False
 
     def forward(self: Any, x: Tensor) -> Any:
@@ -150,11 +151,8 @@ def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:
     return True
 
 
-_PARTS = {
-    "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
-    "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
-    "mlp": {"gate_proj", "up_proj", "down_proj", "act_fn"},
-}
+_LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_NORMS = {"q_norm", "k_norm"}
 
 
 def is_llama_layer(layer: Any) -> bool:
@@ -162,22 +160,50 @@ def is_llama_layer(layer: Any) -> bool:
 
     Queries and keys may have norms. What it computes besides, a probe must tell.
     """
-    for part, names in _PARTS.items():
-        module = getattr(layer, part, None) if part else layer
-        if module is None or {n for n, _ in module.named_children()} - {"q_norm", "k_norm"} != names:
-            return False
-    attn, mlp = layer.self_attn, layer.mlp
-    linear = [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return _is_llama_but_for_mlp(layer) and _is_gated(layer.mlp)
+
+
+def is_mixture_layer(layer: Any) -> bool:
+    """The same with experts for an MLP (Mixtral, Qwen3-MoE): a router that is a product and a softmax, gated SiLU."""
+    return _is_llama_but_for_mlp(layer) and _is_mixture(layer.mlp)
+
+
+def _is_llama_but_for_mlp(layer: Any) -> bool:
+    if _children(layer) != _LAYER or _children(layer.self_attn) - _NORMS != {"q_proj", "k_proj", "v_proj", "o_proj"}:
+        return False
+    attn = layer.self_attn
+    linear = [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj]
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
-    norms += [getattr(attn, n) for n in ("q_norm", "k_norm") if hasattr(attn, n)]
+    norms += [getattr(attn, n) for n in _NORMS if hasattr(attn, n)]
     return (
         _are_plain(*linear)
-        and all(m.bias is None for m in linear[3:])
+        and attn.o_proj.bias is None
         and len({m.bias is None for m in linear[:3]}) == 1
         and all(map(is_rms_norm, norms))
         and len(norms) in (2, 4)
-        and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
     )
+
+
+def _is_gated(mlp: Any) -> bool:
+    if _children(mlp) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
+        return False
+    linear = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    return _are_plain(*linear) and all(m.bias is None for m in linear) and _is_silu(mlp.act_fn)
+
+
+def _is_mixture(mlp: Any) -> bool:
+    if _children(mlp) != {"gate", "experts"} or not is_router(mlp.gate):
+        return False
+    weights = [{name for name, _ in part.named_parameters()} for part in (mlp.gate, mlp.experts)]
+    return weights == [{"weight"}, {"gate_up_proj", "down_proj"}] and _is_silu(getattr(mlp.experts, "act_fn", None))
+
+
+def _children(module: Any) -> set[str]:
+    return {name for name, _ in module.named_children()}
+
+
+def _is_silu(function: Any) -> bool:
+    return type(function).__name__ in ("SiLU", "SiLUActivation")
 
 
 def is_rms_norm(module: Any) -> bool:

@@ -43,6 +43,51 @@ def test_products_of_a_few_rows(rows: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_the_largest_gates_of_a_softmax(dtype: torch.dtype, renormalise: bool) -> None:
+    from kitae.kernels.cuda import experts
+
+    logits = torch.randn(70, 60, device="cuda").to(dtype)
+    gates, chosen = experts.route(logits, 6, renormalise)
+    expected = logits.float().softmax(-1).topk(6).values
+    torch.testing.assert_close(gates, expected / expected.sum(-1, keepdim=True) if renormalise else expected)
+    assert all(len(set(row)) == 6 for row in chosen.tolist())
+    again = logits.float().softmax(-1).gather(1, chosen.long())
+    torch.testing.assert_close(again, expected, msg="ties may be chosen otherwise, but weigh the same")
+
+
+def test_logits_that_are_not_finite_choose_experts_that_exist() -> None:
+    from kitae.kernels.cuda import experts
+
+    logits = torch.full((4, 60), float("nan"), device="cuda")
+    chosen = experts.route(logits, 6, True)[1]
+    assert chosen.min() >= 0 and chosen.max() < 60
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "count", "top"), [(1, 4, 2), (3, 128, 8), (40, 4, 2), (40, 128, 8), (700, 5, 3), (3000, 16, 4)]
+)
+def test_products_of_experts(tokens: int, count: int, top: int, dtype: torch.dtype) -> None:
+    """Alone, sorted, with experts that nobody chose, and in blocks of every size."""
+    from kitae.kernels.cuda import decoding, experts
+
+    width, inner = 200, 144
+    x = torch.randn(tokens, width, device="cuda", dtype=dtype)
+    gate_up = torch.randn(count, 2 * inner, width, device="cuda", dtype=dtype) / 14
+    down = torch.randn(count, width, inner, device="cuda", dtype=dtype) / 12
+    logits = torch.randn(tokens, count, device="cuda", dtype=dtype)
+    logits[:, 1] = -30
+    gates, chosen = experts.route(logits, top, True)
+    expected = torch.zeros(top, tokens, width, device="cuda")
+    for expert in range(count):
+        token, slot = (chosen == expert).nonzero(as_tuple=True)
+        made = decoding.swiglu(x[token] @ gate_up[expert].t()) @ down[expert].t() if len(token) else x[token]
+        expected[slot, token] = made.float() * gates[token, slot, None]
+    close(experts.mix(x, gates, chosen, gate_up, down), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("how", ["plain", "window", "softcap", "sinks"])
 def test_attention_over_pages(dtype: torch.dtype, splits: int, how: str) -> None:

@@ -14,11 +14,12 @@ from torch import Tensor
 from kitae.engines.native.attention import ExactAttention, PrefillAttention
 from kitae.engines.native.cache import KVCache
 from kitae.engines.native.decoding import Decoding
-from kitae.engines.native.fused import AttentionSettings, FusedDecoder
+from kitae.engines.native.fused import AttentionSettings, FusedDecoder, Hear
 from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Admission
 from kitae.kernels.cpu import amx, ops
 from kitae.models.attention import AttentionContext
+from kitae.models.fuse import is_llama_layer
 from kitae.models.policy import Policy
 
 log = logging.getLogger("kitae")
@@ -101,6 +102,8 @@ class PackedDecoder(FusedDecoder):
     @classmethod
     def covers(cls, policy: Policy) -> bool:
         decoder: Any = policy.decoder
+        if not all(map(is_llama_layer, decoder.layers)):
+            return False
         inner = decoder.layers[0].mlp.down_proj.weight.shape[1]
         depths = policy.head.weight.shape[1], policy.heads * policy.head_dim, inner
         return amx.fits(*depths, head_dim=policy.head_dim)
@@ -153,7 +156,14 @@ class PackedDecoder(FusedDecoder):
         self._packed_head.fill([self._head.weight.detach()])
         self.stale = False
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, context: AttentionContext) -> Tensor:
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        context: AttentionContext,
+        hear: Hear | None = None,
+    ) -> Tensor:
         x = self._begin(tokens_T)
         for i, layer in enumerate(self.layers):
             how = layer.attention

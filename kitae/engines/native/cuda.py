@@ -94,7 +94,8 @@ class CudaRunner(ModelRunner):
             return super()._prompt_states(tokens_T, positions_T, context)
         context.stored = True
         slots_T = context.page_of_T * self.cache.page_size + context.slot_of_T
-        return self.decoder.hidden(tokens_T, positions_T, slots_T, context)
+        write = self.writer(context.page_of_T, context.slot_of_T)
+        return self.decoder.hidden(tokens_T, positions_T, slots_T, context, write)
 
     def _sample(self, logits: Tensor, sequences: list[Decoding]) -> Result:
         """First tokens: the same kernels as in a step, on rows that are uploaded later."""
@@ -248,16 +249,16 @@ class _Step:
         tokens_B, positions_B, slots_B, lengths_B = decoding.begin(
             state, table, cache.page_size, cache.pages * cache.page_size
         )
+        places = slots_B // cache.page_size, slots_B % cache.page_size
         context: _PagedAttention | ExactAttention
         if policy.exact:
-            places = slots_B // cache.page_size, slots_B % cache.page_size
             context = ExactAttention(cache, Reach.of_last(table, lengths_B, cache.page_size), *places)
         else:
             context = _PagedAttention(cache, table, lengths_B, slots_B, stored=runner.decoder is not None)
         if runner.decoder is not None:
-            hidden = runner.decoder.hidden(tokens_B, positions_B, slots_B, context)
+            hidden = runner.decoder.hidden(tokens_B, positions_B, slots_B, context, runner.writer(*places))
         else:
-            with runner.recording(slots_B // cache.page_size, slots_B % cache.page_size):
+            with runner.recording(*places):
                 hidden = policy.hidden(tokens_B, positions_B, context)
         logits = runner.logits[:batch]
         if policy.transform == HeadTransform() and not policy.exact and getattr(policy.head, "bias", None) is None:

@@ -1,8 +1,9 @@
 """The decoder of the Llama family on the kernels of `kitae.kernels.cuda.decoding`, reading the policy's own parameters.
 
 Covered: RMSNorm before attention and MLP, rotary, grouped queries, optional biases and norms of queries and keys,
-gated SiLU MLP (Llama, Mistral, Qwen2, Qwen3, SmolLM2, …). `FusedDecoder.of` returns None for anything else, and for a
-model whose own forward pass does not agree with this one on a probe.
+gated SiLU MLP (Llama, Mistral, Qwen2, Qwen3, SmolLM2, …) or experts of that kind (Mixtral, Qwen3-MoE).
+`FusedDecoder.of` returns None for anything else, and for a model whose own forward pass does not agree with this one on
+a probe.
 
 The weights of q, k and v, and those of gate and up, lie next to each other, so that one matrix product computes all of
 them: they are moved if that was not done when the model was loaded. The parameters stay what they are for everybody
@@ -10,7 +11,7 @@ else, views of the common memory, and the trainer computes the same bits whereve
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,14 @@ from torch import Tensor, nn
 from kitae.engines.native.cache import KVCache
 from kitae.kernels.memory import lay_together
 from kitae.models.attention import AttentionContext, causal_mask, masked_attention
-from kitae.models.fuse import is_llama_layer, is_rms_norm
+from kitae.models.fuse import is_llama_layer, is_mixture_layer, is_rms_norm
 from kitae.models.policy import Policy
 
 log = logging.getLogger("kitae")
 
 _PROBE = 24  # tokens
+
+Hear = Callable[[int, Tensor], None]  # (number among the layers that mix experts, experts_TK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,19 @@ class AttentionSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class _Choice:
+    """How a layer chooses experts; number: among those that do."""
+
+    number: int
+    weight: Tensor
+    top_k: int
+    renormalise: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Layer:
+    """choice: None in a dense layer; else gate_up and down are those of all experts."""
+
     attention: AttentionSettings
     before_attention: Tensor
     qkv: Tensor
@@ -47,6 +62,7 @@ class _Layer:
     norms: tuple[Tensor, Tensor, float] | None
     out: Tensor
     before_mlp: Tensor
+    choice: _Choice | None
     gate_up: Tensor
     down: Tensor
     eps: tuple[float, float]
@@ -69,7 +85,7 @@ class FusedDecoder:
                 return None
             trash = torch.full_like(positions, cache.pages * cache.page_size)
             got = fused.hidden(tokens, positions, trash, _Recorder(positions))
-            gap = ((got - expected).float().norm() / expected.float().norm()).item()
+            gap = _gap(got.float(), expected.float(), mixture=any(layer.choice is not None for layer in fused.layers))
         if not gap < (1e-3 if policy.dtype == torch.float32 else 0.1):
             log.warning("%s: the fused decoder differs from the model (%.2g), so it is not used", policy.source, gap)
             return None
@@ -86,15 +102,27 @@ class FusedDecoder:
         self.cache = cache
         self.embedding: Tensor = decoder.embed_tokens.weight
         self.norm: tuple[Tensor, float] = decoder.norm.weight, decoder.norm.variance_epsilon
-        self.layers = [_layer(layer, how) for layer, how in zip(decoder.layers, attentions, strict=True)]
+        self.layers: list[_Layer] = []
+        for layer, how in zip(decoder.layers, attentions, strict=True):
+            self.layers.append(_layer(layer, how, mixing=sum(known.choice is not None for known in self.layers)))
         reach = min(policy.max_context, cache.pages * cache.page_size) + 1  # an ended row may stand one past the end
         positions = torch.arange(reach, device=policy.device)[None]
         with torch.no_grad():
             cos, sin = decoder.rotary_emb(torch.empty(0, dtype=policy.dtype, device=policy.device), positions)
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, context: AttentionContext) -> Tensor:
-        """Last hidden states `[T, H]`. Keys and values go to `slots_T` of the cache before the context is asked."""
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        context: AttentionContext,
+        hear: Hear | None = None,
+    ) -> Tensor:
+        """Last hidden states `[T, H]`. Keys and values go to `slots_T` of the cache before the context is asked.
+
+        hear: is told the experts that each layer chooses.
+        """
         from kitae.kernels.cuda import decoding  # needs Triton
 
         x = nn.functional.embedding(tokens_T, self.embedding)
@@ -114,15 +142,40 @@ class FusedDecoder:
             mixed = mixed.reshape(len(x), -1)
             pending = decoding.product_in_parts(mixed, layer.out) if few else torch.mm(mixed, layer.out.t())
             x, normed = decoding.rms_norm(x, pending, layer.before_mlp, layer.eps[1])
-            if few:
+            if layer.choice is not None:
+                pending = _mix(layer, layer.choice, normed, hear)
+            elif few:
                 pending = decoding.product_in_parts(decoding.gated_product(normed, layer.gate_up), layer.down)
             else:
                 pending = torch.mm(decoding.swiglu(torch.mm(normed, layer.gate_up.t())), layer.down.t())
         return decoding.rms_norm(x, pending, *self.norm)[1]
 
 
-def _layer(layer: Any, how: AttentionSettings) -> _Layer:
+def _mix(layer: _Layer, choice: _Choice, x_TH: Tensor, hear: Hear | None) -> Tensor:
+    from kitae.kernels.cuda import experts
+
+    logits_TE = torch.mm(x_TH, choice.weight.t())
+    gates_TK, experts_TK = experts.route(logits_TE, choice.top_k, choice.renormalise)
+    if hear is not None:
+        hear(choice.number, experts_TK)
+    return experts.mix(x_TH, gates_TK, experts_TK, layer.gate_up, layer.down)
+
+
+def _gap(got: Tensor, expected: Tensor, mixture: bool) -> float:
+    """Between hidden states `[T, H]`. In a mixture, of most tokens: some may choose another expert by a hair."""
+    if not mixture:
+        return float((got - expected).norm() / expected.norm())
+    size_T = expected.norm(dim=-1).clamp(min=1e-6)  # that of a padding token may be 0
+    return float(((got - expected).norm(dim=-1) / size_T).median())
+
+
+def _layer(layer: Any, how: AttentionSettings, mixing: int) -> _Layer:
+    """mixing: how many layers before this one mix experts."""
     attn, mlp = layer.self_attn, layer.mlp
+    choice = None
+    if is_mixture_layer(layer):
+        router = mlp.gate
+        choice = _Choice(mixing, router.weight, int(router.top_k), bool(getattr(router, "norm_topk_prob", True)))
     qkv = [attn.q_proj, attn.k_proj, attn.v_proj]
     norms = None
     if hasattr(attn, "q_norm"):
@@ -135,8 +188,9 @@ def _layer(layer: Any, how: AttentionSettings) -> _Layer:
         norms=norms,
         out=attn.o_proj.weight,
         before_mlp=layer.post_attention_layernorm.weight,
-        gate_up=lay_together([mlp.gate_proj.weight, mlp.up_proj.weight]),
-        down=mlp.down_proj.weight,
+        choice=choice,
+        gate_up=mlp.experts.gate_up_proj if choice else lay_together([mlp.gate_proj.weight, mlp.up_proj.weight]),
+        down=mlp.experts.down_proj if choice else mlp.down_proj.weight,
         eps=(layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon),
     )
 
@@ -165,4 +219,6 @@ def _known(policy: Policy) -> bool:
         return False
     if getattr(decoder.rotary_emb, "rope_type", None) in ("dynamic", "longrope"):  # these depend on the length
         return False
-    return is_rms_norm(getattr(decoder, "norm", None)) and all(is_llama_layer(layer) for layer in decoder.layers)
+    return is_rms_norm(getattr(decoder, "norm", None)) and all(
+        is_llama_layer(layer) or is_mixture_layer(layer) for layer in decoder.layers
+    )

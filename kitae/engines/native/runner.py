@@ -110,18 +110,23 @@ class ModelRunner:
             return self.policy.hidden(tokens_B, last_B, context)
 
     def recording(self, page_T: Tensor, slot_T: Tensor) -> AbstractContextManager[None]:
-        """Around a pass: writes the experts of its tokens beside their keys and values, where the cache has them.
+        """Around a pass of the policy's modules: `writer` hears of their experts."""
+        write = self.writer(page_T, slot_T)
+        return nullcontext() if write is None else routing_told(self._routers, write)
+
+    def writer(self, page_T: Tensor, slot_T: Tensor) -> Callable[[int, Tensor], None] | None:
+        """Writes the experts of tokens beside their keys and values, layer by layer; None where the cache has no place.
 
         Tensors into tensors at places on the device: a graph that is captured meanwhile writes whenever it is replayed.
         """
         experts = self.cache.experts
         if experts is None:
-            return nullcontext()
+            return None
 
         def write(layer: int, experts_TK: Tensor) -> None:
             experts.select(2, layer)[page_T, slot_T] = experts_TK.to(experts.dtype)
 
-        return routing_told(self._routers, write)
+        return write
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         return self.policy.logits(hidden_BH)

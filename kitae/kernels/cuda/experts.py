@@ -1,0 +1,158 @@
+"""Triton kernels for mixtures of experts in the decoding step, and tensor-level doors to them.
+
+A pair is a token and one of its experts; pair p = t · K + k. Few pairs read the weights of their experts each for
+itself. Many are sorted by expert first, and blocks of pairs with the same expert share one read. Nothing waits for the
+device, so a step can be captured as a graph. Legend: T tokens, K experts of each, P = T · K pairs, E experts, H width
+of the model, I of an expert.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_ALONE = 2  # pairs for each expert up to which sorting does not pay: two of them rarely meet
+
+
+@triton.jit
+def _route(
+    logits, gates, experts, E: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+):  # fmt: skip
+    """The K largest of softmax(logits) and their numbers, one program a token: softmax, top-k, division, conversion.
+
+    K passes over a row that stays in registers. Of equal ones the first is taken.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    value = tl.load(logits + row * E + column, mask=column < E, other=float("-inf")).to(tl.float32)
+    p = tl.exp(value - tl.max(value, 0))
+    p = p / tl.sum(p, 0)
+    p = tl.where(column < E, p, -1.0)
+    slot = tl.arange(0, SLOTS)
+    gate = tl.zeros([SLOTS], tl.float32)
+    expert = tl.zeros([SLOTS], tl.int32)
+    for k in tl.static_range(K):
+        best = tl.max(p, 0)
+        where = tl.minimum(tl.min(tl.where(p == best, column, WIDTH), 0), E - 1)  # not a number: somewhere inside
+        gate = tl.where(slot == k, best, gate)
+        expert = tl.where(slot == k, where, expert)
+        p = tl.where(column == where, -1.0, p)
+    if RENORMALISE:
+        gate = gate / tl.sum(gate, 0)
+    tl.store(gates + row * K + slot, gate, mask=slot < K)
+    tl.store(experts + row * K + slot, expert, mask=slot < K)
+
+
+def route(logits_TE: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+    """Gates `[T, K]` in float32 and experts `[T, K]` in int32: the largest of a softmax over all experts.
+
+    renormalise: the gates of a token add up to 1.
+    """
+    rows, experts = logits_TE.shape
+    gates_TK = torch.empty(rows, top_k, dtype=torch.float32, device=logits_TE.device)
+    experts_TK = torch.empty(rows, top_k, dtype=torch.int32, device=logits_TE.device)
+    _route[(rows,)](
+        logits_TE, gates_TK, experts_TK, E=experts, WIDTH=triton.next_power_of_2(experts), K=top_k,
+        SLOTS=triton.next_power_of_2(top_k), RENORMALISE=renormalise, num_warps=1,
+    )  # fmt: skip
+    return gates_TK, experts_TK
+
+
+@triton.jit
+def _expert_product(
+    x, weight, experts, order, ends, gates, out, tokens, N, K,
+    E: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr, SORTED: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A row of x for each pair, times the weight of its expert.
+
+    Grid (blocks of pairs, blocks of BLOCK_N columns). SORTED: a block is up to BLOCK_P pairs of one expert, in the
+    order of `order`; which, it finds in `ends`, where the pairs of each expert end. Otherwise a block is one pair,
+    padded to a tile. Both halves of a layer of experts are this kernel:
+
+    GATED: x are the tokens, the weight is gate and up; swiglu of the product goes to a row for each pair, in the order
+    of the blocks. Otherwise x are these rows; the product, times the gate of its pair, goes to `[TOP, tokens, N]`.
+    """
+    block = tl.program_id(0)
+    lane = tl.arange(0, BLOCK_P)
+    if SORTED:
+        number = tl.arange(0, WIDTH)
+        end_of = tl.load(ends + number, mask=number < E, other=0)
+        start_of = tl.load(ends + number - 1, mask=(number > 0) & (number < E), other=0)
+        blocks_of = tl.where(number < E, tl.cdiv(end_of - start_of, BLOCK_P), 0)
+        until = tl.cumsum(blocks_of, 0)
+        expert = tl.sum((until <= block).to(tl.int32), 0)
+        mine = number == expert
+        before = tl.sum(tl.where(mine, until - blocks_of, 0), 0)
+        place = tl.sum(tl.where(mine, start_of, 0), 0) + (block - before) * BLOCK_P + lane
+        real = place < tl.sum(tl.where(mine, end_of, 0), 0)
+        pair = tl.load(order + place, mask=real, other=0).to(tl.int64)
+        depth = tl.where(block < tl.max(until, 0), K, 0)  # the last blocks have nothing to do
+    else:
+        expert = tl.load(experts + block)
+        place = block + lane
+        real = lane < 1
+        pair = place.to(tl.int64)
+        depth = K
+    source = pair // TOP if GATED else place.to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < N
+    halves = 2 if GATED else 1
+    base = weight + expert.to(tl.int64) * halves * N * K
+    total = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
+    total_up = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
+    for start in range(0, depth, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        a = tl.load(x + source[:, None] * K + k[None, :], mask=real[:, None] & (k < K)[None, :], other=0.0)
+        line = column.to(tl.int64)[:, None] * K + k[None, :]
+        seen = inside[:, None] & (k < K)[None, :]
+        total += tl.dot(a, tl.trans(tl.load(base + line, mask=seen, other=0.0)), input_precision="ieee")
+        if GATED:
+            up = tl.load(base + N.to(tl.int64) * K + line, mask=seen, other=0.0)
+            total_up += tl.dot(a, tl.trans(up), input_precision="ieee")
+    kind = x.dtype.element_ty
+    mask = real[:, None] & inside[None, :]
+    if GATED:
+        gate = total.to(kind).to(tl.float32)
+        act = (gate * tl.sigmoid(gate)).to(kind).to(tl.float32) * total_up.to(kind).to(tl.float32)
+        tl.store(out + place.to(tl.int64)[:, None] * N + column[None, :], act.to(kind), mask=mask)
+    else:
+        share = tl.load(gates + pair, mask=real, other=0.0)
+        value = total.to(kind).to(tl.float32) * share[:, None]
+        target = (pair % TOP) * tokens + pair // TOP
+        tl.store(out + target[:, None] * N + column[None, :], value.to(out.dtype.element_ty), mask=mask)
+
+
+def mix(x_TH: Tensor, gates_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """What the experts of each token make of it, times their gates, `[K, T, H]`: parts that `rms_norm` adds up.
+
+    gate_up `[E, 2 I, H]`, down `[E, H, I]`, as transformers keeps them.
+    """
+    (tokens, top), (experts, width, inner) = experts_TK.shape, down.shape
+    pairs, flat = tokens * top, experts_TK.view(-1)
+    share = pairs > _ALONE * experts
+    order, ends = _by_expert(flat, experts) if share else (flat, flat)
+    rows = min(128, max(16, triton.next_power_of_2(pairs // experts))) if share else 16
+    blocks = min(pairs, experts) + pairs // rows if share else pairs
+    act = torch.empty(pairs, inner, dtype=x_TH.dtype, device=x_TH.device)
+    out = torch.empty(top, tokens, width, dtype=x_TH.dtype if share else torch.float32, device=x_TH.device)
+
+    def product(x: Tensor, weight: Tensor, out: Tensor, n: int, k: int, *, gated: bool, columns: int) -> None:
+        _expert_product[(blocks, triton.cdiv(n, columns))](
+            x, weight, flat, order, ends, gates_TK, out, tokens, n, k, E=experts,
+            WIDTH=triton.next_power_of_2(experts), TOP=top, SORTED=share, GATED=gated, BLOCK_P=rows, BLOCK_N=columns,
+            BLOCK_K=64, num_warps=8 if rows == 128 else 4, num_stages=3 if rows == 128 else 4,
+        )  # fmt: skip
+
+    # Few pairs: narrow blocks, so that every multiprocessor has something to read.
+    product(x_TH, gate_up, act, inner, width, gated=True, columns=64 if pairs > 16 else 32)
+    product(act, down, out, width, inner, gated=False, columns=128 if rows >= 64 else 64)
+    return out
+
+
+def _by_expert(experts_P: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Pairs in the order of their experts, and where those of each expert end."""
+    found_P, order_P = experts_P.sort()
+    numbers = torch.arange(experts, dtype=found_P.dtype, device=found_P.device)
+    return order_P, torch.searchsorted(found_P, numbers, right=True, out_int32=True)
