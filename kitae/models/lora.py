@@ -1,5 +1,7 @@
 """LoRA through peft: adapters live inside the same modules, so engine and trainer need no second path."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kitae.errors import ModelError
@@ -15,35 +17,57 @@ if TYPE_CHECKING:
 def add_lora(model: Any, config: ModelConfig) -> Any:
     """Freeze the model and add adapters; they are fp32 parameters of their own and take part in both uses.
 
-    Experts of a mixture get none: they are no layers, so "all-linear" leaves them out, and to name them is refused.
+    Experts and routers of a mixture get none: they are no layers, so "all-linear" leaves them out, and to name them is
+    refused.
     """
     peft = import_peft()
+    mixture = any(map(is_router, model.modules()))
     lora = peft.LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
-        target_modules=_targets(model, config.lora_targets),
+        target_modules=_layers(model, config.lora_targets) if mixture else _targets(config.lora_targets),
         task_type="CAUSAL_LM",
         bias="none",
     )
     try:
-        adapted = peft.get_peft_model(model, lora)
+        with _of_no_kind(model.config) if mixture else nullcontext():
+            return peft.get_peft_model(model, lora)
     except ValueError as error:
         raise ModelError(f"model.lora_targets {config.lora_targets!r}: {error}") from error
-    if any(type(module).__name__ == "ParamWrapper" for module in adapted.modules()):
+
+
+def _targets(given: str) -> str | list[str]:
+    """As peft wants them."""
+    return given if given == "all-linear" else _names(given)
+
+
+def _names(given: str) -> list[str]:
+    return [name.strip() for name in given.split(",")]
+
+
+def _layers(mixture: Any, given: str) -> list[str]:
+    """The full names of the linear layers that are meant."""
+    head = mixture.get_output_embeddings()
+    layers = {name: module for name, module in mixture.named_modules() if _is_linear(module)}
+    if given == "all-linear":
+        return [name for name, module in layers.items() if module is not head]
+    wanted = {name: [layer for layer in layers if f".{layer}".endswith(f".{name}")] for name in _names(given)}
+    if missing := [name for name, found in wanted.items() if not found]:
         raise ModelError(
-            f"model.lora_targets must name linear layers, got {config.lora_targets!r}, which names experts"
+            f"model.lora_targets must name linear layers, which experts and routers are not, got {', '.join(missing)!r}"
         )
-    return adapted
+    return sorted({layer for found in wanted.values() for layer in found})
 
 
-def _targets(model: Any, given: str) -> Any:
-    """As peft wants them. With "all-linear" it adapts experts too, which a pass then changes while it runs."""
-    if given != "all-linear":
-        return [name.strip() for name in given.split(",")]
-    if not any(map(is_router, model.modules())):
-        return given
-    head = model.get_output_embeddings()
-    return [name for name, module in model.named_modules() if _is_linear(module) and module is not head]
+@contextmanager
+def _of_no_kind(config: Any) -> Iterator[None]:
+    """Where it knows the kind of a mixture, peft takes gate_proj, up_proj and down_proj for the experts that had these
+    names once, also where they are layers: of a dense block, or of an expert that all tokens share."""
+    kind, config.model_type = config.model_type, ""
+    try:
+        yield
+    finally:
+        config.model_type = kind
 
 
 def _is_linear(module: Any) -> bool:
