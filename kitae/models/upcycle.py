@@ -8,10 +8,12 @@ which are chosen.
 """
 
 import argparse
+import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kitae.errors import ModelError
+from kitae.errors import KitaeError, ModelError
 from kitae.models.load import find_model, written_whole
 from kitae.models.quiet import quiet_transformers
 
@@ -26,7 +28,7 @@ _SAME = (
 
 
 def upcycle(path: str, folder: Path, *, experts: int = 4, top_k: int = 2, noise: float = 0.0, seed: int = 0) -> Path:
-    """Write a Mixtral of the Llama at `path` to `folder`, with its tokenizer.
+    """Write a Mixtral of the Llama at `path` to `folder`, which must be new or empty, with its tokenizer.
 
     noise: of the weights of each expert, relative to their deviation.
     """
@@ -35,8 +37,10 @@ def upcycle(path: str, folder: Path, *, experts: int = 4, top_k: int = 2, noise:
 
     if not 1 <= top_k <= experts:
         raise ModelError(f"top_k must be from 1 to the number of experts, {experts}, got {top_k}")
-    if noise < 0:
-        raise ModelError(f"noise must be at least 0, got {noise:g}")
+    if not 0 <= noise < math.inf:
+        raise ModelError(f"noise must be a finite number of at least 0, got {noise:g}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ModelError(f"the mixture must go into a new or empty folder, got {folder}")
     source = find_model(path)
     assert source is not None
     _check(AutoConfig.from_pretrained(source), path)
@@ -93,10 +97,11 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--noise", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    print(
-        upcycle(given.model, given.folder, experts=given.experts, top_k=given.top_k, noise=given.noise, seed=given.seed)
-    )
+    given = vars(parser.parse_args())
+    try:
+        print(upcycle(given.pop("model"), given.pop("folder"), **given))
+    except KitaeError as error:
+        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A mixture made of a dense model computes what that does, as long as its experts are alike."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.routing import RouterLoad, record_routing
-from kitae.models.upcycle import upcycle
+from kitae.models.upcycle import main, upcycle
 
 TinyFolder = Callable[[str], Path]
 TOKENS = torch.arange(5, 45)
@@ -62,8 +63,20 @@ def test_what_cannot_be_made_is_refused(tiny_folder: TinyFolder, tmp_path: Path)
     dense = str(tiny_folder("llama"))
     with pytest.raises(ModelError, match="top_k must be from 1 to the number of experts, 4, got 5"):
         upcycle(dense, tmp_path / "a", top_k=5)
-    with pytest.raises(ModelError, match="noise must be at least 0, got -1"):
-        upcycle(dense, tmp_path / "b", noise=-1)
+    for noise in (-1, math.nan, math.inf):
+        with pytest.raises(ModelError, match=f"noise must be a finite number of at least 0, got {noise:g}"):
+            upcycle(dense, tmp_path / "b", noise=noise)
     with pytest.raises(ModelError, match=r"only a Llama without biases can be upcycled, got .* \(qwen2\)"):
         upcycle(str(tiny_folder("qwen2")), tmp_path / "c")
     assert not any(tmp_path.iterdir())
+
+
+def test_what_somebody_keeps_in_a_folder_stays(
+    tiny_folder: TinyFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for folder in (tmp_path, tmp_path / "notes.txt"):
+        monkeypatch.setattr("sys.argv", ["upcycle", str(tiny_folder("llama")), str(folder)])
+        with pytest.raises(SystemExit, match=f"error: the mixture must go into a new or empty folder, got {folder}"):
+            main()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
