@@ -190,6 +190,12 @@ class AlgorithmConfig(Section):
         """What the functions of a stage declare, as far as that is known without executing a user's file."""
         return STAGES[stage].traits(getattr(self, stage))
 
+    @property
+    def of_mixtures(self) -> str:
+        """What only a mixture of experts can do: `"algorithm.routing = 'engine'"`; empty: nothing of that is asked."""
+        keys = ("routing", "router_z_coef", "router_balance_coef")
+        return next((f"algorithm.{key} = {x!r}" for key in keys if (x := getattr(self, key)) and x != "own"), "")
+
     def _contradictions(self) -> Iterable[str]:
         advantage, ratio, gate = (self.traits(stage) for stage in ("advantage", "ratio", "gate"))
         if self.dual_clip and self.clip_high is not None and self.dual_clip <= 1 + self.clip_high:

@@ -202,6 +202,26 @@ def check_model(config: ModelConfig, *, reward: bool = False) -> Path:
     return folder
 
 
+def check_mixture(config: ModelConfig, setting: str) -> None:
+    """Refuse a setting for mixtures of experts where the model is none, as far as that is known without its weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from kitae.models.routing import is_router, routers_of
+
+    folder = find_model(config.path, download=False)
+    if folder is None or not (folder / "config.json").is_file():
+        return
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
+    if not any(map(is_router, model.modules())):
+        raise ModelError(f"{setting} needs a mixture of experts, got {config.path!r} ({type(model).__name__})")
+    routers_of(model)
+
+
 def _load_tokenizer(path: str, folder: Path) -> Any:
     from transformers import AutoTokenizer
 

@@ -75,8 +75,7 @@ def reinforced(
     """A rank that learns from rewards. reference: whether there is one. critic: where values are wanted. divergence:
     that of the teacher, where the stages read it."""
     ranks = ranks or Alone()
-    routers = _routers(algorithm)
-    if routers or algorithm.routing in ("old", "engine"):
+    if algorithm.of_mixtures:
         check_routers(policy.model, lambda: policy.score(torch.zeros(2, dtype=torch.long, device=policy.device)))
     updates, warmup = training.minibatches * training.epochs, (algorithm.critic_warmup or 0) if critic else 0
     apart = None
@@ -86,7 +85,7 @@ def reinforced(
     gradient = PolicyGradient(policy, training, temperature, PolicyLoss(algorithm, max_tokens), apart)
     start = Reference(policy, algorithm, training, temperature) if reference else None
     total = (training.steps - warmup) * updates
-    trained = {Role.POLICY: Trained(gradient, training, ranks, total_updates=total, routers=routers)}
+    trained = {Role.POLICY: Trained(gradient, training, ranks, total_updates=total, routers=_routers(algorithm))}
     if critic is not None:
         assert algorithm.critic_lr is not None and algorithm.critic_clip is not None
         config = training.model_copy(update={"lr": algorithm.critic_lr})

@@ -223,6 +223,20 @@ def test_dry_run_says_what_would_happen_and_makes_nothing(
     assert (config.training.steps, config.model.path, config.run.name) == (3, str(model), "quickstart")
 
 
+@pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["train", "dry-run"])
+@pytest.mark.parametrize("setting", ["algorithm.routing = 'engine'", "algorithm.router_z_coef = 0.1"])
+def test_settings_for_experts_are_refused_with_a_model_that_has_none(
+    setting: str, more: tuple[str, ...], cli: Cli, tmp_path: Path, tiny_folder: Callable[[str], Path]
+) -> None:
+    """Before its weights are loaded, and before there is a run folder."""
+    given = setting.replace(" ", "").replace("'", "")
+    dense, mixture = tiny_folder("llama"), tiny_folder("mixtral")
+    result = cli("train", "quickstart", given, f"model.path={dense}", *more)
+    assert failure(result) == f"{setting} needs a mixture of experts, got '{dense}' (LlamaForCausalLM)"
+    assert list(tmp_path.iterdir()) == []
+    assert cli("train", "quickstart", given, f"model.path={mixture}", "--dry-run").status == 0
+
+
 def test_dry_run_of_a_model_that_is_not_here(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KITAE_CACHE", str(tmp_path / "cache"))
     result = cli("train", "quickstart", "model.path=tiny", "--dry-run")
