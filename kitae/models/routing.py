@@ -129,13 +129,15 @@ def check_routers(model: nn.Module, forward: Callable[[], object]) -> None:
 class RouterLoad:
     """What the routers of a model do in some forward passes, `with load.watch(model): …` around each of them.
 
-    Routers of other kinds than those above are not looked at. Legend: L layers that mix experts, E experts of each.
+    Of routers whose gates come from no softmax of what they return first, the load alone; those that return anything
+    else than (logits, gates, experts) are not looked at. Legend: L layers that mix experts, E experts of each.
     """
 
     def __init__(self) -> None:
         self._tokens: Counter[int] = Counter()  # by layer
         self._counts_E: dict[int, Tensor] = {}  # tokens that each expert got
         self._spread: dict[int, Tensor] = {}  # Σ over tokens of the softmax's entropy, over that of an even one
+        self._softmax: list[Tensor] = []  # whether the gates of a pass come from one
         self._replayed: list[Tensor] = []  # choices of a record, and how many of them the router would not have made
 
     @contextmanager
@@ -144,7 +146,9 @@ class RouterLoad:
 
         def look(layer: int, router: nn.Module, _: Any, output: Any) -> None:
             if threading.get_ident() == thread and not in_backward() and _is_routed(output):
-                self._add(layer, *(x.detach() for x in (output[0], output[2])))
+                logits_TE, _, experts_TK = routed = _detached(output)
+                self._softmax.append(_from_softmax(routed))
+                self._add(layer, logits_TE, experts_TK)
 
         with hanging(look, list(filter(is_router, model.modules()))):
             yield
@@ -164,15 +168,17 @@ class RouterLoad:
         self._replayed.append(torch.stack((known_T.sum(), other_T.sum())))
 
     def numbers(self) -> dict[str, Tensor]:
-        """Means over layers: of the routers' entropy, 1 where all experts are equally likely; of the load of the
-        busiest expert, 1 where all have the same; and the share of experts without any token. Of choices that were
-        repeated, the share that the routers would have made otherwise. {}: nothing was seen."""
+        """Means over layers: of the routers' entropy, 1 where all experts are equally likely, if their gates come from
+        a softmax; of the load of the busiest expert, 1 where all have the same; and the share of experts without any
+        token. Of choices that were repeated, the share that the routers would have made otherwise. {}: nothing was
+        seen."""
         if not self._tokens:
             return {}
         known, other = torch.stack(self._replayed).sum(0).double() if self._replayed else (None, None)
         counts_LE = torch.stack([*self._counts_E.values()]).double()
+        spread_L = torch.stack([s / self._tokens[layer] for layer, s in self._spread.items()])
         return {
-            "router_entropy": torch.stack([s / self._tokens[layer] for layer, s in self._spread.items()]).mean(),
+            **({"router_entropy": spread_L.mean()} if torch.stack(self._softmax).all() else {}),
             "expert_load": (counts_LE.amax(-1) / counts_LE.mean(-1)).mean(),
             "experts_idle": (counts_LE == 0).double().mean(),
             **({} if known is None else {"routing_flips": other / known.clamp(min=1)}),
@@ -276,20 +282,36 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
 
 def _is_routed(output: Any) -> bool:
     """Whether it is (logits, gates, experts)."""
-    if not (isinstance(output, tuple) and len(output) == 3 and output[1].shape == output[2].shape):
+    if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output)):
         return False
-    return output[0].ndim == 2 and not output[2].is_floating_point()
+    logits, gates, experts = output
+    return logits.ndim == experts.ndim == 2 and gates.shape == experts.shape and not experts.is_floating_point()
 
 
 def _check_output(router: nn.Module, output: Any) -> None:
     """Refuse a router whose gates are not what `_gates` makes of its logits and experts."""
     if not _is_routed(output):
         raise _unknown(router)
-    logits_TE, gates_TK, experts_TK = (x.detach() for x in output)
-    rounding = max(1e-5, torch.finfo(gates_TK.dtype).eps)
-    again_TK = _gates(router, logits_TE, experts_TK).to(gates_TK)
-    if not torch.allclose(again_TK, gates_TK, rtol=0, atol=rounding, equal_nan=True):
+    logits_TE, gates_TK, experts_TK = _detached(output)
+    if not _close(_gates(router, logits_TE, experts_TK).to(gates_TK), gates_TK).all():
         raise _unknown(router)
+
+
+def _from_softmax(routed: Routed) -> Tensor:
+    """Whether gates are to each other as a softmax of the logits; on the device, nothing waits for it."""
+    logits_TE, gates_TK, experts_TK = routed
+    shares_TK = gates_TK / gates_TK.sum(-1, keepdim=True)
+    return _close(replayed_gates(logits_TE, experts_TK, True).to(gates_TK), shares_TK).all()
+
+
+def _close(a: Tensor, b: Tensor) -> Tensor:
+    """But for rounding."""
+    return torch.isclose(a, b, rtol=0, atol=max(1e-5, torch.finfo(b.dtype).eps), equal_nan=True)
+
+
+def _detached(routed: Routed) -> Routed:
+    logits_TE, gates_TK, experts_TK = routed
+    return logits_TE.detach(), gates_TK.detach(), experts_TK
 
 
 def _unknown(router: nn.Module) -> ModelError:

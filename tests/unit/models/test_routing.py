@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from kitae.errors import ModelError
-from kitae.models.routing import NO_RECORD, record_routing, replay_routing, replayed_gates
+from kitae.models.routing import NO_RECORD, RouterLoad, record_routing, replay_routing, replayed_gates
 
 EXAMPLE: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "algorithm_examples.json").read_text())[
     "routing"
@@ -271,31 +271,44 @@ def test_an_error_inside_is_not_hidden() -> None:
         raise ZeroDivisionError
 
 
-@pytest.mark.parametrize(
-    ("name", "extra"),
-    [
-        (
-            "DeepseekV3Config",
-            {
-                "n_routed_experts": EXPERTS,
-                "n_group": 1,
-                "topk_group": 1,
-                "first_k_dense_replace": 0,
-                "num_key_value_heads": 4,
-                "q_lora_rank": 8,
-                "kv_lora_rank": 8,
-            },
-        ),
-        (
-            "JambaConfig",
-            {"attn_layer_period": 1, "attn_layer_offset": 0, "expert_layer_period": 1, "expert_layer_offset": 0},
-        ),
-    ],
-)
+OTHER_GATES: list[tuple[str, dict[str, Any]]] = [
+    (
+        "DeepseekV3Config",
+        {
+            "n_routed_experts": EXPERTS,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "num_key_value_heads": 4,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 8,
+        },
+    ),
+    (
+        "JambaConfig",
+        {"attn_layer_period": 1, "attn_layer_offset": 0, "expert_layer_period": 1, "expert_layer_offset": 0},
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "extra"), OTHER_GATES)
 def test_routers_with_other_gates_are_refused(name: str, extra: dict[str, Any]) -> None:
     model = make_model(name, **extra)
     with pytest.raises(ModelError, match=r"gates from a softmax, got .*Router"), record_routing(model):
         logp(model, tokens_of(12))
+
+
+def test_entropy_is_told_of_a_softmax_alone_and_the_load_in_any_case() -> None:
+    def told(model: Any) -> set[str]:
+        load = RouterLoad()
+        with load.watch(model):
+            logp(model, tokens_of(12))
+        return set(load.numbers())
+
+    sigmoid, unnormalised = (make_model(name, **extra) for name, extra in OTHER_GATES)
+    assert told(sigmoid) == {"expert_load", "experts_idle"}
+    assert told(unnormalised) == {"router_entropy", "expert_load", "experts_idle"}
+    assert all(told(shared_model(family)) == told(unnormalised) for family in FAMILIES)
 
 
 def test_models_without_known_routers_are_refused() -> None:
