@@ -285,6 +285,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
 
         make_exact(policy)
         check(policy)
+    policy.check_layers()
     policy.check_head()
     return policy
 

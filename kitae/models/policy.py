@@ -117,6 +117,23 @@ class Policy(torch.nn.Module):
             logp_TV = self.logits(hidden_TH[:-1]).float().log_softmax(-1)
         return logp_TV.gather(1, tokens_T[1:, None])[:, 0]
 
+    def check_layers(self) -> None:
+        """Raise if a layer does without attention: what carries its state from token to token would carry it from one
+        sequence of a row to the next, and the engine would lose it. Layers that do both are not noticed."""
+        if missing := sorted(set(range(self.layers)) - self.attended().keys()):
+            raise ModelError(
+                f"{self.source}: every layer of {type(self.base).__name__} must attend, got {len(missing)} of "
+                f"{self.layers} that carry a state of their own, the first of them layer {missing[0]}"
+            )
+
+    def attended(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
+        """Of each layer that attends, heads and size of its keys, and of its values: `{0: ((2, 64), (2, 64)), …}`."""
+        positions = torch.arange(2, device=self.device)
+        context = _SelfAttention(positions)
+        with torch.no_grad():
+            self.hidden(torch.zeros_like(positions), positions, context)
+        return context.seen
+
     def check_head(self) -> None:
         """Raise if the model class treats its logits in a way that `transform` does not know."""
         tokens = torch.arange(4, device=self.device) % self.vocabulary
@@ -142,10 +159,12 @@ class _SelfAttention:
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions
+        self.seen: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        self.seen[layer] = (k.shape[0], k.shape[2]), (v.shape[0], v.shape[2])
         mask = causal_mask(self.positions, self.positions, window)
         return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)

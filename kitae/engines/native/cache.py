@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-from kitae.errors import EngineError
+from kitae.errors import EngineError, ModelError
 from kitae.models.policy import Policy
 from kitae.models.routing import RouterShape
 from kitae.types import ExpertArray
@@ -51,6 +51,7 @@ class KVCache:
     """
 
     def __init__(self, policy: Policy, memory_gb: float, page_size: int, routers: RouterShape | None = None) -> None:
+        self._check(policy)
         element = torch.empty((), dtype=policy.dtype).element_size()
         page_bytes = 2 * policy.layers * policy.kv_heads * page_size * policy.head_dim * element
         page_bytes += page_size * routers.bytes if routers else 0
@@ -65,6 +66,17 @@ class KVCache:
         self._routers = routers
         self.experts: torch.Tensor | None = None
         self.allocate()
+
+    @staticmethod
+    def _check(policy: Policy) -> None:
+        own = policy.kv_heads, policy.head_dim
+        for layer, (keys, values) in policy.attended().items():
+            if keys != own or values != own:
+                raise ModelError(
+                    f"the engine keeps keys and values of {own[0]} heads of {own[1]} numbers in every layer, got "
+                    f"{policy.source} with keys of {keys[0]} × {keys[1]} and values of {values[0]} × {values[1]} in "
+                    f"layer {layer}"
+                )
 
     def allocate(self) -> None:
         self._all = self._all.new_empty(self._shape)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3NextConfig
 
 from kitae.errors import ModelError
 from kitae.models.classifier import export_scalar
@@ -150,6 +150,20 @@ def test_unknown_head_is_refused(tiny_policy: TinyPolicy) -> None:
     policy.base.forward = lambda *a, **k: _tripled(forward(*a, **k))
     with pytest.raises(ModelError, match="post-processes its logits"):
         policy.check_head()
+
+
+def test_layers_that_carry_a_state_are_refused(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """Gated delta rules of Qwen3-Next: a packed row would mix its sequences, and the engine has no place for them."""
+    config = Qwen3NextConfig(
+        vocab_size=259, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32,
+        linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=16, linear_value_head_dim=16,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_folder("llama")).save_pretrained(tmp_path)
+    message = "every layer of Qwen3NextForCausalLM must attend, got 3 of 4 that carry a state of their own"
+    with pytest.raises(ModelError, match=message):
+        load_policy(ModelConfig(path=str(tmp_path), dtype="float32", device="cpu"))
 
 
 def _tripled(output: object) -> object:
