@@ -62,6 +62,24 @@ def engine_gap(seen: Seen) -> str | None:
 
 
 @rule(
+    "routing-flips",
+    "warning",
+    title="The routers have left the experts that are repeated",
+    looks_at="`routing_flips`",
+    when=f"of a mixture of experts, more than a quarter of the choices that the trainer repeats would be made "
+    f"otherwise, over the last {WINDOW} steps",
+    advice="fewer updates a batch (training.minibatches, training.epochs), a lower training.lr or "
+    'pipeline.max_staleness keep the routers near the choices; model.dtype = "float32" where they differ from the '
+    "first update on",
+)
+def routing_flips(seen: Seen) -> str | None:
+    share = seen.last("routing_flips")
+    if share is None or share <= 0.25:
+        return None
+    return sentence(f"{share:.0%} of the choices over {seen.span()}", seen.setting("algorithm.routing"))
+
+
+@rule(
     "importance-weights",
     "bad",
     title="A few tokens carry the whole gradient",
@@ -230,6 +248,7 @@ def _whole(spans: list[Period]) -> float:
 RULES = (
     crashed,
     engine_gap,
+    routing_flips,
     importance_weights,
     staleness,
     verifier_errors,

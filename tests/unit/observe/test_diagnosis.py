@@ -25,6 +25,7 @@ REAL = sorted({path.stem for path in DATA.glob("*.json")} - {*GOOD})
 
 ALTERED: dict[str, dict[str, Any]] = {
     "engine-gap": {"logp_gap": 0.2},
+    "routing-flips": {"routing_flips": 0.3},
     "engine-restarts": {"engine_restarts": 1},
     "memory": {"memory_share": 0.97},
 }
