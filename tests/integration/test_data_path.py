@@ -25,6 +25,8 @@ from kitae.store.rows import problem_of
 from kitae.ui.queries import RolloutFilter, rollouts
 from kitae.ui.samples import group
 
+pytestmark = pytest.mark.usefixtures("warm_posts")
+
 SETTINGS = (
     "training.steps=2", "training.prompts_per_step=2", "training.group_size=4", "checkpoint.every=2", "eval.every=0",
     "eval.prompts=0", "engine.threads=1", "observe.tokens=0", "observe.diagnose=false",
@@ -75,17 +77,17 @@ def made(folder: Path, length: str) -> Made:
 
 
 @pytest.fixture(scope="module")
-def short(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def short(warm_posts: None, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return made(tmp_path_factory.mktemp("short"), SHORT)
 
 
 @pytest.fixture(scope="module")
-def long(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def long(warm_posts: None, tmp_path_factory: pytest.TempPathFactory) -> Made:
     return made(tmp_path_factory.mktemp("long"), LONG)
 
 
 @pytest.fixture(scope="module")
-def value(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def value(warm_posts: None, tmp_path_factory: pytest.TempPathFactory) -> Made:
     """The long answers come to the controller."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(start, "ProcessEngine", partial(_by_value, start.ProcessEngine))
