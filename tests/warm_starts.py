@@ -12,6 +12,7 @@ import atexit
 import ctypes
 import fcntl
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -21,15 +22,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 IMPORTS = (
-    "kitae.pipeline.session", "kitae.trainer.rank", "kitae.stages.rank", "kitae.engines.process.serve",
-    "kitae.engines.native.engine", "kitae.trainer.teaching", "kitae.verifiers.host", "peft",
-    "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3",
+    "kitae.pipeline.session", "kitae.cli.training", "kitae.trainer.rank", "kitae.stages.rank",
+    "kitae.engines.process.serve", "kitae.engines.native.engine", "kitae.trainer.teaching", "kitae.verifiers.host",
+    "peft", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.auto.modeling_auto", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint", "matplotlib.pyplot",
 )  # fmt: skip
 BOOTS = ("from kitae.cluster.worker import", "from kitae.trainer.teaching import")
 _LIMIT = 2**20  # bytes of an order
@@ -47,6 +50,13 @@ class Order:
     folder: str
     files: tuple[int, ...]
     parent: int
+
+
+def context() -> ForkServerContext:
+    """Of `multiprocessing`: makes processes with the imports of a run, as children of one that has them done."""
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload([*IMPORTS, "harness"])
+    return found
 
 
 class Child:
@@ -122,6 +132,7 @@ class Server:
 
     def close(self) -> None:
         self._connection.close()
+        self._process.kill()
         self._process.wait()
 
     def _fork(self, order: Order, files: list[int]) -> int:
@@ -183,7 +194,7 @@ def _run(order: Order, files: list[int]) -> None:
         exec(order.code, {"__name__": "__main__"})
         status = 0
     except SystemExit as stop:
-        status = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        status = _status_of(stop)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -194,6 +205,13 @@ def _run(order: Order, files: list[int]) -> None:
         os._exit(status)
 
 
+def _status_of(stop: SystemExit) -> int:
+    if stop.code is None or isinstance(stop.code, int):
+        return stop.code or 0
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
 def _take(files: dict[int, int]) -> None:
     """Descriptors by the numbers that they shall have; no others stay open."""
     above = max(files) + 1
@@ -202,10 +220,8 @@ def _take(files: dict[int, int]) -> None:
         os.dup2(descriptor, number)
     for number in map(int, os.listdir("/proc/self/fd")):
         if number not in files:
-            try:
+            with suppress(OSError):  # of the listing itself
                 os.close(number)
-            except OSError:  # of the listing itself
-                pass
 
 
 def _use_threads(environment: Mapping[str, Any]) -> None:

@@ -21,6 +21,8 @@ from kitae.observe import timeline
 from kitae.pipeline.replay import replay
 from kitae.store.journal import Journal
 
+pytestmark = pytest.mark.usefixtures("warm_posts")
+
 SLOW = """
 import time, zlib
 

@@ -77,17 +77,17 @@ def made(folder: Path, length: str) -> Made:
 
 
 @pytest.fixture(scope="module")
-def short(warm_posts: None, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def short(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return made(tmp_path_factory.mktemp("short"), SHORT)
 
 
 @pytest.fixture(scope="module")
-def long(warm_posts: None, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def long(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return made(tmp_path_factory.mktemp("long"), LONG)
 
 
 @pytest.fixture(scope="module")
-def value(warm_posts: None, tmp_path_factory: pytest.TempPathFactory) -> Made:
+def value(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """The long answers come to the controller."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(start, "ProcessEngine", partial(_by_value, start.ProcessEngine))
