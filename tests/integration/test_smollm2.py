@@ -65,7 +65,8 @@ def test_engine_trainer_and_generate_agree_in_fp32() -> None:
         whole = torch.ones_like(row)  # its padding token also closes turns: without a mask those would be ignored
         expected = model.generate(row, attention_mask=whole, do_sample=False, max_new_tokens=8, eos_token_id=None)
         assert list(completion.tokens) == expected[0, len(prompt) :].tolist()
-    samples = [_sample(i, r.prompt_tokens, c) for i, (r, c) in enumerate(zip(sampled, done[len(greedy) :], strict=True))]
+    answers = zip(sampled, done[len(greedy) :], strict=True)
+    samples = [_sample(i, r.prompt_tokens, c) for i, (r, c) in enumerate(answers)]
     gap = max(float(np.abs(s.loss("logp_old") - s.loss("logp_mu")).max()) for s in _annotated(policy, samples))
     assert gap < 1e-4, gap
 
