@@ -45,15 +45,15 @@ def _one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def _warm_server() -> Iterator[warm_starts.Server]:
+def warm_server() -> Iterator[warm_starts.Server]:
     server = warm_starts.Server()
     yield server
     server.close()
 
 
 @pytest.fixture(scope="module")
-def warm_posts(_warm_server: warm_starts.Server) -> Iterator[None]:
+def warm_posts(warm_server: warm_starts.Server) -> Iterator[None]:
     """Ranks, engines, hosts and teachers on this machine start with their imports done."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(asyncio, "create_subprocess_exec", _warm_server.instead_of(asyncio.create_subprocess_exec))
+        patched.setattr(asyncio, "create_subprocess_exec", warm_server.instead_of(asyncio.create_subprocess_exec))
         yield
