@@ -64,8 +64,9 @@ class Child:
 
     stdin = None
 
-    def __init__(self, pid: int, stdout: asyncio.StreamReader | None) -> None:
-        self.pid, self.stdout = pid, stdout
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.stdout: asyncio.StreamReader | None = None
         self.returncode: int | None = None
         self._gone = asyncio.Event()
         self._handle = os.pidfd_open(pid)
@@ -96,6 +97,7 @@ class Server:
             command = [sys.executable, __file__, str(theirs.fileno())]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
+        assert self._connection.recv(_LIMIT), "what processes are forked from could not do its imports"
 
     def instead_of(self, usual: Callable[..., Any]) -> Callable[..., Any]:
         """`asyncio.create_subprocess_exec` with posts and teachers from here, and the usual one for all else."""
@@ -123,12 +125,15 @@ class Server:
         errors = write if stderr == subprocess.STDOUT else stderr
         files = {0: stdin, 1: write, 2: errors, **{number: number for number in pass_fds}}
         order = Order(command[2], ("-c", *command[3:]), dict(env), cwd or os.getcwd(), tuple(files), os.getpid())
-        try:
-            pid = await asyncio.to_thread(self._fork, order, list(files.values()))
-        finally:
-            if read >= 0:
-                os.close(write)
-        return Child(pid, None if read < 0 else await _reader(read))
+        child = Child(self._fork(order, list(files.values())))
+        if read >= 0:
+            os.close(write)
+            try:
+                child.stdout = await _reader(read)
+            except BaseException:  # whoever wanted it has given up
+                child.kill()
+                raise
+        return child
 
     def close(self) -> None:
         self._connection.close()
@@ -159,6 +164,7 @@ def _adopt(whether: bool) -> None:
 
 def _serve(connection: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection.send(b"ready")
     while True:
         message, files, *_ = socket.recv_fds(connection, _LIMIT, _FILES)
         if not message:
@@ -224,7 +230,7 @@ def _take(files: dict[int, int]) -> None:
                 os.close(number)
 
 
-def _use_threads(environment: Mapping[str, Any]) -> None:
+def _use_threads(environment: Mapping[str, str]) -> None:
     """What OpenMP would have read at its start."""
     import torch
 
