@@ -56,10 +56,11 @@ site: install
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "the documentation: build/site/index.html"
 
+# Tests start many processes: without files of bytecode each would compile what it imports.
 test: install lint types
 	@echo "tests"
 	@$(BIN)/python docs/generate.py --check
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-slow: install
 	@$(BIN)/python -m pytest -m slow

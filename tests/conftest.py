@@ -1,10 +1,12 @@
 """Shared fixtures: tiny random models, made once per test session."""
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import warm_starts
 
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
@@ -40,3 +42,18 @@ def tiny_policy(tiny_folder: Callable[[str], Path]) -> Callable[..., Policy]:
 def _one_thread() -> None:
     """Tiny tensors are slower on several threads, and far slower on a busy machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def warm_server() -> Iterator[warm_starts.Server]:
+    server = warm_starts.Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def warm_posts(warm_server: warm_starts.Server) -> Iterator[None]:
+    """Ranks, engines, hosts and teachers on this machine start with their imports done."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(asyncio, "create_subprocess_exec", warm_server.instead_of(asyncio.create_subprocess_exec))
+        yield

@@ -4,25 +4,15 @@ Imports take most of the time of a tiny run. What is forked is otherwise a proce
 signals, to be killed, with its own exit status.
 """
 
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-_HEAVY = ["peft", "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto",
-          "matplotlib.pyplot"]  # fmt: skip
-
-
-def warm() -> ForkServerContext:
-    """Makes processes with the imports of a run."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kitae.pipeline.session", "kitae.cli.training", "torch", "harness", *_HEAVY])
-    return context
+from warm_starts import context
 
 
 class Command:
@@ -37,7 +27,7 @@ class Command:
         os.close(kept)
         self._output = Path(name)
         values = (str(self._output), list(arguments), script, str(folder), dict(os.environ), own_session)
-        self._process = warm().Process(target=_run, args=values)
+        self._process = context().Process(target=_run, args=values)
         self._process.start()
 
     @property

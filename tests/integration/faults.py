@@ -1,6 +1,6 @@
 """One trial: a run that something happens to, resumed until it is finished. Everything follows from the seed.
 
-    python tests/integration/faults.py [--trials 1000] [--first 0] [--jobs 2] [--folder DIR]
+    PYTHONPATH=tests python tests/integration/faults.py [--trials 1000] [--first 0] [--jobs 2] [--folder DIR]
 
 All kinds of faults in turn, and a table. A trial runs the command line in a forked process (the imports are done once,
 in multiprocessing's fork server). The fault strikes at the n-th call of some function of the run, drawn from the seed:
@@ -32,8 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commands import warm
 from harness import RECIPE, assert_same_metrics, rows, toy_config
+from warm_starts import context
 
 PROMPTS, SAMPLES = 3, 3
 
@@ -430,7 +430,7 @@ class Trial:
         return self._run(arguments, kind, f"{self.seed}/{attempt}")
 
     def _run(self, arguments: list[str], kind: str | None, seed: str) -> int:
-        process = warm().Process(target=_child, args=(str(self.folder), arguments, kind, seed, self.plan.steps))
+        process = context().Process(target=_child, args=(str(self.folder), arguments, kind, seed, self.plan.steps))
         process.start()
         process.join(LIMIT)
         if process.exitcode is None:

@@ -21,6 +21,8 @@ from kitae.observe import timeline
 from kitae.pipeline.replay import replay
 from kitae.store.journal import Journal
 
+pytestmark = pytest.mark.usefixtures("warm_posts")
+
 SLOW = """
 import time, zlib
 
@@ -229,7 +231,7 @@ def parked_tokens(run: Path) -> int:
 
 def test_what_is_being_sampled_is_parked_on_ctrl_c(tmp_path: Path) -> None:
     """Half a response is worth keeping: it is continued, its log-probs are those it was sampled with."""
-    settings = (VERIFIER, *STALE, "sampling.max_tokens=300", "engine.max_batch=16")
+    settings = (VERIFIER, *STALE, "training.steps=3", "sampling.max_tokens=300", "engine.max_batch=16")
     process = kitae("train", str(RECIPE), f"run.dir={tmp_path}", *settings)
     run = tmp_path / "toy-001"
     while rollouts_written(run) < 20:

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Command, warm
+from commands import Command
 from harness import HERE, RECIPE, kitae, rows, toy_config
 from holding import FOLDER, lines
 from test_async import check_ledger
 from test_ranked import assert_same_learning
+from warm_starts import context
 
 from kitae.store.journal import Journal
 
@@ -296,7 +297,7 @@ def length(deaths: int) -> int:
 def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Trial]]:
     """`trial(SPREAD, steps=5)`: posts of its processes can be held."""
     made: list[Trial] = []
-    warm()
+    context()
     forkserver.ensure_running()  # before what follows, which is for the processes of this run alone
     monkeypatch.setenv(FOLDER, str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (HERE / "hooked", HERE, *_paths()))))

@@ -25,6 +25,8 @@ from kitae.store.rows import problem_of
 from kitae.ui.queries import RolloutFilter, rollouts
 from kitae.ui.samples import group
 
+pytestmark = pytest.mark.usefixtures("warm_posts")
+
 SETTINGS = (
     "training.steps=2", "training.prompts_per_step=2", "training.group_size=4", "checkpoint.every=2", "eval.every=0",
     "eval.prompts=0", "engine.threads=1", "observe.tokens=0", "observe.diagnose=false",

@@ -14,6 +14,8 @@ from kitae.cli import main
 from kitae.config.load import load_config
 from kitae.data.prompts import eval_prompts, open_stream
 
+pytestmark = pytest.mark.usefixtures("warm_posts")
+
 ROOT = Path(__file__).parents[2]
 Kitae = Callable[[str, int], str]
 README = ROOT / "README.md"

@@ -22,6 +22,8 @@ from kitae.pipeline.session import train
 from kitae.store.run import RunStore
 from kitae.types import GREEDY, Chain
 
+pytestmark = pytest.mark.usefixtures("warm_posts")
+
 TinyFolder = Callable[[str], Path]
 RIGHT_OR_WRONG = f"verifier.name={HERE / 'toy.py'}:any_digit"
 SHORT = (RIGHT_OR_WRONG, "training.steps=4", "checkpoint.every=2", "eval.prompts=4", "eval.every=2")

@@ -20,6 +20,8 @@ from kitae.models.policy import Policy
 from kitae.weights.base import Manifest
 from kitae.weights.probe import Probe, score_probe
 
+pytestmark = pytest.mark.usefixtures("warm_posts")
+
 
 @pytest.fixture
 def policy(tiny_policy: Callable[..., Policy]) -> Policy:

@@ -27,7 +27,7 @@ def example() -> Iterator[ModuleType]:
 
 def test_tiny_model_learns_from_reward_alone(example: ModuleType) -> None:
     before = example.main(["--model", "tiny", "--steps", "0"])
-    after = example.main(["--model", "tiny"])
+    after = example.main(["--model", "tiny", "--steps", "80"])
     assert before <= 0.1
     assert after >= 0.9
 

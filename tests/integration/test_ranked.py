@@ -13,6 +13,8 @@ from harness import CLOSE, EXACT, RECIPE, VERIFIER, assert_ledger_balances, fini
 from kitae.api import resume
 from kitae.store.journal import Journal
 
+pytestmark = pytest.mark.usefixtures("warm_posts")
+
 SETTINGS = ("training.steps=4", "checkpoint.every=2", "eval.every=0", "training.prompts_per_step=3", "engine.threads=1")
 RANKS = ("cluster.backend=local", "cluster.ranks=2", "cluster.engines=1")
 

@@ -2,6 +2,7 @@
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import kitae
@@ -48,6 +49,11 @@ CONCRETE = {
 PUTS_TOGETHER = {"kitae.pipeline.session", "kitae.stages.session", "kitae.stages.rank"}
 
 
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def modules() -> dict[str, Path]:
     found = {}
     for path in ROOT.rglob("*.py"):
@@ -56,13 +62,14 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
 def imports() -> dict[str, set[str]]:
     """Of each module, those it imports, also inside functions and for types alone."""
     known = modules()
 
     def of(path: Path) -> set[str]:
         found = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -78,7 +85,7 @@ def room(module: str) -> str:
 
 
 def test_nobody_imports_in_a_circle() -> None:
-    left = imports()
+    left = dict(imports())
     while free := [name for name, needs in left.items() if not needs & left.keys()]:
         for name in free:
             del left[name]
@@ -121,7 +128,7 @@ def test_the_python_api_is_for_those_above_it() -> None:
 def test_one_folder_alone_knows_ray() -> None:
     def imported(path: Path) -> set[str]:
         found = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.Import):
                 found |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -140,7 +147,7 @@ def test_no_module_must_know_everybody() -> None:
 def test_a_class_name_means_one_thing() -> None:
     homes = defaultdict(list)
     for name, path in modules().items():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(name)
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_starts import Server
 
 from kitae.cluster.base import Cluster, Duty, Post
 from kitae.cluster.config import ClusterConfig
@@ -20,9 +21,13 @@ from kitae.processes.status import children_of
 Body = Callable[[Cluster], Awaitable[None]]
 
 
-@pytest.fixture(params=["local", "ray"])
-def config(request: pytest.FixtureRequest) -> ClusterConfig:
-    if request.param == "local":
+@pytest.fixture(params=["local", "warm", "ray"])
+def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ClusterConfig:
+    """warm: local ones as other tests start them, with their imports done."""
+    if request.param == "warm":
+        server: Server = request.getfixturevalue("warm_server")
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", server.instead_of(asyncio.create_subprocess_exec))
+    if request.param != "ray":
         return ClusterConfig(backend="local", engines=2)
     return ClusterConfig(backend="ray", engines=2, address=request.getfixturevalue("nodes").address)
 

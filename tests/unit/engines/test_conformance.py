@@ -33,6 +33,8 @@ from kitae.weights.base import Manifest
 from kitae.weights.memory import MemoryPublisher, MemoryReceiver
 from kitae.weights.probe import Probe, score_probe
 
+pytestmark = pytest.mark.usefixtures("warm_posts")
+
 CONFIG = EngineConfig(memory_gb=0.02)
 OWN_WEIGHTS = [
     "process",

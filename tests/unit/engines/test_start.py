@@ -59,6 +59,7 @@ def test_the_native_engine_samples_from_the_policy(model: ModelConfig) -> None:
     asyncio.run(body())
 
 
+@pytest.mark.usefixtures("warm_posts")
 def test_processes_share_one_board(model: ModelConfig) -> None:
     config = EngineConfig(kind="process", count=2, threads=1, memory_gb=0.02)
 

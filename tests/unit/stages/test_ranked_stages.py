@@ -10,6 +10,8 @@ from test_preference_runs import pairs
 
 from kitae.config.load import override_config
 
+pytestmark = pytest.mark.usefixtures("warm_posts")
+
 RANKS = ("cluster.backend=local", "cluster.ranks=2")
 
 

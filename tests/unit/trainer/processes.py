@@ -1,20 +1,22 @@
 """Real ranks over gloo: one function in several processes. All are new: torch remembers groups that are gone.
 
-python processes.py RANK JOB     what they run
+They are forked from a process that has the imports done, which take longer than what they compute.
 """
 
 import contextlib
 import os
 import pickle
-import subprocess
-import sys
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from warm_starts import context
 
 T = TypeVar("T")
 LIMIT = timedelta(minutes=4)  # for one rank to wait for another, on a busy machine
@@ -27,35 +29,37 @@ def on_ranks(folder: Path, function: Callable[..., T], *arguments: Any, size: in
     job.write_bytes(pickle.dumps((function, arguments, size, str(rendezvous), str(found))))
     ranks = [_start(rank, job, folder / f"stderr-{rank}") for rank in range(size)]
     try:
-        while any(rank.poll() is None for rank in ranks) and not any(rank.poll() for rank in ranks):
-            _wait_for_one(ranks)
+        while any(rank.is_alive() for rank in ranks) and not any(rank.exitcode for rank in ranks):
+            wait([rank.sentinel for rank in ranks if rank.is_alive()])
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
-    errors = [(folder / f"stderr-{i}").read_text() for i, rank in enumerate(ranks) if rank.returncode > 0]
+            rank.join()
+    errors = [(folder / f"stderr-{i}").read_text() for i, rank in enumerate(ranks) if (rank.exitcode or 0) > 0]
     assert not errors, "\n".join(errors)
     result: T = pickle.loads(found.read_bytes())
     return result
 
 
-def _start(rank: int, job: Path, errors: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, __file__, str(rank), str(job)]
-    with errors.open("w") as stderr:
-        return subprocess.Popen(
-            command, env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}, stderr=stderr
-        )
+def _start(rank: int, job: Path, errors: Path) -> BaseProcess:
+    process = context().Process(target=_join, args=(rank, job, errors))
+    process.start()
+    return process
 
 
-def _wait_for_one(ranks: list[subprocess.Popen[bytes]]) -> None:
-    running = next((rank for rank in ranks if rank.poll() is None), ranks[0])
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        running.wait(timeout=1)
-
-
-def _join(rank: int, job: Path) -> None:
-    function, arguments, size, rendezvous, found = pickle.loads(job.read_bytes())
+def _join(rank: int, job: Path, errors: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    with errors.open("w") as stderr, contextlib.redirect_stderr(stderr):
+        try:
+            _work(rank, job)
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+
+def _work(rank: int, job: Path) -> None:
+    function, arguments, size, rendezvous, found = pickle.loads(job.read_bytes())
     dist.init_process_group("gloo", f"file://{rendezvous}", LIMIT, world_size=size, rank=rank)
     try:
         result = function(*arguments)
@@ -63,7 +67,3 @@ def _join(rank: int, job: Path) -> None:
             Path(found).write_bytes(pickle.dumps(result))
     finally:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    _join(int(sys.argv[1]), Path(sys.argv[2]))

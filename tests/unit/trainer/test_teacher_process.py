@@ -27,6 +27,8 @@ from kitae.trainer.teacher_process import TeacherProcess
 from kitae.trainer.teaching import job_of, load
 from kitae.types import FloatArray, Sample
 
+pytestmark = pytest.mark.usefixtures("warm_posts")
+
 TRAINING = TrainingConfig(logit_chunk=7, token_budget=40)
 PROMPT = (5, 80, 33, 7)
 COLUMNS = ("logp_mu", "version", "score", "advantage")

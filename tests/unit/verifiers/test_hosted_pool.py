@@ -20,6 +20,8 @@ from kitae.verifiers.config import VerifierConfig
 from kitae.verifiers.hosts import HostedPool
 from kitae.verifiers.pool import VerifierPool
 
+pytestmark = pytest.mark.usefixtures("warm_posts")
+
 OWN = """
 import os, time
 

@@ -39,6 +39,8 @@ from kitae.weights.base import Manifest
 from kitae.weights.memory import MemoryPublisher
 from kitae.weights.probe import Probe, score_probe
 
+pytestmark = pytest.mark.usefixtures("warm_posts")
+
 T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], T]
 CONFIG = EngineConfig(memory_gb=0.02)

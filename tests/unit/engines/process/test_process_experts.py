@@ -22,6 +22,8 @@ from kitae.models.routing import record_routing
 from kitae.store.columns import Kept
 from kitae.weights.board import EmptyBoard
 
+pytestmark = pytest.mark.usefixtures("warm_posts")
+
 
 def engine_of(folder: Path, **settings: Any) -> ProcessEngine:
     model = ModelConfig(path=str(folder), dtype="float32", device="cpu")
