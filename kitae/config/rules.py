@@ -55,6 +55,8 @@ def exact(model: ModelConfig, engine: EngineConfig) -> Iterator[str]:
     if not engine.fast or not model.fuse:
         key = "engine.fast" if not engine.fast else "model.fuse"
         yield f"model.exact runs on kernels of its own, got {key} = false, which asks for none"
+    if engine.cache_dtype != "model":
+        yield f"model.exact needs engine.cache_dtype = 'model', got {engine.cache_dtype!r}: 8 bits are not exact"
     if engine.kind == "process" and not model.device.startswith("cuda"):
         yield (
             "model.exact needs engine.kind = 'native' on a CPU, got 'process': with another number of threads a "

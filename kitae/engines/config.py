@@ -56,6 +56,11 @@ class EngineConfig(Section):
     max_batch: int = Field(256, ge=1, description="Most sequences decoded together.")
     prefill_tokens: int = Field(2048, ge=16, description="Most prompt tokens computed in one step.")
     page_size: int = Field(16, ge=1, le=256, description="Tokens in one page of the cache.")
+    cache_dtype: Literal["model", "int8"] = Field(
+        "model",
+        description="Keys and values in the cache: as the model computes them, or in 8 bits, with a scale for each "
+        "head of a token: about half the memory, and log-probs further from the trainer's.",
+    )
     keep_cache: bool = Field(
         True, description="false: free the cache while the trainer works; what is in flight is computed again."
     )
@@ -114,3 +119,5 @@ class EngineConfig(Section):
                 yield f"engine.{name} is for servers that Kitae starts, got {value!r} with engine.urls"
         if self.page_size != type(self).model_fields["page_size"].default:
             yield f"engine.page_size is not set for a server (engine.server_args can), got {self.page_size}"
+        if self.cache_dtype != "model":
+            yield f"engine.cache_dtype is not set for a server (engine.server_args can), got {self.cache_dtype!r}"

@@ -206,6 +206,18 @@ def test_the_joined_weights_train_and_save_as_before(tiny_policy: TinyPolicy, tm
         assert torch.equal(p, before[name].cpu()), name
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gpt_oss"])
+def test_8_bits_by_kernels_and_by_modules(architecture: str, tiny_policy: TinyPolicy) -> None:
+    """Both read the same numbers and scales; a number on the border of two may be rounded otherwise."""
+    policy, gaps = tiny_policy(architecture), []
+    paths = (generate(policy, mixed_requests(), fast=fast, cache_dtype="int8") for fast in (True, False))
+    for fast, plain in zip(*paths, strict=True):
+        pairs = enumerate(zip(fast.tokens, plain.tokens, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), len(fast.tokens))
+        gaps += [abs(a - b) for a, b in zip(fast.logprobs[:same], plain.logprobs[:same], strict=True)]
+    assert sum(gaps) / len(gaps) < 1e-3
+
+
 def test_engine_config_plain_uses_no_graphs(tiny_policy: TinyPolicy) -> None:
     engine = NativeEngine(tiny_policy(), EngineConfig(memory_gb=0.01, fast=False))
     assert type(engine.runner).__name__ == "ModelRunner"

@@ -6,6 +6,7 @@ import torch
 
 from kitae.engines.base import SamplingParams
 from kitae.engines.native import sampler
+from kitae.engines.native.cache import Pages
 from kitae.models.attention import causal_mask, masked_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -90,27 +91,59 @@ def test_products_of_experts(tokens: int, count: int, top: int, dtype: torch.dty
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("how", ["plain", "window", "softcap", "sinks"])
-def test_attention_over_pages(dtype: torch.dtype, splits: int, how: str) -> None:
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_attention_over_pages(dtype: torch.dtype, splits: int, how: str, eight_bits: bool) -> None:
     from kitae.kernels.cuda import decoding
 
     kv_heads, group, dim, page = 2, 3, 24, 4
-    keys, values = (torch.randn(120, kv_heads, page, dim, device="cuda", dtype=dtype) for _ in range(2))
+    keys, values = (made_pages((120, kv_heads, page, dim), dtype, eight_bits) for _ in range(2))
+    every = torch.arange(120 * page, device="cuda")
+    for pages in (keys, values):
+        rows = torch.randn(120 * page, kv_heads, dim, device="cuda", dtype=dtype)
+        pages.write(every // page, every % page, rows)
     table = torch.randperm(120, device="cuda").view(4, 30).int()
     lengths = [1, 77, 120, 0]
     q = torch.randn(4, 10, dim, device="cuda", dtype=dtype)[:, : kv_heads * group]  # rows with a stride
     window, softcap = (7 if how == "window" else None), (5.0 if how == "softcap" else None)
     sinks = torch.randn(6, device="cuda") if how == "sinks" else None
     out = decoding.attend(
-        q, keys, values, table, torch.tensor(lengths, device="cuda", dtype=torch.int32),
+        q, (keys.numbers, keys.scales), (values.numbers, values.scales), table,
+        torch.tensor(lengths, device="cuda", dtype=torch.int32),
         scale=0.3, window=window, softcap=softcap, sinks=sinks, splits=splits, block=16,
     )  # fmt: skip
     for i, length in enumerate(lengths[:3]):
-        k, v = (t[table[i].long()].transpose(0, 1).flatten(1, 2)[:, :length].float() for t in (keys, values))
+        k, v = (t.read(table[i].long()).transpose(0, 1).flatten(1, 2)[:, :length].float() for t in (keys, values))
         last = torch.tensor([length - 1], device="cuda")
         allowed = causal_mask(last, torch.arange(length, device="cuda"), window)
         expected = masked_attention(q[i][:, None].float(), k, v, allowed, scale=0.3, softcap=softcap, sinks=sinks)[0]
         close(out[i], expected, dtype)
     assert not out[3].any()
+
+
+def made_pages(shape: tuple[int, ...], dtype: torch.dtype, eight_bits: bool) -> Pages:
+    numbers = torch.zeros(shape, device="cuda", dtype=torch.int8 if eight_bits else dtype)
+    return Pages(numbers, torch.zeros(shape[:-1], device="cuda") if eight_bits else None, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_keys_and_values_are_stored_in_8_bits_as_pages_do(dtype: torch.dtype) -> None:
+    from kitae.kernels.cuda import decoding
+
+    heads, kv_heads, page, dim = 6, 2, 4, 24
+    qkv = torch.randn(5, (heads + 2 * kv_heads) * dim, device="cuda").to(dtype)
+    turn = [torch.randn(9, dim, device="cuda").to(dtype) for _ in range(2)]
+    positions, slots = torch.tensor([0, 3, 8, 1, 2], device="cuda"), torch.tensor([3, 17, 40, 41, 7], device="cuda")
+    stored = {}
+    for eight_bits in (False, True):
+        sides = [made_pages((20, kv_heads, page, dim), dtype, eight_bits) for _ in range(2)]
+        pairs = [(side.numbers, side.scales) for side in sides]
+        decoding.rotate_and_store(qkv.clone(), None, None, *turn, positions, slots, *pairs, heads)
+        stored[eight_bits] = sides
+    for plain, small in zip(stored[False], stored[True], strict=True):
+        expected = made_pages((20, kv_heads, page, dim), dtype, True)
+        expected.write(slots // page, slots % page, plain.at(slots // page, slots % page))
+        torch.testing.assert_close(small.scales, expected.scales)
+        assert (small.numbers.int() - expected.numbers.int()).abs().max() <= 1
 
 
 @pytest.mark.parametrize("vocabulary", [300, 4096, 151936])

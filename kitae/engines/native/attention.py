@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kitae.engines.native.cache import KVCache
+from kitae.engines.native.cache import KVCache, Pages
 from kitae.kernels.base import DecodingKernels
 from kitae.kernels.cuda import flash
 from kitae.kernels.exact.attention import Reach, attend
@@ -34,7 +34,7 @@ class PrefillAttention:
         self.page_of_T = page_of_T
         self.slot_of_T = slot_of_T
         self.stored = False  # keys and values are in the pages already
-        self.flash = _FlashLayout.of(cache, stretches) if flash.available(cache.keys[0]) else None
+        self.flash = _FlashLayout.of(cache, stretches) if flash.available(cache.like) else None
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
@@ -42,8 +42,10 @@ class PrefillAttention:
     ) -> Tensor:  # fmt: skip
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         if not self.stored:
-            keys[self.page_of_T, :, self.slot_of_T] = k.transpose(0, 1)
-            values[self.page_of_T, :, self.slot_of_T] = v.transpose(0, 1)
+            keys.write(self.page_of_T, self.slot_of_T, k.transpose(0, 1))
+            values.write(self.page_of_T, self.slot_of_T, v.transpose(0, 1))
+        if self.cache.eight_bits:  # see what later steps will see: answers do not depend on who was preempted
+            k, v = (pages.at(self.page_of_T, self.slot_of_T).transpose(0, 1) for pages in (keys, values))
         plain = softcap is None and sinks is None
         if self.flash is not None and plain:
             return self.flash.attend(q, k, v, keys, values, scale, window)
@@ -58,8 +60,8 @@ class PrefillAttention:
                 end = stretch.start + stretch.length
                 positions = torch.arange(end, device=q.device)
                 allowed = causal_mask(positions[stretch.start :], positions, window)
-                seen_k = keys[stretch.pages].transpose(0, 1).flatten(1, 2)[:, :end]
-                seen_v = values[stretch.pages].transpose(0, 1).flatten(1, 2)[:, :end]
+                seen_k = keys.read(stretch.pages).transpose(0, 1).flatten(1, 2)[:, :end]
+                seen_v = values.read(stretch.pages).transpose(0, 1).flatten(1, 2)[:, :end]
                 mixed = masked_attention(q[:, rows], seen_k, seen_v, allowed, scale=scale, softcap=softcap, sinks=sinks)
             out[rows] = mixed
         return out
@@ -82,9 +84,11 @@ class ExactAttention:
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys[self.page_of_T, :, self.slot_of_T] = k.transpose(0, 1)
-        values[self.page_of_T, :, self.slot_of_T] = v.transpose(0, 1)
-        return attend(q, keys, values, self.reach, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        keys.write(self.page_of_T, self.slot_of_T, k.transpose(0, 1))
+        values.write(self.page_of_T, self.slot_of_T, v.transpose(0, 1))
+        return attend(
+            q, keys.numbers, values.numbers, self.reach, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,7 @@ class _FlashLayout:
 
     @classmethod
     def of(cls, cache: KVCache, stretches: list[Stretch]) -> "_FlashLayout":
-        device, size = cache.keys[0].device, cache.page_size
+        device, size = cache.like.device, cache.page_size
         bounds = flash.Bounds.of([s.length for s in stretches], [s.start + s.length for s in stretches], device)
         if all(s.start == 0 for s in stretches):
             return cls(bounds, None, None)
@@ -107,11 +111,12 @@ class _FlashLayout:
         return cls(bounds, pages, slots)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, keys: Pages, values: Pages, scale: float, window: int | None
     ) -> Tensor:
         k, v = k.transpose(0, 1), v.transpose(0, 1)
         if self.seen_pages is not None:
-            k, v = keys[self.seen_pages, :, self.seen_slots], values[self.seen_pages, :, self.seen_slots]
+            assert self.seen_slots is not None
+            k, v = keys.at(self.seen_pages, self.seen_slots), values.at(self.seen_pages, self.seen_slots)
         return flash.attend(q.transpose(0, 1), k, v, self.bounds, scale=scale, window=window)
 
 
@@ -136,17 +141,17 @@ class DecodeAttention:
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         if self.kernels is not None:
             return self.kernels.attend(
-                q, k, v, keys, values, self.table, self.lengths,
+                q, k, v, keys.numbers, values.numbers, self.table, self.lengths,
                 scale=scale, window=window, softcap=softcap, sinks=sinks,
             )  # fmt: skip
-        keys[self.page, :, self.slot] = k.transpose(0, 1)
-        values[self.page, :, self.slot] = v.transpose(0, 1)
+        keys.write(self.page, self.slot, k.transpose(0, 1))
+        values.write(self.page, self.slot, v.transpose(0, 1))
         heads, batch, dim = q.shape
         kv_heads = k.shape[0]
         table = self.table.long()
 
-        def gather(pages: Tensor) -> Tensor:  # [B, Hkv, S, D]
-            return pages[table].transpose(1, 2).flatten(2, 3)
+        def gather(pages: Pages) -> Tensor:  # [B, Hkv, S, D]
+            return pages.read(table).transpose(1, 2).flatten(2, 3)
 
         distance = (self.lengths.long() - 1)[:, None] - self.positions[None, :]
         allowed = distance >= 0

@@ -1,8 +1,10 @@
 """The key-value cache: a fixed budget of pages, counted references, and the tensors behind them."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kitae.errors import EngineError, ModelError
 from kitae.models.policy import Policy
@@ -42,18 +44,62 @@ class PagePool:
                 self._free.append(page)
 
 
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Keys, or values, of one layer: `[pages + 1, kv_heads, page_size, head_dim]`, in the policy's dtype.
+
+    scales: None; where numbers are 8 bits wide, what those of a head of a token are times, `[pages + 1, kv_heads,
+    page_size]`: the largest of them is 127.
+    """
+
+    numbers: Tensor
+    scales: Tensor | None
+    dtype: torch.dtype
+
+    def write(self, page_T: Tensor, slot_T: Tensor, rows_THD: Tensor) -> None:
+        if self.scales is None:
+            self.numbers[page_T, :, slot_T] = rows_THD
+            return
+        exact_THD = rows_THD.float()
+        scale_TH = exact_THD.abs().amax(-1) / 127
+        scale_TH = torch.where(scale_TH > 0, scale_TH, 1.0)
+        self.numbers[page_T, :, slot_T] = (exact_THD / scale_TH[..., None]).round().to(torch.int8)
+        self.scales[page_T, :, slot_T] = scale_TH
+
+    def read(self, pages: Tensor | list[int]) -> Tensor:
+        """Whole pages, `[..., kv_heads, page_size, head_dim]` for pages `[...]`."""
+        return self._exact(self.numbers[pages], None if self.scales is None else self.scales[pages])
+
+    def at(self, page_T: Tensor, slot_T: Tensor) -> Tensor:
+        """`[T, kv_heads, head_dim]`."""
+        scales = None if self.scales is None else self.scales[page_T, :, slot_T]
+        return self._exact(self.numbers[page_T, :, slot_T], scales)
+
+    def _exact(self, numbers: Tensor, scales: Tensor | None) -> Tensor:
+        return numbers if scales is None else (numbers.float() * scales[..., None]).to(self.dtype)
+
+
 class KVCache:
-    """Keys and values of all layers: per layer `[pages + 1, kv_heads, page_size, head_dim]`, in the policy's dtype.
+    """Keys and values of all layers, in pages.
 
     The pool never hands out the page after the last: rows of a batch that hold no sequence write there. Of a mixture
     whose choices are recorded, a page has the experts of its tokens as well, `[pages + 1, page_size, L, K]`: they are
     shared, copied, kept and computed again with the keys and values that they made.
     """
 
-    def __init__(self, policy: Policy, memory_gb: float, page_size: int, routers: RouterShape | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        memory_gb: float,
+        page_size: int,
+        routers: RouterShape | None = None,
+        *,
+        eight_bits: bool = False,
+    ) -> None:
         self._check(policy)
-        element = torch.empty((), dtype=policy.dtype).element_size()
-        page_bytes = 2 * policy.layers * policy.kv_heads * page_size * policy.head_dim * element
+        self.like = torch.empty(0, policy.head_dim, dtype=policy.dtype, device=policy.device)
+        heads = 2 * policy.layers * policy.kv_heads * page_size
+        page_bytes = heads * (policy.head_dim + 4 if eight_bits else policy.head_dim * self.like.element_size())
         page_bytes += page_size * routers.bytes if routers else 0
         self.pages = int(memory_gb * 2**30 // page_bytes)
         if self.pages < 2:
@@ -61,10 +107,10 @@ class KVCache:
                 f"engine.memory_gb must hold at least two pages of {page_bytes / 2**20:.1f} MiB, got {memory_gb:g} GB"
             )
         self.page_size = page_size
+        self.eight_bits = eight_bits
         self._shape = (2, policy.layers, self.pages + 1, policy.kv_heads, page_size, policy.head_dim)
-        self._all = torch.empty((2, 0), dtype=policy.dtype, device=policy.device)
         self._routers = routers
-        self.experts: torch.Tensor | None = None
+        self.experts: Tensor | None = None
         self.allocate()
 
     @staticmethod
@@ -79,23 +125,29 @@ class KVCache:
                 )
 
     def allocate(self) -> None:
-        self._all = self._all.new_empty(self._shape)
-        self.keys, self.values = list(self._all[0]), list(self._all[1])
+        self._numbers = self.like.new_empty(self._shape, dtype=torch.int8 if self.eight_bits else None)
+        self._scales = self.like.new_empty(self._shape[:-1], dtype=torch.float32) if self.eight_bits else None
+        self.keys, self.values = ([self._pages(side, layer) for layer in range(self._shape[1])] for side in (0, 1))
         if (r := self._routers) is not None:
-            self.experts = self._all.new_empty((self.pages + 1, self.page_size, r.layers, r.top_k), dtype=r.dtype)
+            self.experts = self.like.new_empty((self.pages + 1, self.page_size, r.layers, r.top_k), dtype=r.dtype)
+
+    def _pages(self, side: int, layer: int) -> Pages:
+        scales = None if self._scales is None else self._scales[side, layer]
+        return Pages(self._numbers[side, layer], scales, self.like.dtype)
 
     def free(self) -> None:
         """Give the memory back. What was in it is lost; runners that have used it must go too."""
-        self._all = self._all.new_empty((2, 0))
+        self._numbers, self._scales = self.like.new_empty((2, 0)), None
         self.keys, self.values, self.experts = [], [], None
 
     def copy_pages(self, source: list[int], target: list[int]) -> None:
         """Copy whole pages in every layer: how a sample gets its own half-filled last page of a shared prompt."""
         if not source:
             return
-        device = self._all.device
-        there, here = torch.tensor(target, device=device), torch.tensor(source, device=device)
-        self._all[:, :, there] = self._all[:, :, here]
+        there, here = (torch.tensor(pages, device=self.like.device) for pages in (target, source))
+        self._numbers[:, :, there] = self._numbers[:, :, here]
+        if self._scales is not None:
+            self._scales[:, :, there] = self._scales[:, :, here]
         if self.experts is not None:
             self.experts[there] = self.experts[here]
 

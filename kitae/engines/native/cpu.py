@@ -113,7 +113,7 @@ class PackedDecoder(FusedDecoder):
         self._head: Any = policy.head
         first = self.layers[0]
         hidden, inner = first.before_attention.shape[0], first.down.shape[1]
-        kv_heads, page_size, dim = cache.keys[0].shape[1:]
+        kv_heads, page_size, dim = cache.keys[0].numbers.shape[1:]
         self._widths = {
             "x": hidden, "qkv": first.qkv.shape[0], "normed": hidden, "mixed": self.heads * dim, "gated": inner
         }  # fmt: skip
@@ -202,8 +202,8 @@ class PackedDecoder(FusedDecoder):
         addresses = {name: matrix.data.data_ptr() for name, matrix in packed.items()}
         tensors = {
             "before_attention": layer.before_attention, "bias": layer.qkv_bias, "query_norm": query_norm,
-            "key_norm": key_norm, "before_mlp": layer.before_mlp, "keys": self.cache.keys[i],
-            "values": self.cache.values[i], "sinks": sinks,
+            "key_norm": key_norm, "before_mlp": layer.before_mlp, "keys": self.cache.keys[i].numbers,
+            "values": self.cache.values[i].numbers, "sinks": sinks,
         }  # fmt: skip
         addresses |= {name: t.data_ptr() for name, t in tensors.items() if t is not None}
         return amx.Layer(

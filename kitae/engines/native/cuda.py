@@ -285,14 +285,15 @@ class _PagedAttention:
     ) -> Tensor:  # fmt: skip
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         if not self.stored:
-            keys[self.page, :, self.slot] = k.transpose(0, 1)
-            values[self.page, :, self.slot] = v.transpose(0, 1)
+            keys.write(self.page, self.slot, k.transpose(0, 1))
+            values.write(self.page, self.slot, v.transpose(0, 1))
         rows = q.transpose(0, 1)
         if rows.stride(1) != rows.shape[2]:
             rows = rows.contiguous()
         return decoding.attend(
-            rows, keys, values, self.table, self.lengths, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
+            rows, (keys.numbers, keys.scales), (values.numbers, values.scales), self.table, self.lengths,
+            scale=scale, window=window, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
 
 
 _NOBODY: Any = object()

@@ -20,6 +20,7 @@ def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRu
         from kitae.engines.native.cuda import CudaRunner
 
         return CudaRunner(policy, cache, config.max_batch)
-    if config.fast and policy.device.type == "cpu" and amx.available():
+    fast = config.fast and not cache.eight_bits  # kernels of a CPU read the model's own dtype
+    if fast and policy.device.type == "cpu" and amx.available():
         return CpuRunner(policy, cache)
-    return ModelRunner(policy, cache, config.fast)
+    return ModelRunner(policy, cache, fast)

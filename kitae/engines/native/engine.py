@@ -51,7 +51,8 @@ class NativeEngine:
         self.version = version
         self._config = config
         routers = RouterShape.of(policy.model) if records_experts else None
-        self.cache = KVCache(policy, config.memory_gb, config.page_size, routers)
+        eight_bits = config.cache_dtype == "int8"
+        self.cache = KVCache(policy, config.memory_gb, config.page_size, routers, eight_bits=eight_bits)
         self.scheduler = Scheduler(
             PagePool(self.cache.pages), config.page_size, config.max_batch, config.prefill_tokens
         )

@@ -134,10 +134,12 @@ class FusedDecoder:
             x, normed = decoding.rms_norm(x, pending, layer.before_attention, layer.eps[0])
             qkv = torch.mm(normed, layer.qkv.t())
             decoding.rotate_and_store(
-                qkv, layer.qkv_bias, layer.norms, self.cos, self.sin, positions_T, slots_T, keys, values, self.heads
-            )
-            by_head = qkv.view(len(x), -1, keys.shape[-1]).transpose(0, 1)
-            q, k, v = by_head[: self.heads], by_head[self.heads : -keys.shape[1]], by_head[-keys.shape[1] :]
+                qkv, layer.qkv_bias, layer.norms, self.cos, self.sin, positions_T, slots_T,
+                (keys.numbers, keys.scales), (values.numbers, values.scales), self.heads,
+            )  # fmt: skip
+            kv_heads, _, dim = keys.numbers.shape[1:]
+            by_head = qkv.view(len(x), -1, dim).transpose(0, 1)
+            q, k, v = by_head[: self.heads], by_head[self.heads : -kv_heads], by_head[-kv_heads:]
             mixed = context.attend(i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks)
             mixed = mixed.reshape(len(x), -1)
             pending = decoding.product_in_parts(mixed, layer.out) if few else torch.mm(mixed, layer.out.t())

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+Stored = tuple[Tensor, Tensor | None]  # keys, or values, in pages; if in 8 bits, the scale of each head of a token
+
 # Columns of a row of the engine's state, int64 `[B, COLUMNS]`: what the device knows about one sequence.
 TOKEN = 0  # the last token; its key and value are not in the cache yet
 LENGTH = 1  # tokens in the cache, which is the position of TOKEN
@@ -158,14 +160,15 @@ def product_in_parts(x: Tensor, weight: Tensor) -> Tensor:
 
 @triton.jit
 def _rotate_and_store(
-    qkv, bias, q_norm, k_norm, cos, sin, positions, slots, keys, values, eps,
+    qkv, bias, q_norm, k_norm, cos, sin, positions, slots, keys, values, key_scales, value_scales, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, BITS8: tl.constexpr,
 ):  # fmt: skip
     """Bias, norm of queries and keys, rotary, all in place in a row of qkv; keys and values also into their slot.
 
     One program a row, with all heads `[HEADS, HALF]` twice: the lower and the upper half of each head, which rotary
-    mixes. Four passes over the same few numbers become one, and the cache is written on the way.
+    mixes. Four passes over the same few numbers become one, and the cache is written on the way; BITS8: in 8 bits, over
+    a scale for each head.
     """
     row = tl.program_id(0).to(tl.int64)
     kind = qkv.dtype.element_ty
@@ -200,29 +203,43 @@ def _rotate_and_store(
     slot = tl.load(slots + row)
     place = slot // PAGE * HKV * PAGE + slot % PAGE
     is_key = mask & (head >= HQ) & (head < HQ + HKV)
-    target = (place + (head - HQ) * PAGE) * D + lane
-    tl.store(keys + target, new_x, mask=is_key)
-    tl.store(keys + target + D // 2, new_y, mask=is_key)
     is_value = mask & (head >= HQ + HKV)
-    target = (place + (head - HQ - HKV) * PAGE) * D + lane
-    tl.store(values + target, new_x, mask=is_value)
-    tl.store(values + target + D // 2, new_y, mask=is_value)
+    key_place = place + (head - HQ) * PAGE
+    value_place = place + (head - HQ - HKV) * PAGE
+    if BITS8:
+        exact_x = new_x.to(tl.float32)
+        exact_y = new_y.to(tl.float32)
+        largest = tl.maximum(tl.max(tl.abs(exact_x), 1), tl.max(tl.abs(exact_y), 1))[:, None]
+        unit = tl.where(largest > 0, largest / 127.0, 1.0)
+        tl.store(key_scales + key_place, unit, mask=(head >= HQ) & (head < HQ + HKV))
+        tl.store(value_scales + value_place, unit, mask=(head >= HQ + HKV) & (head < HQ + 2 * HKV))
+        new_x = tl.floor(exact_x / unit + 0.5)
+        new_y = tl.floor(exact_y / unit + 0.5)
+    new_x = new_x.to(keys.dtype.element_ty)
+    new_y = new_y.to(keys.dtype.element_ty)
+    tl.store(keys + key_place * D + lane, new_x, mask=is_key)
+    tl.store(keys + key_place * D + lane + D // 2, new_y, mask=is_key)
+    tl.store(values + value_place * D + lane, new_x, mask=is_value)
+    tl.store(values + value_place * D + lane + D // 2, new_y, mask=is_value)
 
 
 def rotate_and_store(
     qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor, float] | None, cos: Tensor, sin: Tensor,
-    positions: Tensor, slots: Tensor, keys: Tensor, values: Tensor, heads: int,
+    positions: Tensor, slots: Tensor, keys: Stored, values: Stored, heads: int,
 ) -> None:  # fmt: skip
     """Rows `[T, (Hq + 2 Hkv) · D]`, in place: bias, norm of queries and keys, rotary; then keys and values into pages.
 
     cos and sin `[positions, D]`; slots `[T]`: page · page_size + place in the page.
     """
-    _, kv_heads, page_size, dim = keys.shape
+    (key_numbers, key_scales), (value_numbers, value_scales) = keys, values
+    _, kv_heads, page_size, dim = key_numbers.shape
     q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
     _rotate_and_store[(qkv.shape[0],)](
-        qkv, qkv if bias is None else bias, q_norm, k_norm, cos, sin, positions, slots, keys, values, eps,
+        qkv, qkv if bias is None else bias, q_norm, k_norm, cos, sin, positions, slots, key_numbers, value_numbers,
+        qkv if key_scales is None else key_scales, qkv if value_scales is None else value_scales, eps,
         HQ=heads, HKV=kv_heads, HEADS=triton.next_power_of_2(heads + 2 * kv_heads), D=dim,
         HALF=triton.next_power_of_2(dim // 2), PAGE=page_size, BIAS=bias is not None, NORM=norms is not None,
+        BITS8=key_scales is not None,
     )  # fmt: skip
 
 
@@ -264,16 +281,19 @@ def begin(state: Tensor, table: Tensor, page_size: int, trash: int) -> tuple[Ten
 
 @triton.jit
 def _attend(
-    q, keys, values, table, lengths, sinks, out, part, stats, scale, softcap, window, q_row, table_row,
+    q, keys, values, key_scales, value_scales, table, lengths, sinks, out, part, stats, scale, softcap, window, q_row,
+    table_row,
     HKV: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    BITS8: tl.constexpr,
 ):  # fmt: skip
     """Attention of one query a sequence over its pages, with a running maximum and sum (flash decoding).
 
     Grid (sequences, key heads, SPLITS). The G query heads that share a key head are the rows of one tile, so each key
     and value is read once for all of them; keys come in blocks of BLOCK tokens. With SPLITS > 1 a program sees a share
     of the sequence and leaves its mean in `part` and its log-normaliser in `stats` for `_combine`: small batches alone
-    would not fill the multiprocessors.
+    would not fill the multiprocessors. BITS8: whole numbers are exact in half precision; the scales of keys go to the
+    scores, those of values to the weights.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -301,10 +321,13 @@ def _attend(
         token = start + tl.arange(0, BLOCK)
         seen = token < end
         page = tl.load(table + row * table_row + token // PAGE, mask=seen, other=0).to(tl.int64)
-        place = ((page * HKV + head) * PAGE + token % PAGE) * D
+        line = (page * HKV + head) * PAGE + token % PAGE
+        place = line * D
         inside = seen[:, None] & (lane < D)[None, :]
-        key = tl.load(keys + place[:, None] + lane[None, :], mask=inside, other=0.0)
+        key = tl.load(keys + place[:, None] + lane[None, :], mask=inside, other=0).to(query.dtype)
         score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if BITS8:
+            score = score * tl.load(key_scales + line, mask=seen, other=0.0)[None, :]
         if SOFTCAP:
             capped = score / softcap
             score = softcap * (2.0 * tl.sigmoid(2.0 * capped) - 1.0)
@@ -316,7 +339,9 @@ def _attend(
         weight = tl.exp2(score - higher[:, None])
         fade = tl.exp2(top - higher)
         norm = norm * fade + tl.sum(weight, 1)
-        value = tl.load(values + place[:, None] + lane[None, :], mask=inside, other=0.0)
+        value = tl.load(values + place[:, None] + lane[None, :], mask=inside, other=0).to(query.dtype)
+        if BITS8:
+            weight = weight * tl.load(value_scales + line, mask=seen, other=0.0)[None, :]
         mixed = mixed * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         top = higher
     mixed = mixed / tl.where(norm > 0, norm, 1.0)[:, None]
@@ -348,7 +373,7 @@ def _combine(part, stats, out, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor, *,
+    q: Tensor, keys: Stored, values: Stored, table: Tensor, lengths: Tensor, *,
     scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     splits: int | None = None, block: int = 64,
 ) -> Tensor:  # fmt: skip
@@ -357,8 +382,9 @@ def attend(
     lengths `[B]` int32 counts the tokens to see, the new one included; 0 gives zeros. Small batches are split along
     the sequence, so that every multiprocessor has work.
     """
+    (key_numbers, key_scales), (value_numbers, value_scales) = keys, values
     batch, heads, dim = q.shape
-    _, kv_heads, page_size, _ = keys.shape
+    _, kv_heads, page_size, _ = key_numbers.shape
     group = heads // kv_heads
     if splits is None:
         splits = max(1, min(16, triton.next_power_of_2(triton.cdiv(512, batch * kv_heads))))
@@ -370,11 +396,12 @@ def attend(
     width = max(16, triton.next_power_of_2(dim))
     block, stages = _fit(block, width * q.element_size(), q.device)
     _attend[(batch, kv_heads, splits)](
-        q, keys, values, table, lengths, q if sinks is None else sinks, out, part, stats, scale, softcap or 0.0,
-        window or 0, q.stride(0), table.stride(0),
+        q, key_numbers, value_numbers, q if key_scales is None else key_scales,
+        q if value_scales is None else value_scales, table, lengths, q if sinks is None else sinks, out, part, stats,
+        scale, softcap or 0.0, window or 0, q.stride(0), table.stride(0),
         HKV=kv_heads, G=group, ROWS=max(16, triton.next_power_of_2(group)), D=dim, WIDTH=width, PAGE=page_size,
         BLOCK=block, SPLITS=splits, SOFTCAP=softcap is not None, WINDOW=window is not None, SINKS=sinks is not None,
-        num_stages=stages,
+        BITS8=key_scales is not None, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _combine[(batch * heads,)](part, stats, out, D=dim, WIDTH=width, SPLITS=splits, num_warps=2)

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-TRITON = {"kitae.kernels.cuda.decoding", "kitae.kernels.cuda.training", "kitae.kernels.exact.cuda"}
+TRITON = {
+    "kitae.kernels.cuda.decoding",
+    "kitae.kernels.cuda.experts",
+    "kitae.kernels.cuda.training",
+    "kitae.kernels.exact.cuda",
+}
 FOR_GPUS = TRITON | {"kitae.engines.native.cuda"}  # imported only where Triton is
 
 
