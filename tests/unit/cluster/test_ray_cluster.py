@@ -88,14 +88,15 @@ def test_a_node_that_is_removed(few: OwnNodes) -> None:
 
 def test_a_controller_that_is_killed_leaves_nothing(nodes: Any) -> None:
     program = (
-        "import asyncio, sys; sys.path.insert(0, sys.argv[2]); from test_posts import *\n"
+        "import asyncio, sys; sys.path[:0] = sys.argv[2:]; from test_posts import *\n"
         "async def body():\n"
         "    async with opened(ClusterConfig(backend='ray', engines=1, address=sys.argv[1])) as cluster:\n"
         "        print((await cluster.start(duty(linger=True))).pid, flush=True); await asyncio.sleep(600)\n"
         "asyncio.run(body())"
     )
-    here = str(Path(__file__).parent)
-    with subprocess.Popen([sys.executable, "-c", program, nodes.address, here], stdout=subprocess.PIPE) as controller:
+    here = Path(__file__)
+    command = [sys.executable, "-c", program, nodes.address, str(here.parent), str(here.parents[2])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as controller:
         assert controller.stdout is not None
         pid = next(int(line) for line in controller.stdout if line.strip().isdigit())  # Ray speaks there too
         assert alive(pid)

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
-from kitae.errors import EngineError, ModelError, RequestError
+from kitae.errors import EngineError, RequestError
 from kitae.models.policy import Policy
 from kitae.models.tiny import ARCHITECTURES
 
@@ -197,14 +197,6 @@ def test_impossible_requests_fail_alone(tiny_policy: TinyPolicy) -> None:
     assert len(results[0].tokens) == 20
     for result, (_, message) in zip(results[1:], bad.values(), strict=True):
         assert isinstance(result, RequestError) and message in str(result), result
-
-
-def test_keys_of_another_size_than_the_cache_has_are_refused(tiny_policy: TinyPolicy) -> None:
-    """As those of DeepSeek-V3, whose config says the size of the part that is rotated."""
-    policy = tiny_policy("llama")
-    policy.head_dim = 8
-    with pytest.raises(ModelError, match=r"of 2 heads of 8 numbers in every layer, got .* with keys of 2 × 16 and val"):
-        NativeEngine(policy, EngineConfig(memory_gb=0.01))
 
 
 def test_cache_exhausted_by_one_sequence(tiny_policy: TinyPolicy) -> None:

@@ -1,4 +1,4 @@
-"""A cache of 8 bits: half the memory, numbers that differ by half a unit at most, and all else as before."""
+"""The pages of the cache; in 8 bits: half the memory, numbers off by half a unit at most, and all else as before."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.cache import KVCache, Pages
 from kitae.engines.native.engine import NativeEngine
-from kitae.errors import ConfigError
+from kitae.errors import ConfigError, ModelError
 from kitae.models.routing import RouterShape
 
 
@@ -40,6 +40,14 @@ def test_twice_the_pages_for_the_same_memory(tiny_policy: TinyPolicy) -> None:
     dim, wide = policy.head_dim, policy.dtype.itemsize
     few, many = (KVCache(policy, 0.01, 16, eight_bits=bits).pages for bits in (False, True))
     assert many / few == pytest.approx(dim * wide / (dim + 4), rel=0.01)
+
+
+def test_keys_of_another_size_than_the_cache_has_are_refused(tiny_policy: TinyPolicy) -> None:
+    """As those of DeepSeek-V3, whose config says the size of the part that is rotated."""
+    policy = tiny_policy("llama")
+    policy.head_dim = 8
+    with pytest.raises(ModelError, match=r"of 2 heads of 8 numbers in every layer, got .* with keys of 2 × 16 and val"):
+        KVCache(policy, 0.01, 16)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_oss", "mixtral"])
