@@ -164,6 +164,7 @@ class PackedDecoder(FusedDecoder):
         context: AttentionContext,
         hear: Hear | None = None,
     ) -> Tensor:
+        """hear: is never told of experts; a mixture is not covered."""
         x = self._begin(tokens_T)
         for i, layer in enumerate(self.layers):
             how = layer.attention
