@@ -283,7 +283,7 @@ def test_the_second_ctrl_c_does_not_wait_for_the_step(tmp_path: Path) -> None:
     began = time.time()
     process.send_signal(signal.SIGINT)
     process.ended(timeout=50)
-    assert time.time() - began < 15 and process.returncode == 130
+    assert time.time() - began < 45 and process.returncode == 130
     go_on(tmp_path, "training.steps=2")
     check_ledger(tmp_path / "toy-001", toy_config(tmp_path, "training.steps=2", "eval.prompts=0"))
 

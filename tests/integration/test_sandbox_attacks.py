@@ -28,6 +28,7 @@ from kitae.verifiers.pool import VerifierPool
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 
 LIMITS: dict[str, Any] = {"time_limit": 0.5, "total_limit": 6.0, "memory_mb": 128}
+AMPLE = {"time_limit": 30.0, "total_limit": 55.0}  # for what must succeed, on a loaded machine too
 ASSERTS = {"tests": {"kind": "asserts", "asserts": ["assert f(3) == 9417", "assert f(5) == 15695"], "setup": ""}}
 CHECK = {
     "tests": {
@@ -45,7 +46,7 @@ SOLUTION = "def f(x):\n    return x * 3139\n"
 def attack(source: str, reference: Any = TRUE, **options: Any) -> Score:
     start = time.monotonic()
     score = code(f"```python\n{source}\n```", reference, {}, **(LIMITS | options))
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 60
     assert score.outcome == "scored", score.detail
     return score
 
@@ -54,7 +55,7 @@ def attack(source: str, reference: Any = TRUE, **options: Any) -> Score:
 def _healthy_afterwards() -> Iterator[None]:
     """Whatever an attack did, the next honest solution passes."""
     yield
-    assert attack(SOLUTION, ASSERTS, time_limit=4.0).value == 1
+    assert attack(SOLUTION, ASSERTS, **AMPLE).value == 1
 
 
 FORGERIES = {
@@ -162,7 +163,7 @@ def test_no_exception_ends_a_unittest_well(raised: str) -> None:
     )
     reference = {"kind": "asserts", "asserts": [test]}
     assert attack(f"import unittest\ndef f(x):\n    raise {raised}", reference).value == 0
-    assert attack(SOLUTION, reference, time_limit=4.0).value == 1
+    assert attack(SOLUTION, reference, **AMPLE).value == 1
 
 
 def asserts_of(*asserts: str, setup: str = "") -> dict[str, Any]:
@@ -571,8 +572,8 @@ def test_a_false_start_is_wrong(message: str) -> None:
 def test_packages_that_tests_forgot_to_import_are_real(name: str) -> None:
     fake = f"class {name}:\n    allclose = staticmethod(lambda *a: True)\ndef f(x): return 0"
     reference = asserts_of(f"assert {name}.allclose(f(3), 9417)")
-    assert attack(fake, reference, packages=True, memory_mb=1024, time_limit=4.0).value == 0
-    assert attack(SOLUTION, reference, packages=True, memory_mb=1024, time_limit=4.0).value == 1
+    assert attack(fake, reference, packages=True, memory_mb=1024, **AMPLE).value == 0
+    assert attack(SOLUTION, reference, packages=True, memory_mb=1024, **AMPLE).value == 1
     score = code(SOLUTION, reference, {})  # without them nobody can pass
     assert score.outcome == "error" and "option packages" in score.detail
 
@@ -727,7 +728,7 @@ for top in tops:
     open('left', 'w').close()
     os.chmod('.', 0)
 """
-    assert attack(source, STDIO, reward="rate", time_limit=4.0).value == 0.5
+    assert attack(source, STDIO, reward="rate", **AMPLE).value == 0.5
     script = "read n; [ $n = 3 ] && echo 9417; [ $n = 5 ] && [ -e left ] && echo 15695; echo 'echo 15695' > main.sh; touch left"
     score = code(f"```bash\n{script}\n```", STDIO, {}, language="bash", reward="rate")
     assert (score.outcome, score.value) == ("scored", 0.5)
@@ -912,10 +913,10 @@ def _running(marker: str) -> bool:
 
 
 def test_a_daemon_that_holds_stdout_does_not_hold_the_check() -> None:
-    source = "import os, time\nprint(int(input()) * 3139, flush=True)\nif os.fork() == 0:\n    time.sleep(60)"
+    source = "import os, time\nprint(int(input()) * 3139, flush=True)\nif os.fork() == 0:\n    time.sleep(600)"
     start = time.monotonic()
-    assert attack(source, STDIO, time_limit=4.0).value == 1
-    assert time.monotonic() - start < 4
+    assert attack(source, STDIO, **AMPLE).value == 1
+    assert time.monotonic() - start < 30
 
 
 def test_one_case_leaves_nothing_for_the_next() -> None:
@@ -925,7 +926,7 @@ def test_one_case_leaves_nothing_for_the_next() -> None:
         "else:\n    others = [p for p in os.listdir('/proc') if p.isdigit() and int(p) not in (1, os.getpid())]\n"
         "    print(15695 if not others else others)"
     )
-    assert attack(source, STDIO, time_limit=4.0).value == 1
+    assert attack(source, STDIO, **AMPLE).value == 1
 
 
 @pytest.mark.parametrize("reference", [ASSERTS, STDIO], ids=["asserts", "stdio"])

@@ -28,7 +28,7 @@ def test_what_cannot_be_met_is_refused_in_time(nodes: Any, engines: int, pool: d
     began = time.monotonic()
     with pytest.raises(ConfigError, match="the cluster cannot give what is asked for") as caught:
         asyncio.run(open_cluster(ray_config(nodes, engines, 2.0, **pool), {"engines": engines}))
-    assert time.monotonic() - began < 12
+    assert time.monotonic() - began < 60
     assert why in str(caught.value) and f"labels {NODE_LABEL}=2" in str(caught.value)
 
 

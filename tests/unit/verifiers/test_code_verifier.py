@@ -815,7 +815,7 @@ def test_reward_is_all_or_a_rate() -> None:
 def test_a_test_that_hangs_costs_itself_alone() -> None:
     source = "def f(x):\n    while x == 1: pass\n    return x"
     reference = asserts("assert f(1) == 1", "assert f(2) == 2", "assert f(3) == 3")
-    score = check(source, reference, reward="rate", time_limit=0.3)
+    score = check(source, reference, reward="rate", time_limit=1.5)
     assert score.value == pytest.approx(2 / 3)
     assert "out of time" in score.detail
 

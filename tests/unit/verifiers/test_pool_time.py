@@ -134,7 +134,7 @@ def test_waiting_counts_but_is_never_a_0(tmp_path: Path) -> None:
             return await pool.score("", None), time.monotonic() - began, pool
 
     score, seconds, _pool = asyncio.run(body())
-    assert not score.valid and seconds < 5
+    assert not score.valid and seconds < 40
 
 
 def test_an_async_function_that_hangs(tmp_path: Path) -> None:

@@ -261,7 +261,7 @@ def test_a_symbolic_bomb_is_wrong() -> None:
 
     start = time.monotonic()
     scores, pool = run(test, "math", workers=1, timeout=1)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < 60
     assert scores[0].value == 0 and scores[0].valid
     assert scores[1].value == 0 and scores[1].valid
     assert scores[2] == Score(1.0)
@@ -299,7 +299,7 @@ def test_a_child_that_escapes_holds_nobody_up(hostile: str) -> None:
         return start
 
     start, _ = run(test, hostile, workers=1, timeout=0.5)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
 
 
 def test_cancelling_a_check_frees_its_worker(hostile: str) -> None:

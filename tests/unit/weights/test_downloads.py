@@ -155,7 +155,7 @@ def test_dead_silent_slow_lying_and_short_servers_are_bypassed_and_named(caplog:
                 began = time.monotonic()
                 found = reader.get(4, CHUNK)
                 assert found is not None and torch.equal(found, DATA)
-                assert reader.bypassed == {bad: 1} and time.monotonic() - began < 10
+                assert reader.bypassed == {bad: 1} and time.monotonic() - began < 60
                 assert re.search(f"{bad} is bypassed for {CHUNK.name}: {reason}", caplog.messages[0])
                 reader.get(4, CHUNK)
                 expected = 2 if bad == empty else 1  # it is asked last for a while, unless it has done no wrong

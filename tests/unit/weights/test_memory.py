@@ -348,5 +348,5 @@ def test_a_reader_that_is_cancelled_lets_go() -> None:
     asyncio.run(body())
     began = time.monotonic()
     publisher.publish(0, {"a": torch.ones(3)})
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30
     publisher.close()
