@@ -59,6 +59,7 @@ LONG = ("training.steps=160",)
 REUSE = ("training.minibatches=4",)
 STALE = ("pipeline.max_staleness=4",)
 HARDER = ("eval.suites=['{folder}/harder.toml']",)
+EIGHT = ("engine.cache_dtype=int8",)
 FROZEN = ("algorithm.preset=grpo", "algorithm.reference=frozen", "algorithm.kl_coef=0.05")
 
 CLAIMS = {
@@ -83,11 +84,11 @@ CLAIMS = {
         "correcting the mismatch of engine and trainer prevents collapse",
         {
             "fp32, no correction": ("model.dtype=float32", "algorithm.preset=grpo", "algorithm.correction=none"),
-            "bf16, no correction": ("algorithm.preset=grpo", "algorithm.correction=none"),
-            "bf16, tis": ("algorithm.preset=grpo",),
-            "bf16, sequence mask": ("algorithm.preset=sequence-mask",),
+            "8-bit cache, no correction": (*EIGHT, "algorithm.preset=grpo", "algorithm.correction=none"),
+            "8-bit cache, tis": (*EIGHT, "algorithm.preset=grpo"),
+            "8-bit cache, sequence mask": (*EIGHT, "algorithm.preset=sequence-mask"),
         },
-        (*LONG, "training.lr=5e-5"),
+        (*LONG, "training.lr=3e-5"),
     ),
     "e": Claim(
         "stale negatives break, stale positives do not, asymmetric gates repair",
@@ -113,6 +114,14 @@ CLAIMS = {
         "ratios of sequences against ratios of tokens",
         presets("grpo", "gspo", "gspo-token", "cispo"),
         (*REUSE, "training.epochs=2"),
+    ),
+    "n": Claim(
+        "less memory: moments of AdamW in 16 bits, keys and values in 8",
+        {
+            "fp32 moments": ("algorithm.preset=grpo",),
+            "bf16 moments": ("algorithm.preset=grpo", "training.moments=bfloat16"),
+            "8-bit cache": ("algorithm.preset=grpo", *EIGHT),
+        },
     ),
     "m": Claim(
         "mixtures: replay of the routing is needed off-policy, ratios of sequences do without",

@@ -141,7 +141,8 @@ class AdamWStep(Protocol):
     ) -> None:
         """Step number `step` of AdamW with the gradient times `scale`, in one pass; `parameter` is the rounded master.
 
-        A scale that is no number leaves everything as it is: the host need not know it yet.
+        A scale that is no number leaves everything as it is: the host need not know it yet. mean and square are fp32,
+        or bfloat16, which is rounded by chance: `kitae.kernels.adamw` is the same in plain torch.
         """
 
 

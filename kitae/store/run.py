@@ -43,6 +43,7 @@ LEARNING = (
     "training.warmup_steps",
     "training.weight_decay",
     "training.clip_norm",
+    "training.moments",
 )
 """Settings without which a past step cannot be trained again as it was."""
 

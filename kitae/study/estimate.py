@@ -29,7 +29,6 @@ _BASE_GB = 0.7  # interpreter and libraries
 _ACTIVATIONS = 34  # bytes of activations by token, layer and hidden unit, for each byte of the dtype
 _TRAFFIC = 10  # how often training moves its activations
 _OPTIMIZER = 30  # bytes that an update moves for each trained parameter
-_STATE = 12  # bytes of a checkpoint for each trained parameter
 _DISK = 0.5e9  # bytes a second, with checksums
 _START = {"cpu": 15.0, "cuda": 30.0}  # seconds: libraries, loading, probes
 _DECODE_STEP = 0.002  # seconds beside the products: launches, sampling, the scheduler
@@ -109,7 +108,7 @@ def estimate(config: RLConfig) -> Estimate:
         for suite in (own_suite(config), *find_suites(e.suites, e.data, config)):
             once = generate(e.prompts, e.samples, e.max_tokens or suite.max_tokens)
             evaluations += once * (2 + (t.steps // e.every if e.every else 0))
-    saves = (t.steps // config.checkpoint.every + 1) * trained * _STATE / _DISK
+    saves = (t.steps // config.checkpoint.every + 1) * trained * (4 + _moments(config)) / _DISK
     fixed = _START[device.type] + saves
     whole = (generation + training) * t.steps + evaluations + Range(fixed / 2, fixed)
     memory = _memory(config, model, device, dtype, full, models)
@@ -239,7 +238,7 @@ def _memory(
     models: dict[str, int],
 ) -> dict[str, float]:
     t, half = config.training, dtype.itemsize == 2
-    state = model.parameters * dtype.itemsize + _trained(config, model) * ((4 if half else 0) + 4 + 8)
+    state = model.parameters * dtype.itemsize + _trained(config, model) * ((4 if half else 0) + 4 + _moments(config))
     activations = min(token_budget(t, device), tokens) * _activations(model, dtype.itemsize)
     found = {
         "weights and optimizer": state,
@@ -263,6 +262,11 @@ def _trained(config: RLConfig, model: ModelShape) -> int:
     return model.parameters if config.model.lora_rank == 0 else model.parameters // 50
 
 
+def _moments(config: RLConfig) -> int:
+    """Bytes for each trained parameter."""
+    return 4 if config.training.moments == "bfloat16" else 8
+
+
 def _extra_models(config: RLConfig, parameters: int, itemsize: int) -> dict[str, int]:
     """Bytes of the models that the algorithm wants beside the policy."""
     a = config.algorithm
@@ -274,7 +278,7 @@ def _extra_models(config: RLConfig, parameters: int, itemsize: int) -> dict[str,
         teacher = read_model(config.method.teacher)
         found["teacher"] = (parameters if teacher is None else teacher.parameters) * itemsize
     if a.advantage == "gae":
-        found["critic"] = parameters * (itemsize + (4 if itemsize == 2 else 0) + 4 + 8)
+        found["critic"] = parameters * (itemsize + (4 if itemsize == 2 else 0) + 4 + _moments(config))
     return found
 
 

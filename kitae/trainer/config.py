@@ -16,6 +16,10 @@ class LearningConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="What follows the warm-up.")
     betas: tuple[float, float] = Field((0.9, 0.99), description="AdamW momenta.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW weight decay.")
+    moments: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="Numbers that AdamW keeps of each weight; in bfloat16, rounded by chance, half the memory.",
+    )
     clip_norm: float = Field(1.0, gt=0, description="Largest gradient norm.")
     token_budget: int = Field(
         0, ge=0, description="Most tokens in a packed micro-batch; 0: 2,048 on a CPU, 8,192 on a GPU."

@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from kitae.kernels.adamw import adamw
+from kitae.kernels.base import AdamWStep
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.memory import set_master
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.ranks import Alone, Ranks, local
+
+_EPS = 1e-8
 
 
 def learning_rate(config: LearningConfig, update: int, total_updates: int) -> float:
@@ -67,14 +71,8 @@ class Optimizer:
                 parameter.register_post_accumulate_grad_hook(_add_into(master))  # type: ignore[no-untyped-call]
                 if master.device.type == "cpu" and not isinstance(parameter, DTensor):
                     set_master(parameter, master)
-        devices = {m.device.type for m in self.masters}
-        kernels = {training_kernels(m.device, m.dtype) for m in self.masters}
-        common = kernels.pop() if len(kernels) == 1 else None
-        self._one_pass = None if common is None or host else common.adamw
-        fused = devices <= {"cpu", "cuda"}
-        self.adamw = torch.optim.AdamW(
-            self.masters, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=fused
-        )
+        self._dtype = getattr(torch, config.moments)
+        self._moments: list[_Moments | None] = [None] * len(self.masters)
 
     def step(self, ranks: Ranks | None = None, *, skip: bool = False) -> Update:
         """Clip, update, round back; gradients are cleared. A gradient that is not finite leaves the weights alone.
@@ -86,13 +84,15 @@ class Optimizer:
         found = [(m.grad, p) for m, p in zip(self.masters, self.parameters, strict=True) if m.grad is not None]
         norm = (ranks or Alone()).norm(found)
         rate = learning_rate(self.config, self.updates, self.total_updates)
-        if self._one_pass is not None and not skip:
-            finite = self._update_in_one_pass(norm, rate)
-        else:
-            finite = math.isfinite(norm.item()) and not skip
-            if finite:
-                self._update(norm.item(), rate)
-        self.adamw.zero_grad(set_to_none=True)
+        limit = self.config.clip_norm
+        scale = torch.where(norm > limit, limit / (norm + 1e-6), 1.0).where(norm.isfinite(), torch.nan)
+        touched = self._update(scale * torch.nan if skip else scale, rate)
+        # All of it is launched before the host asks for the norm.
+        finite = math.isfinite(norm.item()) and not skip
+        for moments in touched:
+            moments.steps += int(finite)
+        for master in self.masters:
+            master.grad = None
         self.updates += 1
         return Update(norm.item(), rate, finite)
 
@@ -104,45 +104,27 @@ class Optimizer:
                 master.grad = None if parameter.grad is None else local(parameter.grad)
                 parameter.grad = None
 
-    def _update(self, norm: float, rate: float) -> None:
-        if norm > self.config.clip_norm:
-            grads = [m.grad for m in self.masters if m.grad is not None]
-            torch._foreach_mul_(grads, self.config.clip_norm / (norm + 1e-6))
-        for group in self.adamw.param_groups:
-            group["lr"] = rate
-        self.adamw.step()
-        with torch.no_grad():
-            apart = [i for i, is_apart in enumerate(self._apart) if is_apart]
-            if apart:
-                torch._foreach_copy_([local(self.parameters[i]) for i in apart], [self.masters[i] for i in apart])
-
     @torch.no_grad()
-    def _update_in_one_pass(self, norm: Tensor, rate: float) -> bool:
-        """The same as `_update`, launched before the host knows the norm; returns whether it was finite."""
-        assert self._one_pass is not None
-        limit = self.config.clip_norm
-        scale = torch.where(norm > limit, limit / (norm + 1e-6), 1.0).where(norm.isfinite(), torch.nan)
-        settings = self.adamw.param_groups[0]
+    def _update(self, scale: Tensor, rate: float) -> list["_Moments"]:
+        """What has a gradient, times `scale`, which is no number where nothing may change."""
         touched = []
-        for parameter, master, apart in zip(self.parameters, self.masters, self._apart, strict=True):
-            if master.grad is not None:
-                state = self.adamw.state[master]
-                if not state:
-                    zeros = (torch.zeros_like(master, memory_format=torch.contiguous_format) for _ in range(2))
-                    state.update(zip(("step", "exp_avg", "exp_avg_sq"), (torch.tensor(0.0), *zeros), strict=True))
-                touched.append(state)
-                if not master.numel():  # a rank may have no element of a short parameter
-                    continue
-                rounded = local(parameter) if apart else master
-                self._one_pass(
-                    rounded, master, master.grad, state["exp_avg"], state["exp_avg_sq"], scale,
-                    step=int(state["step"]) + 1, rate=rate, betas=settings["betas"], eps=settings["eps"],
-                    weight_decay=settings["weight_decay"],
-                )  # fmt: skip
-        finite = math.isfinite(norm.item())
-        for state in touched:
-            state["step"] += int(finite)
-        return finite
+        for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
+            if master.grad is None:
+                continue
+            moments = self._moments[i] = self._moments[i] or _Moments.none(master, self._dtype)
+            touched.append(moments)
+            if not master.numel():  # a rank may have no element of a short parameter
+                continue
+            own = local(parameter)
+            at_once = self._apart[i] and own.device == master.device and own.dtype == torch.bfloat16
+            _step_of(master, own)(
+                own if at_once else master, master, master.grad, moments.mean, moments.square, scale.to(master.device),
+                step=moments.steps + 1, rate=rate, betas=self.config.betas, eps=_EPS,
+                weight_decay=self.config.weight_decay,
+            )  # fmt: skip
+            if self._apart[i] and not at_once:
+                own.copy_(master)
+        return touched
 
     def state(self) -> dict[str, Tensor]:
         """Masters and moments by name, flat: `{"master.model.norm.weight": …, "exp_avg.model.norm.weight": …}`.
@@ -150,10 +132,12 @@ class Optimizer:
         Sharded as the parameters are.
         """
         tensors = {}
-        for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+        for i, (name, parameter, master) in enumerate(zip(self.names, self.parameters, self.masters, strict=True)):
             tensors[f"master.{name}"] = _sharded_like(parameter, master.detach())
-            for key, value in self.adamw.state.get(master, {}).items():
-                tensors[f"{key}.{name}"] = value if key == "step" else _sharded_like(parameter, value)
+            if (moments := self._moments[i]) is not None:
+                tensors[f"step.{name}"] = torch.tensor(float(moments.steps))
+                tensors[f"exp_avg.{name}"] = _sharded_like(parameter, moments.mean)
+                tensors[f"exp_avg_sq.{name}"] = _sharded_like(parameter, moments.square)
         return tensors
 
     def blank(self, names: Collection[str]) -> dict[str, Tensor]:
@@ -162,7 +146,9 @@ class Optimizer:
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             for key in ("master", "exp_avg", "exp_avg_sq"):
                 if f"{key}.{name}" in names:
-                    tensors[f"{key}.{name}"] = _sharded_like(parameter, torch.empty_like(master, requires_grad=False))
+                    dtype = master.dtype if key == "master" else self._dtype
+                    own = torch.empty_like(master, dtype=dtype, requires_grad=False)
+                    tensors[f"{key}.{name}"] = _sharded_like(parameter, own)
             if f"step.{name}" in names:
                 tensors[f"step.{name}"] = torch.zeros(())
         return tensors
@@ -171,16 +157,37 @@ class Optimizer:
         self.updates = updates
         self._take_gradients()
         with torch.no_grad():
-            for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
+            for i, (name, parameter, master) in enumerate(zip(self.names, self.parameters, self.masters, strict=True)):
                 master.copy_(local(tensors[f"master.{name}"]))
                 local(parameter).copy_(master)
-                moments: dict[str, Any] = {
-                    key: local(tensors[f"{key}.{name}"]).to(master.device if key != "step" else "cpu")
-                    for key in ("step", "exp_avg", "exp_avg_sq")
-                    if f"{key}.{name}" in tensors
-                }
-                if moments:
-                    self.adamw.state[master] = moments
+                if f"step.{name}" in tensors:
+                    mean, square = (
+                        local(tensors[f"{key}.{name}"]).to(master.device, self._dtype).contiguous()
+                        for key in ("exp_avg", "exp_avg_sq")
+                    )
+                    self._moments[i] = _Moments(int(tensors[f"step.{name}"]), mean, square)
+
+
+@dataclass(slots=True)
+class _Moments:
+    """Of the gradients of one master, after so many steps."""
+
+    steps: int
+    mean: Tensor
+    square: Tensor
+
+    @classmethod
+    def none(cls, master: Tensor, dtype: torch.dtype) -> "_Moments":
+        mean, square = (torch.zeros(master.shape, dtype=dtype, device=master.device) for _ in range(2))
+        return cls(0, mean, square)
+
+
+def _step_of(master: Tensor, own: Tensor) -> AdamWStep:
+    """Kernels walk over memory; what does not lie there in order is left to torch."""
+    kernels = training_kernels(master.device, master.dtype)
+    if kernels is None or kernels.adamw is None or not (master.is_contiguous() and own.is_contiguous()):
+        return adamw
+    return kernels.adamw
 
 
 def _master(parameter: torch.nn.Parameter) -> Tensor:

@@ -415,6 +415,40 @@ void accumulate(float* total, const T* part, int64_t N) {
     for (int64_t i = 0; i < N; i++) total[i] += load(part + i);
 }
 
+// 32 random bits of a place and an update, as in kitae/kernels/adamw.py.
+inline uint32_t chance(uint32_t place, uint32_t salt) {
+    uint32_t x = place * 0x9E3779B1u ^ salt;
+    x = (x ^ x >> 16) * 0x7FEB352Du;
+    x = (x ^ x >> 15) * 0x846CA68Bu;
+    return x ^ x >> 16;
+}
+inline void keep(float* p, float x, uint32_t) { *p = x; }
+inline void keep(bf16* p, float x, uint32_t bits16) {  // up or down, right on average
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    *p = (bf16)((bits + bits16) >> 16);
+}
+
+// A step of AdamW with the gradient times `scale`; moments of type T, and the model's own bf16 weights if it has any.
+template <typename T>
+void adamw(float* master, const float* grad, T* mean, T* square, bf16* model, float scale, float rate, float beta1,
+           float beta2, float eps, float decay, float correct1, float correct2, uint32_t salt, int64_t N) {
+    const float speed = rate / correct1, inverse = 1.0f / correct2;
+#pragma omp parallel for simd schedule(static)
+    for (int64_t i = 0; i < N; i++) {
+        const float g = grad[i] * scale;
+        float m = load(mean + i), v = load(square + i);
+        m += (1.0f - beta1) * (g - m);
+        v = beta2 * v + (1.0f - beta2) * g * g;
+        const float p = master[i] * decay - speed * m / (std::sqrt(v) * inverse + eps);
+        const uint32_t bits = chance((uint32_t)i, salt);
+        keep(mean + i, m, bits & 0xffff);
+        keep(square + i, v, bits >> 16);
+        master[i] = p;
+        if (model) store(model + i, p);
+    }
+}
+
 // Scores [N, fold * L, S] become probabilities in place. Row (h, i) sees keys j <= i + S - L, and only the last
 // `window` of them if window > 0.
 template <typename T>
@@ -502,6 +536,12 @@ void softmax_backward(const T* probs, T* dprobs, const float* delta, float scale
     }                                                                                                                  \
     void swiglu_again_##SUFFIX(T* grad, T* gate, T* up, int64_t N) { swiglu_again<T>(grad, gate, up, N); }             \
     void accumulate_##SUFFIX(float* total, const T* part, int64_t N) { accumulate<T>(total, part, N); }                \
+    void adamw_##SUFFIX(float* master, const float* grad, T* mean, T* square, bf16* model, float scale, float rate,    \
+                        float beta1, float beta2, float eps, float decay, float correct1, float correct2, int64_t salt,\
+                        int64_t N) {                                                                                   \
+        adamw<T>(master, grad, mean, square, model, scale, rate, beta1, beta2, eps, decay, correct1, correct2,         \
+                 (uint32_t)salt, N);                                                                                   \
+    }                                                                                                                  \
     void swiglu_##SUFFIX(const T* gate, const T* up, T* out, int64_t N) { swiglu<T>(gate, up, out, N); }               \
     void swiglu_backward_##SUFFIX(const T* grad, const T* gate, const T* up, T* dgate, T* dup, int64_t N) {            \
         swiglu_backward<T>(grad, gate, up, dgate, dup, N);                                                             \

@@ -1,12 +1,14 @@
 """Tensor-level doors to the kernels of `cpu.cpp`. Callers check `available` first and have a plain-torch twin."""
 
 import ctypes
+import math
 from ctypes import c_float, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kitae.kernels.adamw import salt
 from kitae.kernels.base import DecodingKernels
 from kitae.kernels.cpu.build import cpu_library
 
@@ -183,6 +185,28 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
         c_int64(part.numel()),
     )
     return total
+
+
+def adamw(
+    parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scale: Tensor, *, step: int,
+    rate: float, betas: tuple[float, float], eps: float, weight_decay: float,
+) -> None:  # fmt: skip
+    """See `kitae.kernels.base.AdamWStep`."""
+    factor = scale.item()
+    if not math.isfinite(factor):
+        return
+    assert all(t.is_contiguous() for t in (parameter, master, mean, square))
+    assert parameter is master or parameter.dtype == torch.bfloat16
+    grad = grad.contiguous()
+    corrections = (1 - betas[0] ** step, math.sqrt(1 - betas[1] ** step))
+    _call(
+        f"adamw_{_SUFFIX[mean.dtype]}",
+        *(c_void_p(t.data_ptr()) for t in (master, grad, mean, square)),
+        c_void_p(None if parameter is master else parameter.data_ptr()),
+        *(c_float(x) for x in (factor, rate, *betas, eps, 1 - rate * weight_decay, *corrections)),
+        c_int64(salt(step)),
+        c_int64(master.numel()),
+    )
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

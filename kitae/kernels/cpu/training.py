@@ -167,5 +167,6 @@ KERNELS = TrainingKernels(
     row_gradients=ops.row_gradients,
     accumulate=ops.accumulate,
     add_product=add_product,
+    adamw=ops.adamw,
     softmax=SoftmaxKernels(forward=ops.causal_softmax, backward=ops.softmax_backward),
 )

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitae.kernels.adamw import salt
 from kitae.kernels.base import LayerKernels, ModuleKernels, TrainingKernels
 from kitae.kernels.cuda import decoding
 from kitae.kernels.linears import shared_input
@@ -534,15 +535,16 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["salt"])
 def _adamw(
-    master, grad, mean, square, model, scale, count, rate, beta1, beta2, eps, decay, correct1, correct2,
-    BLOCK: tl.constexpr, ROUND: tl.constexpr,
+    master, grad, mean, square, model, scale, count, rate, beta1, beta2, eps, decay, correct1, correct2, salt,
+    BLOCK: tl.constexpr, ROUND: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """A step of AdamW on master, mean and square, with the gradient times `scale`; ROUND: the model gets it rounded.
 
     One program for every BLOCK numbers. Clipping, update and rounding are one pass over memory. The factor of clipping
-    is read on the device, so the host need not wait for the norm; where it is no number, nothing is written.
+    is read on the device, so the host need not wait for the norm; where it is no number, nothing is written. HALF: mean
+    and square are bfloat16, rounded by the same chance as in `kitae.kernels.adamw`.
     """
     factor = tl.load(scale)
     if factor == factor:  # else the gradient is not finite, and nothing may change
@@ -550,13 +552,20 @@ def _adamw(
         mask = here < count
         g = tl.load(grad + here, mask=mask, other=0.0) * factor
         p = tl.load(master + here, mask=mask, other=0.0) * decay
-        m = tl.load(mean + here, mask=mask, other=0.0)
-        v = tl.load(square + here, mask=mask, other=0.0)
+        m = tl.load(mean + here, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(square + here, mask=mask, other=0.0).to(tl.float32)
         m = m + (1.0 - beta1) * (g - m)
         v = beta2 * v + (1.0 - beta2) * g * g
         p -= rate / correct1 * m / (tl.sqrt_rn(v) / correct2 + eps)
-        tl.store(mean + here, m, mask=mask)
-        tl.store(square + here, v, mask=mask)
+        if HALF:
+            bits = here.to(tl.uint32) * 0x9E3779B1 ^ salt.to(tl.uint32)
+            bits = (bits ^ bits >> 16) * 0x7FEB352D
+            bits = (bits ^ bits >> 15) * 0x846CA68B
+            bits = bits ^ bits >> 16
+            m = ((m.to(tl.uint32, bitcast=True) + (bits & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+            v = ((v.to(tl.uint32, bitcast=True) + (bits >> 16)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        tl.store(mean + here, m.to(mean.dtype.element_ty), mask=mask)
+        tl.store(square + here, v.to(square.dtype.element_ty), mask=mask)
         tl.store(master + here, p, mask=mask)
         if ROUND:
             tl.store(model + here, p.to(model.dtype.element_ty), mask=mask)
@@ -566,16 +575,13 @@ def adamw(
     parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scale: Tensor, *, step: int,
     rate: float, betas: tuple[float, float], eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    """Step number `step` of AdamW with the gradient times `scale`, in one pass; `parameter` is the rounded master.
-
-    A scale that is no number leaves everything as it is: the host need not know it yet.
-    """
+    """See `kitae.kernels.base.AdamWStep`."""
     assert all(t.is_contiguous() for t in (parameter, master, mean, square))
     grad = grad.contiguous()
     _adamw[(triton.cdiv(master.numel(), 2048),)](
         master, grad, mean, square, parameter, scale, master.numel(), rate, betas[0], betas[1], eps,
-        1.0 - rate * weight_decay, 1.0 - betas[0] ** step, (1.0 - betas[1] ** step) ** 0.5,
-        BLOCK=2048, ROUND=parameter is not master, num_warps=8,
+        1.0 - rate * weight_decay, 1.0 - betas[0] ** step, (1.0 - betas[1] ** step) ** 0.5, salt(step),
+        BLOCK=2048, ROUND=parameter is not master, HALF=mean.dtype == torch.bfloat16, num_warps=8,
     )  # fmt: skip
 
 

@@ -75,3 +75,34 @@ def test_state_round_trip(tiny_policy: Callable[..., Policy], tmp_path: Path) ->
     step(first), step(second)
     for a, b in zip(first.policy.model.parameters(), second.policy.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("before", ["float32", "bfloat16"])
+@pytest.mark.parametrize("after", ["float32", "bfloat16"])
+def test_moments_are_kept_as_asked(before: str, after: str) -> None:
+    """Saved, loaded by an optimizer that keeps them otherwise, or the same way: then it goes on as if nothing was."""
+
+    def make(moments: str) -> tuple[torch.nn.Parameter, Optimizer]:
+        parameter = torch.nn.Parameter(torch.linspace(-1, 1, 300).bfloat16())
+        return parameter, Optimizer([("w", parameter)], TrainingConfig(lr=1e-2, moments=moments), 100)
+
+    def learn(parameter: torch.nn.Parameter, optimizer: Optimizer, steps: int) -> None:
+        for i in range(steps):
+            (parameter.float() * torch.linspace(1, 2, 300) * (i + 1)).sum().backward()
+            assert optimizer.step().applied
+
+    parameter, optimizer = make(before)
+    learn(parameter, optimizer, 5)
+    state = optimizer.state()
+    assert {state[f"{key}.w"].dtype for key in ("exp_avg", "exp_avg_sq")} == {getattr(torch, before)}
+    other, second = make(after)
+    blank = second.blank(state)
+    assert blank.keys() == state.keys()
+    for name, tensor in blank.items():
+        tensor.copy_(state[name])
+    second.load_state(blank, 5)
+    assert second.state()["exp_avg.w"].dtype == getattr(torch, after)
+    learn(parameter, optimizer, 5), learn(other, second, 5)
+    if before == after:
+        assert torch.equal(optimizer.masters[0], second.masters[0])
+    torch.testing.assert_close(optimizer.masters[0], second.masters[0], rtol=1e-2, atol=1e-3)

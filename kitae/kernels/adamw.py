@@ -1,0 +1,55 @@
+"""AdamW in plain torch, what the kernels of `adamw` compute, and how a moment is rounded to 16 bits.
+
+A moving average in bfloat16 has 8 bits: a change of less than 1/512 would be lost by rounding to nearest, step by step
+the same way, and the average would stand still. So it is rounded up or down by chance, in proportion to what is cut
+off: right on average. The chance is a number mixed from place and step, the same on every device and after a resume.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+_BITS = 0xFFFFFFFF
+_PLACE, _STEP = 0x9E3779B1, 0x85EBCA6B
+
+
+def salt(step: int) -> int:
+    """What an update's number adds to chance; 31 bits, so that any language takes it as an integer."""
+    return step * _STEP & 0x7FFFFFFF
+
+
+def chances(count: int, step: int, device: torch.device) -> Tensor:
+    """32 random bits for each place, of which the lower half is the mean's and the upper half the square's."""
+    x = torch.arange(count, device=device) * _PLACE & _BITS ^ salt(step)
+    x = (x ^ x >> 16) * 0x7FEB352D & _BITS
+    x = (x ^ x >> 15) * 0x846CA68B & _BITS
+    return x ^ x >> 16
+
+
+def rounded(x: Tensor, chance: Tensor) -> Tensor:
+    """fp32 to bfloat16: the bits that do not fit are added to 16 bits of chance, and carry or not."""
+    bits = x.contiguous().view(torch.int32) + chance.view_as(x).to(torch.int32)
+    return (bits & -65536).view(torch.float32).bfloat16()
+
+
+def adamw(
+    parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scale: Tensor, *, step: int,
+    rate: float, betas: tuple[float, float], eps: float, weight_decay: float,
+) -> None:  # fmt: skip
+    """See `kitae.kernels.base.AdamWStep`."""
+    factor = scale.item()
+    if not math.isfinite(factor):
+        return
+    grad = grad * factor
+    m = mean.float().lerp_(grad, 1 - betas[0])
+    v = square.float().mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
+    root = v.sqrt().div_(math.sqrt(1 - betas[1] ** step)).add_(eps)
+    master.mul_(1 - rate * weight_decay).addcdiv_(m, root, value=-rate / (1 - betas[0] ** step))
+    if mean.dtype == torch.bfloat16:
+        chance = chances(m.numel(), step, m.device)
+        m, v = rounded(m, chance & 0xFFFF), rounded(v, chance >> 16)
+    mean.copy_(m)
+    square.copy_(v)
+    if parameter is not master:
+        parameter.copy_(master)
