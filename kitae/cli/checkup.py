@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kitae.data.calls import CLOSE, OPEN, template_of
 from kitae.data.chat import Chat, as_message
 from kitae.errors import DataError
-from kitae.study.estimate import count_parameters
+from kitae.study.shape import count_parameters
 from kitae.types import Message, Tool, ToolCall
 
 if TYPE_CHECKING:

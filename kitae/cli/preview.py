@@ -4,9 +4,11 @@ from typing import TYPE_CHECKING
 
 from kitae.cli.text import as_size, as_time, table
 from kitae.config.root import RLConfig, Root, StageConfig
+from kitae.errors import ConfigError
 
 if TYPE_CHECKING:
     from kitae.study.estimate import Estimate, Range
+    from kitae.study.footprint import Footprint
 
 
 def preview(config: Root, full: bool) -> None:
@@ -14,7 +16,10 @@ def preview(config: Root, full: bool) -> None:
         from kitae.study.estimate import estimate
 
         print(summary(config))
-        print(describe(config, estimate(config)))
+        found = estimate(config)
+        print(describe(config, found))
+        if found.memory is not None and not found.memory.fits:
+            raise ConfigError(shortage(found.memory))
     elif isinstance(config, StageConfig):
         print(stage_summary(config))
     if full:
@@ -23,6 +28,14 @@ def preview(config: Root, full: bool) -> None:
         changed = [[f"  {key}", repr(value)] for key, value in config.changed().items()]
         print(f"\nsettings that differ from the defaults (--full: all of them):\n{table(changed, left=2)}")
     print("\nnothing was loaded or written; without --dry-run this would train")
+
+
+def shortage(needs: "Footprint") -> str:
+    """What is missing, and what would help."""
+    help = f"it would with {' '.join(needs.relief)}" if needs.relief else "nothing among the settings would change that"
+    return (
+        f"the run must fit into memory: it takes about {as_size(needs.total)}, {as_size(needs.room)} are free; {help}"
+    )
 
 
 def summary(config: RLConfig) -> str:
@@ -62,11 +75,11 @@ def describe(config: RLConfig, found: "Estimate") -> str:
     if found.model is None or found.memory is None:
         unknown = "is not here yet: it will be made or downloaded, its size is not known"
         return "\n".join([*lines, f"model      {config.model.path} {unknown}"])
-    parts = sorted(found.memory.items(), key=lambda part: -part[1])
+    parts = sorted(found.memory.parts.items(), key=lambda part: -part[1])
     listed = ", ".join(f"{as_size(size)} {name}" for name, size in parts if size >= 5e7)
     lines += [
         f"model      {config.model.path}, {found.model.parameters / 1e6:.0f} M parameters",
-        f"memory     about {as_size(sum(found.memory.values()))}: {listed}",
+        f"memory     about {as_size(found.memory.total)}: {listed}",
         f"a step     {_span(found.generation)} of sampling and {_span(found.training)} of training",
         f"the run    {_span(found.run)}, of which evaluations {_span(found.evaluations)}",
         "           (if answers are half to fully as long as they may be, and nothing else uses this machine)",

@@ -166,7 +166,7 @@ def _size(config: "RLConfig", scale: bool, parameters: float | None) -> float | 
         raise ConfigError(f"--parameters must be a number of at least 1, got {parameters:g}")
     if parameters is not None or not scale:
         return parameters
-    from kitae.study.estimate import read_model
+    from kitae.study.shape import read_model
 
     found = read_model(config.model.path)
     if found is None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from kitae.cli.text import as_size
 from kitae.config.load import load_config
 from kitae.config.locate import find_recipe
-from kitae.config.root import Root
+from kitae.config.root import RLConfig, Root
 from kitae.errors import Interrupted, KitaeError
 from kitae.observe.console import Console
 from kitae.observe.observer import Observer
@@ -31,7 +31,19 @@ def train(recipe: str, overrides: list[str], dry_run: bool, full: bool) -> None:
     from kitae import api
 
     with Screen() as screen:
+        if isinstance(config, RLConfig):
+            _warn_of_memory(config, screen)
         screen.report(api.train(config, observer=screen))
+
+
+def _warn_of_memory(config: RLConfig, screen: "Screen") -> None:
+    """It is an estimate: who knows better may go on."""
+    from kitae.cli.preview import shortage
+    from kitae.study.footprint import glance
+
+    needs = glance(config)
+    if needs is not None and not needs.fits:
+        screen.note(f"warning: {shortage(needs)}")
 
 
 def resume(run: Path, overrides: list[str], checkpoint: str | None, forget: bool) -> None:

@@ -5,29 +5,24 @@ memory traffic (activations, optimizer) at the speed of a copy. Responses are ta
 may be. Attention over long contexts, the verifier and other programs on the machine are left out.
 """
 
-import json
-import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from kitae.config.root import DistilConfig, RLConfig
+from kitae.config.root import RLConfig
 from kitae.data.prompts import open_stream
 from kitae.evaluation.suites import find_suites, own_suite
-from kitae.kernels.cpu import amx
-from kitae.models.load import SMOLLM2, find_model, pick_device, pick_dtype
+from kitae.models.load import pick_device, pick_dtype
+from kitae.study.footprint import Footprint, batch_tokens, footprint, moment_bytes, other_models, trained_parameters
+from kitae.study.shape import ModelShape, read_model
 from kitae.trainer.forward import token_budget
 
 if TYPE_CHECKING:
     import torch
 
-_KNOWN = {SMOLLM2: 134_515_008}
-_BASE_GB = 0.7  # interpreter and libraries
-_ACTIVATIONS = 34  # bytes of activations by token, layer and hidden unit, for each byte of the dtype
-_TRAFFIC = 10  # how often training moves its activations
+_TRAFFIC = 340  # bytes that training moves by token, layer and hidden unit, for each byte of the dtype
 _OPTIMIZER = 30  # bytes that an update moves for each trained parameter
 _DISK = 0.5e9  # bytes a second, with checksums
 _START = {"cpu": 15.0, "cuda": 30.0}  # seconds: libraries, loading, probes
@@ -52,24 +47,13 @@ class Range:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What a model's folder says without being loaded: `ModelShape(parameters=134_515_008, hidden=576, …)`."""
-
-    parameters: int
-    hidden: int
-    inner: int
-    layers: int
-    vocabulary: int
-
-
-@dataclass(frozen=True, slots=True)
 class Estimate:
-    """Bytes by what they hold, and seconds. None: the model is not here, so its size is not known."""
+    """Memory, and seconds. None: the model is not here, so its size is not known."""
 
     device: "torch.device"
     dtype: "torch.dtype"
     model: ModelShape | None = None
-    memory: dict[str, float] | None = None
+    memory: Footprint | None = None
     generation: Range = Range(0, 0)
     training: Range = Range(0, 0)
     evaluations: Range = Range(0, 0)
@@ -85,18 +69,16 @@ def estimate(config: RLConfig) -> Estimate:
     t, e = config.training, config.eval
     machine = Machine(device, dtype, model)
     prompt = _prompt_tokens(config)
-    responses, longest = t.prompts_per_step * t.group_size, config.sampling.max_tokens
-    batch = config.engine.max_batch
+    longest, batch = config.sampling.max_tokens, config.engine.max_batch
 
     def generate(prompts: int, samples: int, tokens: int) -> Range:
         return machine.generate(prompts, prompts * samples, prompt, tokens, batch)
 
     generation = generate(t.prompts_per_step, t.group_size, longest)
-    shared = t.prompts_per_step if t.share_prompts else responses
-    half, full = (shared * prompt + responses * length for length in (longest / 2, longest))
-    models = _extra_models(config, model.parameters, dtype.itemsize)
+    half, full = (batch_tokens(config, prompt, length) for length in (longest / 2, longest))
+    models = other_models(config, model.parameters, dtype.itemsize)
     passes = t.epochs * (2 if "critic" in models else 1) + len(models) / 3
-    trained = _trained(config, model)
+    trained = trained_parameters(config, model)
     row = min(token_budget(t, device), full)
     updates = t.epochs * t.minibatches
     training = Range(
@@ -108,11 +90,11 @@ def estimate(config: RLConfig) -> Estimate:
         for suite in (own_suite(config), *find_suites(e.suites, e.data, config)):
             once = generate(e.prompts, e.samples, e.max_tokens or suite.max_tokens)
             evaluations += once * (2 + (t.steps // e.every if e.every else 0))
-    saves = (t.steps // config.checkpoint.every + 1) * trained * (4 + _moments(config)) / _DISK
+    saves = (t.steps // config.checkpoint.every + 1) * trained * (4 + moment_bytes(config)) / _DISK
     fixed = _START[device.type] + saves
     whole = (generation + training) * t.steps + evaluations + Range(fixed / 2, fixed)
-    memory = _memory(config, model, device, dtype, full, models)
-    return Estimate(device, dtype, model, memory, generation, training, evaluations, whole)
+    needs = footprint(config, model, device, dtype, full)
+    return Estimate(device, dtype, model, needs, generation, training, evaluations, whole)
 
 
 class Machine:
@@ -138,7 +120,8 @@ class Machine:
 
     def train(self, tokens: float, passes: float, rows: float) -> Range:
         """Forward and backward."""
-        traffic = tokens * passes * _TRAFFIC * _activations(self.model, self.dtype.itemsize) / self.bandwidth
+        moved = _TRAFFIC * self.model.hidden * self.model.layers * self.dtype.itemsize
+        traffic = tokens * passes * moved / self.bandwidth
         products = self._products(3 * passes * tokens, max(16, int(rows)))
         return products + Range(traffic, traffic)
 
@@ -192,94 +175,6 @@ class Machine:
             wait()
             times.append(time.perf_counter() - began)
         return min(times), median(times)
-
-
-def read_model(path: str) -> ModelShape | None:
-    """From config.json and the headers of the weights; None for a model that is not here yet."""
-    folder = find_model(path, download=False)
-    shape: dict[str, Any] = {}
-    if folder and (folder / "config.json").is_file():
-        shape = json.loads((folder / "config.json").read_text())
-    parameters = _KNOWN.get(path) or (count_parameters(folder) if folder else None)
-    if parameters is None:
-        return None
-    hidden = shape.get("hidden_size", 576)
-    return ModelShape(
-        parameters=parameters,
-        hidden=hidden,
-        inner=shape.get("intermediate_size", 8 * hidden // 3),
-        layers=shape.get("num_hidden_layers", 30),
-        vocabulary=shape.get("vocab_size", 49152),
-    )
-
-
-def count_parameters(folder: Path) -> int | None:
-    """From the headers of the safetensors files; nothing is read but those."""
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                count = 1
-                for n in tensor["shape"]:
-                    count *= n
-                total += count
-    return total or None
-
-
-def _memory(
-    config: RLConfig,
-    model: ModelShape,
-    device: "torch.device",
-    dtype: "torch.dtype",
-    tokens: float,
-    models: dict[str, int],
-) -> dict[str, float]:
-    t, half = config.training, dtype.itemsize == 2
-    state = model.parameters * dtype.itemsize + _trained(config, model) * ((4 if half else 0) + 4 + _moments(config))
-    activations = min(token_budget(t, device), tokens) * _activations(model, dtype.itemsize)
-    found = {
-        "weights and optimizer": state,
-        "activations": activations / (12 if t.checkpoint_activations else 1),
-        "logits": t.logit_chunk * model.vocabulary * 8,
-        "cache": config.engine.memory_gb * 2**30,
-        **models,
-        "libraries": _BASE_GB * 2**30,
-    }
-    if half and device.type == "cpu" and config.engine.fast and not config.model.lora_rank and amx.available():
-        found["packed weights"] = model.parameters * dtype.itemsize
-    return found
-
-
-def _activations(model: ModelShape, itemsize: int) -> int:
-    """Bytes that training holds for each token."""
-    return model.hidden * model.layers * _ACTIVATIONS * itemsize
-
-
-def _trained(config: RLConfig, model: ModelShape) -> int:
-    return model.parameters if config.model.lora_rank == 0 else model.parameters // 50
-
-
-def _moments(config: RLConfig) -> int:
-    """Bytes for each trained parameter."""
-    return 4 if config.training.moments == "bfloat16" else 8
-
-
-def _extra_models(config: RLConfig, parameters: int, itemsize: int) -> dict[str, int]:
-    """Bytes of the models that the algorithm wants beside the policy."""
-    a = config.algorithm
-    found = {}
-    if a.kl_coef and a.reference not in (None, "none"):
-        shared = config.model.lora_rank > 0 and a.reference == "frozen"
-        found["reference"] = 0 if shared else parameters * itemsize
-    if isinstance(config, DistilConfig) and config.method.teacher:
-        teacher = read_model(config.method.teacher)
-        found["teacher"] = (parameters if teacher is None else teacher.parameters) * itemsize
-    if a.advantage == "gae":
-        found["critic"] = parameters * (itemsize + (4 if itemsize == 2 else 0) + 4 + _moments(config))
-    return found
 
 
 def _prompt_tokens(config: RLConfig) -> float:

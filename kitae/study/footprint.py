@@ -1,0 +1,198 @@
+"""What a run will hold at its peak, worked out without loading the model, and which settings would make it less.
+
+The peak is in a backward pass: everything that lasts (weights, masters, gradients, moments, other models, the cache)
+and the activations of one row. On a CPU only what is touched counts, so of the cache the tokens that are in it; a GPU's
+cache is there from the beginning.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kitae.config.load import override_config
+from kitae.config.root import DistilConfig, RLConfig
+from kitae.errors import ConfigError
+from kitae.kernels.cpu import amx
+from kitae.models.load import pick_device, pick_dtype
+from kitae.observe.memory import free_memory
+from kitae.study.shape import ModelShape, read_model
+from kitae.trainer.forward import token_budget
+
+if TYPE_CHECKING:
+    import torch
+
+_PROMPT = 128  # tokens
+_LIBRARIES = {"cpu": 0.75e9, "cuda": 0.6e9}  # bytes: interpreter and torch; what CUDA takes for itself
+_FUSED = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "mixtral", "qwen3_moe")
+_PLAIN = 3.4  # how much more is kept where the layers are the modules' own, or have adapters
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """`Footprint({"weights": 2.7e8, "activations": 3.5e8, …}, room=16e9)`: bytes by what they hold; what is free now.
+
+    relief: settings that would make it fit, if it does not and any would.
+    """
+
+    parts: dict[str, float]
+    room: float
+    relief: tuple[str, ...] = ()
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.room
+
+
+def glance(config: RLConfig) -> Footprint | None:
+    """Before a run, with a guess of its prompts. None: the model is not here yet, or memory is not this machine's."""
+    device = pick_device(config.model.device)
+    model = read_model(config.model.path)
+    if model is None or config.cluster.backend != "none":
+        return None
+    tokens = batch_tokens(config, _PROMPT, config.sampling.max_tokens)
+    return footprint(config, model, device, pick_dtype(config.model.dtype, device), tokens)
+
+
+def batch_tokens(config: RLConfig, prompt: float, answer: float) -> float:
+    """Of a step: answers of that length, and prompts as often as they are computed."""
+    t = config.training
+    responses = t.prompts_per_step * t.group_size
+    return (t.prompts_per_step if t.share_prompts else responses) * prompt + responses * answer
+
+
+def footprint(
+    config: RLConfig, model: ModelShape, device: "torch.device", dtype: "torch.dtype", tokens: float
+) -> Footprint:
+    """tokens: of a batch, prompts as often as they are computed."""
+    parts, free = hold(config, model, device, dtype, tokens), room(device)
+    chosen: dict[str, str] = {}
+    least = sum(parts.values())
+    for name, value in _savings(config, device) if least > free else ():
+        settings = {**chosen, name: value}
+        try:
+            changed = override_config(config, _as_overrides(settings))
+        except ConfigError:  # not beside what the user has chosen
+            continue
+        size = sum(hold(changed, model, device, dtype, tokens).values())
+        if size < 0.98 * least:
+            chosen, least = settings, size
+        if least <= free:
+            return Footprint(parts, free, tuple(_as_overrides(chosen)))
+    return Footprint(parts, free)
+
+
+def _as_overrides(settings: dict[str, str]) -> list[str]:
+    return [f"{name}={value}" for name, value in settings.items()]
+
+
+def hold(
+    config: RLConfig, model: ModelShape, device: "torch.device", dtype: "torch.dtype", tokens: float
+) -> dict[str, float]:
+    """Bytes by what they hold."""
+    t, size = config.training, dtype.itemsize
+    trained = trained_parameters(config, model)
+    row = min(tokens, max(token_budget(t, device), _PROMPT + config.sampling.max_tokens))
+    passing = row * _kept(config, model, size) + _logits(config, model, size)
+    gradients = 4.0 * trained
+    found = {
+        "weights": float(model.parameters * size),
+        "masters": trained * 4.0 if size == 2 else 0.0,
+        "moments": float(trained * moment_bytes(config)),
+        # With a single row there are gradients only where activations are gone.
+        "gradients": gradients if tokens > row else max(0.0, gradients - passing),
+        "activations": passing,
+        "cache": _cache(config, model, device, size),
+        **other_models(config, model.parameters, size),
+        "libraries": _LIBRARIES[device.type],
+    }
+    packed = size == 2 and device.type == "cpu" and config.engine.fast and not config.model.lora_rank
+    if packed and amx.available():
+        found["packed weights"] = float(model.parameters * size)
+    return found
+
+
+def trained_parameters(config: RLConfig, model: ModelShape) -> int:
+    rank, targets = config.model.lora_rank, config.model.lora_targets
+    if not rank:
+        return model.parameters
+    maps = model.projections
+    chosen = maps.values() if targets == "all-linear" else [n for name, n in maps.items() if name in targets]
+    return rank * model.layers * sum(chosen)
+
+
+def moment_bytes(config: RLConfig) -> int:
+    """For each trained parameter."""
+    return 4 if config.training.moments == "bfloat16" else 8
+
+
+def other_models(config: RLConfig, parameters: int, size: int) -> dict[str, float]:
+    """What the algorithm wants beside the policy."""
+    a = config.algorithm
+    found: dict[str, float] = {}
+    if a.kl_coef and a.reference not in (None, "none"):
+        shared = config.model.lora_rank > 0 and a.reference == "frozen"
+        found["reference"] = 0 if shared else parameters * size
+    if isinstance(config, DistilConfig) and config.method.teacher:
+        teacher = read_model(config.method.teacher)
+        found["teacher"] = (parameters if teacher is None else teacher.parameters) * size
+    if a.advantage == "gae":
+        found["critic"] = parameters * (size + (4 if size == 2 else 0) + 4 + moment_bytes(config))
+    return found
+
+
+def room(device: "torch.device") -> float:
+    """Bytes that this process could take now."""
+    if device.type == "cuda":
+        import torch
+
+        return float(torch.cuda.mem_get_info(device)[0])
+    left = free_memory()
+    return math.inf if left is None else left
+
+
+def _kept(config: RLConfig, model: ModelShape, size: int) -> float:
+    """Bytes of activations that a token leaves for the backward pass.
+
+    Of a fused layer: what enters it, queries, keys and values, what attention gives, what enters the MLP, gate and up.
+    Where they are computed again, what enters each layer, and one layer's.
+    """
+    wide = (model.heads + 2 * model.kv_heads) * model.head_dim
+    of_layer = size * (3 * model.hidden + wide + 2 * model.inner)
+    fused = model.kind in _FUSED and config.model.fuse and not config.model.lora_rank
+    if config.training.checkpoint_activations:
+        return size * model.hidden * model.layers + _PLAIN * of_layer
+    return (1.0 if fused else _PLAIN) * of_layer * model.layers
+
+
+def _logits(config: RLConfig, model: ModelShape, size: int) -> float:
+    """A chunk of them with its gradient, and that of the head."""
+    return config.training.logit_chunk * model.vocabulary * (size + 1) + 4 * model.vocabulary * model.hidden
+
+
+def _cache(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> float:
+    limit = config.engine.memory_gb * 2**30
+    if device.type != "cpu":
+        return limit
+    t = config.training
+    of_token = 2 * model.kv_heads * model.head_dim * model.layers * (1 if config.engine.cache_dtype == "int8" else size)
+    together = min(config.engine.max_batch, t.prompts_per_step * t.group_size)
+    return min(limit, of_token * together * (config.sampling.max_tokens + config.engine.page_size))
+
+
+def _savings(config: RLConfig, device: "torch.device") -> Iterator[tuple[str, str]]:
+    """Settings that need less, those that change least first."""
+    if config.engine.memory_gb > 1:
+        yield "engine.memory_gb", "1"
+    yield "training.moments", "bfloat16"
+    budget = token_budget(config.training, device)
+    while budget > 1024:
+        budget //= 2
+        yield "training.token_budget", str(budget)
+    yield "training.checkpoint_activations", "true"
+    if not config.model.lora_rank:
+        yield "model.lora_rank", "16"

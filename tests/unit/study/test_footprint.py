@@ -1,0 +1,112 @@
+"""The memory of a run: what it grows with, against what runs have taken, and what is said where it does not fit."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from kitae.config.load import override_config, parse_config
+from kitae.config.root import RLConfig
+from kitae.study import footprint as module
+from kitae.study.footprint import Footprint, footprint, hold, trained_parameters
+from kitae.study.shape import ModelShape
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SMOLLM2 = ModelShape(134_515_008, 576, 1536, 30, 49152, 9, 3, 64, "llama")
+QWEN = ModelShape(1_543_714_304, 1536, 8960, 28, 151_936, 12, 2, 128, "qwen2")
+GIB = 2.0**30
+
+
+def config(*settings: str) -> RLConfig:
+    values: dict[str, Any] = {"data": {"task": "sort"}, "model": {"device": "cpu"}, "sampling": {"max_tokens": 16}}
+    parsed = parse_config(values)
+    assert isinstance(parsed, RLConfig)
+    return override_config(parsed, settings)
+
+
+def size(c: RLConfig, tokens: float = 4000, model: ModelShape = SMOLLM2, dtype: torch.dtype = torch.float32) -> float:
+    return sum(hold(c, model, CPU, dtype, tokens).values())
+
+
+@pytest.fixture(autouse=True)
+def _no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same on every machine."""
+    monkeypatch.setattr("kitae.kernels.cpu.amx.available", lambda: False)
+
+
+MEASURED = {
+    # settings, tokens of a batch, dtype: GiB at the peak of `python benchmarks/memory.py` on a CPU without AMX
+    "plain": (("training.token_budget=1024",), torch.float32, 3.59),
+    "longer rows": (("training.token_budget=2048", "training.prompts_per_step=32"), torch.float32, 4.58),
+    "bf16": (("training.token_budget=1024",), torch.bfloat16, 3.36),
+}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_near_what_runs_have_taken(name: str) -> None:
+    settings, dtype, measured = MEASURED[name]
+    c = config("training.prompts_per_step=16", "training.group_size=8", *settings)
+    assert size(c, dtype=dtype) / GIB == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "budget", "chunk", "measured"),
+    [
+        (16_341, 16_384, 8192, 45.6),
+        (65_385, 13_100, 8192, 47.7),
+        (65_385, 8_000, 4096, 39.2),
+        (61_440, 6_100, 3072, 36.2),
+    ],
+)
+def test_near_what_a_gpu_has_taken(tokens: int, budget: int, chunk: int, measured: float) -> None:
+    """Rows of training alone, moments and all, as docs/performance.md has them: so without cache and libraries."""
+    c = config(f"training.token_budget={budget}", f"training.logit_chunk={chunk}")
+    parts = hold(c, QWEN, CUDA, torch.bfloat16, tokens)
+    assert (sum(parts.values()) - parts["cache"] - parts["libraries"]) / GIB == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [
+        (("algorithm.preset=ppo",), SMOLLM2.parameters * 20),  # and the reference of its KL term
+        (("algorithm.reference=frozen", "algorithm.kl_coef=0.1"), SMOLLM2.parameters * 4),
+        (("training.moments=bfloat16",), -SMOLLM2.parameters * 4),
+        (("training.logit_chunk=2048",), 1024 * 49152 * 5),
+    ],
+)
+def test_what_is_held_counts(settings: tuple[str, ...], more: float) -> None:
+    assert size(config(*settings)) - size(config()) == pytest.approx(more, rel=0.01)
+
+
+def test_adapters_are_counted_as_they_are() -> None:
+    """As PEFT counts them for SmolLM2: rank 16, all seven maps of a layer, or those that are named."""
+    assert trained_parameters(config("model.lora_rank=16"), SMOLLM2) == 4_884_480
+    some = config("model.lora_rank=16", "model.lora_targets=q_proj,v_proj")
+    assert trained_parameters(some, SMOLLM2) == 16 * 30 * (1152 + 768)
+
+
+@pytest.mark.parametrize(
+    ("free", "relief"),
+    [
+        (9.9, ()),
+        (3.7, ("training.moments=bfloat16",)),
+        (3.3, ("training.moments=bfloat16", "training.token_budget=1024")),
+        (1.6, None),
+        (0.5, ()),
+    ],
+)
+def test_what_would_fit_is_named(free: float, relief: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least change first; nothing, where it fits or nothing helps."""
+    monkeypatch.setattr(module, "room", lambda _: free * GIB)
+    c = config("training.prompts_per_step=64")
+    found = footprint(c, SMOLLM2, CPU, torch.bfloat16, 9000)
+    assert found.fits == (free > 9)
+    if relief is not None:
+        assert found.relief == relief
+        return
+    assert "model.lora_rank=16" in found.relief
+    assert size(override_config(c, found.relief), 9000, dtype=torch.bfloat16) <= free * GIB
+
+
+def test_a_footprint_adds_up() -> None:
+    assert Footprint({"weights": 2.0, "cache": 1.0}, 3.0).fits and not Footprint({"weights": 2.0}, 1.9).fits
