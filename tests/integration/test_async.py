@@ -281,9 +281,9 @@ def test_a_past_step_can_be_computed_again(staleness: int, tmp_path: Path) -> No
     ("threads", "settings"),
     [
         (1, ()),
-        (2, ()),
-        (1, ("model.lora_rank=4",)),
-        (1, ("model.exact=true",)),
+        pytest.param(2, (), marks=pytest.mark.slow),
+        pytest.param(1, ("model.lora_rank=4",), marks=pytest.mark.slow),
+        pytest.param(1, ("model.exact=true",), marks=pytest.mark.slow),
         (1, ("algorithm.kl_coef=0.01", "algorithm.reference=ema", "algorithm.reference_every=1", "algorithm.kl=k3")),
         (1, ("engine.kind=process",)),
     ],

@@ -57,7 +57,10 @@ CROSSED = {
 }
 
 
-@pytest.mark.parametrize("name", CROSSED)
+SLOW = ("updates", "greedy", "recompute", "fleet", "cluster")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CROSSED])
 def test_a_run_repeats_what_its_engine_chose(name: str, tiny_folder: TinyFolder, tmp_path: Path) -> None:
     folder = run_toy(tmp_path, *SHORT, *mixture(tiny_folder), *CROSSED[name]).folder
     steps = [row for row in rows(folder) if row["kind"] == "step"]

@@ -225,14 +225,17 @@ def test_02_the_cut_into_micro_batches_and_ranks_changes_nothing(policy: Policy,
     assert sum(x for _, x in parts) == pytest.approx(loss, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "choices_", [EVERYTHING[::6], pytest.param(EVERYTHING, marks=pytest.mark.slow)], ids=["some", "all"]
+)
 def test_02_two_processes_that_add_or_average_gradients(
-    policy: Policy, tiny_folder: Callable[[str], Path], tmp_path: Path
+    choices_: list[dict[str, Any]], policy: Policy, tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """Real ranks over gloo. Shards are uneven and cut through groups; weights come from the whole batch."""
     shapes = [(0, 5, 3), (0, 5, 9), (1, 12, 1), (1, 12, 7), (1, 12, 7), (2, 30, 20), (0, 5, 2)]
     samples = off_policy(policy, make_samples(shapes, gaps=True))
     cases, wholes = [], []
-    for choices in EVERYTHING:
+    for choices in choices_:
         objective = Objective(AlgorithmConfig.model_validate(choices), 64)
         weighted = list(objective.weighted(as_candidates(samples)))
         wholes.append(ranks.gradient(policy, weighted, choices))

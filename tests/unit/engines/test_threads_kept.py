@@ -72,7 +72,7 @@ def test_a_kept_cache_gives_the_same_answers_for_less_work(
     assert computed < 0.6 * all_of_it
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 10**6),
     page_size=st.sampled_from([1, 3, 8, 16]),

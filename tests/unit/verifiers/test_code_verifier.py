@@ -947,7 +947,7 @@ def test_packages_are_there_on_request_alone() -> None:
     assert check(source, reference, packages=True).value == 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.text(), st.sampled_from([ASSERTS, STDIO, CHECK]))
 @needs_sandbox
 def test_any_text_is_scored(response: str, reference: Any) -> None:
