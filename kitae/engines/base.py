@@ -117,7 +117,8 @@ class EngineStats:
     """Counters since the start, and what is happening now.
 
     restarts: of an engine's process that was lost; repaired: buckets of weights that a delta left damaged and that were
-    loaded again. engines: that serve behind this one.
+    loaded again. engines: that serve behind this one. restored: sequences that came back from the memory of the host
+    after a preemption.
     """
 
     version: int
@@ -131,6 +132,7 @@ class EngineStats:
     restarts: int = 0
     repaired: int = 0
     engines: int = 1
+    restored: int = 0
 
 
 @dataclass(frozen=True, slots=True)

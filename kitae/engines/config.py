@@ -61,8 +61,16 @@ class EngineConfig(Section):
         description="Keys and values in the cache: as the model computes them, or in 8 bits, with a scale for each "
         "head of a token: about half the memory, and log-probs further from the trainer's.",
     )
+    host_memory_gb: float = Field(
+        0.0,
+        ge=0,
+        description="Memory of the host for keys and values that a full cache has no room for, or a freed one: they "
+        "are copied back instead of computed again.",
+    )
     keep_cache: bool = Field(
-        True, description="false: free the cache while the trainer works; what is in flight is computed again."
+        True,
+        description="false: free the cache while the trainer works; what is in flight waits in host_memory_gb, or is "
+        "computed again.",
     )
     fast: bool = Field(True, description="Use compiled kernels where they can be built; false: plain torch.")
 
@@ -119,5 +127,7 @@ class EngineConfig(Section):
                 yield f"engine.{name} is for servers that Kitae starts, got {value!r} with engine.urls"
         if self.page_size != type(self).model_fields["page_size"].default:
             yield f"engine.page_size is not set for a server (engine.server_args can), got {self.page_size}"
+        if self.host_memory_gb:
+            yield f"engine.host_memory_gb is not set for a server (engine.server_args can), got {self.host_memory_gb:g}"
         if self.cache_dtype != "model":
             yield f"engine.cache_dtype is not set for a server (engine.server_args can), got {self.cache_dtype!r}"

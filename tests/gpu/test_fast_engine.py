@@ -21,6 +21,7 @@ from kitae.models.tiny import ARCHITECTURES, make_tiny
 sys.path.append(str(Path(__file__).parents[1] / "unit/engines"))
 from test_native_engine import *  # noqa: F403
 from test_native_engine import prompts, with_engine
+from test_stowed import *  # noqa: F403
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 TinyPolicy = Callable[..., Policy]
@@ -100,7 +101,8 @@ def test_tokens_do_not_depend_on_the_batch_in_flight(tiny_policy: TinyPolicy) ->
         Request(f"{i}", prompts(1, seed=i)[0], SamplingParams(max_tokens=5 + i * 37 % 90), i) for i in range(60)
     ]
     alone = {c.id: c.tokens for c in generate(policy, requests, max_batch=60)}
-    for settings in ({"max_batch": 7}, {"max_batch": 13, "page_size": 4}, {"max_batch": 60, "memory_gb": 0.0016}):
+    crowded = {"max_batch": 60, "memory_gb": 0.0016}
+    for settings in ({"max_batch": 7}, {"max_batch": 13, "page_size": 4}, crowded, crowded | {"host_memory_gb": 0.01}):
         for c in generate(policy, requests, **settings):  # type: ignore[arg-type]
             assert c.tokens == alone[c.id], settings
 

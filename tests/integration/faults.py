@@ -141,7 +141,7 @@ class Plan:
             settings += ["engine.kind=process", f"engine.sync={rng.choice(['full', 'delta'])}"]
             settings.append(f"engine.count={rng.choice([1, 1, 2])}")
         elif chance(0.15):
-            settings.append("engine.keep_cache=false")
+            settings += ["engine.keep_cache=false", "engine.host_memory_gb=0.01"]
         repeats = stale == 0 and not (refill or flaky or own_process or kind == "verifier outage")
         later = ["checkpoint.every=1"] if chance(0.1) else []
         return Plan(settings, steps, folder / "outage", repeats, later, rng.choice([1, 3]) if chance(0.12) else 0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kitae.engines.native.decoding import Stowed
 from kitae.errors import EngineError, ModelError
 from kitae.models.policy import Policy
 from kitae.models.routing import RouterShape
@@ -101,6 +102,7 @@ class KVCache:
         heads = 2 * policy.layers * policy.kv_heads * page_size
         page_bytes = heads * (policy.head_dim + 4 if eight_bits else policy.head_dim * self.like.element_size())
         page_bytes += page_size * routers.bytes if routers else 0
+        self.page_bytes = page_bytes
         self.pages = int(memory_gb * 2**30 // page_bytes)
         if self.pages < 2:
             raise EngineError(
@@ -145,11 +147,29 @@ class KVCache:
         if not source:
             return
         there, here = (torch.tensor(pages, device=self.like.device) for pages in (target, source))
-        self._numbers[:, :, there] = self._numbers[:, :, here]
-        if self._scales is not None:
-            self._scales[:, :, there] = self._scales[:, :, here]
-        if self.experts is not None:
-            self.experts[there] = self.experts[here]
+        for tensor, dim in self._by_page():
+            tensor.index_copy_(dim, there, tensor.index_select(dim, here))
+
+    def stow(self, pages: list[int]) -> Stowed:
+        """A copy in the memory of the host. The pages may be given away at once: the device does things in order."""
+        here = torch.tensor(pages, device=self.like.device)
+        found = []
+        for tensor, dim in self._by_page():
+            picked = tensor.index_select(dim, here)
+            host = torch.empty(picked.shape, dtype=picked.dtype, pin_memory=picked.is_cuda)
+            found.append(host.copy_(picked, non_blocking=True))
+        return Stowed(len(pages), tuple(found))
+
+    def bring_back(self, stowed: Stowed, pages: list[int]) -> None:
+        there = torch.tensor(pages, device=self.like.device)
+        for (tensor, dim), host in zip(self._by_page(), stowed.tensors, strict=True):
+            tensor.index_copy_(dim, there, host.to(tensor.device, non_blocking=True))
+
+    def _by_page(self) -> list[tuple[Tensor, int]]:
+        """All that a page has, and along which dimension pages lie."""
+        found = [(self._numbers, 2)]
+        found += [] if self._scales is None else [(self._scales, 2)]
+        return found + ([] if self.experts is None else [(self.experts, 0)])
 
     def experts_of(self, pages: list[int], start: int, stop: int) -> ExpertArray | None:
         """Those of positions [start, stop) of a sequence that has these pages; None: they are not recorded."""

@@ -37,9 +37,20 @@ class Lease:
     pages: list[int]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Stowed:
+    """What some pages hold, in the memory of the host: keys and values, their scales, experts."""
+
+    pages: int
+    tensors: tuple[Tensor, ...]
+
+
 @dataclass(slots=True, eq=False)
 class Decoding:
-    """One request on its way. The cache holds all its tokens but the last generated one."""
+    """One request on its way. The cache holds all its tokens but the last generated one.
+
+    stowed: where it was preempted, its own pages, if the host had room for them.
+    """
 
     request: Request
     seed: int
@@ -50,6 +61,7 @@ class Decoding:
     versions: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     prefix: Prefix | None = None
+    stowed: Stowed | None = None
 
     @property
     def key(self) -> PrefixKey:

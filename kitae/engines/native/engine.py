@@ -54,7 +54,12 @@ class NativeEngine:
         eight_bits = config.cache_dtype == "int8"
         self.cache = KVCache(policy, config.memory_gb, config.page_size, routers, eight_bits=eight_bits)
         self.scheduler = Scheduler(
-            PagePool(self.cache.pages), config.page_size, config.max_batch, config.prefill_tokens
+            PagePool(self.cache.pages),
+            config.page_size,
+            config.max_batch,
+            config.prefill_tokens,
+            self.cache.stow,
+            int(config.host_memory_gb * 2**30 // self.cache.page_bytes),
         )
         self.runner: ModelRunner = make_runner(policy, self.cache, config)
         self._launched: deque[tuple[list[Decoding], int, Result]] = deque()  # with the version that samples
@@ -213,6 +218,7 @@ class NativeEngine:
         if admission.any:
             self._collect(0)
             self._launched.append((admission.fresh, self.version, self.runner.prefill(admission)))
+            self.scheduler.are_back(admission.resumed)
             self._collect(0)
         else:
             if not self.scheduler.grow(len(self._launched) + 1, preempt=False):
@@ -298,7 +304,7 @@ class NativeEngine:
         self.runner.weights_changed()
         self.scheduler.forget_prefixes()
         if update.recompute:
-            self.scheduler.preempt_all()
+            self.scheduler.preempt_all(again=True)
             self.scheduler.forget_threads()
         return self.version
 
@@ -308,8 +314,8 @@ class NativeEngine:
         self._paused = paused
 
     def _free_cache(self) -> None:
-        """What is in flight waits without pages, and is computed again."""
-        self.scheduler.preempt_all()
+        """What is in flight waits without pages: in the memory of the host, or it is computed again."""
+        self.scheduler.preempt_all(again=False)
         self.scheduler.forget_prefixes()
         self.scheduler.forget_threads()
         self.runner = ModelRunner(self.policy, self.cache, fast=False)  # holds none of its memory

@@ -38,8 +38,13 @@ class ModelRunner:
         """Called after every weight update."""
 
     def prefill(self, admission: Admission) -> Result:
-        """Compute new prompts and preempted tails, and sample the first token of every fresh sequence."""
+        """Compute new prompts and preempted tails, or bring these back from the host, and sample the first token of
+        every fresh sequence."""
         self._compute_prompts(admission)
+        for s in admission.resumed:
+            if s.stowed is not None:
+                first = s.prompt_length // self.cache.page_size
+                self.cache.bring_back(s.stowed, s.pages[first : first + s.stowed.pages])
         self.cache.copy_pages([a for a, _ in admission.copies], [b for _, b in admission.copies])
         if not admission.fresh:
             return lambda: ([], [])
@@ -66,6 +71,8 @@ class ModelRunner:
         for prefix in admission.prefixes:
             add(prefix.tokens, prefix.start, prefix.pages)
         for s in admission.resumed:
+            if s.stowed is not None:
+                continue
             # From the last shared page border on: the tail of the prompt goes into the sequence's own page again.
             start = s.prompt_length // page_size * page_size
             if s.cached > start:

@@ -3,24 +3,26 @@
 Waiting sequences are admitted in order of arrival as soon as a batch slot and pages are free, and prompts go before
 decoding, so a finished sequence's slot is refilled at once. When the cache is full, the sequence admitted last gives
 its pages back and waits in front of the queue; its random stream is a function of the position, so it continues
-exactly where it was.
+exactly where it was. What its own pages held is stowed in the memory of the host while there is room, and copied
+back when it is admitted; otherwise it is computed again.
 
 What was computed for a thread is kept after its answer, as long as nobody needs the pages: its next request computes
 only what is new. Pages that are kept so are the first to go, those of the thread that waits longest before others.
 """
 
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kitae.engines.base import EngineStats
 from kitae.engines.native.cache import PagePool
-from kitae.engines.native.decoding import Decoding, Lease, Prefix, PrefixKey
+from kitae.engines.native.decoding import Decoding, Lease, Prefix, PrefixKey, Stowed
 from kitae.errors import RequestError
 
 
 @dataclass(slots=True)
 class Admission:
-    """Work of a prefill step: new prompts to compute, fresh samples to start, preempted ones to recompute."""
+    """Work of a prefill step: new prompts to compute, fresh samples to start, preempted ones to restore."""
 
     prefixes: list[Prefix] = field(default_factory=list)
     fresh: list[Decoding] = field(default_factory=list)
@@ -34,7 +36,17 @@ class Admission:
 
 
 class Scheduler:
-    def __init__(self, pool: PagePool, page_size: int, max_batch: int, prefill_tokens: int) -> None:
+    """stow: copies pages to the host, which has room for `host_pages` of them."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int,
+        max_batch: int,
+        prefill_tokens: int,
+        stow: Callable[[list[int]], Stowed] | None = None,
+        host_pages: int = 0,
+    ) -> None:
         self.pool = pool
         self.page_size = page_size
         self.max_batch = max_batch
@@ -47,6 +59,9 @@ class Scheduler:
         self.prompt_tokens = 0
         self.prompt_tokens_shared = 0
         self.preemptions = 0
+        self.restored = 0
+        self.host_pages = host_pages  # that are free
+        self._stow = stow
 
     @property
     def idle(self) -> bool:
@@ -83,7 +98,8 @@ class Scheduler:
         shared = sequence.prompt_length // self.page_size
         own = self._pages(sequence.cached) - shared
         prompt = 0 if prefix else self._pages(sequence.prompt_length) - len(kept.pages)
-        work = (0 if prefix else sequence.prompt_length - len(kept.tokens)) + max(0, len(sequence.tokens) - 1)
+        again = 0 if sequence.stowed else max(0, len(sequence.tokens) - 1)
+        work = (0 if prefix else sequence.prompt_length - len(kept.tokens)) + again
         # Every running sequence may need a page soon; without this reserve admission and preemption would alternate.
         reserve = min(len(self.running), self.pool.total // 8)
         while own + prompt + reserve > self.pool.free:
@@ -132,10 +148,12 @@ class Scheduler:
                 self._fail(sequence)
         return True
 
-    def preempt_all(self) -> None:
-        """All running sequences give their pages back and are computed again: the weights have changed."""
+    def preempt_all(self, *, again: bool) -> None:
+        """All running sequences give their pages back. `again`: all must be computed anew: the weights changed."""
         while self.running:
-            self._preempt()
+            self._preempt(again=again)
+        for sequence in self.waiting if again else ():
+            self.forget_stowed(sequence)
 
     def _preempt_youngest(self) -> bool:
         if len(self.running) < 2:
@@ -144,10 +162,26 @@ class Scheduler:
         self.preemptions += 1
         return True
 
-    def _preempt(self) -> None:
+    def _preempt(self, *, again: bool = False) -> None:
         victim = self.running.pop()
+        own = victim.pages[victim.prompt_length // self.page_size : self._pages(victim.cached)]
+        if self._stow and victim.tokens and not again and 0 < len(own) <= self.host_pages:
+            self.host_pages -= len(own)
+            victim.stowed = self._stow(own)
         self._release_pages(victim)
         self.waiting.appendleft(victim)
+
+    def are_back(self, resumed: list[Decoding]) -> None:
+        """What was stowed of them is in the cache again."""
+        for sequence in resumed:
+            self.restored += sequence.stowed is not None
+            self.forget_stowed(sequence)
+
+    def forget_stowed(self, sequence: Decoding) -> None:
+        """It is back in the cache, or of no use."""
+        if sequence.stowed is not None:
+            self.host_pages += sequence.stowed.pages
+            sequence.stowed = None
 
     def _fail(self, sequence: Decoding) -> None:
         """Alone, it needs more than the whole cache: no preemption can help it."""
@@ -169,6 +203,7 @@ class Scheduler:
         if keep and sequence.request.thread and sequence.pages:
             self._keep(sequence)
         self._release_pages(sequence)
+        self.forget_stowed(sequence)
         self.users[sequence.key] -= 1
         if not self.users[sequence.key]:
             del self.users[sequence.key]
@@ -237,6 +272,7 @@ class Scheduler:
             prompt_tokens_shared=self.prompt_tokens_shared,
             generated_tokens=generated,
             preemptions=self.preemptions,
+            restored=self.restored,
             running=len(self.running),
             waiting=len(self.waiting),
             busy_seconds=busy,

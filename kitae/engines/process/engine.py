@@ -408,6 +408,7 @@ def _add(past: EngineStats, more: EngineStats) -> EngineStats:
         prompt_tokens_shared=past.prompt_tokens_shared + more.prompt_tokens_shared,
         generated_tokens=past.generated_tokens + more.generated_tokens,
         preemptions=past.preemptions + more.preemptions,
+        restored=past.restored + more.restored,
         busy_seconds=past.busy_seconds + more.busy_seconds,
         repaired=past.repaired + more.repaired,
     )

@@ -397,7 +397,7 @@ def test_counters_never_go_back(subject: Subject, run: Callable[..., Any]) -> No
     def counters(s: EngineStats) -> tuple[float, ...]:
         return (
             s.prompt_tokens, s.prompt_tokens_shared, s.generated_tokens, s.preemptions, s.busy_seconds, s.restarts,
-            s.repaired,
+            s.repaired, s.restored,
         )  # fmt: skip
 
     async def body() -> None:

@@ -95,7 +95,7 @@ def assert_all_recorded(policy: Policy, requests: Sequence[Request], use: Use, *
         assert_recorded(policy, request, done)
 
 
-def assert_recorded_in_a_crowd(policy: Policy) -> None:
+def assert_recorded_in_a_crowd(policy: Policy, **settings: Any) -> None:
     """With a cache that is too small for all at once."""
     requests = asked(6, length=50)
 
@@ -105,7 +105,7 @@ def assert_recorded_in_a_crowd(policy: Policy) -> None:
         assert engine.stats().preemptions > 0, "the cache was not small enough"
         return found
 
-    assert_all_recorded(policy, requests, crowded, memory_gb=memory_of(policy, 40), max_batch=9)
+    assert_all_recorded(policy, requests, crowded, memory_gb=memory_of(policy, 40), max_batch=9, **settings)
 
 
 @pytest.mark.parametrize("settings", [{}, {"fast": False}, {"page_size": 1}, {"max_batch": 2}], ids=str)
@@ -124,11 +124,13 @@ def test_a_plain_pass_chooses_by_the_token(tiny_policy: TinyPolicy) -> None:
         assert len(np.unique(found, axis=0)) > 10, architecture
 
 
-def test_after_preemption(tiny_policy: TinyPolicy) -> None:
-    assert_recorded_in_a_crowd(tiny_policy("qwen3_moe"))
+@pytest.mark.parametrize("host_memory_gb", [0.0, 0.01])
+def test_after_preemption(host_memory_gb: float, tiny_policy: TinyPolicy) -> None:
+    assert_recorded_in_a_crowd(tiny_policy("qwen3_moe"), host_memory_gb=host_memory_gb)
 
 
-def test_freed_and_computed_again(tiny_policy: TinyPolicy) -> None:
+@pytest.mark.parametrize("host_memory_gb", [0.0, 0.01])
+def test_freed_and_computed_again_or_brought_back(host_memory_gb: float, tiny_policy: TinyPolicy) -> None:
     """With engine.keep_cache = false, in the middle of an answer."""
     policy, requests = tiny_policy("qwen3_moe"), asked(3, length=80)
 
@@ -140,7 +142,7 @@ def test_freed_and_computed_again(tiny_policy: TinyPolicy) -> None:
         await engine.resume()
         return list(await asyncio.gather(*running))
 
-    assert_all_recorded(policy, requests, paused, keep_cache=False)
+    assert_all_recorded(policy, requests, paused, keep_cache=False, host_memory_gb=host_memory_gb)
 
 
 def test_parked_and_continued(tiny_policy: TinyPolicy) -> None:
