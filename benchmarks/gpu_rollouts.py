@@ -6,8 +6,8 @@ A model of the shape of Qwen2.5-1.5B in bfloat16 with random weights: speed does
 `--mixture` the shape is that of Qwen3-30B-A3B: 128 experts, of which each token takes 8. Sampling at
 temperature 1, with the log-prob of every token. Workloads: `group`, 64 prompts of 128 tokens × 8 samples × 512 tokens;
 `ragged`, the same prompts with log-normal response lengths from 16 to 2,048; `one`, a single sequence of 256 tokens.
-On request `8k`, 64 × 8 answers of 8,192 tokens, which need 120 GB of cache (`--memory-gb 60 --host-memory-gb 64`: what has
-no room waits in the memory of the host), `32k`, 16 answers of 32,000, and `16k`, one group of 8 with 16,000.
+On request `8k`, 64 × 8 answers of 8,192 tokens, which need 120 GB of cache (`--memory-gb 60 --host-memory-gb 64`: what
+has no room waits in the memory of the host), `32k`, 16 answers of 32,000, and `16k`, one group of 8 with 16,000.
 
 The floor is the time in which one step's matrix products can run at 774 TFLOP/s or their weights be read at 4.2 TB/s,
 whichever takes longer, plus the time to read keys and values: measured rates of an H200, see docs/performance.md. Of a
@@ -21,7 +21,7 @@ import time
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
@@ -40,6 +40,15 @@ def qwen_policy(device: str = "cuda", dtype: torch.dtype = torch.bfloat16, layer
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )  # fmt: skip
     return _policy(config, device, dtype, "qwen2.5-1.5b shape")
+
+
+def large_policy(layers: int = 36, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Policy:
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=4096, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=8,
+        head_dim=128, intermediate_size=12288, max_position_embeddings=32768, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    return _policy(config, device, dtype, "qwen3-8b shape")
 
 
 def mixture_policy(layers: int = 48, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Policy:

@@ -1,6 +1,7 @@
 """Training speed on one GPU: packed rows of ragged sequences, forward, backward and optimizer step.
 
     python benchmarks/gpu_training.py [--objective policy|sft|dpo] [--tokens 16384] [--rows 1] [--profile] [--no-fuse]
+    python benchmarks/gpu_training.py --shape 8b --moments bfloat16 --tokens 4096 --rows 4 --chunk 2048
 
 A model of the shape of Qwen2.5-1.5B in bfloat16 with fp32 master weights, groups of 8 responses of log-normal lengths
 to prompts of 128 tokens, each prompt in the row once. Utilisation counts six operations for each weight and token (the
@@ -8,7 +9,8 @@ head: for each token with a loss) and the causal attention, not what is computed
 measured rate of bf16 matrix products on an H200.
 
 With `--objective sft` each sequence is a demonstration with a prompt of its own. With `dpo`, groups are pairs that
-share their prompt in the row; the reference is a column, as it is after the first pass over the data.
+share their prompt in the row; the reference is a column, as it is after the first pass over the data. With `--shape
+8b` the shape is that of Qwen3-8B. The peak is shown beside what `kitae train --dry-run` would predict of it.
 """
 
 import argparse
@@ -19,13 +21,17 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from gpu_rollouts import FLOPS, qwen_policy
+from gpu_rollouts import FLOPS, large_policy, qwen_policy
 from training import forward_backward, make_worker, weighted
 
 from kitae.algorithms.preferences import PREFERENCE_LOSSES
+from kitae.config.load import parse_config
+from kitae.config.root import RLConfig
 from kitae.data.packing import lay_out, pack
 from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
+from kitae.study.footprint import hold
+from kitae.study.shape import ModelShape
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.objectives import Likelihood
 from kitae.trainer.responses import PLACE, Preference
@@ -89,6 +95,18 @@ def operations(samples: Sequence[Sample], policy: Policy, config: TrainingConfig
     return tokens, total
 
 
+def predicted(policy: Policy, config: TrainingConfig, tokens: int) -> float:
+    """Bytes of training alone: without the cache of an engine, and what CUDA takes for itself."""
+    told = policy.base.config
+    parameters = sum(p.numel() for p in policy.base.parameters())
+    sizes = (told.hidden_size, told.intermediate_size, policy.layers, told.vocab_size)
+    shape = ModelShape(parameters, *sizes, policy.heads, policy.kv_heads, policy.head_dim, told.model_type)
+    run = parse_config({"data": {"task": "sort"}, "training": config.model_dump()})
+    assert isinstance(run, RLConfig)
+    parts = hold(run, shape, policy.device, policy.dtype, tokens)
+    return sum(size for name, size in parts.items() if name not in ("cache", "libraries"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objective", choices=("policy", "sft", "dpo"), default="policy")
@@ -98,10 +116,16 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no-fuse", action="store_true")
+    parser.add_argument("--shape", choices=("1.5b", "8b"), default="1.5b")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--moments", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--checkpoint", action="store_true", help="recompute activations")
     args = parser.parse_args()
-    policy = qwen_policy()
+    policy = large_policy(args.layers or 36) if args.shape == "8b" else qwen_policy(layers=args.layers or 28)
     fused = 0 if args.no_fuse else fuse(policy.model, policy.device, policy.dtype)
-    config = TrainingConfig(token_budget=args.tokens, logit_chunk=args.chunk)
+    config = TrainingConfig(
+        token_budget=args.tokens, logit_chunk=args.chunk, moments=args.moments, checkpoint_activations=args.checkpoint
+    )
     rng = random.Random(0)
     samples: Sequence[Sample]
     if args.objective == "policy":
@@ -130,7 +154,8 @@ def main() -> None:
     whole, passes = (min(t[i] for t in times[2:]) for i in (0, 1))
     print(f"forward and backward {passes * 1e3:.0f} ms ({work / passes / FLOPS:.1%}), whole step {whole * 1e3:.0f} ms: "
           f"{tokens / whole:,.0f} tokens/s, {work / whole / FLOPS:.1%} of {FLOPS / 1e12:.0f} TFLOP/s, "
-          f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")  # fmt: skip
+          f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB, "
+          f"predicted {predicted(policy, config, tokens) / 2**30:.1f} GiB")  # fmt: skip
     if args.profile:
         from torch.profiler import ProfilerActivity
 
