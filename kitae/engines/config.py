@@ -72,6 +72,11 @@ class EngineConfig(Section):
         description="false: free the cache while the trainer works; what is in flight waits in host_memory_gb, or is "
         "computed again.",
     )
+    merge_adapters: bool = Field(
+        True,
+        description="On a GPU, sample from copies of the weights that LoRA adapters are merged into: as fast as "
+        "without LoRA, for the memory of the adapted weights. false: adapters are computed beside them.",
+    )
     fast: bool = Field(True, description="Use compiled kernels where they can be built; false: plain torch.")
 
     @model_validator(mode="after")

@@ -16,6 +16,7 @@ from kitae.kernels.base import LayerKernels, ModuleKernels
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.memory import lay_together
 from kitae.models.attention import masked_attention
+from kitae.models.lora import plain_part
 from kitae.models.routing import is_router
 
 
@@ -155,20 +156,21 @@ _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _NORMS = {"q_norm", "k_norm"}
 
 
-def is_llama_layer(layer: Any) -> bool:
+def is_llama_layer(layer: Any, *, adapted: bool = False) -> bool:
     """RMSNorm before attention and MLP, linear layers, biases of q, k and v or of none, gated SiLU MLP.
 
-    Queries and keys may have norms. What it computes besides, a probe must tell.
+    Queries and keys may have norms; `adapted`: linear layers, adapters that add to their weights. What it computes
+    besides, a probe must tell.
     """
-    return _is_llama_but_for_mlp(layer) and _is_gated(layer.mlp)
+    return _is_llama_but_for_mlp(layer, adapted) and _is_gated(layer.mlp, adapted)
 
 
-def is_mixture_layer(layer: Any) -> bool:
+def is_mixture_layer(layer: Any, *, adapted: bool = False) -> bool:
     """The same with experts for an MLP (Mixtral, Qwen3-MoE): a router that is a product and a softmax, gated SiLU."""
-    return _is_llama_but_for_mlp(layer) and _is_mixture(layer.mlp)
+    return _is_llama_but_for_mlp(layer, adapted) and _is_mixture(layer.mlp)
 
 
-def _is_llama_but_for_mlp(layer: Any) -> bool:
+def _is_llama_but_for_mlp(layer: Any, adapted: bool) -> bool:
     if _children(layer) != _LAYER or _children(layer.self_attn) - _NORMS != {"q_proj", "k_proj", "v_proj", "o_proj"}:
         return False
     attn = layer.self_attn
@@ -176,7 +178,7 @@ def _is_llama_but_for_mlp(layer: Any) -> bool:
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [getattr(attn, n) for n in _NORMS if hasattr(attn, n)]
     return (
-        _are_plain(*linear)
+        _are_linear(linear, adapted)
         and attn.o_proj.bias is None
         and len({m.bias is None for m in linear[:3]}) == 1
         and all(map(is_rms_norm, norms))
@@ -184,11 +186,15 @@ def _is_llama_but_for_mlp(layer: Any) -> bool:
     )
 
 
-def _is_gated(mlp: Any) -> bool:
+def _is_gated(mlp: Any, adapted: bool) -> bool:
     if _children(mlp) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return False
     linear = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    return _are_plain(*linear) and all(m.bias is None for m in linear) and _is_silu(mlp.act_fn)
+    return _are_linear(linear, adapted) and all(m.bias is None for m in linear) and _is_silu(mlp.act_fn)
+
+
+def _are_linear(modules: list[Any], adapted: bool) -> bool:
+    return all(plain_part(m) is not None for m in modules) if adapted else _are_plain(*modules)
 
 
 def _is_mixture(mlp: Any) -> bool:

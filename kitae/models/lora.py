@@ -84,6 +84,31 @@ def import_peft() -> Any:
     return peft
 
 
+def plain_part(module: Any) -> Any:
+    """The linear layer itself, or the one in an adapted module whose adapters only add to its weight; None: neither."""
+    import torch
+
+    if type(module) is torch.nn.Linear:
+        return module
+    base = getattr(module, "base_layer", None)
+    adapters = getattr(module, "active_adapters", ())
+    if type(base) is not torch.nn.Linear or not set(adapters) <= set(getattr(module, "lora_A", ())):
+        return None
+    own = any(getattr(module, "use_dora", {}).get(a) or getattr(module, "lora_bias", {}).get(a) for a in adapters)
+    return None if own or module.disable_adapters or module.fan_in_fan_out else base
+
+
+def merge_into(out: "Tensor", module: Any) -> None:
+    """The weight of a module that has a `plain_part`, with what its adapters add."""
+    import torch
+
+    total = plain_part(module).weight.detach().float()
+    for adapter in getattr(module, "active_adapters", ()):
+        narrow, wide = (factor[adapter].weight.detach().float() for factor in (module.lora_A, module.lora_B))
+        total = torch.addmm(total, wide, narrow, alpha=module.scaling[adapter])
+    out.copy_(total)
+
+
 def merged_state(policy: "Policy") -> "dict[str, Tensor]":
     """The state dict of the plain model with adapters added in; without LoRA, simply its state dict.
 

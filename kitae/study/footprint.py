@@ -110,6 +110,8 @@ def hold(
         **other_models(config, model.parameters, size),
         "libraries": _LIBRARIES[device.type],
     }
+    if config.model.lora_rank and device.type == "cuda" and config.engine.fast and config.engine.merge_adapters:
+        found["merged weights"] = float(size * model.layers * model.adapted)
     packed = size == 2 and device.type == "cpu" and config.engine.fast and not config.model.lora_rank
     if packed and amx.available():
         found["packed weights"] = float(model.parameters * size)
@@ -194,5 +196,7 @@ def _savings(config: RLConfig, device: "torch.device") -> Iterator[tuple[str, st
         budget //= 2
         yield "training.token_budget", str(budget)
     yield "training.checkpoint_activations", "true"
+    if config.model.lora_rank:
+        yield "engine.merge_adapters", "false"
     if not config.model.lora_rank:
         yield "model.lora_rank", "16"

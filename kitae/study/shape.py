@@ -29,6 +29,12 @@ class ModelShape:
     kind: str = "llama"
 
     @property
+    def adapted(self) -> int:
+        """Weights of the linear maps of a layer."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.hidden * (2 * q + 2 * kv + 3 * self.inner)
+
+    @property
     def projections(self) -> dict[str, int]:
         """Inputs and outputs together of each linear map of a layer, by the names that most families have for them."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim

@@ -220,6 +220,38 @@ def test_8_bits_by_kernels_and_by_modules(architecture: str, tiny_policy: TinyPo
     assert sum(gaps) / len(gaps) < 1e-3
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+def test_adapters_merged_and_beside_their_weights(architecture: str, tiny_policy: TinyPolicy) -> None:
+    """Before and after an update of the adapters."""
+    policy = tiny_policy(architecture, lora_rank=4)
+
+    def change(seed: int) -> None:
+        torch.manual_seed(seed)
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(0, 0.05)
+
+    async def use(engine: NativeEngine) -> list[Completion]:
+        first = await asyncio.gather(*(engine.generate(r) for r in mixed_requests()))
+        change(2)
+        await engine.update_weights(WeightUpdate(1))
+        second = [replace(r, id=f"again/{r.id}") for r in mixed_requests()]
+        return [*first, *await asyncio.gather(*(engine.generate(r) for r in second))]
+
+    found = []
+    for settings, fused in (({}, True), ({"merge_adapters": False}, False), ({"fast": False}, False)):
+        change(1)
+
+        async def checked(engine: NativeEngine, fused: bool = fused) -> list[Completion]:
+            assert (getattr(engine.runner, "decoder", None) is not None) == fused
+            return await use(engine)
+
+        found.append(with_engine(policy, checked, **settings))  # type: ignore[arg-type]
+    for others in found[1:]:
+        same = [a.tokens == b.tokens for a, b in zip(found[0], others, strict=True)]
+        assert sum(same) >= len(same) - 2, "but for draws on a border"
+
+
 def test_engine_config_plain_uses_no_graphs(tiny_policy: TinyPolicy) -> None:
     engine = NativeEngine(tiny_policy(), EngineConfig(memory_gb=0.01, fast=False))
     assert type(engine.runner).__name__ == "ModelRunner"

@@ -49,8 +49,10 @@ def bucket(batch: int) -> int:
 class CudaRunner(ModelRunner):
     linger = 0.005
 
-    def __init__(self, policy: Policy, cache: KVCache, max_batch: int) -> None:
+    def __init__(self, policy: Policy, cache: KVCache, max_batch: int, *, merges: bool = True) -> None:
+        """merges: adapters into copies of their weights."""
         super().__init__(policy, cache, fast=False)
+        self._merges = merges
         self.decoder = self._fused()
         rows = bucket(max_batch)
         columns = min(-(-policy.max_context // cache.page_size), cache.pages) + 1
@@ -73,9 +75,14 @@ class CudaRunner(ModelRunner):
             with torch.inference_mode(False):
                 self.decoder = self._fused()
             self._addresses = self._find_addresses()
+        elif self.decoder is not None:
+            self.decoder.refresh()
 
     def _fused(self) -> FusedDecoder | None:
-        return None if self.policy.exact else FusedDecoder.of(self.policy, self.cache)
+        adapted = self.policy.model is not self.policy.base
+        if self.policy.exact or (adapted and not self._merges):
+            return None
+        return FusedDecoder.of(self.policy, self.cache)
 
     def _find_addresses(self) -> list[int]:
         return [p.data_ptr() for p in self.policy.model.parameters()]

@@ -19,7 +19,7 @@ def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRu
     if config.fast and policy.device.type == "cuda" and has_triton():
         from kitae.engines.native.cuda import CudaRunner
 
-        return CudaRunner(policy, cache, config.max_batch)
+        return CudaRunner(policy, cache, config.max_batch, merges=config.merge_adapters)
     fast = config.fast and not cache.eight_bits  # kernels of a CPU read the model's own dtype
     if fast and policy.device.type == "cpu" and amx.available():
         return CpuRunner(policy, cache)

@@ -8,6 +8,9 @@ a probe.
 The weights of q, k and v, and those of gate and up, lie next to each other, so that one matrix product computes all of
 them: they are moved if that was not done when the model was loaded. The parameters stay what they are for everybody
 else, views of the common memory, and the trainer computes the same bits wherever they lie.
+
+Weights with LoRA adapters are copies here, merged with what the adapters add: `refresh` makes them anew when those have
+changed.
 """
 
 import logging
@@ -22,6 +25,7 @@ from kitae.engines.native.cache import KVCache
 from kitae.kernels.memory import lay_together
 from kitae.models.attention import AttentionContext, causal_mask, masked_attention
 from kitae.models.fuse import is_llama_layer, is_mixture_layer, is_rms_norm
+from kitae.models.lora import merge_into, plain_part
 from kitae.models.policy import Policy
 
 log = logging.getLogger("kitae")
@@ -103,13 +107,20 @@ class FusedDecoder:
         self.embedding: Tensor = decoder.embed_tokens.weight
         self.norm: tuple[Tensor, float] = decoder.norm.weight, decoder.norm.variance_epsilon
         self.layers: list[_Layer] = []
+        self._merged = _Merged()
         for layer, how in zip(decoder.layers, attentions, strict=True):
-            self.layers.append(_layer(layer, how, mixing=sum(known.choice is not None for known in self.layers)))
+            mixing = sum(known.choice is not None for known in self.layers)
+            self.layers.append(_layer(layer, how, mixing, self._merged))
+        self.refresh()
         reach = min(policy.max_context, cache.pages * cache.page_size) + 1  # an ended row may stand one past the end
         positions = torch.arange(reach, device=policy.device)[None]
         with torch.no_grad():
             cos, sin = decoder.rotary_emb(torch.empty(0, dtype=policy.dtype, device=policy.device), positions)
         self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+
+    def refresh(self) -> None:
+        """Adapters have changed: their weights are merged again, where they are."""
+        self._merged.fill()
 
     def hidden(
         self,
@@ -171,11 +182,32 @@ def _gap(got: Tensor, expected: Tensor, mixture: bool) -> float:
     return float(((got - expected).norm(dim=-1) / size_T).median())
 
 
-def _layer(layer: Any, how: AttentionSettings, mixing: int) -> _Layer:
+class _Merged:
+    """Copies of weights that adapters add to."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Any, Tensor]] = []
+
+    def weight(self, *modules: Any) -> Tensor:
+        """Of linear layers, one below the other: their own, or a copy that `fill` writes."""
+        if all(type(m) is nn.Linear for m in modules):
+            return lay_together([m.weight for m in modules]) if len(modules) > 1 else modules[0].weight
+        weights = [plain_part(m).weight for m in modules]
+        whole = torch.empty_like(torch.cat([w.detach() for w in weights]))
+        self._parts += zip(modules, torch.split(whole, [len(w) for w in weights]), strict=True)
+        return whole
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        for module, place in self._parts:
+            merge_into(place, module)
+
+
+def _layer(layer: Any, how: AttentionSettings, mixing: int, merged: _Merged) -> _Layer:
     """mixing: how many layers before this one mix experts."""
     attn, mlp = layer.self_attn, layer.mlp
     choice = None
-    if is_mixture_layer(layer):
+    if is_mixture_layer(layer, adapted=True):
         router = mlp.gate
         choice = _Choice(mixing, router.weight, int(router.top_k), bool(getattr(router, "norm_topk_prob", True)))
     qkv = [attn.q_proj, attn.k_proj, attn.v_proj]
@@ -185,14 +217,14 @@ def _layer(layer: Any, how: AttentionSettings, mixing: int) -> _Layer:
     return _Layer(
         attention=how,
         before_attention=layer.input_layernorm.weight,
-        qkv=lay_together([m.weight for m in qkv]),
-        qkv_bias=None if attn.q_proj.bias is None else lay_together([m.bias for m in qkv]),
+        qkv=merged.weight(*qkv),
+        qkv_bias=None if attn.q_proj.bias is None else lay_together([plain_part(m).bias for m in qkv]),
         norms=norms,
-        out=attn.o_proj.weight,
+        out=merged.weight(attn.o_proj),
         before_mlp=layer.post_attention_layernorm.weight,
         choice=choice,
-        gate_up=mlp.experts.gate_up_proj if choice else lay_together([mlp.gate_proj.weight, mlp.up_proj.weight]),
-        down=mlp.experts.down_proj if choice else mlp.down_proj.weight,
+        gate_up=mlp.experts.gate_up_proj if choice else merged.weight(mlp.gate_proj, mlp.up_proj),
+        down=mlp.experts.down_proj if choice else merged.weight(mlp.down_proj),
         eps=(layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon),
     )
 
@@ -215,12 +247,12 @@ class _Recorder:
 
 def _known(policy: Policy) -> bool:
     decoder: Any = policy.decoder
-    if policy.model is not policy.base or policy.head_dim % 2 or policy.heads % policy.kv_heads:
+    if policy.head_dim % 2 or policy.heads % policy.kv_heads:
         return False
     if type(getattr(decoder, "embed_tokens", None)) is not nn.Embedding or not hasattr(decoder, "rotary_emb"):
         return False
     if getattr(decoder.rotary_emb, "rope_type", None) in ("dynamic", "longrope"):  # these depend on the length
         return False
     return is_rms_norm(getattr(decoder, "norm", None)) and all(
-        is_llama_layer(layer) or is_mixture_layer(layer) for layer in decoder.layers
+        is_llama_layer(layer, adapted=True) or is_mixture_layer(layer, adapted=True) for layer in decoder.layers
     )
