@@ -97,6 +97,7 @@ CLAIMS = {
             "grpo, no correction": ("algorithm.preset=grpo", "algorithm.correction=none"),
             "raft++ (positives)": ("algorithm.preset=raft++",),
             **presets("stale-asymmetric", "decoupled-ppo"),
+            "asymmetric, no floor": ("algorithm.preset=stale-asymmetric", "algorithm.weight_floor=0"),
         },
         STALE,
     ),
@@ -155,6 +156,7 @@ def main() -> None:
         if any(key[0] == letter for key in found):
             runs = {label: found[letter, label] for label in CLAIMS[letter].variants if (letter, label) in found}
             tell(letter, runs)
+            arguments.pictures.mkdir(parents=True, exist_ok=True)
             draw(letter, runs, arguments.pictures / f"findings_{letter}.png")
 
 
