@@ -144,7 +144,7 @@ class Machine:
         """Seconds for all weights on so many tokens, `rows` at a time; low: as fast as was seen, high: as usual."""
         if rows not in self._rates:
             self._rates[rows] = self._measure(min(rows, 8192))
-        work = 2 * self.model.parameters * tokens
+        work = 2 * self.model.active * tokens
         return Range(work / self._rates[rows].high, work / self._rates[rows].low)
 
     def _measure(self, rows: int) -> Range:

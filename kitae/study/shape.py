@@ -8,6 +8,7 @@ from typing import Any
 
 from kitae.models.load import SMOLLM2, find_model
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _KNOWN = {SMOLLM2: 134_515_008}
 
 
@@ -16,6 +17,7 @@ class ModelShape:
     """`ModelShape(parameters=134_515_008, hidden=576, inner=1536, layers=30, vocabulary=49152, heads=9, …)`.
 
     inner: of the MLP; of a mixture, that of all experts that a token goes to. kind: of the family, as its config says.
+    idle: weights of experts that a token does not go to.
     """
 
     parameters: int
@@ -27,6 +29,12 @@ class ModelShape:
     kv_heads: int = 3
     head_dim: int = 64
     kind: str = "llama"
+    idle: int = 0
+
+    @property
+    def active(self) -> int:
+        """Parameters that one token is multiplied with."""
+        return self.parameters - self.idle
 
     @property
     def adapted(self) -> int:
@@ -56,16 +64,21 @@ def read_model(path: str) -> ModelShape | None:
     hidden = shape.get("hidden_size", 576)
     heads = shape.get("num_attention_heads", 9)
     inner = shape.get("moe_intermediate_size") or shape.get("intermediate_size", 8 * hidden // 3)
+    layers = shape.get("num_hidden_layers", 30)
+    taken = shape.get("num_experts_per_tok") or 1
+    experts = next((n for key in _EXPERTS if (n := shape.get(key))), taken)
+    idle = layers * (experts - taken) * 3 * hidden * inner
     return ModelShape(
         parameters=parameters,
         hidden=hidden,
-        inner=inner * (shape.get("num_experts_per_tok") or 1),
-        layers=shape.get("num_hidden_layers", 30),
+        inner=inner * taken,
+        layers=layers,
         vocabulary=shape.get("vocab_size", 49152),
         heads=heads,
         kv_heads=shape.get("num_key_value_heads", 3 if not shape else heads),
         head_dim=shape.get("head_dim") or hidden // heads,
         kind=shape.get("model_type", "llama"),
+        idle=idle if 0 < idle < parameters else 0,  # else not every layer is a mixture, or not of this kind
     )
 
 

@@ -18,3 +18,7 @@ def test_the_shape_is_that_of_the_model(family: str, tiny_folder: Callable[[str]
     assert (found.heads, found.kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
     if family == "qwen3_moe":
         assert found.inner == config.moe_intermediate_size * config.num_experts_per_tok
+        left_out = config.num_experts - config.num_experts_per_tok
+        assert found.idle == left_out * 3 * config.hidden_size * config.moe_intermediate_size * config.num_hidden_layers
+    else:
+        assert found.active == found.parameters
