@@ -118,12 +118,24 @@ class Policy(torch.nn.Module):
         return logp_TV.gather(1, tokens_T[1:, None])[:, 0]
 
     def check_layers(self) -> None:
-        """Raise if a layer does without attention: what carries its state from token to token would carry it from one
-        sequence of a row to the next, and the engine would lose it. Layers that do both are not noticed."""
+        """Raise if anything but attention takes something from token to token: it would take it from one sequence of a
+        row to the next, and the engine would lose it."""
         if missing := sorted(set(range(self.layers)) - self.attended().keys()):
             raise ModelError(
                 f"{self.source}: every layer of {type(self.base).__name__} must attend, got {len(missing)} of "
                 f"{self.layers} that carry a state of their own, the first of them layer {missing[0]}"
+            )
+        positions = torch.arange(2, device=self.device)
+        with torch.no_grad():
+            a, b = (
+                self.hidden(positions.new_tensor([first, 1]), positions, _OneByOne())[1].float() for first in (0, 1)
+            )
+        if (a - b).norm() > (
+            1e-4 if self.dtype == torch.float32 else 0.05
+        ) * a.norm():  # few or many rows round otherwise
+            raise ModelError(
+                f"{self.source}: a layer of {type(self.base).__name__} must see other tokens through attention alone, "
+                "got one that carries a state of its own beside it"
             )
 
     def attended(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
@@ -152,6 +164,13 @@ class Policy(torch.nn.Module):
                 f"{self.source}: {type(self.base).__name__} post-processes its logits in a way Kitae does not know "
                 f"(largest difference {gap:.3g})"
             )
+
+
+class _OneByOne:
+    """Every token attends to itself alone."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
+        return v.repeat_interleave(q.shape[0] // v.shape[0], 0).transpose(0, 1)
 
 
 class _SelfAttention:

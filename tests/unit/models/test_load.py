@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, FalconH1Config, Qwen3NextConfig
 
 from kitae.errors import ModelError
 from kitae.models.classifier import export_scalar
@@ -162,6 +162,21 @@ def test_layers_that_carry_a_state_are_refused(tiny_folder: Callable[[str], Path
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(tiny_folder("llama")).save_pretrained(tmp_path)
     message = "every layer of Qwen3NextForCausalLM must attend, got 3 of 4 that carry a state of their own"
+    with pytest.raises(ModelError, match=message):
+        load_policy(ModelConfig(path=str(tmp_path), dtype="float32", device="cpu"))
+
+
+def test_a_state_beside_attention_is_refused(tiny_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """The layers of Falcon-H1 do both."""
+    config = FalconH1Config(
+        vocab_size=259, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=16, mamba_chunk_size=16,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_folder("llama")).save_pretrained(tmp_path)
+    message = (
+        "FalconH1ForCausalLM must see other tokens through attention alone, got one that carries a state of its own"
+    )
     with pytest.raises(ModelError, match=message):
         load_policy(ModelConfig(path=str(tmp_path), dtype="float32", device="cpu"))
 
