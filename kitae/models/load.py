@@ -279,7 +279,10 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
 
         torch.manual_seed(seed)
         model = add_lora(model, config)
-    policy = Policy(model, tokenizer, config.path, exact=config.exact)
+    try:
+        policy = Policy(model, tokenizer, config.path, exact=config.exact)
+    except AttributeError as error:  # what every model that attends has in its config
+        raise ModelError(f"{config.path}: {type(model).__name__} must attend to tokens, got {error}") from error
     if config.exact:
         from kitae.models.exact import check, make_exact
 
@@ -292,10 +295,12 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
 
 def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
     """The loaded modules on their device, without dropout, through compiled kernels if asked for."""
+    from kitae.models.agreement import check_attention
     from kitae.models.fuse import fuse
 
     model = model.to(device).eval()
     _disable_dropout(model)
+    check_attention(model, config.path)
     if config.fuse and not config.exact:
         fuse(model, device, model.dtype)
     return model

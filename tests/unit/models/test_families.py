@@ -1,0 +1,121 @@
+"""Families of models of transformers: engine and trainer give what the model gives by itself, or it is refused.
+
+What the page docs/models.md says of each is read from it, and must be so.
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from kitae.engines.base import Completion, Request, SamplingParams
+from kitae.engines.config import EngineConfig
+from kitae.engines.native.engine import NativeEngine
+from kitae.engines.native.fused import _known
+from kitae.errors import KitaeError
+from kitae.models.config import ModelConfig
+from kitae.models.fuse import fuse
+from kitae.models.load import load_policy
+from kitae.models.policy import Policy
+
+PAGE = Path(__file__).parents[3] / "docs/models.md"
+SMALL: dict[str, Any] = {
+    "vocab_size": 259, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "num_experts": 4, "num_local_experts": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96,
+    "n_positions": 256, "ffn_dim": 96, "word_embed_proj_dim": 64, "sliding_window": 8, "mamba_d_ssm": 64,
+}  # fmt: skip
+SPECIAL: dict[str, dict[str, Any]] = {  # what makes a family different from its neighbours
+    "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16},
+    "granite": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0, "attention_multiplier": 0.1
+    },
+    "smollm3": {"no_rope_layers": [1, 0]},
+}  # fmt: skip
+
+
+def table() -> list[tuple[str, list[str]]]:
+    """Rows of the page: the name of the family in transformers, and the cells after it."""
+    rows = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    return [(name.strip().strip("`"), [cell.strip() for cell in cells]) for name, *cells in rows]
+
+
+ROWS = dict(table())
+RUN = [name for name, cells in ROWS.items() if cells[0] == "yes"]
+REFUSED = [name for name, cells in ROWS.items() if cells[0] == "refused"]
+
+
+@pytest.fixture(scope="module")
+def made(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    def make(family: str) -> Path:
+        known = AutoConfig.for_model(family)
+        settings = {name: value for name, value in SMALL.items() if hasattr(known, name)} | SPECIAL.get(family, {})
+        config = AutoConfig.for_model(family, **settings)
+        if len(kinds := getattr(config, "layer_types", None) or "..") != 2:
+            config = AutoConfig.for_model(family, **settings, layer_types=[kinds[0], kinds[-1]])
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.data.normal_(0, 0.15)
+        folder = tmp_path_factory.mktemp(family)
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(tiny_folder("llama")).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+def load(folder: Path, *, fused: bool = True) -> Policy:
+    return load_policy(ModelConfig(path=str(folder), dtype="float32", device="cpu", fuse=fused))
+
+
+async def sample(policy: Policy) -> list[tuple[Request, Completion]]:
+    """Past the window of those that have one."""
+    engine = NativeEngine(policy, EngineConfig(memory_gb=0.01))
+    prompts = [tuple((7 * i + j * j) % 250 + 3 for j in range(5 + 7 * i)) for i in range(3)]
+    requests = [Request(f"{i}", p, SamplingParams(max_tokens=16), i, share=f"{i}") for i, p in enumerate(prompts)]
+    try:
+        return list(zip(requests, await asyncio.gather(*map(engine.generate, requests)), strict=True))
+    finally:
+        await engine.close()
+
+
+@pytest.mark.parametrize("family", RUN)
+def test_log_probs_are_those_of_the_model(family: str, made: Callable[[str], Path]) -> None:
+    folder = made(family)
+    policy, model = load(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for request, done in asyncio.run(sample(policy)):
+        row = torch.tensor(request.prompt_tokens + done.tokens)
+        before = len(request.prompt_tokens) - 1
+        with torch.no_grad():
+            logp = torch.log_softmax(model(row[None]).logits[0].float(), -1)[before:-1]
+            ours = policy.score(row)[before:]
+        expected = logp.gather(1, torch.tensor(done.tokens)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
+        torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", RUN)
+def test_what_is_fused(family: str, made: Callable[[str], Path]) -> None:
+    """On a CPU: layers of the trainer, and whether a GPU's decoder would be tried."""
+    policy = load(made(family), fused=False)
+    layer = type(policy.decoder.layers[0]).__name__ if hasattr(policy.decoder, "layers") else ""  # type: ignore[index, union-attr, arg-type]
+    known = _known(policy)
+    count = fuse(policy.model, policy.device, policy.dtype)
+    own = [m for m in policy.model.modules() if type(m).__name__ == layer and "forward" in vars(m)]
+    _, trainer, decoder, *_ = ROWS[family]
+    assert trainer == ("layers" if own else "parts" if count else "modules"), (count, layer)
+    assert decoder != "kernels" or known
+    assert known or decoder == "graph"
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_would_be_wrong_is_refused(family: str, made: Callable[[str], Path]) -> None:
+    with pytest.raises(KitaeError):
+        asyncio.run(sample(load(made(family))))
