@@ -14,6 +14,8 @@ def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRu
     """Kernels and graphs on a GPU with Triton, a compiled decoder on a CPU with AMX, else the policy's own modules."""
     if policy.exact and not config.fast:
         raise EngineError("an exact policy runs on kernels of its own, got engine.fast = false, which asks for none")
+    if policy.exact and cache.eight_bits:
+        raise EngineError("an exact policy needs engine.cache_dtype = 'model', got 'int8': 8 bits are not exact")
     if policy.exact and policy.device.type == "cpu":
         return ModelRunner(policy, cache, config.fast)
     if config.fast and policy.device.type == "cuda" and has_triton():

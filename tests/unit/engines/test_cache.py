@@ -11,7 +11,7 @@ from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.cache import KVCache, Pages
 from kitae.engines.native.engine import NativeEngine
-from kitae.errors import ConfigError, ModelError
+from kitae.errors import ConfigError, EngineError, ModelError
 from kitae.models.routing import RouterShape
 
 
@@ -113,3 +113,10 @@ def test_what_is_refused(settings: dict[str, dict[str, object]], complaint: str)
 
 def test_it_is_off_by_default() -> None:
     assert EngineConfig().cache_dtype == "model"
+
+
+def test_an_exact_policy_refuses_eight_bits(tiny_policy: TinyPolicy) -> None:
+    """Also where no recipe was checked: its kernels would take them for floats, and read beyond the cache."""
+    config = EngineConfig(memory_gb=0.01, cache_dtype="int8")
+    with pytest.raises(EngineError, match="an exact policy needs engine.cache_dtype = 'model', got 'int8'"):
+        NativeEngine(tiny_policy("llama", exact=True), config)
