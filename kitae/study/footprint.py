@@ -107,15 +107,25 @@ def hold(
         "gradients": gradients if tokens > row else max(0.0, gradients - passing),
         "activations": passing,
         "cache": _cache(config, model, device, size),
+        **_engines(config, model, device, size),
         **other_models(config, model.parameters, size),
         "libraries": _LIBRARIES[device.type],
     }
     if config.model.lora_rank and device.type == "cuda" and config.engine.fast and config.engine.merge_adapters:
         found["merged weights"] = float(size * model.layers * model.adapted)
     packed = size == 2 and device.type == "cpu" and config.engine.fast and not config.model.lora_rank
-    if packed and amx.available():
-        found["packed weights"] = float(model.parameters * size)
+    if packed and amx.available() and not config.engine.serves:
+        found["packed weights"] = float(config.engine.count * model.parameters * size)
     return found
+
+
+def _engines(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> dict[str, float]:
+    """Of engines in processes of their own: weights, libraries, and what is published for them. Servers of other people
+    are left out."""
+    if config.engine.kind != "process":
+        return {}
+    each = model.parameters * size + _LIBRARIES[device.type]
+    return {"engines": config.engine.count * each, "published weights": float(trained_parameters(config, model) * size)}
 
 
 def trained_parameters(config: RLConfig, model: ModelShape) -> int:
@@ -123,8 +133,8 @@ def trained_parameters(config: RLConfig, model: ModelShape) -> int:
     if not rank:
         return model.parameters
     maps = model.projections
-    chosen = maps.values() if targets == "all-linear" else [n for name, n in maps.items() if name in targets]
-    return rank * model.layers * sum(chosen)
+    named = maps if targets == "all-linear" else {name.strip() for name in targets.split(",")}
+    return rank * model.layers * sum(size for name, size in maps.items() if name in named)
 
 
 def moment_bytes(config: RLConfig) -> int:
@@ -177,12 +187,12 @@ def _logits(config: RLConfig, model: ModelShape, size: int) -> float:
 
 
 def _cache(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> float:
-    limit = config.engine.memory_gb * 2**30
+    limit = config.engine.count * config.engine.memory_gb * 2**30
     if device.type != "cpu":
         return limit
     t = config.training
     of_token = 2 * model.kv_heads * model.head_dim * model.layers * (1 if config.engine.cache_dtype == "int8" else size)
-    together = min(config.engine.max_batch, t.prompts_per_step * t.group_size)
+    together = min(config.engine.count * config.engine.max_batch, t.prompts_per_step * t.group_size)
     return min(limit, of_token * together * (config.sampling.max_tokens + config.engine.page_size))
 
 

@@ -1,7 +1,7 @@
 """What a model's folder says of its size without being loaded."""
 
 import json
-import struct
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ class ModelShape:
     """`ModelShape(parameters=134_515_008, hidden=576, inner=1536, layers=30, vocabulary=49152, heads=9, …)`.
 
     inner: of the MLP; of a mixture, that of all experts that a token goes to. kind: of the family, as its config says.
-    idle: weights of experts that a token does not go to.
+    idle: weights of experts that a token does not go to. mixture: the MLPs are experts, which get no adapters.
     """
 
     parameters: int
@@ -30,6 +30,7 @@ class ModelShape:
     head_dim: int = 64
     kind: str = "llama"
     idle: int = 0
+    mixture: bool = False
 
     @property
     def active(self) -> int:
@@ -47,31 +48,36 @@ class ModelShape:
         """Inputs and outputs together of each linear map of a layer, by the names that most families have for them."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = {"q_proj": self.hidden + q, "k_proj": self.hidden + kv, "v_proj": self.hidden + kv}
-        mlp = dict.fromkeys(("gate_proj", "up_proj", "down_proj"), self.hidden + self.inner)
+        maps = () if self.mixture else ("gate_proj", "up_proj", "down_proj")
+        mlp = dict.fromkeys(maps, self.hidden + self.inner)
         return {**attention, "o_proj": self.hidden + q, **mlp}
 
 
 def read_model(path: str) -> ModelShape | None:
-    """From config.json and the headers of the weights; None for a model that is not here yet."""
+    """From config.json and the headers of the weights; None for a model that is not here yet, or cannot be read.
+
+    What is missing, or null, is taken as the families have it. Whoever loads the model says what is wrong with it.
+    """
     folder = find_model(path, download=False)
-    shape: dict[str, Any] = {}
-    if folder and (folder / "config.json").is_file():
-        shape = json.loads((folder / "config.json").read_text())
-        shape = {**shape, **shape.get("text_config", {})}
-    parameters = _KNOWN.get(path) or (count_parameters(folder) if folder else None)
+    try:
+        shape = _read_config(folder) if folder else {}
+        parameters = _KNOWN.get(path) or (count_parameters(folder) if folder else None)
+    except (OSError, ValueError, KeyError):
+        return None
     if parameters is None:
         return None
     hidden = shape.get("hidden_size", 576)
     heads = shape.get("num_attention_heads", 9)
     inner = shape.get("moe_intermediate_size") or shape.get("intermediate_size", 8 * hidden // 3)
     layers = shape.get("num_hidden_layers", 30)
-    taken = shape.get("num_experts_per_tok") or 1
+    chosen = shape.get("num_experts_per_tok")
+    taken = chosen or 1
     experts = next((n for key in _EXPERTS if (n := shape.get(key))), taken)
     idle = layers * (experts - taken) * 3 * hidden * inner
     return ModelShape(
         parameters=parameters,
         hidden=hidden,
-        inner=inner * taken,
+        inner=inner * taken + _shared_inner(shape),
         layers=layers,
         vocabulary=shape.get("vocab_size", 49152),
         heads=heads,
@@ -79,20 +85,46 @@ def read_model(path: str) -> ModelShape | None:
         head_dim=shape.get("head_dim") or hidden // heads,
         kind=shape.get("model_type", "llama"),
         idle=idle if 0 < idle < parameters else 0,  # else not every layer is a mixture, or not of this kind
+        mixture=chosen is not None,
     )
 
 
+def _read_config(folder: Path) -> dict[str, Any]:
+    """What it says of the language model; nothing that is null."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return {}
+    found = json.loads(file.read_text())
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} must hold an object, got {type(found).__name__}")
+    return {k: v for k, v in {**found, **(found.get("text_config") or {})}.items() if v is not None}
+
+
+def _shared_inner(shape: dict[str, Any]) -> int:
+    """Of experts that every token goes to, beside those that are chosen."""
+    several = shape.get("n_shared_experts", 0) * shape.get("moe_intermediate_size", 0)
+    return int(shape.get("shared_expert_intermediate_size", several))
+
+
 def count_parameters(folder: Path) -> int | None:
-    """From the headers of the safetensors files; nothing is read but those."""
-    total = 0
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                count = 1
-                for n in tensor["shape"]:
-                    count *= n
-                total += count
-    return total or None
+    """From the headers of the safetensors files that are loaded; nothing is read but those."""
+    return sum(map(_count, _weight_files(folder))) or None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Those that transformers loads: a folder may hold the same weights in another layout, or adapters, beside them."""
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _count(path: Path) -> int:
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 0 < size < path.stat().st_size:
+            raise ValueError(f"{path} must begin with a header, got a size of {size}")
+        header = json.loads(file.read(size))
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

@@ -1,5 +1,7 @@
 """The memory of a run: what it grows with, against what runs have taken, and what is said where it does not fit."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,9 +9,10 @@ import torch
 
 from kitae.config.load import override_config, parse_config
 from kitae.config.root import RLConfig
+from kitae.models.policy import Policy
 from kitae.study import footprint as module
 from kitae.study.footprint import Footprint, footprint, hold, trained_parameters
-from kitae.study.shape import ModelShape
+from kitae.study.shape import ModelShape, read_model
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMOLLM2 = ModelShape(134_515_008, 576, 1536, 30, 49152, 9, 3, 64, "llama")
@@ -83,6 +86,30 @@ def test_adapters_are_counted_as_they_are() -> None:
     assert trained_parameters(config("model.lora_rank=16"), SMOLLM2) == 4_884_480
     some = config("model.lora_rank=16", "model.lora_targets=q_proj,v_proj")
     assert trained_parameters(some, SMOLLM2) == 16 * 30 * (1152 + 768)
+
+
+def test_a_name_is_not_a_part_of_another() -> None:
+    """`qkv_proj` ends as `v_proj` does, and `gate_up_proj` as `up_proj`."""
+    assert trained_parameters(config("model.lora_rank=16", "model.lora_targets=qkv_proj,gate_up_proj"), SMOLLM2) == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral"])
+def test_adapters_are_those_that_the_model_gets(
+    family: str, tiny_policy: Callable[..., Policy], tiny_folder: Callable[[str], Path]
+) -> None:
+    """Experts get none."""
+    model = read_model(str(tiny_folder(family)))
+    assert model is not None
+    trained = [p.numel() for p in tiny_policy(family, lora_rank=4).model.parameters() if p.requires_grad]
+    assert trained_parameters(config("model.lora_rank=4"), model) == sum(trained)
+
+
+def test_engines_of_their_own_have_weights_of_their_own() -> None:
+    """And read what is published once for all of them."""
+    weights, two = SMOLLM2.parameters * 4, config("engine.kind=process", "engine.count=2")
+    assert size(two) - size(config()) == pytest.approx(3 * weights + 2 * 0.75e9, rel=0.01)
+    cache = [hold(c, SMOLLM2, CUDA, torch.bfloat16, 4000)["cache"] for c in (config(), two)]
+    assert cache == [GIB, 2 * GIB]
 
 
 @pytest.mark.parametrize(

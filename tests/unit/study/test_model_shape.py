@@ -1,12 +1,17 @@
 """The size of a model, read from its folder."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
-from kitae.study.shape import read_model
+from kitae.study.shape import ModelShape, read_model
+
+TinyFolder = Callable[[str], Path]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
@@ -22,3 +27,62 @@ def test_the_shape_is_that_of_the_model(family: str, tiny_folder: Callable[[str]
         assert found.idle == left_out * 3 * config.hidden_size * config.moe_intermediate_size * config.num_hidden_layers
     else:
         assert found.active == found.parameters
+
+
+@pytest.fixture
+def changed(tiny_folder: TinyFolder, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a tiny model whose config.json says other things."""
+
+    def make(family: str = "llama", **values: Any) -> Path:
+        folder = Path(shutil.copytree(tiny_folder(family), tmp_path / "model"))
+        said = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**said, **values}))
+        return folder
+
+    return make
+
+
+def shape_of(folder: Path) -> ModelShape:
+    found = read_model(str(folder))
+    assert found is not None
+    return found
+
+
+def test_null_is_as_if_it_were_missing(changed: Callable[..., Path]) -> None:
+    found = shape_of(changed(num_key_value_heads=None, head_dim=None, text_config=None, num_experts_per_tok=None))
+    assert (found.kv_heads, found.head_dim, found.mixture) == (4, 16, False)
+
+
+def test_experts_that_all_tokens_share_count(changed: Callable[..., Path]) -> None:
+    assert shape_of(changed("qwen3_moe", shared_expert_intermediate_size=40)).inner == 2 * 64 + 40
+
+
+@pytest.mark.parametrize("beside", ["consolidated.safetensors", "adapter_model.safetensors"])
+def test_only_what_is_loaded_is_counted(beside: str, changed: Callable[..., Path], tiny_folder: TinyFolder) -> None:
+    folder = changed()
+    shutil.copy(folder / "model.safetensors", folder / beside)
+    assert shape_of(folder).parameters == shape_of(tiny_folder("llama")).parameters
+
+
+def test_parts_are_those_of_the_index(changed: Callable[..., Path], tiny_folder: TinyFolder) -> None:
+    folder = changed()
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    shutil.copy(folder / "model-00001-of-00001.safetensors", folder / "consolidated.safetensors")
+    parts = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(parts))
+    assert shape_of(folder).parameters == shape_of(tiny_folder("llama")).parameters
+
+
+@pytest.mark.parametrize("weights", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", b"\2" + bytes(7)])
+def test_weights_that_are_none_have_no_shape(weights: bytes, changed: Callable[..., Path]) -> None:
+    """A pointer to a file that was not fetched begins with what would be a header of exabytes."""
+    folder = changed()
+    (folder / "model.safetensors").write_bytes(weights)
+    assert read_model(str(folder)) is None
+
+
+@pytest.mark.parametrize("said", ["{", "[]", "\udcff"])
+def test_a_config_that_is_none_has_no_shape(said: str, changed: Callable[..., Path]) -> None:
+    folder = changed()
+    (folder / "config.json").write_bytes(said.encode(errors="surrogateescape"))
+    assert read_model(str(folder)) is None
