@@ -73,7 +73,10 @@ def test_parts_are_those_of_the_index(changed: Callable[..., Path], tiny_folder:
     assert shape_of(folder).parameters == shape_of(tiny_folder("llama")).parameters
 
 
-@pytest.mark.parametrize("weights", [b"", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", b"\2" + bytes(7)])
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
+
+
+@pytest.mark.parametrize("weights", [b"", POINTER, b"\2" + bytes(7)])
 def test_weights_that_are_none_have_no_shape(weights: bytes, changed: Callable[..., Path]) -> None:
     """A pointer to a file that was not fetched begins with what would be a header of exabytes."""
     folder = changed()
