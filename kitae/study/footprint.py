@@ -187,13 +187,15 @@ def _logits(config: RLConfig, model: ModelShape, size: int) -> float:
 
 
 def _cache(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> float:
-    limit = config.engine.count * config.engine.memory_gb * 2**30
+    """What a CPU's cache has no room for waits in the same memory."""
+    t, e = config.training, config.engine
     if device.type != "cpu":
-        return limit
-    t = config.training
-    of_token = 2 * model.kv_heads * model.head_dim * model.layers * (1 if config.engine.cache_dtype == "int8" else size)
-    together = min(config.engine.count * config.engine.max_batch, t.prompts_per_step * t.group_size)
-    return min(limit, of_token * together * (config.sampling.max_tokens + config.engine.page_size))
+        return e.count * e.memory_gb * 2**30
+    of_head = model.head_dim + 4 if e.cache_dtype == "int8" else model.head_dim * size
+    of_token = 2 * model.layers * model.kv_heads * of_head
+    together = min(e.count * e.max_batch, t.prompts_per_step * t.group_size)
+    limit = e.count * (e.memory_gb + e.host_memory_gb) * 2**30
+    return min(limit, of_token * together * (config.sampling.max_tokens + e.page_size))
 
 
 def _savings(config: RLConfig, device: "torch.device") -> Iterator[tuple[str, str]]:

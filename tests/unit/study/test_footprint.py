@@ -112,6 +112,18 @@ def test_engines_of_their_own_have_weights_of_their_own() -> None:
     assert cache == [GIB, 2 * GIB]
 
 
+def test_what_waits_beside_a_cache_counts_where_it_is_the_same_memory() -> None:
+    full = config("engine.memory_gb=0.01", "sampling.max_tokens=4096", "engine.max_batch=64", "engine.host_memory_gb=1")
+    assert hold(full, SMOLLM2, CPU, torch.float32, 4000)["cache"] == pytest.approx(1.01 * GIB)
+    assert hold(full, SMOLLM2, CUDA, torch.float32, 4000)["cache"] == pytest.approx(0.01 * GIB)
+
+
+def test_numbers_of_8_bits_have_their_scales() -> None:
+    chosen = config("engine.cache_dtype=model"), config("engine.cache_dtype=int8")
+    plain, small = (hold(c, SMOLLM2, CPU, torch.float32, 4000)["cache"] for c in chosen)
+    assert small / plain == 68 / 256
+
+
 @pytest.mark.parametrize(
     ("free", "relief"),
     [
