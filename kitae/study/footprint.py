@@ -112,7 +112,7 @@ def hold(
         "libraries": _LIBRARIES[device.type],
     }
     if config.model.lora_rank and device.type == "cuda" and config.engine.fast and config.engine.merge_adapters:
-        found["merged weights"] = float(size * model.layers * model.adapted)
+        found["merged weights"] = float(config.engine.count * size * model.layers * model.adapted)
     packed = size == 2 and device.type == "cpu" and config.engine.fast and not config.model.lora_rank
     if packed and amx.available() and not config.engine.serves:
         found["packed weights"] = float(config.engine.count * model.parameters * size)

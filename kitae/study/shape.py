@@ -41,7 +41,7 @@ class ModelShape:
     def adapted(self) -> int:
         """Weights of the linear maps of a layer."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return self.hidden * (2 * q + 2 * kv + 3 * self.inner)
+        return self.hidden * (2 * q + 2 * kv + (0 if self.mixture else 3 * self.inner))
 
     @property
     def projections(self) -> dict[str, int]:

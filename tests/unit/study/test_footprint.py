@@ -108,8 +108,9 @@ def test_engines_of_their_own_have_weights_of_their_own() -> None:
     """And read what is published once for all of them."""
     weights, two = SMOLLM2.parameters * 4, config("engine.kind=process", "engine.count=2")
     assert size(two) - size(config()) == pytest.approx(3 * weights + 2 * 0.75e9, rel=0.01)
-    cache = [hold(c, SMOLLM2, CUDA, torch.bfloat16, 4000)["cache"] for c in (config(), two)]
-    assert cache == [GIB, 2 * GIB]
+    adapted = (override_config(c, ["model.lora_rank=4"]) for c in (config(), two))
+    one, both = (hold(c, SMOLLM2, CUDA, torch.bfloat16, 4000) for c in adapted)
+    assert all(both[name] == 2 * one[name] > 0 for name in ("cache", "merged weights"))
 
 
 def test_what_waits_beside_a_cache_counts_where_it_is_the_same_memory() -> None:
