@@ -896,7 +896,7 @@ def f(x):
     return 0
 """
     assert attack(source, reference).value == 0
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while _running(marker) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _running(marker)
@@ -947,7 +947,7 @@ def test_everything_dies_with_the_worker(reference: Any) -> None:
     finally:
         worker.kill()
         worker.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while _sandboxed(marker) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _sandboxed(marker)

@@ -251,7 +251,7 @@ def test_02_two_processes_that_add_or_average_gradients(
     try:
         found = ranks.work(0, job)
     finally:
-        _, errors = other.communicate(timeout=60)
+        _, errors = other.communicate(timeout=300)
     assert other.returncode == 0, errors
     for (added, averaged, loss), (whole, whole_loss) in zip(found, wholes, strict=True):
         assert_same(added, whole)

@@ -71,7 +71,7 @@ watch._GRACE = 0.5
 async def body():
     guard = asyncio.create_task(watch.Watch(0.3, lambda: 0, Path(sys.argv[1])).guard())
     await asyncio.sleep(0)
-    time.sleep(60)
+    time.sleep(600)
 
 asyncio.run(body())
 """
@@ -80,8 +80,8 @@ asyncio.run(body())
 def test_a_stuck_event_loop_ends_the_process(tmp_path: Path) -> None:
     began = time.monotonic()
     command = [sys.executable, "-c", STUCK_LOOP, str(tmp_path / "stalled.txt")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 1 and time.monotonic() - began < 40
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 1 and time.monotonic() - began < 140
     assert "nobody waits: the event loop is stuck" in done.stderr
     assert "in body" in (tmp_path / "stalled.txt").read_text()
 
@@ -111,7 +111,7 @@ def test_time_in_which_the_process_stood_still_does_not_count(tmp_path: Path) ->
     time.sleep(4)
     process.send_signal(signal.SIGCONT)
     time.sleep(0.6)
-    process.communicate("go on\n", timeout=30)
+    process.communicate("go on\n", timeout=120)
     assert process.returncode == 0 and not (tmp_path / "stalled.txt").exists()
 
 

@@ -8,7 +8,7 @@ from kitae.processes.status import describe, family_of, processor_time, state_of
 
 
 def becomes(state: str, pid: int) -> bool:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while state_of(pid) != state and time.monotonic() < deadline:
         time.sleep(0.01)
     return state_of(pid) == state

@@ -14,7 +14,7 @@ ESCAPES = (
 
 
 def gone(pids):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not any(os.path.exists(f"/proc/{pid}") for pid in pids)
