@@ -1,6 +1,6 @@
 """Rollout speed of the native engine on one GPU, against what the hardware allows.
 
-    python benchmarks/gpu_rollouts.py [--path fused] [--profile] [--repeats 2] [--mixture --layers 8]
+    python benchmarks/gpu_rollouts.py [--path fused] [--profile] [--repeats 2] [--mixture --layers 8] [--lora 16]
 
 A model of the shape of Qwen2.5-1.5B in bfloat16 with random weights: speed does not depend on their values. With
 `--mixture` the shape is that of Qwen3-30B-A3B: 128 experts, of which each token takes 8. Sampling at
@@ -27,7 +27,9 @@ from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.models import attention
+from kitae.models.config import ModelConfig
 from kitae.models.fuse import fuse
+from kitae.models.lora import add_lora
 from kitae.models.policy import Policy
 
 FLOPS, BYTES = 774e12, 4.2e12  # per second
@@ -118,10 +120,12 @@ async def run(engine: NativeEngine, work: Workload, name: str, tokens: int | Non
     return seconds
 
 
-async def measure(policy: Policy, path: str, repeats: int, names: list[str], profile: bool, **sizes: float) -> None:
+async def measure(policy: Policy, path: str, repeats: int, names: list[str], profile: bool, **settings: Any) -> None:
     chosen = {name: work for name, work in workloads().items() if name in names}
     began = time.perf_counter()
-    config = EngineConfig.model_validate({"max_batch": 512, "prefill_tokens": 8192, "fast": path != "plain", **sizes})
+    config = EngineConfig.model_validate(
+        {"max_batch": 512, "prefill_tokens": 8192, "fast": path != "plain", **settings}
+    )
     engine = NativeEngine(policy, config)
     if path == "modules":
         engine.runner.decoder = None  # type: ignore[attr-defined]
@@ -170,13 +174,22 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--memory-gb", type=float, default=24.0, help="of the cache")
     parser.add_argument("--host-memory-gb", type=float, default=0.0)
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="of adapters on all layers")
+    parser.add_argument("--unmerged", action="store_true", help="adapters stay beside their weights")
     args = parser.parse_args()
     policy = mixture_policy(args.layers or 48) if args.mixture else qwen_policy(layers=args.layers or 28)
+    if args.lora:
+        policy = Policy(add_lora(policy.model, ModelConfig(path="-", lora_rank=args.lora)).eval(), None, policy.source)
+        policy.to("cuda")
     if args.path != "plain":
         fuse(policy.model, policy.device, policy.dtype)
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
-    sizes = {"memory_gb": args.memory_gb, "host_memory_gb": args.host_memory_gb}
-    asyncio.run(measure(policy, args.path, args.repeats, args.workloads.split(","), args.profile, **sizes))
+    settings = {
+        "memory_gb": args.memory_gb,
+        "host_memory_gb": args.host_memory_gb,
+        "merge_adapters": not args.unmerged,
+    }
+    asyncio.run(measure(policy, args.path, args.repeats, args.workloads.split(","), args.profile, **settings))
 
 
 if __name__ == "__main__":
