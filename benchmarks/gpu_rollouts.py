@@ -7,7 +7,8 @@ A model of the shape of Qwen2.5-1.5B in bfloat16 with random weights: speed does
 temperature 1, with the log-prob of every token. Workloads: `group`, 64 prompts of 128 tokens × 8 samples × 512 tokens;
 `ragged`, the same prompts with log-normal response lengths from 16 to 2,048; `one`, a single sequence of 256 tokens.
 On request `8k`, 64 × 8 answers of 8,192 tokens, which need 120 GB of cache (`--memory-gb 60 --host-memory-gb 64`: what
-has no room waits in the memory of the host), `32k`, 16 answers of 32,000, and `16k`, one group of 8 with 16,000.
+has no room waits in the memory of the host), `32k`, 16 answers of 32,000, and `16k`, one group of 8 with 16,000;
+`prompt4096`, `prompt16384` and `prompt32768`, one prompt of that length, whose tokens are counted, and two tokens.
 
 The floor is the time in which one step's matrix products can run at 774 TFLOP/s or their weights be read at 4.2 TB/s,
 whichever takes longer, plus the time to read keys and values: measured rates of an H200, see docs/performance.md. Of a
@@ -76,6 +77,7 @@ Workload = list[tuple[int, tuple[int, ...], int]]  # prompt number, prompt, toke
 def workloads() -> dict[str, Workload]:
     rng = random.Random(0)
     prompts = [tuple(rng.randrange(1000, 150000) for _ in range(128)) for _ in range(64)]
+    long = tuple(rng.randrange(1000, 150000) for _ in range(32768))
     lengths = [min(2048, max(16, int(rng.lognormvariate(5.8, 0.9)))) for _ in range(512)]
     return {
         "group": [(p, prompt, 512) for p, prompt in enumerate(prompts) for _ in range(8)],
@@ -84,6 +86,7 @@ def workloads() -> dict[str, Workload]:
         "8k": [(p, prompt, 8192) for p, prompt in enumerate(prompts) for _ in range(8)],
         "16k": [(0, prompts[0], 16_000)] * 8,
         "32k": [(p, prompt, 32_000) for p, prompt in enumerate(prompts[:16])],
+        **{f"prompt{n}": [(0, long[: n - 8], 2)] for n in (4096, 16384, 32768)},
     }
 
 
@@ -99,7 +102,8 @@ def floor(work: Workload, policy: Policy) -> float:
     active = total - mixed * (1 - taken)
     per_token = 2 * policy.layers * policy.kv_heads * policy.head_dim * 2
     unique = {p: len(prompt) for p, prompt, _ in work}
-    seconds = 2 * (active - embedding) * sum(unique.values()) / FLOPS
+    attended = 2 * policy.layers * policy.heads * policy.head_dim * sum(n * n for n in unique.values())
+    seconds = (2 * (active - embedding) * sum(unique.values()) + attended) / FLOPS
     for step in range(1, max(n for *_, n in work)):  # the first token comes with the prompt
         seen = [len(prompt) + step for _, prompt, n in work if n > step]
         read = total - mixed * (1 - taken) ** len(seen)
@@ -131,16 +135,18 @@ async def measure(policy: Policy, path: str, repeats: int, names: list[str], pro
         engine.runner.decoder = None  # type: ignore[attr-defined]
     await run(engine, workloads()["one"], "first", tokens=2)
     print(f"first answer {time.perf_counter() - began:.1f} s after the engine was asked for")
-    print(f"{'workload':8} {'tokens':>8} {'cold tok/s':>11} {'tok/s':>8} {'floor':>8} {'share':>6}")
+    print(f"{'workload':11} {'tokens':>8} {'cold tok/s':>11} {'tok/s':>8} {'floor':>8} {'share':>6}")
     for name, work in chosen.items():
-        tokens = sum(n for *_, n in work)
+        tokens = sum(len(prompt) if name.startswith("prompt") else n for _, prompt, n in work)
         cold = tokens / await run(engine, work, f"{name}/cold")
         best = max([cold, *[tokens / await run(engine, work, f"{name}/{i}") for i in range(repeats)]])
         stats = engine.stats()
         limit = tokens / floor(work, policy)
-        print(f"{name:8} {tokens:8} {cold:11,.0f} {best:8,.0f} {limit:8,.0f} {best / limit:6.0%}", flush=True)
+        print(f"{name:11} {tokens:8} {cold:11,.0f} {best:8,.0f} {limit:8,.0f} {best / limit:6.0%}", flush=True)
         if stats.preemptions:
-            print(f"{'':8} {stats.preemptions} preemptions so far, {stats.restored} of them brought back from the host")
+            print(
+                f"{'':11} {stats.preemptions} preemptions so far, {stats.restored} of them brought back from the host"
+            )
     if profile:
         await print_profile(engine, chosen)
     await engine.close()

@@ -33,14 +33,96 @@ def test_norm_and_mlp(dtype: torch.dtype) -> None:
     close(decoding.swiglu(both), torch.nn.functional.silu(both[:, :700]) * both[:, 700:], dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 7, 16])
-def test_products_of_a_few_rows(rows: int) -> None:
-    from kitae.kernels.cuda import decoding
+def test_products_of_a_few_rows(rows: int, dtype: torch.dtype) -> None:
+    """The stream, products that norm what they read, and products that add to it; counters are zeros again."""
+    from kitae.kernels.cuda import decoding, few
 
-    x = torch.randn(rows, 1000, device="cuda", dtype=torch.bfloat16)
-    weight = torch.randn(600, 1000, device="cuda", dtype=torch.bfloat16)
-    close(decoding.product_in_parts(x, weight).sum(0), x.float() @ weight.float().t(), torch.bfloat16)
-    close(decoding.gated_product(x, weight), decoding.swiglu(x @ weight.t()), torch.bfloat16)
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda").to(dtype)
+
+    table, gain, weight, back = randn(50, 1000), randn(1000), randn(600, 1000) / 30, randn(1000, 300) / 17
+    counters = torch.zeros(64, dtype=torch.int32, device="cuda")
+    tokens = torch.randint(50, (rows,), device="cuda")
+    stream = few.embed(tokens, table, counters)
+    assert torch.equal(stream.rows, table[tokens])
+    for _ in range(2):
+        normed = decoding.rms_norm(stream.rows, None, gain, 1e-6)[1]
+        made, kept = few.normed_product(stream, (gain, 1e-6), weight, kept=True)
+        close(kept, normed, dtype)
+        close(made, normed @ weight.t(), dtype)
+        act = few.normed_product(stream, (gain, 1e-6), weight, gated=True)[0]
+        close(act, decoding.swiglu(normed @ weight.t()), dtype)
+        for splits in (1, 4):
+            expected = stream.rows.float() + act.float() @ back.float().t()
+            few.add_product(stream, act, back, splits=splits)
+            close(stream.rows, expected, dtype)
+            close(stream.squares.sum(-1), stream.rows.float().pow(2).sum(-1), torch.float32)
+    parts = torch.randn(3, rows, 1000, device="cuda")
+    expected = stream.rows.float() + parts.sum(0)
+    few.add_parts(stream, parts)
+    close(stream.rows, expected, dtype)
+    close(stream.squares.sum(-1), stream.rows.float().pow(2).sum(-1), torch.float32)
+    assert not counters.any()
+
+
+def test_the_sum_of_parts_does_not_depend_on_who_comes_last() -> None:
+    from kitae.kernels.cuda import few
+
+    counters = torch.zeros(64, dtype=torch.int32, device="cuda")
+    table = torch.randn(50, 1536, device="cuda").bfloat16()
+    x, weight = (torch.randn(shape, device="cuda").bfloat16() for shape in ((5, 8960), (1536, 8960)))
+    found = []
+    for _ in range(30):
+        stream = few.embed(torch.arange(5, device="cuda"), table, counters)
+        few.add_product(stream, x, weight)
+        found.append(stream.rows)
+    assert all(torch.equal(rows, found[0]) for rows in found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize("how", ["plain", "window", "softcap", "sinks", "bias", "norm"])
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_attention_that_turns_its_rows_itself(dtype: torch.dtype, splits: int, how: str, eight_bits: bool) -> None:
+    """Against rotary and attention one after the other: what comes out, and what is in the pages."""
+    from kitae.kernels.cuda import decoding, few
+
+    heads, kv_heads, dim, page = 6, 2, 24, 4
+    lengths = torch.tensor([1, 77, 120, 0], device="cuda", dtype=torch.int32)
+    positions = (lengths.long() - 1).clamp(min=0)
+    table = torch.randperm(120, device="cuda").view(4, 30).int()
+    slots = table.gather(1, (positions // page)[:, None])[:, 0].long() * page + positions % page
+    slots[3] = 120 * page  # nobody is there
+    qkv = torch.randn(4, (heads + 2 * kv_heads) * dim, device="cuda").to(dtype)
+    turn = [torch.randn(130, dim // 2, device="cuda").repeat(1, 2).to(dtype) for _ in range(2)]
+    bias = torch.randn(qkv.shape[1], device="cuda").to(dtype) if how == "bias" else None
+    gains = [torch.randn(dim, device="cuda").to(dtype) for _ in range(2)]
+    norms = (gains[0], gains[1], 1e-6) if how == "norm" else None
+    settings = {"scale": 0.3, "window": 7 if how == "window" else None, "softcap": 5.0 if how == "softcap" else None}
+    sinks = torch.randn(heads, device="cuda") if how == "sinks" else None
+    one, other = (made_pages((121, kv_heads, page, dim), dtype, eight_bits) for _ in range(2))
+    every = torch.arange(120 * page, device="cuda")
+    for pages in (one, other):
+        pages.write(every // page, every % page, torch.randn(120 * page, kv_heads, dim, device="cuda", dtype=dtype))
+    stored = [(side.numbers.clone(), None if side.scales is None else side.scales.clone()) for side in (one, other)]
+    counters = torch.zeros(64, dtype=torch.int32, device="cuda")
+    got = few.attend(
+        qkv, bias, norms, *turn, positions, slots, *stored, heads, table, lengths, counters,
+        **settings, sinks=sinks, splits=splits, block=16,
+    )  # fmt: skip
+    pairs = [(side.numbers, side.scales) for side in (one, other)]
+    decoding.rotate_and_store(qkv, bias, norms, *turn, positions, slots, *pairs, heads)
+    q = qkv.view(4, -1, dim)[:, :heads]
+    expected = decoding.attend(q, *pairs, table, lengths, **settings, sinks=sinks, block=16)
+    close(got.view_as(expected)[:3], expected[:3], dtype)
+    assert not got[3].any() and not counters.any()
+    for (numbers, scales), side in zip(stored, (one, other), strict=True):
+        # A product in another order may round to the neighbour.
+        assert (numbers[:120].float() - side.numbers[:120].float()).abs().max() <= (1 if eight_bits else 0.05)
+        if scales is not None and side.scales is not None:
+            torch.testing.assert_close(scales[:120], side.scales[:120], atol=0, rtol=1e-2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -183,3 +265,18 @@ def test_sampling_inverts_the_distribution(vocabulary: int, dtype: torch.dtype) 
     assert torch.equal(after[drawn, decoding.TOKEN], out[0, drawn].long())
     ended = [i for i in drawn if not after[i, decoding.ACTIVE]]
     assert set(ended) <= {8, count - 1} and count - 1 in ended
+
+
+@pytest.mark.parametrize("length", [8192, 10_001])
+def test_a_long_sequence_alone(length: int) -> None:
+    """cuDNN is only asked where flash attention would do the same."""
+    from kitae.kernels.cuda import flash
+
+    q, k, v = (torch.randn(length, heads, 64, device="cuda").bfloat16() for heads in (6, 2, 2))
+    bounds = flash.Bounds.of([length], [length], q.device)
+    with torch.no_grad():
+        fast = flash.attend(q, k, v, bounds, scale=0.2, window=None)
+        close(fast, flash.attend(q, k, v, bounds, scale=0.2, window=length), torch.bfloat16)
+    q.requires_grad_()
+    flash.attend(q, k, v, bounds, scale=0.2, window=None).sum().backward()
+    assert q.grad is not None and q.grad.isfinite().all()

@@ -29,7 +29,7 @@ from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.fused import FusedDecoder
 from kitae.engines.native.runner import ModelRunner, Result, require_finite
 from kitae.engines.native.scheduler import Admission
-from kitae.kernels.cuda import decoding, training
+from kitae.kernels.cuda import decoding, few, training
 from kitae.kernels.exact.attention import Reach
 from kitae.kernels.transfer import send
 from kitae.models.logprobs import HeadTransform
@@ -262,13 +262,19 @@ class _Step:
             context = ExactAttention(cache, Reach.of_last(table, lengths_B, cache.page_size), *places)
         else:
             context = _PagedAttention(cache, table, lengths_B, slots_B, stored=runner.decoder is not None)
+        logits, write = runner.logits[:batch], runner.writer(*places)
+        plain = policy.transform == HeadTransform() and not policy.exact and getattr(policy.head, "bias", None) is None
+        if runner.decoder is not None and plain and batch <= few.MOST:
+            runner.decoder.logits_of_few(
+                tokens_B, positions_B, slots_B, table, lengths_B, policy.head.weight, logits, write
+            )
+            return runner.draw(logits, state)
         if runner.decoder is not None:
-            hidden = runner.decoder.hidden(tokens_B, positions_B, slots_B, context, runner.writer(*places))
+            hidden = runner.decoder.hidden(tokens_B, positions_B, slots_B, context, write)
         else:
             with runner.recording(*places):
                 hidden = policy.hidden(tokens_B, positions_B, context)
-        logits = runner.logits[:batch]
-        if policy.transform == HeadTransform() and not policy.exact and getattr(policy.head, "bias", None) is None:
+        if plain:
             torch.mm(hidden, policy.head.weight.t(), out=logits)
         else:
             logits.copy_(policy.logits(hidden))

@@ -106,6 +106,7 @@ class FusedDecoder:
         self.cache = cache
         self.embedding: Tensor = decoder.embed_tokens.weight
         self.norm: tuple[Tensor, float] = decoder.norm.weight, decoder.norm.variance_epsilon
+        self._counters = torch.zeros(4096, dtype=torch.int32, device=policy.device)
         self.layers: list[_Layer] = []
         self._merged = _Merged()
         for layer, how in zip(decoder.layers, attentions, strict=True):
@@ -137,7 +138,6 @@ class FusedDecoder:
         from kitae.kernels.cuda import decoding  # needs Triton
 
         x = nn.functional.embedding(tokens_T, self.embedding)
-        few = len(x) <= decoding.SKINNY and x.dtype != torch.float32
         pending: Tensor | None = None
         for i, layer in enumerate(self.layers):
             keys, values = self.cache.keys[i], self.cache.values[i]
@@ -152,22 +152,46 @@ class FusedDecoder:
             by_head = qkv.view(len(x), -1, dim).transpose(0, 1)
             q, k, v = by_head[: self.heads], by_head[self.heads : -kv_heads], by_head[-kv_heads:]
             mixed = context.attend(i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks)
-            mixed = mixed.reshape(len(x), -1)
-            pending = decoding.product_in_parts(mixed, layer.out) if few else torch.mm(mixed, layer.out.t())
+            pending = torch.mm(mixed.reshape(len(x), -1), layer.out.t())
             x, normed = decoding.rms_norm(x, pending, layer.before_mlp, layer.eps[1])
             if layer.choice is not None:
-                pending = _mix(layer, layer.choice, normed, hear)
-            elif few:
-                pending = decoding.product_in_parts(decoding.gated_product(normed, layer.gate_up), layer.down)
+                pending = _mix(layer, layer.choice, normed, torch.mm(normed, layer.choice.weight.t()), hear)
             else:
                 pending = torch.mm(decoding.swiglu(torch.mm(normed, layer.gate_up.t())), layer.down.t())
         return decoding.rms_norm(x, pending, *self.norm)[1]
 
+    def logits_of_few(
+        self, tokens_B: Tensor, positions_B: Tensor, slots_B: Tensor, table: Tensor, lengths_B: Tensor, head: Tensor,
+        logits: Tensor, hear: Hear | None = None,
+    ) -> None:  # fmt: skip
+        """Logits of one new token for each of at most `few.MOST` sequences, over their pages.
 
-def _mix(layer: _Layer, choice: _Choice, x_TH: Tensor, hear: Hear | None) -> Tensor:
+        What `hidden` and a product with the weight of the head compute, in fewer kernels.
+        """
+        from kitae.kernels.cuda import few
+
+        stream = few.embed(tokens_B, self.embedding, self._counters)
+        for i, layer in enumerate(self.layers):
+            keys, values, how = self.cache.keys[i], self.cache.values[i], layer.attention
+            qkv, _ = few.normed_product(stream, (layer.before_attention, layer.eps[0]), layer.qkv)
+            mixed = few.attend(
+                qkv, layer.qkv_bias, layer.norms, self.cos, self.sin, positions_B, slots_B,
+                (keys.numbers, keys.scales), (values.numbers, values.scales), self.heads, table, lengths_B,
+                self._counters, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks,
+            )  # fmt: skip
+            few.add_product(stream, mixed, layer.out)
+            norm = layer.before_mlp, layer.eps[1]
+            if layer.choice is None:
+                few.add_product(stream, few.normed_product(stream, norm, layer.gate_up, gated=True)[0], layer.down)
+            else:
+                chosen, normed = few.normed_product(stream, norm, layer.choice.weight, kept=True)
+                few.add_parts(stream, _mix(layer, layer.choice, normed, chosen, hear))
+        few.normed_product(stream, self.norm, head, out=logits)
+
+
+def _mix(layer: _Layer, choice: _Choice, x_TH: Tensor, logits_TE: Tensor, hear: Hear | None) -> Tensor:
     from kitae.kernels.cuda import experts
 
-    logits_TE = torch.mm(x_TH, choice.weight.t())
     gates_TK, experts_TK = experts.route(logits_TE, choice.top_k, choice.renormalise)
     if hear is not None:
         hear(choice.number, experts_TK)

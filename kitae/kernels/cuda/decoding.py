@@ -35,7 +35,7 @@ def _rms_norm(x, y, weight, total, out, eps, y_part, WIDTH: tl.constexpr, BLOCK:
     """total = x + the sum of the PARTS of y; out = weight * round(total / rms(total)). PARTS = 0: x alone, no total.
 
     One program a row, which it holds in one block of BLOCK >= WIDTH columns. One read and one write of the row do the
-    addition of the residual, the norm, and what is left of a product that `_skinny` has split.
+    addition of the residual, the norm, and the sum over the experts of a token.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -92,69 +92,6 @@ def swiglu(both: Tensor) -> Tensor:
     out = torch.empty(rows, width, dtype=both.dtype, device=both.device)
     block = min(2048, triton.next_power_of_2(width))
     _swiglu[(rows, triton.cdiv(width, block))](both, out, WIDTH=width, BLOCK=block)
-    return out
-
-
-# Matrix products of a few rows: one kernel each, limited by reading the weights
-
-SKINNY = 16  # most rows
-
-
-@triton.jit
-def _skinny(
-    x, weight, out, rows, N, K, x_row,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr,
-):  # fmt: skip
-    """out = x @ weight.T for at most 16 rows; GATED: swiglu of the product with both halves of the weight.
-
-    Grid (blocks of BLOCK_N columns, SPLITS). A program adds up its share of K, in tiles of 16 x BLOCK_K times BLOCK_K x
-    BLOCK_N. With SPLITS > 1 the shares go to parts of `out`, `[SPLITS, rows, N]`, which `_rms_norm` adds up. Few rows
-    cost the time of reading the weights; with the sum split, more multiprocessors read (an output projection in 3.5
-    instead of 6.4 microseconds by cuBLAS).
-    """
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    split = tl.program_id(1)
-    row = tl.arange(0, 16)
-    share = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
-    total = tl.zeros([16, BLOCK_N], tl.float32)
-    total_up = tl.zeros([16, BLOCK_N], tl.float32)
-    for start in range(split * share, tl.minimum(K, split * share + share), BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        a = tl.load(x + row[:, None] * x_row + k[None, :], mask=(row < rows)[:, None] & (k < K)[None, :], other=0.0)
-        inside = (column < N)[:, None] & (k < K)[None, :]
-        line = column.to(tl.int64)[:, None] * K + k[None, :]
-        total += tl.dot(a, tl.trans(tl.load(weight + line, mask=inside, other=0.0)), input_precision="ieee")
-        if GATED:
-            up = tl.load(weight + N.to(tl.int64) * K + line, mask=inside, other=0.0)
-            total_up += tl.dot(a, tl.trans(up), input_precision="ieee")
-    kind = x.dtype.element_ty
-    if GATED:
-        gate = total.to(kind).to(tl.float32)
-        total = (gate * tl.sigmoid(gate)).to(kind).to(tl.float32) * total_up.to(kind).to(tl.float32)
-    target = out + (split * rows + row)[:, None] * N + column[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < N)[None, :])
-
-
-def gated_product(x: Tensor, weight: Tensor) -> Tensor:
-    """`swiglu(x @ weight.T)` for at most `SKINNY` rows."""
-    rows, k = x.shape
-    n = weight.shape[0] // 2
-    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
-    _skinny[(triton.cdiv(n, 64), 1)](
-        x, weight, out, rows, n, k, x.stride(0), BLOCK_N=64, BLOCK_K=64, SPLITS=1, GATED=True, num_stages=5
-    )
-    return out
-
-
-def product_in_parts(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T` for at most `SKINNY` rows, as fp32 parts `[parts, T, N]` that `rms_norm` adds up."""
-    rows, k = x.shape
-    n = weight.shape[0]
-    parts = 1 << min(3, max(1, k // 384).bit_length() - 1)
-    out = torch.empty(parts, rows, n, dtype=torch.float32, device=x.device)
-    _skinny[(triton.cdiv(n, 64), parts)](
-        x, weight, out, rows, n, k, x.stride(0), BLOCK_N=64, BLOCK_K=64, SPLITS=parts, GATED=False, num_stages=5
-    )
     return out
 
 
@@ -280,47 +217,22 @@ def begin(state: Tensor, table: Tensor, page_size: int, trash: int) -> tuple[Ten
 
 
 @triton.jit
-def _attend(
-    q, keys, values, key_scales, value_scales, table, lengths, sinks, out, part, stats, scale, softcap, window, q_row,
-    table_row,
-    HKV: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    BITS8: tl.constexpr,
+def over_pages(
+    query, keys, values, key_scales, value_scales, table, head, begin, end, length, top, norm, scale, softcap, window,
+    HKV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BITS8: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one query a sequence over its pages, with a running maximum and sum (flash decoding).
+    """Queries `[ROWS, WIDTH]` over tokens `[begin, end)` of a sequence, whose pages `table` names.
 
-    Grid (sequences, key heads, SPLITS). The G query heads that share a key head are the rows of one tile, so each key
-    and value is read once for all of them; keys come in blocks of BLOCK tokens. With SPLITS > 1 a program sees a share
-    of the sequence and leaves its mean in `part` and its log-normaliser in `stats` for `_combine`: small batches alone
-    would not fill the multiprocessors. BITS8: whole numbers are exact in half precision; the scales of keys go to the
-    scores, those of values to the weights.
+    Goes on from a maximum and a sum of weights, both `[ROWS]`; returns them and the weighted sum of values. BITS8:
+    whole numbers are exact in half precision; the scales of keys go to the scores, those of values to the weights.
     """
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
-    length = tl.load(lengths + row)
-    first = 0
-    if WINDOW:
-        first = tl.maximum(length - window, 0) // BLOCK * BLOCK
-    share = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
-    begin = first + split * share
-    end = tl.minimum(length, begin + share)
-    group = tl.arange(0, ROWS)
     lane = tl.arange(0, WIDTH)
-    real = (group < G)[:, None] & (lane < D)[None, :]
-    query = tl.load(q + row * q_row + (head * G + group)[:, None] * D + lane[None, :], mask=real, other=0.0)
-    top = tl.full([ROWS], -1.0e30, tl.float32)
-    norm = tl.zeros([ROWS], tl.float32)
-    if SINKS:  # noqa: SIM102 (the outer condition is known when the kernel is built)
-        # A sink is a key without a value; the first split counts it.
-        if split == 0:
-            top = tl.load(sinks + head * G + group, mask=group < G, other=0.0).to(tl.float32) * 1.4426950408889634
-            norm = tl.full([ROWS], 1.0, tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(begin, end, BLOCK):
         token = start + tl.arange(0, BLOCK)
         seen = token < end
-        page = tl.load(table + row * table_row + token // PAGE, mask=seen, other=0).to(tl.int64)
+        page = tl.load(table + token // PAGE, mask=seen, other=0).to(tl.int64)
         line = (page * HKV + head) * PAGE + token % PAGE
         place = line * D
         inside = seen[:, None] & (lane < D)[None, :]
@@ -344,6 +256,49 @@ def _attend(
             weight = weight * tl.load(value_scales + line, mask=seen, other=0.0)[None, :]
         mixed = mixed * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         top = higher
+    return top, norm, mixed
+
+
+@triton.jit
+def _attend(
+    q, keys, values, key_scales, value_scales, table, lengths, sinks, out, part, stats, scale, softcap, window, q_row,
+    table_row,
+    HKV: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    BITS8: tl.constexpr,
+):  # fmt: skip
+    """Attention of one query a sequence over its pages, with a running maximum and sum (flash decoding).
+
+    Grid (sequences, key heads, SPLITS). The G query heads that share a key head are the rows of one tile, so each key
+    and value is read once for all of them; keys come in blocks of BLOCK tokens. With SPLITS > 1 a program sees a share
+    of the sequence and leaves its mean in `part` and its log-normaliser in `stats` for `_combine`: small batches alone
+    would not fill the multiprocessors.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(lengths + row)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - window, 0) // BLOCK * BLOCK
+    share = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
+    begin = first + split * share
+    end = tl.minimum(length, begin + share)
+    group = tl.arange(0, ROWS)
+    lane = tl.arange(0, WIDTH)
+    real = (group < G)[:, None] & (lane < D)[None, :]
+    query = tl.load(q + row * q_row + (head * G + group)[:, None] * D + lane[None, :], mask=real, other=0.0)
+    top = tl.full([ROWS], -1.0e30, tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # noqa: SIM102 (the outer condition is known when the kernel is built)
+        # A sink is a key without a value; the first split counts it.
+        if split == 0:
+            top = tl.load(sinks + head * G + group, mask=group < G, other=0.0).to(tl.float32) * 1.4426950408889634
+            norm = tl.full([ROWS], 1.0, tl.float32)
+    top, norm, mixed = over_pages(
+        query, keys, values, key_scales, value_scales, table + row * table_row, head, begin, end, length, top, norm,
+        scale, softcap, window, HKV, D, ROWS, WIDTH, PAGE, BLOCK, SOFTCAP, WINDOW, BITS8,
+    )  # fmt: skip
     mixed = mixed / tl.where(norm > 0, norm, 1.0)[:, None]
     if SPLITS == 1:
         target = (row * HKV * G + head * G + group)[:, None] * D + lane[None, :]
@@ -394,7 +349,7 @@ def attend(
         part = torch.empty(batch * heads * splits, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(batch * heads * splits, dtype=torch.float32, device=q.device)
     width = max(16, triton.next_power_of_2(dim))
-    block, stages = _fit(block, width * q.element_size(), q.device)
+    block, stages = fit(block, width * q.element_size(), q.device)
     _attend[(batch, kv_heads, splits)](
         q, key_numbers, value_numbers, q if key_scales is None else key_scales,
         q if value_scales is None else value_scales, table, lengths, q if sinks is None else sinks, out, part, stats,
@@ -409,7 +364,7 @@ def attend(
 
 
 @functools.cache
-def _fit(block: int, row_bytes: int, device: torch.device) -> tuple[int, int]:
+def fit(block: int, row_bytes: int, device: torch.device) -> tuple[int, int]:
     """Tokens in a block and blocks in flight, such that their keys and values fit into shared memory."""
     if device.type != "cuda":
         return block, 1

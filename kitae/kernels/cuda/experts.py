@@ -133,7 +133,8 @@ def mix(x_TH: Tensor, gates_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, dow
     pairs, flat = tokens * top, experts_TK.view(-1)
     share = pairs > _ALONE * experts
     order, ends = _by_expert(flat, experts) if share else (flat, flat)
-    rows = min(128, max(16, triton.next_power_of_2(pairs // experts))) if share else 16
+    # A block has room for twice the pairs of an expert, so that few weights are read a second time.
+    rows = min(128, max(16, triton.next_power_of_2(2 * pairs // experts))) if share else 16
     blocks = min(pairs, experts) + pairs // rows if share else pairs
     act = torch.empty(pairs, inner, dtype=x_TH.dtype, device=x_TH.device)
     out = torch.empty(top, tokens, width, dtype=x_TH.dtype if share else torch.float32, device=x_TH.device)
@@ -142,7 +143,7 @@ def mix(x_TH: Tensor, gates_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, dow
         _expert_product[(blocks, triton.cdiv(n, columns))](
             x, weight, flat, order, ends, gates_TK, out, tokens, n, k, E=experts,
             WIDTH=triton.next_power_of_2(experts), TOP=top, SORTED=share, GATED=gated, BLOCK_P=rows, BLOCK_N=columns,
-            BLOCK_K=64, num_warps=8 if rows == 128 else 4, num_stages=3 if rows == 128 else 4,
+            BLOCK_K=64 if share else 128, num_warps=8 if rows == 128 else 4, num_stages=3,
         )  # fmt: skip
 
     # Few pairs: narrow blocks, so that every multiprocessor has something to read.
@@ -151,8 +152,31 @@ def mix(x_TH: Tensor, gates_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, dow
     return out
 
 
+@triton.jit
+def _arrange(experts, order, ends, pairs, BLOCK: tl.constexpr):
+    """Pairs in the order of their experts, and where those of each expert end.
+
+    One program an expert, which looks at all pairs twice: how many have a lower expert, and where its own are. A sort
+    by radix and what torch needs around it took 27 microseconds for 4,096 pairs.
+    """
+    mine = tl.program_id(0)
+    lower = 0
+    for start in range(0, pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        expert = tl.load(experts + pair, mask=pair < pairs, other=mine + 1)
+        lower += tl.sum((expert < mine).to(tl.int32), 0)
+    for start in range(0, pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        is_mine = (tl.load(experts + pair, mask=pair < pairs, other=mine + 1) == mine).to(tl.int32)
+        tl.store(order + lower + tl.cumsum(is_mine, 0) - 1, pair, mask=is_mine == 1)
+        lower += tl.sum(is_mine, 0)
+    tl.store(ends + mine, lower)
+
+
 def _by_expert(experts_P: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs in the order of their experts, and where those of each expert end."""
-    found_P, order_P = experts_P.sort()
-    numbers = torch.arange(experts, dtype=found_P.dtype, device=found_P.device)
-    return order_P, torch.searchsorted(found_P, numbers, right=True, out_int32=True)
+    """Pairs in the order of their experts, and where those of each expert end; both int32."""
+    order_P = torch.empty_like(experts_P)
+    ends_E = torch.empty(experts, dtype=torch.int32, device=experts_P.device)
+    block = min(4096, triton.next_power_of_2(len(experts_P)))
+    _arrange[(experts,)](experts_P, order_P, ends_E, len(experts_P), BLOCK=block, num_warps=8)
+    return order_P, ends_E

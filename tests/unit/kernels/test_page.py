@@ -17,6 +17,7 @@ SOURCES = [
     "kitae/kernels/cpu/amx.h",
     "kitae/kernels/cuda/decoding.py",
     "kitae/kernels/cuda/experts.py",
+    "kitae/kernels/cuda/few.py",
     "kitae/kernels/cuda/training.py",
     "kitae/kernels/exact/cuda.py",
 ]
