@@ -141,7 +141,7 @@ def normed_product(
     _normed_product[(triton.cdiv(n, columns),)](
         x, stream.squares, gain, weight, out, normed, count, n, eps, K=width, BLOCKS=blocks,
         SQUARES=triton.next_power_of_2(blocks), BLOCK_N=columns, BLOCK_K=depth, GATED=gated, KEPT=kept,
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=max(2, stages * 2 // x.element_size()),
     )  # fmt: skip
     return out, normed
 
