@@ -182,7 +182,7 @@ class _Merged:
         if all(type(m) is nn.Linear for m in modules):
             return lay_together([m.weight for m in modules]) if len(modules) > 1 else modules[0].weight
         weights = [plain_part(m).weight for m in modules]
-        whole = weights[0].detach().new_empty(sum(map(len, weights)), weights[0].shape[1])
+        whole: Tensor = weights[0].detach().new_empty(sum(map(len, weights)), weights[0].shape[1])
         self._parts += zip(modules, torch.split(whole, [len(w) for w in weights]), strict=True)
         return whole
 
