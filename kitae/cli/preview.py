@@ -32,10 +32,17 @@ def preview(config: Root, full: bool) -> None:
 
 def shortage(needs: "Footprint") -> str:
     """What is missing, and what would help."""
-    help = f"it would with {' '.join(needs.relief)}" if needs.relief else "nothing among the settings would change that"
+    remedy = f"it would with {' '.join(needs.relief)}" if needs.relief else "no setting that was tried would be enough"
     return (
-        f"the run must fit into memory: it takes about {as_size(needs.total)}, {as_size(needs.room)} are free; {help}"
+        f"the run must fit into memory: it takes about {as_size(needs.total)}, {as_size(needs.room)} are free; {remedy}"
     )
+
+
+def _memory(needs: "Footprint | None") -> str:
+    if needs is None:
+        return "is not worked out for a cluster"
+    parts = sorted(needs.parts.items(), key=lambda part: -part[1])
+    return f"about {as_size(needs.total)}: " + ", ".join(f"{as_size(s)} {name}" for name, s in parts if s >= 5e7)
 
 
 def summary(config: RLConfig) -> str:
@@ -72,14 +79,12 @@ def stage_summary(config: StageConfig) -> str:
 
 def describe(config: RLConfig, found: "Estimate") -> str:
     lines = [f"device     {found.device}, {str(found.dtype).removeprefix('torch.')}"]
-    if found.model is None or found.memory is None:
+    if found.model is None:
         unknown = "is not here yet: it will be made or downloaded, its size is not known"
         return "\n".join([*lines, f"model      {config.model.path} {unknown}"])
-    parts = sorted(found.memory.parts.items(), key=lambda part: -part[1])
-    listed = ", ".join(f"{as_size(size)} {name}" for name, size in parts if size >= 5e7)
     lines += [
         f"model      {config.model.path}, {found.model.parameters / 1e6:.0f} M parameters",
-        f"memory     about {as_size(found.memory.total)}: {listed}",
+        f"memory     {_memory(found.memory)}",
         f"a step     {_span(found.generation)} of sampling and {_span(found.training)} of training",
         f"the run    {_span(found.run)}, of which evaluations {_span(found.evaluations)}",
         "           (if answers are half to fully as long as they may be, and nothing else uses this machine)",

@@ -227,7 +227,7 @@ def _held_out_files(config: ExamplesConfig) -> list[File]:
             raise DataError(f"data.hub_eval_files must not match files to train on, but both match {', '.join(both)}")
         return files
     setting = "hub_eval_files" if config.hub else "eval_path"
-    raise DataError(f"no held-out examples: set data.{setting}, or ask for none")
+    raise DataError(f"no held-out examples: set data.{setting}, or eval.examples to 0")
 
 
 def _named(file: File, paths: Sequence[str]) -> File:

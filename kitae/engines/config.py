@@ -10,6 +10,7 @@ from kitae.section import Section
 
 _HERE = ("127.0.0.1", "localhost", "::1")
 _OF_STARTED = ("count", "threads", "memory_gb", "max_batch", "prefill_tokens", "fast", "server_args")
+_OF_A_CACHE = ("page_size", "host_memory_gb", "cache_dtype")
 
 
 class SamplingConfig(Section):
@@ -130,9 +131,8 @@ class EngineConfig(Section):
         for name in _OF_STARTED if self.urls else ():
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 yield f"engine.{name} is for servers that Kitae starts, got {value!r} with engine.urls"
-        if self.page_size != type(self).model_fields["page_size"].default:
-            yield f"engine.page_size is not set for a server (engine.server_args can), got {self.page_size}"
-        if self.host_memory_gb:
-            yield f"engine.host_memory_gb is not set for a server (engine.server_args can), got {self.host_memory_gb:g}"
-        if self.cache_dtype != "model":
-            yield f"engine.cache_dtype is not set for a server (engine.server_args can), got {self.cache_dtype!r}"
+        for name in _OF_A_CACHE:
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                yield f"engine.{name} is not set for a server (engine.server_args can), got {value!r}"
+        if not self.merge_adapters:
+            yield f"engine.merge_adapters = false is for Kitae's own engines, got engine.kind = {self.kind!r}"

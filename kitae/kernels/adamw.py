@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from kitae.kernels.base import AdamWPace
+
 _BITS = 0xFFFFFFFF
 _PLACE, _STEP = 0x9E3779B1, 0x85EBCA6B
 
@@ -34,20 +36,19 @@ def rounded(x: Tensor, chance: Tensor) -> Tensor:
 
 
 def adamw(
-    parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scale: Tensor, *, step: int,
-    rate: float, betas: tuple[float, float], eps: float, weight_decay: float,
-) -> None:  # fmt: skip
+    parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scale: Tensor, pace: AdamWPace
+) -> None:
     """See `kitae.kernels.base.AdamWStep`."""
     factor = scale.item()
     if not math.isfinite(factor):
         return
-    grad = grad * factor
-    m = mean.float().lerp_(grad, 1 - betas[0])
-    v = square.float().mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
-    root = v.sqrt().div_(math.sqrt(1 - betas[1] ** step)).add_(eps)
-    master.mul_(1 - rate * weight_decay).addcdiv_(m, root, value=-rate / (1 - betas[0] ** step))
+    grad, (beta1, beta2), (correct1, correct2) = grad * factor, pace.betas, pace.corrections
+    m = mean.float().lerp_(grad, 1 - beta1)
+    v = square.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    root = v.sqrt().div_(correct2).add_(pace.eps)
+    master.mul_(pace.decay).addcdiv_(m, root, value=-pace.rate / correct1)
     if mean.dtype == torch.bfloat16:
-        chance = chances(m.numel(), step, m.device)
+        chance = chances(m.numel(), pace.step, m.device)
         m, v = rounded(m, chance & 0xFFFF), rounded(v, chance >> 16)
     mean.copy_(m)
     square.copy_(v)

@@ -7,6 +7,7 @@ that a device has for one dtype; a door that only some devices have is `… | No
 Legend: T rows (tokens of a packed row), H width of the model, D head dimension, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -123,6 +124,27 @@ class SoftmaxBackward(Protocol):
         """`probs · (dprobs - delta) · scale`, written over `dprobs`; delta is one fp32 number per row."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdamWPace:
+    """`AdamWPace(step=3, rate=1e-5, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)`: of a step, counted from 1."""
+
+    step: int
+    rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+    @property
+    def decay(self) -> float:
+        """What is left of a weight before the step."""
+        return 1 - self.rate * self.weight_decay
+
+    @property
+    def corrections(self) -> tuple[float, float]:
+        """Of the mean and of the root of the square, which begin at 0: both are divided by them."""
+        return 1 - self.betas[0] ** self.step, math.sqrt(1 - self.betas[1] ** self.step)
+
+
 class AdamWStep(Protocol):
     def __call__(
         self,
@@ -132,14 +154,9 @@ class AdamWStep(Protocol):
         mean: Tensor,
         square: Tensor,
         scale: Tensor,
-        *,
-        step: int,
-        rate: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
+        pace: AdamWPace,
     ) -> None:
-        """Step number `step` of AdamW with the gradient times `scale`, in one pass; `parameter` is the rounded master.
+        """A step of AdamW with the gradient times `scale`, in one pass; `parameter` is the rounded master.
 
         A scale that is no number leaves everything as it is: the host need not know it yet. mean and square are fp32,
         or bfloat16, which is rounded by chance: `kitae.kernels.adamw` is the same in plain torch.

@@ -4,6 +4,7 @@ A model that attends in a way of its own, or reads positions otherwise, would tr
 wrongly. Fused modules know one attention alone, so this comes before them.
 """
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from kitae.errors import ModelError
 from kitae.models import attention
-from kitae.models.attention import causal_mask, masked_attention
+from kitae.models.attention import AttentionCall, SelfAttention
 
 _PROBE = 12  # tokens
 _OWN = "eager"
@@ -19,74 +20,64 @@ _OWN = "eager"
 
 def check_attention(model: Any, source: str) -> None:
     """Raise where the last hidden states differ by more than rounding, or where there are none."""
-    device = next(model.parameters()).device
-    tokens = torch.arange(_PROBE, device=device) * 7919 % model.config.get_text_config().vocab_size
-    row = {"input_ids": tokens[None], "position_ids": torch.arange(_PROBE, device=device)[None], "use_cache": False}
-    decoder, context = model.get_decoder(), _Counting(row["position_ids"][0])
+    name, config = f"{source}: {type(model).__name__}", model.config.get_text_config()
+    positions = torch.arange(_PROBE, device=next(model.parameters()).device)
+    tokens = positions * 7919 % config.vocab_size
+    context = SelfAttention(positions)
     try:
-        with torch.no_grad():
-            ours = decoder(**row, kitae=context).last_hidden_state[0].float()
+        ours = _states(model, tokens, positions, kitae=context)
     except (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise ModelError(
-            f"{source}: {type(model).__name__} must compute with the attention of Kitae, got "
-            f"{type(error).__name__}: {error}"
+            f"{name} must compute with the attention of Kitae, got {type(error).__name__}: {error}"
         ) from error
-    if max(context.calls.values(), default=1) > 1:
+    _check_calls(name, config, context.asked)
+    theirs = _with_its_own(model, tokens, positions)
+    if theirs is not None and not (found := gap(ours, theirs)) < (1e-3 if model.dtype == torch.float32 else 0.1):
         raise ModelError(
-            f"{source}: a layer of {type(model).__name__} must attend once, got {max(context.calls.values())} times"
-        )
-    if (window := _window(model.config.get_text_config())) is not None and not context.windows:
-        raise ModelError(
-            f"{source}: {type(model).__name__} must tell its attention how far a token sees, got a sliding_window of "
-            f"{window} that no layer hands on"
-        )
-    theirs = _with_its_own(model, decoder, row)
-    if theirs is not None and not (gap := _gap(ours, theirs)) < (1e-3 if ours.dtype == model.dtype else 0.1):
-        raise ModelError(
-            f"{source}: {type(model).__name__} must give the same with the attention of Kitae as with its own, got "
-            f"states that differ by {gap:.2g} of their size"
+            f"{name} must give the same with the attention of Kitae as with its own, got states that differ by "
+            f"{found:.2g} of their size"
         )
 
 
-def _window(config: Any) -> int | None:
-    """What some layers must ask for: it is too long to be tried."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    short = isinstance(window, int) and 0 < window < config.max_position_embeddings
-    return window if short and "sliding_attention" in kinds else None
+def _check_calls(name: str, config: Any, asked: list[AttentionCall]) -> None:
+    if (most := max(Counter(a.layer for a in asked).values(), default=1)) > 1:
+        raise ModelError(f"{name} must attend once in a layer, got {most} times")
+    if missing := _without_window(config, asked):
+        raise ModelError(
+            f"{name} must tell its attention how far a token sees, got a sliding_window of {config.sliding_window} "
+            f"that layer {min(missing)} does not hand on"
+        )
 
 
-def _with_its_own(model: Any, decoder: Any, row: dict[str, Any]) -> Tensor | None:
+def _without_window(config: Any, asked: list[AttentionCall]) -> set[int]:
+    """Layers that should have asked for one: it is too long to be tried. If it is not said which, one is enough."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if not isinstance(window, int) or not 0 < window < config.max_position_embeddings:
+        return set()
+    found = {a.layer for a in asked if a.window is not None}
+    if not kinds:
+        return set() if found else {0}
+    return {i for i, kind in enumerate(kinds) if kind == "sliding_attention"} - found
+
+
+def _states(model: Any, tokens: Tensor, positions: Tensor, **context: Any) -> Tensor:
+    with torch.no_grad():
+        found = model.get_decoder()(input_ids=tokens[None], position_ids=positions[None], use_cache=False, **context)
+    states: Tensor = found.last_hidden_state[0].float()
+    return states
+
+
+def _with_its_own(model: Any, tokens: Tensor, positions: Tensor) -> Tensor | None:
     """None: it has none that can be chosen."""
     try:
         model.set_attn_implementation(_OWN)
-        with torch.no_grad():
-            found: Tensor = decoder(**row).last_hidden_state[0].float()
-    except (AttributeError, ImportError, NotImplementedError, RuntimeError, ValueError):
+        return _states(model, tokens, positions)
+    except (AttributeError, ImportError, RuntimeError, ValueError):
         return None
     finally:
         model.set_attn_implementation(attention.NAME)
-    return found
 
 
-def _gap(ours: Tensor, theirs: Tensor) -> float:
-    """Of most tokens: in a mixture, some may choose another expert by a hair."""
+def gap(ours: Tensor, theirs: Tensor) -> float:
+    """Between states `[T, H]` of most tokens: in a mixture, some may choose another expert by a hair."""
     return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6)).median())
-
-
-class _Counting:
-    """One sequence attending to itself."""
-
-    def __init__(self, positions: Tensor) -> None:
-        self.positions = positions
-        self.calls: dict[int, int] = {}
-        self.windows = False
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        self.calls[layer] = self.calls.get(layer, 0) + 1
-        self.windows |= window is not None
-        mask = causal_mask(self.positions, self.positions, window)
-        return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)

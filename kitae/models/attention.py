@@ -5,6 +5,7 @@ Models run with attention implementation "kitae". Each call of the model carries
 sequences when training, a paged cache when decoding. No global state, no patched model code.
 """
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -103,3 +104,36 @@ def causal_mask(query_positions: Tensor, key_positions: Tensor, window: int | No
     distance = query_positions[:, None] - key_positions[None, :]
     seen = distance >= 0
     return seen if window is None else seen & (distance < window)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionCall:
+    """`AttentionCall(layer=0, keys=(2, 64), values=(2, 64), scale=0.125, window=None, softcap=None, sinks=None)`.
+
+    What a layer wanted of its attention; of its keys and values, heads and size.
+    """
+
+    layer: int
+    keys: tuple[int, int]
+    values: tuple[int, int]
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class SelfAttention:
+    """One sequence attending to itself, its tokens in any order; remembers what it was asked. For checks and probes."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self.positions = positions
+        self.asked: list[AttentionCall] = []
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        keys, values = (k.shape[0], k.shape[2]), (v.shape[0], v.shape[2])
+        self.asked.append(AttentionCall(layer, keys, values, scale, window, softcap, sinks))
+        mask = causal_mask(self.positions, self.positions, window)
+        return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add_lora(model: Any, config: ModelConfig) -> Any:
-    """Freeze the model and add adapters; they are fp32 parameters of their own and take part in both uses.
+    """Freeze the model and add adapters to linear layers: fp32 parameters of their own, which take part in both uses.
 
     Experts and routers of a mixture get none: they are no layers, so "all-linear" leaves them out, and to name them is
     refused.
@@ -31,9 +31,19 @@ def add_lora(model: Any, config: ModelConfig) -> Any:
     )
     try:
         with _of_no_kind(model.config) if mixture else nullcontext():
-            return peft.get_peft_model(model, lora)
+            adapted = peft.get_peft_model(model, lora)
     except ValueError as error:
         raise ModelError(f"model.lora_targets {config.lora_targets!r}: {error}") from error
+    _check_adapted(adapted, config.lora_targets)
+    return adapted
+
+
+def _check_adapted(model: Any, given: str) -> None:
+    """PEFT has adapters for further kinds of modules: of other factors, which nothing here merges."""
+    for name, module in model.named_modules():
+        if hasattr(module, "get_delta_weight") and not len(module.lora_A):
+            kind = type(module.base_layer).__name__
+            raise ModelError(f"model.lora_targets must name linear layers, got {given!r}: {name} is of kind {kind}")
 
 
 def _targets(given: str) -> str | list[str]:
@@ -121,7 +131,7 @@ def merged_state(policy: "Policy") -> "dict[str, Tensor]":
     for name, module in policy.base.named_modules():
         if hasattr(module, "get_delta_weight"):
             weight = state[f"{name}.base_layer.weight"]
-            delta = sum(_delta(state, name, adapter, module.scaling[adapter]) for adapter in module.active_adapters)
+            delta = sum(_delta(state, name, adapter, module) for adapter in module.active_adapters)
             merged[f"{name}.weight"] = (weight.float() + delta).to(weight.dtype)
     for name, tensor in state.items():
         if "lora_" not in name:
@@ -129,10 +139,11 @@ def merged_state(policy: "Policy") -> "dict[str, Tensor]":
     return merged
 
 
-def _delta(state: "dict[str, Tensor]", name: str, adapter: str, scale: float) -> "Tensor":
-    """What an adapter adds to a weight."""
+def _delta(state: "dict[str, Tensor]", name: str, adapter: str, module: Any) -> "Tensor":
+    """What an adapter of a module adds to its weight, which may lie the other way round."""
     narrow, wide = (state[f"{name}.{factor}.{adapter}.weight"].float() for factor in ("lora_A", "lora_B"))
-    return (wide @ narrow) * scale
+    delta: Tensor = (wide @ narrow) * module.scaling[adapter]
+    return delta.t() if module.fan_in_fan_out else delta
 
 
 def _whole_state(model: Any) -> "dict[str, Tensor]":

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from kitae.errors import ModelError
-from kitae.models.attention import AttentionContext, causal_mask, masked_attention
+from kitae.models.agreement import gap
+from kitae.models.attention import AttentionContext, SelfAttention
 from kitae.models.logprobs import Head, HeadTransform, token_logprobs
 
 
@@ -113,44 +114,60 @@ class Policy(torch.nn.Module):
         """Log-probs `[T - 1]` of all tokens but the first, given those before, in fp32. A plain pass, for checks."""
         positions_T = torch.arange(len(tokens_T), device=self.device)
         with torch.no_grad():  # no inference mode: what it gathers of a sharded model is trained with later
-            hidden_TH = self.hidden(tokens_T, positions_T, _SelfAttention(positions_T))
+            hidden_TH = self.hidden(tokens_T, positions_T, SelfAttention(positions_T))
             logp_TV = self.logits(hidden_TH[:-1]).float().log_softmax(-1)
         return logp_TV.gather(1, tokens_T[1:, None])[:, 0]
 
     def check_layers(self) -> None:
         """Raise if anything but attention takes something from token to token: it would take it from one sequence of a
-        row to the next, and the engine would lose it."""
+        row to the next, and the engine would lose it. And if tokens are where they lie, and not at their positions."""
         if missing := sorted(set(range(self.layers)) - self.attended().keys()):
             raise ModelError(
                 f"{self.source}: every layer of {type(self.base).__name__} must attend, got {len(missing)} of "
                 f"{self.layers} that carry a state of their own, the first of them layer {missing[0]}"
             )
+        self._check_states()
+        self._check_positions()
+
+    def _check_states(self) -> None:
         positions = torch.arange(2, device=self.device)
         with torch.no_grad():
             a, b = (
                 self.hidden(positions.new_tensor([first, 1]), positions, _OneByOne())[1].float() for first in (0, 1)
             )
-        if (a - b).norm() > (
-            1e-4 if self.dtype == torch.float32 else 0.05
-        ) * a.norm():  # few or many rows round otherwise
+        rounding = 1e-4 if self.dtype == torch.float32 else 0.05
+        if (a - b).norm() > rounding * a.norm():
             raise ModelError(
                 f"{self.source}: a layer of {type(self.base).__name__} must see other tokens through attention alone, "
                 "got one that carries a state of its own beside it"
             )
 
+    def _check_positions(self) -> None:
+        positions = torch.arange(12, device=self.device)
+        with torch.no_grad():
+            straight, reverse = (
+                self.hidden(order * 7919 % self.vocabulary, order, SelfAttention(order)).float()
+                for order in (positions, positions.flip(0))
+            )
+        if not (found := gap(reverse.flip(0), straight)) < (1e-3 if self.dtype == torch.float32 else 0.1):
+            raise ModelError(
+                f"{self.source}: {type(self.base).__name__} must read the positions of tokens, whatever their order, "
+                f"got states of a row in reverse that differ by {found:.2g} of their size"
+            )
+
     def attended(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
         """Of each layer that attends, heads and size of its keys, and of its values: `{0: ((2, 64), (2, 64)), …}`."""
         positions = torch.arange(2, device=self.device)
-        context = _SelfAttention(positions)
+        context = SelfAttention(positions)
         with torch.no_grad():
             self.hidden(torch.zeros_like(positions), positions, context)
-        return context.seen
+        return {asked.layer: (asked.keys, asked.values) for asked in context.asked}
 
     def check_head(self) -> None:
         """Raise if the model class treats its logits in a way that `transform` does not know."""
         tokens = torch.arange(4, device=self.device) % self.vocabulary
         positions = torch.arange(4, device=self.device)
-        context = _SelfAttention(positions)
+        context = SelfAttention(positions)
         with torch.inference_mode():
             ours = self.logits(self.hidden(tokens, positions, context)).float()
             theirs = (
@@ -171,19 +188,3 @@ class _OneByOne:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
         return v.repeat_interleave(q.shape[0] // v.shape[0], 0).transpose(0, 1)
-
-
-class _SelfAttention:
-    """One sequence attending to itself; used for the checks above."""
-
-    def __init__(self, positions: Tensor) -> None:
-        self.positions = positions
-        self.seen: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        self.seen[layer] = (k.shape[0], k.shape[2]), (v.shape[0], v.shape[2])
-        mask = causal_mask(self.positions, self.positions, window)
-        return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)

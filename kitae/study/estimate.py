@@ -15,7 +15,15 @@ from kitae.config.root import RLConfig
 from kitae.data.prompts import open_stream
 from kitae.evaluation.suites import find_suites, own_suite
 from kitae.models.load import pick_device, pick_dtype
-from kitae.study.footprint import Footprint, batch_tokens, footprint, moment_bytes, other_models, trained_parameters
+from kitae.study.footprint import (
+    Footprint,
+    batch_tokens,
+    footprint,
+    is_spread,
+    moment_bytes,
+    other_models,
+    trained_parameters,
+)
 from kitae.study.shape import ModelShape, read_model
 from kitae.trainer.forward import token_budget
 
@@ -48,7 +56,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Memory, and seconds. None: the model is not here, so its size is not known."""
+    """Memory, and seconds. model: None if it is not here, so that its size is not known; memory: also for a cluster."""
 
     device: "torch.device"
     dtype: "torch.dtype"
@@ -93,7 +101,7 @@ def estimate(config: RLConfig) -> Estimate:
     saves = (t.steps // config.checkpoint.every + 1) * trained * (4 + moment_bytes(config)) / _DISK
     fixed = _START[device.type] + saves
     whole = (generation + training) * t.steps + evaluations + Range(fixed / 2, fixed)
-    needs = footprint(config, model, device, dtype, full)
+    needs = None if is_spread(config) else footprint(config, model, device, dtype, full)
     return Estimate(device, dtype, model, needs, generation, training, evaluations, whole)
 
 

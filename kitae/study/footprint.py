@@ -2,7 +2,8 @@
 
 The peak is in a backward pass: everything that lasts (weights, masters, gradients, moments, other models, the cache)
 and the activations of one row. On a CPU only what is touched counts, so of the cache the tokens that are in it; a GPU's
-cache is there from the beginning.
+cache is there from the beginning. Servers of other people are left out, as are a reward model that judges answers and
+whatever environments hold.
 """
 
 import math
@@ -48,11 +49,16 @@ class Footprint:
         return self.total <= self.room
 
 
+def is_spread(config: RLConfig) -> bool:
+    """Whether the run is in posts of a cluster: then no single memory must hold it, and nothing is said of any."""
+    return config.cluster.backend != "none"
+
+
 def glance(config: RLConfig) -> Footprint | None:
-    """Before a run, with a guess of its prompts. None: the model is not here yet, or memory is not this machine's."""
+    """Before a run, with a guess of its prompts. None: the model is not here yet, or the run is spread."""
     device = pick_device(config.model.device)
     model = read_model(config.model.path)
-    if model is None or config.cluster.backend != "none":
+    if model is None or is_spread(config):
         return None
     tokens = batch_tokens(config, _PROMPT, config.sampling.max_tokens)
     return footprint(config, model, device, pick_dtype(config.model.dtype, device), tokens)
@@ -99,7 +105,7 @@ def hold(
     row = min(tokens, max(token_budget(t, device), _PROMPT + config.sampling.max_tokens))
     passing = row * _kept(config, model, size) + _logits(config, model, size)
     gradients = 4.0 * trained
-    found = {
+    return {
         "weights": float(model.parameters * size),
         "masters": trained * 4.0 if size == 2 else 0.0,
         "moments": float(trained * moment_bytes(config)),
@@ -108,33 +114,50 @@ def hold(
         "activations": passing,
         "cache": _cache(config, model, device, size),
         **_engines(config, model, device, size),
+        **_copies(config, model, device, size),
         **other_models(config, model.parameters, size),
         "libraries": _LIBRARIES[device.type],
     }
-    if config.model.lora_rank and device.type == "cuda" and config.engine.fast and config.engine.merge_adapters:
-        found["merged weights"] = float(config.engine.count * size * model.layers * model.adapted)
-    packed = size == 2 and device.type == "cpu" and config.engine.fast and not config.model.lora_rank
-    if packed and amx.available() and not config.engine.serves:
-        found["packed weights"] = float(config.engine.count * model.parameters * size)
-    return found
 
 
 def _engines(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> dict[str, float]:
-    """Of engines in processes of their own: weights, libraries, and what is published for them. Servers of other people
-    are left out."""
+    """Of engines in processes of their own: weights, libraries, and what is published for them."""
     if config.engine.kind != "process":
         return {}
     each = model.parameters * size + _LIBRARIES[device.type]
     return {"engines": config.engine.count * each, "published weights": float(trained_parameters(config, model) * size)}
 
 
+def _copies(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> dict[str, float]:
+    """Weights in the form that an engine's decoder wants; exact engines and those without kernels use the model's."""
+    e, adapted = config.engine, config.model.lora_rank > 0
+    if not e.fast or e.serves or config.model.exact:
+        return {}
+    if device.type == "cuda" and adapted and e.merge_adapters:
+        return {"merged weights": float(e.count * size * model.layers * _merged(config, model))}
+    if device.type == "cpu" and size == 2 and not adapted and amx.available():
+        return {"packed weights": float(e.count * model.parameters * size)}
+    return {}
+
+
+def _merged(config: RLConfig, model: ModelShape) -> int:
+    """Weights of a layer's products that an adapter adds to: if to a part of one, all of it is copied."""
+    named = _targets(config, model)
+    return sum(size for names, size in model.products.items() if named & names)
+
+
 def trained_parameters(config: RLConfig, model: ModelShape) -> int:
-    rank, targets = config.model.lora_rank, config.model.lora_targets
+    rank = config.model.lora_rank
     if not rank:
         return model.parameters
-    maps = model.projections
-    named = maps if targets == "all-linear" else {name.strip() for name in targets.split(",")}
-    return rank * model.layers * sum(size for name, size in maps.items() if name in named)
+    named = _targets(config, model)
+    return rank * model.layers * sum(size for name, size in model.projections.items() if name in named)
+
+
+def _targets(config: RLConfig, model: ModelShape) -> set[str]:
+    """Names of the maps that get adapters."""
+    targets = config.model.lora_targets
+    return set(model.projections) if targets == "all-linear" else {name.strip() for name in targets.split(",")}
 
 
 def moment_bytes(config: RLConfig) -> int:
@@ -189,6 +212,8 @@ def _logits(config: RLConfig, model: ModelShape, size: int) -> float:
 def _cache(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> float:
     """What a CPU's cache has no room for waits in the same memory."""
     t, e = config.training, config.engine
+    if e.serves:
+        return 0.0
     if device.type != "cpu":
         return e.count * e.memory_gb * 2**30
     of_head = model.head_dim + 4 if e.cache_dtype == "int8" else model.head_dim * size
@@ -208,7 +233,4 @@ def _savings(config: RLConfig, device: "torch.device") -> Iterator[tuple[str, st
         budget //= 2
         yield "training.token_budget", str(budget)
     yield "training.checkpoint_activations", "true"
-    if config.model.lora_rank:
-        yield "engine.merge_adapters", "false"
-    if not config.model.lora_rank:
-        yield "model.lora_rank", "16"
+    yield ("engine.merge_adapters", "false") if config.model.lora_rank else ("model.lora_rank", "16")

@@ -8,7 +8,10 @@ from typing import Any
 
 from kitae.models.load import SMOLLM2, find_model
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_HIDDEN, _INNER = ("hidden_size", "n_embd"), ("intermediate_size", "ffn_dim", "n_inner")
+_LAYERS, _HEADS = ("num_hidden_layers", "n_layer"), ("num_attention_heads", "n_head")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 _KNOWN = {SMOLLM2: 134_515_008}
 
 
@@ -38,10 +41,12 @@ class ModelShape:
         return self.parameters - self.idle
 
     @property
-    def adapted(self) -> int:
-        """Weights of the linear maps of a layer."""
+    def products(self) -> dict[frozenset[str], int]:
+        """Weights of the linear maps of a layer, of those together that an engine computes in one product."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return self.hidden * (2 * q + 2 * kv + (0 if self.mixture else 3 * self.inner))
+        attention = {("q_proj", "k_proj", "v_proj"): q + 2 * kv, ("o_proj",): q}
+        mlp = {} if self.mixture else {("gate_proj", "up_proj"): 2 * self.inner, ("down_proj",): self.inner}
+        return {frozenset(names): self.hidden * width for names, width in {**attention, **mlp}.items()}
 
     @property
     def projections(self) -> dict[str, int]:
@@ -62,27 +67,25 @@ def read_model(path: str) -> ModelShape | None:
     try:
         shape = _read_config(folder) if folder else {}
         parameters = _KNOWN.get(path) or (count_parameters(folder) if folder else None)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError):
         return None
     if parameters is None:
         return None
-    hidden = shape.get("hidden_size", 576)
-    heads = shape.get("num_attention_heads", 9)
-    inner = shape.get("moe_intermediate_size") or shape.get("intermediate_size", 8 * hidden // 3)
-    layers = shape.get("num_hidden_layers", 30)
-    chosen = shape.get("num_experts_per_tok")
+    hidden, heads = _number(shape, *_HIDDEN) or 576, _number(shape, *_HEADS) or 9
+    inner = _number(shape, "moe_intermediate_size", *_INNER) or 8 * hidden // 3
+    layers = _number(shape, *_LAYERS) or 30
+    chosen = _number(shape, *_CHOSEN)
     taken = chosen or 1
-    experts = next((n for key in _EXPERTS if (n := shape.get(key))), taken)
-    idle = layers * (experts - taken) * 3 * hidden * inner
+    idle = layers * ((_number(shape, *_EXPERTS) or taken) - taken) * 3 * hidden * inner
     return ModelShape(
         parameters=parameters,
         hidden=hidden,
         inner=inner * taken + _shared_inner(shape),
         layers=layers,
-        vocabulary=shape.get("vocab_size", 49152),
+        vocabulary=_number(shape, "vocab_size") or 49152,
         heads=heads,
-        kv_heads=shape.get("num_key_value_heads", 3 if not shape else heads),
-        head_dim=shape.get("head_dim") or hidden // heads,
+        kv_heads=_number(shape, "num_key_value_heads") or (heads if shape else 3),
+        head_dim=_number(shape, "head_dim") or hidden // heads,
         kind=shape.get("model_type", "llama"),
         idle=idle if 0 < idle < parameters else 0,  # else not every layer is a mixture, or not of this kind
         mixture=chosen is not None,
@@ -100,10 +103,17 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return {k: v for k, v in {**found, **(found.get("text_config") or {})}.items() if v is not None}
 
 
+def _number(shape: dict[str, Any], *names: str) -> int | None:
+    """Under the first of these names that the family has; where layers differ, the largest. What is no number is as if
+    it were missing."""
+    found = next((value for name in names if (value := shape.get(name))), None)
+    return max((n for n in (found if isinstance(found, list) else [found]) if isinstance(n, int)), default=None)
+
+
 def _shared_inner(shape: dict[str, Any]) -> int:
     """Of experts that every token goes to, beside those that are chosen."""
-    several = shape.get("n_shared_experts", 0) * shape.get("moe_intermediate_size", 0)
-    return int(shape.get("shared_expert_intermediate_size", several))
+    several = (_number(shape, "n_shared_experts") or 0) * (_number(shape, "moe_intermediate_size") or 0)
+    return _number(shape, "shared_expert_intermediate_size") or several
 
 
 def count_parameters(folder: Path) -> int | None:

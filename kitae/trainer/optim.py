@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kitae.kernels.adamw import adamw
-from kitae.kernels.base import AdamWStep
+from kitae.kernels.base import AdamWPace, AdamWStep
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.memory import set_master
 from kitae.trainer.config import LearningConfig
@@ -117,11 +117,11 @@ class Optimizer:
                 continue
             own = local(parameter)
             at_once = self._apart[i] and own.device == master.device and own.dtype == torch.bfloat16
+            pace = AdamWPace(moments.steps + 1, rate, self.config.betas, _EPS, self.config.weight_decay)
+            target = own if at_once else master
             _step_of(master, own)(
-                own if at_once else master, master, master.grad, moments.mean, moments.square, scale.to(master.device),
-                step=moments.steps + 1, rate=rate, betas=self.config.betas, eps=_EPS,
-                weight_decay=self.config.weight_decay,
-            )  # fmt: skip
+                target, master, master.grad, moments.mean, moments.square, scale.to(master.device), pace
+            )
             if self._apart[i] and not at_once:
                 own.copy_(master)
         return touched

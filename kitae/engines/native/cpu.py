@@ -14,11 +14,11 @@ from torch import Tensor
 from kitae.engines.native.attention import ExactAttention, PrefillAttention
 from kitae.engines.native.cache import KVCache
 from kitae.engines.native.decoding import Decoding
-from kitae.engines.native.fused import AttentionSettings, FusedDecoder, Hear
+from kitae.engines.native.fused import FusedDecoder, Hear
 from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Admission
 from kitae.kernels.cpu import amx, ops
-from kitae.models.attention import AttentionContext
+from kitae.models.attention import AttentionCall, AttentionContext
 from kitae.models.fuse import is_llama_layer
 from kitae.models.policy import Policy
 
@@ -108,7 +108,7 @@ class PackedDecoder(FusedDecoder):
         depths = policy.head.weight.shape[1], policy.heads * policy.head_dim, inner
         return amx.fits(*depths, head_dim=policy.head_dim)
 
-    def __init__(self, policy: Policy, cache: KVCache, attentions: Sequence[AttentionSettings]) -> None:
+    def __init__(self, policy: Policy, cache: KVCache, attentions: Sequence[AttentionCall]) -> None:
         super().__init__(policy, cache, attentions)
         self._head: Any = policy.head
         first = self.layers[0]

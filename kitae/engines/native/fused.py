@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from kitae.engines.native.cache import KVCache
 from kitae.kernels.memory import lay_together
-from kitae.models.attention import AttentionContext, causal_mask, masked_attention
+from kitae.models.agreement import gap
+from kitae.models.attention import AttentionCall, AttentionContext, SelfAttention
 from kitae.models.fuse import is_llama_layer, is_mixture_layer, is_rms_norm
 from kitae.models.lora import merge_into, plain_part
 from kitae.models.policy import Policy
@@ -33,16 +34,6 @@ log = logging.getLogger("kitae")
 _PROBE = 24  # tokens
 
 Hear = Callable[[int, Tensor], None]  # (number among the layers that mix experts, experts_TK)
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionSettings:
-    """What the modules of one layer hand to the attention function."""
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +50,7 @@ class _Choice:
 class _Layer:
     """choice: None in a dense layer; else gate_up and down are those of all experts."""
 
-    attention: AttentionSettings
+    attention: AttentionCall
     before_attention: Tensor
     qkv: Tensor
     qkv_bias: Tensor | None
@@ -81,17 +72,18 @@ class FusedDecoder:
         with torch.inference_mode():
             tokens = torch.arange(_PROBE, device=policy.device) * 7919 % policy.vocabulary
             positions = torch.arange(_PROBE, device=policy.device)
-            recorder = _Recorder(positions)
+            recorder = SelfAttention(positions)
             expected = policy.hidden(tokens, positions, recorder)
             with torch.inference_mode(False):
-                fused = cls(policy, cache, recorder.seen)
+                fused = cls(policy, cache, recorder.asked)
             if fused.cos.shape[1] != policy.head_dim:  # only a part of each head is rotated
                 return None
             trash = torch.full_like(positions, cache.pages * cache.page_size)
-            got = fused.hidden(tokens, positions, trash, _Recorder(positions))
-            gap = _gap(got.float(), expected.float(), mixture=any(layer.choice is not None for layer in fused.layers))
-        if not gap < (1e-3 if policy.dtype == torch.float32 else 0.1):
-            log.warning("%s: the fused decoder differs from the model (%.2g), so it is not used", policy.source, gap)
+            got = fused.hidden(tokens, positions, trash, SelfAttention(positions))
+            mixture = any(layer.choice is not None for layer in fused.layers)
+            found = _distance(got.float(), expected.float(), mixture=mixture)
+        if not found < (1e-3 if policy.dtype == torch.float32 else 0.1):
+            log.warning("%s: the fused decoder differs from the model (%.2g), so it is not used", policy.source, found)
             return None
         return fused
 
@@ -100,7 +92,7 @@ class FusedDecoder:
         """Whether the kernels can compute a policy of known structure."""
         return True
 
-    def __init__(self, policy: Policy, cache: KVCache, attentions: Sequence[AttentionSettings]) -> None:
+    def __init__(self, policy: Policy, cache: KVCache, attentions: Sequence[AttentionCall]) -> None:
         decoder: Any = policy.decoder
         self.heads = policy.heads
         self.cache = cache
@@ -198,12 +190,9 @@ def _mix(layer: _Layer, choice: _Choice, x_TH: Tensor, logits_TE: Tensor, hear: 
     return experts.mix(x_TH, gates_TK, experts_TK, layer.gate_up, layer.down)
 
 
-def _gap(got: Tensor, expected: Tensor, mixture: bool) -> float:
-    """Between hidden states `[T, H]`. In a mixture, of most tokens: some may choose another expert by a hair."""
-    if not mixture:
-        return float((got - expected).norm() / expected.norm())
-    size_T = expected.norm(dim=-1).clamp(min=1e-6)  # that of a padding token may be 0
-    return float(((got - expected).norm(dim=-1) / size_T).median())
+def _distance(got: Tensor, expected: Tensor, mixture: bool) -> float:
+    """Between hidden states `[T, H]`: of all tokens, or, in a mixture, of most."""
+    return gap(got, expected) if mixture else float((got - expected).norm() / expected.norm())
 
 
 class _Merged:
@@ -217,7 +206,7 @@ class _Merged:
         if all(type(m) is nn.Linear for m in modules):
             return lay_together([m.weight for m in modules]) if len(modules) > 1 else modules[0].weight
         weights = [plain_part(m).weight for m in modules]
-        whole = torch.empty_like(torch.cat([w.detach() for w in weights]))
+        whole: Tensor = weights[0].detach().new_empty(sum(map(len, weights)), weights[0].shape[1])
         self._parts += zip(modules, torch.split(whole, [len(w) for w in weights]), strict=True)
         return whole
 
@@ -227,7 +216,7 @@ class _Merged:
             merge_into(place, module)
 
 
-def _layer(layer: Any, how: AttentionSettings, mixing: int, merged: _Merged) -> _Layer:
+def _layer(layer: Any, how: AttentionCall, mixing: int, merged: _Merged) -> _Layer:
     """mixing: how many layers before this one mix experts."""
     attn, mlp = layer.self_attn, layer.mlp
     choice = None
@@ -251,22 +240,6 @@ def _layer(layer: Any, how: AttentionSettings, mixing: int, merged: _Merged) -> 
         down=mlp.experts.down_proj if choice else merged.weight(mlp.down_proj),
         eps=(layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon),
     )
-
-
-class _Recorder:
-    """One sequence attending to itself; remembers what each layer asked for."""
-
-    def __init__(self, positions: Tensor) -> None:
-        self.positions = positions
-        self.seen: list[AttentionSettings] = []
-
-    def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        self.seen.append(AttentionSettings(scale, window, softcap, sinks))
-        mask = causal_mask(self.positions, self.positions, window)
-        return masked_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks)
 
 
 def _known(policy: Policy) -> bool:

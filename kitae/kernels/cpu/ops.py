@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kitae.kernels.adamw import salt
-from kitae.kernels.base import DecodingKernels
+from kitae.kernels.base import AdamWPace, DecodingKernels
 from kitae.kernels.cpu.build import cpu_library
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
@@ -188,9 +188,8 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
 
 
 def adamw(
-    parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scale: Tensor, *, step: int,
-    rate: float, betas: tuple[float, float], eps: float, weight_decay: float,
-) -> None:  # fmt: skip
+    parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scale: Tensor, pace: AdamWPace
+) -> None:
     """See `kitae.kernels.base.AdamWStep`."""
     factor = scale.item()
     if not math.isfinite(factor):
@@ -198,13 +197,12 @@ def adamw(
     assert all(t.is_contiguous() for t in (parameter, master, mean, square))
     assert parameter is master or parameter.dtype == torch.bfloat16
     grad = grad.contiguous()
-    corrections = (1 - betas[0] ** step, math.sqrt(1 - betas[1] ** step))
     _call(
         f"adamw_{_SUFFIX[mean.dtype]}",
         *(c_void_p(t.data_ptr()) for t in (master, grad, mean, square)),
         c_void_p(None if parameter is master else parameter.data_ptr()),
-        *(c_float(x) for x in (factor, rate, *betas, eps, 1 - rate * weight_decay, *corrections)),
-        c_int64(salt(step)),
+        *(c_float(x) for x in (factor, pace.rate, *pace.betas, pace.eps, pace.decay, *pace.corrections)),
+        c_int64(salt(pace.step)),
         c_int64(master.numel()),
     )
 

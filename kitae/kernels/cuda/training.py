@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kitae.kernels.adamw import salt
-from kitae.kernels.base import LayerKernels, ModuleKernels, TrainingKernels
+from kitae.kernels.base import AdamWPace, LayerKernels, ModuleKernels, TrainingKernels
 from kitae.kernels.cuda import decoding
 from kitae.kernels.linears import shared_input
 from kitae.kernels.memory import joined
@@ -572,15 +572,14 @@ def _adamw(
 
 
 def adamw(
-    parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scale: Tensor, *, step: int,
-    rate: float, betas: tuple[float, float], eps: float, weight_decay: float,
-) -> None:  # fmt: skip
+    parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scale: Tensor, pace: AdamWPace
+) -> None:
     """See `kitae.kernels.base.AdamWStep`."""
     assert all(t.is_contiguous() for t in (parameter, master, mean, square))
     grad = grad.contiguous()
     _adamw[(triton.cdiv(master.numel(), 2048),)](
-        master, grad, mean, square, parameter, scale, master.numel(), rate, betas[0], betas[1], eps,
-        1.0 - rate * weight_decay, 1.0 - betas[0] ** step, (1.0 - betas[1] ** step) ** 0.5, salt(step),
+        master, grad, mean, square, parameter, scale, master.numel(), pace.rate, *pace.betas, pace.eps,
+        pace.decay, *pace.corrections, salt(pace.step),
         BLOCK=2048, ROUND=parameter is not master, HALF=mean.dtype == torch.bfloat16, num_warps=8,
     )  # fmt: skip
 

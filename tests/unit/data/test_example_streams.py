@@ -338,7 +338,7 @@ class TestHeldOut:
         for source in ({"path": path}, {"mix": [{"path": path}]}):
             with pytest.raises(DataError, match=r"data.eval_path must be another file"):
                 held_out_examples(ExamplesConfig(**source, eval_path=path), 0, 1, "demonstration")
-            with pytest.raises(DataError, match=r"set data.eval_path"):
+            with pytest.raises(DataError, match=r"set data.eval_path, or eval.examples to 0"):
                 held_out_examples(ExamplesConfig(**source), 0, 1, "demonstration")
 
     def test_on_the_hub(self):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from kitae.engines.native.cache import KVCache
-from kitae.engines.native.fused import FusedDecoder, _known, _Recorder
+from kitae.engines.native.fused import FusedDecoder, _known
+from kitae.models.attention import SelfAttention
 from kitae.models.fuse import is_llama_layer
 from kitae.models.lora import import_peft, merged_state, plain_part
 from kitae.models.policy import Policy
@@ -19,10 +20,10 @@ TinyPolicy = Callable[..., Policy]
 def decoder_of(policy: Policy) -> FusedDecoder:
     """Without its probe, which needs the kernels of a GPU."""
     positions = torch.arange(4)
-    recorder = _Recorder(positions)
+    recorder = SelfAttention(positions)
     with torch.no_grad():
         policy.hidden(torch.tensor([5, 6, 7, 8]), positions, recorder)
-    return FusedDecoder(policy, KVCache(policy, 0.01, 16), recorder.seen)
+    return FusedDecoder(policy, KVCache(policy, 0.01, 16), recorder.asked)
 
 
 def change(policy: Policy, seed: int) -> None:

@@ -13,9 +13,10 @@ from kitae.engines.native.cache import KVCache
 from kitae.engines.native.cpu import CpuRunner, PackedDecoder
 from kitae.engines.native.engine import NativeEngine
 from kitae.kernels.cpu import amx
+from kitae.models.attention import SelfAttention
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
-from kitae.models.policy import Policy, _SelfAttention
+from kitae.models.policy import Policy
 from kitae.models.tiny import make_tiny
 
 pytestmark = pytest.mark.skipif(not amx.available(), reason="no AMX")
@@ -45,7 +46,7 @@ def decoder_of(policy: Policy) -> PackedDecoder:
 def own_states(policy: Policy, tokens: torch.Tensor) -> torch.Tensor:
     positions = torch.arange(len(tokens))
     with torch.inference_mode():
-        return policy.hidden(tokens, positions, _SelfAttention(positions)).float()
+        return policy.hidden(tokens, positions, SelfAttention(positions)).float()
 
 
 @torch.inference_mode()
@@ -80,7 +81,7 @@ def test_long_prompts_go_layer_by_layer(load: Load) -> None:
     tokens = torch.randint(3, 250, (70,), generator=torch.Generator().manual_seed(2))
     positions = torch.arange(70)
     with torch.inference_mode():
-        got = decoder.hidden(tokens, positions, positions, _SelfAttention(positions)).float()
+        got = decoder.hidden(tokens, positions, positions, SelfAttention(positions)).float()
     torch.testing.assert_close(got, in_rows(decoder, tokens, 1), rtol=0.1, atol=0.15)
 
 

@@ -4,6 +4,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,13 +130,13 @@ def test_export_loads_anywhere_and_computes_the_same(
     )
     again = load_policy(ModelConfig(path=str(tmp_path / "out"), dtype="float32"))
     tokens = torch.arange(3, 20)
-    from kitae.models.policy import _SelfAttention
+    from kitae.models.attention import SelfAttention
 
     positions = torch.arange(17)
     with torch.no_grad():
         plain = model(tokens[None]).logits[0]
         for p in (policy, again):
-            ours = p.logits(p.hidden(tokens, positions, _SelfAttention(positions)))
+            ours = p.logits(p.hidden(tokens, positions, SelfAttention(positions)))
             torch.testing.assert_close(ours, plain, atol=1e-4, rtol=1e-4)
 
 
@@ -179,6 +180,21 @@ def test_a_state_beside_attention_is_refused(tiny_folder: Callable[[str], Path],
     )
     with pytest.raises(ModelError, match=message):
         load_policy(ModelConfig(path=str(tmp_path), dtype="float32", device="cpu"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_positions_must_be_read_and_not_counted(dtype: str, tiny_policy: TinyPolicy) -> None:
+    """In a row where every token is at its place, both are the same."""
+    policy = tiny_policy("llama", dtype=dtype, fuse=False)
+    decoder: Any = policy.decoder
+    for layer in decoder.layers:
+        layer.self_attn.q_proj.weight.data.normal_(0, 0.5)
+        layer.self_attn.k_proj.weight.data.normal_(0, 0.5)
+    policy.check_layers()
+    read = decoder.rotary_emb.forward
+    decoder.rotary_emb.forward = lambda x, position_ids: read(x, torch.arange(x.shape[1])[None])
+    with pytest.raises(ModelError, match="LlamaForCausalLM must read the positions of tokens"):
+        policy.check_layers()
 
 
 def _tripled(output: object) -> object:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from kitae.cli.preview import describe
 from kitae.config.load import parse_config
 from kitae.config.root import RLConfig
 from kitae.study import estimate as module
@@ -92,3 +93,14 @@ def test_a_machine_is_measured_in_a_moment() -> None:
     took = machine.generate(prompts=2, responses=8, prompt=10, longest=4, batch=8)
     assert 0 < took.low < took.high < 10
     assert machine.bandwidth > 1e7
+
+
+def test_memory_of_a_cluster_is_not_this_machines(
+    found: Callable[..., Estimate], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What does not fit here may fit there."""
+    monkeypatch.setattr("kitae.study.footprint.room", lambda _: 1.0)
+    alone, spread = found(), found(cluster={"backend": "local", "ranks": 2, "engines": 1})
+    assert alone.memory is not None and not alone.memory.fits
+    assert spread.memory is None and spread.model is not None
+    assert "memory     is not worked out for a cluster" in describe(config(), spread)

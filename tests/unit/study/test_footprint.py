@@ -113,6 +113,38 @@ def test_engines_of_their_own_have_weights_of_their_own() -> None:
     assert all(both[name] == 2 * one[name] > 0 for name in ("cache", "merged weights"))
 
 
+SERVED = ("engine.kind=vllm", "engine.urls=['http://127.0.0.1:8000']")
+
+
+@pytest.mark.parametrize(
+    ("settings", "copied"),
+    [
+        ((), 2 * 30 * 576 * (2 * 576 + 2 * 192 + 3 * 1536)),
+        (("model.lora_targets=q_proj",), 2 * 30 * 576 * (576 + 2 * 192)),  # of one product with keys and values
+        (("model.lora_targets=o_proj,down_proj",), 2 * 30 * 576 * (576 + 1536)),
+        (("model.exact=true",), 0),
+        (("engine.fast=false",), 0),
+        (("engine.merge_adapters=false",), 0),
+        (SERVED, 0),
+    ],
+)
+def test_what_adapters_are_merged_into(settings: tuple[str, ...], copied: int) -> None:
+    parts = hold(config("model.lora_rank=4", *settings), SMOLLM2, CUDA, torch.bfloat16, 4000)
+    assert parts.get("merged weights", 0) == copied
+
+
+def test_exact_engines_and_servers_pack_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kitae.kernels.cpu.amx.available", lambda: True)
+    for settings, packed in (((), True), (("model.exact=true",), False), (SERVED, False)):
+        parts = hold(config("model.dtype=bfloat16", *settings), SMOLLM2, CPU, torch.bfloat16, 4000)
+        assert ("packed weights" in parts) == packed
+
+
+@pytest.mark.parametrize("device", [CPU, CUDA])
+def test_the_cache_of_a_server_is_its_own(device: torch.device) -> None:
+    assert hold(config(*SERVED), SMOLLM2, device, torch.float32, 4000)["cache"] == 0
+
+
 def test_what_waits_beside_a_cache_counts_where_it_is_the_same_memory() -> None:
     full = config("engine.memory_gb=0.01", "sampling.max_tokens=4096", "engine.max_batch=64", "engine.host_memory_gb=1")
     assert hold(full, SMOLLM2, CPU, torch.float32, 4000)["cache"] == pytest.approx(1.01 * GIB)

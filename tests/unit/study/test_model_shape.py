@@ -57,6 +57,30 @@ def test_experts_that_all_tokens_share_count(changed: Callable[..., Path]) -> No
     assert shape_of(changed("qwen3_moe", shared_expert_intermediate_size=40)).inner == 2 * 64 + 40
 
 
+def test_families_have_other_names_for_the_same(changed: Callable[..., Path]) -> None:
+    """GPT-2 and OPT."""
+    usual = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    none = dict.fromkeys((*usual, "intermediate_size"))
+    found = shape_of(changed(**none, n_embd=48, n_layer=5, n_head=6, ffn_dim=100))
+    assert (found.hidden, found.layers, found.heads, found.kv_heads) == (48, 5, 6, 6)
+    assert (found.head_dim, found.inner) == (8, 100)
+
+
+@pytest.mark.parametrize("names", [("moe_topk", "num_experts"), ("moe_k", "moe_num_experts")])
+def test_experts_have_other_names_too(names: tuple[str, str], changed: Callable[..., Path]) -> None:
+    """Hunyuan and Ernie."""
+    usual = dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok"))
+    found = shape_of(changed("qwen3_moe", **{**usual, **dict(zip(names, (3, 4), strict=True))}))
+    assert found.mixture and found.inner == 3 * 64
+    assert found.idle == 3 * found.hidden * 64 * found.layers
+
+
+@pytest.mark.parametrize(("said", "inner"), [([96, 128], 128), ("wide", 170), ([], 170), (["wide"], 170)])
+def test_what_is_no_single_number(said: Any, inner: int, changed: Callable[..., Path]) -> None:
+    """Gemma 3n has a width for each layer."""
+    assert shape_of(changed(intermediate_size=said)).inner == inner
+
+
 @pytest.mark.parametrize("beside", ["consolidated.safetensors", "adapter_model.safetensors"])
 def test_only_what_is_loaded_is_counted(beside: str, changed: Callable[..., Path], tiny_folder: TinyFolder) -> None:
     folder = changed()
@@ -84,7 +108,7 @@ def test_weights_that_are_none_have_no_shape(weights: bytes, changed: Callable[.
     assert read_model(str(folder)) is None
 
 
-@pytest.mark.parametrize("said", ["{", "[]", "\udcff"])
+@pytest.mark.parametrize("said", ["{", "[]", "\udcff", '{"text_config": 3}'])
 def test_a_config_that_is_none_has_no_shape(said: str, changed: Callable[..., Path]) -> None:
     folder = changed()
     (folder / "config.json").write_bytes(said.encode(errors="surrogateescape"))

@@ -14,7 +14,8 @@ from workers import forward_backward, make_worker, weighted
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.data.packing import NO_RECORD, lay_out
 from kitae.errors import ModelError
-from kitae.models.policy import Policy, _SelfAttention
+from kitae.models.attention import SelfAttention
+from kitae.models.policy import Policy
 from kitae.models.router_terms import RouterCoefficients, RouterTerms, chosen_shares
 from kitae.models.routing import RouterShape, hanging, record_routing, routers_of
 from kitae.trainer.config import TrainingConfig
@@ -31,7 +32,7 @@ def algorithm(**choices: Any) -> AlgorithmConfig:
 def read(policy: Policy, tokens_T: torch.Tensor) -> None:
     """A plain pass over one sequence, with gradients."""
     positions_T = torch.arange(len(tokens_T))
-    policy.hidden(tokens_T, positions_T, _SelfAttention(positions_T))
+    policy.hidden(tokens_T, positions_T, SelfAttention(positions_T))
 
 
 def by_hand(policy: Policy, samples: tuple[Sample, ...], z: float, balance: float) -> dict[str, torch.Tensor]:
