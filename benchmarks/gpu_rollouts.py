@@ -158,11 +158,26 @@ async def print_profile(engine: NativeEngine, chosen: dict[str, Workload]) -> No
     for name, work in chosen.items():
         with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profile:
             seconds = await run(engine, work, f"{name}/profile", tokens=64)
-        print(f"{name}, 64 tokens each: {seconds:.3f} s")
+        print(f"{name}, 64 tokens each: {seconds:.3f} s; {idle(profile)}")
         rows = sorted(profile.key_averages(), key=lambda r: -r.self_device_time_total)[:22]
         for row in rows:
             total = row.self_device_time_total
             print(f"  {total / 1e3:9.2f} ms {row.count:7} × {total / row.count:8.1f} µs  {row.key[:90]}")
+
+
+def idle(profile: Any) -> str:
+    """How long no kernel ran between the first and the last, and how much of that in gaps that a host makes."""
+    spans = sorted((e.time_range.start, e.time_range.end) for e in profile.events() if e.device_type.name == "CUDA")
+    gaps, reached = [], spans[0][1]
+    for start, end in spans:
+        gaps.append(max(0.0, start - reached))
+        reached = max(reached, end)
+    long = [gap for gap in gaps if gap > 10]
+    whole = reached - spans[0][0]
+    return (
+        f"no kernel for {sum(gaps) / 1e3:.1f} of {whole / 1e3:.1f} ms, {sum(long) / 1e3:.1f} in {len(long)} gaps"
+        " above 10 µs"
+    )
 
 
 def main() -> None:

@@ -72,9 +72,14 @@ class Other:
         return self.hear()
 
     def close(self) -> None:
-        assert self.process.stdin is not None
+        assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         assert self.process.wait(30) == 0
+        self.process.stdout.close()
+
+    def kill(self) -> None:
+        with self.process:  # which closes its pipes
+            self.process.kill()
 
 
 @pytest.fixture
@@ -120,8 +125,7 @@ def test_a_receiver_that_is_killed_does_no_harm(publisher: IpcPublisher) -> None
     shapes = {name: list(t.shape) for name, t in tensors.items()}
     first = Other(publisher, shapes)
     assert first.fetch(publisher.publish(0, tensors))["damaged"] == []
-    first.process.kill()
-    first.process.wait()
+    first.kill()
     second = Other(publisher, shapes)
     assert second.fetch(publisher.publish(1, tensors))["sums"] == sums(tensors)
     second.close()

@@ -165,7 +165,7 @@ class FusedDecoder:
         stream = few.embed(tokens_B, self.embedding, self._counters)
         for i, layer in enumerate(self.layers):
             keys, values, how = self.cache.keys[i], self.cache.values[i], layer.attention
-            qkv, _ = few.normed_product(stream, (layer.before_attention, layer.eps[0]), layer.qkv)
+            qkv = few.normed_product(stream, (layer.before_attention, layer.eps[0]), layer.qkv)
             mixed = few.attend(
                 qkv, layer.qkv_bias, layer.norms, self.cos, self.sin, positions_B, slots_B,
                 (keys.numbers, keys.scales), (values.numbers, values.scales), self.heads, table, lengths_B,
@@ -174,17 +174,18 @@ class FusedDecoder:
             few.add_product(stream, mixed, layer.out)
             norm = layer.before_mlp, layer.eps[1]
             if layer.choice is None:
-                few.add_product(stream, few.normed_product(stream, norm, layer.gate_up, gated=True)[0], layer.down)
+                few.add_product(stream, few.normed_product(stream, norm, layer.gate_up, gated=True), layer.down)
             else:
-                chosen, normed = few.normed_product(stream, norm, layer.choice.weight, kept=True)
-                few.add_parts(stream, _mix(layer, layer.choice, normed, chosen, hear))
+                parts, normed = few.normed_parts(stream, norm, layer.choice.weight)
+                few.add_parts(stream, _mix(layer, layer.choice, normed, parts, hear))
         few.normed_product(stream, self.norm, head, out=logits)
 
 
-def _mix(layer: _Layer, choice: _Choice, x_TH: Tensor, logits_TE: Tensor, hear: Hear | None) -> Tensor:
+def _mix(layer: _Layer, choice: _Choice, x_TH: Tensor, logits: Tensor, hear: Hear | None) -> Tensor:
+    """logits: of the router, `[T, E]`, or in parts `[parts, T, E]`."""
     from kitae.kernels.cuda import experts
 
-    gates_TK, experts_TK = experts.route(logits_TE, choice.top_k, choice.renormalise)
+    gates_TK, experts_TK = experts.route(logits, choice.top_k, choice.renormalise, x_TH.dtype)
     if hear is not None:
         hear(choice.number, experts_TK)
     return experts.mix(x_TH, gates_TK, experts_TK, layer.gate_up, layer.down)

@@ -11,21 +11,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+_KINDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _ALONE = 2  # pairs for each expert up to which sorting does not pay: two of them rarely meet
 
 
 @triton.jit
 def _route(
-    logits, gates, experts, E: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr,
-    RENORMALISE: tl.constexpr,
+    logits, gates, experts, PARTS: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr,
+    SLOTS: tl.constexpr, RENORMALISE: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """The K largest of softmax(logits) and their numbers, one program a token: softmax, top-k, division, conversion.
 
-    K passes over a row that stays in registers. Of equal ones the first is taken.
+    Logits come in PARTS that are added, and rounded to KIND as one product would be. K passes over a row that stays in
+    registers. Of equal ones the first is taken.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, WIDTH)
-    value = tl.load(logits + row * E + column, mask=column < E, other=float("-inf")).to(tl.float32)
+    value = tl.zeros([WIDTH], tl.float32)
+    for part in tl.static_range(PARTS):
+        line = (part * tl.num_programs(0) + row) * E
+        value += tl.load(logits + line + column, mask=column < E, other=float("-inf")).to(tl.float32)
+    value = value.to(KIND).to(tl.float32)
     p = tl.exp(value - tl.max(value, 0))
     p = p / tl.sum(p, 0)
     p = tl.where(column < E, p, -1.0)
@@ -44,17 +50,19 @@ def _route(
     tl.store(experts + row * K + slot, expert, mask=slot < K)
 
 
-def route(logits_TE: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+def route(logits: Tensor, top_k: int, renormalise: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Gates `[T, K]` in float32 and experts `[T, K]` in int32: the largest of a softmax over all experts.
 
+    logits `[T, E]`, or `[parts, T, E]` that are still to be added; dtype: of the model, in which a router has them.
     renormalise: the gates of a token add up to 1.
     """
-    rows, experts = logits_TE.shape
-    gates_TK = torch.empty(rows, top_k, dtype=torch.float32, device=logits_TE.device)
-    experts_TK = torch.empty(rows, top_k, dtype=torch.int32, device=logits_TE.device)
+    rows, experts = logits.shape[-2:]
+    gates_TK = torch.empty(rows, top_k, dtype=torch.float32, device=logits.device)
+    experts_TK = torch.empty(rows, top_k, dtype=torch.int32, device=logits.device)
     _route[(rows,)](
-        logits_TE, gates_TK, experts_TK, E=experts, WIDTH=triton.next_power_of_2(experts), K=top_k,
-        SLOTS=triton.next_power_of_2(top_k), RENORMALISE=renormalise, num_warps=1,
+        logits, gates_TK, experts_TK, PARTS=logits.numel() // (rows * experts), E=experts,
+        WIDTH=triton.next_power_of_2(experts), K=top_k, SLOTS=triton.next_power_of_2(top_k), RENORMALISE=renormalise,
+        KIND=_KINDS.get(dtype, tl.float32), num_warps=1,
     )  # fmt: skip
     return gates_TK, experts_TK
 

@@ -87,12 +87,15 @@ def add_parts(stream: Stream, parts: Tensor) -> None:
 def _normed_product(
     x, squares, gain, weight, out, normed, rows, N, eps,
     K: tl.constexpr, BLOCKS: tl.constexpr, SQUARES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GATED: tl.constexpr, KEPT: tl.constexpr,
+    SPLITS: tl.constexpr, GATED: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """out = norm(x) @ weight.T; GATED: swiglu of the product with both halves of the weight. KEPT: norm(x) is written.
 
-    Grid (blocks of BLOCK_N columns). A tile of 16 rows; the norm of what it reads is made on the way.
+    Grid (blocks of BLOCK_N columns, SPLITS). A tile of 16 rows; the norm of what it reads is made on the way. A program
+    adds up its share of K; with SPLITS > 1 the shares stay apart, `[SPLITS, rows, N]`.
     """
+    split = tl.program_id(1)
+    share = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.arange(0, 16)
     real = row < rows
@@ -103,7 +106,7 @@ def _normed_product(
     scale = tl.rsqrt(tl.sum(size, 1) / K + eps)
     total = tl.zeros([16, BLOCK_N], tl.float32)
     total_up = tl.zeros([16, BLOCK_N], tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in range(split * share, tl.minimum(K, split * share + share), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = (column < N)[:, None] & (k < K)[None, :]
         line = column.to(tl.int64)[:, None] * K + k[None, :]
@@ -121,27 +124,40 @@ def _normed_product(
     if GATED:
         gate = total.to(kind).to(tl.float32)
         total = (gate * tl.sigmoid(gate)).to(kind).to(tl.float32) * total_up.to(kind).to(tl.float32)
-    target = out + row[:, None] * N + column[None, :]
-    tl.store(target, total.to(kind), mask=real[:, None] & (column < N)[None, :])
+    target = out + (split * rows + row)[:, None] * N + column[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=real[:, None] & (column < N)[None, :])
 
 
 def normed_product(
-    stream: Stream, norm: tuple[Tensor, float], weight: Tensor, *, gated: bool = False, kept: bool = False,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`norm(x) @ weight.T`, and `norm(x)` if it is to be kept. gated: swiglu of the product's halves."""
+    stream: Stream, norm: tuple[Tensor, float], weight: Tensor, *, gated: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """`norm(x) @ weight.T`; gated: swiglu of the product's halves."""
     x, (gain, eps) = stream.rows, norm
     count, width = x.shape
     n, blocks = weight.shape[0] // (2 if gated else 1), stream.squares.shape[1]
     if out is None:
         out = torch.empty(count, n, dtype=x.dtype, device=x.device)
-    normed = torch.empty_like(x) if kept else x
     # Many columns are limited by reading, few by the time of one block.
     columns, depth, warps, stages = (32, 128, 2, 3) if gated else (128, 64, 4, 4) if n > 16384 else (16, 256, 4, 3)
-    _normed_product[(triton.cdiv(n, columns),)](
-        x, stream.squares, gain, weight, out, normed, count, n, eps, K=width, BLOCKS=blocks,
-        SQUARES=triton.next_power_of_2(blocks), BLOCK_N=columns, BLOCK_K=depth, GATED=gated, KEPT=kept,
+    _normed_product[(triton.cdiv(n, columns), 1)](
+        x, stream.squares, gain, weight, out, x, count, n, eps, K=width, BLOCKS=blocks,
+        SQUARES=triton.next_power_of_2(blocks), BLOCK_N=columns, BLOCK_K=depth, SPLITS=1, GATED=gated, KEPT=False,
         num_warps=warps, num_stages=max(2, stages * 2 // x.element_size()),
+    )  # fmt: skip
+    return out
+
+
+def normed_parts(stream: Stream, norm: tuple[Tensor, float], weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`norm(x) @ weight.T` in fp32 parts `[parts, T, N]` that are still to be added, and `norm(x)`: for few columns."""
+    x, (gain, eps) = stream.rows, norm
+    count, width = x.shape
+    n, blocks, splits = weight.shape[0], stream.squares.shape[1], min(8, triton.cdiv(width, 256))
+    out = torch.empty(splits, count, n, dtype=torch.float32, device=x.device)
+    normed = torch.empty_like(x)
+    _normed_product[(triton.cdiv(n, 16), splits)](
+        x, stream.squares, gain, weight, out, normed, count, n, eps, K=width, BLOCKS=blocks,
+        SQUARES=triton.next_power_of_2(blocks), BLOCK_N=16, BLOCK_K=256, SPLITS=splits, GATED=False, KEPT=True,
+        num_warps=4, num_stages=2,
     )  # fmt: skip
     return out, normed
 
@@ -266,6 +282,30 @@ def _attend_anew(
     angle = tl.load(positions + row) * D
     at = (head * G + group)[:, None] * D
     query = _turned(line + at, bias + at, q_norm, cos + angle, sin + angle, lane[None, :], eps, real, D, BIAS, NORM)
+    # The new key and value: all programs read them early, and the one at the end of the sequence uses them.
+    ends = (begin < end) & (end == length)
+    at_key = (HQ + head) * D
+    key = _turned(line + at_key, bias + at_key, k_norm, cos + angle, sin + angle, lane[None, :], eps, near, D, BIAS,
+                  NORM).to(tl.float32)  # fmt: skip
+    at_value = (HQ + HKV + head) * D + lane[None, :]
+    value = tl.load(line + at_value, mask=near, other=0.0).to(tl.float32)
+    if BIAS:
+        value = (value + tl.load(bias + at_value, mask=near, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    slot = tl.load(slots + row)
+    place = (slot // PAGE * HKV + head) * PAGE + slot % PAGE
+    key_unit = 1.0
+    value_unit = 1.0
+    if BITS8:
+        key_largest = tl.max(tl.max(tl.abs(key), 1), 0)
+        value_largest = tl.max(tl.max(tl.abs(value), 1), 0)
+        key_unit = tl.where(key_largest > 0, key_largest / 127.0, 1.0)
+        value_unit = tl.where(value_largest > 0, value_largest / 127.0, 1.0)
+        key = tl.floor(key / key_unit + 0.5)
+        value = tl.floor(value / value_unit + 0.5)
+        tl.store(key_scales + place, key_unit, mask=ends)
+        tl.store(value_scales + place, value_unit, mask=ends)
+    tl.store(keys + place * D + lane[None, :], key.to(keys.dtype.element_ty), mask=near & ends)
+    tl.store(values + place * D + lane[None, :], value.to(values.dtype.element_ty), mask=near & ends)
     top = tl.full([ROWS], -1.0e30, tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
     if SINKS:  # noqa: SIM102 (the outer condition is known when the kernel is built)
@@ -277,39 +317,16 @@ def _attend_anew(
         tl.minimum(end, length - 1), length, top, norm, scale, softcap, window, HKV, D, ROWS, WIDTH, PAGE, BLOCK,
         SOFTCAP, WINDOW, BITS8,
     )  # fmt: skip
-    if (begin < end) & (end == length):
-        at_key = (HQ + head) * D
-        key = _turned(line + at_key, bias + at_key, k_norm, cos + angle, sin + angle, lane[None, :], eps, near, D, BIAS,
-                      NORM).to(tl.float32)  # fmt: skip
-        at_value = (HQ + HKV + head) * D + lane[None, :]
-        value = tl.load(line + at_value, mask=near, other=0.0).to(tl.float32)
-        if BIAS:
-            value = (value + tl.load(bias + at_value, mask=near, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
-        slot = tl.load(slots + row)
-        place = (slot // PAGE * HKV + head) * PAGE + slot % PAGE
-        key_unit = 1.0
-        value_unit = 1.0
-        if BITS8:
-            key_largest = tl.max(tl.max(tl.abs(key), 1), 0)
-            value_largest = tl.max(tl.max(tl.abs(value), 1), 0)
-            key_unit = tl.where(key_largest > 0, key_largest / 127.0, 1.0)
-            value_unit = tl.where(value_largest > 0, value_largest / 127.0, 1.0)
-            key = tl.floor(key / key_unit + 0.5)
-            value = tl.floor(value / value_unit + 0.5)
-            tl.store(key_scales + place, key_unit)
-            tl.store(value_scales + place, value_unit)
-        tl.store(keys + place * D + lane[None, :], key.to(keys.dtype.element_ty), mask=near)
-        tl.store(values + place * D + lane[None, :], value.to(values.dtype.element_ty), mask=near)
-        score = tl.sum(query.to(tl.float32) * key, 1) * scale * key_unit
-        if SOFTCAP:
-            score = softcap * (2.0 * tl.sigmoid(2.0 * (score / softcap)) - 1.0)
-        score = score * 1.4426950408889634
-        higher = tl.maximum(top, score)
-        weight = tl.exp2(score - higher)
-        fade = tl.exp2(top - higher)
-        norm = norm * fade + weight
-        mixed = mixed * fade[:, None] + (weight * value_unit).to(kind).to(tl.float32)[:, None] * value
-        top = higher
+    score = tl.sum(query.to(tl.float32) * key, 1) * scale * key_unit
+    if SOFTCAP:
+        score = softcap * (2.0 * tl.sigmoid(2.0 * (score / softcap)) - 1.0)
+    score = tl.where(ends, score * 1.4426950408889634, -1.0e30)
+    higher = tl.maximum(top, score)
+    weight = tl.where(ends, tl.exp2(score - higher), 0.0)
+    fade = tl.exp2(top - higher)
+    norm = norm * fade + weight
+    mixed = mixed * fade[:, None] + (weight * value_unit).to(kind).to(tl.float32)[:, None] * value
+    top = higher
     mixed = mixed / tl.where(norm > 0, norm, 1.0)[:, None]
     target = out + row * HQ * D + at + lane[None, :]
     if used == 1:
