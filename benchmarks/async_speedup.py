@@ -1,13 +1,16 @@
 """How much faster is running ahead, on this machine, when response lengths have a long tail?
 
     python benchmarks/async_speedup.py [--model smollm2-135m] [--median 64] [--steps 10] [--staleness 4]
-        [--transport ipc]
+        [--transport ipc] [--decided 0.5] [--variants on-policy,active,…]
 
-Real runs of the same work, one after the other: on-policy; running ahead with engine and trainer on the same cores; and
-with the engine in a process of its own. Response lengths are drawn from a log-normal distribution with the given
-median, cut at eight times the median, the same for every run; the model computes every token of them. Rewards are a
-hash of the text: the point is the time, not what is learnt. The time of a step is taken in the steady state: not while
-the buffer fills, and not after the last prompt was issued. Prints a table and writes the timelines into one PNG.
+Real runs of the same work, one after the other: on-policy; with active sampling, which replaces groups without a
+gradient by new prompts (`pipeline.refill`); running ahead with engine and trainer on the same cores; ahead with what is
+in flight computed again after each update of the weights (`pipeline.in_flight = "recompute"`); and with the engine in a
+process of its own. `--decided` is the share of prompts whose answers are all right or all wrong. Response lengths are
+drawn from a log-normal distribution with the given median, cut at eight times the median, the same for every run; the
+model computes every token of them. Rewards are a hash of the text: the point is the time, not what is learnt. The time
+of a step is taken in the steady state: not while the buffer fills, and not after the last prompt was issued. Prints a
+table and writes the timelines into one PNG.
 """
 
 import argparse
@@ -24,7 +27,12 @@ from kitae.engines.base import Completion, Request
 
 ROOT = Path(__file__).parent.parent
 SPREAD = 0.9  # of the logarithm of lengths
-SCORE = "import zlib\n\ndef score(response, reference, context):\n    return float(zlib.crc32(response.encode()) % 2)\n"
+SCORE = """import zlib
+
+def score(response, reference, context):
+    drawn = zlib.crc32(reference.encode()) % 1000
+    return float(drawn % 2 if drawn < {decided} else zlib.crc32(response.encode()) % 2)
+"""
 WARM = 2  # steps
 
 
@@ -66,13 +74,14 @@ def train(settings: list[str], median: int) -> None:
 
 
 def measure(name: str, settings: list[str], arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    (folder / "score.py").write_text(SCORE)
+    (folder / "score.py").write_text(SCORE.format(decided=int(1000 * arguments.decided)))
     stale = next((int(s.partition("=")[2]) for s in settings if "max_staleness" in s), 0)
     settings = [
         f"run.dir={folder}", f"run.name={name}", f"model.path={arguments.model}", "eval.prompts=0",
         f"verifier.name={folder / 'score.py'}:score", "verifier.check_gold=false", "checkpoint.every=1000",
         f"training.steps={WARM + arguments.steps + 2 * stale}", f"training.prompts_per_step={arguments.prompts}",
-        f"sampling.max_tokens={8 * arguments.median}", "training.lr=1e-6", "algorithm.filter=none",
+        f"sampling.max_tokens={8 * arguments.median}", "training.lr=1e-6",
+        f"algorithm.filter={'zero-variance' if arguments.decided else 'none'}", "pipeline.refill=false",
         *arguments.setting, *settings,
     ]  # fmt: skip
     command = [sys.executable, __file__, "--run", str(arguments.median), *settings]
@@ -88,6 +97,7 @@ def measure(name: str, settings: list[str], arguments: argparse.Namespace, folde
         "run": run,
         "seconds": seconds,
         "tokens": sum(r["generated_tokens"] for r in steady) / (ends[last] - ends[first]),
+        "trained": sum(r["samples_trained"] for r in steady) / (ends[last] - ends[first]),
         "engine idle": sum(r["engine_idle"] for r in steady) / len(steady),
         "trainer idle": sum(r["trainer_idle"] for r in steady) / len(steady),
         "staleness": sum(r["staleness"] for r in steady) / len(steady),
@@ -103,27 +113,36 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="measured, of each run")
     parser.add_argument("--staleness", type=int, default=4)
     parser.add_argument("--transport", default="auto", help="of weights to the process: memory, ipc, …")
+    parser.add_argument("--decided", type=float, default=0.0, help="share of prompts whose answers score all the same")
+    parser.add_argument("--variants", default="on-policy,ahead-same-cores,ahead-own-process")
     parser.add_argument("--setting", action="append", default=[], help="of all runs: section.key=value")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "async_timeline.png")
     arguments = parser.parse_args()
     ahead = [f"pipeline.max_staleness={arguments.staleness}"]
-    variants = {
+    active = ["pipeline.refill=true"] if arguments.decided else []
+    all_of_them = {
         "on-policy": [],
-        "ahead-same-cores": ahead,
-        "ahead-own-process": [*ahead, "engine.kind=process", f"cluster.transport={arguments.transport}"],
+        "active": active,
+        "ahead-same-cores": [*ahead, *active],
+        "ahead-recomputed": [*ahead, *active, "pipeline.in_flight=recompute"],
+        "ahead-own-process": [*ahead, *active, "engine.kind=process", f"cluster.transport={arguments.transport}"],
     }
+    variants = {name: all_of_them[name] for name in arguments.variants.split(",")}
     found = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name, settings in variants.items():
             print(f"running {name}", file=sys.stderr)
             found[name] = measure(name, settings, arguments, Path(scratch))
-        base = found["on-policy"]["seconds"]
-        print("| run | a step | speed-up | tokens/s | engine idle | trainer idle | staleness, mean; largest |")
-        print("|---|---|---|---|---|---|---|")
+        base = next(iter(found.values()))["seconds"]
+        print(
+            "| run | a step | faster | tokens/s | trained/s | engine idle | trainer idle | staleness, mean; largest |"
+        )
+        print("|---|---|---|---|---|---|---|---|")
         for name, row in found.items():
             print(
                 f"| {name} | {row['seconds']:.1f} s | {base / row['seconds']:.2f} × | {row['tokens']:.0f} | "
-                f"{row['engine idle']:.0%} | {row['trainer idle']:.0%} | {row['staleness']:.2f}; {row['largest']} |"
+                f"{row['trained']:.2f} | {row['engine idle']:.0%} | "
+                f"{row['trainer idle']:.0%} | {row['staleness']:.2f}; {row['largest']} |"
             )
         draw({name: row["run"] for name, row in found.items()}, arguments.picture)
 
@@ -136,7 +155,8 @@ def draw(runs: dict[str, Path], picture: Path) -> None:
 
     from kitae.observe import timeline
 
-    figure, axes = plt.subplots(len(runs), 1, figsize=(11, 3.2 * len(runs)), sharex=True)
+    figure, columns = plt.subplots(len(runs), 1, figsize=(11, 3.2 * len(runs)), sharex=True, squeeze=False)
+    axes = columns[:, 0]
     for axis, (name, run) in zip(axes, runs.items(), strict=True):
         timeline.draw_on(axis, timeline.read(run))
         axis.set_title(name.replace("-", " "), fontsize=10, loc="left")
