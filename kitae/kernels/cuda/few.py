@@ -3,7 +3,8 @@
 The residual stream is kept with the sums of squares of its blocks of columns, so every product norms its input itself.
 A product that is split writes parts; the program that comes last adds them up, in their order, so results do not
 depend on who that is. With the rotary embedding inside attention a dense layer is five kernels instead of nine. Each
-rounds where those of `decoding` round. Legend as there; K is the width of the input of a product, N of its output.
+rounds where those of `decoding` round. The number of rows is no part of a kernel: it is built once. Legend as there; K
+is the width of the input of a product, N of its output.
 """
 
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class Stream:
 # The stream
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _enter(
     tokens, table, parts, rows_out, squares, rows, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -83,7 +84,7 @@ def add_parts(stream: Stream, parts: Tensor) -> None:
 # Products
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _normed_product(
     x, squares, gain, weight, out, normed, rows, N, eps,
     K: tl.constexpr, BLOCKS: tl.constexpr, SQUARES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -162,7 +163,7 @@ def normed_parts(stream: Stream, norm: tuple[Tensor, float], weight: Tensor) -> 
     return out, normed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _add_product(
     x, weight, parts, stream, squares, counters, rows, N,
     K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
