@@ -5,7 +5,8 @@ engine and trainer.
 
 Runs with the same label are seeds of one setting: their mean is drawn, and their range around it. A folder with
 `steps.jsonl` was written by `peers/trl_gsm8k.py`; its `scores.json` comes from `headline_scores.py`, which was given
-the untrained model and the folder's weights. Wall time is that of steps: start, evaluation and saving are not in it.
+the untrained model and the folder's weights. Wall time is that of steps: in a run, evaluations and checkpoints that
+training waits for are part of it; in a peer, they are not.
 
 Writes docs/gsm8k.csv, a line for every five steps of each run (every step of a peer), and draws it as docs/gsm8k.png.
 Without runs, it draws the file that is there.

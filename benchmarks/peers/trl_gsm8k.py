@@ -98,7 +98,6 @@ def settings(args: argparse.Namespace) -> GRPOConfig:
         output_dir=str(args.output),
         use_cpu=not torch.cuda.is_available(),
         bf16=True,
-        tf32=torch.cuda.is_available() or None,
         gradient_checkpointing=False,
         use_transformers_continuous_batching=args.sampling == "continuous",
         num_generations=args.group,
@@ -135,7 +134,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--lr", type=float, default=2e-6)
-    parser.add_argument("--rows-per-pass", type=int, default=32, help="sequences in a forward and backward pass")
+    parser.add_argument("--rows-per-pass", type=int, default=16, help="sequences in a forward and backward pass")
     parser.add_argument("--sampling", choices=("generate", "continuous"), default="generate")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
