@@ -170,6 +170,23 @@ def is_mixture_layer(layer: Any, *, adapted: bool = False) -> bool:
     return _is_llama_but_for_mlp(layer, adapted) and _is_mixture(layer.mlp)
 
 
+def is_packed_layer(layer: Any) -> bool:
+    """As `is_llama_layer`, with one weight for q, k and v, and one for gate and up (Phi-3)."""
+    if _children(layer) - {"resid_attn_dropout", "resid_mlp_dropout"} != _LAYER:
+        return False
+    attn, mlp = layer.self_attn, layer.mlp
+    if _children(attn) != {"qkv_proj", "o_proj"} or _children(mlp) != {"gate_up_proj", "down_proj", "activation_fn"}:
+        return False
+    linear = [attn.qkv_proj, attn.o_proj, mlp.gate_up_proj, mlp.down_proj]
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    return (
+        _are_linear(linear, adapted=True)
+        and all(m.bias is None for m in linear)
+        and all(map(is_rms_norm, norms))
+        and _is_silu(mlp.activation_fn)
+    )
+
+
 def _is_llama_but_for_mlp(layer: Any, adapted: bool) -> bool:
     if _children(layer) != _LAYER or _children(layer.self_attn) - _NORMS != {"q_proj", "k_proj", "v_proj", "o_proj"}:
         return False

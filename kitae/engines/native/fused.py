@@ -1,7 +1,8 @@
 """The decoder of the Llama family on the kernels of `kitae.kernels.cuda.decoding`, reading the policy's own parameters.
 
 Covered: RMSNorm before attention and MLP, rotary, grouped queries, optional biases and norms of queries and keys,
-gated SiLU MLP (Llama, Mistral, Qwen2, Qwen3, SmolLM2, …) or experts of that kind (Mixtral, Qwen3-MoE).
+gated SiLU MLP (Llama, Mistral, Qwen2, Qwen3, SmolLM2, …) or experts of that kind (Mixtral, Qwen3-MoE); the multipliers
+of Granite; weights that a model keeps as one (Phi-3).
 `FusedDecoder.of` returns None for anything else, and for a model whose own forward pass does not agree with this one on
 a probe.
 
@@ -25,13 +26,14 @@ from kitae.engines.native.cache import KVCache
 from kitae.kernels.memory import lay_together
 from kitae.models.agreement import gap
 from kitae.models.attention import AttentionCall, AttentionContext, SelfAttention
-from kitae.models.fuse import is_llama_layer, is_mixture_layer, is_rms_norm
+from kitae.models.fuse import is_llama_layer, is_mixture_layer, is_packed_layer, is_rms_norm
 from kitae.models.lora import merge_into, plain_part
 from kitae.models.policy import Policy
 
 log = logging.getLogger("kitae")
 
 _PROBE = 24  # tokens
+_GATE_UP = ("gate_proj", "up_proj")
 
 Hear = Callable[[int, Tensor], None]  # (number among the layers that mix experts, experts_TK)
 
@@ -98,6 +100,7 @@ class FusedDecoder:
         self.cache = cache
         self.embedding: Tensor = decoder.embed_tokens.weight
         self.norm: tuple[Tensor, float] = decoder.norm.weight, decoder.norm.variance_epsilon
+        self.multipliers = multipliers(policy)
         self._counters = torch.zeros(4096, dtype=torch.int32, device=policy.device)
         self.layers: list[_Layer] = []
         self._merged = _Merged()
@@ -129,12 +132,14 @@ class FusedDecoder:
         """
         from kitae.kernels.cuda import decoding  # needs Triton
 
+        first, each = self.multipliers
         x = nn.functional.embedding(tokens_T, self.embedding)
+        x = x if first == 1.0 else x * first
         pending: Tensor | None = None
         for i, layer in enumerate(self.layers):
             keys, values = self.cache.keys[i], self.cache.values[i]
             how = layer.attention
-            x, normed = decoding.rms_norm(x, pending, layer.before_attention, layer.eps[0])
+            x, normed = decoding.rms_norm(x, pending, layer.before_attention, layer.eps[0], each)
             qkv = torch.mm(normed, layer.qkv.t())
             decoding.rotate_and_store(
                 qkv, layer.qkv_bias, layer.norms, self.cos, self.sin, positions_T, slots_T,
@@ -145,18 +150,18 @@ class FusedDecoder:
             q, k, v = by_head[: self.heads], by_head[self.heads : -kv_heads], by_head[-kv_heads:]
             mixed = context.attend(i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks)
             pending = torch.mm(mixed.reshape(len(x), -1), layer.out.t())
-            x, normed = decoding.rms_norm(x, pending, layer.before_mlp, layer.eps[1])
+            x, normed = decoding.rms_norm(x, pending, layer.before_mlp, layer.eps[1], each)
             if layer.choice is not None:
                 pending = _mix(layer, layer.choice, normed, torch.mm(normed, layer.choice.weight.t()), hear)
             else:
                 pending = torch.mm(decoding.swiglu(torch.mm(normed, layer.gate_up.t())), layer.down.t())
-        return decoding.rms_norm(x, pending, *self.norm)[1]
+        return decoding.rms_norm(x, pending, *self.norm, each)[1]
 
     def logits_of_few(
         self, tokens_B: Tensor, positions_B: Tensor, slots_B: Tensor, table: Tensor, lengths_B: Tensor, head: Tensor,
         logits: Tensor, hear: Hear | None = None,
     ) -> None:  # fmt: skip
-        """Logits of one new token for each of at most `few.MOST` sequences, over their pages.
+        """Logits of one new token for each of at most `few.MOST` sequences, over their pages. No multipliers.
 
         What `hidden` and a product with the weight of the head compute, in fewer kernels.
         """
@@ -224,7 +229,8 @@ def _layer(layer: Any, how: AttentionCall, mixing: int, merged: _Merged) -> _Lay
     if is_mixture_layer(layer, adapted=True):
         router = mlp.gate
         choice = _Choice(mixing, router.weight, int(router.top_k), bool(getattr(router, "norm_topk_prob", True)))
-    qkv = [attn.q_proj, attn.k_proj, attn.v_proj]
+    qkv = [attn.qkv_proj] if hasattr(attn, "qkv_proj") else [attn.q_proj, attn.k_proj, attn.v_proj]
+    gate_up = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [getattr(mlp, n, None) for n in _GATE_UP]
     norms = None
     if hasattr(attn, "q_norm"):
         norms = attn.q_norm.weight, attn.k_norm.weight, float(attn.q_norm.variance_epsilon)
@@ -232,12 +238,12 @@ def _layer(layer: Any, how: AttentionCall, mixing: int, merged: _Merged) -> _Lay
         attention=how,
         before_attention=layer.input_layernorm.weight,
         qkv=merged.weight(*qkv),
-        qkv_bias=None if attn.q_proj.bias is None else lay_together([plain_part(m).bias for m in qkv]),
+        qkv_bias=None if qkv[0].bias is None else lay_together([plain_part(m).bias for m in qkv]),
         norms=norms,
         out=merged.weight(attn.o_proj),
         before_mlp=layer.post_attention_layernorm.weight,
         choice=choice,
-        gate_up=mlp.experts.gate_up_proj if choice else merged.weight(mlp.gate_proj, mlp.up_proj),
+        gate_up=mlp.experts.gate_up_proj if choice else merged.weight(*gate_up),
         down=mlp.experts.down_proj if choice else merged.weight(mlp.down_proj),
         eps=(layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon),
     )
@@ -252,5 +258,13 @@ def _known(policy: Policy) -> bool:
     if getattr(decoder.rotary_emb, "rope_type", None) in ("dynamic", "longrope"):  # these depend on the length
         return False
     return is_rms_norm(getattr(decoder, "norm", None)) and all(
-        is_llama_layer(layer, adapted=True) or is_mixture_layer(layer, adapted=True) for layer in decoder.layers
+        is_llama_layer(layer, adapted=True) or is_mixture_layer(layer, adapted=True) or is_packed_layer(layer)
+        for layer in decoder.layers
     )
+
+
+def multipliers(policy: Policy) -> tuple[float, float]:
+    """Of the embeddings, and of what each half of a layer adds: Granite's, 1 elsewhere. All layers have the same."""
+    decoder: Any = policy.decoder
+    layer = decoder.layers[0]
+    return float(getattr(decoder, "embedding_multiplier", 1.0)), float(getattr(layer, "residual_multiplier", 1.0))

@@ -31,8 +31,13 @@ COLUMNS = STOP + STOPS
 
 
 @triton.jit
-def _rms_norm(x, y, weight, total, out, eps, y_part, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr):
+def _rms_norm(
+    x, y, weight, total, out, eps, factor, y_part,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
     """total = x + the sum of the PARTS of y; out = weight * round(total / rms(total)). PARTS = 0: x alone, no total.
+
+    SCALED: the sum is multiplied by `factor` first, and rounded before and after.
 
     One program a row, which it holds in one block of BLOCK >= WIDTH columns. One read and one write of the row do the
     addition of the residual, the norm, and the sum over the experts of a token.
@@ -45,7 +50,10 @@ def _rms_norm(x, y, weight, total, out, eps, y_part, WIDTH: tl.constexpr, BLOCK:
         other = tl.zeros([BLOCK], tl.float32)
         for part in tl.static_range(PARTS):
             other += tl.load(y + part * y_part + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-        value = (value.to(tl.float32) + other.to(x.dtype.element_ty).to(tl.float32)).to(x.dtype.element_ty)
+        other = other.to(x.dtype.element_ty).to(tl.float32)
+        if SCALED:
+            other = (other * factor).to(x.dtype.element_ty).to(tl.float32)
+        value = (value.to(tl.float32) + other).to(x.dtype.element_ty)
         tl.store(total + row * WIDTH + column, value, mask=mask)
     exact = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(exact * exact, 0) / WIDTH + eps)
@@ -54,8 +62,8 @@ def _rms_norm(x, y, weight, total, out, eps, y_part, WIDTH: tl.constexpr, BLOCK:
     tl.store(out + row * WIDTH + column, (gain * normed).to(x.dtype.element_ty), mask=mask)
 
 
-def rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`(x + y, weight * norm(x + y))` for rows `[T, H]`; without y, `(x, weight * norm(x))`.
+def rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """`(x + factor * y, weight * norm(x + factor * y))` for rows `[T, H]`; without y, `(x, weight * norm(x))`.
 
     y may come in parts that are still to be added, `[parts, T, H]`.
     """
@@ -64,8 +72,8 @@ def rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float) -> tuple[T
     total = x if y is None else torch.empty_like(x)
     block = triton.next_power_of_2(width)
     _rms_norm[(rows,)](
-        x, x if y is None else y, weight, total, out, eps, x.numel(),
-        WIDTH=width, BLOCK=block, PARTS=0 if y is None else y.numel() // x.numel(),
+        x, x if y is None else y, weight, total, out, eps, factor, x.numel(),
+        WIDTH=width, BLOCK=block, PARTS=0 if y is None else y.numel() // x.numel(), SCALED=factor != 1.0,
         num_warps=min(8, max(1, block // 512)),
     )  # fmt: skip
     return total, out
