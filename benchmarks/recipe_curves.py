@@ -49,12 +49,11 @@ def measured(run: Path, arguments: argparse.Namespace) -> Measurement:
     settings = json.loads((run / "config.json").read_text())
     machine = json.loads((run / "machine.json").read_text())
     name = arguments.recipe or settings["run"]["name"]
-    require_as_shipped(name, settings, run)
+    shipped = load_config(find_recipe(name), [])
+    require_as_shipped(shipped.model_dump(mode="json"), settings, run)
     metrics = Metrics(run / "metrics.jsonl")
     evals = [row for row in metrics.rows("eval") if "suite" not in row]
-    score = "accuracy" if "avg" in evals[0] or "accuracy" in evals[0] else "loss"
-    key = "avg" if "avg" in evals[0] else score
-    curve = tuple((row["step"], round(row[key], 4)) for row in evals)
+    curve = tuple((row["step"], round(row["avg"], 4)) for row in evals)
     seconds = round(sum(row["step_seconds"] for row in metrics.rows("step")), 1)
     return Measurement(
         name,
@@ -62,19 +61,20 @@ def measured(run: Path, arguments: argparse.Namespace) -> Measurement:
         arguments.hardware or hardware(machine),
         curve,
         seconds,
-        prompts=settings["eval"]["prompts"],
-        score=score,
+        prompts=evals[0].get("examples") or settings["eval"]["prompts"],
+        score=shipped.measure,
         commit=arguments.commit,
         versions={key: machine["versions"][key] for key in ("python", "torch", "transformers")},
     )
 
 
-def require_as_shipped(name: str, settings: dict[str, Any], run: Path) -> None:
-    shipped = flat(load_config(find_recipe(name), []).model_dump(mode="json"))
-    given = flat(settings)
-    other = {k: v for k, v in given.items() if not k.startswith(FREE) and k in shipped and shipped[k] != v}
+def require_as_shipped(recipe: dict[str, Any], settings: dict[str, Any], run: Path) -> None:
+    """Steps that the recipe leaves to its epochs are those of its data."""
+    shipped, given = flat(recipe), flat(settings)
+    free = (*FREE, *(() if shipped["training.steps"] else ("training.steps",)))
+    other = {k: v for k, v in given.items() if not k.startswith(free) and k in shipped and shipped[k] != v}
     if other:
-        raise ConfigError(f"{run} must be the recipe {name!r} as it is, got {other}")
+        raise ConfigError(f"{run} must be the recipe as it is, got {other}")
 
 
 def flat(settings: dict[str, Any], before: str = "") -> dict[str, Any]:
