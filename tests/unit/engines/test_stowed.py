@@ -58,9 +58,10 @@ def test_a_crowded_cache_computes_nothing_again(
         found = numbers(list(await asyncio.gather(*(engine.generate(r) for r in reversed(requests)))))
         same = {id for id, (tokens, _) in found.items() if tokens == together[id][0]}
         # On a GPU the size of a batch decides the last bit of a product, and this a number of 8 bits.
-        assert len(same) == len(requests) or (dtype == "int8" and len(same) > 0.8 * len(requests))
+        loose = dtype == "int8" and policy.device.type == "cuda"
+        assert len(same) == len(requests) or (loose and len(same) > 0.8 * len(requests))
         for id in same:
-            assert found[id][1] == pytest.approx(together[id][1], abs=1e-4 if dtype == "model" else 0.02)
+            assert found[id][1] == pytest.approx(together[id][1], abs=0.02 if loose else 1e-4)
         stats = engine.stats()
         assert stats.restored == stats.preemptions > 0
         assert engine.scheduler.host_pages == room, "all of it is free again"
