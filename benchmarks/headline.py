@@ -9,7 +9,7 @@ the untrained model and the folder's weights. Wall time is that of steps: in a r
 training waits for are part of it; in a peer, they are not.
 
 Writes docs/gsm8k.csv, a line for every five steps of each run (every step of a peer), and draws it as docs/gsm8k.png.
-Without runs, it draws the file that is there.
+What the file has under other labels stays. Without runs, it draws the file that is there.
 """
 
 import argparse
@@ -47,9 +47,11 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=DOCS / "gsm8k.png")
     arguments = parser.parse_args()
     if arguments.runs:
-        write(list(collect(arguments.runs)), arguments.table)
-    with arguments.table.open(encoding="utf-8") as file:
-        draw(list(csv.DictReader(file)), arguments.picture)
+        found = list(collect(arguments.runs))
+        given = {line["run"] for line in found}
+        known = read(arguments.table) if arguments.table.is_file() else []
+        write(found + [line for line in known if line["run"] not in given], arguments.table)
+    draw(read(arguments.table), arguments.picture)
 
 
 def collect(runs: list[str]) -> Iterator[dict[str, Any]]:
@@ -91,6 +93,11 @@ def saved_step(model: str) -> int:
     """`trl/step-000016` → 16; a model that is no such folder is the untrained one, 0."""
     name, _, number = Path(model).name.partition("-")
     return int(number) if name == "step" else 0
+
+
+def read(table: Path) -> list[dict[str, str]]:
+    with table.open(encoding="utf-8") as file:
+        return list(csv.DictReader(file))
 
 
 def write(found: list[dict[str, Any]], table: Path) -> None:
