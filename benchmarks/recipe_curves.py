@@ -3,8 +3,9 @@
     kitae train sort run.seed=0; kitae train sort run.seed=1 …
     python benchmarks/recipe_curves.py runs/sort-001 runs/sort-002 …
 
-Each run must be a shipped recipe as it is: only the seed, the names of run and folder, and when checkpoints are written
-may differ. Adds to kitae/recipes/measured.jsonl, from which `kitae recipes`, the table in docs/recipes.md and the
+Each run must be a shipped recipe as it is: only the seed, the names of run and folder, when checkpoints are written, and
+what `--free` names may differ: `--free model.path data.path data.eval_path eval.prompts` for copies of what the recipe
+has from the hub. Adds to kitae/recipes/measured.jsonl, from which `kitae recipes`, the table in docs/recipes.md and the
 picture docs/recipe_curves.png are made. Without runs, it draws what is there.
 """
 
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="*", type=Path)
     parser.add_argument("--recipe", help="of the runs; default: by their names")
     parser.add_argument("--hardware", help="where they ran; default: the GPU, or all cores")
+    parser.add_argument("--free", nargs="*", default=[], help="settings that may differ from the recipe's")
     parser.add_argument("--commit", default=head(), help="of the code that made the runs")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "recipe_curves.png")
     arguments = parser.parse_args()
@@ -50,7 +52,7 @@ def measured(run: Path, arguments: argparse.Namespace) -> Measurement:
     machine = json.loads((run / "machine.json").read_text())
     name = arguments.recipe or settings["run"]["name"]
     shipped = load_config(find_recipe(name), [])
-    require_as_shipped(shipped.model_dump(mode="json"), settings, run)
+    require_as_shipped(shipped.model_dump(mode="json"), settings, run, arguments.free)
     metrics = Metrics(run / "metrics.jsonl")
     evals = [row for row in metrics.rows("eval") if "suite" not in row]
     curve = tuple((row["step"], round(row["avg"], 4)) for row in evals)
@@ -68,10 +70,10 @@ def measured(run: Path, arguments: argparse.Namespace) -> Measurement:
     )
 
 
-def require_as_shipped(recipe: dict[str, Any], settings: dict[str, Any], run: Path) -> None:
+def require_as_shipped(recipe: dict[str, Any], settings: dict[str, Any], run: Path, also_free: list[str]) -> None:
     """Steps that the recipe leaves to its epochs are those of its data."""
     shipped, given = flat(recipe), flat(settings)
-    free = (*FREE, *(() if shipped["training.steps"] else ("training.steps",)))
+    free = (*FREE, *also_free, *(() if shipped["training.steps"] else ("training.steps",)))
     other = {k: v for k, v in given.items() if not k.startswith(free) and k in shipped and shipped[k] != v}
     if other:
         raise ConfigError(f"{run} must be the recipe as it is, got {other}")
