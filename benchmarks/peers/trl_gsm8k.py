@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python benchmarks/peers/trl_gsm8k.py --model FOLDER --data train.jsonl --output trl --seconds 300
 
-Prompt, reward (Kitae's `math` verifier, the only thing of Kitae that is imported), samples, clipping, momenta and warm-up
-are those of the recipe; the learning rate stays where it is after the warm-up. Weights are float32 under bf16
+Prompt, reward (Kitae's `math` verifier, the only thing of Kitae that is imported), samples, clipping, momenta and
+warm-up are those of the recipe; the learning rate stays where it is after the warm-up. Weights are float32 under bf16
 autocast, as Kitae keeps them. Groups without signal stay in the batch, and so in the number of tokens that the loss is
 divided by: Kitae leaves them out.
 
