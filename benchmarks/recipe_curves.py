@@ -4,9 +4,10 @@
     python benchmarks/recipe_curves.py runs/sort-001 runs/sort-002 …
 
 Each run must be a shipped recipe as it is: only the seed, the names of run and folder, when checkpoints are written,
-and what `--free` names may differ: `--free model.path data.path data.eval_path data.hub eval.prompts` for copies of what
-the recipe has from the hub. Adds to kitae/recipes/measured.jsonl, from which `kitae recipes`, the table in docs/recipes.md and the
-picture docs/recipe_curves.png are made. Without runs, it draws what is there.
+and what `--free` names may differ: for copies of what the recipe has from the hub,
+`--free model.path data.path data.eval_path data.hub eval.prompts`. Adds to kitae/recipes/measured.jsonl, from which
+`kitae recipes`, the table in docs/recipes.md and the picture docs/recipe_curves.png are made. Without runs, it draws
+what is there.
 """
 
 import argparse
