@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -148,7 +149,8 @@ def test_fifty_updates_at_the_speed_of_the_device_and_no_memory_more(publisher: 
     other.close()
     best = [total / sorted(seconds)[len(seconds) // 2] / 1e9 for seconds in (publish, fetch)]
     print(f"\nCUDA IPC, 1 GiB, checksums included: publish {best[0]:.1f} GB/s, fetch {best[1]:.1f} GB/s")
-    assert max(free[3:]) - min(free[3:]) < 16 * 2**20, "the device has as much left as after the first"
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # beside others, the device's memory is theirs too
+        assert max(free[3:]) - min(free[3:]) < 16 * 2**20, "the device has as much left as after the first"
     assert best[1] > 5.0, "nothing goes through the host"
 
 
