@@ -272,6 +272,35 @@ def test_sampling_inverts_the_distribution(vocabulary: int, dtype: torch.dtype) 
     assert set(ended) <= {8, count - 1} and count - 1 in ended
 
 
+@pytest.mark.parametrize("vocabulary", [300, 9000])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_draw_a_token_that_exists(vocabulary: int, temperature: float) -> None:
+    """The next step has been launched with it before the host reads that something is wrong."""
+    from kitae.kernels.cuda import decoding
+
+    logits = torch.full((3, vocabulary), float("nan"), device="cuda")
+    logits[1, : vocabulary // 2] = 0.0
+    state = torch.zeros(3, decoding.COLUMNS, dtype=torch.int64)
+    state[:, decoding.LIMIT], state[:, decoding.ACTIVE], state[:, decoding.STOP :] = 9, 1, -1
+    state[:, decoding.INVERSE] = int(np.float32(temperature).view(np.int32))
+    tokens, logprobs = decoding.sample(logits, state.cuda()).cpu()
+    assert tokens.min() >= 0 and tokens.max() < vocabulary
+    assert not logprobs.view(torch.float32).isfinite().any()
+
+
+def test_parts_lie_further_apart_than_32_bits_reach() -> None:
+    """What 8 experts of each token of a long prompt made, before it is added."""
+    from kitae.kernels.cuda import decoding
+
+    rows, width = 38_000, 8192
+    x = torch.zeros(rows, width, device="cuda", dtype=torch.bfloat16)
+    parts = torch.empty(8, rows, width, device="cuda", dtype=torch.bfloat16)
+    for i in range(8):
+        parts[i] = i + 1
+    total, _ = decoding.rms_norm(x, parts, torch.ones(width, device="cuda", dtype=torch.bfloat16), 1e-6)
+    assert (total == 36).all()
+
+
 @pytest.mark.parametrize("length", [8192, 10_001])
 def test_a_long_sequence_alone(length: int) -> None:
     """cuDNN is only asked where flash attention would do the same."""

@@ -32,7 +32,7 @@ COLUMNS = STOP + STOPS
 
 @triton.jit
 def _rms_norm(
-    x, y, weight, total, out, eps, factor, y_part,
+    x, y, weight, total, out, eps, factor,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """total = x + the sum of the PARTS of y; out = weight * round(total / rms(total)). PARTS = 0: x alone, no total.
@@ -49,7 +49,8 @@ def _rms_norm(
     if PARTS > 0:
         other = tl.zeros([BLOCK], tl.float32)
         for part in tl.static_range(PARTS):
-            other += tl.load(y + part * y_part + row * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
+            line = (part * tl.num_programs(0) + row) * WIDTH  # in 64 bits, as row is: all parts of a long prompt
+            other += tl.load(y + line + column, mask=mask, other=0.0).to(tl.float32)
         other = other.to(x.dtype.element_ty).to(tl.float32)
         if SCALED:
             other = (other * factor).to(x.dtype.element_ty).to(tl.float32)
@@ -72,7 +73,7 @@ def rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, factor: fl
     total = x if y is None else torch.empty_like(x)
     block = triton.next_power_of_2(width)
     _rms_norm[(rows,)](
-        x, x if y is None else y, weight, total, out, eps, factor, x.numel(),
+        x, x if y is None else y, weight, total, out, eps, factor,
         WIDTH=width, BLOCK=block, PARTS=0 if y is None else y.numel() // x.numel(), SCALED=factor != 1.0,
         num_warps=min(8, max(1, block // 512)),
     )  # fmt: skip
@@ -444,7 +445,7 @@ def _pick(
     place = tl.minimum(place, tl.max(tl.where(weight > 0, column, 0), 0))  # rounding must not pick probability 0
     place = tl.where(greedy, tl.argmax(x, 0), place)
     logprob = tl.sum(tl.where(column == place, x, 0.0), 0) - top - tl.log(total)
-    token = (block * BLOCK + place).to(tl.int64)
+    token = tl.minimum(block * BLOCK + place, V - 1).to(tl.int64)  # logits that are no numbers: one that exists
     # What the next step needs to know.
     active = tl.load(mine + 5) != 0
     stops = tl.load(mine + 7 + tl.arange(0, STOPS))
