@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +119,35 @@ def test_graphs_are_captured_once_for_each_bucket(tiny_policy: TinyPolicy) -> No
             assert all(s._graph is not None for s in steps.values())
 
     with_engine(tiny_policy("qwen2"), use)
+
+
+def test_graphs_are_captured_again_after_somebody_has_moved_the_weights(tiny_policy: TinyPolicy) -> None:
+    policy = tiny_policy("qwen2")
+
+    async def use(engine: NativeEngine) -> None:
+        found = []
+        for version in range(3):
+            found.append(await engine.generate(Request(f"{version}", (5, 6, 7), SamplingParams(max_tokens=10), 1)))
+            steps = engine.runner._steps.values()  # type: ignore[attr-defined]
+            assert steps and all(s._graph is not None for s in steps)
+            for parameter in policy.model.parameters():
+                parameter.data = parameter.data.clone()
+            await engine.update_weights(WeightUpdate(version + 1))
+        assert all(done.tokens == found[0].tokens for done in found)
+
+    with_engine(policy, use)
+
+
+def test_a_freed_cache_takes_the_graphs_and_their_memory_with_it(tiny_policy: TinyPolicy) -> None:
+    async def use(engine: NativeEngine) -> None:
+        for i in range(2):
+            await engine.generate(Request(f"{i}", (5, 6, 7), SamplingParams(max_tokens=5), 1))
+            runner = weakref.ref(engine.runner)
+            await engine.pause()
+            assert runner() is None, "nobody waits for the garbage collector"
+            await engine.resume()
+
+    with_engine(tiny_policy("qwen2"), use, keep_cache=False)
 
 
 def test_stop_tokens_end_a_row_on_the_device(tiny_policy: TinyPolicy) -> None:

@@ -72,6 +72,7 @@ class CudaRunner(ModelRunner):
         """Parameters that were written in place need nothing; if somebody moved them, start afresh."""
         if self._addresses != self._find_addresses():
             self._steps.clear()
+            self._pool = torch.cuda.graph_pool_handle()  # one whose last graph is gone takes no other
             with torch.inference_mode(False):
                 self.decoder = self._fused()
             self._addresses = self._find_addresses()
@@ -125,7 +126,7 @@ class CudaRunner(ModelRunner):
             self._arrange(running)
         self._send_new_pages()
         step = self._step_for(bucket(len(running)))
-        return self._read(step.run(), self.logits, running)
+        return self._read(step.run(self), self.logits, running)
 
     def _read(self, out: Tensor, logits: Tensor, sequences: list[Decoding]) -> Result:
         """Start copying a step's output to the host."""
@@ -201,10 +202,10 @@ class CudaRunner(ModelRunner):
 
     def _step_for(self, batch: int) -> "_Step":
         if batch not in self._steps:
-            step = _Step(self, batch)
+            step = _Step(batch)
             if self._capturable:
                 try:
-                    step.capture(self._pool)
+                    step.capture(self, self._pool)
                 except RuntimeError as error:
                     log.warning("%s cannot be captured as a CUDA graph: %s", self.policy.source, error)
                     self._capturable = False
@@ -213,24 +214,22 @@ class CudaRunner(ModelRunner):
 
 
 class _Step:
-    """One token for the first `batch` rows."""
+    """One token for the first `batch` rows of a runner, which it does not hold: with the runner its memory is free."""
 
-    def __init__(self, runner: CudaRunner, batch: int) -> None:
-        self.runner = runner
+    def __init__(self, batch: int) -> None:
         self.batch = batch
         self._graph: torch.cuda.CUDAGraph | None = None
         self._out: Tensor | None = None
 
-    def run(self) -> Tensor:
+    def run(self, runner: CudaRunner) -> Tensor:
         """Launch it; int32 `[2, batch]`: tokens and bits of the log-probs. The tensor is overwritten by the next."""
         if self._graph is None:
-            return self._compute()
+            return self._compute(runner)
         assert self._out is not None
         self._graph.replay()
         return self._out
 
-    def capture(self, pool: Any) -> None:
-        runner = self.runner
+    def capture(self, runner: CudaRunner, pool: Any) -> None:
         saved = runner.state.clone()
         runner.state[:, decoding.ACTIVE] = 0  # the trial run must leave no trace
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -238,10 +237,10 @@ class _Step:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(stream):
-                self._compute()  # builds kernels and picks algorithms
+                self._compute(runner)  # builds kernels and picks algorithms
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
-                    out = self._compute()
+                    out = self._compute(runner)
                 finally:
                     graph.capture_end()
         finally:
@@ -249,9 +248,8 @@ class _Step:
             runner.state.copy_(saved)
         self._graph, self._out = graph, out
 
-    def _compute(self) -> Tensor:
-        runner, batch = self.runner, self.batch
-        policy, cache = runner.policy, runner.cache
+    def _compute(self, runner: CudaRunner) -> Tensor:
+        policy, cache, batch = runner.policy, runner.cache, self.batch
         state, table = runner.state[:batch], runner.table[:batch]
         tokens_B, positions_B, slots_B, lengths_B = decoding.begin(
             state, table, cache.page_size, cache.pages * cache.page_size
