@@ -14,6 +14,7 @@ Weights with LoRA adapters are copies here, merged with what the adapters add: `
 changed.
 """
 
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -257,10 +258,17 @@ def _known(policy: Policy) -> bool:
         return False
     if getattr(decoder.rotary_emb, "rope_type", None) in ("dynamic", "longrope"):  # these depend on the length
         return False
-    return is_rms_norm(getattr(decoder, "norm", None)) and all(
+    if not is_rms_norm(getattr(decoder, "norm", None)):
+        return False
+    return all(
         is_llama_layer(layer, adapted=True) or is_mixture_layer(layer, adapted=True) or is_packed_layer(layer)
         for layer in decoder.layers
-    )
+    ) and not any(_reads_positions(layer.self_attn) for layer in decoder.layers)
+
+
+def _reads_positions(attention: Any) -> bool:
+    """Beside rotary, and perhaps only far from the beginning, where no probe comes (Ministral 3 scales its queries)."""
+    return "position_ids" in inspect.signature(type(attention).forward).parameters
 
 
 def multipliers(policy: Policy) -> tuple[float, float]:

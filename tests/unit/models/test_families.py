@@ -35,6 +35,12 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what makes a family different from its
     "granite": {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0, "attention_multiplier": 0.1
     },
+    "ministral3": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16,
+            "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+        }
+    },
     "smollm3": {"no_rope_layers": [1, 0]},
 }  # fmt: skip
 
@@ -113,6 +119,11 @@ def test_what_is_fused(family: str, made: Callable[[str], Path]) -> None:
     assert trainer == ("layers" if own else "parts" if count else "modules"), (count, layer)
     assert decoder != "kernels" or known
     assert known or decoder == "graph"
+
+
+def test_no_fused_decoder_for_attention_that_reads_positions(made: Callable[[str], Path]) -> None:
+    """What it does with them may begin far behind the tokens of a probe."""
+    assert _known(load(made("ministral"))) and not _known(load(made("ministral3")))
 
 
 @pytest.mark.parametrize("family", REFUSED)
