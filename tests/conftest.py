@@ -1,17 +1,30 @@
 """Shared fixtures: tiny random models, made once per test session."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import warm_starts
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
-from kitae.models.load import load_policy
+from kitae.models.load import SMOLLM2, find_model, has_bfloat16, load_policy
 from kitae.models.policy import Policy
 from kitae.models.tiny import make_tiny
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Where the processor has no bfloat16, tests of it are left out."""
+    try:
+        return (yield)
+    except (ModelError, UserWarning) as error:
+        if not has_bfloat16() and ("bfloat16" in str(error) or "bf16 support" in str(error)):
+            pytest.skip("this processor cannot compute in bfloat16")
+        raise
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +49,15 @@ def tiny_policy(tiny_folder: Callable[[str], Path]) -> Callable[..., Policy]:
         return load_policy(ModelConfig.model_validate(values))
 
     return get
+
+
+@pytest.fixture(scope="session")
+def demo_tokenizer() -> PreTrainedTokenizerBase:
+    """That of the demo model, which is made ready if it is installed."""
+    try:
+        return AutoTokenizer.from_pretrained(find_model(SMOLLM2))
+    except ModelError:
+        pytest.skip("the demo model is not installed")
 
 
 @pytest.fixture(autouse=True, scope="session")

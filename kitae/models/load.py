@@ -1,6 +1,7 @@
 """Find a model (folder, hub id or short name), load it, and write trained ones back as ordinary folders."""
 
 import importlib.util
+import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -164,6 +165,11 @@ def pick_dtype(name: str, device: "torch.device") -> "torch.dtype":
     """auto: bfloat16 where matrix units compute in it (AMX or AVX512-BF16 CPUs, recent GPUs), else float32."""
     import torch
 
+    if name == "bfloat16" and device.type == "cpu" and not has_bfloat16():
+        raise ModelError(
+            "model.dtype must be auto or float32 on this processor, got 'bfloat16': it has no products of such "
+            "numbers, and torch takes a hundred times as long for them as in float32"
+        )
     if name != "auto":
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
     if device.type == "cuda":
@@ -171,6 +177,14 @@ def pick_dtype(name: str, device: "torch.device") -> "torch.dtype":
     else:  # oneDNN itself also says yes to processors on which it emulates bfloat16, at a third of float32's speed
         fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
+
+
+def has_bfloat16() -> bool:
+    """Whether the processor can compute in bfloat16 at a bearable speed. On x86 oneDNN does, whatever the processor; on
+    ARM it leaves those without instructions for it to a loop."""
+    import torch
+
+    return platform.machine() != "aarch64" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def check_model(config: ModelConfig, *, reward: bool = False) -> Path:

@@ -21,6 +21,7 @@ def add_lora(model: Any, config: ModelConfig) -> Any:
     refused.
     """
     peft = import_peft()
+    _check_targets(model, config.lora_targets)
     mixture = any(map(is_router, model.modules()))
     lora = peft.LoraConfig(
         r=config.lora_rank,
@@ -36,6 +37,14 @@ def add_lora(model: Any, config: ModelConfig) -> Any:
         raise ModelError(f"model.lora_targets {config.lora_targets!r}: {error}") from error
     _check_adapted(adapted, config.lora_targets)
     return adapted
+
+
+def _check_targets(model: Any, given: str) -> None:
+    """Log-probs are computed from the weight of the head alone: an adapter there would learn nothing, in silence."""
+    head = model.get_output_embeddings()
+    name = next((name for name, module in model.named_modules() if module is head), "")
+    if any(f".{name}".endswith(f".{wanted}") for wanted in _names(given)):
+        raise ModelError(f"model.lora_targets must leave the head out, got {given!r}")
 
 
 def _check_adapted(model: Any, given: str) -> None:

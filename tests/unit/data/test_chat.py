@@ -3,11 +3,10 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from kitae.data.chat import Chat, as_dict
-from kitae.errors import DataError, ModelError
-from kitae.models.load import SMOLLM2, find_model
+from kitae.errors import DataError
 from kitae.types import Message, ToolCall
 
 CHATML = (
@@ -197,12 +196,8 @@ def test_without_a_template_parts_are_their_texts_and_tools_are_refused():
         Chat(tok).encode_prompt([USER], [ADD])
 
 
-def test_a_real_tokenizer_adds_turns_up():
-    try:
-        folder = find_model(SMOLLM2, download=False)
-    except ModelError:
-        pytest.skip("the demo model is not installed")
-    tok = AutoTokenizer.from_pretrained(folder)
+def test_a_real_tokenizer_adds_turns_up(demo_tokenizer):
+    tok = demo_tokenizer
     chat = Chat(tok)
     said = sampled(tok, ANSWER.content + "<|im_end|>")
     grown = chat.encode_prompt([USER]) + said + chat.encode_turn([RESULT])

@@ -7,14 +7,12 @@ import pytest
 from chat_templates import ENDLESS, FORGETFUL, GOOD, INST, LATE, LLAMA, OPENS_OTHERWISE, THINKING, chat
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from kitae.data.chat import Chat
 from kitae.data.config import ExamplesConfig
 from kitae.data.examples import Conversation, Example, ExampleStream, after_user
 from kitae.data.rendering import Renderer, fit_list, fit_stream
-from kitae.errors import DataError, ModelError
-from kitae.models.load import SMOLLM2, find_model
+from kitae.errors import DataError
 from kitae.types import Message, ToolCall
 
 HI, HELLO = Message("user", "Hi"), Message("assistant", "Hello")
@@ -320,11 +318,8 @@ def rendered_until_stop(by, conversation, stop):
     return text[: text.rindex(stop) + len(stop)]
 
 
-def test_the_demo_model():
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(find_model(SMOLLM2, download=False))
-    except (ModelError, OSError, TypeError):
-        pytest.skip("the demo model is not here")
+def test_the_demo_model(demo_tokenizer):
+    tokenizer = demo_tokenizer
     by = Chat(tokenizer)
     made = render(by, HI, HELLO, BYE, CIAO)
     whole = tokenizer.apply_chat_template(

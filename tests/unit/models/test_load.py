@@ -1,8 +1,10 @@
 """Finding, loading and exporting models."""
 
+import platform
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -217,4 +219,14 @@ def test_bfloat16_is_chosen_where_the_processor_computes_in_it(
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: bool(amx))
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bool(avx))
     assert pick_dtype("auto", torch.device("cpu")) is getattr(torch, expected)
-    assert pick_dtype("bfloat16", torch.device("cpu")) is torch.bfloat16
+
+
+@pytest.mark.parametrize(("machine", "supported", "refused"), [("x86_64", 0, 0), ("aarch64", 1, 0), ("aarch64", 0, 1)])
+def test_bfloat16_is_refused_where_products_of_it_would_take_forever(
+    monkeypatch: pytest.MonkeyPatch, machine: str, supported: int, refused: int
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: bool(supported))
+    with pytest.raises(ModelError, match="auto or float32 on this processor") if refused else nullcontext():
+        assert pick_dtype("bfloat16", torch.device("cpu")) is torch.bfloat16
+    assert pick_dtype("float32", torch.device("cpu")) is torch.float32
