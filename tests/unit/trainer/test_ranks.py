@@ -16,7 +16,7 @@ from sharded import BOTH, CPU, GRPO, PPO, SHAPES, Case, Crew, Result, check, one
 from test_gradient import make_samples
 from torch import Tensor
 
-from kitae.models.load import export_policy
+from kitae.models.load import export_policy, has_bfloat16
 from kitae.observe.meter import Kind, Totals
 from kitae.trainer.base import Role
 from kitae.trainer.mesh import Mesh, Parallel
@@ -94,7 +94,7 @@ def found(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     plain, values = rows_of(samples, GRPO), rows_of(with_values(make_samples(SHAPES)), PPO)
     referred = rows_of([s.with_columns(logp_ref=s.columns["logp_mu"]) for s in with_values(samples)], KL)
     tensor, sequence = Parallel(ranks=2, tensor=2), Parallel(ranks=2, sequence=2)
-    bf16 = {"dtype": "bfloat16"}
+    bf16 = {"dtype": "bfloat16" if has_bfloat16() else "float32"}
     cases = [
         Case(plain, TWO, training={"checkpoint_activations": True}),
         Case(one_sided(plain), TWO, {"preset": "opsm"}),

@@ -16,6 +16,7 @@ from torch import Tensor
 from kitae.data.packing import Row
 from kitae.errors import ConfigError, StoreError
 from kitae.models.classifier import export_scalar
+from kitae.models.load import has_bfloat16
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.trainer.experts import split_experts
@@ -158,7 +159,7 @@ def on(tasks: list[Task], parallel: Parallel | None) -> list[Task]:
 @pytest.mark.parametrize("parallel", [None, Parallel(ranks=2), Parallel(ranks=4, tensor=2)])
 def test_checkpoints_are_resharded(parallel: Parallel | None, tiny_folder: TinyFolder, tmp_path: Path) -> None:
     """To the bit: masters, moments, counts, reference; from one process too, and on one, three ranks and 2 × 2."""
-    llama, bf16 = str(tiny_folder("llama")), {"dtype": "bfloat16"}
+    llama, bf16 = str(tiny_folder("llama")), {"dtype": "bfloat16" if has_bfloat16() else "float32"}
     tasks = [
         Task(llama, Case(valued(), None, choices=MOVING, roles=BOTH, reference=True)),
         Task(llama, Case(plain(), None, model={"lora_rank": 4})),
