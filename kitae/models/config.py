@@ -16,7 +16,7 @@ class ModelConfig(Section):
         description="A folder, a hub id, or a short name: smollm2-135m (real), tiny (made on the spot, for tests).",
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
-        "auto", description="auto: bfloat16 where the hardware computes in it."
+        "auto", description="auto: bfloat16 where the hardware can compute in it, and float32 where it cannot."
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1 …")
     fuse: bool = Field(True, description="Run norms and gated MLPs through compiled kernels where they can be built.")
