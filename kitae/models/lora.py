@@ -1,5 +1,6 @@
 """LoRA through peft: adapters live inside the same modules, so engine and trainer need no second path."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,8 @@ def add_lora(model: Any, config: ModelConfig) -> Any:
         bias="none",
     )
     try:
-        with _of_no_kind(model.config) if mixture else nullcontext():
+        with warnings.catch_warnings(), _of_no_kind(model.config) if mixture else nullcontext():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated")  # peft still asks for it
             adapted = peft.get_peft_model(model, lora)
     except ValueError as error:
         raise ModelError(f"model.lora_targets {config.lora_targets!r}: {error}") from error

@@ -215,7 +215,8 @@ def replay_routing(model: nn.Module, experts_TLK: Tensor, load: RouterLoad | Non
 
     with _hooked(routers, replay):
         yield
-    if to_recompute and model.training and getattr(model, "is_gradient_checkpointing", False):
+    recomputed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    if to_recompute and model.training and recomputed:
         raise ModelError("with activation checkpointing the backward pass must run inside replay_routing, it did not")
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -119,9 +120,15 @@ def scalars(model: ScalarModel, micro: MicroBatch) -> Tensor:
 def checkpoint_activations(policy: Policy, config: LearningConfig) -> None:
     """Make the modules recompute activations in the backward pass, if asked for."""
     if config.checkpoint_activations:
-        policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_layers(policy.model)
         if policy.model is not policy.base:
             policy.model.enable_input_require_grads()
+
+
+def recompute_layers(model: Any) -> None:
+    """transformers 5.23 has a new name for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 @contextmanager

@@ -144,6 +144,7 @@ def mix(x_TH: Tensor, gates_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, dow
     # A block has room for twice the pairs of an expert, so that few weights are read a second time.
     rows = min(128, max(16, triton.next_power_of_2(2 * pairs // experts))) if share else 16
     blocks = min(pairs, experts) + pairs // rows if share else pairs
+    depth = (128 if share else 256) // x_TH.element_size()  # so that small GPUs have room for it, in float32 too
     act = torch.empty(pairs, inner, dtype=x_TH.dtype, device=x_TH.device)
     out = torch.empty(top, tokens, width, dtype=x_TH.dtype if share else torch.float32, device=x_TH.device)
 
@@ -151,7 +152,7 @@ def mix(x_TH: Tensor, gates_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, dow
         _expert_product[(blocks, triton.cdiv(n, columns))](
             x, weight, flat, order, ends, gates_TK, out, tokens, n, k, E=experts,
             WIDTH=triton.next_power_of_2(experts), TOP=top, SORTED=share, GATED=gated, BLOCK_P=rows, BLOCK_N=columns,
-            BLOCK_K=64 if share else 128, num_warps=8 if rows == 128 else 4, num_stages=3,
+            BLOCK_K=depth, num_warps=8 if rows == 128 else 4, num_stages=3,
         )  # fmt: skip
 
     # Few pairs: narrow blocks, so that every multiprocessor has something to read.

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from kitae.errors import ModelError
 from kitae.models.routing import NO_RECORD, RouterLoad, record_routing, replay_routing, replayed_gates
+from kitae.trainer.forward import recompute_layers
 
 EXAMPLE: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "algorithm_examples.json").read_text())[
     "routing"
@@ -203,7 +204,7 @@ def test_recomputed_layers_replay_the_same_record(model: Any, experts_of: Callab
         plain = gradients(model, logp(model, tokens)[..., 3].sum())
     calls: list[int] = []
     model.model.layers[0].mlp.gate.register_forward_hook(lambda *_: calls.append(1))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_layers(model)
     with replay_routing(model, experts_TLK):
         recomputed = gradients(model, logp(model, tokens)[..., 3].sum())
     assert len(calls) == 2
@@ -213,7 +214,7 @@ def test_recomputed_layers_replay_the_same_record(model: Any, experts_of: Callab
 def test_recording_ignores_recomputation(model: Any) -> None:
     tokens = tokens_of(8)
     native_TLK = recorded(model, tokens)
-    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_layers(model.train())
     with record_routing(model) as record:
         loss = logp(model, tokens)[..., 3].sum()
     loss.backward()
@@ -223,7 +224,7 @@ def test_recording_ignores_recomputation(model: Any) -> None:
 def test_backward_of_a_checkpointed_pass_must_run_inside(model: Any) -> None:
     tokens = tokens_of(9)
     experts_TLK = recorded(model, tokens)
-    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_layers(model.train())
     with pytest.raises(ModelError, match="backward pass must run inside"), replay_routing(model, experts_TLK):
         logp(model, tokens)
     with torch.no_grad(), replay_routing(model, experts_TLK):
