@@ -77,7 +77,11 @@ class Template(Generic[GreetingT]):
         """Launch the process, unless it runs, and have it load what it needs; an error if that fails."""
         async with self._lock:
             if self._process is None or self._process.returncode is not None:
-                await self._start()
+                try:
+                    await self._start()
+                except BaseException:  # also called off: half a start is none
+                    await self._stop()
+                    raise
 
     async def spawn(self) -> WorkerProcess:
         """A new worker, after a new start should the template be gone; an error if that does not help."""
@@ -105,8 +109,16 @@ class Template(Generic[GreetingT]):
             theirs.close()
             os.close(write)
         jobs.setblocking(False)
-        reader, writer = await asyncio.open_connection(sock=jobs, limit=_MAX_REPLY)
-        return WorkerProcess(pid, self.reap, reader, writer, await Words.of(read, self._hear))
+        words: Words | None = None
+        try:
+            words = await Words.of(read, self._hear)
+            reader, writer = await asyncio.open_connection(sock=jobs, limit=_MAX_REPLY)
+        except BaseException:  # whoever wanted it is gone
+            jobs.close()
+            if words is not None:
+                await words.close()
+            raise
+        return WorkerProcess(pid, self.reap, reader, writer, words)
 
     async def reap(self, pid: int) -> int | None:
         """How a worker that is dead or dying ended, as `waitpid` says it; None if the template is gone too."""
@@ -134,14 +146,17 @@ class Template(Generic[GreetingT]):
                 start_new_session=True,  # deaf to Ctrl-C
                 env={**os.environ, **_ENVIRONMENT, **self._environment},
             )
-        except OSError as error:
+        except BaseException as error:
             ours.close()
             os.close(read)
-            raise self._error(f"a {self._what} could not start: {error}") from None
+            if isinstance(error, OSError):
+                raise self._error(f"a {self._what} could not start: {error}") from None
+            raise
         finally:
             theirs.close()
             os.close(write)
-        self._control, self._words = ours, await Words.of(read, self._hear)
+        self._control = ours
+        self._words = await Words.of(read, self._hear)
         try:
             ours.send(setup)
             ready = await within(self._start_limit, asyncio.create_task(self._receive()))
@@ -154,7 +169,6 @@ class Template(Generic[GreetingT]):
             ended = describe(-status if status < 0 else status << 8)
             problem = f"a {self._what} could not start: {ended}{self._words.last()}"
         if problem:
-            await self._stop()
             raise self._error(problem)
         self._greeting = self._read(ready)
 

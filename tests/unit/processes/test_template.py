@@ -1,6 +1,7 @@
 """Templates and workers without verifiers: any module can be served."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import pytest
 
 from kitae.errors import EngineError
 from kitae.processes.template import Template
+from kitae.processes.words import Words
 from kitae.processes.worker import OutOfTimeError, WorkerProcess
 
 MODULE = """
@@ -159,6 +161,56 @@ def test_a_dead_template_is_started_again(module: str) -> None:
         worker = await template.spawn()
         assert template.greeting != first
         assert await ask(worker, 1, do="double", x=3) == {"value": 6}
+        await worker.kill()
+
+    run(module, body)
+
+
+@pytest.mark.parametrize("place", ["of", "open_connection"])
+def test_who_wants_a_worker_no_more_leaves_nothing_open(
+    place: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Called off while the streams to a forked worker are opened: the first of them, or the second."""
+    owner: Any = Words if place == "of" else asyncio
+    opening, reached = getattr(owner, place), list[asyncio.Task[Any]]()
+
+    async def slow(*arguments: Any, **settings: Any) -> Any:
+        if task is not None:
+            reached.append(task)
+            task.cancel()
+        return await opening(*arguments, **settings)
+
+    async def body(template: Template[int]) -> None:
+        nonlocal task
+        await template.start()
+        before = len(os.listdir("/proc/self/fd"))
+        task = asyncio.create_task(template.spawn())
+        assert isinstance((await asyncio.gather(task, return_exceptions=True))[0], asyncio.CancelledError)
+        assert reached == [task]
+        task = None
+        await asyncio.sleep(0.05)
+        gc.collect()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    task: asyncio.Task[Any] | None = None
+    monkeypatch.setattr(owner, place, slow)
+    run(module, body)
+
+
+def test_a_start_that_is_called_off_is_none(module: str) -> None:
+    """At any moment of it: nothing stays open, and the next start is a whole one."""
+
+    async def body(template: Template[int]) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        for wait in (0, 0.001, 0.01, 0.1):
+            task = asyncio.create_task(template.start())
+            await asyncio.sleep(wait)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await asyncio.sleep(0.05)
+            assert not task.cancelled() or len(os.listdir("/proc/self/fd")) == before
+        worker = await template.spawn()
+        assert await ask(worker, 1, do="double", x=2) == {"value": 4}
         await worker.kill()
 
     run(module, body)
