@@ -9,7 +9,7 @@ they agree with what was sampled without drafts, and a journal tells what an eng
 
 Prints, for answers from step `--first` on, tokens per pass and rows per token (drafts that were wrong included), and
 what these come to on one H200 with 1.5 billion parameters, by its limits: reading weights, or products of all rows.
-Attention and sampling are left out, which flatters drafts.
+Attention and sampling are left out, which flatters drafts. Of answers in several turns, all after the prompt counts.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--first", type=int, default=1, help="step from which on answers count")
     parser.add_argument("--depth", type=int, nargs="+", default=[4, 8, 16], help="tokens of a draft")
-    parser.add_argument("--match", type=int, default=3, help="tokens that must have occurred before")
+    parser.add_argument("--match", type=int, default=3, help="most tokens that are looked for")
     a = parser.parse_args()
     print(f"{'drafts from':<22}{'depth':>6}{'tokens/pass':>13}{'rows/token':>12}" + "".join(f"{n:>7}" for n in BATCHES))
     for earlier in (False, True):

@@ -215,8 +215,7 @@ def replay_routing(model: nn.Module, experts_TLK: Tensor, load: RouterLoad | Non
 
     with _hooked(routers, replay):
         yield
-    recomputed = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-    if to_recompute and model.training and recomputed:
+    if to_recompute and model.training and any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         raise ModelError("with activation checkpointing the backward pass must run inside replay_routing, it did not")
 
 
