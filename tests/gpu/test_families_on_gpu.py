@@ -26,9 +26,9 @@ async def sample(policy: Policy, kernels: bool) -> list[tuple[Request, Completio
     engine = NativeEngine(policy, EngineConfig(memory_gb=0.01))
     prompts = [tuple((7 * i + j * j) % 250 + 3 for j in range(5 + 7 * i)) for i in range(3)]
     requests = [
-        Request(f"{i}/{j}", p, SamplingParams(max_tokens=4 + 2 * j), 10 * i + j, share=f"{i}")
+        Request(f"{i}/{j}", p, SamplingParams(max_tokens=4 + 2 * (j % 8)), 30 * i + j, share=f"{i}")
         for i, p in enumerate(prompts)
-        for j in range(8)
+        for j in range(26)
     ]
     try:
         assert (engine.runner.decoder is not None) == kernels  # type: ignore[attr-defined]

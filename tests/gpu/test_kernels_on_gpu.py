@@ -88,7 +88,7 @@ def test_the_sum_of_parts_does_not_depend_on_who_comes_last() -> None:
 @pytest.mark.parametrize("eight_bits", [False, True])
 def test_attention_that_turns_its_rows_itself(dtype: torch.dtype, splits: int, how: str, eight_bits: bool) -> None:
     """Against rotary and attention one after the other: what comes out, and what is in the pages."""
-    from kitae.kernels.cuda import decoding, few
+    from kitae.kernels.cuda import decoding, paged
 
     heads, kv_heads, dim, page = 6, 2, 24, 4
     lengths = torch.tensor([1, 77, 120, 0], device="cuda", dtype=torch.int32)
@@ -109,14 +109,14 @@ def test_attention_that_turns_its_rows_itself(dtype: torch.dtype, splits: int, h
         pages.write(every // page, every % page, torch.randn(120 * page, kv_heads, dim, device="cuda", dtype=dtype))
     stored = [(side.numbers.clone(), None if side.scales is None else side.scales.clone()) for side in (one, other)]
     counters = torch.zeros(64, dtype=torch.int32, device="cuda")
-    got = few.attend(
+    got = paged.turn_and_attend(
         qkv, bias, norms, *turn, positions, slots, *stored, heads, table, lengths, counters,
         **settings, sinks=sinks, splits=splits, block=16,
     )  # fmt: skip
     pairs = [(side.numbers, side.scales) for side in (one, other)]
     decoding.rotate_and_store(qkv, bias, norms, *turn, positions, slots, *pairs, heads)
     q = qkv.view(4, -1, dim)[:, :heads]
-    expected = decoding.attend(q, *pairs, table, lengths, **settings, sinks=sinks, block=16)
+    expected = paged.attend(q, *pairs, table, lengths, **settings, sinks=sinks, block=16)
     close(got.view_as(expected)[:3], expected[:3], dtype)
     assert not got[3].any() and not counters.any()
     for (numbers, scales), side in zip(stored, (one, other), strict=True):
@@ -180,7 +180,7 @@ def test_products_of_experts(tokens: int, count: int, top: int, dtype: torch.dty
 @pytest.mark.parametrize("how", ["plain", "window", "softcap", "sinks"])
 @pytest.mark.parametrize("eight_bits", [False, True])
 def test_attention_over_pages(dtype: torch.dtype, splits: int, how: str, eight_bits: bool) -> None:
-    from kitae.kernels.cuda import decoding
+    from kitae.kernels.cuda import paged
 
     kv_heads, group, dim, page = 2, 3, 24, 4
     keys, values = (made_pages((120, kv_heads, page, dim), dtype, eight_bits) for _ in range(2))
@@ -193,7 +193,7 @@ def test_attention_over_pages(dtype: torch.dtype, splits: int, how: str, eight_b
     q = torch.randn(4, 10, dim, device="cuda", dtype=dtype)[:, : kv_heads * group]  # rows with a stride
     window, softcap = (7 if how == "window" else None), (5.0 if how == "softcap" else None)
     sinks = torch.randn(6, device="cuda") if how == "sinks" else None
-    out = decoding.attend(
+    out = paged.attend(
         q, (keys.numbers, keys.scales), (values.numbers, values.scales), table,
         torch.tensor(lengths, device="cuda", dtype=torch.int32),
         scale=0.3, window=window, softcap=softcap, sinks=sinks, splits=splits, block=16,

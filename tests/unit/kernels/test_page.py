@@ -18,6 +18,7 @@ SOURCES = [
     "kitae/kernels/cuda/decoding.py",
     "kitae/kernels/cuda/experts.py",
     "kitae/kernels/cuda/few.py",
+    "kitae/kernels/cuda/paged.py",
     "kitae/kernels/cuda/training.py",
     "kitae/kernels/exact/cuda.py",
 ]

@@ -1,0 +1,386 @@
+"""Triton kernels for attention of one new token of each sequence over the pages of the cache.
+
+`attend` takes queries that are rotated, with keys that are stored: for models that run their own modules.
+`turn_and_attend` takes rows as a product left them, one kernel instead of three. Legend as in `decoding`.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kitae.kernels.cuda.decoding import Stored
+
+# Queries and keys that are rotated, and stored
+
+
+@triton.jit
+def over_pages(
+    query, keys, values, key_scales, value_scales, table, head, begin, end, length, top, norm, scale, softcap, window,
+    HKV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BITS8: tl.constexpr,
+):  # fmt: skip
+    """Queries `[ROWS, WIDTH]` over tokens `[begin, end)` of a sequence, whose pages `table` names.
+
+    Goes on from a maximum and a sum of weights, both `[ROWS]`; returns them and the weighted sum of values. BITS8:
+    whole numbers are exact in half precision; the scales of keys go to the scores, those of values to the weights.
+    """
+    lane = tl.arange(0, WIDTH)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(begin, end, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        seen = token < end
+        page = tl.load(table + token // PAGE, mask=seen, other=0).to(tl.int64)
+        line = (page * HKV + head) * PAGE + token % PAGE
+        place = line * D
+        inside = seen[:, None] & (lane < D)[None, :]
+        key = tl.load(keys + place[:, None] + lane[None, :], mask=inside, other=0).to(query.dtype)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        if BITS8:
+            score = score * tl.load(key_scales + line, mask=seen, other=0.0)[None, :]
+        if SOFTCAP:
+            capped = score / softcap
+            score = softcap * (2.0 * tl.sigmoid(2.0 * capped) - 1.0)
+        score = score * 1.4426950408889634
+        if WINDOW:
+            seen = seen & (length - 1 - token < window)
+        score = tl.where(seen[None, :], score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1))
+        weight = tl.exp2(score - higher[:, None])
+        fade = tl.exp2(top - higher)
+        norm = norm * fade + tl.sum(weight, 1)
+        value = tl.load(values + place[:, None] + lane[None, :], mask=inside, other=0).to(query.dtype)
+        if BITS8:
+            weight = weight * tl.load(value_scales + line, mask=seen, other=0.0)[None, :]
+        mixed = mixed * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
+        top = higher
+    return top, norm, mixed
+
+
+@triton.jit
+def _attend(
+    q, keys, values, key_scales, value_scales, table, lengths, sinks, out, part, stats, scale, softcap, window, q_row,
+    table_row,
+    HKV: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    BITS8: tl.constexpr,
+):  # fmt: skip
+    """Attention of one query a sequence over its pages, with a running maximum and sum (flash decoding).
+
+    Grid (sequences, key heads, SPLITS). The G query heads that share a key head are the rows of one tile, so each key
+    and value is read once for all of them; keys come in blocks of BLOCK tokens. With SPLITS > 1 a program sees a share
+    of the sequence and leaves its mean in `part` and its log-normaliser in `stats` for `_combine`: small batches alone
+    would not fill the multiprocessors.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(lengths + row)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - window, 0) // BLOCK * BLOCK
+    share = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
+    begin = first + split * share
+    end = tl.minimum(length, begin + share)
+    group = tl.arange(0, ROWS)
+    lane = tl.arange(0, WIDTH)
+    real = (group < G)[:, None] & (lane < D)[None, :]
+    query = tl.load(q + row * q_row + (head * G + group)[:, None] * D + lane[None, :], mask=real, other=0.0)
+    top = tl.full([ROWS], -1.0e30, tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # noqa: SIM102 (the outer condition is known when the kernel is built)
+        # A sink is a key without a value; the first split counts it.
+        if split == 0:
+            top = tl.load(sinks + head * G + group, mask=group < G, other=0.0).to(tl.float32) * 1.4426950408889634
+            norm = tl.full([ROWS], 1.0, tl.float32)
+    top, norm, mixed = over_pages(
+        query, keys, values, key_scales, value_scales, table + row * table_row, head, begin, end, length, top, norm,
+        scale, softcap, window, HKV, D, ROWS, WIDTH, PAGE, BLOCK, SOFTCAP, WINDOW, BITS8,
+    )  # fmt: skip
+    mixed = mixed / tl.where(norm > 0, norm, 1.0)[:, None]
+    if SPLITS == 1:
+        target = (row * HKV * G + head * G + group)[:, None] * D + lane[None, :]
+        tl.store(out + target, mixed.to(out.dtype.element_ty), mask=real)
+    else:
+        line = ((row * HKV + head) * G + group) * SPLITS + split
+        tl.store(part + line[:, None] * D + lane[None, :], mixed, mask=real)
+        tl.store(stats + line, tl.where(norm > 0, top + tl.log2(tl.where(norm > 0, norm, 1.0)), -1.0e30),
+                 mask=group < G)  # fmt: skip
+
+
+@triton.jit
+def _combine(part, stats, out, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
+    """The mean of the SPLITS parts that `_attend` left, weighted by their log-normalisers.
+
+    One program a sequence and query head.
+    """
+    line = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    lane = tl.arange(0, WIDTH)
+    log = tl.load(stats + line * SPLITS + split)
+    weight = tl.exp2(log - tl.max(log, 0))
+    weight = weight / tl.sum(weight, 0)
+    pieces = tl.load(part + (line * SPLITS + split)[:, None] * D + lane[None, :], mask=(lane < D)[None, :], other=0.0)
+    mixed = tl.sum(pieces * weight[:, None], 0)
+    tl.store(out + line * D + lane, mixed.to(out.dtype.element_ty), mask=lane < D)
+
+
+def attend(
+    q: Tensor, keys: Stored, values: Stored, table: Tensor, lengths: Tensor, *,
+    scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    splits: int | None = None, block: int = 64,
+) -> Tensor:  # fmt: skip
+    """One query per row over the pages of its sequence: q `[B, Hq, D]` (rows may be strided) → `[B, Hq, D]`.
+
+    lengths `[B]` int32 counts the tokens to see, the new one included; 0 gives zeros.
+    """
+    (key_numbers, key_scales), (value_numbers, value_scales) = keys, values
+    batch, heads, dim = q.shape
+    _, kv_heads, page_size, _ = key_numbers.shape
+    group = heads // kv_heads
+    if splits is None:
+        splits = _splits(batch * kv_heads)
+    out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
+    part, stats = out, out
+    if splits > 1:
+        part = torch.empty(batch * heads * splits, dim, dtype=torch.float32, device=q.device)
+        stats = torch.empty(batch * heads * splits, dtype=torch.float32, device=q.device)
+    width = max(16, triton.next_power_of_2(dim))
+    block, stages = _fit(block, width * q.element_size(), q.device)
+    _attend[(batch, kv_heads, splits)](
+        q, key_numbers, value_numbers, q if key_scales is None else key_scales,
+        q if value_scales is None else value_scales, table, lengths, q if sinks is None else sinks, out, part, stats,
+        scale, softcap or 0.0, window or 0, q.stride(0), table.stride(0),
+        HKV=kv_heads, G=group, ROWS=max(16, triton.next_power_of_2(group)), D=dim, WIDTH=width, PAGE=page_size,
+        BLOCK=block, SPLITS=splits, SOFTCAP=softcap is not None, WINDOW=window is not None, SINKS=sinks is not None,
+        BITS8=key_scales is not None, num_stages=stages,
+    )  # fmt: skip
+    if splits > 1:
+        _combine[(batch * heads,)](part, stats, out, D=dim, WIDTH=width, SPLITS=splits, num_warps=2)
+    return out
+
+
+def _splits(pairs: int) -> int:
+    """Of each pair of a sequence and a key head, so that every multiprocessor has work."""
+    return max(1, min(16, int(triton.next_power_of_2(triton.cdiv(512, pairs)))))
+
+
+@functools.cache
+def _fit(block: int, row_bytes: int, device: torch.device) -> tuple[int, int]:
+    """Tokens in a block and blocks in flight, such that their keys and values fit into shared memory."""
+    if device.type != "cuda":
+        return block, 1
+    limit = 0.9 * getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 96 * 1024)
+    choices = [(block, 3), (block, 2), (block // 2, 2), (16, 2), (16, 1)]
+    return next((c for c in choices if 2 * c[0] * row_bytes * c[1] <= limit and c[0] >= 16), choices[-1])
+
+
+# Queries and keys as a product left them
+
+
+@triton.jit
+def _turned(
+    line, bias, gain, cos, sin, lane, eps, real,
+    D: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Heads `[R, WIDTH]` at `line`, with bias, norm and rotary; cos and sin are those of their position.
+
+    No kernel but a part of one. Both halves of a head are read from where they lie, in order and exchanged.
+    """
+    kind = line.dtype.element_ty
+    half = D // 2
+    other = tl.where(lane < half, lane + half, lane - half)
+    x = tl.load(line + lane, mask=real, other=0.0).to(tl.float32)
+    y = tl.load(line + other, mask=real, other=0.0).to(tl.float32)
+    if BIAS:
+        x = (x + tl.load(bias + lane, mask=real, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+        y = (y + tl.load(bias + other, mask=real, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    if NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]
+        near = lane < D
+        x = (tl.load(gain + lane, mask=near, other=0.0).to(tl.float32) * (x * scale).to(kind).to(tl.float32)).to(kind)
+        y = (tl.load(gain + other, mask=near, other=0.0).to(tl.float32) * (y * scale).to(kind).to(tl.float32)).to(kind)
+        x = x.to(tl.float32)
+        y = y.to(tl.float32)
+    c = tl.load(cos + lane % half, mask=lane < D, other=0.0).to(tl.float32)
+    s = tl.load(sin + lane % half, mask=lane < D, other=0.0).to(tl.float32)
+    s = tl.where(lane < half, -s, s)
+    return ((x * c).to(kind).to(tl.float32) + (y * s).to(kind).to(tl.float32)).to(kind)
+
+
+@triton.jit
+def _store_new(
+    line, bias, k_norm, cos, sin, keys, values, key_scales, value_scales, head, slot, eps, ends,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, BITS8: tl.constexpr,
+):  # fmt: skip
+    """The new key and value of a head, `[1, WIDTH]` in fp32, with their scales; where `ends`, they go to their slot.
+
+    No kernel but a part of one. BITS8: whole numbers over their scales, else the scales are 1.
+    """
+    kind = line.dtype.element_ty
+    lane = tl.arange(0, WIDTH)[None, :]
+    near = lane < D
+    at_key = (HQ + head) * D
+    key = _turned(line + at_key, bias + at_key, k_norm, cos, sin, lane, eps, near, D, BIAS, NORM).to(tl.float32)
+    at_value = (HQ + HKV + head) * D + lane
+    value = tl.load(line + at_value, mask=near, other=0.0).to(tl.float32)
+    if BIAS:
+        value = (value + tl.load(bias + at_value, mask=near, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
+    place = (slot // PAGE * HKV + head) * PAGE + slot % PAGE
+    key_unit = 1.0
+    value_unit = 1.0
+    if BITS8:
+        key_largest = tl.max(tl.max(tl.abs(key), 1), 0)
+        value_largest = tl.max(tl.max(tl.abs(value), 1), 0)
+        key_unit = tl.where(key_largest > 0, key_largest / 127.0, 1.0)
+        value_unit = tl.where(value_largest > 0, value_largest / 127.0, 1.0)
+        key = tl.floor(key / key_unit + 0.5)
+        value = tl.floor(value / value_unit + 0.5)
+        tl.store(key_scales + place, key_unit, mask=ends)
+        tl.store(value_scales + place, value_unit, mask=ends)
+    tl.store(keys + place * D + lane, key.to(keys.dtype.element_ty), mask=near & ends)
+    tl.store(values + place * D + lane, value.to(values.dtype.element_ty), mask=near & ends)
+    return key, value, key_unit, value_unit
+
+
+@triton.jit
+def _put_together(
+    part, stats, each, used, group,
+    G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """The mean `[ROWS, WIDTH]` of the parts that `used` splits have left, as `_combine` makes it.
+
+    No kernel but a part of one. Other programs wrote them: they are read past the first cache.
+    """
+    lane = tl.arange(0, WIDTH)
+    top = tl.full([ROWS], -1.0e30, tl.float32)
+    for s in tl.static_range(SPLITS):
+        there = (group < G) & (s < used)
+        top = tl.maximum(top, tl.load(stats + each + s, mask=there, other=-1.0e30, cache_modifier=".cg"))
+    norm = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    for s in tl.static_range(SPLITS):
+        there = (group < G) & (s < used)
+        log = tl.load(stats + each + s, mask=there, other=-1.0e30, cache_modifier=".cg")
+        weight = tl.where(there, tl.exp2(log - top), 0.0)
+        piece = tl.load(part + (each + s)[:, None] * D + lane[None, :], mask=there[:, None] & (lane < D)[None, :],
+                        other=0.0, cache_modifier=".cg")  # fmt: skip
+        norm += weight
+        mixed += weight[:, None] * piece
+    return mixed / tl.where(norm > 0, norm, 1.0)[:, None]
+
+
+@triton.jit
+def _turn_and_attend(
+    qkv, bias, q_norm, k_norm, cos, sin, positions, slots, keys, values, key_scales, value_scales, table, lengths,
+    sinks, out, part, stats, counters, scale, softcap, window, eps, table_row,
+    HQ: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, BITS8: tl.constexpr,
+):  # fmt: skip
+    """Attention as `_attend` computes it, of rows of qkv that are not rotated yet.
+
+    Grid (sequences, key heads, SPLITS). Every program turns its queries. The one that has the end of the sequence turns
+    the new key, writes key and value to their slot, and sees them last. A short sequence uses fewer splits; the last
+    of them to come puts them together.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(lengths + row)
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - window, 0) // BLOCK * BLOCK
+    share = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
+    used = tl.maximum(tl.cdiv(length - first, tl.maximum(share, 1)), 1)
+    if split >= used:
+        return
+    begin = first + split * share
+    end = tl.minimum(length, begin + share)
+    group = tl.arange(0, ROWS)
+    lane = tl.arange(0, WIDTH)
+    real = (group < G)[:, None] & (lane < D)[None, :]
+    kind = qkv.dtype.element_ty
+    line = qkv + row * (HQ + 2 * HKV) * D
+    angle = tl.load(positions + row) * D
+    at = (head * G + group)[:, None] * D
+    query = _turned(line + at, bias + at, q_norm, cos + angle, sin + angle, lane[None, :], eps, real, D, BIAS, NORM)
+    # All programs read the new key and value early, and the one at the end of the sequence uses them.
+    ends = (begin < end) & (end == length)
+    key, value, key_unit, value_unit = _store_new(
+        line, bias, k_norm, cos + angle, sin + angle, keys, values, key_scales, value_scales, head,
+        tl.load(slots + row), eps, ends, HQ, HKV, D, WIDTH, PAGE, BIAS, NORM, BITS8,
+    )  # fmt: skip
+    top = tl.full([ROWS], -1.0e30, tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    if SINKS:  # noqa: SIM102 (the outer condition is known when the kernel is built)
+        if split == 0:
+            top = tl.load(sinks + head * G + group, mask=group < G, other=0.0).to(tl.float32) * 1.4426950408889634
+            norm = tl.full([ROWS], 1.0, tl.float32)
+    top, norm, mixed = over_pages(
+        query, keys, values, key_scales, value_scales, table + row * table_row, head, begin,
+        tl.minimum(end, length - 1), length, top, norm, scale, softcap, window, HKV, D, ROWS, WIDTH, PAGE, BLOCK,
+        SOFTCAP, WINDOW, BITS8,
+    )  # fmt: skip
+    score = tl.sum(query.to(tl.float32) * key, 1) * scale * key_unit
+    if SOFTCAP:
+        score = softcap * (2.0 * tl.sigmoid(2.0 * (score / softcap)) - 1.0)
+    score = tl.where(ends, score * 1.4426950408889634, -1.0e30)
+    higher = tl.maximum(top, score)
+    weight = tl.where(ends, tl.exp2(score - higher), 0.0)
+    fade = tl.exp2(top - higher)
+    norm = norm * fade + weight
+    mixed = mixed * fade[:, None] + (weight * value_unit).to(kind).to(tl.float32)[:, None] * value
+    mixed = mixed / tl.where(norm > 0, norm, 1.0)[:, None]
+    target = out + row * HQ * D + at + lane[None, :]
+    if used == 1:
+        tl.store(target, mixed.to(kind), mask=real)
+    else:
+        each = (row * HQ + head * G + group) * SPLITS
+        tl.store(part + (each + split)[:, None] * D + lane[None, :], mixed, mask=real)
+        log = tl.where(norm > 0, higher + tl.log2(tl.where(norm > 0, norm, 1.0)), -1.0e30)
+        tl.store(stats + each + split, log, mask=group < G)
+        tl.debug_barrier()  # all of this program's share is written before it is counted
+        counter = counters + row * HKV + head
+        if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+            whole = _put_together(part, stats, each, used, group, G, ROWS, D, WIDTH, SPLITS)
+            tl.store(target, whole.to(kind), mask=real)
+            tl.store(counter, 0)
+
+
+def turn_and_attend(
+    qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor, float] | None, cos: Tensor, sin: Tensor,
+    positions: Tensor, slots: Tensor, keys: Stored, values: Stored, heads: int, table: Tensor, lengths: Tensor,
+    counters: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, splits: int | None = None, block: int = 64,
+) -> Tensor:  # fmt: skip
+    """Rows `[B, (Hq + 2 Hkv) · D]` as a product left them → `[B, Hq · D]`; new keys and values go to their slots.
+
+    What `decoding.rotate_and_store` and `attend` do one after the other, but qkv stays as it is. counters: a zero for
+    each pair of a sequence and a key head, if those are split (fewer than 512); zeros again afterwards.
+    """
+    (key_numbers, key_scales), (value_numbers, value_scales) = keys, values
+    batch = qkv.shape[0]
+    _, kv_heads, page_size, dim = key_numbers.shape
+    if splits is None:
+        splits = _splits(batch * kv_heads)
+    out = torch.empty(batch, heads * dim, dtype=qkv.dtype, device=qkv.device)
+    part = torch.empty(batch * heads * splits, dim, dtype=torch.float32, device=qkv.device)
+    stats = torch.empty(batch * heads * splits, dtype=torch.float32, device=qkv.device)
+    q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
+    width = max(16, triton.next_power_of_2(dim))
+    block, stages = _fit(block, width * qkv.element_size(), qkv.device)
+    _turn_and_attend[(batch, kv_heads, splits)](
+        qkv, qkv if bias is None else bias, q_norm, k_norm, cos, sin, positions, slots, key_numbers, value_numbers,
+        qkv if key_scales is None else key_scales, qkv if value_scales is None else value_scales, table, lengths,
+        qkv if sinks is None else sinks, out, part, stats, counters, scale, softcap or 0.0, window or 0, eps,
+        table.stride(0),
+        HQ=heads, HKV=kv_heads, G=heads // kv_heads, ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), D=dim,
+        WIDTH=width, PAGE=page_size, BLOCK=block, SPLITS=splits, BIAS=bias is not None, NORM=norms is not None,
+        SOFTCAP=softcap is not None, WINDOW=window is not None, SINKS=sinks is not None,
+        BITS8=key_scales is not None, num_stages=stages,
+    )  # fmt: skip
+    return out
