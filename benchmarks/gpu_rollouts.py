@@ -7,7 +7,8 @@ A model of the shape of Qwen2.5-1.5B in bfloat16 with random weights: speed does
 temperature 1, with the log-prob of every token. Workloads: `group`, 64 prompts of 128 tokens × 8 samples × 512 tokens;
 `ragged`, the same prompts with log-normal response lengths from 16 to 2,048; `one`, a single sequence of 256 tokens.
 On request `8k`, 64 × 8 answers of 8,192 tokens, which need 120 GB of cache (`--memory-gb 60 --host-memory-gb 64`: what
-has no room waits in the memory of the host), `32k`, 16 answers of 32,000, and `16k`, one group of 8 with 16,000;
+has no room waits in the memory of the host), `64x8k`, one for each prompt, `32k`, 16 answers of 32,000, and `16k`, one
+group of 8 with 16,000;
 `prompt4096`, `prompt16384` and `prompt32768`, one prompt of that length, whose tokens are counted, and two tokens.
 
 The floor is the time in which one step's matrix products can run at 774 TFLOP/s or their weights be read at 4.2 TB/s,
@@ -84,6 +85,7 @@ def workloads() -> dict[str, Workload]:
         "ragged": [(i // 8, prompts[i // 8], n) for i, n in enumerate(lengths)],
         "one": [(0, prompts[0], 256)],
         "8k": [(p, prompt, 8192) for p, prompt in enumerate(prompts) for _ in range(8)],
+        "64x8k": [(p, prompt, 8192) for p, prompt in enumerate(prompts)],
         "16k": [(0, prompts[0], 16_000)] * 8,
         "32k": [(p, prompt, 32_000) for p, prompt in enumerate(prompts[:16])],
         **{f"prompt{n}": [(0, long[: n - 8], 2)] for n in (4096, 16384, 32768)},

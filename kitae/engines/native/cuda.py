@@ -14,7 +14,6 @@ stop strings, is running, every step is waited for.
 """
 
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from kitae.engines.native import sampler
 from kitae.engines.native.attention import ExactAttention, PrefillAttention
 from kitae.engines.native.cache import KVCache
 from kitae.engines.native.decoding import Decoding
-from kitae.engines.native.fused import FusedDecoder, Pages
+from kitae.engines.native.fused import FusedDecoder
 from kitae.engines.native.runner import ModelRunner, Result, require_finite
 from kitae.engines.native.scheduler import Admission
 from kitae.kernels.cuda import decoding, few, paged, training
@@ -256,19 +255,21 @@ class _Step:
             state, table, cache.page_size, cache.pages * cache.page_size
         )
         places = slots_B // cache.page_size, slots_B % cache.page_size
+        context: _PagedAttention | ExactAttention
+        if policy.exact:
+            context = ExactAttention(cache, Reach.of_last(table, lengths_B, cache.page_size), *places)
+        else:
+            context = _PagedAttention(cache, table, lengths_B, slots_B, stored=runner.decoder is not None)
         logits, write = runner.logits[:batch], runner.writer(*places)
         plain = policy.transform == HeadTransform() and not policy.exact and getattr(policy.head, "bias", None) is None
         if runner.decoder is not None and plain and runner.decoder.multipliers == (1.0, 1.0) and batch <= few.MOST:
             runner.decoder.logits_of_few(
-                tokens_B, positions_B, slots_B, Pages(table, lengths_B), policy.head.weight, logits, write
+                tokens_B, positions_B, slots_B, table, lengths_B, policy.head.weight, logits, write
             )
             return runner.draw(logits, state)
         if runner.decoder is not None:
-            hidden = runner.decoder.hidden_of_new(tokens_B, positions_B, slots_B, Pages(table, lengths_B), write)
+            hidden = runner.decoder.hidden(tokens_B, positions_B, slots_B, context, write)
         else:
-            context: _PagedAttention | ExactAttention = _PagedAttention(cache, table, lengths_B, *places)
-            if policy.exact:
-                context = ExactAttention(cache, Reach.of_last(table, lengths_B, cache.page_size), *places)
             with runner.recording(*places):
                 hidden = policy.hidden(tokens_B, positions_B, context)
         if plain:
@@ -278,23 +279,25 @@ class _Step:
         return runner.draw(logits, state)
 
 
-@dataclass(frozen=True, slots=True)
 class _PagedAttention:
-    """One new token for each of B sequences, over pages; its key and value go to `slot` of `page`."""
+    """One new token for each of B sequences, over pages. `stored`: its key and value are in the cache already."""
 
-    cache: KVCache
-    table: Tensor
-    lengths: Tensor
-    page: Tensor
-    slot: Tensor
+    def __init__(self, cache: KVCache, table: Tensor, lengths: Tensor, slots: Tensor, stored: bool) -> None:
+        self.cache = cache
+        self.table = table
+        self.lengths = lengths
+        self.stored = stored
+        if not stored:
+            self.page, self.slot = slots // cache.page_size, slots % cache.page_size
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         keys, values = self.cache.keys[layer], self.cache.values[layer]
-        keys.write(self.page, self.slot, k.transpose(0, 1))
-        values.write(self.page, self.slot, v.transpose(0, 1))
+        if not self.stored:
+            keys.write(self.page, self.slot, k.transpose(0, 1))
+            values.write(self.page, self.slot, v.transpose(0, 1))
         rows = q.transpose(0, 1)
         if rows.stride(1) != rows.shape[2]:
             rows = rows.contiguous()

@@ -66,14 +66,6 @@ class _Layer:
     eps: tuple[float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Pages:
-    """What the new token of each sequence may see: as many tokens of its pages as its length, itself the last."""
-
-    table: Tensor
-    lengths: Tensor
-
-
 class FusedDecoder:
     @classmethod
     def of(cls, policy: Policy, cache: KVCache) -> "FusedDecoder | None":
@@ -139,22 +131,6 @@ class FusedDecoder:
 
         hear: is told the experts that each layer chooses.
         """
-        return self._hidden(tokens_T, positions_T, slots_T, context, hear)
-
-    def hidden_of_new(
-        self, tokens_B: Tensor, positions_B: Tensor, slots_B: Tensor, pages: Pages, hear: Hear | None = None
-    ) -> Tensor:
-        """Those of one new token for each of B sequences, over their pages: seven kernels for a dense layer."""
-        return self._hidden(tokens_B, positions_B, slots_B, pages, hear)
-
-    def _hidden(
-        self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
-        slots_T: Tensor,
-        context: AttentionContext | Pages,
-        hear: Hear | None,
-    ) -> Tensor:
         from kitae.kernels.cuda import decoding  # needs Triton
 
         first, each = self.multipliers
@@ -162,9 +138,19 @@ class FusedDecoder:
         x = x if first == 1.0 else x * first
         pending: Tensor | None = None
         for i, layer in enumerate(self.layers):
+            keys, values = self.cache.keys[i], self.cache.values[i]
+            how = layer.attention
             x, normed = decoding.rms_norm(x, pending, layer.before_attention, layer.eps[0], each)
-            mixed = self._attend(i, torch.mm(normed, layer.qkv.t()), positions_T, slots_T, context)
-            pending = torch.mm(mixed, layer.out.t())
+            qkv = torch.mm(normed, layer.qkv.t())
+            decoding.rotate_and_store(
+                qkv, layer.qkv_bias, layer.norms, self.cos, self.sin, positions_T, slots_T,
+                (keys.numbers, keys.scales), (values.numbers, values.scales), self.heads,
+            )  # fmt: skip
+            kv_heads, _, dim = keys.numbers.shape[1:]
+            by_head = qkv.view(len(x), -1, dim).transpose(0, 1)
+            q, k, v = by_head[: self.heads], by_head[self.heads : -kv_heads], by_head[-kv_heads:]
+            mixed = context.attend(i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks)
+            pending = torch.mm(mixed.reshape(len(x), -1), layer.out.t())
             x, normed = decoding.rms_norm(x, pending, layer.before_mlp, layer.eps[1], each)
             if layer.choice is not None:
                 pending = _mix(layer, layer.choice, normed, torch.mm(normed, layer.choice.weight.t()), hear)
@@ -173,19 +159,25 @@ class FusedDecoder:
         return decoding.rms_norm(x, pending, *self.norm, each)[1]
 
     def logits_of_few(
-        self, tokens_B: Tensor, positions_B: Tensor, slots_B: Tensor, pages: Pages, head: Tensor, logits: Tensor,
-        hear: Hear | None = None,
+        self, tokens_B: Tensor, positions_B: Tensor, slots_B: Tensor, table: Tensor, lengths_B: Tensor, head: Tensor,
+        logits: Tensor, hear: Hear | None = None,
     ) -> None:  # fmt: skip
         """Logits of one new token for each of at most `few.MOST` sequences, over their pages. No multipliers.
 
-        What `hidden_of_new` and a product with the weight of the head compute, in fewer kernels.
+        What `hidden` and a product with the weight of the head compute, in fewer kernels.
         """
-        from kitae.kernels.cuda import few
+        from kitae.kernels.cuda import few, paged
 
         stream = few.embed(tokens_B, self.embedding, self._counters)
         for i, layer in enumerate(self.layers):
+            keys, values, how = self.cache.keys[i], self.cache.values[i], layer.attention
             qkv = few.normed_product(stream, (layer.before_attention, layer.eps[0]), layer.qkv)
-            few.add_product(stream, self._attend(i, qkv, positions_B, slots_B, pages), layer.out)
+            mixed = paged.turn_and_attend(
+                qkv, layer.qkv_bias, layer.norms, self.cos, self.sin, positions_B, slots_B,
+                (keys.numbers, keys.scales), (values.numbers, values.scales), self.heads, table, lengths_B,
+                self._counters, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks,
+            )  # fmt: skip
+            few.add_product(stream, mixed, layer.out)
             norm = layer.before_mlp, layer.eps[1]
             if layer.choice is None:
                 few.add_product(stream, few.normed_product(stream, norm, layer.gate_up, gated=True), layer.down)
@@ -193,26 +185,6 @@ class FusedDecoder:
                 parts, normed = few.normed_parts(stream, norm, layer.choice.weight)
                 few.add_parts(stream, _mix(layer, layer.choice, normed, parts, hear))
         few.normed_product(stream, self.norm, head, out=logits)
-
-    def _attend(
-        self, i: int, qkv: Tensor, positions_T: Tensor, slots_T: Tensor, context: AttentionContext | Pages
-    ) -> Tensor:
-        """Rows `[T, Hq · D]` from those of a product, `[T, (Hq + 2 Hkv) · D]`, whose memory may be used."""
-        from kitae.kernels.cuda import decoding, paged
-
-        layer, keys, values = self.layers[i], self.cache.keys[i], self.cache.values[i]
-        reach = {name: getattr(layer.attention, name) for name in ("scale", "window", "softcap", "sinks")}
-        how = (
-            layer.qkv_bias, layer.norms, self.cos, self.sin, positions_T, slots_T,
-            (keys.numbers, keys.scales), (values.numbers, values.scales), self.heads,
-        )  # fmt: skip
-        if isinstance(context, Pages):
-            return paged.turn_and_attend(qkv, *how, context.table, context.lengths, self._counters, **reach)
-        decoding.rotate_and_store(qkv, *how)
-        kv_heads, _, dim = keys.numbers.shape[1:]
-        by_head = qkv.view(len(qkv), -1, dim).transpose(0, 1)
-        q, k, v = by_head[: self.heads], by_head[self.heads : -kv_heads], by_head[-kv_heads:]
-        return context.attend(i, q, k, v, **reach).reshape(len(qkv), -1)
 
 
 def _mix(layer: _Layer, choice: _Choice, x_TH: Tensor, logits: Tensor, hear: Hear | None) -> Tensor:

@@ -2,7 +2,7 @@
 
 The residual stream is kept with the sums of squares of its blocks of columns, so every product norms its input itself.
 A product that is split writes parts; the program that comes last adds them up, in their order, so results do not
-depend on who that is. With attention that rotates its rows (`paged`) a dense layer is five kernels, not seven. Each
+depend on who that is. With attention that rotates its rows (`paged`) a dense layer is five kernels, not nine. Each
 rounds where those of `decoding` round. The number of rows is no part of a kernel: it is built once. Legend as there; K
 is the width of the input of a product, N of its output.
 """

@@ -1,7 +1,7 @@
 """Triton kernels for attention of one new token of each sequence over the pages of the cache.
 
-`attend` takes queries that are rotated, with keys that are stored: for models that run their own modules.
-`turn_and_attend` takes rows as a product left them, one kernel instead of three. Legend as in `decoding`.
+`attend` takes queries that are rotated, with keys that are stored. `turn_and_attend` takes rows as a product left them:
+one kernel instead of three, which pays for a few sequences. Legend as in `decoding`.
 """
 
 import functools
