@@ -50,7 +50,7 @@ def main() -> None:
         found = list(collect(arguments.runs))
         given = {line["run"] for line in found}
         known = read(arguments.table) if arguments.table.is_file() else []
-        write(found + [line for line in known if line["run"] not in given], arguments.table)
+        write([line for line in known if line["run"] not in given] + found, arguments.table)
     draw(read(arguments.table), arguments.picture)
 
 
@@ -122,7 +122,7 @@ def draw(found: list[dict[str, str]], picture: Path) -> None:
         axis.set_title(title, fontsize=10)
         axis.set_xlabel(AXES[against])
         axis.grid(alpha=0.3)
-    axes.flat[0].legend(fontsize=8, frameon=False)
+    axes.flat[1].legend(fontsize=7, frameon=False, loc="lower right")
     figure.savefig(picture, dpi=100)
     pyplot.close(figure)
 
