@@ -218,22 +218,36 @@ def check_model(config: ModelConfig, *, reward: bool = False) -> Path:
 
 def check_mixture(config: ModelConfig, setting: str) -> None:
     """Refuse a setting for mixtures of experts where the model is none, as far as that is known without its weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     from kitae.models.routing import is_router, routers_of
 
-    folder = find_model(config.path, download=False)
-    if folder is None or not (folder / "config.json").is_file():
+    if (model := _skeleton(config)) is None:
         return
-    try:
-        with quiet_transformers(), torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
     if not any(map(is_router, model.modules())):
         raise ModelError(f"{setting} needs a mixture of experts, got {config.path!r} ({type(model).__name__})")
     routers_of(model)
+
+
+def check_adapters(config: ModelConfig) -> None:
+    """Refuse `lora_targets` that the model does not have or that would learn nothing, without its weights."""
+    from kitae.models.lora import add_lora
+
+    if config.lora_rank and (model := _skeleton(config)) is not None:
+        add_lora(model, config)
+
+
+def _skeleton(config: ModelConfig) -> Any:
+    """The model without numbers, if it is on this machine; None: it is not."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = find_model(config.path, download=False)
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
 
 
 def _load_tokenizer(path: str, folder: Path) -> Any:

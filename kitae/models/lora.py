@@ -22,8 +22,8 @@ def add_lora(model: Any, config: ModelConfig) -> Any:
     refused.
     """
     peft = import_peft()
-    _check_targets(model, config.lora_targets)
     mixture = any(map(is_router, model.modules()))
+    _check_targets(model, config.lora_targets, mixture)
     lora = peft.LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
@@ -41,12 +41,21 @@ def add_lora(model: Any, config: ModelConfig) -> Any:
     return adapted
 
 
-def _check_targets(model: Any, given: str) -> None:
-    """Log-probs are computed from the weight of the head alone: an adapter there would learn nothing, in silence."""
-    head = model.get_output_embeddings()
-    name = next((name for name, module in model.named_modules() if module is head), "")
-    if any(f".{name}".endswith(f".{wanted}") for wanted in _names(given)):
-        raise ModelError(f"model.lora_targets must leave the head out, got {given!r}")
+def _check_targets(model: Any, given: str, mixture: bool) -> None:
+    """All must be there, but not the head: log-probs are computed from its weight alone, and an adapter on it would
+    learn nothing, in silence."""
+    if given == "all-linear":
+        return
+    modules, head = dict(model.named_modules()), model.get_output_embeddings()
+    for wanted in _names(given):
+        found = [module for name, module in modules.items() if f".{name}".endswith(f".{wanted}")]
+        if head in found:
+            raise ModelError(f"model.lora_targets must leave the head out, got {given!r}")
+        if not found and not mixture:  # of which `_layers` tells more
+            known = ", ".join(
+                sorted({name.rpartition(".")[2] for name, m in modules.items() if _has_matrix(m) and m is not head})
+            )
+            raise ModelError(f"model.lora_targets must name layers of the model ({known}), got {wanted!r}")
 
 
 def _check_adapted(model: Any, given: str) -> None:
@@ -95,6 +104,14 @@ def _is_linear(module: Any) -> bool:
     import torch
 
     return isinstance(module, torch.nn.Linear)
+
+
+def _has_matrix(module: Any) -> bool:
+    """A linear layer, of whatever kind (GPT-2 has its own)."""
+    import torch
+
+    weight = getattr(module, "weight", None)
+    return weight is not None and weight.dim() == 2 and not isinstance(module, torch.nn.Embedding)
 
 
 def import_peft() -> Any:

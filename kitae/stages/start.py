@@ -34,7 +34,7 @@ def prepare(config: Root, note: Note) -> tuple[Root, Start]:
     else:
         start = _prepare_rl(reinforcement(config, "kitae train"), note)
         folder = check_model(config.model)
-        _check_experts(config)
+    _check_structure(config)
     if is_run(Path(config.model.path).expanduser()):
         note(f"{config.model.path} is a run: its trained model {folder} is taken")
     return config, start
@@ -71,13 +71,14 @@ def check(config: Root) -> None:
 
     check_data(config)
     find_model(config.model.path, download=False)
-    _check_experts(config)
+    _check_structure(config)
 
 
-def _check_experts(config: Root) -> None:
-    """Whether the model has some, where a setting is about them."""
-    from kitae.models.load import check_mixture
+def _check_structure(config: Root) -> None:
+    """Whether the model has experts where a setting is about them, and the layers that are to get adapters."""
+    from kitae.models.load import check_adapters, check_mixture
 
+    check_adapters(config.model)
     if isinstance(config, RLConfig) and (setting := config.algorithm.of_mixtures):
         check_mixture(config.model, setting)
 

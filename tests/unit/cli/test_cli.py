@@ -237,6 +237,22 @@ def test_settings_for_experts_are_refused_with_a_model_that_has_none(
     assert cli("train", "quickstart", given, f"model.path={mixture}", "--dry-run").status == 0
 
 
+@pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["train", "dry-run"])
+@pytest.mark.parametrize("recipe", ["lora", "sft"])
+@pytest.mark.parametrize(
+    ("targets", "wrong"), [("q_proj,lm_head", "leave the head out, got 'q_proj,lm_head'"), ("q_prj", "got 'q_prj'")]
+)
+def test_adapters_that_a_model_has_no_place_for_are_refused(
+    targets: str, wrong: str, recipe: str, more: tuple[str, ...], cli: Cli, tmp_path: Path,
+    tiny_folder: Callable[[str], Path],
+) -> None:  # fmt: skip
+    """Before its weights are loaded, and before there is a run folder."""
+    settings = f"model.lora_targets={targets}", "model.lora_rank=4", f"model.path={tiny_folder('llama')}"
+    message = failure(cli("train", recipe, *settings, *more))
+    assert message.startswith("model.lora_targets must ") and message.endswith(wrong)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_dry_run_of_a_model_that_is_not_here(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KITAE_CACHE", str(tmp_path / "cache"))
     result = cli("train", "quickstart", "model.path=tiny", "--dry-run")

@@ -143,8 +143,10 @@ def test_export_loads_anywhere_and_computes_the_same(
 
 
 def test_bad_lora_targets(tiny_policy: TinyPolicy) -> None:
-    with pytest.raises(ModelError, match=r"lora_targets 'nonsense'"):
-        tiny_policy("llama", lora_rank=4, lora_targets="nonsense")
+    names = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    message = rf"model.lora_targets must name layers of the model \({names}\), got 'nonsense'"
+    with pytest.raises(ModelError, match=message):
+        tiny_policy("llama", lora_rank=4, lora_targets="q_proj, nonsense")
 
 
 def test_unknown_head_is_refused(tiny_policy: TinyPolicy) -> None:
