@@ -5,6 +5,7 @@
 # make test-servers  other people's clients, agents and servers (openai, lm-eval, LangGraph, vLLM, …), each in an
 #                  environment of its own
 # make site        the documentation as pages in build/site
+# make plots       draw the curves in docs/ again, from the numbers that are kept beside them
 # make ui          build the page of kitae ui from ui/, with node
 # make ui-check    build it again and compare with what is committed
 #
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A pinned version comes first: a looser requirement may pull gigabytes of CUDA libraries onto a machine without a GPU.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
 
-.PHONY: install quickstart test test-slow test-servers lint types docs site ui ui-check clean
+.PHONY: install quickstart test test-slow test-servers lint types docs site plots ui ui-check clean
 
 install: $(VENV)/.installed
 
@@ -55,6 +56,10 @@ docs: install
 site: install
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "the documentation: build/site/index.html"
+
+plots: install
+	@for name in findings headline agent_curves recipe_curves; do $(BIN)/python benchmarks/$$name.py >/dev/null || exit 1; done
+	@echo "drawn again: docs/findings_*.png, docs/gsm8k.png, docs/agent_curves.png, docs/recipe_curves.png"
 
 # Tests start many processes: without files of bytecode each would compile what it imports. On a machine that is at its
 # limit, a test that waits for another process can fail for want of time: what fails again without company is wrong.
