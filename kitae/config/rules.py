@@ -202,6 +202,8 @@ def teacher(a: AlgorithmConfig, m: DistilMethod, sampling: SamplingConfig, v: Ve
 def staleness(a: AlgorithmConfig, p: PipelineConfig) -> Iterator[str]:
     if p.overdue == "drop" and not p.max_staleness:
         yield "pipeline.overdue = 'drop' needs pipeline.max_staleness of at least 1, got 0: nothing can be overdue"
+    if p.oversample > 1 and not p.refill:
+        yield f"pipeline.oversample = {p.oversample:g} needs pipeline.refill = true, or none is replaced by another"
     if p.refill and a.filter == "none" and a.truncation not in ("drop", "mask"):
         yield (
             "pipeline.refill replaces dropped groups, but algorithm.filter = 'none' drops none (a preset given on the "

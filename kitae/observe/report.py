@@ -121,6 +121,7 @@ class StepReport:
     generation: Generation
     times: Lap
     overdue: int
+    spare: int
     updates: int
     samples: int
     skipped: int
@@ -136,6 +137,7 @@ class StepReport:
             **self.staleness.row(),
             **self.generation.row(),
             "overdue": self.overdue,
+            "groups_spare": self.spare,
             **self.numbers,
             "updates": float(self.updates),
             "samples_trained": float(self.samples),

@@ -29,6 +29,9 @@ class PipelineConfig(Section):
     )
     refill: bool = Field(False, description="Replace dropped groups by new prompts until the batch is full.")
     max_refill: float = Field(3.0, ge=0, description="Most replacements, as a multiple of prompts_per_step.")
+    oversample: float = Field(
+        1.0, ge=1, le=16, description="Prompts asked at once for each that is to be trained on, with refill."
+    )
 
 
 class EvalConfig(Section):

@@ -8,7 +8,8 @@ journalled rollouts, which a resumed run takes up again; a parked one also journ
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from kitae.config.root import RLConfig
 from kitae.data.prompts import PromptStream
@@ -24,6 +25,14 @@ from kitae.types import Group
 
 _PARK_LIMIT = 10.0  # seconds
 _WORTH_A_COPY = 32  # tokens that a response must have grown by
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """Slots that a batch did not wait for, and groups that it had no need of."""
+
+    overdue: int = 0
+    spare: int = 0
 
 
 class Issuing:
@@ -45,6 +54,7 @@ class Issuing:
     ) -> None:
         self.cursor, self.issued = journal.issued()
         self.overdue = 0  # slots given up since the last batch
+        self.spare = 0  # groups that were asked and not needed since then
         self.config = config
         self._journal = journal
         self._stream = stream
@@ -79,7 +89,7 @@ class Issuing:
         for pending in resumed:
             with self._watch.waits("feed", "a free slot"):
                 slot = await self._buffer.reserve(pending.number, pending.oldest)
-            self._refills_left -= len(pending.groups) - 1
+            self._refills_left -= max(0, len(pending.groups) - self._width(slot))
             self._start(tasks, slot, list(pending.groups))
         while True:
             with self._watch.waits("feed", "nothing: all prompts are issued"):
@@ -96,12 +106,12 @@ class Issuing:
             if grown := self._episodes.grown(_WORTH_A_COPY):
                 await self._journal.extend_parked(*grown)
 
-    def taken(self, rollouts: int) -> int:
-        """A batch with so many rollouts was taken; how many slots were given up for it."""
+    def taken(self, rollouts: int) -> GivenUp:
+        """A batch with so many rollouts was taken; what was given up for it."""
         self._finished -= rollouts
         self._refills_left = self._refill_limit
-        overdue, self.overdue = self.overdue, 0
-        return overdue
+        given_up, self.overdue, self.spare = GivenUp(self.overdue, self.spare), 0, 0
+        return given_up
 
     def give_up(self, slot: Slot) -> None:
         """A batch goes without this slot; another takes its place, once the journal knows."""
@@ -161,38 +171,62 @@ class Issuing:
         task = self._fills[slot] = tasks.create_task(self._fill(slot, group_ids))
         task.add_done_callback(lambda _: self._fills.pop(slot))
 
+    def _width(self, slot: Slot) -> int:
+        """How many groups a slot asks at once: over all slots, `oversample` on average."""
+        share = self.config.pipeline.oversample
+        return int((slot.number + 1) * share) - int(slot.number * share)
+
     async def _fill(self, slot: Slot, group_ids: list[int]) -> None:
         """Groups of prompts until one is worth training on; `group_ids` are those that it had before an interruption.
 
-        Where an interrupted run had replaced a group that is worth it now (its verifier works again, say), those that
-        had taken its place are spare.
+        They are judged in the order in which they were issued, however early a later one is ready: short answers have
+        no advantage. Those behind the first that is worth it are spare; so it is where an interrupted run had replaced
+        a group that is worth it now (its verifier works again, say).
         """
         dropped: list[tuple[Group, str]] = []
+        asked: dict[int, asyncio.Task[Group]] = {}
+        new = max(0, self._width(slot) - len(group_ids))  # prompts that may be issued
         try:
             while True:
-                if not group_ids:
-                    group_ids.append(await self._issue(slot))
-                group = await self._run_group(group_ids.pop(0))
+                while len(asked) < self._width(slot) and (group_ids or new):
+                    if not group_ids:
+                        group_ids.append(await self._issue(slot))
+                        new -= 1
+                    asked[group_ids[0]] = asyncio.create_task(self._run_group(group_ids[0]))
+                    group_ids.pop(0)
+                if not asked:
+                    self._buffer.put(slot, Harvest(None, tuple(dropped)))
+                    return
+                group = await asked[first := next(iter(asked))]
+                del asked[first]
                 reason = self._drop_reason(group)
                 if reason is None:
-                    if group_ids:
-                        await self._journal.skip(self._next_step, group_ids, "spare")
+                    await self._leave(asked, group_ids)
                     self._buffer.put(slot, Harvest(group, tuple(dropped)))
                     return
                 dropped.append((group, reason))
-                if not group_ids:
-                    if not self.config.pipeline.refill or self._refills_left <= 0:
-                        self._buffer.put(slot, Harvest(None, tuple(dropped)))
-                        return
+                if not group_ids and self.config.pipeline.refill and self._refills_left > 0:
                     self._refills_left -= 1
+                    new += 1
         except Parked:  # the run is stopping; the journal has all of it
-            return
+            await asyncio.gather(*asked.values(), return_exceptions=True)
         except asyncio.CancelledError:
             if slot not in self._given_up:
                 raise
+            await _ended(asked.values())
             await self._journal.skip_slot(self._next_step, slot.number, "overdue")
             self._given_up.remove(slot)
             self._wanted.release()
+        finally:
+            await _ended(asked.values())
+
+    async def _leave(self, asked: dict[int, asyncio.Task[Group]], unasked: list[int]) -> None:
+        """Groups of a slot that has what it needs."""
+        if spare := [*asked, *unasked]:
+            ended = await _ended(asked.values())
+            self._finished -= sum(len(group.rollouts) for group in ended)
+            self.spare += len(spare)
+            await self._journal.skip(self._next_step, spare, "spare")
 
     async def _run_group(self, group_id: int) -> Group:
         prompt = self._stream.at(group_id)
@@ -210,3 +244,11 @@ class Issuing:
         expected = self._buffer.slots * size
         self._observer.status(f"step {self._next_step}: {self._finished}/{expected} rollouts")
         return group
+
+
+async def _ended(tasks: Collection[asyncio.Task[Group]]) -> list[Group]:
+    """Call them off; the groups of those that were complete."""
+    for task in tasks:
+        task.cancel()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    return [group for group in found if isinstance(group, Group)]

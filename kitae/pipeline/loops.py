@@ -17,7 +17,7 @@ loop waits for (`watch`).
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -35,7 +35,7 @@ from kitae.pipeline import report
 from kitae.pipeline.buffer import Buffer, Harvest
 from kitae.pipeline.curriculum import Curriculum
 from kitae.pipeline.evaluate import evaluation_due
-from kitae.pipeline.issue import Issuing
+from kitae.pipeline.issue import GivenUp, Issuing
 from kitae.pipeline.spot_check import SpotCheck
 from kitae.pipeline.watch import Watch, whereabouts
 from kitae.pipeline.weight_sync import WeightSync
@@ -54,7 +54,7 @@ class _Work:
     step: int
     harvests: Sequence[Harvest]
     waited: float = 0.0
-    overdue: int = 0
+    given_up: GivenUp = field(default_factory=GivenUp)
     new: bool = True
     logged: bool = False
 
@@ -191,7 +191,7 @@ class Pipeline:
             with self.watch.waits("train", "a batch", self._what_is_missing):
                 slots = await self.or_stop(self.buffer.take())
             work = _Work(step, [slot.harvest for slot in slots if slot.harvest], waited=now() - began)
-            work = replace(work, overdue=self.issuing.taken(work.sampled.rollouts))
+            work = replace(work, given_up=self.issuing.taken(work.sampled.rollouts))
             report.check_errors(step, work.sampled, self.config.verifier.max_error_share)
             await self._train(tasks, laps, work)
         await self._settled()
@@ -215,7 +215,7 @@ class Pipeline:
         def describe(sync: Mapping[str, float]) -> StepReport:
             """Called when the version is served; the lap ends then, unless training has gone on meanwhile."""
             timed = lap or laps.lap({**parts, "sync": sync["sync_seconds"]})
-            return report.step_report(step, work.sampled, ages, learnt, timed, work.overdue, sync)
+            return report.step_report(step, work.sampled, ages, learnt, timed, work.given_up, sync)
 
         self._settling = tasks.create_task(self._settle(tasks, step, describe, work.logged), name="settle")
         if not self._beside:

@@ -12,6 +12,7 @@ from kitae.errors import VerifierError
 from kitae.observe.memory import memory_share
 from kitae.observe.report import BatchStats, Generation, Lap, Staleness, StepReport, Talks
 from kitae.pipeline.buffer import Harvest
+from kitae.pipeline.issue import GivenUp
 from kitae.trainer.learner import Learnt
 from kitae.types import Rollout, Runs
 
@@ -112,7 +113,7 @@ def step_report(
     ages: Staleness,
     learnt: Learnt,
     lap: tuple[Lap, Generation],
-    overdue: int,
+    given_up: GivenUp,
     sync: Mapping[str, float],
 ) -> StepReport:
     times, generation = lap
@@ -122,7 +123,8 @@ def step_report(
         ages,
         generation,
         times,
-        overdue,
+        given_up.overdue,
+        given_up.spare,
         learnt.updates,
         learnt.samples,
         learnt.skipped,

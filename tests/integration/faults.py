@@ -132,6 +132,7 @@ class Plan:
                 "algorithm.filter=zero-variance",
                 "pipeline.refill=true",
                 f"pipeline.max_refill={rng.choice([1, 5])}",
+                f"pipeline.oversample={rng.choice([1, 1.5, 3])}",
             ]
         if mastered:
             (folder / "data.jsonl").write_text("".join(f'{{"question": "p{i}", "answer": "{i}"}}\n' for i in range(5)))

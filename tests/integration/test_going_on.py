@@ -82,11 +82,19 @@ REFILL = (
 )
 
 
-@pytest.mark.parametrize("staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_an_outage_under_refill_is_survived(staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("staleness", "oversample"), [pytest.param(0, 1, marks=pytest.mark.slow), (2, 1), (0, 2.5)])
+def test_an_outage_under_refill_is_survived(
+    staleness: int, oversample: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Groups that could not be judged were replaced; repaired, they are judged again, and replacements are spare."""
     longer = "training.steps=9"  # than what may be judged ahead of the crash
-    settings = (score_file(tmp_path, PARITY), *REFILL, longer, f"pipeline.max_staleness={staleness}")
+    settings = (
+        score_file(tmp_path, PARITY),
+        *REFILL,
+        longer,
+        f"pipeline.max_staleness={staleness}",
+        f"pipeline.oversample={oversample}",
+    )
     with crash_at(monkeypatch, 4):
         run_toy(tmp_path, *settings)
     score_file(tmp_path, "raise RuntimeError('service is down')")
@@ -103,8 +111,12 @@ def test_an_outage_under_refill_is_survived(staleness: int, tmp_path: Path, monk
     assert reasons["spare"] > 0
 
 
-@pytest.mark.parametrize("staleness", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 3))])
-def test_a_flaky_verifier_under_refill(staleness: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("staleness", "oversample"), [(0, 1), (1, 2), *(pytest.param(k, 1, marks=pytest.mark.slow) for k in (1, 3))]
+)
+def test_a_flaky_verifier_under_refill(
+    staleness: int, oversample: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A verdict that was missing is there the second time; the groups of a slot then are others than before."""
     flaky = f"""import os
     mark = os.path.join({str(tmp_path)!r}, str(zlib.crc32(repr((response, reference)).encode())))
@@ -117,6 +129,7 @@ def test_a_flaky_verifier_under_refill(staleness: int, tmp_path: Path, monkeypat
         *REFILL,
         "verifier.max_error_share=1",
         f"pipeline.max_staleness={staleness}",
+        f"pipeline.oversample={oversample}",
     )
     with crash_at(monkeypatch, 2):
         run_toy(tmp_path, *settings)
@@ -483,8 +496,12 @@ def test_a_slot_that_is_overdue_before_its_prompt_is_issued(tmp_path: Path, monk
     check_ledger(run, toy_config(tmp_path, *settings))
 
 
-def test_refills_of_a_step_are_limited_across_crashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("oversample", [1, 1.5])
+def test_refills_of_a_step_are_limited_across_crashes(
+    oversample: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = (
+        f"pipeline.oversample={oversample}",
         score_file(tmp_path, "return 0.5"),
         "algorithm.filter=zero-variance",
         "pipeline.refill=true",

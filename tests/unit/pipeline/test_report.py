@@ -62,7 +62,9 @@ def test_the_parts_of_a_step_add_up() -> None:
     parts = {"wait": 1.0, "annotate": 0.5, "train": 2.0, "hold": 0.25, "update": 0.5, "sync": 0.25}
     found = sampled([Harvest(Group(0, PROMPT, (talk(0, Score(1.0)),)), ())])
     ages = staleness([], version=1, bound=1)
-    made = StepReport(1, found, ages, Generation(2.5, 100, 0), Lap(5.0, parts), 0, 1, 1, 0, {"train_tokens": 50.0}, {})
+    made = StepReport(
+        1, found, ages, Generation(2.5, 100, 0), Lap(5.0, parts), 0, 0, 1, 1, 0, {"train_tokens": 50.0}, {}
+    )
     row = made.row()
     seconds = {key: value for key, value in row.items() if key.endswith("_seconds")}
     assert seconds.pop("step_seconds") == 5.0 and seconds.pop("generate_seconds") == 2.5

@@ -101,6 +101,22 @@ def test_groups_without_signal_are_replaced() -> None:
     assert left.refilled == 0 and left.samples_per_second * left.step_seconds == pytest.approx(16, abs=4)
 
 
+def test_asking_more_prompts_at_once_saves_rounds() -> None:
+    """On-policy, a batch waits for one replacement after the other."""
+    work = replace(TAIL, signal=0.4)
+    found = {}
+    for oversample in (1, 1.5, 3):
+        settings = config(
+            bound=0,
+            pipeline={"refill": True, "max_refill": 10.0, "oversample": oversample},
+            algorithm={"preset": "grpo", "filter": "zero-variance"},
+        )
+        found[oversample] = simulate(Schedule(settings, Hardware(4, 0), EXACT, work, steps=10))
+        assert found[oversample].samples_per_second * found[oversample].step_seconds == pytest.approx(32)
+    assert found[3].step_seconds < 0.9 * found[1].step_seconds
+    assert found[3].step_seconds < found[1.5].step_seconds < found[1].step_seconds
+
+
 @pytest.mark.parametrize(("bound", "hardware"), [(0, Hardware(4, 0)), (1, Hardware(3, 1))])
 def test_engines_that_die_cost_time_and_nothing_else(bound: int, hardware: Hardware) -> None:
     times = replace(EXACT, train=5000.0)
