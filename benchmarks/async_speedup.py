@@ -4,13 +4,13 @@
         [--transport ipc] [--decided 0.5] [--variants on-policy,active,…]
 
 Real runs of the same work, one after the other: on-policy; with active sampling, which replaces groups without a
-gradient by new prompts (`pipeline.refill`); running ahead with engine and trainer on the same cores; ahead with what is
-in flight computed again after each update of the weights (`pipeline.in_flight = "recompute"`); and with the engine in a
-process of its own. `--decided` is the share of prompts whose answers are all right or all wrong. Response lengths are
-drawn from a log-normal distribution with the given median, cut at eight times the median, the same for every run; the
-model computes every token of them. Rewards are a hash of the text: the point is the time, not what is learnt. The time
-of a step is taken in the steady state: not while the buffer fills, and not after the last prompt was issued. Prints a
-table and writes the timelines into one PNG.
+gradient by new prompts (`pipeline.refill`), one after the other or three at once (`pipeline.oversample`); running ahead
+with engine and trainer on the same cores; ahead with what is in flight computed again after each update of the weights
+(`pipeline.in_flight = "recompute"`); and with the engine in a process of its own. `--decided` is the share of prompts
+whose answers are all right or all wrong. Response lengths are drawn from a log-normal distribution with the given
+median, cut at eight times the median, the same for every run; the model computes every token of them. Rewards are a
+hash of the text: the point is the time, not what is learnt. The time of a step is taken in the steady state: not while
+the buffer fills, and not after the last prompt was issued. Prints a table and writes the timelines into one PNG.
 """
 
 import argparse
@@ -123,6 +123,7 @@ def main() -> None:
     all_of_them = {
         "on-policy": [],
         "active": active,
+        "active-oversampled": [*active, "pipeline.oversample=3"],
         "ahead-same-cores": [*ahead, *active],
         "ahead-recomputed": [*ahead, *active, "pipeline.in_flight=recompute"],
         "ahead-own-process": [*ahead, *active, "engine.kind=process", f"cluster.transport={arguments.transport}"],
