@@ -229,10 +229,13 @@ def check_mixture(config: ModelConfig, setting: str) -> None:
 
 def check_adapters(config: ModelConfig) -> None:
     """Refuse `lora_targets` that the model does not have or that would learn nothing, without its weights."""
+    import torch
+
     from kitae.models.lora import add_lora
 
     if config.lora_rank and (model := _skeleton(config)) is not None:
-        add_lora(model, config)
+        with torch.device("meta"):  # no numbers are drawn for the adapters either
+            add_lora(model, config)
 
 
 def _skeleton(config: ModelConfig) -> Any:

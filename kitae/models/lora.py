@@ -47,8 +47,8 @@ def _check_targets(model: Any, given: str, mixture: bool) -> None:
     if given == "all-linear":
         return
     modules, head = dict(model.named_modules()), model.get_output_embeddings()
-    for wanted in _names(given):
-        found = [module for name, module in modules.items() if f".{name}".endswith(f".{wanted}")]
+    for wanted in _names(given) or [given]:
+        found = [module for name, module in modules.items() if name and f".{name}".endswith(f".{wanted}")]
         if head in found:
             raise ModelError(f"model.lora_targets must leave the head out, got {given!r}")
         if not found and not mixture:  # of which `_layers` tells more
@@ -72,7 +72,7 @@ def _targets(given: str) -> str | list[str]:
 
 
 def _names(given: str) -> list[str]:
-    return [name.strip() for name in given.split(",")]
+    return [name.strip() for name in given.split(",") if name.strip()]
 
 
 def _layers(mixture: Any, given: str) -> list[str]:

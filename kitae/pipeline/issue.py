@@ -89,15 +89,15 @@ class Issuing:
         for pending in resumed:
             with self._watch.waits("feed", "a free slot"):
                 slot = await self._buffer.reserve(pending.number, pending.oldest)
-            self._refills_left -= max(0, len(pending.groups) - self._width(slot))
-            self._start(tasks, slot, list(pending.groups))
+            self._refills_left -= max(0, pending.asked - self._width(slot))
+            self._start(tasks, slot, list(pending.groups), pending.asked)
         while True:
             with self._watch.waits("feed", "nothing: all prompts are issued"):
                 await self._wanted.acquire()
             with self._watch.waits("feed", "a free slot"):
                 slot = await self._buffer.reserve(self.issued)
             self.issued += 1
-            self._start(tasks, slot, [])
+            self._start(tasks, slot, [], 0)
 
     async def snapshots(self) -> None:
         """Copy what grows into the journal: a killed run loses no more of a response than it sampled since."""
@@ -167,8 +167,8 @@ class Issuing:
                 if not skipped:
                     return group_id
 
-    def _start(self, tasks: asyncio.TaskGroup, slot: Slot, group_ids: list[int]) -> None:
-        task = self._fills[slot] = tasks.create_task(self._fill(slot, group_ids))
+    def _start(self, tasks: asyncio.TaskGroup, slot: Slot, group_ids: list[int], had: int) -> None:
+        task = self._fills[slot] = tasks.create_task(self._fill(tasks, slot, group_ids, had))
         task.add_done_callback(lambda _: self._fills.pop(slot))
 
     def _width(self, slot: Slot) -> int:
@@ -176,57 +176,69 @@ class Issuing:
         share = self.config.pipeline.oversample
         return int((slot.number + 1) * share) - int(slot.number * share)
 
-    async def _fill(self, slot: Slot, group_ids: list[int]) -> None:
-        """Groups of prompts until one is worth training on; `group_ids` are those that it had before an interruption.
+    async def _fill(self, tasks: asyncio.TaskGroup, slot: Slot, group_ids: list[int], had: int) -> None:
+        """Groups of prompts until one is worth training on.
+
+        group_ids: those that it had before an interruption, and that have no fate; had: how many there were in all.
 
         They are judged in the order in which they were issued, however early a later one is ready: short answers have
         no advantage. Those behind the first that is worth it are spare; so it is where an interrupted run had replaced
         a group that is worth it now (its verifier works again, say).
         """
+        width = self._width(slot)
+        new, paid = max(0, width - had), max(0, had - width)  # prompts that may be issued; that have replaced another
         dropped: list[tuple[Group, str]] = []
-        asked: dict[int, asyncio.Task[Group]] = {}
-        new = max(0, self._width(slot) - len(group_ids))  # prompts that may be issued
+        asked: dict[int, asyncio.Task[Group | None]] = {}
         try:
             while True:
-                while len(asked) < self._width(slot) and (group_ids or new):
+                while len(asked) < width and (group_ids or new):
                     if not group_ids:
                         group_ids.append(await self._issue(slot))
                         new -= 1
-                    asked[group_ids[0]] = asyncio.create_task(self._run_group(group_ids[0]))
+                    asked[group_ids[0]] = tasks.create_task(self._ask(group_ids[0]))
                     group_ids.pop(0)
                 if not asked:
                     self._buffer.put(slot, Harvest(None, tuple(dropped)))
                     return
                 group = await asked[first := next(iter(asked))]
+                if group is None:  # the run is stopping
+                    await asyncio.wait(asked.values())
+                    return
                 del asked[first]
+                self._curriculum.hear(group)
                 reason = self._drop_reason(group)
                 if reason is None:
                     await self._leave(asked, group_ids)
                     self._buffer.put(slot, Harvest(group, tuple(dropped)))
                     return
                 dropped.append((group, reason))
-                if not group_ids and self.config.pipeline.refill and self._refills_left > 0:
+                if paid:
+                    paid -= 1
+                elif self.config.pipeline.refill and self._refills_left > 0:
                     self._refills_left -= 1
                     new += 1
-        except Parked:  # the run is stopping; the journal has all of it
-            await asyncio.gather(*asked.values(), return_exceptions=True)
         except asyncio.CancelledError:
+            await _ended(asked.values())
             if slot not in self._given_up:
                 raise
-            await _ended(asked.values())
             await self._journal.skip_slot(self._next_step, slot.number, "overdue")
             self._given_up.remove(slot)
             self._wanted.release()
-        finally:
-            await _ended(asked.values())
 
-    async def _leave(self, asked: dict[int, asyncio.Task[Group]], unasked: list[int]) -> None:
+    async def _leave(self, asked: dict[int, asyncio.Task[Group | None]], unasked: list[int]) -> None:
         """Groups of a slot that has what it needs."""
         if spare := [*asked, *unasked]:
             ended = await _ended(asked.values())
             self._finished -= sum(len(group.rollouts) for group in ended)
             self.spare += len(spare)
             await self._journal.skip(self._next_step, spare, "spare")
+
+    async def _ask(self, group_id: int) -> Group | None:
+        """None: the run is stopping, and the journal has all of it. An error ends the run, whoever waits for whom."""
+        try:
+            return await self._run_group(group_id)
+        except Parked:
+            return None
 
     async def _run_group(self, group_id: int) -> Group:
         prompt = self._stream.at(group_id)
@@ -240,13 +252,12 @@ class Issuing:
             self._observer.note(f"prompt {prompt.id} was skipped: {problem}")
             group = Group(group_id, prompt, ())
         self._finished += len(group.rollouts)
-        self._curriculum.hear(group)
         expected = self._buffer.slots * size
         self._observer.status(f"step {self._next_step}: {self._finished}/{expected} rollouts")
         return group
 
 
-async def _ended(tasks: Collection[asyncio.Task[Group]]) -> list[Group]:
+async def _ended(tasks: Collection[asyncio.Task[Group | None]]) -> list[Group]:
     """Call them off; the groups of those that were complete."""
     for task in tasks:
         task.cancel()

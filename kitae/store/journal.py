@@ -98,15 +98,16 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class PendingSlot:
-    """A slot that was issued and not trained: `PendingSlot(5, groups=(17, 21), oldest=3)`.
+    """A slot that was issued and not trained: `PendingSlot(5, groups=(17, 21), oldest=3, asked=4)`.
 
-    groups: in the order of issue; each but the last was dropped, or would have been. oldest: the version of the oldest
-    token that was sampled for them; None: there is none.
+    groups: in the order of issue, those without a fate. oldest: the version of the oldest token that was sampled for
+    them; None: there is none. asked: how many groups the slot has had, those that became spare among them.
     """
 
     number: int
     groups: tuple[int, ...]
     oldest: int | None
+    asked: int
 
 
 class Journal:
@@ -345,7 +346,12 @@ class Journal:
         sql = "SELECT slot, group_id FROM prompts WHERE group_id NOT IN (SELECT group_id FROM fates) ORDER BY 1, 2"
         for slot, group in self._reader.execute(sql):
             slots.setdefault(slot, []).append(group)
-        return [PendingSlot(slot, tuple(groups), self._oldest(groups)) for slot, groups in slots.items()]
+        sql = "SELECT slot, count(*) FROM prompts JOIN fates USING (group_id) WHERE reason = 'spare' GROUP BY slot"
+        spare = dict(self._reader.execute(sql))
+        return [
+            PendingSlot(slot, tuple(groups), self._oldest(groups), len(groups) + spare.get(slot, 0))
+            for slot, groups in slots.items()
+        ]
 
     def _oldest(self, groups: Sequence[int]) -> int | None:
         """The version of the oldest token that a model sampled for these groups."""
@@ -412,11 +418,13 @@ class Journal:
         )
 
     def pass_rates(self) -> dict[str, tuple[int, float]]:
-        """By prompt id, the group in which it was asked and judged the last time, and its mean score."""
+        """By prompt id, the group in which it was asked and judged the last time, and its mean score. Groups that were
+        called off do not count: some of their answers may be missing."""
         values: dict[str, tuple[int, list[float]]] = {}
         for prompt, group, value in self._reader.execute(
             "SELECT p.prompt_id, p.group_id, r.value FROM prompts p JOIN rollouts r USING (group_id) "
-            "WHERE r.value IS NOT NULL AND r.sample >= 0 ORDER BY p.group_id"
+            "WHERE r.value IS NOT NULL AND r.sample >= 0 AND NOT EXISTS "
+            "(SELECT 1 FROM fates f WHERE f.group_id = p.group_id AND f.fate = 'skipped') ORDER BY p.group_id"
         ):
             if values.get(prompt, (-1,))[0] != group:
                 values[prompt] = (group, [])

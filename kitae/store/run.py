@@ -65,6 +65,7 @@ CHANGEABLE = (
     "pipeline.stall_limit",
     "pipeline.snapshot_seconds",
     "pipeline.max_refill",
+    "pipeline.oversample",
     "engine.*",
     "cluster.*",
     "checkpoint.*",
