@@ -221,8 +221,9 @@ def test_02_the_cut_into_micro_batches_and_ranks_changes_nothing(policy: Policy,
     }
     shards = [shuffled[a:b] for a, b in zip([0, *cuts], [*cuts, len(shuffled)], strict=True)]
     parts = [ranks.gradient(policy, shard, choices, **settings_) for shard in shards]
-    assert_same(torch.stack([gradient for gradient, _ in parts]).sum(0), whole)
-    assert sum(x for _, x in parts) == pytest.approx(loss, rel=1e-5, abs=1e-6)
+    # A weight that is the product of a whole answer's ratios adds up the rounding of its log-probs.
+    assert_same(torch.stack([gradient for gradient, _ in parts]).sum(0), whole, tolerance=2e-5)
+    assert sum(x for _, x in parts) == pytest.approx(loss, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(
