@@ -123,8 +123,8 @@ class Steady:
 
     tokens_per_second, samples_per_second: of what was trained on. engine_idle, trainer_idle: shares of the time.
     staleness, staleness_max: of tokens, as the loops measured them. dropped, overdue, refilled: groups a step that the
-    filter dropped, that no batch waited for, and that took the place of others. restarts: of engines, in the whole
-    run. speedup: over max_staleness = 0 on the same number of devices; None: not compared.
+    filter dropped, that no batch waited for, and that took the place of others or were asked beside them. restarts: of
+    engines, in the whole run. speedup: over max_staleness = 0 on the same number of devices; None: not compared.
     """
 
     devices: int
