@@ -1,10 +1,13 @@
 """Where the time of whole GRPO steps goes on one GPU that both samples and trains.
 
     python benchmarks/gpu_grpo_step.py [--prompts 64] [--group 8] [--tokens 512] [--steps 4] [--plot split.png]
+    python benchmarks/gpu_grpo_step.py --shape 32b --lora 16 --prompts 8 --tokens 128 --budget 4096 --chunk 2048
 
 The pipeline of a real run (engine, verifier processes, journal, learner) with a model of the shape of Qwen2.5-1.5B in
 bfloat16 and random weights: prompts of 128 tokens, responses of exactly `tokens`, a verifier that finds about half of
-them right, on-policy. Only loading and saving are left out. The first step builds kernels and captures graphs.
+them right, on-policy. Only loading and saving are left out. The first step builds kernels and captures graphs. Shapes
+`8b` and `32b` are those of Qwen3-8B and Qwen2.5-32B. With `--lora`, adapters are trained; activations are then computed
+again, and adapters stay beside their weights, because copies of the weights would not fit.
 
 generate  from the weights' arrival in the engine to the last token
 score     texts, verdicts and the journal, until the last group is in the batch
@@ -22,15 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_rollouts import FLOPS, qwen_policy
+from gpu_rollouts import FLOPS, huge_policy, large_policy, qwen_policy
 from gpu_training import operations
 
 from kitae.config.load import parse_config
 from kitae.config.root import RLConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.envs.registry import open_world
+from kitae.models.config import ModelConfig
 from kitae.models.facts import ModelFacts
 from kitae.models.fuse import fuse
+from kitae.models.lora import add_lora
 from kitae.models.policy import Policy
 from kitae.observe import timeline
 from kitae.observe.meter import Totals
@@ -100,10 +105,15 @@ def make_config(folder: Path, args: argparse.Namespace) -> RLConfig:
         "data": {"task": "arithmetic"},  # not read: the prompts are `Words`
         "verifier": {"name": f"{folder / 'even.py'}:even", "workers": args.workers},
         "sampling": {"max_tokens": args.tokens},
-        "engine": {"memory_gb": args.cache, "max_batch": 512, "prefill_tokens": 8192},
+        "model": {"lora_rank": args.lora, "dtype": "bfloat16"},
+        "engine": {
+            "memory_gb": args.cache, "max_batch": min(512, args.prompts * args.group), "prefill_tokens": 8192,
+            "merge_adapters": not args.lora,
+        },
         "training": {
             "steps": args.steps + 1, "prompts_per_step": args.prompts, "group_size": args.group,
-            "token_budget": args.budget, "logit_chunk": 8192, "lr": 1e-6,
+            "token_budget": args.budget, "logit_chunk": args.chunk, "lr": 1e-6, "moments": args.moments,
+            "checkpoint_activations": bool(args.lora),
         },
         "checkpoint": {"every": 1000},
         "algorithm": {"preset": "grpo"},
@@ -195,11 +205,24 @@ def main() -> None:
     parser.add_argument("--budget", type=int, default=16384, help="Tokens of a micro-batch.")
     parser.add_argument("--cache", type=float, default=12.0, help="GB of keys and values.")
     parser.add_argument("--workers", type=int, default=8, help="Processes that verify.")
-    parser.add_argument("--layers", type=int, default=28, help="Fewer: a quick trial, on a CPU too.")
+    parser.add_argument("--layers", type=int, help="Fewer: a quick trial, on a CPU too.")
+    parser.add_argument("--shape", choices=("1.5b", "8b", "32b"), default="1.5b")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK")
+    parser.add_argument("--moments", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--chunk", type=int, default=8192, help="Rows of logits at a time.")
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    policy = qwen_policy(device, layers=args.layers)
+    if args.shape == "1.5b":
+        policy = qwen_policy(device, layers=args.layers or 28)
+    else:
+        policy = (
+            large_policy(args.layers or 36, device) if args.shape == "8b" else huge_policy(args.layers or 64, device)
+        )
+    if args.lora:
+        adapted = add_lora(policy.model, ModelConfig(path="-", lora_rank=args.lora)).eval()
+        policy = Policy(adapted, None, policy.source)
+        policy.to(device)
     policy.tokenizer = word_tokenizer(policy.vocabulary)
     fuse(policy.model, policy.device, policy.dtype)
     watch = Watch(args.steps)

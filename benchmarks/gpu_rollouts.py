@@ -55,10 +55,21 @@ def large_policy(layers: int = 36, device: str = "cuda", dtype: torch.dtype = to
     return _policy(config, device, dtype, "qwen3-8b shape")
 
 
-def mixture_policy(layers: int = 48, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Policy:
+def huge_policy(layers: int = 64, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Policy:
+    config = Qwen2Config(
+        vocab_size=152064, hidden_size=5120, num_hidden_layers=layers, num_attention_heads=40, num_key_value_heads=8,
+        intermediate_size=27648, max_position_embeddings=32768, tie_word_embeddings=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    return _policy(config, device, dtype, "qwen2.5-32b shape")
+
+
+def mixture_policy(
+    layers: int = 48, device: str = "cuda", dtype: torch.dtype = torch.bfloat16, experts: int = 128
+) -> Policy:
     config = Qwen3MoeConfig(
         vocab_size=151936, hidden_size=2048, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4,
-        head_dim=128, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+        head_dim=128, moe_intermediate_size=768, num_experts=experts, num_experts_per_tok=8, norm_topk_prob=True,
         max_position_embeddings=32768, rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )  # fmt: skip
     return _policy(config, device, dtype, "qwen3-30b-a3b shape")

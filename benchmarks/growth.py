@@ -1,13 +1,16 @@
 """How speed grows with batch, context and group size, and whether the bookkeeping stays flat with many rollouts.
 
     python benchmarks/growth.py [--device cpu] [--max-batch 256] [--max-context 4096] [--output docs/growth.png]
-    python benchmarks/growth.py --device cuda --model qwen --max-batch 512 --max-context 8192
+    python benchmarks/growth.py --device cuda --model qwen --max-batch 512 --max-context 32768 --tokens 64 --experts 128
+    python benchmarks/growth.py --from docs/gpu_growth.json --output docs/gpu_growth.png   # draw it again
 
 Tokens per second of the native engine: against the batch (1, 2, 4, … one-sample groups, 64-token prompts); against the
 context (one group of 8, answers of 32 tokens behind prompts of growing length; the prompt's own time is not counted);
 against the group size (as many sequences in all as the largest group, prompts of 256 tokens: what sharing a prompt is
 worth). Then 10³, 10⁴, 10⁵ rollouts of 16 tokens through the scheduler, the buffer and the journal, without a model:
-microseconds for each rollout, which must not grow. Prints tables and draws one PNG.
+microseconds for each rollout, which must not grow. Prints tables and draws one PNG. With `--experts`, 512 sequences of
+4 layers of the shape of Qwen3-30B-A3B as well, with 8, 16, … experts, of which a token takes 8. Dashed is what an H200
+allows (`gpu_rollouts.py`).
 
 `--model`: a short name, a folder or a hub id; `qwen` is a random model of the shape of Qwen2.5-1.5B.
 """
@@ -21,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from gpu_rollouts import qwen_policy
+from gpu_rollouts import Workload, floor, mixture_policy, qwen_policy
 
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
@@ -30,6 +33,7 @@ from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.scheduler import Scheduler
 from kitae.models.config import ModelConfig
+from kitae.models.fuse import fuse
 from kitae.models.load import load_policy, pick_device
 from kitae.observe.plots import load_pyplot
 from kitae.pipeline.buffer import Buffer, Harvest
@@ -63,6 +67,15 @@ class Speed:
             prompt = n - self.tokens
             alone = await self._seconds(groups=1, size=8, prompt=prompt, tokens=1)
             found[n] = 8 * (self.tokens - 1) / max(1e-9, await self._seconds(1, 8, prompt, self.tokens) - alone)
+        return found
+
+    def context_limit(self, longest: int) -> Curve:
+        found = {}
+        for n in doubled(128, longest):
+            prompt = (0,) * (n - self.tokens)
+            work: list[Workload] = [[(0, prompt, tokens)] * 8 for tokens in (self.tokens, 1)]
+            whole, alone = (floor(w, self.engine.policy) for w in work)
+            found[n] = 8 * (self.tokens - 1) / (whole - alone)
         return found
 
     async def by_group(self, largest: int) -> Curve:
@@ -176,6 +189,26 @@ def bookkeeping(largest: int) -> dict[str, Curve]:
     return {name: {n: run(n) / n * 1e6 for n in sizes} for name, run in parts.items() if sizes}
 
 
+LIMIT = ", limit"  # of the name of a curve: what the hardware allows
+
+
+async def by_experts(largest: int, tokens: int, memory_gb: float) -> dict[str, Curve]:
+    """512 sequences in groups of 8."""
+    rates: Curve = {}
+    limits: Curve = {}
+    work: Workload = [(i // 8, (0,) * 64, tokens) for i in range(512)]
+    for n in doubled(8, largest):
+        policy = mixture_policy(4, experts=n)
+        fuse(policy.model, policy.device, policy.dtype)
+        engine = NativeEngine(policy, EngineConfig(memory_gb=memory_gb, max_batch=512, prefill_tokens=4096))
+        rates[n] = 512 * tokens / await Speed(engine, tokens, 2)._seconds(64, 8, 64, tokens)
+        limits[n] = 512 * tokens / floor(work, policy)
+        await engine.close()
+        del engine, policy
+        torch.cuda.empty_cache()
+    return {"experts": rates, "experts" + LIMIT: limits}
+
+
 async def speeds(arguments: argparse.Namespace) -> dict[str, Curve]:
     device = pick_device(arguments.device)
     policy = (
@@ -193,9 +226,17 @@ async def speeds(arguments: argparse.Namespace) -> dict[str, Curve]:
     print_table("tok/s against the batch", found["batch"])
     found["context"] = await speed.by_context(context)
     print_table("tok/s against the context, 8 sequences", found["context"])
+    if device.type == "cuda":
+        found["context" + LIMIT] = speed.context_limit(context)
     found["group size"] = await speed.by_group(arguments.max_group)
     print_table(f"tok/s against the group size, {arguments.max_group} sequences", found["group size"])
     await engine.close()
+    if arguments.experts:
+        del engine, policy, speed
+        torch.cuda.empty_cache()
+        found |= await by_experts(arguments.experts, arguments.tokens, arguments.memory_gb)
+        for name in ("experts", "experts" + LIMIT):
+            print_table(f"tok/s of 512 sequences against the number of {name}", found[name])
     return found
 
 
@@ -206,9 +247,12 @@ def print_table(title: str, curve: Curve) -> None:
 
 def draw(rates: dict[str, Curve], costs: dict[str, Curve], title: str, target: Path) -> None:
     pyplot = load_pyplot()
-    figure, axes = pyplot.subplots(1, len(rates) + bool(costs), figsize=(14, 3.5), constrained_layout=True)
-    for axis, (name, curve) in zip(axes, rates.items(), strict=False):
+    plain = {name: curve for name, curve in rates.items() if not name.endswith(LIMIT)}
+    figure, axes = pyplot.subplots(1, len(plain) + bool(costs), figsize=(14, 3.5), constrained_layout=True)
+    for axis, (name, curve) in zip(axes, plain.items(), strict=False):
         axis.plot(list(curve), list(curve.values()), "o-")
+        if limit := rates.get(name + LIMIT):
+            axis.plot(list(limit), list(limit.values()), "--", color="0.6")
         axis.set(xscale="log", xlabel=name, title=f"tokens per second, {name}")
         axis.set_xticks(list(curve)[::2], [f"{x:,}" for x in list(curve)[::2]])
     for name, curve in costs.items():
@@ -234,20 +278,28 @@ def main() -> None:
     parser.add_argument("--memory-gb", type=float, default=2.0)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--rollouts", type=int, default=100_000, help="Most rollouts of the bookkeeping part; 0: none.")
+    parser.add_argument("--experts", type=int, default=0, help="Most experts of a mixture; on a GPU.")
+    parser.add_argument("--from", dest="kept", type=Path, metavar="JSON", help="Draw what --json has kept.")
     parser.add_argument("--no-speed", action="store_true", help="Only the bookkeeping.")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--output", type=Path, default=Path("growth.png"))
     arguments = parser.parse_args()
+    if arguments.kept:
+        kept = json.loads(arguments.kept.read_text())
+        curves = {name: {int(n): value for n, value in curve.items()} for name, curve in kept["rates"].items()}
+        draw(curves, {}, kept["title"], arguments.output)
+        return
     costs = bookkeeping(arguments.rollouts)
     for name, curve in costs.items():
         print_table(f"{name}: µs for a rollout, against the number of rollouts", curve)
     rates = {} if arguments.no_speed else asyncio.run(speeds(arguments))
+    device = pick_device(arguments.device)
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU cores"
+    title = f"{arguments.model} on {where}"
     if arguments.json:
-        arguments.json.write_text(json.dumps({**rates, "bookkeeping": costs}, indent=1))
+        arguments.json.write_text(json.dumps({"title": title, "rates": rates, "bookkeeping": costs}, indent=1) + "\n")
     if rates:
-        device = pick_device(arguments.device)
-        where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU cores"
-        draw(rates, costs, f"{arguments.model} on {where}", arguments.output)
+        draw(rates, costs, title, arguments.output)
 
 
 if __name__ == "__main__":

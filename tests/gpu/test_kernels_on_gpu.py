@@ -34,7 +34,7 @@ def test_norm_and_mlp(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 7, 16])
+@pytest.mark.parametrize("rows", [1, 7, 16, 17, 64])
 def test_products_of_a_few_rows(rows: int, dtype: torch.dtype) -> None:
     """The stream, products that norm what they read, and products that add to it; counters are zeros again."""
     from kitae.kernels.cuda import decoding, few
@@ -45,25 +45,28 @@ def test_products_of_a_few_rows(rows: int, dtype: torch.dtype) -> None:
     table, gain, weight, back = randn(50, 1000), randn(1000), randn(600, 1000) / 30, randn(1000, 300) / 17
     counters = torch.zeros(64, dtype=torch.int32, device="cuda")
     tokens = torch.randint(50, (rows,), device="cuda")
-    stream = few.embed(tokens, table, counters)
+    stream = few.embed(tokens, table, gain, counters)
     assert torch.equal(stream.rows, table[tokens])
     for _ in range(2):
         normed = decoding.rms_norm(stream.rows, None, gain, 1e-6)[1]
-        close(few.normed_product(stream, (gain, 1e-6), weight), normed @ weight.t(), dtype)
-        parts, kept = few.normed_parts(stream, (gain, 1e-6), weight)
+        close(few.normed_product(stream, 1e-6, weight), normed @ weight.t(), dtype)
+        parts, kept = few.normed_parts(stream, 1e-6, weight)
         close(kept, normed, dtype)
         close(parts.sum(0), normed @ weight.t(), dtype)
-        act = few.normed_product(stream, (gain, 1e-6), weight, gated=True)
+        act = few.normed_product(stream, 1e-6, weight, gated=True)
         close(act, decoding.swiglu(normed @ weight.t()), dtype)
         for splits in (1, 4):
             expected = stream.rows.float() + act.float() @ back.float().t()
-            few.add_product(stream, act, back, splits=splits)
+            gain = randn(1000)
+            few.add_product(stream, act, back, gain, splits=splits)
             close(stream.rows, expected, dtype)
+            close(stream.gained, stream.rows.float() * gain.float(), dtype)
             close(stream.squares.sum(-1), stream.rows.float().pow(2).sum(-1), torch.float32)
     parts = torch.randn(3, rows, 1000, device="cuda")
     expected = stream.rows.float() + parts.sum(0)
-    few.add_parts(stream, parts)
+    few.add_parts(stream, parts, gain)
     close(stream.rows, expected, dtype)
+    close(stream.gained, stream.rows.float() * gain.float(), dtype)
     close(stream.squares.sum(-1), stream.rows.float().pow(2).sum(-1), torch.float32)
     assert not counters.any()
 
@@ -76,8 +79,8 @@ def test_the_sum_of_parts_does_not_depend_on_who_comes_last() -> None:
     x, weight = (torch.randn(shape, device="cuda").bfloat16() for shape in ((5, 8960), (1536, 8960)))
     found = []
     for _ in range(30):
-        stream = few.embed(torch.arange(5, device="cuda"), table, counters)
-        few.add_product(stream, x, weight)
+        stream = few.embed(torch.arange(5, device="cuda"), table, table[0], counters)
+        few.add_product(stream, x, weight, table[0])
         found.append(stream.rows)
     assert all(torch.equal(rows, found[0]) for rows in found)
 

@@ -29,7 +29,7 @@ from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.fused import FusedDecoder
 from kitae.engines.native.runner import ModelRunner, Result, require_finite
 from kitae.engines.native.scheduler import Admission
-from kitae.kernels.cuda import decoding, few, paged, training
+from kitae.kernels.cuda import decoding, paged, training
 from kitae.kernels.exact.attention import Reach
 from kitae.kernels.transfer import send
 from kitae.models.logprobs import HeadTransform
@@ -262,7 +262,7 @@ class _Step:
             context = _PagedAttention(cache, table, lengths_B, slots_B, stored=runner.decoder is not None)
         logits, write = runner.logits[:batch], runner.writer(*places)
         plain = policy.transform == HeadTransform() and not policy.exact and getattr(policy.head, "bias", None) is None
-        if runner.decoder is not None and plain and runner.decoder.multipliers == (1.0, 1.0) and batch <= few.MOST:
+        if runner.decoder is not None and plain and batch <= runner.decoder.few_rows:
             runner.decoder.logits_of_few(
                 tokens_B, positions_B, slots_B, table, lengths_B, policy.head.weight, logits, write
             )

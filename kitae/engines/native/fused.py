@@ -158,33 +158,43 @@ class FusedDecoder:
                 pending = torch.mm(decoding.swiglu(torch.mm(normed, layer.gate_up.t())), layer.down.t())
         return decoding.rms_norm(x, pending, *self.norm, each)[1]
 
+    @property
+    def few_rows(self) -> int:
+        """Up to how many rows `logits_of_few` is used; 0 where it does not compute what the model needs."""
+        from kitae.kernels.cuda import few
+
+        if self.multipliers != (1.0, 1.0):
+            return 0
+        return 16 if any(layer.choice is not None for layer in self.layers) else few.MOST
+
     def logits_of_few(
         self, tokens_B: Tensor, positions_B: Tensor, slots_B: Tensor, table: Tensor, lengths_B: Tensor, head: Tensor,
         logits: Tensor, hear: Hear | None = None,
     ) -> None:  # fmt: skip
-        """Logits of one new token for each of at most `few.MOST` sequences, over their pages. No multipliers.
+        """Logits of one new token for each of at most `few_rows` sequences, over their pages.
 
         What `hidden` and a product with the weight of the head compute, in fewer kernels.
         """
         from kitae.kernels.cuda import few, paged
 
-        stream = few.embed(tokens_B, self.embedding, self._counters)
-        for i, layer in enumerate(self.layers):
+        gains = [layer.before_attention for layer in self.layers[1:]] + [self.norm[0]]
+        stream = few.embed(tokens_B, self.embedding, self.layers[0].before_attention, self._counters)
+        for i, (layer, gain) in enumerate(zip(self.layers, gains, strict=True)):
             keys, values, how = self.cache.keys[i], self.cache.values[i], layer.attention
-            qkv = few.normed_product(stream, (layer.before_attention, layer.eps[0]), layer.qkv)
+            qkv = few.normed_product(stream, layer.eps[0], layer.qkv)
             mixed = paged.turn_and_attend(
                 qkv, layer.qkv_bias, layer.norms, self.cos, self.sin, positions_B, slots_B,
                 (keys.numbers, keys.scales), (values.numbers, values.scales), self.heads, table, lengths_B,
                 self._counters, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks,
             )  # fmt: skip
-            few.add_product(stream, mixed, layer.out)
-            norm = layer.before_mlp, layer.eps[1]
+            few.add_product(stream, mixed, layer.out, layer.before_mlp)
             if layer.choice is None:
-                few.add_product(stream, few.normed_product(stream, norm, layer.gate_up, gated=True), layer.down)
+                act = few.normed_product(stream, layer.eps[1], layer.gate_up, gated=True)
+                few.add_product(stream, act, layer.down, gain)
             else:
-                parts, normed = few.normed_parts(stream, norm, layer.choice.weight)
-                few.add_parts(stream, _mix(layer, layer.choice, normed, parts, hear))
-        few.normed_product(stream, self.norm, head, out=logits)
+                parts, normed = few.normed_parts(stream, layer.eps[1], layer.choice.weight)
+                few.add_parts(stream, _mix(layer, layer.choice, normed, parts, hear), gain)
+        few.normed_product(stream, self.norm[1], head, out=logits)
 
 
 def _mix(layer: _Layer, choice: _Choice, x_TH: Tensor, logits: Tensor, hear: Hear | None) -> Tensor:

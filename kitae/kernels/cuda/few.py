@@ -1,10 +1,12 @@
 """Triton kernels of a decoding step of a few rows, where time goes to the number of kernels as much as to reading.
 
-The residual stream is kept with the sums of squares of its blocks of columns, so every product norms its input itself.
-A product that is split writes parts; the program that comes last adds them up, in their order, so results do not
-depend on who that is. With attention that rotates its rows (`paged`) a dense layer is five kernels, not nine. Each
-rounds where those of `decoding` round. The number of rows is no part of a kernel: it is built once. Legend as there; K
-is the width of the input of a product, N of its output.
+The residual stream is kept with the sums of squares of its blocks of columns, and times the gain of the norm that comes
+next: a norm is then a factor of each row of a product, and no kernel of its own. It is rounded once, where the Hugging
+Face module rounds twice. Products have the columns of a weight as the rows of their tiles, so that tensor cores take a
+weight from where the copy left it, and the few rows are the narrow side. A product that is split writes parts; the
+program that comes last adds them up, in their order, so results do not depend on who that is. With attention that
+rotates its rows (`paged`) a dense layer is five kernels, not nine. A kernel is built for up to 16, 32 or 64 rows.
+Legend as in `decoding`; K is the width of the input of a product, N of its output.
 """
 
 from dataclasses import dataclass
@@ -14,18 +16,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST = 16  # rows: those of one tile
-_BLOCK = 32  # columns of the stream whose squares are added up together
+MOST = 64  # rows: beyond, cuBLAS is faster
+_BLOCK = 64  # columns of the stream whose squares are added up together
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Rows `[T, H]` to which every layer adds, and the sums of their squares in blocks, `[T, blocks]` in fp32.
+    """Rows `[T, H]` to which every layer adds; times the gain of the next norm; the sums of their squares in blocks,
+    `[T, blocks]` in fp32.
 
     counters: zeros, in which programs count who has come; they leave zeros.
     """
 
     rows: Tensor
+    gained: Tensor
     squares: Tensor
     counters: Tensor
 
@@ -35,10 +39,11 @@ class Stream:
 
 @triton.jit(do_not_specialize=["rows"])
 def _enter(
-    tokens, table, parts, rows_out, squares, rows, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Rows of the stream, and the sums of their squares. PARTS = 0: from the table of embeddings; else the parts are
-    added to what is there.
+    tokens, table, parts, gain, rows_out, gained, squares, rows,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows of the stream, times the gain, and the sums of their squares. PARTS = 0: from the table of embeddings; else
+    the parts are added to what is there.
 
     Grid (rows, blocks of BLOCK columns).
     """
@@ -57,26 +62,29 @@ def _enter(
         value = (value + total.to(kind).to(tl.float32)).to(kind)
     tl.store(rows_out + row * WIDTH + column, value, mask=mask)
     exact = value.to(tl.float32)
+    factor = tl.load(gain + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(gained + row * WIDTH + column, (exact * factor).to(kind), mask=mask)
     tl.store(squares + row * tl.num_programs(1) + block, tl.sum(exact * exact, 0))
 
 
-def embed(tokens: Tensor, table: Tensor, counters: Tensor) -> Stream:
-    """The stream of tokens `[T]` before the first layer."""
+def embed(tokens: Tensor, table: Tensor, gain: Tensor, counters: Tensor) -> Stream:
+    """The stream of tokens `[T]` before the first layer; gain: of its first norm."""
     count, width = len(tokens), table.shape[1]
-    rows = torch.empty(count, width, dtype=table.dtype, device=table.device)
+    rows, gained = (torch.empty(count, width, dtype=table.dtype, device=table.device) for _ in range(2))
     squares = torch.empty(count, triton.cdiv(width, _BLOCK), dtype=torch.float32, device=table.device)
     _enter[(count, squares.shape[1])](
-        tokens, table, rows, rows, squares, count, WIDTH=width, PARTS=0, BLOCK=_BLOCK, num_warps=1
+        tokens, table, rows, gain, rows, gained, squares, count, WIDTH=width, PARTS=0, BLOCK=_BLOCK, num_warps=1
     )
-    return Stream(rows, squares, counters)
+    return Stream(rows, gained, squares, counters)
 
 
-def add_parts(stream: Stream, parts: Tensor) -> None:
-    """Add `[parts, T, H]`, in place."""
+def add_parts(stream: Stream, parts: Tensor, gain: Tensor) -> None:
+    """Add `[parts, T, H]`, in place; gain: of the next norm."""
     rows, squares = stream.rows, stream.squares
     _enter[(len(rows), squares.shape[1])](
-        rows, rows, parts, rows, squares, len(rows), WIDTH=rows.shape[1], PARTS=len(parts), BLOCK=_BLOCK, num_warps=1
-    )
+        rows, rows, parts, gain, rows, stream.gained, squares, len(rows), WIDTH=rows.shape[1], PARTS=len(parts),
+        BLOCK=_BLOCK, num_warps=1,
+    )  # fmt: skip
 
 
 # Products
@@ -84,129 +92,142 @@ def add_parts(stream: Stream, parts: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["rows"])
 def _normed_product(
-    x, squares, gain, weight, out, normed, rows, N, eps,
-    K: tl.constexpr, BLOCKS: tl.constexpr, SQUARES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr, GATED: tl.constexpr, KEPT: tl.constexpr,
+    x, squares, weight, out, normed, rows, N, eps,
+    K: tl.constexpr, BLOCKS: tl.constexpr, SQUARES: tl.constexpr, R: tl.constexpr, HEIGHT: tl.constexpr,
+    BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """out = norm(x) @ weight.T; GATED: swiglu of the product with both halves of the weight. KEPT: norm(x) is written.
 
-    Grid (blocks of BLOCK_N columns, SPLITS). A tile of 16 rows; the norm of what it reads is made on the way. A program
-    adds up its share of K; with SPLITS > 1 the shares stay apart, `[SPLITS, rows, N]`.
+    Grid (blocks of columns, SPLITS). A tile has HEIGHT rows of the weight, half of them of each half if GATED, and R
+    rows of x, which are times the gain already. A program adds up its share of K; with SPLITS > 1 the shares stay
+    apart, `[SPLITS, rows, N]`.
     """
+    COLUMNS: tl.constexpr = HEIGHT // 2 if GATED else HEIGHT
     split = tl.program_id(1)
     share = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.arange(0, 16)
+    row = tl.arange(0, R)
     real = row < rows
     kind = x.dtype.element_ty
     block = tl.arange(0, SQUARES)
     size = tl.load(squares + row[:, None] * BLOCKS + block[None, :], mask=real[:, None] & (block < BLOCKS)[None, :],
                    other=0.0)  # fmt: skip
     scale = tl.rsqrt(tl.sum(size, 1) / K + eps)
-    total = tl.zeros([16, BLOCK_N], tl.float32)
-    total_up = tl.zeros([16, BLOCK_N], tl.float32)
+    index = tl.arange(0, HEIGHT)
+    column = tl.program_id(0) * COLUMNS + index % COLUMNS
+    line = weight + (index // COLUMNS * N + column).to(tl.int64)[:, None] * K
+    total = tl.zeros([HEIGHT, R], tl.float32)
     for start in range(split * share, tl.minimum(K, split * share + share), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
-        inside = (column < N)[:, None] & (k < K)[None, :]
-        line = column.to(tl.int64)[:, None] * K + k[None, :]
-        w = tl.load(weight + line, mask=inside, other=0.0)
-        value = tl.load(x + row[:, None] * K + k[None, :], mask=real[:, None] & (k < K)[None, :], other=0.0)
-        value = (value.to(tl.float32) * scale[:, None]).to(kind).to(tl.float32)
-        a = (tl.load(gain + k, mask=k < K, other=0.0).to(tl.float32)[None, :] * value).to(kind)
+        w = tl.load(line + k[None, :], mask=(column < N)[:, None] & (k < K)[None, :], other=0.0)
+        a = tl.load(x + row[:, None] * K + k[None, :], mask=real[:, None] & (k < K)[None, :], other=0.0)
+        total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
         if KEPT:
             first = real & (tl.program_id(0) == 0)
-            tl.store(normed + row[:, None] * K + k[None, :], a, mask=first[:, None] & (k < K)[None, :])
-        total += tl.dot(a, tl.trans(w), input_precision="ieee")
-        if GATED:
-            up = tl.load(weight + N.to(tl.int64) * K + line, mask=inside, other=0.0)
-            total_up += tl.dot(a, tl.trans(up), input_precision="ieee")
+            value = (a.to(tl.float32) * scale[:, None]).to(kind)
+            tl.store(normed + row[:, None] * K + k[None, :], value, mask=first[:, None] & (k < K)[None, :])
+    total = tl.trans(total) * scale[:, None]
     if GATED:
-        gate = total.to(kind).to(tl.float32)
-        total = (gate * tl.sigmoid(gate)).to(kind).to(tl.float32) * total_up.to(kind).to(tl.float32)
+        gate, up = tl.split(tl.permute(tl.reshape(total, [R, 2, COLUMNS]), (0, 2, 1)))
+        gate = gate.to(kind).to(tl.float32)
+        total = (gate * tl.sigmoid(gate)).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     target = out + (split * rows + row)[:, None] * N + column[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=real[:, None] & (column < N)[None, :])
 
 
-def normed_product(
-    stream: Stream, norm: tuple[Tensor, float], weight: Tensor, *, gated: bool = False, out: Tensor | None = None
-) -> Tensor:
-    """`norm(x) @ weight.T`; gated: swiglu of the product's halves."""
-    x, (gain, eps) = stream.rows, norm
-    count, width = x.shape
-    n, blocks = weight.shape[0] // (2 if gated else 1), stream.squares.shape[1]
-    if out is None:
-        out = torch.empty(count, n, dtype=x.dtype, device=x.device)
-    # Many columns are limited by reading, few by the time of one block.
-    columns, depth, warps, stages = (32, 128, 2, 3) if gated else (128, 64, 4, 4) if n > 16384 else (16, 256, 4, 3)
-    _normed_product[(triton.cdiv(n, columns), 1)](
-        x, stream.squares, gain, weight, out, x, count, n, eps, K=width, BLOCKS=blocks,
-        SQUARES=triton.next_power_of_2(blocks), BLOCK_N=columns, BLOCK_K=depth, SPLITS=1, GATED=gated, KEPT=False,
-        num_warps=warps, num_stages=max(2, stages * 2 // x.element_size()),
-    )  # fmt: skip
-    return out
-
-
-def normed_parts(stream: Stream, norm: tuple[Tensor, float], weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`norm(x) @ weight.T` in fp32 parts `[parts, T, N]` that are still to be added, and `norm(x)`: for few columns."""
-    x, (gain, eps) = stream.rows, norm
-    count, width = x.shape
-    n, blocks, splits = weight.shape[0], stream.squares.shape[1], min(8, triton.cdiv(width, 256))
-    out = torch.empty(splits, count, n, dtype=torch.float32, device=x.device)
-    normed = torch.empty_like(x)
-    _normed_product[(triton.cdiv(n, 16), splits)](
-        x, stream.squares, gain, weight, out, normed, count, n, eps, K=width, BLOCKS=blocks,
-        SQUARES=triton.next_power_of_2(blocks), BLOCK_N=16, BLOCK_K=256, SPLITS=splits, GATED=False, KEPT=True,
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
-    return out, normed
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _add_product(
-    x, weight, parts, stream, squares, counters, rows, N,
-    K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    x, weight, gain, parts, stream, gained, squares, counters, rows, N,
+    K: tl.constexpr, R: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """stream += x @ weight.T, and the sums of squares of the stream.
+    """stream += x @ weight.T; the stream times the gain, and the sums of its squares.
 
-    Grid (blocks of BLOCK_N columns, SPLITS). A program adds up its share of K and writes it to `[SPLITS, rows, N]`. The
+    Grid (blocks of HEIGHT columns, SPLITS). A program adds up its share of K and writes it to `[SPLITS, rows, N]`. The
     last of a block of columns adds the shares, in their order.
     """
     block = tl.program_id(0)
     split = tl.program_id(1)
-    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.arange(0, 16)
+    column = block * HEIGHT + tl.arange(0, HEIGHT)
+    row = tl.arange(0, R)
     kind = stream.dtype.element_ty
     share = tl.cdiv(tl.cdiv(K, SPLITS), BLOCK_K) * BLOCK_K
-    total = tl.zeros([16, BLOCK_N], tl.float32)
+    total = tl.zeros([HEIGHT, R], tl.float32)
     for start in range(split * share, tl.minimum(K, split * share + share), BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         inside = (column < N)[:, None] & (k < K)[None, :]
         w = tl.load(weight + column.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0.0)
         a = tl.load(x + row[:, None] * K + k[None, :], mask=(row < rows)[:, None] & (k < K)[None, :], other=0.0)
-        total += tl.dot(a, tl.trans(w), input_precision="ieee")
+        total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
     mask = (row < rows)[:, None] & (column < N)[None, :]
     here = row[:, None] * N + column[None, :]
-    tl.store(parts + split * rows * N + here, total, mask=mask)
+    tl.store(parts + split * rows * N + here, tl.trans(total), mask=mask)
     tl.debug_barrier()  # all of this program's share is written before it is counted
     if tl.atomic_add(counters + block, 1, sem="acq_rel") == SPLITS - 1:
-        total = tl.zeros([16, BLOCK_N], tl.float32)
+        whole = tl.zeros([R, HEIGHT], tl.float32)
         for part in tl.static_range(SPLITS):
-            total += tl.load(parts + part * rows * N + here, mask=mask, other=0.0, cache_modifier=".cg")
+            whole += tl.load(parts + part * rows * N + here, mask=mask, other=0.0, cache_modifier=".cg")
         value = tl.load(stream + here, mask=mask, other=0.0).to(tl.float32)
-        value = (value + total.to(kind).to(tl.float32)).to(kind)
+        value = (value + whole.to(kind).to(tl.float32)).to(kind)
         tl.store(stream + here, value, mask=mask)
         exact = value.to(tl.float32)
+        factor = tl.load(gain + column, mask=column < N, other=0.0).to(tl.float32)
+        tl.store(gained + here, (exact * factor[None, :]).to(kind), mask=mask)
         tl.store(squares + row * tl.num_programs(0) + block, tl.sum(exact * exact, 1), mask=row < rows)
         tl.store(counters + block, 0)
 
 
-def add_product(stream: Stream, x: Tensor, weight: Tensor, *, splits: int | None = None) -> None:
-    """Add `x @ weight.T` to the stream, in place."""
+def normed_product(
+    stream: Stream, eps: float, weight: Tensor, *, gated: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """`norm(x) @ weight.T`; gated: swiglu of the product's halves."""
+    x = stream.gained
+    count, width = x.shape
+    n, blocks, high = weight.shape[0] // (2 if gated else 1), stream.squares.shape[1], _height(count)
+    if out is None:
+        out = torch.empty(count, n, dtype=x.dtype, device=x.device)
+    # Many columns are limited by reading, few by the time of one block.
+    if gated:
+        height, depth, warps, stages = (64, 128, 4, 3) if high == 16 else (64, 64, 4, 4)
+    elif n > 16384:
+        height, depth, warps, stages = (128, 128, 8, 3) if high == 16 else (64, 64, 4, 4)
+    else:
+        height, depth, warps, stages = (16, 128, 4, 6) if high < 64 else (16, 256, 4, 3)
+    _normed_product[(triton.cdiv(n, height // 2 if gated else height), 1)](
+        x, stream.squares, weight, out, x, count, n, eps, K=width, BLOCKS=blocks,
+        SQUARES=triton.next_power_of_2(blocks), R=high, HEIGHT=height, BLOCK_K=depth, SPLITS=1, GATED=gated,
+        KEPT=False, num_warps=warps, num_stages=max(2, stages * 2 // x.element_size()),
+    )  # fmt: skip
+    return out
+
+
+def normed_parts(stream: Stream, eps: float, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """`norm(x) @ weight.T` in fp32 parts `[parts, T, N]` that are still to be added, and `norm(x)`: for few columns."""
+    x = stream.gained
+    count, width = x.shape
+    n, blocks, splits = weight.shape[0], stream.squares.shape[1], min(8, triton.cdiv(width, 256))
+    out = torch.empty(splits, count, n, dtype=torch.float32, device=x.device)
+    normed = torch.empty_like(x)
+    _normed_product[(triton.cdiv(n, 16), splits)](
+        x, stream.squares, weight, out, normed, count, n, eps, K=width, BLOCKS=blocks,
+        SQUARES=triton.next_power_of_2(blocks), R=_height(count), HEIGHT=16, BLOCK_K=512 // x.element_size(),
+        SPLITS=splits, GATED=False, KEPT=True, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    return out, normed
+
+
+def add_product(stream: Stream, x: Tensor, weight: Tensor, gain: Tensor, *, splits: int | None = None) -> None:
+    """Add `x @ weight.T` to the stream, in place; gain: of the norm that comes next."""
     count, k = x.shape
     n, blocks = weight.shape[0], stream.squares.shape[1]
-    splits = splits or 1 << min(3, max(1, k // 384).bit_length() - 1)
+    splits = splits or max(1, min(128 // blocks, k // 512, 8))
     parts = torch.empty(splits, count, n, dtype=torch.float32, device=x.device)
     _add_product[(blocks, splits)](
-        x, weight, parts, stream.rows, stream.squares, stream.counters, count, n,
-        K=k, BLOCK_N=_BLOCK, BLOCK_K=128, SPLITS=splits, num_warps=4, num_stages=4,
+        x, weight, gain, parts, stream.rows, stream.gained, stream.squares, stream.counters, count, n,
+        K=k, R=_height(count), HEIGHT=_BLOCK, BLOCK_K=256 // x.element_size(), SPLITS=splits, num_warps=4,
+        num_stages=4 if x.element_size() == 2 else 3,
     )  # fmt: skip
+
+
+def _height(rows: int) -> int:
+    """Of the tile that takes these rows."""
+    return max(16, int(triton.next_power_of_2(rows)))

@@ -5,6 +5,7 @@ one kernel instead of three, which pays for a few sequences. Legend as in `decod
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -60,6 +61,21 @@ def over_pages(
 
 
 @triton.jit
+def _share(length, split, window, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+    """Tokens `[begin, end)` that a split sees, and the number of splits that see any, at least 1.
+
+    No kernel but a part of one.
+    """
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - window, 0) // BLOCK * BLOCK
+    share = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
+    begin = first + split * share
+    used = tl.maximum(tl.cdiv(length - first, tl.maximum(share, 1)), 1)
+    return begin, tl.minimum(length, begin + share), used
+
+
+@triton.jit
 def _attend(
     q, keys, values, key_scales, value_scales, table, lengths, sinks, out, part, stats, scale, softcap, window, q_row,
     table_row,
@@ -78,12 +94,7 @@ def _attend(
     head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(lengths + row)
-    first = 0
-    if WINDOW:
-        first = tl.maximum(length - window, 0) // BLOCK * BLOCK
-    share = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
-    begin = first + split * share
-    end = tl.minimum(length, begin + share)
+    begin, end, _used = _share(length, split, window, BLOCK, SPLITS, WINDOW)
     group = tl.arange(0, ROWS)
     lane = tl.arange(0, WIDTH)
     real = (group < G)[:, None] & (lane < D)[None, :]
@@ -130,7 +141,7 @@ def _combine(part, stats, out, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.
 def attend(
     q: Tensor, keys: Stored, values: Stored, table: Tensor, lengths: Tensor, *,
     scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    splits: int | None = None, block: int = 64,
+    splits: int | None = None, block: int | None = None,
 ) -> Tensor:  # fmt: skip
     """One query per row over the pages of its sequence: q `[B, Hq, D]` (rows may be strided) → `[B, Hq, D]`.
 
@@ -140,41 +151,50 @@ def attend(
     batch, heads, dim = q.shape
     _, kv_heads, page_size, _ = key_numbers.shape
     group = heads // kv_heads
-    if splits is None:
-        splits = _splits(batch * kv_heads)
+    width = max(16, triton.next_power_of_2(dim))
+    plan = _plan(batch * kv_heads, width * q.element_size(), q.device)
+    block, splits = block or plan.block, splits or plan.splits
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
     part, stats = out, out
     if splits > 1:
         part = torch.empty(batch * heads * splits, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(batch * heads * splits, dtype=torch.float32, device=q.device)
-    width = max(16, triton.next_power_of_2(dim))
-    block, stages = _fit(block, width * q.element_size(), q.device)
     _attend[(batch, kv_heads, splits)](
         q, key_numbers, value_numbers, q if key_scales is None else key_scales,
         q if value_scales is None else value_scales, table, lengths, q if sinks is None else sinks, out, part, stats,
         scale, softcap or 0.0, window or 0, q.stride(0), table.stride(0),
         HKV=kv_heads, G=group, ROWS=max(16, triton.next_power_of_2(group)), D=dim, WIDTH=width, PAGE=page_size,
         BLOCK=block, SPLITS=splits, SOFTCAP=softcap is not None, WINDOW=window is not None, SINKS=sinks is not None,
-        BITS8=key_scales is not None, num_stages=stages,
+        BITS8=key_scales is not None, num_stages=plan.stages,
     )  # fmt: skip
     if splits > 1:
         _combine[(batch * heads,)](part, stats, out, D=dim, WIDTH=width, SPLITS=splits, num_warps=2)
     return out
 
 
-def _splits(pairs: int) -> int:
-    """Of each pair of a sequence and a key head, so that every multiprocessor has work."""
-    return max(1, min(16, int(triton.next_power_of_2(triton.cdiv(512, pairs)))))
+class _Plan(NamedTuple):
+    """Tokens in a block, splits of a sequence, and stages.
+
+    Keys are found by way of the table, so Triton takes three stages to have one block in flight, and two more for
+    another.
+    """
+
+    block: int
+    splits: int
+    stages: int
 
 
 @functools.cache
-def _fit(block: int, row_bytes: int, device: torch.device) -> tuple[int, int]:
-    """Tokens in a block and blocks in flight, such that their keys and values fit into shared memory."""
+def _plan(pairs: int, row_bytes: int, device: torch.device) -> _Plan:
+    """For pairs of a sequence and a key head: every multiprocessor has two programs, whose blocks fit into it."""
+    splits = max(1, min(16, int(triton.next_power_of_2(triton.cdiv(256, pairs)))))
     if device.type != "cuda":
-        return block, 1
+        return _Plan(64, splits, 1)
     limit = 0.9 * getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 96 * 1024)
-    choices = [(block, 3), (block, 2), (block // 2, 2), (16, 2), (16, 1)]
-    return next((c for c in choices if 2 * c[0] * row_bytes * c[1] <= limit and c[0] >= 16), choices[-1])
+    wished = (32, 5) if pairs <= 16 else (64, 5) if pairs <= 256 else (64, 3)
+    choices = [wished, (wished[0], 3), (32, 3), (16, 3), (16, 2)]
+    block, stages = next((c for c in choices if c[0] * row_bytes * (c[1] - 1) <= limit), choices[-1])
+    return _Plan(block, splits, stages)
 
 
 # Queries and keys as a product left them
@@ -291,15 +311,9 @@ def _turn_and_attend(
     head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(lengths + row)
-    first = 0
-    if WINDOW:
-        first = tl.maximum(length - window, 0) // BLOCK * BLOCK
-    share = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
-    used = tl.maximum(tl.cdiv(length - first, tl.maximum(share, 1)), 1)
+    begin, end, used = _share(length, split, window, BLOCK, SPLITS, WINDOW)
     if split >= used:
         return
-    begin = first + split * share
-    end = tl.minimum(length, begin + share)
     group = tl.arange(0, ROWS)
     lane = tl.arange(0, WIDTH)
     real = (group < G)[:, None] & (lane < D)[None, :]
@@ -355,24 +369,23 @@ def turn_and_attend(
     qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor, float] | None, cos: Tensor, sin: Tensor,
     positions: Tensor, slots: Tensor, keys: Stored, values: Stored, heads: int, table: Tensor, lengths: Tensor,
     counters: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, splits: int | None = None, block: int = 64,
+    sinks: Tensor | None = None, splits: int | None = None, block: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Rows `[B, (Hq + 2 Hkv) · D]` as a product left them → `[B, Hq · D]`; new keys and values go to their slots.
 
     What `decoding.rotate_and_store` and `attend` do one after the other, but qkv stays as it is. counters: a zero for
-    each pair of a sequence and a key head, if those are split (fewer than 512); zeros again afterwards.
+    each pair of a sequence and a key head, if those are split (fewer than 256); zeros again afterwards.
     """
     (key_numbers, key_scales), (value_numbers, value_scales) = keys, values
     batch = qkv.shape[0]
     _, kv_heads, page_size, dim = key_numbers.shape
-    if splits is None:
-        splits = _splits(batch * kv_heads)
+    width = max(16, triton.next_power_of_2(dim))
+    plan = _plan(batch * kv_heads, width * qkv.element_size(), qkv.device)
+    block, splits = block or plan.block, splits or plan.splits
     out = torch.empty(batch, heads * dim, dtype=qkv.dtype, device=qkv.device)
     part = torch.empty(batch * heads * splits, dim, dtype=torch.float32, device=qkv.device)
     stats = torch.empty(batch * heads * splits, dtype=torch.float32, device=qkv.device)
     q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
-    width = max(16, triton.next_power_of_2(dim))
-    block, stages = _fit(block, width * qkv.element_size(), qkv.device)
     _turn_and_attend[(batch, kv_heads, splits)](
         qkv, qkv if bias is None else bias, q_norm, k_norm, cos, sin, positions, slots, key_numbers, value_numbers,
         qkv if key_scales is None else key_scales, qkv if value_scales is None else value_scales, table, lengths,
@@ -381,6 +394,6 @@ def turn_and_attend(
         HQ=heads, HKV=kv_heads, G=heads // kv_heads, ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), D=dim,
         WIDTH=width, PAGE=page_size, BLOCK=block, SPLITS=splits, BIAS=bias is not None, NORM=norms is not None,
         SOFTCAP=softcap is not None, WINDOW=window is not None, SINKS=sinks is not None,
-        BITS8=key_scales is not None, num_stages=stages,
+        BITS8=key_scales is not None, num_stages=plan.stages,
     )  # fmt: skip
     return out
