@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from gpu_rollouts import FLOPS, huge_policy, large_policy, qwen_policy
-from gpu_training import operations
+from gpu_training import operations, shape_of
 
 from kitae.config.load import parse_config
 from kitae.config.root import RLConfig
@@ -46,6 +46,7 @@ from kitae.pipeline.prepare import make_episodes, make_pool
 from kitae.pipeline.weight_sync import WeightSync
 from kitae.store.checkpoint import Frontier
 from kitae.store.run import RunStore
+from kitae.study.footprint import batch_tokens, hold
 from kitae.trainer.base import Batch
 from kitae.trainer.start import local_trainer, make_learner
 from kitae.types import Message, Prompt, Sample
@@ -245,6 +246,9 @@ def main() -> None:
     print(f"best: sampling {last['generated_tokens'] / best['generate']:,.0f} tok/s; training {tokens / train:,.0f}"
           f" tok/s, {work / train / FLOPS:.1%} of {FLOPS / 1e12:.0f} TFLOP/s; "
           f"gap of log-probs {last['logp_gap']:.4f}")  # fmt: skip
+    parts = hold(config, shape_of(policy), policy.device, policy.dtype, batch_tokens(config, 128, args.tokens))
+    size = sum(parts.values()) - parts["libraries"]
+    print(f"predicted peak {size / 2**30:.1f} GiB: {', '.join(f'{n} {b / 2**30:.1f}' for n, b in parts.items() if b)}")
     if args.plot:
         draw(splits, f"GRPO step, {title}, {name}", args.plot)
 

@@ -95,15 +95,18 @@ def operations(samples: Sequence[Sample], policy: Policy, config: TrainingConfig
     return tokens, total
 
 
+def shape_of(policy: Policy) -> ModelShape:
+    told = policy.base.config
+    parameters = sum(p.numel() for name, p in policy.base.named_parameters() if "lora_" not in name)
+    sizes = (told.hidden_size, told.intermediate_size, policy.layers, told.vocab_size)
+    return ModelShape(parameters, *sizes, policy.heads, policy.kv_heads, policy.head_dim, told.model_type)
+
+
 def predicted(policy: Policy, config: TrainingConfig, tokens: int) -> float:
     """Bytes of training alone: without the cache of an engine, and what CUDA takes for itself."""
-    told = policy.base.config
-    parameters = sum(p.numel() for p in policy.base.parameters())
-    sizes = (told.hidden_size, told.intermediate_size, policy.layers, told.vocab_size)
-    shape = ModelShape(parameters, *sizes, policy.heads, policy.kv_heads, policy.head_dim, told.model_type)
     run = parse_config({"data": {"task": "sort"}, "training": config.model_dump()})
     assert isinstance(run, RLConfig)
-    parts = hold(run, shape, policy.device, policy.dtype, tokens)
+    parts = hold(run, shape_of(policy), policy.device, policy.dtype, tokens)
     return sum(size for name, size in parts.items() if name not in ("cache", "libraries"))
 
 
