@@ -123,8 +123,8 @@ def test_attention_that_turns_its_rows_itself(dtype: torch.dtype, splits: int, h
     close(got.view_as(expected)[:3], expected[:3], dtype)
     assert not got[3].any() and not counters.any()
     for (numbers, scales), side in zip(stored, (one, other), strict=True):
-        # Sums in another order may round to the neighbour.
-        off = {"atol": 1.0, "rtol": 0.0} if eight_bits else {"atol": 1e-2, "rtol": 2**-7}
+        # Sums in another order may round to the neighbour; in 8 bits, a number and its scale.
+        off = {"atol": 2.0, "rtol": 0.0} if eight_bits else {"atol": 1e-2, "rtol": 2**-7}
         torch.testing.assert_close(numbers[:120].float(), side.numbers[:120].float(), **off)
         if scales is not None and side.scales is not None:
             torch.testing.assert_close(scales[:120], side.scales[:120], atol=0, rtol=1e-2)
