@@ -2,16 +2,21 @@
 
     python benchmarks/rollouts.py [--prompts 32] [--group 8] [--tokens 64] [--repeats 2] [--skip-plain] [--skip-peer]
     python benchmarks/rollouts.py --batches 1,2,4,8,16,32,64 [--tokens 64]
+    make .venv-servers/vllm/.installed && python benchmarks/rollouts.py --vllm-python .venv-servers/vllm/bin/python
 
 Same model (SmolLM2-135M in the dtype Kitae would choose), same prompts, every response exactly `tokens` long, sampled
 at temperature 1 with the log-prob of each token. Prints tokens per second and the ratio; and the share of the floor:
 the time of the matrix products alone at this batch, with weights packed by oneDNN through torch, measured between the
-repeats. `--batches` compares groups of one sample at each batch size instead.
+repeats. `--batches` compares groups of one sample at each batch size instead. With `--vllm-python`, vLLM's build for
+CPUs samples the same, in a process of its own that is bound to all cores (`peers/vllm_rollouts.py`).
 """
 
 import argparse
 import asyncio
 import json
+import os
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -62,10 +67,8 @@ def run_kitae(prompts: list[tuple[int, ...]], group: int, tokens: int, fast: boo
 
 @torch.inference_mode()
 def matmul_floor(batch: int, repeats: int = 5) -> float:
-    """Tokens per second if a step were its matrix products alone, on weights packed by oneDNN; 0 where that is not."""
-    policy = load_policy(ModelConfig(fuse=False))
-    if policy.dtype != torch.bfloat16 or policy.device.type != "cpu":
-        return 0.0
+    """Tokens per second if a step were its matrix products alone, on weights packed by oneDNN."""
+    policy = load_policy(ModelConfig(fuse=False, device="cpu"))
     layer: Any = policy.decoder.layers[0]  # type: ignore[attr-defined]
     attn, mlp = layer.self_attn, layer.mlp
     together = [[attn.q_proj, attn.k_proj, attn.v_proj], [attn.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
@@ -73,9 +76,9 @@ def matmul_floor(batch: int, repeats: int = 5) -> float:
     # Each layer has weights of its own, as in the model: they do not all stay in the caches.
     products = [shape for _ in range(policy.layers) for shape in shapes] + [tuple(policy.head.weight.shape)]
     packed = [
-        torch.ops.mkldnn._reorder_linear_weight(torch.randn(shape).bfloat16(), batch) for shape in products
+        torch.ops.mkldnn._reorder_linear_weight(torch.randn(shape).to(policy.dtype), batch) for shape in products
     ]  # fmt: skip
-    rows = {depth: torch.randn(batch, depth).bfloat16() for _, depth in products}
+    rows = {depth: torch.randn(batch, depth).to(policy.dtype) for _, depth in products}
 
     def step() -> float:
         began = clock()
@@ -106,6 +109,25 @@ def run_generate(prompts: list[tuple[int, ...]], group: int, tokens: int, repeat
     return rates
 
 
+def run_vllm(python: str, prompts: list[tuple[int, ...]], group: int, tokens: int, repeats: int) -> list[float]:
+    dtype = str(load_policy(ModelConfig()).dtype).removeprefix("torch.")
+    cores = sorted(os.sched_getaffinity(0))
+    bound = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}-{cores[-1]}"}
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "prompts.json"
+        rows.write_text(json.dumps(prompts))
+        script = Path(__file__).parent / "peers" / "vllm_rollouts.py"
+        sizes = [str(n) for n in (group, tokens, repeats)]
+        done = subprocess.run(
+            [python, str(script), str(find_model("smollm2-135m")), str(rows), *sizes, dtype],
+            env={**os.environ, **bound}, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"vLLM ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    rates: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
+    return rates
+
+
 def compare_batches(sizes: list[int], args: argparse.Namespace) -> None:
     tokenizer = load_policy(ModelConfig()).tokenizer
     print("| batch | Kitae tok/s | generate tok/s | ratio |\n|---|---|---|---|")
@@ -125,6 +147,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--skip-peer", action="store_true")
     parser.add_argument("--skip-plain", action="store_true", help="Leave out the engine without compiled kernels.")
+    parser.add_argument("--vllm-python", metavar="PYTHON", help="An interpreter that has vLLM's build for CPUs.")
     parser.add_argument("--batches", help="Batch sizes to compare one by one, such as 1,2,4,8.")
     parser.add_argument(
         "--processor-time", action="store_true", help="Tokens per processor second, on one thread: for a busy machine."
@@ -146,15 +169,15 @@ def main() -> None:
         rates["kitae, plain torch"] = run_kitae(prompts, args.group, args.tokens, False, args.repeats)
     if not args.skip_peer:
         rates["transformers generate"] = run_generate(prompts, args.group, args.tokens, args.repeats)
+    if args.vllm_python:
+        rates["vLLM"] = run_vllm(args.vllm_python, prompts, args.group, args.tokens, args.repeats)
     floor = max(matmul_floor(args.prompts * args.group) for _ in range(args.repeats))
     base = max(rates.get("transformers generate", [0.0])) or None
     print(f"{args.prompts} prompts × {args.group} samples × {args.tokens} tokens, {torch.get_num_threads()} threads")
     for name, values in rates.items():
         ratio = f"{max(values) / base:5.2f} ×" if base else ""
-        share = f"  {max(values) / floor:4.0%} of the floor" if floor else ""
-        print(f"  {name:24} {max(values):7.0f} tok/s  {ratio}{share}")
-    if floor:
-        print(f"  {'matrix products alone':24} {floor:7.0f} tok/s")
+        print(f"  {name:24} {max(values):7.0f} tok/s  {ratio}  {max(values) / floor:4.0%} of the floor")
+    print(f"  {'matrix products alone':24} {floor:7.0f} tok/s")
     if args.json:
         args.json.write_text(json.dumps(rates))
 
