@@ -3,7 +3,7 @@
     python benchmarks/memory.py [--recipe sort] [--device cpu] [--variants plain,lora] [--set model.path=…]
 
 Each variant is a run of two steps in a process of its own: the largest resident memory of that process on a CPU, the
-most that tensors took on a GPU. The batches are large enough to fill a row of `training.token_budget` tokens.
+most that tensors took on a GPU, where what CUDA takes for itself is left out. The batches are large enough to fill a row of `training.token_budget` tokens.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def predict(recipe: str, settings: list[str]) -> dict[str, float]:
     assert isinstance(config, RLConfig)
     memory = estimate(config).memory
     assert memory is not None, "the model must be here"
-    return memory.parts
+    return {name: size for name, size in memory.parts.items() if name != "libraries" or config.model.device == "cpu"}
 
 
 def measure(recipe: str, settings: list[str], device: str) -> float:
