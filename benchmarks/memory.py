@@ -3,7 +3,8 @@
     python benchmarks/memory.py [--recipe sort] [--device cpu] [--variants plain,lora] [--set model.path=…]
 
 Each variant is a run of two steps in a process of its own: the largest resident memory of that process on a CPU, the
-most that tensors took on a GPU, where what CUDA takes for itself is left out. The batches are large enough to fill a row of `training.token_budget` tokens.
+most that tensors took on a GPU, where what CUDA takes for itself is left out. The batches are large enough to fill a
+row of `training.token_budget` tokens.
 """
 
 import argparse
