@@ -114,17 +114,17 @@ def run_vllm(python: str, prompts: list[tuple[int, ...]], group: int, tokens: in
     cores = sorted(os.sched_getaffinity(0))
     bound = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}-{cores[-1]}"}
     with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder) / "prompts.json"
+        rows, target = Path(folder) / "prompts.json", Path(folder) / "rates.json"
         rows.write_text(json.dumps(prompts))
         script = Path(__file__).parent / "peers" / "vllm_rollouts.py"
         sizes = [str(n) for n in (group, tokens, repeats)]
         done = subprocess.run(
-            [python, str(script), str(find_model("smollm2-135m")), str(rows), *sizes, dtype],
+            [python, str(script), str(find_model("smollm2-135m")), str(rows), *sizes, dtype, str(target)],
             env={**os.environ, **bound}, capture_output=True, text=True, check=False,
         )  # fmt: skip
-    if done.returncode:
-        raise SystemExit(f"vLLM ended with {done.returncode}:\n{done.stderr[-3000:]}")
-    rates: list[float] = json.loads(done.stdout.strip().splitlines()[-1])
+        if done.returncode:
+            raise SystemExit(f"vLLM ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        rates: list[float] = json.loads(target.read_text())
     return rates
 
 

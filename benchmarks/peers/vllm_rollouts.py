@@ -1,8 +1,8 @@
 """Tokens per second of vLLM's build for CPUs on prompts that another program made; run by `rollouts.py --vllm-python`.
 
-    python vllm_rollouts.py MODEL PROMPTS.json GROUP TOKENS REPEATS DTYPE
+    python vllm_rollouts.py MODEL PROMPTS.json GROUP TOKENS REPEATS DTYPE RATES.json
 
-Prints one JSON list. Every response is exactly TOKENS long, sampled at temperature 1 with the log-prob of each token.
+Writes one list. Every response is exactly TOKENS long, sampled at temperature 1 with the log-prob of each token.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 def main() -> None:
     from vllm import LLM, SamplingParams
 
-    model, prompts, group, tokens, repeats, dtype = sys.argv[1:]
+    model, prompts, group, tokens, repeats, dtype, target = sys.argv[1:]
     rows = json.loads(Path(prompts).read_text())
     longest = max(map(len, rows)) + int(tokens) + 1
     llm = LLM(
@@ -33,7 +33,7 @@ def main() -> None:
         made = [len(output.token_ids) for answer in done for output in answer.outputs]
         assert len(made) == len(rows) * int(group) and set(made) == {int(tokens)}
         rates.append(sum(made) / seconds)
-    print(json.dumps(rates[1:]))
+    Path(target).write_text(json.dumps(rates[1:]))
 
 
 if __name__ == "__main__":
