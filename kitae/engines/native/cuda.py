@@ -262,7 +262,7 @@ class _Step:
             context = _PagedAttention(cache, table, lengths_B, slots_B, stored=runner.decoder is not None)
         logits, write = runner.logits[:batch], runner.writer(*places)
         plain = policy.transform == HeadTransform() and not policy.exact and getattr(policy.head, "bias", None) is None
-        if runner.decoder is not None and plain and runner.decoder.multipliers == (1.0, 1.0) and batch <= few.MOST:
+        if runner.decoder is not None and plain and runner.decoder.few_rows and batch <= few.MOST:
             runner.decoder.logits_of_few(
                 tokens_B, positions_B, slots_B, table, lengths_B, policy.head.weight, logits, write
             )
