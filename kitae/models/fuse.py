@@ -215,8 +215,9 @@ def halves_of(layer: Any) -> Halves | None:
 def is_known_layer(layer: Any) -> bool:
     """Of the kinds that the fused decoder has kernels for: `is_llama_layer`, with adapters, and what is like it.
 
-    There may be norms of what attention and MLP return, a bias after attention, GELU for SiLU, experts, norms of
-    queries and keys over all heads, and norms that add 1 to their weight. What it computes besides, a probe must tell.
+    There may be norms of what attention and MLP return, a bias after attention, GELU for SiLU, experts (also those of
+    gpt-oss), norms of queries and keys over all heads, and norms that add 1 to their weight. What it computes besides,
+    a probe must tell.
     """
     halves = halves_of(layer) if {"self_attn", "mlp"} <= _children(layer) else None
     if halves is None or any(norm_of(getattr(layer, name)) is None for name in halves if name):
@@ -233,7 +234,7 @@ def is_known_layer(layer: Any) -> bool:
         and len({m.bias is None for m in linear[:3]}) == 1
         and all(norm_of(norm) is not None for norm in norms)
         and len(norms) in (0, 2)
-        and (_is_gated(mlp, adapted=True, gelu=True) or _is_mixture(mlp))
+        and (_is_gated(mlp, adapted=True, gelu=True) or _is_mixture(mlp) or is_limited_mixture(mlp))
     )
 
 
@@ -271,6 +272,15 @@ def _is_mixture(mlp: Any) -> bool:
         return False
     weights = [{name for name, _ in part.named_parameters()} for part in (mlp.gate, mlp.experts)]
     return weights == [{"weight"}, {"gate_up_proj", "down_proj"}] and _is_silu(getattr(mlp.experts, "act_fn", None))
+
+
+def is_limited_mixture(mlp: Any) -> bool:
+    """Experts and router as gpt-oss has them: both with biases, gate and up in turn, and limits for them."""
+    if _children(mlp) != {"router", "experts"} or not is_router(mlp.router):
+        return False
+    router, experts = ({name for name, _ in part.named_parameters()} for part in (mlp.router, mlp.experts))
+    weights = {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
+    return router == {"weight", "bias"} and experts == weights and {"alpha", "limit"} <= vars(mlp.experts).keys()
 
 
 def _children(module: Any) -> set[str]:

@@ -253,6 +253,35 @@ def test_products_of_experts(tokens: int, count: int, top: int, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "count", "top"), [(1, 4, 2), (3, 32, 4), (40, 4, 2), (700, 5, 3), (3000, 16, 4)])
+def test_products_of_limited_experts(tokens: int, count: int, top: int, dtype: torch.dtype) -> None:
+    """Those of gpt-oss, by its own function for what is gated, which reaches its limits here."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    from kitae.kernels.cuda import experts
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=DEVICE).to(dtype)
+
+    class Own:
+        alpha, limit = 1.702, 1.5
+
+    width, inner = 200, 144
+    x, gate_up, down = randn(tokens, width), randn(count, width, 2 * inner) / 8, randn(count, inner, width) / 12
+    limited = experts.Limited(randn(count, 2 * inner), randn(count, width), Own.alpha, Own.limit)
+    logits = randn(tokens, count)
+    logits[:, 1] = -30
+    gates, chosen = experts.route(logits, top, True, dtype)
+    expected = torch.zeros(top, tokens, width, device=DEVICE)
+    for expert in range(count):
+        token, slot = (chosen == expert).nonzero(as_tuple=True)
+        both = x[token] @ gate_up[expert] + limited.gate_up_bias[expert]
+        made = GptOssExperts._apply_gate(Own, both) @ down[expert] + limited.down_bias[expert]
+        expected[slot, token] = made.float() * gates[token, slot, None]
+    close(experts.mix(x, gates, chosen, gate_up, down, limited), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("how", ["plain", "window", "softcap", "sinks"])
 @pytest.mark.parametrize("eight_bits", [False, True])

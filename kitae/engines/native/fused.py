@@ -4,7 +4,7 @@ Covered: RMSNorm before attention and MLP, rotary, grouped queries, optional bia
 gated SiLU MLP (Llama, Mistral, Qwen2, Qwen3, SmolLM2, …) or experts of that kind (Mixtral, Qwen3-MoE); the multipliers
 of Granite; weights that a model keeps as one (Phi-3). Norms of what attention and MLP return, beside those before them
 or in their place, norms that add 1 to their weight, GELU, and rotary with a base for each kind of layer (Gemma, OLMo 2
-and 3).
+and 3) or in some layers only (SmolLM3, EXAONE 4); norms over all heads (OLMoE); the experts of gpt-oss.
 `FusedDecoder.of` returns None for anything else, and for a model whose own forward pass does not agree with this one on
 a probe.
 
@@ -44,12 +44,14 @@ Hear = Callable[[int, Tensor], None]  # (number among the layers that mix expert
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """How a layer chooses experts; number: among those that do."""
+    """How a layer chooses experts; number: among those that do. limited: what those of gpt-oss have besides."""
 
     number: int
     weight: Tensor
+    bias: Tensor | None
     top_k: int
     renormalise: bool
+    limited: tuple[Tensor, Tensor, float, float] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +184,8 @@ class FusedDecoder:
             pending = _product(mixed.reshape(len(x), -1), layer.out, layer.out_bias)
             x, normed = decoding.add_and_norm(x, pending, layer.after[0], layer.second, each)
             if layer.choice is not None:
-                pending = _mix(layer, layer.choice, normed, torch.mm(normed, layer.choice.weight.t()), hear)
+                logits = _product(normed, layer.choice.weight, layer.choice.bias)
+                pending = _mix(layer, layer.choice, normed, logits, hear)
             else:
                 gated = decoding.swiglu(torch.mm(normed, layer.gate_up.t()), gelu=layer.gelu)
                 pending = torch.mm(gated, layer.down.t())
@@ -225,7 +228,8 @@ def _mix(layer: _Layer, choice: _Choice, x_TH: Tensor, logits: Tensor, hear: Hea
     gates_TK, experts_TK = experts.route(logits, choice.top_k, choice.renormalise, x_TH.dtype)
     if hear is not None:
         hear(choice.number, experts_TK)
-    return experts.mix(x_TH, gates_TK, experts_TK, layer.gate_up, layer.down)
+    limited = None if choice.limited is None else experts.Limited(*choice.limited)
+    return experts.mix(x_TH, gates_TK, experts_TK, layer.gate_up, layer.down, limited)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -262,10 +266,7 @@ def _layer(layer: Any, how: AttentionCall, turn: tuple[Tensor, Tensor], mixing: 
     """mixing: how many layers before this one mix experts."""
     attn, mlp, halves = layer.self_attn, layer.mlp, fuse.halves_of(layer)
     assert halves is not None, type(layer)
-    choice = None
-    if hasattr(mlp, "experts"):
-        router = mlp.gate
-        choice = _Choice(mixing, router.weight, int(router.top_k), bool(getattr(router, "norm_topk_prob", True)))
+    choice = _choice(mlp, mixing) if hasattr(mlp, "experts") else None
     qkv = [attn.qkv_proj] if hasattr(attn, "qkv_proj") else [attn.q_proj, attn.k_proj, attn.v_proj]
     gate_up = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [getattr(mlp, n, None) for n in _GATE_UP]
     norms, rule = None, Rule.EARLY
@@ -292,6 +293,21 @@ def _layer(layer: Any, how: AttentionCall, turn: tuple[Tensor, Tensor], mixing: 
     )
 
 
+def _choice(mlp: Any, mixing: int) -> _Choice:
+    limited, experts = None, mlp.experts
+    router = mlp.router if hasattr(mlp, "router") else mlp.gate
+    if fuse.is_limited_mixture(mlp):
+        limited = experts.gate_up_proj_bias, experts.down_proj_bias, float(experts.alpha), float(experts.limit)
+    return _Choice(
+        number=mixing,
+        weight=router.weight,
+        bias=getattr(router, "bias", None),
+        top_k=int(router.top_k),
+        renormalise=bool(getattr(router, "norm_topk_prob", True)),
+        limited=limited,
+    )
+
+
 def _norm(module: Any) -> Norm:
     found = fuse.norm_of(module)
     assert found is not None, type(module)
@@ -312,6 +328,8 @@ def _turns(policy: Policy, reach: int) -> list[tuple[Tensor, Tensor]]:
         if key not in made:
             with torch.no_grad():
                 cos, sin = (part[0].contiguous() for part in decoder.rotary_emb(like, positions, *[kind] * by_kind))
+            if 2 * cos.shape[1] == policy.head_dim == 2 * len(getattr(decoder.rotary_emb, "inv_freq", ())):
+                cos, sin = (torch.cat((part, part), 1) for part in (cos, sin))  # gpt-oss does not write them twice
             made[key] = (cos, sin) if key[1] else (torch.ones_like(cos), torch.zeros_like(sin))
         found.append(made[key])
     return found
