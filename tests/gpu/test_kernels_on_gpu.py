@@ -36,6 +36,18 @@ def test_norm_and_mlp(dtype: torch.dtype) -> None:
     close(decoding.swiglu(both, gelu=True), by_gelu, dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.125, None), (1.0, 30.0), (0.3, 5.0)])
+def test_logits_are_transformed_in_place(scale: float, softcap: float | None, dtype: torch.dtype) -> None:
+    from kitae.kernels.cuda import decoding
+    from kitae.models.logprobs import HeadTransform
+
+    logits = 9 * torch.randn(7, 1001, device=DEVICE).to(dtype)
+    expected = HeadTransform(scale, softcap)(logits)
+    decoding.transform(logits, scale, softcap)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 2**-7)
+
+
 def made_norm(family: str, width: int, dtype: torch.dtype) -> torch.nn.Module:
     from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm

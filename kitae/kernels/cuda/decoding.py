@@ -290,6 +290,42 @@ def begin(state: Tensor, table: Tensor, page_size: int, trash: int) -> tuple[Ten
     return tokens, positions, slots, lengths
 
 
+# Logits
+
+
+@triton.jit
+def _transform(
+    logits, count, scale, softcap, inverse, BLOCK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr
+):  # fmt: skip
+    """logits = softcap * tanh(scale * logits / softcap), in place, rounded after each step as torch would do it.
+
+    Grid (blocks of BLOCK numbers). One read and one write of the logits of all rows, which are larger than all that a
+    layer writes, instead of four each.
+    """
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < count
+    kind = logits.dtype.element_ty
+    x = tl.load(logits + place, mask=mask, other=0.0).to(tl.float32)
+    if SCALED:
+        x = (x * scale).to(kind).to(tl.float32)
+    if CAPPED:
+        x = (x * inverse).to(kind).to(tl.float32)
+        x = (2.0 * tl.sigmoid(2.0 * x) - 1.0).to(kind).to(tl.float32) * softcap
+    tl.store(logits + place, x.to(kind), mask=mask)
+
+
+def transform(logits: Tensor, scale: float, softcap: float | None) -> None:
+    """What a model does to its logits after the head, in place."""
+    if scale == 1.0 and softcap is None:
+        return
+    assert logits.is_contiguous()
+    block, cap = 4096, softcap or 1.0
+    _transform[(triton.cdiv(logits.numel(), block),)](
+        logits, logits.numel(), scale, cap, 1.0 / cap,
+        BLOCK=block, SCALED=scale != 1.0, CAPPED=softcap is not None, num_warps=8,
+    )  # fmt: skip
+
+
 # Sampling: one pass over the logits, one uniform number per row
 
 
