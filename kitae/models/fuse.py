@@ -322,10 +322,12 @@ def _rule_of(kind: type[nn.Module]) -> Rule | None:
         try:
             module: Any = kind(64)
             module.weight = nn.Parameter(gain)
-            eps = getattr(module, "variance_epsilon", getattr(module, "eps", 0.0))
             found = module(x)
-        except (RuntimeError, TypeError, AttributeError):
+        except (RuntimeError, TypeError, ValueError, AttributeError):
             return None
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(eps, float):
+        return None
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     made = {

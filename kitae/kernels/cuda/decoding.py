@@ -253,7 +253,7 @@ def rotate_and_store(
         qkv if key_scales is None else key_scales, qkv if value_scales is None else value_scales, eps,
         HQ=heads, HKV=kv_heads, HEADS=count, D=dim, HALF=half, PAGE=page_size, BIAS=bias is not None,
         NORM=-1 if norms is None else int(rule), WIDE=wide, BITS8=key_scales is not None,
-        num_warps=8 if wide and count * half > 4096 else 4,
+        num_warps=min(16, max(4, count * half // 512)) if wide else 4,
     )  # fmt: skip
 
 
