@@ -85,11 +85,11 @@ def test_norms_of_each_family(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("tables", ["of the model", "in float32"])
 @pytest.mark.parametrize("heads", [(3, 2), (32, 32)])
 @pytest.mark.parametrize("family", ["llama", "olmo2", "gemma3"])
-@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(("wide", "pairs"), [(False, False), (True, False), (False, True)])
 def test_norms_and_rotary_of_queries_and_keys(
-    wide: bool, family: str, heads: tuple[int, int], tables: str, dtype: torch.dtype
+    wide: bool, pairs: bool, family: str, heads: tuple[int, int], tables: str, dtype: torch.dtype
 ) -> None:
-    """wide: one norm over all queries, and one over all keys."""
+    """wide: one norm over all queries, and one over all keys; pairs: rotary mixes neighbours."""
     from kitae.kernels.cuda import decoding
     from kitae.models.fuse import norm_of
 
@@ -104,15 +104,18 @@ def test_norms_and_rotary_of_queries_and_keys(
     q, k = (n(t.reshape(count, -1, len(n.weight))).view(count, -1, dim) for n, t in ((of_q, q), (of_k, k)))
 
     def turned(t: torch.Tensor) -> torch.Tensor:
+        if pairs:
+            t = torch.cat((t[..., ::2], t[..., 1::2]), -1)
         other = torch.cat((-t[..., dim // 2 :], t[..., : dim // 2]), -1)
-        return (t * cos[positions][:, None] + other * sin[positions][:, None]).to(dtype)
+        t = (t * cos[positions][:, None] + other * sin[positions][:, None]).to(dtype)
+        return torch.stack(t.chunk(2, -1), -1).flatten(-2) if pairs else t
 
     pages = [torch.zeros(4, hkv, page, dim, device=DEVICE, dtype=dtype) for _ in range(2)]
     norm, other = norm_of(of_q), norm_of(of_k)
     assert norm is not None and other is not None
     decoding.rotate_and_store(
         qkv, None, (norm.weight, other.weight, norm.eps), cos, sin, positions, slots, (pages[0], None),
-        (pages[1], None), hq, norm.rule,
+        (pages[1], None), hq, norm.rule, pairs,
     )  # fmt: skip
     got = qkv.view(count, -1, dim)
     close(got[:, :hq], turned(q), dtype)

@@ -4,7 +4,8 @@ Covered: RMSNorm before attention and MLP, rotary, grouped queries, optional bia
 gated SiLU MLP (Llama, Mistral, Qwen2, Qwen3, SmolLM2, …) or experts of that kind (Mixtral, Qwen3-MoE); the multipliers
 of Granite; weights that a model keeps as one (Phi-3). Norms of what attention and MLP return, beside those before them
 or in their place, norms that add 1 to their weight, GELU, and rotary with a base for each kind of layer (Gemma, OLMo 2
-and 3) or in some layers only (SmolLM3, EXAONE 4); norms over all heads (OLMoE); the experts of gpt-oss.
+and 3) or in some layers only (SmolLM3, EXAONE 4), or of neighbours (ERNIE 4.5, Helium); norms over all
+heads (OLMoE); the experts of gpt-oss.
 `FusedDecoder.of` returns None for anything else, and for a model whose own forward pass does not agree with this one on
 a probe.
 
@@ -18,6 +19,7 @@ changed.
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,11 +61,12 @@ class _Layer:
     """choice: None in a dense layer; else gate_up and down are those of all experts.
 
     first, second: the norms before attention and before the MLP; after: of what these return, before it is added.
-    norms: of queries and keys, by `rule`; turn: cos and sin of each position.
+    norms: of queries and keys, by `rule`; turn: cos and sin of each position; pairs: they mix neighbours, not halves.
     """
 
     attention: AttentionCall
     turn: tuple[Tensor, Tensor]
+    pairs: bool
     first: Norm | None
     qkv: Tensor
     qkv_bias: Tensor | None
@@ -175,7 +178,7 @@ class FusedDecoder:
             qkv = torch.mm(normed, layer.qkv.t())
             decoding.rotate_and_store(
                 qkv, layer.qkv_bias, layer.norms, *layer.turn, positions_T, slots_T,
-                (keys.numbers, keys.scales), (values.numbers, values.scales), self.heads, layer.rule,
+                (keys.numbers, keys.scales), (values.numbers, values.scales), self.heads, layer.rule, layer.pairs,
             )  # fmt: skip
             kv_heads, _, dim = keys.numbers.shape[1:]
             by_head = qkv.view(len(x), -1, dim).transpose(0, 1)
@@ -277,6 +280,7 @@ def _layer(layer: Any, how: AttentionCall, turn: tuple[Tensor, Tensor], mixing: 
     return _Layer(
         attention=how,
         turn=turn,
+        pairs=_mixes_pairs(attn),
         first=first,
         qkv=merged.weight(*qkv),
         qkv_bias=None if qkv[0].bias is None else lay_together([plain_part(m).bias for m in qkv]),
@@ -342,6 +346,12 @@ def _has_rotary(attention: Any) -> bool:
     return getattr(attention, "sliding_window", None) is None or bool(getattr(attention, "is_sliding", True))
 
 
+def _mixes_pairs(attention: Any) -> bool:
+    """Whether rotary mixes numbers 2 i and 2 i + 1 of a head, by the function that its module has for it."""
+    half = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
+    return half is not None and half(torch.arange(1, 5)).tolist() == [-2, 1, -4, 3]
+
+
 def _known(policy: Policy) -> bool:
     decoder: Any = policy.decoder
     if policy.head_dim % 2 or policy.heads % policy.kv_heads:
@@ -381,6 +391,8 @@ def is_plain(policy: Policy) -> bool:
 def _is_plain_layer(layer: Any, head_dim: int) -> bool:
     like_llama = fuse.is_llama_layer(layer, adapted=True) or fuse.is_mixture_layer(layer, adapted=True)
     if not (like_llama or fuse.is_packed_layer(layer)):
+        return False
+    if _mixes_pairs(layer.self_attn):
         return False
     of_heads = [_norm(getattr(layer.self_attn, n)) for n in ("q_norm", "k_norm") if hasattr(layer.self_attn, n)]
     before = [_norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)]

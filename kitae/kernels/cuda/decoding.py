@@ -147,12 +147,12 @@ def swiglu(both: Tensor, *, gelu: bool = False) -> Tensor:
 def _rotate_and_store(
     qkv, bias, q_norm, k_norm, cos, sin, positions, slots, keys, values, key_scales, value_scales, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, BITS8: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr, BITS8: tl.constexpr,
 ):  # fmt: skip
     """Bias, norm of queries and keys, rotary, all in place in a row of qkv; keys and values also into their slot.
 
     NORM: a `Rule`, -1: there is none; WIDE: one norm over all queries, and one over all keys, not one for each head.
-    Products with cos and sin are rounded to the type of those.
+    Products with cos and sin are rounded to the type of those. PAIRS: rotary mixes neighbours instead of halves.
 
     One program a row, with all heads `[HEADS, HALF]` twice: the lower and the upper half of each head, which rotary
     mixes. Four passes over the same few numbers become one, and the cache is written on the way; BITS8: in 8 bits, over
@@ -163,8 +163,10 @@ def _rotate_and_store(
     head = tl.arange(0, HEADS)[:, None]
     lane = tl.arange(0, HALF)[None, :]
     mask = (head < HQ + 2 * HKV) & (lane < D // 2)
-    low = head * D + lane
-    high = low + D // 2
+    near = lane * 2 if PAIRS else lane
+    STEP: tl.constexpr = 1 if PAIRS else D // 2
+    low = head * D + near
+    high = low + STEP
     line = qkv + row * (HQ + 2 * HKV) * D
     x = tl.load(line + low, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(line + high, mask=mask, other=0.0).to(tl.float32)
@@ -173,25 +175,25 @@ def _rotate_and_store(
         y = (y + tl.load(bias + high, mask=mask, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
     turns = head < HQ + HKV  # values are neither normed nor rotated
     if NORM >= 0:
-        near = lane < D // 2
-        own = near
-        q_at = lane
-        k_at = lane
+        of_q = lane < D // 2
+        of_k = of_q
+        own_q = q_norm
+        own_k = k_norm
         squares = tl.sum(x * x, 1) + tl.sum(y * y, 1)
         if WIDE:
             number = tl.arange(0, HEADS)
-            of_q = tl.sum(tl.where(number < HQ, squares, 0.0), 0) / HQ
-            of_k = tl.sum(tl.where((number >= HQ) & (number < HQ + HKV), squares, 0.0), 0) / HKV
-            squares = tl.where(number < HQ, of_q, of_k)
-            q_at = low
-            k_at = low - HQ * D
-            own = mask & (head < HQ)
-            near = mask & (head >= HQ) & turns
+            all_q = tl.sum(tl.where(number < HQ, squares, 0.0), 0) / HQ
+            all_k = tl.sum(tl.where((number >= HQ) & (number < HQ + HKV), squares, 0.0), 0) / HKV
+            squares = tl.where(number < HQ, all_q, all_k)
+            of_q = mask & (head < HQ)
+            of_k = mask & (head >= HQ) & turns
+            own_q = q_norm + head * D
+            own_k = k_norm + (head - HQ) * D
         scale = tl.rsqrt(squares / D + eps)[:, None]
-        gain_x = tl.where(head < HQ, tl.load(q_norm + q_at, mask=own, other=0.0).to(tl.float32),
-                          tl.load(k_norm + k_at, mask=near, other=0.0).to(tl.float32))  # fmt: skip
-        gain_y = tl.where(head < HQ, tl.load(q_norm + q_at + D // 2, mask=own, other=0.0).to(tl.float32),
-                          tl.load(k_norm + k_at + D // 2, mask=near, other=0.0).to(tl.float32))  # fmt: skip
+        gain_x = tl.where(head < HQ, tl.load(own_q + near, mask=of_q, other=0.0).to(tl.float32),
+                          tl.load(own_k + near, mask=of_k, other=0.0).to(tl.float32))  # fmt: skip
+        gain_y = tl.where(head < HQ, tl.load(own_q + near + STEP, mask=of_q, other=0.0).to(tl.float32),
+                          tl.load(own_k + near + STEP, mask=of_k, other=0.0).to(tl.float32))  # fmt: skip
         normed_x = x * scale
         normed_y = y * scale
         if NORM == 0:
@@ -227,20 +229,21 @@ def _rotate_and_store(
         new_y = tl.floor(exact_y / unit + 0.5)
     new_x = new_x.to(keys.dtype.element_ty)
     new_y = new_y.to(keys.dtype.element_ty)
-    tl.store(keys + key_place * D + lane, new_x, mask=is_key)
-    tl.store(keys + key_place * D + lane + D // 2, new_y, mask=is_key)
-    tl.store(values + value_place * D + lane, new_x, mask=is_value)
-    tl.store(values + value_place * D + lane + D // 2, new_y, mask=is_value)
+    tl.store(keys + key_place * D + near, new_x, mask=is_key)
+    tl.store(keys + key_place * D + near + STEP, new_y, mask=is_key)
+    tl.store(values + value_place * D + near, new_x, mask=is_value)
+    tl.store(values + value_place * D + near + STEP, new_y, mask=is_value)
 
 
 def rotate_and_store(
     qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor, float] | None, cos: Tensor, sin: Tensor,
     positions: Tensor, slots: Tensor, keys: Stored, values: Stored, heads: int, rule: Rule = Rule.EARLY,
+    pairs: bool = False,
 ) -> None:  # fmt: skip
     """Rows `[T, (Hq + 2 Hkv) · D]`, in place: bias, norm of queries and keys, rotary; then keys and values into pages.
 
     cos and sin `[positions, D]`; slots `[T]`: page · page_size + place in the page. Weights of norms are those of a
-    head, `[D]`, or of all heads together, `[Hq · D]` and `[Hkv · D]`.
+    head, `[D]`, or of all heads together, `[Hq · D]` and `[Hkv · D]`. pairs: rotary mixes neighbours, not halves.
     """
     (key_numbers, key_scales), (value_numbers, value_scales) = keys, values
     _, kv_heads, page_size, dim = key_numbers.shape
@@ -252,7 +255,7 @@ def rotate_and_store(
         qkv, qkv if bias is None else bias, q_norm, k_norm, cos, sin, positions, slots, key_numbers, value_numbers,
         qkv if key_scales is None else key_scales, qkv if value_scales is None else value_scales, eps,
         HQ=heads, HKV=kv_heads, HEADS=count, D=dim, HALF=half, PAGE=page_size, BIAS=bias is not None,
-        NORM=-1 if norms is None else int(rule), WIDE=wide, BITS8=key_scales is not None,
+        NORM=-1 if norms is None else int(rule), WIDE=wide, PAIRS=pairs, BITS8=key_scales is not None,
         num_warps=min(16, max(4, count * half // 512)) if wide else 4,
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ What the page docs/models.md says of each is read from it, and must be so.
 """
 
 import asyncio
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
+from kitae.engines.native.cpu import PackedDecoder
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.fused import _known, is_plain
 from kitae.errors import KitaeError
+from kitae.kernels.norms import Rule
 from kitae.models.config import ModelConfig
-from kitae.models.fuse import fuse
+from kitae.models.fuse import fuse, norm_of
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 
@@ -132,7 +135,19 @@ PLAIN = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "phi3", 
 @pytest.mark.parametrize("family", [name for name in RUN if ROWS[name][2] == "kernels"])
 def test_kernels_that_know_plain_layers_alone_get_no_others(family: str, made: Callable[[str], Path]) -> None:
     """Those of a few rows on a GPU; a compiled decoder on a CPU, which takes neither mixtures nor packed weights."""
-    assert is_plain(load(made(family), fused=False)) == (family in PLAIN)
+    policy = load(made(family), fused=False)
+    assert is_plain(policy) == (family in PLAIN)
+    assert family in PLAIN or not PackedDecoder.covers(policy)
+
+
+def test_what_a_norm_computes_is_found_by_trying() -> None:
+    rules = {"llama": Rule.EARLY, "olmo2": Rule.LATE, "gpt_oss": Rule.LATE, "gemma3": Rule.LATE_PLUS_ONE}
+    for family, rule in rules.items():
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        (name,) = (n for n in vars(module) if n.endswith("RMSNorm"))
+        norm = norm_of(vars(module)[name](8, eps=1e-3))
+        assert norm is not None and norm.rule == rule and norm.eps == 1e-3
+    assert norm_of(torch.nn.LayerNorm(8)) is None and norm_of(None) is None
 
 
 def test_no_fused_decoder_for_attention_that_reads_positions(made: Callable[[str], Path]) -> None:
