@@ -5,9 +5,9 @@
 
 A model of the shape of Qwen2.5-1.5B in bfloat16 with random weights: speed does not depend on their values. With
 `--mixture` the shape is that of Qwen3-30B-A3B: 128 experts, of which each token takes 8. With `--family` it is that of
-Gemma-2-2B, Gemma-3-1B, Granite-3.3-2B, Phi-3-mini, OLMo-2-1B, SmolLM3-3B, or of gpt-oss-20b with 8 layers; where every
-head has keys of its own (Phi-3, OLMo-2), 512 sequences need more than 24 GB of cache. Sampling at temperature 1, with
-the log-prob of every token. Workloads: `group`, 64 prompts of 128 tokens × 8 samples × 512 tokens;
+Gemma-2-2B, Gemma-3-1B, Granite-3.3-2B, Phi-3-mini, OLMo-2-1B, SmolLM3-3B, or of gpt-oss-20b with 8 layers; `group` is
+short of cache with 24 GB for some: Gemma-2 takes 30, OLMo-2 36, Phi-3 107. Sampling at temperature 1, with the log-prob
+of every token. Workloads: `group`, 64 prompts of 128 tokens × 8 samples × 512 tokens;
 `ragged`, the same prompts with log-normal response lengths from 16 to 2,048; `one`, a single sequence of 256 tokens.
 On request `8k`, 64 × 8 answers of 8,192 tokens, which need 120 GB of cache (`--memory-gb 60 --host-memory-gb 64`: what
 has no room waits in the memory of the host), `64x8k`, one for each prompt, `32k`, 16 answers of 32,000, and `16k`, one

@@ -348,7 +348,7 @@ def _has_rotary(attention: Any) -> bool:
 
 def _mixes_pairs(attention: Any) -> bool:
     """Whether rotary mixes numbers 2 i and 2 i + 1 of a head, by the function that its module has for it."""
-    half = getattr(sys.modules[type(attention).__module__], "rotate_half", None)
+    half = getattr(sys.modules.get(type(attention).__module__), "rotate_half", None)
     return half is not None and half(torch.arange(1, 5)).tolist() == [-2, 1, -4, 3]
 
 
