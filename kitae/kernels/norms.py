@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Rule(IntEnum):
+class NormRule(IntEnum):
     """How a row over its root mean square meets the weight."""
 
     EARLY = 0  # rounded, times the weight (Llama)
@@ -15,8 +15,8 @@ class Rule(IntEnum):
 
 
 class Norm(NamedTuple):
-    """`Norm(weight, 1e-6, Rule.EARLY)`, with a weight of `[H]`."""
+    """`Norm(weight, 1e-6, NormRule.EARLY)`, with a weight of `[H]`."""
 
     weight: Tensor
     eps: float
-    rule: Rule = Rule.EARLY
+    rule: NormRule = NormRule.EARLY

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kitae.kernels.base import LayerKernels, ModuleKernels
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.memory import lay_together
-from kitae.kernels.norms import Norm, Rule
+from kitae.kernels.norms import Norm, NormRule
 from kitae.models.attention import masked_attention
 from kitae.models.lora import plain_part
 from kitae.models.routing import is_router
@@ -312,7 +312,7 @@ def norm_of(module: Any) -> Norm | None:
 
 
 @functools.cache
-def _rule_of(kind: type[nn.Module]) -> Rule | None:
+def _rule_of(kind: type[nn.Module]) -> NormRule | None:
     """By trying: a small norm of this class in bfloat16 must give the same bits."""
     if not kind.__name__.endswith("RMSNorm"):
         return None
@@ -331,9 +331,9 @@ def _rule_of(kind: type[nn.Module]) -> Rule | None:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     made = {
-        Rule.EARLY: gain * wide.bfloat16(),
-        Rule.LATE: (gain * wide).bfloat16(),
-        Rule.LATE_PLUS_ONE: (wide * (1.0 + gain.float())).bfloat16(),
+        NormRule.EARLY: gain * wide.bfloat16(),
+        NormRule.LATE: (gain * wide).bfloat16(),
+        NormRule.LATE_PLUS_ONE: (wide * (1.0 + gain.float())).bfloat16(),
     }
     return next((rule for rule, expected in made.items() if torch.equal(found, expected)), None)
 

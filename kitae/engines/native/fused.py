@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from kitae.engines.native.cache import KVCache
 from kitae.kernels.memory import lay_together
-from kitae.kernels.norms import Norm, Rule
+from kitae.kernels.norms import Norm, NormRule
 from kitae.models import fuse
 from kitae.models.agreement import gap
 from kitae.models.attention import AttentionCall, AttentionContext, SelfAttention
@@ -71,7 +71,7 @@ class _Layer:
     qkv: Tensor
     qkv_bias: Tensor | None
     norms: tuple[Tensor, Tensor, float] | None
-    rule: Rule
+    rule: NormRule
     out: Tensor
     out_bias: Tensor | None
     after: tuple[Norm | None, Norm | None]
@@ -272,7 +272,7 @@ def _layer(layer: Any, how: AttentionCall, turn: tuple[Tensor, Tensor], mixing: 
     choice = _choice(mlp, mixing) if hasattr(mlp, "experts") else None
     qkv = [attn.qkv_proj] if hasattr(attn, "qkv_proj") else [attn.q_proj, attn.k_proj, attn.v_proj]
     gate_up = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [getattr(mlp, n, None) for n in _GATE_UP]
-    norms, rule = None, Rule.EARLY
+    norms, rule = None, NormRule.EARLY
     if hasattr(attn, "q_norm"):
         of_queries, of_keys = _norm(attn.q_norm), _norm(attn.k_norm)
         norms, rule = (of_queries.weight, of_keys.weight, of_queries.eps), of_queries.rule
@@ -381,7 +381,7 @@ def is_plain(policy: Policy) -> bool:
     turns = _turns(policy, 1)
     return (
         multipliers(policy) == (1.0, 1.0)
-        and _norm(decoder.norm).rule == Rule.EARLY
+        and _norm(decoder.norm).rule == NormRule.EARLY
         and all(_is_plain_layer(layer, policy.head_dim) for layer in decoder.layers)
         and all(turn is turns[0] for turn in turns)
         and turns[0][0].dtype == policy.dtype
@@ -396,7 +396,7 @@ def _is_plain_layer(layer: Any, head_dim: int) -> bool:
         return False
     of_heads = [_norm(getattr(layer.self_attn, n)) for n in ("q_norm", "k_norm") if hasattr(layer.self_attn, n)]
     before = [_norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)]
-    return all(n.rule == Rule.EARLY for n in before + of_heads) and all(len(n.weight) == head_dim for n in of_heads)
+    return all(n.rule == NormRule.EARLY for n in before + of_heads) and all(len(n.weight) == head_dim for n in of_heads)
 
 
 def _reads_positions(attention: Any) -> bool:

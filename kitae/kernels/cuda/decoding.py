@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kitae.kernels.norms import Norm, Rule
+from kitae.kernels.norms import Norm, NormRule
 
 Stored = tuple[Tensor, Tensor | None]  # keys, or values, in pages; if in 8 bits, the scale of each head of a token
 
@@ -34,7 +34,7 @@ COLUMNS = STOP + STOPS
 def normed(
     exact, weight, column, mask, eps, WIDTH: tl.constexpr, RULE: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """A row over its root mean square, times the weight: a `Rule` says what is rounded to KIND, and when.
+    """A row over its root mean square, times the weight: a `NormRule` says what is rounded to KIND, and when.
 
     A part of `_rms_norm`, which norms what is added as well as the sum.
     """
@@ -151,7 +151,7 @@ def _rotate_and_store(
 ):  # fmt: skip
     """Bias, norm of queries and keys, rotary, all in place in a row of qkv; keys and values also into their slot.
 
-    NORM: a `Rule`, -1: there is none; WIDE: one norm over all queries, and one over all keys, not one for each head.
+    NORM: a `NormRule`, -1: there is none; WIDE: one norm over all queries, and one over all keys, not one for each head.
     Products with cos and sin are rounded to the type of those. PAIRS: rotary mixes neighbours instead of halves.
 
     One program a row, with all heads `[HEADS, HALF]` twice: the lower and the upper half of each head, which rotary
@@ -237,7 +237,7 @@ def _rotate_and_store(
 
 def rotate_and_store(
     qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor, float] | None, cos: Tensor, sin: Tensor,
-    positions: Tensor, slots: Tensor, keys: Stored, values: Stored, heads: int, rule: Rule = Rule.EARLY,
+    positions: Tensor, slots: Tensor, keys: Stored, values: Stored, heads: int, rule: NormRule = NormRule.EARLY,
     pairs: bool = False,
 ) -> None:  # fmt: skip
     """Rows `[T, (Hq + 2 Hkv) · D]`, in place: bias, norm of queries and keys, rotary; then keys and values into pages.

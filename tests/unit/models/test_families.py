@@ -19,7 +19,7 @@ from kitae.engines.native.cpu import PackedDecoder
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.fused import _known, is_plain
 from kitae.errors import KitaeError
-from kitae.kernels.norms import Rule
+from kitae.kernels.norms import NormRule
 from kitae.models.config import ModelConfig
 from kitae.models.fuse import fuse, norm_of
 from kitae.models.load import load_policy
@@ -141,7 +141,12 @@ def test_kernels_that_know_plain_layers_alone_get_no_others(family: str, made: C
 
 
 def test_what_a_norm_computes_is_found_by_trying() -> None:
-    rules = {"llama": Rule.EARLY, "olmo2": Rule.LATE, "gpt_oss": Rule.LATE, "gemma3": Rule.LATE_PLUS_ONE}
+    rules = {
+        "llama": NormRule.EARLY,
+        "olmo2": NormRule.LATE,
+        "gpt_oss": NormRule.LATE,
+        "gemma3": NormRule.LATE_PLUS_ONE,
+    }
     for family, rule in rules.items():
         module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         (name,) = (n for n in vars(module) if n.endswith("RMSNorm"))
