@@ -151,7 +151,7 @@ def _rotate_and_store(
 ):  # fmt: skip
     """Bias, norm of queries and keys, rotary, all in place in a row of qkv; keys and values also into their slot.
 
-    NORM: a `NormRule`, -1: there is none; WIDE: one norm over all queries, and one over all keys, not one for each head.
+    NORM: a `NormRule`, -1: there is none; WIDE: one norm over all queries and one over all keys, not one a head.
     Products with cos and sin are rounded to the type of those. PAIRS: rotary mixes neighbours instead of halves.
 
     One program a row, with all heads `[HEADS, HALF]` twice: the lower and the upper half of each head, which rotary
