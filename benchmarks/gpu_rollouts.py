@@ -1,10 +1,13 @@
 """Rollout speed of the native engine on one GPU, against what the hardware allows.
 
     python benchmarks/gpu_rollouts.py [--path fused] [--profile] [--repeats 2] [--mixture --layers 8] [--lora 16]
+    python benchmarks/gpu_rollouts.py --family gemma2 [--memory-gb 80]
 
 A model of the shape of Qwen2.5-1.5B in bfloat16 with random weights: speed does not depend on their values. With
-`--mixture` the shape is that of Qwen3-30B-A3B: 128 experts, of which each token takes 8. Sampling at
-temperature 1, with the log-prob of every token. Workloads: `group`, 64 prompts of 128 tokens × 8 samples × 512 tokens;
+`--mixture` the shape is that of Qwen3-30B-A3B: 128 experts, of which each token takes 8. With `--family` it is that of
+Gemma-2-2B, Gemma-3-1B, Granite-3.3-2B, Phi-3-mini, OLMo-2-1B, SmolLM3-3B, or of gpt-oss-20b with 8 layers; `group` is
+short of cache with 24 GB for some: Gemma-2 takes 30, OLMo-2 36, Phi-3 107. Sampling at temperature 1, with the log-prob
+of every token. Workloads: `group`, 64 prompts of 128 tokens × 8 samples × 512 tokens;
 `ragged`, the same prompts with log-normal response lengths from 16 to 2,048; `one`, a single sequence of 256 tokens.
 On request `8k`, 64 × 8 answers of 8,192 tokens, which need 120 GB of cache (`--memory-gb 60 --host-memory-gb 64`: what
 has no room waits in the memory of the host), `64x8k`, one for each prompt, `32k`, 16 answers of 32,000, and `16k`, one
@@ -12,18 +15,21 @@ group of 8 with 16,000;
 `prompt4096`, `prompt16384` and `prompt32768`, one prompt of that length, whose tokens are counted, and two tokens.
 
 The floor is the time in which one step's matrix products can run at 774 TFLOP/s or their weights be read at 4.2 TB/s,
-whichever takes longer, plus the time to read keys and values: measured rates of an H200, see docs/performance.md. Of a
-mixture only experts that some token takes are read, as many as independent, even choices give.
+whichever takes longer, plus the time to read keys and values, those in the window where a layer has one: measured rates
+of an H200, see docs/performance.md. Of a mixture only experts that some token takes are read, as many as independent,
+even choices give.
 """
 
 import argparse
 import asyncio
+import math
 import random
 import time
+from collections import Counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
@@ -75,6 +81,55 @@ def mixture_policy(
     return _policy(config, device, dtype, "qwen3-30b-a3b shape")
 
 
+FAMILIES: dict[str, dict[str, Any]] = {  # by --family; what else they have is the default of transformers
+    "gemma2": {
+        "vocab_size": 256000, "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 9216, "max_position_embeddings": 8192,
+        "sliding_window": 4096, "query_pre_attn_scalar": 256, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
+    },
+    "gemma3": {
+        "vocab_size": 262144, "hidden_size": 1152, "num_hidden_layers": 26, "num_attention_heads": 4,
+        "num_key_value_heads": 1, "head_dim": 256, "intermediate_size": 6912, "max_position_embeddings": 32768,
+        "sliding_window": 512, "query_pre_attn_scalar": 256, "tie_word_embeddings": True,
+    },
+    "granite": {
+        "vocab_size": 49159, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 8192, "max_position_embeddings": 131072,
+        "embedding_multiplier": 12.0, "attention_multiplier": 0.015625, "residual_multiplier": 0.22,
+        "logits_scaling": 8.0, "tie_word_embeddings": True,
+    },
+    "phi3": {
+        "vocab_size": 32064, "hidden_size": 3072, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 32, "intermediate_size": 8192, "max_position_embeddings": 4096, "sliding_window": 2047,
+        "tie_word_embeddings": False,
+    },
+    "olmo2": {
+        "vocab_size": 100352, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "intermediate_size": 8192, "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    },
+    "smollm3": {
+        "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 36, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "intermediate_size": 11008, "max_position_embeddings": 65536,
+        "tie_word_embeddings": True,
+    },
+    "gpt_oss": {
+        "vocab_size": 201088, "hidden_size": 2880, "num_hidden_layers": 8, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880, "max_position_embeddings": 131072,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+def family_policy(
+    family: str, layers: int | None = None, device: str = "cuda", dtype: torch.dtype = torch.bfloat16
+) -> Policy:
+    shape = FAMILIES[family] | ({"num_hidden_layers": layers} if layers else {})
+    config = AutoConfig.for_model({"gemma3": "gemma3_text"}.get(family, family), **shape)
+    return _policy(config, device, dtype, f"{family} shape")
+
+
 def _policy(config: Any, device: str, dtype: torch.dtype, name: str) -> Policy:
     attention.register()
     with torch.device(device):
@@ -86,10 +141,10 @@ def _policy(config: Any, device: str, dtype: torch.dtype, name: str) -> Policy:
 Workload = list[tuple[int, tuple[int, ...], int]]  # prompt number, prompt, tokens wanted
 
 
-def workloads() -> dict[str, Workload]:
-    rng = random.Random(0)
-    prompts = [tuple(rng.randrange(1000, 150000) for _ in range(128)) for _ in range(64)]
-    long = tuple(rng.randrange(1000, 150000) for _ in range(32768))
+def workloads(vocabulary: int = 150000) -> dict[str, Workload]:
+    rng, top = random.Random(0), min(150000, vocabulary)
+    prompts = [tuple(rng.randrange(1000, top) for _ in range(128)) for _ in range(64)]
+    long = tuple(rng.randrange(1000, top) for _ in range(32768))
     lengths = [min(2048, max(16, int(rng.lognormvariate(5.8, 0.9)))) for _ in range(512)]
     return {
         "group": [(p, prompt, 512) for p, prompt in enumerate(prompts) for _ in range(8)],
@@ -111,17 +166,30 @@ def floor(work: Workload, policy: Policy) -> float:
     if not config.tie_word_embeddings:
         total -= embedding  # rows of it are looked up; if it is tied, it is the head as well
     mixed = sum(p.numel() for name, p in policy.base.named_parameters() if ".experts." in name)
-    taken = config.num_experts_per_tok / config.num_experts if mixed else 1.0
+    experts = getattr(config, "num_experts", getattr(config, "num_local_experts", 1))
+    taken = config.num_experts_per_tok / experts if mixed else 1.0
     active = total - mixed * (1 - taken)
-    per_token = 2 * policy.layers * policy.kv_heads * policy.head_dim * 2
+    reaches = windows(policy)
+    per_token = 2 * policy.kv_heads * policy.head_dim * 2  # of one layer
     unique = {p: len(prompt) for p, prompt, _ in work}
-    attended = 2 * policy.layers * policy.heads * policy.head_dim * sum(n * n for n in unique.values())
+    pairs = sum(n * min(w, n) - min(w, n) ** 2 / 2 for n in unique.values() for w in reaches)
+    attended = 4 * policy.heads * policy.head_dim * pairs
     seconds = (2 * (active - embedding) * sum(unique.values()) + attended) / FLOPS
     for step in range(1, max(n for *_, n in work)):  # the first token comes with the prompt
         seen = [len(prompt) + step for _, prompt, n in work if n > step]
         read = total - mixed * (1 - taken) ** len(seen)
-        seconds += max(2 * active * len(seen) / FLOPS, 2 * read / BYTES) + sum(seen) * per_token / BYTES
+        looked_at = sum(times * min(w, n) for w, times in Counter(reaches).items() for n in seen)
+        seconds += max(2 * active * len(seen) / FLOPS, 2 * read / BYTES) + looked_at * per_token / BYTES
     return seconds
+
+
+def windows(policy: Policy) -> list[float]:
+    """Of each layer, as many tokens as its attention may reach."""
+    positions = torch.arange(2, device=policy.device)
+    context = attention.SelfAttention(positions)
+    with torch.inference_mode():
+        policy.hidden(torch.zeros_like(positions), positions, context)
+    return [math.inf if asked.window is None else asked.window for asked in context.asked]
 
 
 async def run(engine: NativeEngine, work: Workload, name: str, tokens: int | None = None) -> float:
@@ -138,7 +206,8 @@ async def run(engine: NativeEngine, work: Workload, name: str, tokens: int | Non
 
 
 async def measure(policy: Policy, path: str, repeats: int, names: list[str], profile: bool, **settings: Any) -> None:
-    chosen = {name: work for name, work in workloads().items() if name in names}
+    known = workloads(policy.vocabulary)
+    chosen = {name: work for name, work in known.items() if name in names}
     began = time.perf_counter()
     config = EngineConfig.model_validate(
         {"max_batch": 512, "prefill_tokens": 8192, "fast": path != "plain", **settings}
@@ -146,8 +215,9 @@ async def measure(policy: Policy, path: str, repeats: int, names: list[str], pro
     engine = NativeEngine(policy, config)
     if path == "modules":
         engine.runner.decoder = None  # type: ignore[attr-defined]
-    await run(engine, workloads()["one"], "first", tokens=2)
-    print(f"first answer {time.perf_counter() - began:.1f} s after the engine was asked for")
+    await run(engine, known["one"], "first", tokens=2)
+    decoder = "modules" if getattr(engine.runner, "decoder", None) is None else "kernels"
+    print(f"first answer {time.perf_counter() - began:.1f} s after the engine was asked for; {decoder} decode")
     print(f"{'workload':11} {'tokens':>8} {'cold tok/s':>11} {'tok/s':>8} {'floor':>8} {'share':>6}")
     for name, work in chosen.items():
         tokens = sum(len(prompt) if name.startswith("prompt") else n for _, prompt, n in work)
@@ -205,13 +275,17 @@ def main() -> None:
     )
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--mixture", action="store_true")
+    parser.add_argument("--family", choices=tuple(FAMILIES), help="the shape of a model of this family")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--memory-gb", type=float, default=24.0, help="of the cache")
     parser.add_argument("--host-memory-gb", type=float, default=0.0)
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="of adapters on all layers")
     parser.add_argument("--unmerged", action="store_true", help="adapters stay beside their weights")
     args = parser.parse_args()
-    policy = mixture_policy(args.layers or 48) if args.mixture else qwen_policy(layers=args.layers or 28)
+    if args.family:
+        policy = family_policy(args.family, args.layers)
+    else:
+        policy = mixture_policy(args.layers or 48) if args.mixture else qwen_policy(layers=args.layers or 28)
     if args.lora:
         policy = Policy(add_lora(policy.model, ModelConfig(path="-", lora_rank=args.lora)).eval(), None, policy.source)
         policy.to("cuda")

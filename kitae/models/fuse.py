@@ -6,8 +6,9 @@ A module is replaced only after its own forward pass and the fused one agreed on
 norm that adds 1 to its weight, say) simply stays as it is. Parameters, names and saved models do not change.
 """
 
+import functools
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from kitae.kernels.base import LayerKernels, ModuleKernels
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.memory import lay_together
+from kitae.kernels.norms import Norm, NormRule
 from kitae.models.attention import masked_attention
 from kitae.models.lora import plain_part
 from kitae.models.routing import is_router
@@ -154,6 +156,7 @@ def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _NORMS = {"q_norm", "k_norm"}
+_DROPOUTS = {"resid_attn_dropout", "resid_mlp_dropout"}
 
 
 def is_llama_layer(layer: Any, *, adapted: bool = False) -> bool:
@@ -172,7 +175,7 @@ def is_mixture_layer(layer: Any, *, adapted: bool = False) -> bool:
 
 def is_packed_layer(layer: Any) -> bool:
     """As `is_llama_layer`, with one weight for q, k and v, and one for gate and up (Phi-3)."""
-    if _children(layer) - {"resid_attn_dropout", "resid_mlp_dropout"} != _LAYER:
+    if _children(layer) - _DROPOUTS != _LAYER:
         return False
     attn, mlp = layer.self_attn, layer.mlp
     if _children(attn) != {"qkv_proj", "o_proj"} or _children(mlp) != {"gate_up_proj", "down_proj", "activation_fn"}:
@@ -184,6 +187,54 @@ def is_packed_layer(layer: Any) -> bool:
         and all(m.bias is None for m in linear)
         and all(map(is_rms_norm, norms))
         and _is_silu(mlp.activation_fn)
+    )
+
+
+class Halves(NamedTuple):
+    """Names of the norms of a layer; None: there is no norm."""
+
+    before_attention: str | None
+    after_attention: str | None
+    before_mlp: str | None
+    after_mlp: str | None
+
+
+_HALVES = (
+    Halves("input_layernorm", None, "post_attention_layernorm", None),  # Llama
+    Halves("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    Halves(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),  # OLMo 2; above, Gemma 2
+)
+
+
+def halves_of(layer: Any) -> Halves | None:
+    """Which norms a decoder layer has, by their names; None: others than are known."""
+    names = _children(layer) - {"self_attn", "mlp"} - _DROPOUTS
+    return next((halves for halves in _HALVES if names == set(filter(None, halves))), None)
+
+
+def is_known_layer(layer: Any) -> bool:
+    """Of the kinds that the fused decoder has kernels for: `is_llama_layer`, with adapters, and what is like it.
+
+    There may be norms of what attention and MLP return, a bias after attention, GELU for SiLU, experts (also those of
+    gpt-oss), norms of queries and keys over all heads, and norms that add 1 to their weight. What it computes besides,
+    a probe must tell.
+    """
+    halves = halves_of(layer) if {"self_attn", "mlp"} <= _children(layer) else None
+    if halves is None or any(norm_of(getattr(layer, name)) is None for name in halves if name):
+        return False
+    attn, mlp = layer.self_attn, layer.mlp
+    if is_packed_layer(layer):
+        return True
+    if _children(attn) - _NORMS != {"q_proj", "k_proj", "v_proj", "o_proj"}:
+        return False
+    linear = [attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj]
+    norms = [getattr(attn, name) for name in _NORMS if hasattr(attn, name)]
+    return (
+        _are_linear(linear, adapted=True)
+        and len({m.bias is None for m in linear[:3]}) == 1
+        and all(norm_of(norm) is not None for norm in norms)
+        and len(norms) in (0, 2)
+        and (_is_gated(mlp, adapted=True, gelu=True) or _is_mixture(mlp) or is_limited_mixture(mlp))
     )
 
 
@@ -203,11 +254,13 @@ def _is_llama_but_for_mlp(layer: Any, adapted: bool) -> bool:
     )
 
 
-def _is_gated(mlp: Any, adapted: bool) -> bool:
+def _is_gated(mlp: Any, adapted: bool, *, gelu: bool = False) -> bool:
+    """gelu: that may be in the place of SiLU."""
     if _children(mlp) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return False
     linear = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    return _are_linear(linear, adapted) and all(m.bias is None for m in linear) and _is_silu(mlp.act_fn)
+    known = _is_silu(mlp.act_fn) or (gelu and is_gelu(mlp.act_fn))
+    return _are_linear(linear, adapted) and all(m.bias is None for m in linear) and known
 
 
 def _are_linear(modules: list[Any], adapted: bool) -> bool:
@@ -221,6 +274,15 @@ def _is_mixture(mlp: Any) -> bool:
     return weights == [{"weight"}, {"gate_up_proj", "down_proj"}] and _is_silu(getattr(mlp.experts, "act_fn", None))
 
 
+def is_limited_mixture(mlp: Any) -> bool:
+    """Experts and router as gpt-oss has them: both with biases, gate and up in turn, and limits for them."""
+    if _children(mlp) != {"router", "experts"} or not is_router(mlp.router):
+        return False
+    router, experts = ({name for name, _ in part.named_parameters()} for part in (mlp.router, mlp.experts))
+    weights = {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
+    return router == {"weight", "bias"} and experts == weights and {"alpha", "limit"} <= vars(mlp.experts).keys()
+
+
 def _children(module: Any) -> set[str]:
     return {name for name, _ in module.named_children()}
 
@@ -229,8 +291,51 @@ def _is_silu(function: Any) -> bool:
     return type(function).__name__ in ("SiLU", "SiLUActivation")
 
 
+def is_gelu(function: Any) -> bool:
+    """In its tanh form, as torch computes it."""
+    form = getattr(getattr(function, "act", None), "keywords", {})
+    return type(function).__name__ == "GELUTanh" and form == {"approximate": "tanh"}
+
+
 def is_rms_norm(module: Any) -> bool:
     return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
+
+
+def norm_of(module: Any) -> Norm | None:
+    """What a norm of a model computes, if it is one over the root mean square with a weight."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(eps, float) or not isinstance(getattr(module, "weight", None), Tensor):
+        return None
+    kind: Any = type(module)
+    rule = _rule_of(kind)
+    return None if rule is None else Norm(module.weight, eps, rule)
+
+
+@functools.cache
+def _rule_of(kind: type[nn.Module]) -> NormRule | None:
+    """By trying: a small norm of this class in bfloat16 must give the same bits."""
+    if not kind.__name__.endswith("RMSNorm"):
+        return None
+    with torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
+        x, gain = (torch.linspace(1, 9, n, dtype=torch.float32).sin().bfloat16() for n in (2048, 64))
+        x = x.view(32, 64)
+        try:
+            module: Any = kind(64)
+            module.weight = nn.Parameter(gain)
+            found = module(x)
+        except (RuntimeError, TypeError, ValueError, AttributeError):
+            return None
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if not isinstance(eps, float):
+        return None
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    made = {
+        NormRule.EARLY: gain * wide.bfloat16(),
+        NormRule.LATE: (gain * wide).bfloat16(),
+        NormRule.LATE_PLUS_ONE: (wide * (1.0 + gain.float())).bfloat16(),
+    }
+    return next((rule for rule, expected in made.items() if torch.equal(found, expected)), None)
 
 
 def _project(x: Tensor, modules: tuple[Any, ...], layers: LayerKernels | None) -> tuple[Tensor, ...]:

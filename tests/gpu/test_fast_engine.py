@@ -238,7 +238,7 @@ def test_the_joined_weights_train_and_save_as_before(tiny_policy: TinyPolicy, tm
         assert torch.equal(p, before[name].cpu()), name
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "qwen3_moe", "gpt_oss"])
 def test_8_bits_by_kernels_and_by_modules(architecture: str, tiny_policy: TinyPolicy) -> None:
     """Both read the same numbers and scales; a number on the border of two may be rounded otherwise."""
     policy, gaps = tiny_policy(architecture), []
@@ -250,7 +250,7 @@ def test_8_bits_by_kernels_and_by_modules(architecture: str, tiny_policy: TinyPo
     assert sum(gaps) / len(gaps) < 1e-3
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_adapters_merged_and_beside_their_weights(architecture: str, tiny_policy: TinyPolicy) -> None:
     """Before and after an update of the adapters."""
     policy = tiny_policy(architecture, lora_rank=4)

@@ -11,6 +11,7 @@ from kitae.models.attention import causal_mask, masked_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DTYPES = [torch.float32, torch.bfloat16]
+DEVICE = "cuda"
 
 
 def close(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
@@ -31,6 +32,97 @@ def test_norm_and_mlp(dtype: torch.dtype) -> None:
     close(decoding.rms_norm(x, parts, weight, 1e-6)[0], x + parts.sum(0).to(dtype), dtype)
     both = torch.randn(5, 1400, device="cuda", dtype=dtype)
     close(decoding.swiglu(both), torch.nn.functional.silu(both[:, :700]) * both[:, 700:], dtype)
+    by_gelu = torch.nn.functional.gelu(both[:, :700], approximate="tanh") * both[:, 700:]
+    close(decoding.swiglu(both, gelu=True), by_gelu, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("scale", "softcap"), [(1.0, None), (0.125, None), (1.0, 30.0), (0.3, 5.0)])
+def test_logits_are_transformed_in_place(scale: float, softcap: float | None, dtype: torch.dtype) -> None:
+    from kitae.kernels.cuda import decoding
+    from kitae.models.logprobs import HeadTransform
+
+    logits = 9 * torch.randn(7, 1001, device=DEVICE).to(dtype)
+    expected = HeadTransform(scale, softcap)(logits)
+    decoding.transform(logits, scale, softcap)
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5 if dtype == torch.float32 else 2**-7)
+
+
+def made_norm(family: str, width: int, dtype: torch.dtype) -> torch.nn.Module:
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+    made = {"llama": LlamaRMSNorm, "olmo2": Olmo2RMSNorm, "gemma3": Gemma3RMSNorm}[family](width)
+    made.weight.data.normal_(0.5, 0.3)
+    return made.to(DEVICE, dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", ["llama", "olmo2", "gemma3"])
+def test_norms_of_each_family(family: str, dtype: torch.dtype) -> None:
+    """Of what is added and of the sum, either or both, and with parts that are still to be added."""
+    from kitae.kernels.cuda import decoding
+    from kitae.models.fuse import norm_of
+
+    after, before = (made_norm(family, 700, dtype) for _ in range(2))
+    x, y = (torch.randn(5, 700, device=DEVICE).to(dtype) for _ in range(2))
+    parts = torch.randn(3, 5, 700, device=DEVICE)
+    for given, what in ((y, y), (parts, parts.sum(0).to(dtype))):
+        for a, b in ((after, before), (after, None), (None, before)):
+            total, out = decoding.add_and_norm(x, given, a and norm_of(a), b and norm_of(b))
+            expected = x + (a(what) if a else what)
+            close(total, expected, dtype)
+            close(out, b(expected) if b else expected, dtype)
+            off = (out - (b(total) if b else total)).abs() > 1e-5
+            assert off.float().mean() < 1e-2, "rounded elsewhere than in the module"
+    x_alone, out = decoding.add_and_norm(x, None, None, norm_of(before))
+    assert x_alone is x
+    close(out, before(x), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tables", ["of the model", "in float32"])
+@pytest.mark.parametrize("heads", [(3, 2), (32, 32)])
+@pytest.mark.parametrize("family", ["llama", "olmo2", "gemma3"])
+@pytest.mark.parametrize(("wide", "pairs"), [(False, False), (True, False), (False, True)])
+def test_norms_and_rotary_of_queries_and_keys(
+    wide: bool, pairs: bool, family: str, heads: tuple[int, int], tables: str, dtype: torch.dtype
+) -> None:
+    """wide: one norm over all queries, and one over all keys; pairs: rotary mixes neighbours."""
+    from kitae.kernels.cuda import decoding
+    from kitae.models.fuse import norm_of
+
+    (hq, hkv), dim, page, count = heads, 48, 8, 11
+    of_q, of_k = (made_norm(family, dim * (h if wide else 1), dtype) for h in heads)
+    qkv = torch.randn(count, (hq + 2 * hkv) * dim, device=DEVICE).to(dtype)
+    angles = 9 * torch.rand(64, dim // 2, device=DEVICE).repeat(1, 2)
+    kind = dtype if tables == "of the model" else torch.float32
+    cos, sin = angles.cos().to(kind), angles.sin().to(kind)
+    positions, slots = torch.randint(64, (count,), device=DEVICE), torch.randperm(4 * page, device=DEVICE)[:count]
+    q, k, v = qkv.clone().split([hq * dim, hkv * dim, hkv * dim], 1)
+    q, k = (n(t.reshape(count, -1, len(n.weight))).view(count, -1, dim) for n, t in ((of_q, q), (of_k, k)))
+
+    def turned(t: torch.Tensor) -> torch.Tensor:
+        if pairs:
+            t = torch.cat((t[..., ::2], t[..., 1::2]), -1)
+        other = torch.cat((-t[..., dim // 2 :], t[..., : dim // 2]), -1)
+        t = (t * cos[positions][:, None] + other * sin[positions][:, None]).to(dtype)
+        return torch.stack(t.chunk(2, -1), -1).flatten(-2) if pairs else t
+
+    pages = [torch.zeros(4, hkv, page, dim, device=DEVICE, dtype=dtype) for _ in range(2)]
+    norm, other = norm_of(of_q), norm_of(of_k)
+    assert norm is not None and other is not None
+    decoding.rotate_and_store(
+        qkv, None, (norm.weight, other.weight, norm.eps), cos, sin, positions, slots, (pages[0], None),
+        (pages[1], None), hq, norm.rule, pairs,
+    )  # fmt: skip
+    got = qkv.view(count, -1, dim)
+    close(got[:, :hq], turned(q), dtype)
+    close(got[:, hq : hq + hkv], turned(k), dtype)
+    assert ((got[:, :hq] - turned(q)).abs() > 1e-5).float().mean() < 1e-2, "rounded elsewhere than in the modules"
+    for side, stored in zip((got[:, hq : hq + hkv], v.view(count, hkv, dim)), pages, strict=True):
+        assert torch.equal(stored[slots // page, :, slots % page], side)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -176,6 +268,35 @@ def test_products_of_experts(tokens: int, count: int, top: int, dtype: torch.dty
         made = decoding.swiglu(x[token] @ gate_up[expert].t()) @ down[expert].t() if len(token) else x[token]
         expected[slot, token] = made.float() * gates[token, slot, None]
     close(experts.mix(x, gates, chosen, gate_up, down), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "count", "top"), [(1, 4, 2), (3, 32, 4), (40, 4, 2), (700, 5, 3), (3000, 16, 4)])
+def test_products_of_limited_experts(tokens: int, count: int, top: int, dtype: torch.dtype) -> None:
+    """Those of gpt-oss, by its own function for what is gated, which reaches its limits here."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    from kitae.kernels.cuda import experts
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=DEVICE).to(dtype)
+
+    class Own:
+        alpha, limit = 1.702, 1.5
+
+    width, inner = 200, 144
+    x, gate_up, down = randn(tokens, width), randn(count, width, 2 * inner) / 8, randn(count, inner, width) / 12
+    limited = experts.Limited(randn(count, 2 * inner), randn(count, width), Own.alpha, Own.limit)
+    logits = randn(tokens, count)
+    logits[:, 1] = -30
+    gates, chosen = experts.route(logits, top, True, dtype)
+    expected = torch.zeros(top, tokens, width, device=DEVICE)
+    for expert in range(count):
+        token, slot = (chosen == expert).nonzero(as_tuple=True)
+        both = x[token] @ gate_up[expert] + limited.gate_up_bias[expert]
+        made = GptOssExperts._apply_gate(Own, both) @ down[expert] + limited.down_bias[expert]
+        expected[slot, token] = made.float() * gates[token, slot, None]
+    close(experts.mix(x, gates, chosen, gate_up, down, limited), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,7 @@ from torch import Tensor
 from kitae.engines.native.attention import ExactAttention, PrefillAttention
 from kitae.engines.native.cache import KVCache
 from kitae.engines.native.decoding import Decoding
-from kitae.engines.native.fused import FusedDecoder, Hear, multipliers
+from kitae.engines.native.fused import FusedDecoder, Hear, is_plain, turns_alike
 from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Admission
 from kitae.kernels.cpu import amx, ops
@@ -102,7 +102,7 @@ class PackedDecoder(FusedDecoder):
     @classmethod
     def covers(cls, policy: Policy) -> bool:
         decoder: Any = policy.decoder
-        if not all(map(is_llama_layer, decoder.layers)) or multipliers(policy) != (1.0, 1.0):
+        if not all(map(is_llama_layer, decoder.layers)) or not is_plain(policy) or not turns_alike(policy):
             return False
         inner = decoder.layers[0].mlp.down_proj.weight.shape[1]
         depths = policy.head.weight.shape[1], policy.heads * policy.head_dim, inner

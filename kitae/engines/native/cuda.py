@@ -261,8 +261,9 @@ class _Step:
         else:
             context = _PagedAttention(cache, table, lengths_B, slots_B, stored=runner.decoder is not None)
         logits, write = runner.logits[:batch], runner.writer(*places)
-        plain = policy.transform == HeadTransform() and not policy.exact and getattr(policy.head, "bias", None) is None
-        if runner.decoder is not None and plain and batch <= runner.decoder.few_rows:
+        plain = not policy.exact and getattr(policy.head, "bias", None) is None
+        as_is = plain and policy.transform == HeadTransform()
+        if runner.decoder is not None and as_is and batch <= runner.decoder.few_rows:
             runner.decoder.logits_of_few(
                 tokens_B, positions_B, slots_B, table, lengths_B, policy.head.weight, logits, write
             )
@@ -274,6 +275,7 @@ class _Step:
                 hidden = policy.hidden(tokens_B, positions_B, context)
         if plain:
             torch.mm(hidden, policy.head.weight.t(), out=logits)
+            decoding.transform(logits, policy.transform.scale, policy.transform.softcap)
         else:
             logits.copy_(policy.logits(hidden))
         return runner.draw(logits, state)

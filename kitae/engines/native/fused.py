@@ -2,7 +2,10 @@
 
 Covered: RMSNorm before attention and MLP, rotary, grouped queries, optional biases and norms of queries and keys,
 gated SiLU MLP (Llama, Mistral, Qwen2, Qwen3, SmolLM2, …) or experts of that kind (Mixtral, Qwen3-MoE); the multipliers
-of Granite; weights that a model keeps as one (Phi-3).
+of Granite; weights that a model keeps as one (Phi-3). Norms of what attention and MLP return, beside those before them
+or in their place, norms that add 1 to their weight, GELU, and rotary with a base for each kind of layer (Gemma, OLMo 2
+and 3) or in some layers only (SmolLM3, EXAONE 4), or of neighbours (ERNIE 4.5, Helium); norms over all
+heads (OLMoE); the experts of gpt-oss.
 `FusedDecoder.of` returns None for anything else, and for a model whose own forward pass does not agree with this one on
 a probe.
 
@@ -16,6 +19,7 @@ changed.
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +29,10 @@ from torch import Tensor, nn
 
 from kitae.engines.native.cache import KVCache
 from kitae.kernels.memory import lay_together
+from kitae.kernels.norms import Norm, NormRule
+from kitae.models import fuse
 from kitae.models.agreement import gap
 from kitae.models.attention import AttentionCall, AttentionContext, SelfAttention
-from kitae.models.fuse import is_llama_layer, is_mixture_layer, is_packed_layer, is_rms_norm
 from kitae.models.lora import merge_into, plain_part
 from kitae.models.policy import Policy
 
@@ -41,29 +46,57 @@ Hear = Callable[[int, Tensor], None]  # (number among the layers that mix expert
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """How a layer chooses experts; number: among those that do."""
+    """How a layer chooses experts; number: among those that do. limited: what those of gpt-oss have besides."""
 
     number: int
     weight: Tensor
+    bias: Tensor | None
     top_k: int
     renormalise: bool
+    limited: tuple[Tensor, Tensor, float, float] | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """choice: None in a dense layer; else gate_up and down are those of all experts."""
+    """choice: None in a dense layer; else gate_up and down are those of all experts.
+
+    first, second: the norms before attention and before the MLP; after: of what these return, before it is added.
+    norms: of queries and keys, by `rule`; turn: cos and sin of each position; pairs: they mix neighbours, not halves.
+    """
 
     attention: AttentionCall
-    before_attention: Tensor
+    turn: tuple[Tensor, Tensor]
+    pairs: bool
+    first: Norm | None
     qkv: Tensor
     qkv_bias: Tensor | None
     norms: tuple[Tensor, Tensor, float] | None
+    rule: NormRule
     out: Tensor
-    before_mlp: Tensor
+    out_bias: Tensor | None
+    after: tuple[Norm | None, Norm | None]
+    second: Norm | None
     choice: _Choice | None
     gate_up: Tensor
+    gelu: bool
     down: Tensor
-    eps: tuple[float, float]
+
+    # Of a plain layer, as kernels that know no other take it.
+
+    @property
+    def before_attention(self) -> Tensor:
+        assert self.first is not None
+        return self.first.weight
+
+    @property
+    def before_mlp(self) -> Tensor:
+        assert self.second is not None
+        return self.second.weight
+
+    @property
+    def eps(self) -> tuple[float, float]:
+        assert self.first is not None and self.second is not None
+        return self.first.eps, self.second.eps
 
 
 class FusedDecoder:
@@ -79,7 +112,7 @@ class FusedDecoder:
             expected = policy.hidden(tokens, positions, recorder)
             with torch.inference_mode(False):
                 fused = cls(policy, cache, recorder.asked)
-            if fused.cos.shape[1] != policy.head_dim:  # only a part of each head is rotated
+            if any(layer.turn[0].shape[1] != policy.head_dim for layer in fused.layers):  # only a part is rotated
                 return None
             trash = torch.full_like(positions, cache.pages * cache.page_size)
             got = fused.hidden(tokens, positions, trash, SelfAttention(positions))
@@ -100,20 +133,20 @@ class FusedDecoder:
         self.heads = policy.heads
         self.cache = cache
         self.embedding: Tensor = decoder.embed_tokens.weight
-        self.norm: tuple[Tensor, float] = decoder.norm.weight, decoder.norm.variance_epsilon
+        self.last = _norm(decoder.norm)
+        self.norm: tuple[Tensor, float] = self.last[:2]
         self.multipliers = multipliers(policy)
+        self._plain = is_plain(policy)
         self._counters = torch.zeros(4096, dtype=torch.int32, device=policy.device)
         self.layers: list[_Layer] = []
         self._merged = _Merged()
-        for layer, how in zip(decoder.layers, attentions, strict=True):
-            mixing = sum(known.choice is not None for known in self.layers)
-            self.layers.append(_layer(layer, how, mixing, self._merged))
-        self.refresh()
         reach = min(policy.max_context, cache.pages * cache.page_size) + 1  # an ended row may stand one past the end
-        positions = torch.arange(reach, device=policy.device)[None]
-        with torch.no_grad():
-            cos, sin = decoder.rotary_emb(torch.empty(0, dtype=policy.dtype, device=policy.device), positions)
-        self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+        turns = _turns(policy, reach)
+        self.cos, self.sin = turns[0]
+        for layer, how, turn in zip(decoder.layers, attentions, turns, strict=True):
+            mixing = sum(known.choice is not None for known in self.layers)
+            self.layers.append(_layer(layer, how, turn, mixing, self._merged))
+        self.refresh()
 
     def refresh(self) -> None:
         """Adapters have changed: their weights are merged again, where they are."""
@@ -137,33 +170,37 @@ class FusedDecoder:
         x = nn.functional.embedding(tokens_T, self.embedding)
         x = x if first == 1.0 else x * first
         pending: Tensor | None = None
+        after: Norm | None = None
         for i, layer in enumerate(self.layers):
             keys, values = self.cache.keys[i], self.cache.values[i]
             how = layer.attention
-            x, normed = decoding.rms_norm(x, pending, layer.before_attention, layer.eps[0], each)
+            x, normed = decoding.add_and_norm(x, pending, after, layer.first, each)
             qkv = torch.mm(normed, layer.qkv.t())
             decoding.rotate_and_store(
-                qkv, layer.qkv_bias, layer.norms, self.cos, self.sin, positions_T, slots_T,
-                (keys.numbers, keys.scales), (values.numbers, values.scales), self.heads,
+                qkv, layer.qkv_bias, layer.norms, *layer.turn, positions_T, slots_T,
+                (keys.numbers, keys.scales), (values.numbers, values.scales), self.heads, layer.rule, layer.pairs,
             )  # fmt: skip
             kv_heads, _, dim = keys.numbers.shape[1:]
             by_head = qkv.view(len(x), -1, dim).transpose(0, 1)
             q, k, v = by_head[: self.heads], by_head[self.heads : -kv_heads], by_head[-kv_heads:]
             mixed = context.attend(i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks)
-            pending = torch.mm(mixed.reshape(len(x), -1), layer.out.t())
-            x, normed = decoding.rms_norm(x, pending, layer.before_mlp, layer.eps[1], each)
+            pending = _product(mixed.reshape(len(x), -1), layer.out, layer.out_bias)
+            x, normed = decoding.add_and_norm(x, pending, layer.after[0], layer.second, each)
             if layer.choice is not None:
-                pending = _mix(layer, layer.choice, normed, torch.mm(normed, layer.choice.weight.t()), hear)
+                logits = _product(normed, layer.choice.weight, layer.choice.bias)
+                pending = _mix(layer, layer.choice, normed, logits, hear)
             else:
-                pending = torch.mm(decoding.swiglu(torch.mm(normed, layer.gate_up.t())), layer.down.t())
-        return decoding.rms_norm(x, pending, *self.norm, each)[1]
+                gated = decoding.swiglu(torch.mm(normed, layer.gate_up.t()), gelu=layer.gelu)
+                pending = torch.mm(gated, layer.down.t())
+            after = layer.after[1]
+        return decoding.add_and_norm(x, pending, after, self.last, each)[1]
 
     @property
     def few_rows(self) -> int:
         """Up to how many rows `logits_of_few` is used; 0 where it does not compute what the model needs."""
         from kitae.kernels.cuda import few
 
-        if self.multipliers != (1.0, 1.0):
+        if not self._plain:
             return 0
         return 16 if any(layer.choice is not None for layer in self.layers) else few.MOST
 
@@ -183,7 +220,7 @@ class FusedDecoder:
             keys, values, how = self.cache.keys[i], self.cache.values[i], layer.attention
             qkv = few.normed_product(stream, layer.eps[0], layer.qkv)
             mixed = paged.turn_and_attend(
-                qkv, layer.qkv_bias, layer.norms, self.cos, self.sin, positions_B, slots_B,
+                qkv, layer.qkv_bias, layer.norms, *layer.turn, positions_B, slots_B,
                 (keys.numbers, keys.scales), (values.numbers, values.scales), self.heads, table, lengths_B,
                 self._counters, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks,
             )  # fmt: skip
@@ -204,7 +241,12 @@ def _mix(layer: _Layer, choice: _Choice, x_TH: Tensor, logits: Tensor, hear: Hea
     gates_TK, experts_TK = experts.route(logits, choice.top_k, choice.renormalise, x_TH.dtype)
     if hear is not None:
         hear(choice.number, experts_TK)
-    return experts.mix(x_TH, gates_TK, experts_TK, layer.gate_up, layer.down)
+    limited = None if choice.limited is None else experts.Limited(*choice.limited)
+    return experts.mix(x_TH, gates_TK, experts_TK, layer.gate_up, layer.down, limited)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
 
 
 def _distance(got: Tensor, expected: Tensor, mixture: bool) -> float:
@@ -233,47 +275,142 @@ class _Merged:
             merge_into(place, module)
 
 
-def _layer(layer: Any, how: AttentionCall, mixing: int, merged: _Merged) -> _Layer:
+def _layer(layer: Any, how: AttentionCall, turn: tuple[Tensor, Tensor], mixing: int, merged: _Merged) -> _Layer:
     """mixing: how many layers before this one mix experts."""
-    attn, mlp = layer.self_attn, layer.mlp
-    choice = None
-    if is_mixture_layer(layer, adapted=True):
-        router = mlp.gate
-        choice = _Choice(mixing, router.weight, int(router.top_k), bool(getattr(router, "norm_topk_prob", True)))
+    attn, mlp, halves = layer.self_attn, layer.mlp, fuse.halves_of(layer)
+    assert halves is not None, type(layer)
+    choice = _choice(mlp, mixing) if hasattr(mlp, "experts") else None
     qkv = [attn.qkv_proj] if hasattr(attn, "qkv_proj") else [attn.q_proj, attn.k_proj, attn.v_proj]
     gate_up = [mlp.gate_up_proj] if hasattr(mlp, "gate_up_proj") else [getattr(mlp, n, None) for n in _GATE_UP]
-    norms = None
+    norms, rule = None, NormRule.EARLY
     if hasattr(attn, "q_norm"):
-        norms = attn.q_norm.weight, attn.k_norm.weight, float(attn.q_norm.variance_epsilon)
+        of_queries, of_keys = _norm(attn.q_norm), _norm(attn.k_norm)
+        norms, rule = (of_queries.weight, of_keys.weight, of_queries.eps), of_queries.rule
+    first, after_first, second, after_second = (_norm(getattr(layer, name)) if name else None for name in halves)
     return _Layer(
         attention=how,
-        before_attention=layer.input_layernorm.weight,
+        turn=turn,
+        pairs=_mixes_pairs(attn),
+        first=first,
         qkv=merged.weight(*qkv),
         qkv_bias=None if qkv[0].bias is None else lay_together([plain_part(m).bias for m in qkv]),
         norms=norms,
+        rule=rule,
         out=merged.weight(attn.o_proj),
-        before_mlp=layer.post_attention_layernorm.weight,
+        out_bias=plain_part(attn.o_proj).bias,
+        after=(after_first, after_second),
+        second=second,
         choice=choice,
         gate_up=mlp.experts.gate_up_proj if choice else merged.weight(*gate_up),
+        gelu=fuse.is_gelu(getattr(mlp, "act_fn", None)),
         down=mlp.experts.down_proj if choice else merged.weight(mlp.down_proj),
-        eps=(layer.input_layernorm.variance_epsilon, layer.post_attention_layernorm.variance_epsilon),
     )
+
+
+def _choice(mlp: Any, mixing: int) -> _Choice:
+    limited, experts = None, mlp.experts
+    router = mlp.router if hasattr(mlp, "router") else mlp.gate
+    if fuse.is_limited_mixture(mlp):
+        limited = experts.gate_up_proj_bias, experts.down_proj_bias, float(experts.alpha), float(experts.limit)
+    return _Choice(
+        number=mixing,
+        weight=router.weight,
+        bias=getattr(router, "bias", None),
+        top_k=int(router.top_k),
+        renormalise=bool(getattr(router, "norm_topk_prob", True)),
+        limited=limited,
+    )
+
+
+def _norm(module: Any) -> Norm:
+    found = fuse.norm_of(module)
+    assert found is not None, type(module)
+    return found
+
+
+def _turns(policy: Policy, reach: int) -> list[tuple[Tensor, Tensor]]:
+    """cos and sin of the first positions, for each layer; layers of one kind share them. Without rotary: 1 and 0."""
+    decoder: Any = policy.decoder
+    positions = torch.arange(reach, device=policy.device)[None]
+    like = torch.empty(0, dtype=policy.dtype, device=policy.device)
+    by_kind = "layer_type" in inspect.signature(decoder.rotary_emb.forward).parameters
+    made: dict[tuple[str, bool], tuple[Tensor, Tensor]] = {}
+    found = []
+    for i, layer in enumerate(decoder.layers):
+        kind = decoder.config.layer_types[i] if by_kind else ""
+        key = kind, _has_rotary(layer.self_attn)
+        if key not in made:
+            with torch.no_grad():
+                cos, sin = (part[0].contiguous() for part in decoder.rotary_emb(like, positions, *[kind] * by_kind))
+            if 2 * cos.shape[1] == policy.head_dim == 2 * len(getattr(decoder.rotary_emb, "inv_freq", ())):
+                cos, sin = (torch.cat((part, part), 1) for part in (cos, sin))  # gpt-oss does not write them twice
+            made[key] = (cos, sin) if key[1] else (torch.ones_like(cos), torch.zeros_like(sin))
+        found.append(made[key])
+    return found
+
+
+def _has_rotary(attention: Any) -> bool:
+    """SmolLM3 says it of each layer; in EXAONE 4 only layers with a window have it, where some have one."""
+    if hasattr(attention, "use_rope"):
+        return bool(attention.use_rope)
+    return getattr(attention, "sliding_window", None) is None or bool(getattr(attention, "is_sliding", True))
+
+
+def _mixes_pairs(attention: Any) -> bool:
+    """Whether rotary mixes numbers 2 i and 2 i + 1 of a head, by the function that its module has for it."""
+    half = getattr(sys.modules.get(type(attention).__module__), "rotate_half", None)
+    return half is not None and half(torch.arange(1, 5)).tolist() == [-2, 1, -4, 3]
 
 
 def _known(policy: Policy) -> bool:
     decoder: Any = policy.decoder
     if policy.head_dim % 2 or policy.heads % policy.kv_heads:
         return False
-    if type(getattr(decoder, "embed_tokens", None)) is not nn.Embedding or not hasattr(decoder, "rotary_emb"):
+    if not _is_embedding(getattr(decoder, "embed_tokens", None)) or not hasattr(decoder, "rotary_emb"):
         return False
-    if getattr(decoder.rotary_emb, "rope_type", None) in ("dynamic", "longrope"):  # these depend on the length
+    rotary = getattr(decoder.rotary_emb, "rope_type", None)
+    if {"dynamic", "longrope"} & set(rotary.values() if isinstance(rotary, dict) else [rotary]):
+        return False  # these depend on the length
+    if fuse.norm_of(getattr(decoder, "norm", None)) is None or getattr(decoder.config, "clip_qkv", None) is not None:
         return False
-    if not is_rms_norm(getattr(decoder, "norm", None)):
+    return all(fuse.is_known_layer(layer) and not _reads_positions(layer.self_attn) for layer in decoder.layers)
+
+
+def _is_embedding(module: Any) -> bool:
+    """Plain, or times a number (Gemma)."""
+    return type(module) is nn.Embedding or (
+        isinstance(module, nn.Embedding)
+        and type(module).__name__.endswith("ScaledWordEmbedding")
+        and isinstance(getattr(module, "embed_scale", None), Tensor)
+    )
+
+
+def is_plain(policy: Policy) -> bool:
+    """Whether all but the rotary is as in Llama, Qwen3 or a mixture of such: what `logits_of_few` has kernels for."""
+    decoder: Any = policy.decoder
+    return (
+        multipliers(policy) == (1.0, 1.0)
+        and _norm(decoder.norm).rule == NormRule.EARLY
+        and all(_is_plain_layer(layer, policy.head_dim) for layer in decoder.layers)
+        and all(cos.dtype == policy.dtype for cos, _ in _turns(policy, 1))
+    )
+
+
+def turns_alike(policy: Policy) -> bool:
+    """Whether all layers have the same rotary."""
+    turns = _turns(policy, 1)
+    return all(turn is turns[0] for turn in turns)
+
+
+def _is_plain_layer(layer: Any, head_dim: int) -> bool:
+    like_llama = fuse.is_llama_layer(layer, adapted=True) or fuse.is_mixture_layer(layer, adapted=True)
+    if not (like_llama or fuse.is_packed_layer(layer)):
         return False
-    return all(
-        is_llama_layer(layer, adapted=True) or is_mixture_layer(layer, adapted=True) or is_packed_layer(layer)
-        for layer in decoder.layers
-    ) and not any(_reads_positions(layer.self_attn) for layer in decoder.layers)
+    if _mixes_pairs(layer.self_attn):
+        return False
+    of_heads = [_norm(getattr(layer.self_attn, n)) for n in ("q_norm", "k_norm") if hasattr(layer.self_attn, n)]
+    before = [_norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)]
+    return all(n.rule == NormRule.EARLY for n in before + of_heads) and all(len(n.weight) == head_dim for n in of_heads)
 
 
 def _reads_positions(attention: Any) -> bool:
@@ -282,7 +419,11 @@ def _reads_positions(attention: Any) -> bool:
 
 
 def multipliers(policy: Policy) -> tuple[float, float]:
-    """Of the embeddings, and of what each half of a layer adds: Granite's, 1 elsewhere. All layers have the same."""
+    """Of the embeddings, and of what each half of a layer adds: Gemma's and Granite's, 1 elsewhere. All layers have the
+    same."""
     decoder: Any = policy.decoder
-    layer = decoder.layers[0]
-    return float(getattr(decoder, "embedding_multiplier", 1.0)), float(getattr(layer, "residual_multiplier", 1.0))
+    layer, embedding = decoder.layers[0], decoder.embed_tokens
+    first = float(getattr(decoder, "embedding_multiplier", 1.0))
+    if isinstance(getattr(embedding, "embed_scale", None), Tensor):
+        first *= float(embedding.embed_scale.to(embedding.weight.dtype))
+    return first, float(getattr(layer, "residual_multiplier", 1.0))

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitae.kernels.norms import Norm, NormRule
+
 Stored = tuple[Tensor, Tensor | None]  # keys, or values, in pages; if in 8 bits, the scale of each head of a token
 
 # Columns of a row of the engine's state, int64 `[B, COLUMNS]`: what the device knows about one sequence.
@@ -29,16 +31,36 @@ COLUMNS = STOP + STOPS
 
 
 @triton.jit
-def _rms_norm(
-    x, y, weight, total, out, eps, factor,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr,
+def normed(
+    exact, weight, column, mask, eps, WIDTH: tl.constexpr, RULE: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
-    """total = x + the sum of the PARTS of y; out = weight * round(total / rms(total)). PARTS = 0: x alone, no total.
+    """A row over its root mean square, times the weight: a `NormRule` says what is rounded to KIND, and when.
 
-    SCALED: the sum is multiplied by `factor` first, and rounded before and after.
+    A part of `_rms_norm`, which norms what is added as well as the sum.
+    """
+    scale = tl.rsqrt(tl.sum(exact * exact, 0) / WIDTH + eps)
+    value = exact * scale
+    if RULE == 0:
+        value = value.to(KIND).to(tl.float32)
+    gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    if RULE == 2:
+        gain = gain + 1.0
+    return (gain * value).to(KIND)
+
+
+@triton.jit
+def _rms_norm(
+    x, y, after, before, total, out, eps_after, eps_before, factor,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, AFTER: tl.constexpr,
+    BEFORE: tl.constexpr,
+):  # fmt: skip
+    """total = x + the sum of the PARTS of y; out = the norm of total. PARTS = 0: x alone, no total.
+
+    SCALED: the sum is multiplied by `factor` first, and rounded before and after. AFTER: the rule by which the sum is
+    normed before it is added, -1: it is not; BEFORE: that of the norm of total, -1: there is none, and no out.
 
     One program a row, which it holds in one block of BLOCK >= WIDTH columns. One read and one write of the row do the
-    addition of the residual, the norm, and the sum over the experts of a token.
+    addition of the residual, both norms, and the sum over the experts of a token.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -50,15 +72,39 @@ def _rms_norm(
             line = (part * tl.num_programs(0) + row) * WIDTH  # in 64 bits, as row is: all parts of a long prompt
             other += tl.load(y + line + column, mask=mask, other=0.0).to(tl.float32)
         other = other.to(x.dtype.element_ty).to(tl.float32)
+        if AFTER >= 0:
+            other = normed(other, after, column, mask, eps_after, WIDTH, AFTER, x.dtype.element_ty).to(tl.float32)
         if SCALED:
             other = (other * factor).to(x.dtype.element_ty).to(tl.float32)
         value = (value.to(tl.float32) + other).to(x.dtype.element_ty)
         tl.store(total + row * WIDTH + column, value, mask=mask)
-    exact = value.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(exact * exact, 0) / WIDTH + eps)
-    normed = (exact * scale).to(x.dtype.element_ty).to(tl.float32)
-    gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + row * WIDTH + column, (gain * normed).to(x.dtype.element_ty), mask=mask)
+    if BEFORE >= 0:
+        result = normed(value.to(tl.float32), before, column, mask, eps_before, WIDTH, BEFORE, x.dtype.element_ty)
+        tl.store(out + row * WIDTH + column, result, mask=mask)
+
+
+def add_and_norm(
+    x: Tensor, y: Tensor | None, after: Norm | None, before: Norm | None, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """x + factor * y, and the norm of it, for rows `[T, H]`; without y, x and its norm.
+
+    y may come in parts that are still to be added, `[parts, T, H]`. after: a norm of y, before it is added; before: the
+    norm of the sum, which comes twice if there is none.
+    """
+    if y is None and before is None:
+        return x, x
+    rows, width = x.shape
+    total = x if y is None else torch.empty_like(x)
+    out = total if before is None else torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    _rms_norm[(rows,)](
+        x, x if y is None else y, x if after is None else after.weight, x if before is None else before.weight,
+        total, out, 0.0 if after is None else after.eps, 0.0 if before is None else before.eps, factor,
+        WIDTH=width, BLOCK=block, PARTS=0 if y is None else y.numel() // x.numel(), SCALED=factor != 1.0,
+        AFTER=-1 if after is None else int(after.rule), BEFORE=-1 if before is None else int(before.rule),
+        num_warps=min(8, max(1, block // 512)),
+    )  # fmt: skip
+    return total, out
 
 
 def rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, factor: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -66,21 +112,12 @@ def rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, factor: fl
 
     y may come in parts that are still to be added, `[parts, T, H]`.
     """
-    rows, width = x.shape
-    out = torch.empty_like(x)
-    total = x if y is None else torch.empty_like(x)
-    block = triton.next_power_of_2(width)
-    _rms_norm[(rows,)](
-        x, x if y is None else y, weight, total, out, eps, factor,
-        WIDTH=width, BLOCK=block, PARTS=0 if y is None else y.numel() // x.numel(), SCALED=factor != 1.0,
-        num_warps=min(8, max(1, block // 512)),
-    )  # fmt: skip
-    return total, out
+    return add_and_norm(x, y, None, Norm(weight, eps), factor)
 
 
 @triton.jit
-def _swiglu(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """out = round(silu(gate)) * up, where gate and up are the halves of a row of `both`.
+def _swiglu(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+    """out = round(silu(gate)) * up, where gate and up are the halves of a row of `both`. GELU: by its tanh form.
 
     Grid (rows, blocks of BLOCK columns). Gate and up come from one product, so the halves are read where they lie.
     """
@@ -89,16 +126,20 @@ def _swiglu(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     mask = column < WIDTH
     gate = tl.load(both + row * 2 * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(both + row * 2 * WIDTH + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-    act = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
+    if GELU:  # (1 + tanh(u)) / 2 = sigmoid(2 u), and 2 u = sqrt(8 / pi) * (x + 0.044715 x³)
+        act = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        act = gate * tl.sigmoid(gate)
+    act = act.to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * WIDTH + column, (act * up).to(out.dtype.element_ty), mask=mask)
 
 
-def swiglu(both: Tensor) -> Tensor:
-    """`silu(gate) * up`, where gate and up are the halves of each row."""
+def swiglu(both: Tensor, *, gelu: bool = False) -> Tensor:
+    """`silu(gate) * up`, where gate and up are the halves of each row; or GELU, in its tanh form, for SiLU."""
     rows, width = both.shape[0], both.shape[1] // 2
     out = torch.empty(rows, width, dtype=both.dtype, device=both.device)
     block = min(2048, triton.next_power_of_2(width))
-    _swiglu[(rows, triton.cdiv(width, block))](both, out, WIDTH=width, BLOCK=block)
+    _swiglu[(rows, triton.cdiv(width, block))](both, out, WIDTH=width, BLOCK=block, GELU=gelu)
     return out
 
 
@@ -106,9 +147,12 @@ def swiglu(both: Tensor) -> Tensor:
 def _rotate_and_store(
     qkv, bias, q_norm, k_norm, cos, sin, positions, slots, keys, values, key_scales, value_scales, eps,
     HQ: tl.constexpr, HKV: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-    BIAS: tl.constexpr, NORM: tl.constexpr, BITS8: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, WIDE: tl.constexpr, PAIRS: tl.constexpr, BITS8: tl.constexpr,
 ):  # fmt: skip
     """Bias, norm of queries and keys, rotary, all in place in a row of qkv; keys and values also into their slot.
+
+    NORM: a `NormRule`, -1: there is none; WIDE: one norm over all queries and one over all keys, not one a head.
+    Products with cos and sin are rounded to the type of those. PAIRS: rotary mixes neighbours instead of halves.
 
     One program a row, with all heads `[HEADS, HALF]` twice: the lower and the upper half of each head, which rotary
     mixes. Four passes over the same few numbers become one, and the cache is written on the way; BITS8: in 8 bits, over
@@ -119,8 +163,10 @@ def _rotate_and_store(
     head = tl.arange(0, HEADS)[:, None]
     lane = tl.arange(0, HALF)[None, :]
     mask = (head < HQ + 2 * HKV) & (lane < D // 2)
-    low = head * D + lane
-    high = low + D // 2
+    near = lane * 2 if PAIRS else lane
+    STEP: tl.constexpr = 1 if PAIRS else D // 2
+    low = head * D + near
+    high = low + STEP
     line = qkv + row * (HQ + 2 * HKV) * D
     x = tl.load(line + low, mask=mask, other=0.0).to(tl.float32)
     y = tl.load(line + high, mask=mask, other=0.0).to(tl.float32)
@@ -128,20 +174,42 @@ def _rotate_and_store(
         x = (x + tl.load(bias + low, mask=mask, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
         y = (y + tl.load(bias + high, mask=mask, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
     turns = head < HQ + HKV  # values are neither normed nor rotated
-    if NORM:
-        scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + eps)[:, None]
-        near = lane < D // 2
-        gain_x = tl.where(head < HQ, tl.load(q_norm + lane, mask=near, other=0.0).to(tl.float32),
-                          tl.load(k_norm + lane, mask=near, other=0.0).to(tl.float32))  # fmt: skip
-        gain_y = tl.where(head < HQ, tl.load(q_norm + lane + D // 2, mask=near, other=0.0).to(tl.float32),
-                          tl.load(k_norm + lane + D // 2, mask=near, other=0.0).to(tl.float32))  # fmt: skip
-        x = tl.where(turns, (gain_x * (x * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32), x)
-        y = tl.where(turns, (gain_y * (y * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32), y)
+    if NORM >= 0:
+        of_q = lane < D // 2
+        of_k = of_q
+        own_q = q_norm
+        own_k = k_norm
+        squares = tl.sum(x * x, 1) + tl.sum(y * y, 1)
+        if WIDE:
+            number = tl.arange(0, HEADS)
+            all_q = tl.sum(tl.where(number < HQ, squares, 0.0), 0) / HQ
+            all_k = tl.sum(tl.where((number >= HQ) & (number < HQ + HKV), squares, 0.0), 0) / HKV
+            squares = tl.where(number < HQ, all_q, all_k)
+            of_q = mask & (head < HQ)
+            of_k = mask & (head >= HQ) & turns
+            own_q = q_norm + head * D
+            own_k = k_norm + (head - HQ) * D
+        scale = tl.rsqrt(squares / D + eps)[:, None]
+        gain_x = tl.where(head < HQ, tl.load(own_q + near, mask=of_q, other=0.0).to(tl.float32),
+                          tl.load(own_k + near, mask=of_k, other=0.0).to(tl.float32))  # fmt: skip
+        gain_y = tl.where(head < HQ, tl.load(own_q + near + STEP, mask=of_q, other=0.0).to(tl.float32),
+                          tl.load(own_k + near + STEP, mask=of_k, other=0.0).to(tl.float32))  # fmt: skip
+        normed_x = x * scale
+        normed_y = y * scale
+        if NORM == 0:
+            normed_x = normed_x.to(kind).to(tl.float32)
+            normed_y = normed_y.to(kind).to(tl.float32)
+        if NORM == 2:
+            gain_x = gain_x + 1.0
+            gain_y = gain_y + 1.0
+        x = tl.where(turns, (gain_x * normed_x).to(kind).to(tl.float32), x)
+        y = tl.where(turns, (gain_y * normed_y).to(kind).to(tl.float32), y)
     angle = tl.load(positions + row) * D + lane
+    part = cos.dtype.element_ty
     c = tl.load(cos + angle, mask=lane < D // 2, other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=lane < D // 2, other=0.0).to(tl.float32)
-    new_x = tl.where(turns, (x * c).to(kind).to(tl.float32) - (y * s).to(kind).to(tl.float32), x).to(kind)
-    new_y = tl.where(turns, (y * c).to(kind).to(tl.float32) + (x * s).to(kind).to(tl.float32), y).to(kind)
+    new_x = tl.where(turns, (x * c).to(part).to(tl.float32) - (y * s).to(part).to(tl.float32), x).to(kind)
+    new_y = tl.where(turns, (y * c).to(part).to(tl.float32) + (x * s).to(part).to(tl.float32), y).to(kind)
     tl.store(line + low, new_x, mask=mask)
     tl.store(line + high, new_y, mask=mask)
     slot = tl.load(slots + row)
@@ -161,29 +229,34 @@ def _rotate_and_store(
         new_y = tl.floor(exact_y / unit + 0.5)
     new_x = new_x.to(keys.dtype.element_ty)
     new_y = new_y.to(keys.dtype.element_ty)
-    tl.store(keys + key_place * D + lane, new_x, mask=is_key)
-    tl.store(keys + key_place * D + lane + D // 2, new_y, mask=is_key)
-    tl.store(values + value_place * D + lane, new_x, mask=is_value)
-    tl.store(values + value_place * D + lane + D // 2, new_y, mask=is_value)
+    tl.store(keys + key_place * D + near, new_x, mask=is_key)
+    tl.store(keys + key_place * D + near + STEP, new_y, mask=is_key)
+    tl.store(values + value_place * D + near, new_x, mask=is_value)
+    tl.store(values + value_place * D + near + STEP, new_y, mask=is_value)
 
 
 def rotate_and_store(
     qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor, float] | None, cos: Tensor, sin: Tensor,
-    positions: Tensor, slots: Tensor, keys: Stored, values: Stored, heads: int,
+    positions: Tensor, slots: Tensor, keys: Stored, values: Stored, heads: int, rule: NormRule = NormRule.EARLY,
+    pairs: bool = False,
 ) -> None:  # fmt: skip
     """Rows `[T, (Hq + 2 Hkv) · D]`, in place: bias, norm of queries and keys, rotary; then keys and values into pages.
 
-    cos and sin `[positions, D]`; slots `[T]`: page · page_size + place in the page.
+    cos and sin `[positions, D]`; slots `[T]`: page · page_size + place in the page. Weights of norms are those of a
+    head, `[D]`, or of all heads together, `[Hq · D]` and `[Hkv · D]`. pairs: rotary mixes neighbours, not halves.
     """
     (key_numbers, key_scales), (value_numbers, value_scales) = keys, values
     _, kv_heads, page_size, dim = key_numbers.shape
     q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
+    wide = norms is not None and (q_norm.shape[0], k_norm.shape[0]) != (dim, dim)
+    count = triton.next_power_of_2(heads + 2 * kv_heads)
+    half = triton.next_power_of_2(dim // 2)
     _rotate_and_store[(qkv.shape[0],)](
         qkv, qkv if bias is None else bias, q_norm, k_norm, cos, sin, positions, slots, key_numbers, value_numbers,
         qkv if key_scales is None else key_scales, qkv if value_scales is None else value_scales, eps,
-        HQ=heads, HKV=kv_heads, HEADS=triton.next_power_of_2(heads + 2 * kv_heads), D=dim,
-        HALF=triton.next_power_of_2(dim // 2), PAGE=page_size, BIAS=bias is not None, NORM=norms is not None,
-        BITS8=key_scales is not None,
+        HQ=heads, HKV=kv_heads, HEADS=count, D=dim, HALF=half, PAGE=page_size, BIAS=bias is not None,
+        NORM=-1 if norms is None else int(rule), WIDE=wide, PAIRS=pairs, BITS8=key_scales is not None,
+        num_warps=min(16, max(4, count * half // 512)) if wide else 4,
     )  # fmt: skip
 
 
@@ -218,6 +291,42 @@ def begin(state: Tensor, table: Tensor, page_size: int, trash: int) -> tuple[Ten
         state, table, tokens, positions, slots, lengths, table.stride(0), trash, C=COLUMNS, PAGE=page_size, num_warps=1
     )
     return tokens, positions, slots, lengths
+
+
+# Logits
+
+
+@triton.jit
+def _transform(
+    logits, count, scale, softcap, inverse, BLOCK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr
+):  # fmt: skip
+    """logits = softcap * tanh(scale * logits / softcap), in place, rounded after each step as torch would do it.
+
+    Grid (blocks of BLOCK numbers). One read and one write of the logits of all rows, which are larger than all that a
+    layer writes, instead of four each.
+    """
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < count
+    kind = logits.dtype.element_ty
+    x = tl.load(logits + place, mask=mask, other=0.0).to(tl.float32)
+    if SCALED:
+        x = (x * scale).to(kind).to(tl.float32)
+    if CAPPED:
+        x = (x * inverse).to(kind).to(tl.float32)
+        x = (2.0 * tl.sigmoid(2.0 * x) - 1.0).to(kind).to(tl.float32) * softcap
+    tl.store(logits + place, x.to(kind), mask=mask)
+
+
+def transform(logits: Tensor, scale: float, softcap: float | None) -> None:
+    """What a model does to its logits after the head, in place."""
+    if scale == 1.0 and softcap is None:
+        return
+    assert logits.is_contiguous()
+    block, cap = 4096, softcap or 1.0
+    _transform[(triton.cdiv(logits.numel(), block),)](
+        logits, logits.numel(), scale, cap, 1.0 / cap,
+        BLOCK=block, SCALED=scale != 1.0, CAPPED=softcap is not None, num_warps=8,
+    )  # fmt: skip
 
 
 # Sampling: one pass over the logits, one uniform number per row

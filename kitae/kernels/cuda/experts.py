@@ -6,6 +6,8 @@ device, so a step can be captured as a graph. Legend: T tokens, K experts of eac
 of the model, I of an expert.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -69,9 +71,9 @@ def route(logits: Tensor, top_k: int, renormalise: bool, dtype: torch.dtype) -> 
 
 @triton.jit
 def _expert_product(
-    x, weight, experts, order, ends, gates, out, tokens, N, K,
+    x, weight, bias, experts, order, ends, gates, out, tokens, N, K, alpha, limit,
     E: tl.constexpr, WIDTH: tl.constexpr, TOP: tl.constexpr, SORTED: tl.constexpr, GATED: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    LIMITED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """A row of x for each pair, times the weight of its expert.
 
@@ -81,6 +83,9 @@ def _expert_product(
 
     GATED: x are the tokens, the weight is gate and up; swiglu of the product goes to a row for each pair, in the order
     of the blocks. Otherwise x are these rows; the product, times the gate of its pair, goes to `[TOP, tokens, N]`.
+
+    LIMITED: as gpt-oss has them. Weights lie `[E, K, N]`, with columns of gate and up in turn, so that one tile has
+    those of both; there are biases; and the gated product is (up + 1) * gate * sigmoid(alpha * gate) within limits.
     """
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK_P)
@@ -106,22 +111,39 @@ def _expert_product(
     source = pair // TOP if GATED else place.to(tl.int64)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = column < N
-    halves = 2 if GATED else 1
+    halves: tl.constexpr = 2 if GATED else 1
     base = weight + expert.to(tl.int64) * halves * N * K
-    total = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
+    kind = x.dtype.element_ty
+    mask = real[:, None] & inside[None, :]
+    TILE: tl.constexpr = halves * BLOCK_N if LIMITED else BLOCK_N
+    total = tl.zeros([BLOCK_P, TILE], tl.float32)
     total_up = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
+    wide = tl.program_id(1) * TILE + tl.arange(0, TILE)
     for start in range(0, depth, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         a = tl.load(x + source[:, None] * K + k[None, :], mask=real[:, None] & (k < K)[None, :], other=0.0)
-        line = column.to(tl.int64)[:, None] * K + k[None, :]
-        seen = inside[:, None] & (k < K)[None, :]
-        total += tl.dot(a, tl.trans(tl.load(base + line, mask=seen, other=0.0)), input_precision="ieee")
-        if GATED:
-            up = tl.load(base + N.to(tl.int64) * K + line, mask=seen, other=0.0)
-            total_up += tl.dot(a, tl.trans(up), input_precision="ieee")
-    kind = x.dtype.element_ty
-    mask = real[:, None] & inside[None, :]
-    if GATED:
+        if LIMITED:
+            there = base + k.to(tl.int64)[:, None] * (halves * N) + wide[None, :]
+            tile = tl.load(there, mask=(k < K)[:, None] & (wide < halves * N)[None, :], other=0.0)
+            total += tl.dot(a, tile, input_precision="ieee")
+        else:
+            line = column.to(tl.int64)[:, None] * K + k[None, :]
+            seen = inside[:, None] & (k < K)[None, :]
+            total += tl.dot(a, tl.trans(tl.load(base + line, mask=seen, other=0.0)), input_precision="ieee")
+            if GATED:
+                up = tl.load(base + N.to(tl.int64) * K + line, mask=seen, other=0.0)
+                total_up += tl.dot(a, tl.trans(up), input_precision="ieee")
+    if LIMITED:
+        own = tl.load(bias + expert * halves * N + wide, mask=(wide < halves * N) & (expert < E), other=0.0)
+        total = (total.to(kind).to(tl.float32) + own.to(tl.float32)[None, :]).to(kind).to(tl.float32)
+    if GATED and LIMITED:
+        gate, up = tl.split(tl.reshape(total, [BLOCK_P, BLOCK_N, 2]))
+        gate = tl.minimum(gate, limit)
+        up = (tl.minimum(tl.maximum(up, -limit), limit) + 1.0).to(kind).to(tl.float32)
+        share = tl.sigmoid((gate * alpha).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+        act = up * (gate * share).to(kind).to(tl.float32)
+        tl.store(out + place.to(tl.int64)[:, None] * N + column[None, :], act.to(kind), mask=mask)
+    elif GATED:
         gate = total.to(kind).to(tl.float32)
         act = (gate * tl.sigmoid(gate)).to(kind).to(tl.float32) * total_up.to(kind).to(tl.float32)
         tl.store(out + place.to(tl.int64)[:, None] * N + column[None, :], act.to(kind), mask=mask)
@@ -132,12 +154,24 @@ def _expert_product(
         tl.store(out + target[:, None] * N + column[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
-def mix(x_TH: Tensor, gates_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+class Limited(NamedTuple):
+    """What the experts of gpt-oss have besides: biases `[E, 2 I]` and `[E, H]`, the slope of the sigmoid, the limit."""
+
+    gate_up_bias: Tensor
+    down_bias: Tensor
+    alpha: float
+    limit: float
+
+
+def mix(
+    x_TH: Tensor, gates_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, down: Tensor, limited: Limited | None = None
+) -> Tensor:
     """What the experts of each token make of it, times their gates, `[K, T, H]`: parts that `rms_norm` adds up.
 
-    gate_up `[E, 2 I, H]`, down `[E, H, I]`, as transformers keeps them.
+    gate_up `[E, 2 I, H]`, down `[E, H, I]`, as transformers keeps them; if limited, `[E, H, 2 I]` and `[E, I, H]`.
     """
-    (tokens, top), (experts, width, inner) = experts_TK.shape, down.shape
+    (tokens, top), (experts, _, _) = experts_TK.shape, down.shape
+    width, inner = x_TH.shape[1], down.shape[1 if limited else 2]
     pairs, flat = tokens * top, experts_TK.view(-1)
     share = pairs > _ALONE * experts
     order, ends = _by_expert(flat, experts) if share else (flat, flat)
@@ -148,16 +182,18 @@ def mix(x_TH: Tensor, gates_TK: Tensor, experts_TK: Tensor, gate_up: Tensor, dow
     act = torch.empty(pairs, inner, dtype=x_TH.dtype, device=x_TH.device)
     out = torch.empty(top, tokens, width, dtype=x_TH.dtype if share else torch.float32, device=x_TH.device)
 
-    def product(x: Tensor, weight: Tensor, out: Tensor, n: int, k: int, *, gated: bool, columns: int) -> None:
-        _expert_product[(blocks, triton.cdiv(n, columns))](
-            x, weight, flat, order, ends, gates_TK, out, tokens, n, k, E=experts,
-            WIDTH=triton.next_power_of_2(experts), TOP=top, SORTED=share, GATED=gated, BLOCK_P=rows, BLOCK_N=columns,
-            BLOCK_K=depth, num_warps=8 if rows == 128 else 4, num_stages=3,
+    gate_up_bias, down_bias, alpha, limit = limited or Limited(flat, flat, 0.0, 0.0)  # which nobody reads
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, n: int, k: int, gated: bool, cols: int) -> None:
+        _expert_product[(blocks, triton.cdiv(n, cols))](
+            x, weight, bias, flat, order, ends, gates_TK, out, tokens, n, k, alpha, limit, E=experts,
+            WIDTH=triton.next_power_of_2(experts), TOP=top, SORTED=share, GATED=gated, LIMITED=limited is not None,
+            BLOCK_P=rows, BLOCK_N=cols, BLOCK_K=depth, num_warps=8 if rows == 128 else 4, num_stages=3,
         )  # fmt: skip
 
     # Few pairs: narrow blocks, so that every multiprocessor has something to read.
-    product(x_TH, gate_up, act, inner, width, gated=True, columns=64 if pairs > 16 else 32)
-    product(act, down, out, width, inner, gated=False, columns=128 if rows >= 64 else 64)
+    product(x_TH, gate_up, gate_up_bias, act, inner, width, gated=True, cols=64 if pairs > 16 else 32)
+    product(act, down, down_bias, out, width, inner, gated=False, cols=128 if rows >= 64 else 64)
     return out
 
 

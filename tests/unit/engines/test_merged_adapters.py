@@ -50,7 +50,7 @@ def read(decoder: FusedDecoder, policy: Policy) -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj", "down_proj"])
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_they_follow_the_adapters(architecture: str, targets: str, tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy(architecture, lora_rank=4, lora_targets=targets)
     assert _known(policy)

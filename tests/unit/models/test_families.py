@@ -4,6 +4,7 @@ What the page docs/models.md says of each is read from it, and must be so.
 """
 
 import asyncio
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
+from kitae.engines.native.cpu import PackedDecoder
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.native.fused import _known
+from kitae.engines.native.fused import _known, is_plain
 from kitae.errors import KitaeError
+from kitae.kernels.norms import NormRule
 from kitae.models.config import ModelConfig
-from kitae.models.fuse import fuse
+from kitae.models.fuse import fuse, norm_of
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 
@@ -31,7 +34,9 @@ SMALL: dict[str, Any] = {
     "n_positions": 256, "ffn_dim": 96, "word_embed_proj_dim": 64, "sliding_window": 8, "mamba_d_ssm": 64,
 }  # fmt: skip
 SPECIAL: dict[str, dict[str, Any]] = {  # what makes a family different from its neighbours
+    "exaone4": {"layer_types": ["sliding_attention", "full_attention"]},
     "falcon_h1": {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"]},
     "granite": {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 2.0, "attention_multiplier": 0.1
     },
@@ -41,6 +46,7 @@ SPECIAL: dict[str, dict[str, Any]] = {  # what makes a family different from its
             "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
         }
     },
+    "olmo3": {"layer_types": ["sliding_attention", "full_attention"]},
     "smollm3": {"no_rope_layers": [1, 0]},
 }  # fmt: skip
 
@@ -69,6 +75,8 @@ def made(tiny_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.data.normal_(0, 0.15)
+            else:  # norms that do something, biases and sinks that are there
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.2)
         folder = tmp_path_factory.mktemp(family)
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(tiny_folder("llama")).save_pretrained(folder)
@@ -119,6 +127,32 @@ def test_what_is_fused(family: str, made: Callable[[str], Path]) -> None:
     assert trainer == ("layers" if own else "parts" if count else "modules"), (count, layer)
     assert decoder != "kernels" or known
     assert known or decoder == "graph"
+
+
+PLAIN = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "phi3", "mixtral", "qwen3_moe")
+
+
+@pytest.mark.parametrize("family", [name for name in RUN if ROWS[name][2] == "kernels"])
+def test_kernels_that_know_plain_layers_alone_get_no_others(family: str, made: Callable[[str], Path]) -> None:
+    """Those of a few rows on a GPU; a compiled decoder on a CPU, which takes neither mixtures nor packed weights."""
+    policy = load(made(family), fused=False)
+    assert is_plain(policy) == (family in PLAIN)
+    assert family in PLAIN or not PackedDecoder.covers(policy)
+
+
+def test_what_a_norm_computes_is_found_by_trying() -> None:
+    rules = {
+        "llama": NormRule.EARLY,
+        "olmo2": NormRule.LATE,
+        "gpt_oss": NormRule.LATE,
+        "gemma3": NormRule.LATE_PLUS_ONE,
+    }
+    for family, rule in rules.items():
+        module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+        (name,) = (n for n in vars(module) if n.endswith("RMSNorm"))
+        norm = norm_of(vars(module)[name](8, eps=1e-3))
+        assert norm is not None and norm.rule == rule and norm.eps == 1e-3
+    assert norm_of(torch.nn.LayerNorm(8)) is None and norm_of(None) is None
 
 
 def test_no_fused_decoder_for_attention_that_reads_positions(made: Callable[[str], Path]) -> None:
