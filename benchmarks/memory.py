@@ -94,7 +94,10 @@ def measure(recipe: str, settings: list[str], device: str) -> float:
 
         (run,) = Path(folder).iterdir()
         steps = Metrics(run / "metrics.jsonl").rows("step")
-        return max(row["device_memory_share"] for row in steps) * torch.cuda.mem_get_info()[1]
+        shares = [row["device_memory_share"] for row in steps if "device_memory_share" in row]
+        if not shares:
+            raise SystemExit("no step was trained on: of every prompt, all answers had the same reward")
+        return max(shares) * torch.cuda.mem_get_info()[1]
 
 
 if __name__ == "__main__":

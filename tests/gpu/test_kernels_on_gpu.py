@@ -103,11 +103,13 @@ def test_norms_and_rotary_of_queries_and_keys(
     q, k, v = qkv.clone().split([hq * dim, hkv * dim, hkv * dim], 1)
     q, k = (n(t.reshape(count, -1, len(n.weight))).view(count, -1, dim) for n, t in ((of_q, q), (of_k, k)))
 
-    def turned(t: torch.Tensor) -> torch.Tensor:
+    def turned(t: torch.Tensor, kind: torch.dtype = dtype) -> torch.Tensor:
+        c, s = (table[positions][:, None].to(torch.promote_types(kind, table.dtype)) for table in (cos, sin))
+        t = t.to(kind)
         if pairs:
             t = torch.cat((t[..., ::2], t[..., 1::2]), -1)
         other = torch.cat((-t[..., dim // 2 :], t[..., : dim // 2]), -1)
-        t = (t * cos[positions][:, None] + other * sin[positions][:, None]).to(dtype)
+        t = (t * c + other * s).to(kind)
         return torch.stack(t.chunk(2, -1), -1).flatten(-2) if pairs else t
 
     pages = [torch.zeros(4, hkv, page, dim, device=DEVICE, dtype=dtype) for _ in range(2)]
@@ -120,7 +122,9 @@ def test_norms_and_rotary_of_queries_and_keys(
     got = qkv.view(count, -1, dim)
     close(got[:, :hq], turned(q), dtype)
     close(got[:, hq : hq + hkv], turned(k), dtype)
-    assert ((got[:, :hq] - turned(q)).abs() > 1e-5).float().mean() < 1e-2, "rounded elsewhere than in the modules"
+    exact = turned(q, torch.float64)  # a product may be added before it is rounded, which is nearer to it
+    off, theirs = ((found - exact).abs().mean() for found in (got[:, :hq], turned(q)))
+    assert off < 1.02 * theirs + 1e-6, "rounded more than in the modules"
     for side, stored in zip((got[:, hq : hq + hkv], v.view(count, hkv, dim)), pages, strict=True):
         assert torch.equal(stored[slots // page, :, slots % page], side)
 
