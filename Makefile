@@ -59,7 +59,8 @@ site: install
 
 plots: install
 	@for name in findings headline agent_curves recipe_curves; do $(BIN)/python benchmarks/$$name.py >/dev/null || exit 1; done
-	@echo "drawn again: docs/findings_*.png, docs/gsm8k.png, docs/agent_curves.png, docs/recipe_curves.png"
+	@$(BIN)/python benchmarks/growth.py --from docs/gpu_growth.json --output docs/gpu_growth.png
+	@echo "drawn again: docs/gpu_growth.png, docs/findings_*.png, docs/gsm8k.png, docs/agent_curves.png, docs/recipe_curves.png"
 
 # Tests start many processes: without files of bytecode each would compile what it imports. On a machine that is at its
 # limit, a test that waits for another process can fail for want of time: what fails again without company is wrong.
