@@ -17,7 +17,7 @@ from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.cpu import PackedDecoder
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.native.fused import _known, is_plain
+from kitae.engines.native.fused import _known, is_plain, turns_alike
 from kitae.errors import KitaeError
 from kitae.kernels.norms import NormRule
 from kitae.models.config import ModelConfig
@@ -129,15 +129,17 @@ def test_what_is_fused(family: str, made: Callable[[str], Path]) -> None:
     assert known or decoder == "graph"
 
 
-PLAIN = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "phi3", "mixtral", "qwen3_moe")
+PLAIN = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "phi3", "smollm3", "mixtral", "qwen3_moe")
 
 
 @pytest.mark.parametrize("family", [name for name in RUN if ROWS[name][2] == "kernels"])
 def test_kernels_that_know_plain_layers_alone_get_no_others(family: str, made: Callable[[str], Path]) -> None:
-    """Those of a few rows on a GPU; a compiled decoder on a CPU, which takes neither mixtures nor packed weights."""
+    """Those of a few rows on a GPU; a compiled decoder on a CPU, which takes neither mixtures nor packed weights, and one
+    rotary for all layers."""
     policy = load(made(family), fused=False)
     assert is_plain(policy) == (family in PLAIN)
-    assert family in PLAIN or not PackedDecoder.covers(policy)
+    assert family not in PLAIN or turns_alike(policy) == (family != "smollm3")
+    assert (family in PLAIN and family != "smollm3") or not PackedDecoder.covers(policy)
 
 
 def test_what_a_norm_computes_is_found_by_trying() -> None:
