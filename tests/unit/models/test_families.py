@@ -134,8 +134,7 @@ PLAIN = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "phi3", 
 
 @pytest.mark.parametrize("family", [name for name in RUN if ROWS[name][2] == "kernels"])
 def test_kernels_that_know_plain_layers_alone_get_no_others(family: str, made: Callable[[str], Path]) -> None:
-    """Those of a few rows on a GPU; a compiled decoder on a CPU, which takes neither mixtures nor packed weights, and one
-    rotary for all layers."""
+    """Those of a few rows on a GPU; a compiled decoder on a CPU: no mixtures, no packed weights, one rotary for all."""
     policy = load(made(family), fused=False)
     assert is_plain(policy) == (family in PLAIN)
     assert family not in PLAIN or turns_alike(policy) == (family != "smollm3")
