@@ -473,7 +473,10 @@ class Trial:
         due = {step for step in range(steps + 1) if evaluation_due(config, step)}
         if self.plan.extended and config.eval.prompts:
             due.add(self.plan.steps)
-        assert [r["step"] for r in found if r["kind"] == "eval"] == sorted(due), self._say("evaluations")
+        evaluations = [(r["step"], r["avg"] is not None) for r in found if r["kind"] == "eval"]
+        judged = [step for step, some in evaluations if some]  # what nobody could judge is asked again by a resumed run
+        assert sorted({step for step, _ in evaluations}) == sorted(due), self._say("evaluations")
+        assert judged == sorted(set(judged)), self._say("evaluations that were made again")
         left = [p.name for p in self.run.rglob("*partial*")]
         assert not left and (self.run / "model" / "config.json").exists(), self._say(f"left behind: {left}")
         if config.pipeline.max_staleness == 0:
