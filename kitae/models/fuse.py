@@ -19,7 +19,7 @@ from kitae.kernels.memory import lay_together
 from kitae.kernels.norms import Norm, NormRule
 from kitae.models.attention import masked_attention
 from kitae.models.lora import plain_part
-from kitae.models.routing import is_router
+from kitae.models.routing import is_router, takes_largest
 
 
 def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
@@ -271,7 +271,9 @@ def _is_mixture(mlp: Any) -> bool:
     if _children(mlp) != {"gate", "experts"} or not is_router(mlp.gate):
         return False
     weights = [{name for name, _ in part.named_parameters()} for part in (mlp.gate, mlp.experts)]
-    return weights == [{"weight"}, {"gate_up_proj", "down_proj"}] and _is_silu(getattr(mlp.experts, "act_fn", None))
+    if weights != [{"weight"}, {"gate_up_proj", "down_proj"}] or not _is_silu(getattr(mlp.experts, "act_fn", None)):
+        return False
+    return takes_largest(mlp.gate)
 
 
 def is_limited_mixture(mlp: Any) -> bool:
@@ -280,7 +282,8 @@ def is_limited_mixture(mlp: Any) -> bool:
         return False
     router, experts = ({name for name, _ in part.named_parameters()} for part in (mlp.router, mlp.experts))
     weights = {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
-    return router == {"weight", "bias"} and experts == weights and {"alpha", "limit"} <= vars(mlp.experts).keys()
+    known = router == {"weight", "bias"} and experts == weights and {"alpha", "limit"} <= vars(mlp.experts).keys()
+    return known and takes_largest(mlp.router)
 
 
 def _children(module: Any) -> set[str]:

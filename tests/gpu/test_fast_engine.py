@@ -13,7 +13,9 @@ import torch
 
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
+from kitae.engines.native.cache import KVCache
 from kitae.engines.native.engine import NativeEngine
+from kitae.engines.native.fused import FusedDecoder
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
@@ -280,6 +282,23 @@ def test_adapters_merged_and_beside_their_weights(architecture: str, tiny_policy
     for others in found[1:]:
         same = [a.tokens == b.tokens for a, b in zip(found[0], others, strict=True)]
         assert sum(same) >= len(same) - 2, "but for draws on a border"
+
+
+def test_kernels_for_a_few_that_differ_are_not_used(
+    tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = tiny_policy("llama")
+    fused = FusedDecoder.of(policy, KVCache(policy, 0.01, 16))
+    assert fused is not None and fused.few_rows == 64
+    right = FusedDecoder.logits_of_few
+
+    def wrong(self: FusedDecoder, *args: Any) -> None:
+        right(self, *args)
+        args[6].mul_(1.01)
+
+    monkeypatch.setattr(FusedDecoder, "logits_of_few", wrong)
+    fused.try_few(policy)
+    assert fused.few_rows == 0 and "differ" in caplog.text
 
 
 def test_engine_config_plain_uses_no_graphs(tiny_policy: TinyPolicy) -> None:

@@ -121,6 +121,8 @@ class FusedDecoder:
         if not found < (1e-3 if policy.dtype == torch.float32 else 0.1):
             log.warning("%s: the fused decoder differs from the model (%.2g), so it is not used", policy.source, found)
             return None
+        if policy.device.type == "cuda":
+            fused.try_few(policy)
         return fused
 
     @classmethod
@@ -204,6 +206,35 @@ class FusedDecoder:
             return 0
         return 16 if any(layer.choice is not None for layer in self.layers) else few.MOST
 
+    @torch.inference_mode()
+    def try_few(self, policy: Policy) -> None:
+        """`logits_of_few` against `hidden`, on lone tokens; where it cannot run, or differs, it is not used."""
+        from triton.errors import TritonError
+
+        count = min(8, self.few_rows)
+        if not count:
+            return
+        device, head = policy.device, policy.head.weight
+        tokens = torch.arange(count, device=device) * 7919 % policy.vocabulary
+        first, trash = torch.zeros_like(tokens), torch.full_like(tokens, self.cache.pages * self.cache.page_size)
+        table, lengths = first[:, None].to(torch.int32), torch.ones_like(tokens, dtype=torch.int32)
+        logits = torch.empty(count, len(head), dtype=head.dtype, device=device)
+        expected = torch.mm(self.hidden(tokens, first, trash, _Alone()), head.t())
+        try:
+            self.logits_of_few(tokens, first, trash, table, lengths, head, logits)
+        except (TritonError, RuntimeError) as error:
+            log.warning("%s: the kernels for a few sequences cannot run here: %s", policy.source, error)
+            self._plain = False
+            return
+        mixture = any(layer.choice is not None for layer in self.layers)
+        found = _distance(logits.float(), expected.float(), mixture=mixture)
+        exact = (
+            policy.dtype == torch.float32 and self.cache.values[0].scales is None
+        )  # 8 bits round values
+        if not found < (1e-3 if exact else 0.1):
+            log.warning("%s: the kernels for a few sequences differ (%.2g), so they are not used", policy.source, found)
+            self._plain = False
+
     def logits_of_few(
         self, tokens_B: Tensor, positions_B: Tensor, slots_B: Tensor, table: Tensor, lengths_B: Tensor, head: Tensor,
         logits: Tensor, hear: Hear | None = None,
@@ -232,6 +263,16 @@ class FusedDecoder:
                 parts, normed = few.normed_parts(stream, layer.eps[1], layer.choice.weight)
                 few.add_parts(stream, _mix(layer, layer.choice, normed, parts, hear), gain)
         few.normed_product(stream, self.norm[1], head, out=logits)
+
+
+class _Alone:
+    """Attention of tokens that see nothing but themselves: their values."""
+
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        return v.repeat_interleave(len(q) // len(v), 0).transpose(0, 1)
 
 
 def _mix(layer: _Layer, choice: _Choice, x_TH: Tensor, logits: Tensor, hear: Hear | None) -> Tensor:

@@ -219,7 +219,7 @@ def add_product(stream: Stream, x: Tensor, weight: Tensor, gain: Tensor, *, spli
     """Add `x @ weight.T` to the stream, in place; gain: of the norm that comes next."""
     count, k = x.shape
     n, blocks = weight.shape[0], stream.squares.shape[1]
-    splits = splits or max(1, min(128 // blocks, k // 512, 8))
+    splits = splits or max(1, min(round(128 / blocks), k // 512, 8))  # programs for all multiprocessors
     parts = torch.empty(splits, count, n, dtype=torch.float32, device=x.device)
     _add_product[(blocks, splits)](
         x, weight, gain, parts, stream.rows, stream.gained, stream.squares, stream.counters, count, n,

@@ -186,14 +186,14 @@ class _Plan(NamedTuple):
 
 @functools.cache
 def _plan(pairs: int, row_bytes: int, device: torch.device) -> _Plan:
-    """For pairs of a sequence and a key head: every multiprocessor has two programs, whose blocks fit into it."""
+    """For pairs of a sequence and a key head: a multiprocessor has two programs, whose blocks fit into it."""
     splits = max(1, min(16, int(triton.next_power_of_2(triton.cdiv(256, pairs)))))
     if device.type != "cuda":
         return _Plan(64, splits, 1)
     limit = 0.9 * getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 96 * 1024)
     wished = (32, 5) if pairs <= 16 else (64, 5) if pairs <= 256 else (64, 3)
     choices = [wished, (wished[0], 3), (32, 3), (16, 3), (16, 2)]
-    block, stages = next((c for c in choices if c[0] * row_bytes * (c[1] - 1) <= limit), choices[-1])
+    block, stages = next((c for c in choices if 2 * c[0] * row_bytes * (c[1] - 1) <= limit), choices[-1])
     return _Plan(block, splits, stages)
 
 

@@ -141,6 +141,11 @@ def test_kernels_that_know_plain_layers_alone_get_no_others(family: str, made: C
     assert (family in PLAIN and family != "smollm3") or not PackedDecoder.covers(policy)
 
 
+def test_a_mixture_with_other_gates_is_unknown(made: Callable[[str], Path]) -> None:
+    """MiniMax-M2 is built like OLMoE, but its gates come from a sigmoid, and a bias has its say in the choice."""
+    assert _known(load(made("olmoe"), fused=False)) and not _known(load(made("minimax_m2"), fused=False))
+
+
 def test_what_a_norm_computes_is_found_by_trying() -> None:
     rules = {
         "llama": NormRule.EARLY,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from kitae.errors import ModelError
-from kitae.models.routing import NO_RECORD, RouterLoad, record_routing, replay_routing, replayed_gates
+from kitae.models.routing import NO_RECORD, RouterLoad, record_routing, replay_routing, replayed_gates, takes_largest
 from kitae.trainer.forward import recompute_layers
 
 EXAMPLE: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "algorithm_examples.json").read_text())[
@@ -320,3 +320,23 @@ def test_models_without_known_routers_are_refused() -> None:
         pass
     with pytest.raises(ModelError, match="got OddRouter"), record_routing(nn.Sequential(OddRouter(2, 2))):
         pass
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid", "smallest", "sums", "two inputs"])
+def test_routers_are_known_by_trying(kind: str) -> None:
+    def route(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = x @ self.weight.T
+        experts = logits.topk(2, largest=kind != "smallest").indices
+        gates = (logits.sigmoid() if kind == "sigmoid" else logits.softmax(-1)).gather(1, experts)
+        return logits, gates if kind == "sums" else gates / gates.sum(-1, keepdim=True), experts
+
+    def route_two(self: Any, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return route(self, x + bias)
+
+    forward = route_two if kind == "two inputs" else route
+    router: Any = type("OwnRouter", (nn.Module,), {"forward": forward})()
+    router.weight = nn.Parameter(torch.randn(6, 16, generator=torch.Generator().manual_seed(0)))
+    assert takes_largest(router) == (kind == "softmax")
+    if kind == "sums":
+        router.norm_topk_prob = False
+        assert takes_largest(router)
