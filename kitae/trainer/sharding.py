@@ -37,7 +37,7 @@ def shard(model: Policy | ScalarModel, mesh: Mesh) -> None:
         split_layers(policy, mesh.tensor)
     if mesh.experts is not None:
         assert mesh.expert_shards is not None
-        for experts in split_experts(policy, mesh.experts):
+        for experts in split_experts(policy, mesh.experts, mesh.tensor):
             _fully_shard(experts, mesh.expert_shards, mesh)
     own = [] if model is policy else [model.head]  # of another dtype than the decoder
     for module in (*layers_of(policy), *own, model):

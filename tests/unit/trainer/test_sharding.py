@@ -254,7 +254,7 @@ def test_heads_must_divide(tiny_policy: Callable[..., Policy]) -> None:
     with pytest.raises(ConfigError, match=r"sequence must divide the key-value heads .*, 6, or be a multiple .* = 4"):
         Parallel(4, 1, 4).check(policy)
     with pytest.raises(ConfigError, match="expert > 1 needs a model with a plan that sends tokens to experts"):
-        split_experts(policy, None)  # type: ignore[arg-type]
+        split_experts(policy, None, None)  # type: ignore[arg-type]
 
 
 def test_a_mesh_has_as_many_ranks_as_there_are_processes(tmp_path: Path) -> None:
