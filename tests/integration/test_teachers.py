@@ -118,11 +118,15 @@ def test_a_teacher_in_its_own_process_teaches_the_same_also_after_its_end(distil
     here = run_config(distil(*SHORT, name="here")).folder
     config = distil(*SHORT, APART, name="there")
     killed: list[int] = []
+    others = family_of(os.getpid())  # of other tests, which may have imported what teachers run
+
+    def teachers() -> list[int]:
+        return [pid for pid in family_of(os.getpid()) if pid not in others and _is_teacher(pid)]
 
     class Killer(Silent):
         def step(self, report: Any) -> None:
             if report.step == 2:
-                worker = [pid for pid in family_of(os.getpid()) if _is_teacher(pid)][-1]  # the last is the youngest
+                worker = teachers()[-1]  # the last is the youngest
                 killed.append(worker)
                 os.kill(worker, signal.SIGKILL)
 
@@ -137,7 +141,7 @@ def test_a_teacher_in_its_own_process_teaches_the_same_also_after_its_end(distil
     for a, b in zip(rows(copy), rows(there), strict=True):
         assert a["teacher_kl"] == pytest.approx(b["teacher_kl"], abs=1e-6)
     assert replay(there, 4, print).difference <= 1e-5
-    assert not [pid for pid in family_of(os.getpid()) if _is_teacher(pid)], "none is left"
+    assert not teachers(), "none is left"
 
 
 def _is_teacher(pid: int) -> bool:
@@ -159,16 +163,15 @@ def test_no_teacher_survives_a_run_that_is_killed(distil: Config, teacher: Path,
         while not ((run / "metrics.jsonl").exists() and rows(run)):
             assert process.poll() is None and time.monotonic() < until
             time.sleep(0.1)
-        teachers = [pid for pid in family_of(process.pid) if _is_teacher(pid)]
+        teachers = [pid for pid in family_of(process.pid)[1:] if _is_teacher(pid)]
         assert len(teachers) == 2, "a template and its worker"
     finally:
         process.kill()
-        process.wait()
+        process.ended()
     until = time.monotonic() + 20
     while left := [pid for pid in teachers if state_of(pid) not in ("", "Z")]:
         assert time.monotonic() < until, f"orphans: {left}"
         time.sleep(0.05)
-    process.communicate()
 
 
 # A teacher behind a server.
