@@ -1,4 +1,4 @@
-"""The decoder of the Llama family on the kernels of `kitae.kernels.cuda.decoding`, reading the policy's own parameters.
+"""A decoder on the kernels of `kitae.kernels.cuda.decoding`, reading the policy's own parameters.
 
 Covered: RMSNorm before attention and MLP, rotary, grouped queries, optional biases and norms of queries and keys,
 gated SiLU MLP (Llama, Mistral, Qwen2, Qwen3, SmolLM2, …) or experts of that kind (Mixtral, Qwen3-MoE); the multipliers
