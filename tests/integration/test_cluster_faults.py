@@ -353,7 +353,11 @@ SERVERS = [
 def test_at_every_phase(actor: str, phases: tuple[str, ...], trial: Callable[..., Trial], undisturbed: Path) -> None:
     run = trial(BY_ACTOR.get(actor, SPREAD), length(len(PHASES)))
     suffer(run, [(actor, phase) for phase in phases])
-    assert_same_learning(run.run, undisturbed)
+    if actor == "server":  # an answer that another server continues has draws of its own
+        steps = [row for row in rows(run.run) if row["kind"] == "step"]
+        assert len(steps) == length(len(PHASES)) and max(row["logp_gap_max"] for row in steps) < 1e-4
+    else:
+        assert_same_learning(run.run, undisturbed)
     assert run.events("trainer lost") == (len(PHASES) if actor.startswith("rank") else 0)
 
 
