@@ -228,9 +228,7 @@ class FusedDecoder:
             return
         mixture = any(layer.choice is not None for layer in self.layers)
         found = _distance(logits.float(), expected.float(), mixture=mixture)
-        exact = (
-            policy.dtype == torch.float32 and self.cache.values[0].scales is None
-        )  # 8 bits round values
+        exact = policy.dtype == torch.float32 and self.cache.values[0].scales is None  # 8 bits round values
         if not found < (1e-3 if exact else 0.1):
             log.warning("%s: the kernels for a few sequences differ (%.2g), so they are not used", policy.source, found)
             self._plain = False
