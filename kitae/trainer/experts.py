@@ -22,7 +22,7 @@ def split_experts(policy: Policy, group: DeviceMesh, tensor: DeviceMesh) -> list
         raise ConfigError(f"cluster.expert > 1 needs a model with a plan that sends tokens to experts, got {name}")
     if policy.model is not policy.base:
         raise ConfigError("cluster.expert > 1 needs model.lora_rank = 0")
-    try:
+    try:  # the first name came with 5.23
         from transformers.distributed.expert_parallel import EPImplementation, apply_expert_parallelism  # noqa: F401
     except ImportError:
         from transformers import __version__

@@ -173,7 +173,7 @@ class PackedDecoder(FusedDecoder):
             q, k, v = torch.split(by_head, [self.heads, self._decoder.kv_heads, self._decoder.kv_heads])
             mixed = context.attend(i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks)
             amx.finish_layer(self._decoder, self._layers[i], mixed.reshape(len(x), -1))
-        return ops.rms_norm(x, *self.norm)
+        return ops.rms_norm(x, self.norm.weight, self.norm.eps)
 
     def rows(
         self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, sequences_T: Tensor, table: Tensor
@@ -181,7 +181,7 @@ class PackedDecoder(FusedDecoder):
         """`hidden` in one call: each row attends to the pages of its sequence, a row of the table."""
         x = self._begin(tokens_T)
         amx.forward(self._decoder, self._layers, positions_T, slots_T, sequences_T, table)
-        return ops.rms_norm(x, *self.norm)
+        return ops.rms_norm(x, self.norm.weight, self.norm.eps)
 
     def head(self, hidden_NH: Tensor) -> Tensor:
         return amx.linear(hidden_NH, self._packed_head, getattr(self._head, "bias", None))

@@ -135,8 +135,7 @@ class FusedDecoder:
         self.heads = policy.heads
         self.cache = cache
         self.embedding: Tensor = decoder.embed_tokens.weight
-        self.last = _norm(decoder.norm)
-        self.norm: tuple[Tensor, float] = self.last[:2]
+        self.norm = _norm(decoder.norm)
         self.multipliers = multipliers(policy)
         self._plain = is_plain(policy)
         self._counters = torch.zeros(4096, dtype=torch.int32, device=policy.device)
@@ -195,7 +194,7 @@ class FusedDecoder:
                 gated = decoding.swiglu(torch.mm(normed, layer.gate_up.t()), gelu=layer.gelu)
                 pending = torch.mm(gated, layer.down.t())
             after = layer.after[1]
-        return decoding.add_and_norm(x, pending, after, self.last, each)[1]
+        return decoding.add_and_norm(x, pending, after, self.norm, each)[1]
 
     @property
     def few_rows(self) -> int:
@@ -243,7 +242,7 @@ class FusedDecoder:
         """
         from kitae.kernels.cuda import few, paged
 
-        gains = [layer.before_attention for layer in self.layers[1:]] + [self.norm[0]]
+        gains = [layer.before_attention for layer in self.layers[1:]] + [self.norm.weight]
         stream = few.embed(tokens_B, self.embedding, self.layers[0].before_attention, self._counters)
         for i, (layer, gain) in enumerate(zip(self.layers, gains, strict=True)):
             keys, values, how = self.cache.keys[i], self.cache.values[i], layer.attention
@@ -260,7 +259,7 @@ class FusedDecoder:
             else:
                 parts, normed = few.normed_parts(stream, layer.eps[1], layer.choice.weight)
                 few.add_parts(stream, _mix(layer, layer.choice, normed, parts, hear), gain)
-        few.normed_product(stream, self.norm[1], head, out=logits)
+        few.normed_product(stream, self.norm.eps, head, out=logits)
 
 
 class _Alone:
