@@ -150,6 +150,7 @@ def workloads(vocabulary: int = 150000) -> dict[str, Workload]:
         "group": [(p, prompt, 512) for p, prompt in enumerate(prompts) for _ in range(8)],
         "ragged": [(i // 8, prompts[i // 8], n) for i, n in enumerate(lengths)],
         "one": [(0, prompts[0], 256)],
+        **{f"{n}": [(p, prompt, 256) for p, prompt in enumerate(prompts[:n])] for n in (8, 16, 64)},
         "8k": [(p, prompt, 8192) for p, prompt in enumerate(prompts) for _ in range(8)],
         "64x8k": [(p, prompt, 8192) for p, prompt in enumerate(prompts)],
         "16k": [(0, prompts[0], 16_000)] * 8,
@@ -275,6 +276,7 @@ def main() -> None:
     )
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--mixture", action="store_true")
+    parser.add_argument("--shape", choices=("8b", "32b"), help="a larger dense model")
     parser.add_argument("--family", choices=tuple(FAMILIES), help="the shape of a model of this family")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--memory-gb", type=float, default=24.0, help="of the cache")
@@ -284,6 +286,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.family:
         policy = family_policy(args.family, args.layers)
+    elif args.shape:
+        policy = large_policy(args.layers or 36) if args.shape == "8b" else huge_policy(args.layers or 64)
     else:
         policy = mixture_policy(args.layers or 48) if args.mixture else qwen_policy(layers=args.layers or 28)
     if args.lora:

@@ -4,7 +4,7 @@
 
 Each variant is a run of two steps in a process of its own: the largest resident memory of that process on a CPU, the
 most that tensors took on a GPU, where what CUDA takes for itself is left out. The batches are large enough to fill a
-row of `training.token_budget` tokens.
+row of `training.token_budget` tokens. Rewards are given by chance, so that any model has something to train on.
 """
 
 import argparse
@@ -12,7 +12,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import zlib
 from pathlib import Path
+from typing import Any
 
 from kitae.config.load import load_config
 from kitae.config.locate import find_recipe
@@ -26,6 +28,7 @@ COMMON = (
     "checkpoint.every=1000",
     "pipeline.refill=false",
     "training.group_size=8",
+    f"verifier.name={Path(__file__).resolve()}:by_chance",
 )
 VARIANTS = {
     "plain": (),
@@ -95,9 +98,11 @@ def measure(recipe: str, settings: list[str], device: str) -> float:
         (run,) = Path(folder).iterdir()
         steps = Metrics(run / "metrics.jsonl").rows("step")
         shares = [row["device_memory_share"] for row in steps if "device_memory_share" in row]
-        if not shares:
-            raise SystemExit("no step was trained on: of every prompt, all answers had the same reward")
         return max(shares) * torch.cuda.mem_get_info()[1]
+
+
+def by_chance(response: str, reference: Any, context: Any) -> float:
+    return float(zlib.crc32(response.encode()) % 2)
 
 
 if __name__ == "__main__":
