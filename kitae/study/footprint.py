@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kitae.config.load import override_config
 from kitae.config.root import DistilConfig, RLConfig
 from kitae.errors import ConfigError
-from kitae.kernels.cpu import amx
+from kitae.kernels.cpu import packed
 from kitae.models.load import pick_device, pick_dtype
 from kitae.observe.memory import free_memory
 from kitae.study.shape import ModelShape, read_model
@@ -114,7 +114,7 @@ def hold(
         "activations": passing,
         "cache": _cache(config, model, device, size),
         **_engines(config, model, device, size),
-        **_copies(config, model, device, size),
+        **_copies(config, model, device, dtype),
         **other_models(config, model.parameters, size),
         "libraries": _LIBRARIES[device.type],
     }
@@ -128,16 +128,19 @@ def _engines(config: RLConfig, model: ModelShape, device: "torch.device", size: 
     return {"engines": config.engine.count * each, "published weights": float(trained_parameters(config, model) * size)}
 
 
-def _copies(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> dict[str, float]:
+def _copies(config: RLConfig, model: ModelShape, device: "torch.device", dtype: "torch.dtype") -> dict[str, float]:
     """Weights in the form that an engine's decoder wants; exact engines and those without kernels use the model's."""
     e, adapted = config.engine, config.model.lora_rank > 0
-    if not e.fast or e.serves or config.model.exact:
+    if not e.fast or e.serves or config.model.exact or (adapted and not e.merge_adapters):
         return {}
-    if device.type == "cuda" and adapted and e.merge_adapters:
-        return {"merged weights": float(e.count * size * model.layers * _merged(config, model))}
-    if device.type == "cpu" and size == 2 and not adapted and amx.available():
-        return {"packed weights": float(e.count * model.parameters * size)}
-    return {}
+    found = {}
+    if adapted:
+        found["merged weights"] = float(e.count * dtype.itemsize * model.layers * _merged(config, model))
+    if device.type == "cpu":
+        if e.cache_dtype == "int8" or not packed.available(dtype):
+            return {}
+        found["packed weights"] = float(e.count * model.parameters * dtype.itemsize)
+    return found
 
 
 def _merged(config: RLConfig, model: ModelShape) -> int:

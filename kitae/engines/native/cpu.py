@@ -1,7 +1,8 @@
-"""Decoding on a CPU with tile registers: one call of a compiled decoder a step, on packed copies of the weights.
+"""Decoding on a CPU: one call of a compiled decoder a step, on packed copies of the weights.
 
-The copies are as large as the weights. They are made again after each weight update, when the next step needs them.
-Models that the decoder does not cover (see `kitae.engines.native.fused`) run their own modules.
+In float32 on any processor, in bfloat16 on those with tile registers. The copies are as large as the weights. They are
+made again after each weight update, when the next step needs them; what LoRA adapters add is merged into them.
+Models that the decoder does not cover (mixtures, and see `kitae.engines.native.fused`) run their own modules.
 """
 
 import logging
@@ -14,12 +15,13 @@ from torch import Tensor
 from kitae.engines.native.attention import ExactAttention, PrefillAttention
 from kitae.engines.native.cache import KVCache
 from kitae.engines.native.decoding import Decoding
-from kitae.engines.native.fused import FusedDecoder, Hear, is_plain, turns_alike
+from kitae.engines.native.fused import FusedDecoder, Hear, turns_in
 from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Admission
-from kitae.kernels.cpu import amx, ops
+from kitae.kernels.cpu import packed
+from kitae.kernels.norms import NormRule
 from kitae.models.attention import AttentionCall, AttentionContext
-from kitae.models.fuse import is_llama_layer
+from kitae.models.fuse import halves_of, norm_of
 from kitae.models.policy import Policy
 
 log = logging.getLogger("kitae")
@@ -28,9 +30,11 @@ _SHORT = 512  # tokens; attention row by row is faster up to about here, in bloc
 
 
 class CpuRunner(ModelRunner):
-    def __init__(self, policy: Policy, cache: KVCache) -> None:
+    def __init__(self, policy: Policy, cache: KVCache, *, merges: bool = True) -> None:
+        """merges: adapters into the packed copies of their weights."""
         super().__init__(policy, cache, fast=True)
-        self.decoder = PackedDecoder.of(policy, cache)
+        adapted = policy.model is not policy.base
+        self.decoder = None if adapted and not merges else PackedDecoder.of(policy, cache)
 
     def weights_changed(self) -> None:
         if self.decoder is not None:
@@ -87,11 +91,11 @@ class CpuRunner(ModelRunner):
 
 
 class PackedDecoder(FusedDecoder):
-    """The decoder on the kernels of `kitae.kernels.cpu.amx`."""
+    """The decoder on the kernels of `kitae.kernels.cpu.packed`."""
 
     @classmethod
     def of(cls, policy: Policy, cache: KVCache) -> "PackedDecoder | None":
-        if policy.dtype != torch.bfloat16 or not amx.available():
+        if not packed.available(policy.dtype):
             return None
         found = super().of(policy, cache)
         assert found is None or isinstance(found, PackedDecoder)
@@ -102,40 +106,40 @@ class PackedDecoder(FusedDecoder):
     @classmethod
     def covers(cls, policy: Policy) -> bool:
         decoder: Any = policy.decoder
-        if not all(map(is_llama_layer, decoder.layers)) or not is_plain(policy) or not turns_alike(policy):
+        if any(hasattr(layer.mlp, "experts") or len(_rules(layer)) != 1 for layer in decoder.layers):
             return False
         inner = decoder.layers[0].mlp.down_proj.weight.shape[1]
         depths = policy.head.weight.shape[1], policy.heads * policy.head_dim, inner
-        return amx.fits(*depths, head_dim=policy.head_dim)
+        return packed.fits(policy.dtype, *depths, head_dim=policy.head_dim) and turns_in(policy, policy.dtype)
 
     def __init__(self, policy: Policy, cache: KVCache, attentions: Sequence[AttentionCall]) -> None:
         super().__init__(policy, cache, attentions)
         self._head: Any = policy.head
+        self._dtype = policy.dtype
         first = self.layers[0]
-        hidden, inner = first.before_attention.shape[0], first.down.shape[1]
+        hidden, inner = len(first.out), first.down.shape[1]
         kv_heads, page_size, dim = cache.keys[0].numbers.shape[1:]
         self._widths = {
-            "x": hidden, "qkv": first.qkv.shape[0], "normed": hidden, "mixed": self.heads * dim, "gated": inner
+            "x": hidden, "added": hidden, "qkv": len(first.qkv), "normed": hidden, "mixed": self.heads * dim,
+            "gated": inner,
         }  # fmt: skip
         self._room: dict[str, Tensor] = {}
-        self._decoder = amx.Decoder(
+        self._decoder = packed.Decoder(
             hidden=hidden, heads=self.heads, kv_heads=kv_heads, dim=dim, inner=inner, page_size=page_size,
-            cos=self.cos.data_ptr(), sin=self.sin.data_ptr(),
+            factor=self.multipliers[1],
         )  # fmt: skip
         self._packed = [
             {
-                "qkv": amx.Packed.room(*layer.qkv.shape),
-                "out": amx.Packed.room(*layer.out.shape),
-                "gate_up": amx.Packed.room(*layer.gate_up.shape),
-                "down": amx.Packed.room(*layer.down.shape),
+                name: packed.Packed.room(*getattr(layer, name).shape, self._dtype)
+                for name in ("qkv", "out", "gate_up", "down")
             }
             for layer in self.layers
         ]
-        self._packed_head = amx.Packed.room(*self._head.weight.shape)
+        self._packed_head = packed.Packed.room(*self._head.weight.shape, self._dtype)
         self._sinks = [None if s.attention.sinks is None else s.attention.sinks.detach().float() for s in self.layers]
-        self._layers = (amx.Layer * len(self.layers))(*map(self._describe, range(len(self.layers))))
+        self._layers = (packed.Layer * len(self.layers))(*map(self._describe, range(len(self.layers))))
         self._addresses = self._find_addresses(policy)
-        self.pack()
+        self._pack()
 
     @property
     def packed_bytes(self) -> int:
@@ -147,12 +151,16 @@ class PackedDecoder(FusedDecoder):
         return self._addresses == self._find_addresses(policy)
 
     def pack(self) -> None:
-        """Copy the weights as they are now."""
-        for layer, packed in zip(self.layers, self._packed, strict=True):
-            packed["qkv"].fill([layer.qkv])
-            packed["out"].fill([layer.out])
-            packed["gate_up"].fill(layer.gate_up.chunk(2))
-            packed["down"].fill([layer.down])
+        """Copy the weights as they are now, with what adapters add to them."""
+        self.refresh()
+        self._pack()
+
+    def _pack(self) -> None:
+        for layer, copies in zip(self.layers, self._packed, strict=True):
+            copies["qkv"].fill([layer.qkv])
+            copies["out"].fill([layer.out])
+            copies["gate_up"].fill(layer.gate_up.chunk(2))
+            copies["down"].fill([layer.down])
         self._packed_head.fill([self._head.weight.detach()])
         self.stale = False
 
@@ -168,50 +176,65 @@ class PackedDecoder(FusedDecoder):
         x = self._begin(tokens_T)
         for i, layer in enumerate(self.layers):
             how = layer.attention
-            amx.project(self._decoder, self._layers[i], positions_T, slots_T)
+            packed.project(self._decoder, self._layers[i], positions_T, slots_T, self._dtype)
             by_head = self._room["qkv"][: len(x)].view(len(x), -1, self._decoder.dim).transpose(0, 1)
             q, k, v = torch.split(by_head, [self.heads, self._decoder.kv_heads, self._decoder.kv_heads])
             mixed = context.attend(i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks)
-            amx.finish_layer(self._decoder, self._layers[i], mixed.reshape(len(x), -1))
-        return ops.rms_norm(x, self.norm.weight, self.norm.eps)
+            packed.finish_layer(self._decoder, self._layers[i], mixed.reshape(len(x), -1))
+        return packed.norm(x, self.norm)
 
     def rows(
         self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, sequences_T: Tensor, table: Tensor
     ) -> Tensor:
         """`hidden` in one call: each row attends to the pages of its sequence, a row of the table."""
         x = self._begin(tokens_T)
-        amx.forward(self._decoder, self._layers, positions_T, slots_T, sequences_T, table)
-        return ops.rms_norm(x, self.norm.weight, self.norm.eps)
+        packed.forward(self._decoder, self._layers, positions_T, slots_T, sequences_T, table, self._dtype)
+        return packed.norm(x, self.norm)
 
     def head(self, hidden_NH: Tensor) -> Tensor:
-        return amx.linear(hidden_NH, self._packed_head, getattr(self._head, "bias", None))
+        return packed.linear(hidden_NH, self._packed_head, getattr(self._head, "bias", None))
 
     def _begin(self, tokens_T: Tensor) -> Tensor:
         """Embeddings in the first rows of x, and room for everything that follows."""
-        rows = amx.padded(len(tokens_T))
+        rows = packed.padded(len(tokens_T))
         if not self._room or len(self._room["x"]) < rows:
-            self._room = {n: torch.zeros(rows, width, dtype=torch.bfloat16) for n, width in self._widths.items()}
+            self._room = {n: torch.zeros(rows, width, dtype=self._dtype) for n, width in self._widths.items()}
             for name, tensor in self._room.items():
                 setattr(self._decoder, name, tensor.data_ptr())
         x = self._room["x"][: len(tokens_T)]
         torch.index_select(self.embedding.detach(), 0, tokens_T, out=x)
-        return x
+        return x if self.multipliers[0] == 1.0 else x.mul_(self.multipliers[0])
 
-    def _describe(self, i: int) -> amx.Layer:
-        layer, packed, how, sinks = self.layers[i], self._packed[i], self.layers[i].attention, self._sinks[i]
-        query_norm, key_norm, eps_heads = layer.norms or (None, None, 0.0)
-        addresses = {name: matrix.data.data_ptr() for name, matrix in packed.items()}
-        tensors = {
-            "before_attention": layer.before_attention, "bias": layer.qkv_bias, "query_norm": query_norm,
-            "key_norm": key_norm, "before_mlp": layer.before_mlp, "keys": self.cache.keys[i].numbers,
-            "values": self.cache.values[i].numbers, "sinks": sinks,
+    def _describe(self, i: int) -> packed.Layer:
+        layer, how, of_heads = self.layers[i], self.layers[i].attention, self.layers[i].norms
+        query_norm, key_norm, eps_heads = of_heads or (None, None, 0.0)
+        norms = {
+            "before_attention": layer.first, "after_attention": layer.after[0],
+            "before_mlp": layer.second, "after_mlp": layer.after[1],
         }  # fmt: skip
-        addresses |= {name: t.data_ptr() for name, t in tensors.items() if t is not None}
-        return amx.Layer(
-            **addresses, window=how.window or 0, scale=how.scale, softcap=how.softcap or 0.0,
-            eps_attention=layer.eps[0], eps_mlp=layer.eps[1], eps_heads=eps_heads,
+        (rule,) = {norm.rule for norm in norms.values() if norm is not None}
+        cos, sin = layer.turn
+        tensors = {
+            **{name: matrix.data for name, matrix in self._packed[i].items()},
+            **{name: norm.weight for name, norm in norms.items() if norm is not None},
+            "bias": layer.qkv_bias, "query_norm": query_norm, "key_norm": key_norm, "cos": cos, "sin": sin,
+            "out_bias": layer.out_bias, "keys": self.cache.keys[i].numbers, "values": self.cache.values[i].numbers,
+            "sinks": self._sinks[i],
+        }  # fmt: skip
+        return packed.Layer(
+            **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
+            **{f"eps_{name}": 0.0 if norm is None else norm.eps for name, norm in norms.items()},
+            eps_heads=eps_heads, window=how.window or 0, scale=how.scale, softcap=how.softcap or 0.0, rule=int(rule),
+            head_rule=int(layer.rule), wide_norms=query_norm is not None and len(query_norm) != self._decoder.dim,
+            pairs=layer.pairs, gelu=layer.gelu,
         )  # fmt: skip
 
     @staticmethod
     def _find_addresses(policy: Policy) -> list[int]:
         return [p.data_ptr() for p in policy.model.parameters()]
+
+
+def _rules(layer: Any) -> set[NormRule]:
+    """Of the norms around attention and MLP."""
+    norms = (norm_of(getattr(layer, name)) for name in halves_of(layer) or () if name)
+    return {norm.rule for norm in norms if norm is not None}

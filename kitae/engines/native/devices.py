@@ -5,13 +5,13 @@ from kitae.engines.native.cache import KVCache
 from kitae.engines.native.cpu import CpuRunner
 from kitae.engines.native.runner import ModelRunner
 from kitae.errors import EngineError
-from kitae.kernels.cpu import amx
+from kitae.kernels.cpu import packed
 from kitae.kernels.devices import has_triton
 from kitae.models.policy import Policy
 
 
 def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRunner:
-    """Kernels and graphs on a GPU with Triton, a compiled decoder on a CPU with AMX, else the policy's own modules."""
+    """Kernels and graphs on a GPU with Triton, a compiled decoder on a CPU with a compiler, else the policy's own modules."""
     if policy.exact and not config.fast:
         raise EngineError("an exact policy runs on kernels of its own, got engine.fast = false, which asks for none")
     if policy.exact and cache.eight_bits:
@@ -23,6 +23,6 @@ def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRu
 
         return CudaRunner(policy, cache, config.max_batch, merges=config.merge_adapters)
     fast = config.fast and not cache.eight_bits  # kernels of a CPU read the model's own dtype
-    if fast and policy.device.type == "cpu" and amx.available():
-        return CpuRunner(policy, cache)
+    if fast and policy.device.type == "cpu" and packed.available(policy.dtype):
+        return CpuRunner(policy, cache, merges=config.merge_adapters)
     return ModelRunner(policy, cache, fast)

@@ -430,14 +430,13 @@ def is_plain(policy: Policy) -> bool:
         multipliers(policy) == (1.0, 1.0)
         and _norm(decoder.norm).rule == NormRule.EARLY
         and all(_is_plain_layer(layer, policy.head_dim) for layer in decoder.layers)
-        and all(cos.dtype == policy.dtype for cos, _ in _turns(policy, 1))
+        and turns_in(policy, policy.dtype)
     )
 
 
-def turns_alike(policy: Policy) -> bool:
-    """Whether all layers have the same rotary."""
-    turns = _turns(policy, 1)
-    return all(turn is turns[0] for turn in turns)
+def turns_in(policy: Policy, dtype: torch.dtype) -> bool:
+    """Whether cos and sin of all layers are numbers of this type."""
+    return all(cos.dtype == dtype for cos, _ in _turns(policy, 1))
 
 
 def _is_plain_layer(layer: Any, head_dim: int) -> bool:

@@ -493,6 +493,8 @@ void softmax_backward(const T* probs, T* dprobs, const float* delta, float scale
 
 }  // namespace
 
+#include "decoder.h"
+
 #include "amx.h"
 
 #define EXPORT(SUFFIX, T)                                                                                               \

@@ -1,8 +1,11 @@
-"""The compiled decoder on packed weights against the model's own modules, and after weight updates."""
+"""The compiled decoder on packed weights against the model's own modules, under pressure and after weight updates."""
 
 import asyncio
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +15,22 @@ from kitae.engines.config import EngineConfig
 from kitae.engines.native.cache import KVCache
 from kitae.engines.native.cpu import CpuRunner, PackedDecoder
 from kitae.engines.native.engine import NativeEngine
-from kitae.kernels.cpu import amx
+from kitae.engines.native.runner import ModelRunner
+from kitae.kernels.cpu import packed
 from kitae.models.attention import SelfAttention
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
-from kitae.models.tiny import make_tiny
+from kitae.models.tiny import ARCHITECTURES, make_tiny
 
-pytestmark = pytest.mark.skipif(not amx.available(), reason="no AMX")
-COVERED = ("llama", "qwen2", "qwen3", "mistral")
+pytestmark = pytest.mark.skipif(not packed.available(torch.float32), reason="no C++ compiler")
+DTYPES = [
+    pytest.param(
+        name, marks=pytest.mark.skipif(not packed.available(getattr(torch, name)), reason="no AMX"), id=name
+    )
+    for name in ("float32", "bfloat16")
+]  # fmt: skip
+each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 Load = Callable[..., Policy]
 
 
@@ -28,7 +38,7 @@ Load = Callable[..., Policy]
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     folder = tmp_path_factory.mktemp("packed")
 
-    def get(architecture: str, dtype: str = "bfloat16", hidden: int = 128, **settings: object) -> Policy:
+    def get(architecture: str, dtype: str = "float32", hidden: int = 128, **settings: object) -> Policy:
         path = Path(folder / f"{architecture}-{hidden}")
         if not path.exists():
             make_tiny(path, architecture, hidden=hidden)
@@ -62,11 +72,24 @@ def in_rows(decoder: PackedDecoder, tokens: torch.Tensor, steps: int) -> torch.T
     ).float()
 
 
+def some_tokens(count: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, 250, (count,), generator=torch.Generator().manual_seed(seed))
+
+
 @pytest.mark.parametrize("hidden", [64, 128, 256])
-@pytest.mark.parametrize("architecture", COVERED)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_it_is_the_modules_but_for_rounding_in_float32(architecture: str, hidden: int, load: Load) -> None:
+    policy, tokens = load(architecture, hidden=hidden), some_tokens(70)
+    torch.testing.assert_close(
+        in_rows(decoder_of(policy), tokens, 20), own_states(policy, tokens), rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.skipif(not packed.available(torch.bfloat16), reason="no AMX")
+@pytest.mark.parametrize("hidden", [64, 128, 256])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_it_is_as_close_to_fp32_as_the_modules_are(architecture: str, hidden: int, load: Load) -> None:
-    policy = load(architecture, hidden=hidden)
-    tokens = torch.randint(3, 250, (70,), generator=torch.Generator().manual_seed(1))
+    policy, tokens = load(architecture, "bfloat16", hidden=hidden), some_tokens(70)
     exact = load(architecture, "float32", hidden=hidden)
     with torch.no_grad():
         for p, q in zip(exact.model.parameters(), policy.model.parameters(), strict=True):
@@ -75,43 +98,148 @@ def test_it_is_as_close_to_fp32_as_the_modules_are(architecture: str, hidden: in
     assert (got - truth).norm() < 1.2 * (plain - truth).norm() + 1e-3 * truth.norm()
 
 
-def test_long_prompts_go_layer_by_layer(load: Load) -> None:
-    policy = load("llama")
-    decoder = decoder_of(policy)
-    tokens = torch.randint(3, 250, (70,), generator=torch.Generator().manual_seed(2))
-    positions = torch.arange(70)
+@each_dtype
+def test_long_prompts_go_layer_by_layer(dtype: str, load: Load) -> None:
+    decoder = decoder_of(load("llama", dtype))
+    tokens, positions = some_tokens(70, 2), torch.arange(70)
     with torch.inference_mode():
         got = decoder.hidden(tokens, positions, positions, SelfAttention(positions)).float()
-    torch.testing.assert_close(got, in_rows(decoder, tokens, 1), rtol=0.1, atol=0.15)
+    tolerance = {"rtol": 0.1, "atol": 0.15} if dtype == "bfloat16" else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(got, in_rows(decoder, tokens, 1), **tolerance)
+
+
+@each_dtype
+@pytest.mark.parametrize("kind", ["window", "softcap", "sinks"])
+def test_kinds_of_attention(kind: str, dtype: str, load: Load) -> None:
+    """Those of layers that no small dense model here has."""
+    policy, positions, tokens = load("llama", dtype), torch.arange(70), some_tokens(70)
+    recorder = SelfAttention(positions)
+    with torch.inference_mode():
+        policy.hidden(tokens, positions, recorder)
+    sinks = torch.randn(policy.heads, generator=torch.Generator().manual_seed(0)).to(policy.dtype)
+    value = {"window": 9, "softcap": 0.5, "sinks": sinks}[kind]
+    asked = [replace(call, **{kind: value}) for call in recorder.asked]  # type: ignore[arg-type]
+    decoder = PackedDecoder(policy, KVCache(policy, 0.02, 16), asked)
+    with torch.inference_mode():
+        expected = decoder.hidden(tokens, positions, positions, SelfAttention(positions)).float()
+    tolerance = {"rtol": 0.1, "atol": 0.15} if dtype == "bfloat16" else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(in_rows(decoder, tokens, 20), expected, **tolerance)
+    assert (expected - own_states(policy, tokens)).abs().max() > 1e-2, "it makes no difference"
 
 
 def test_what_it_does_not_cover_runs_its_own_modules(load: Load) -> None:
-    for policy in (load("gemma3"), load("llama", "float32"), load("llama", hidden=80), load("llama", lora_rank=4)):
+    for policy in (load("qwen3_moe"), load("gpt_oss"), load("llama", hidden=80)):
         runner = CpuRunner(policy, KVCache(policy, 0.02, 16))
         assert runner.decoder is None
-        assert generate(policy, "a")[0].tokens
+        assert generate(policy, requests("a"))[0].tokens
 
 
-def generate(policy: Policy, name: str) -> list[Completion]:
-    return asyncio.run(_generate(policy, name))
+@pytest.mark.parametrize(
+    ("model", "engine"),
+    [({"exact": True}, {}), ({}, {"cache_dtype": "int8"}), ({}, {"fast": False})],
+    ids=["exact", "8 bits", "not fast"],
+)
+def test_who_has_kernels_of_another_kind_or_none_gets_no_packed_copies(
+    model: dict[str, Any], engine: dict[str, Any], load: Load
+) -> None:
+    async def kind() -> type[ModelRunner]:
+        made = NativeEngine(load("llama", **model), EngineConfig(memory_gb=0.02, **engine))
+        await made.close()
+        return type(made.runner)
+
+    assert asyncio.run(kind()) is ModelRunner
 
 
-async def _generate(policy: Policy, name: str) -> list[Completion]:
-    engine = NativeEngine(policy, EngineConfig(memory_gb=0.02))
-    found = await asyncio.gather(*(engine.generate(r) for r in requests(name)))
+def generate(policy: Policy, asked: list[Request], **settings: Any) -> list[Completion]:
+    return asyncio.run(_generate(policy, asked, **settings))[0]
+
+
+async def _generate(policy: Policy, asked: list[Request], **settings: Any) -> tuple[list[Completion], int]:
+    engine = NativeEngine(policy, EngineConfig(**{"memory_gb": 0.02, **settings}))
+    found = await asyncio.gather(*(engine.generate(r) for r in asked))
+    preempted = engine.stats().preemptions
     await engine.close()
-    return found
+    return found, preempted
 
 
-def requests(name: str) -> list[Request]:
-    sampling = SamplingParams(max_tokens=12)
-    return [Request(f"{name}/{i}", tuple(range(5, 40 + i // 2)), sampling, seed=i, share=f"{i // 2}") for i in range(6)]
+def requests(name: str, tokens: int = 12) -> list[Request]:
+    """Three pairs that share a prompt, of lengths around the border of a page."""
+    sampling = SamplingParams(max_tokens=tokens)
+    lengths = (31, 32, 49)
+    return [
+        Request(f"{name}/{i}", tuple(range(5, 5 + lengths[i // 2])), sampling, seed=i, share=f"{i // 2}")
+        for i in range(6)
+    ]
 
 
+def told(completions: list[Completion]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+    return [(c.tokens, c.logprobs) for c in completions]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_answers_are_those_of_the_modules(architecture: str, load: Load) -> None:
+    policy = load(architecture)
+    got = generate(policy, requests("a", 40))
+    for ours, plain in zip(got, generate(policy, requests("a", 40), fast=False), strict=True):
+        assert ours.tokens == plain.tokens
+        torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(plain.logprobs), atol=1e-5, rtol=1e-5)
+
+
+def test_an_answer_in_float32_is_the_same_alone_among_others_and_after_preemption(load: Load) -> None:
+    """To the last bit: rows do not depend on each other, and what is computed again is computed alike."""
+    policy, asked = load("llama"), requests("a", 60)
+    together = generate(policy, asked)
+    assert [c for r in asked for c in told(generate(policy, [r]))] == told(together)
+    page = 2 * policy.layers * policy.kv_heads * 8 * policy.head_dim * 4 / 2**30
+    crowded, preempted = asyncio.run(_generate(policy, asked, memory_gb=40.5 * page, page_size=8))
+    assert preempted > 0, "the cache was not small enough to test preemption"
+    assert told(crowded) == told(together)
+
+
+@each_dtype
+def test_threads_change_nothing(dtype: str, load: Load) -> None:
+    policy, before = load("qwen3", dtype), torch.get_num_threads()
+    found = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(told(generate(policy, requests("a"))))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0] == found[1]
+
+
+@each_dtype
+def test_engines_beside_each_other_and_a_trainer(dtype: str, load: Load) -> None:
+    """Their threads have teams of their own, and share no room."""
+    first, second = load("llama", dtype), load("qwen2", dtype)
+    expected = [told(generate(policy, requests("a", 40))) for policy in (first, second)]
+    ended = threading.Event()
+
+    def train() -> None:
+        weight = torch.randn(128, 128, requires_grad=True)
+        while not ended.is_set():
+            (torch.randn(64, 128) @ weight).relu().sum().backward()
+
+    async def both() -> list[tuple[list[Completion], int]]:
+        return await asyncio.gather(*(_generate(policy, requests("a", 40)) for policy in (first, second)))
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    try:
+        got = [told(found) for found, _ in asyncio.run(both())]
+    finally:
+        ended.set()
+        trainer.join()
+    assert got == expected
+
+
+@each_dtype
+@pytest.mark.parametrize("lora", [0, 4], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("move", [False, True], ids=["in place", "moved"])
-def test_no_packed_copy_outlives_a_weight_update(move: bool, load: Load) -> None:
+def test_no_packed_copy_outlives_a_weight_update(move: bool, lora: int, dtype: str, load: Load) -> None:
     """The same weights must give the same tokens and log-probs, whatever was served before."""
-    served, fresh = load("llama"), load("llama")
+    served, fresh = load("llama", dtype, lora_rank=lora), load("llama", dtype, lora_rank=lora)
 
     async def across_updates() -> list[list[Completion]]:
         engine = NativeEngine(served, EngineConfig(memory_gb=0.02))
@@ -128,22 +256,55 @@ def test_no_packed_copy_outlives_a_weight_update(move: bool, load: Load) -> None
     for version, got in enumerate(found):
         if version:
             change(fresh, version, False)
-        expected = generate(fresh, "fresh")
-        assert [(c.tokens, c.logprobs) for c in got] == [(c.tokens, c.logprobs) for c in expected]
+        assert told(got) == told(generate(fresh, requests("fresh")))
     assert found[0][0].logprobs != found[1][0].logprobs != found[2][0].logprobs
 
 
 def change(policy: Policy, version: int, move: bool) -> None:
+    """All that is trained."""
     generator = torch.Generator().manual_seed(version)
     with torch.no_grad():
         for p in policy.model.parameters():
-            p.add_((torch.randn(p.shape, generator=generator) * 0.02).to(p.dtype))
+            if p.requires_grad:
+                p.add_((torch.randn(p.shape, generator=generator) * 0.02).to(p.dtype))
             if move:
                 p.data = p.data.clone()
 
 
-def test_the_copies_are_as_large_as_the_weights(load: Load) -> None:
-    policy = load("llama")
+@torch.inference_mode()
+def test_weights_may_change_between_two_steps(load: Load) -> None:
+    """Steps with new weights read what older ones have left in the cache, as those of the modules do."""
+    policy, tokens = load("llama"), some_tokens(36)
+    table = torch.tensor([[3, 1, 2]], dtype=torch.int32)
+    fast = CpuRunner(policy, KVCache(policy, 0.02, 16))
+    plain = ModelRunner(policy, KVCache(policy, 0.02, 16), fast=False)
+    for t in range(36):
+        if t % 10 == 9:
+            with torch.inference_mode(False):
+                change(policy, t, move=t == 29)
+            fast.weights_changed()
+        fast._pack()
+        step = tokens[t : t + 1], torch.tensor([t + 1], dtype=torch.int32), table
+        got, expected = (runner._logits(runner._decode_states(*step)) for runner in (fast, plain))
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gemma3"])
+def test_adapters_are_merged_into_the_copies(architecture: str, targets: str, load: Load) -> None:
+    policy = load(architecture, lora_rank=4, lora_targets=targets)
+    change(policy, 1, False)
+    runners = [CpuRunner(policy, KVCache(policy, 0.02, 16), merges=merges) for merges in (True, False)]
+    assert [runner.decoder is None for runner in runners] == [False, True]
+    beside = generate(policy, requests("a"), merge_adapters=False)
+    for merged, plain in zip(generate(policy, requests("a")), beside, strict=True):
+        assert merged.tokens == plain.tokens
+        torch.testing.assert_close(torch.tensor(merged.logprobs), torch.tensor(plain.logprobs), atol=2e-5, rtol=1e-5)
+
+
+@each_dtype
+def test_the_copies_are_as_large_as_the_weights(dtype: str, load: Load) -> None:
+    policy = load("llama", dtype)
     matrices = [p for p in policy.model.parameters() if p.dim() == 2]
-    size = sum(p.numel() * 2 for p in matrices)
+    size = sum(p.numel() * p.element_size() for p in matrices)
     assert size <= decoder_of(policy).packed_bytes < size * 1.1

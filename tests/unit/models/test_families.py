@@ -15,10 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
+from kitae.engines.native.cache import KVCache
 from kitae.engines.native.cpu import PackedDecoder
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.native.fused import _known, is_plain, turns_alike
+from kitae.engines.native.fused import _known, is_plain
 from kitae.errors import KitaeError
+from kitae.kernels.cpu import packed
 from kitae.kernels.norms import NormRule
 from kitae.models.config import ModelConfig
 from kitae.models.fuse import fuse, norm_of
@@ -134,11 +136,16 @@ PLAIN = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "phi3", 
 
 @pytest.mark.parametrize("family", [name for name in RUN if ROWS[name][2] == "kernels"])
 def test_kernels_that_know_plain_layers_alone_get_no_others(family: str, made: Callable[[str], Path]) -> None:
-    """Those of a few rows on a GPU; a compiled decoder on a CPU: no mixtures, no packed weights, one rotary for all."""
-    policy = load(made(family), fused=False)
-    assert is_plain(policy) == (family in PLAIN)
-    assert family not in PLAIN or turns_alike(policy) == (family != "smollm3")
-    assert (family in PLAIN and family != "smollm3") or not PackedDecoder.covers(policy)
+    """Those of a few rows on a GPU."""
+    assert is_plain(load(made(family), fused=False)) == (family in PLAIN)
+
+
+@pytest.mark.skipif(not packed.available(torch.float32), reason="no C++ compiler")
+@pytest.mark.parametrize("family", RUN)
+def test_which_have_a_compiled_decoder_on_a_cpu(family: str, made: Callable[[str], Path]) -> None:
+    policy = load(made(family))
+    found = PackedDecoder.of(policy, KVCache(policy, 0.01, 16))
+    assert ("modules" if found is None else "compiled") == ROWS[family][3]
 
 
 def test_a_mixture_with_other_gates_is_unknown(made: Callable[[str], Path]) -> None:

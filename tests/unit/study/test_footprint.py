@@ -33,8 +33,8 @@ def size(c: RLConfig, tokens: float = 4000, model: ModelShape = SMOLLM2, dtype: 
 
 @pytest.fixture(autouse=True)
 def _no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same on every machine."""
-    monkeypatch.setattr("kitae.kernels.cpu.amx.available", lambda: False)
+    """The same on every machine: a compiler, and no AMX."""
+    monkeypatch.setattr("kitae.kernels.cpu.packed.available", lambda dtype: dtype == torch.float32)
 
 
 MEASURED = {
@@ -105,9 +105,9 @@ def test_adapters_are_those_that_the_model_gets(
 
 
 def test_engines_of_their_own_have_weights_of_their_own() -> None:
-    """And read what is published once for all of them."""
+    """And packed copies, and read what is published once for all of them."""
     weights, two = SMOLLM2.parameters * 4, config("engine.kind=process", "engine.count=2")
-    assert size(two) - size(config()) == pytest.approx(3 * weights + 2 * 0.75e9, rel=0.01)
+    assert size(two) - size(config()) == pytest.approx(4 * weights + 2 * 0.75e9, rel=0.01)
     adapted = (override_config(c, ["model.lora_rank=4"]) for c in (config(), two))
     one, both = (hold(c, SMOLLM2, CUDA, torch.bfloat16, 4000) for c in adapted)
     assert all(both[name] == 2 * one[name] > 0 for name in ("cache", "merged weights"))
@@ -134,10 +134,19 @@ def test_what_adapters_are_merged_into(settings: tuple[str, ...], copied: int) -
 
 
 def test_exact_engines_and_servers_pack_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kitae.kernels.cpu.amx.available", lambda: True)
-    for settings, packed in (((), True), (("model.exact=true",), False), (SERVED, False)):
-        parts = hold(config("model.dtype=bfloat16", *settings), SMOLLM2, CPU, torch.bfloat16, 4000)
-        assert ("packed weights" in parts) == packed
+    monkeypatch.setattr("kitae.kernels.cpu.packed.available", lambda dtype: True)
+    without = (("model.exact=true",), ("engine.fast=false",), ("engine.cache_dtype=int8",), SERVED)
+    for dtype in (torch.float32, torch.bfloat16):
+        for settings in ((), *without):
+            parts = hold(config(*settings), SMOLLM2, CPU, dtype, 4000)
+            assert parts.get("packed weights", 0) == (0 if settings else dtype.itemsize * SMOLLM2.parameters)
+
+
+def test_a_cpu_packs_what_it_has_merged() -> None:
+    for settings, copies in (((), True), (("engine.merge_adapters=false",), False)):
+        parts = hold(config("model.lora_rank=4", *settings), SMOLLM2, CPU, torch.float32, 4000)
+        assert {"merged weights", "packed weights"} <= parts.keys() or not copies
+        assert copies or not {"merged weights", "packed weights"} & parts.keys()
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])

@@ -1,0 +1,171 @@
+"""Doors to the products and the decoder of `decoder.h`: float32 on any processor, bfloat16 on those with tile registers.
+
+A packed matrix is a copy of a weight in the order in which the product reads it. It knows nothing of later changes of
+the weight: whoever holds one packs again after every update.
+"""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from ctypes import c_double, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kitae.kernels.cpu import amx
+from kitae.kernels.cpu.build import cpu_library
+from kitae.kernels.norms import Norm
+
+_DEPTH = {torch.float32: 16, torch.bfloat16: 32}  # the summed dimension must be a multiple: lines of 64 bytes
+_SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+_ROWS = 16  # of a block of a left operand, at most
+_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
+
+
+class Layer(ctypes.Structure):
+    """`struct Layer` of decoder.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("before_attention", "qkv", "bias", "query_norm", "key_norm", "cos", "sin")),
+        *((name, c_void_p) for name in ("out", "out_bias", "after_attention", "before_mlp", "gate_up", "down")),
+        *((name, c_void_p) for name in ("after_mlp", "keys", "values", "sinks")),
+        *((name, c_int64) for name in ("window", "rule", "head_rule", "wide_norms", "pairs", "gelu")),
+        *((name, c_double) for name in ("scale", "softcap", "eps_before_attention", "eps_after_attention")),
+        *((name, c_double) for name in ("eps_before_mlp", "eps_after_mlp", "eps_heads")),
+    ]
+
+
+class Decoder(ctypes.Structure):
+    """`struct Decoder` of decoder.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "inner", "page_size")),
+        ("factor", c_double),
+        *((name, c_void_p) for name in ("x", "added", "qkv", "normed", "mixed", "gated")),
+    ]
+
+
+@functools.cache
+def available(dtype: torch.dtype) -> bool:
+    """Whether there are kernels for these numbers here."""
+    library = cpu_library()
+    if library is None or dtype not in _SUFFIX or (dtype == torch.bfloat16 and not amx.available()):
+        return False
+    _check_sizes(library)
+    return True
+
+
+def _check_sizes(library: ctypes.CDLL) -> None:
+    """A field that only one of the two languages knows would shift all that follow."""
+    for name, ours in (("layer_size", Layer), ("decoder_size", Decoder)):
+        size = library[name]
+        size.restype = c_int64
+        assert size() == ctypes.sizeof(ours), (
+            f"struct {ours.__name__} must have the same size in decoder.h and packed.py, "
+            f"got {size()} and {ctypes.sizeof(ours)} bytes"
+        )
+
+
+@functools.cache
+def panel_width() -> int:
+    """Columns that are packed together; two weights that take turns have half of them each."""
+    library = cpu_library()
+    assert library is not None
+    library.panel_width.restype = c_int64
+    return int(library.panel_width())
+
+
+def fits(dtype: torch.dtype, *depths: int, head_dim: int) -> bool:
+    """Whether the kernels can compute products that sum over these dimensions, and heads of this size."""
+    return all(depth % _DEPTH[dtype] == 0 for depth in depths) and head_dim in _HEAD_DIMS
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The transpose of a weight `[N, K]`, or of several interleaved, as a right operand."""
+
+    data: Tensor
+    columns: int
+    depth: int
+
+    @classmethod
+    def room(cls, columns: int, depth: int, dtype: torch.dtype) -> "Packed":
+        unit = _DEPTH[dtype]
+        assert depth % unit == 0, f"the depth of a product must be a multiple of {unit}, got {depth}"
+        return cls(torch.zeros(-(-columns // panel_width()) * panel_width() * depth, dtype=dtype), columns, depth)
+
+    def fill(self, weights: Sequence[Tensor]) -> None:
+        """Copy the weights in. Several take turns, half a panel each."""
+        for turn, weight in enumerate(weights):
+            assert weight.dtype == self.data.dtype and weight.is_contiguous() and weight.shape[1] == self.depth
+            assert len(weights) == 1 or len(weight) % (panel_width() // 2) == 0
+            _call("pack", self.data.dtype, weight, *weight.shape, self.data, turn, len(weights))
+
+    @property
+    def bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+
+def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
+    """`x [M, K] @ weight + bias`."""
+    rows, dtype = x.shape[0], weight.data.dtype
+    out = torch.empty(rows, weight.columns, dtype=dtype)
+    room = torch.empty(padded(rows) * weight.depth, dtype=dtype)
+    _call("linear", dtype, x.contiguous(), weight.data, bias, out, rows, weight.columns, weight.depth, room)
+    return out
+
+
+def norm(x: Tensor, by: Norm) -> Tensor:
+    """The norm of each row; no gradients."""
+    out = torch.empty_like(x)
+    _call("norm", x.dtype, x.contiguous(), by.weight, by.eps, int(by.rule), out, *x.shape)
+    return out
+
+
+def project(decoder: Decoder, layer: Layer, positions: Tensor, slots: Tensor, dtype: torch.dtype) -> None:
+    """The first half of a layer: norm, queries, keys and values, rotary, and the write into the cache."""
+    _call("project", dtype, decoder, layer, positions, slots, len(positions))
+
+
+def finish_layer(decoder: Decoder, layer: Layer, mixed: Tensor) -> None:
+    """The second half, from the output of attention `[T, heads · dim]`."""
+    _call("finish_layer", mixed.dtype, decoder, layer, mixed.contiguous(), len(mixed))
+
+
+def forward(
+    decoder: Decoder,
+    layers: "ctypes.Array[Layer]",
+    positions: Tensor,
+    slots: Tensor,
+    sequences: Tensor,
+    table: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """All layers for rows of several sequences. `table` `[sequences, pages]`, int32; the rest `[T]`, int64."""
+    assert table.dtype == torch.int32 and positions.dtype == slots.dtype == sequences.dtype == torch.int64
+    tensors = positions.contiguous(), slots.contiguous(), sequences.contiguous(), table.contiguous()
+    _call("forward", dtype, decoder, layers, len(layers), *tensors, table.shape[1], len(positions))
+
+
+def padded(rows: int) -> int:
+    """Rows that a left operand of this many rows needs room for: whole blocks, of which two are computed at once."""
+    return (-(-rows // _ROWS) + 2) * _ROWS
+
+
+def _call(name: str, dtype: torch.dtype, *arguments: object) -> None:
+    library = cpu_library()
+    assert library is not None
+    function = getattr(library, f"{name}_{_SUFFIX[dtype]}")
+    function.restype = None
+    function(*map(_as_c, arguments))
+
+
+def _as_c(value: object) -> object:
+    if isinstance(value, Tensor):
+        return c_void_p(value.data_ptr())
+    if isinstance(value, ctypes.Structure | ctypes.Array):
+        return ctypes.byref(value)
+    if isinstance(value, float):
+        return c_double(value)
+    return c_int64(value) if isinstance(value, int) else value
