@@ -75,8 +75,9 @@ class EngineConfig(Section):
     )
     merge_adapters: bool = Field(
         True,
-        description="On a GPU, sample from copies of the weights that LoRA adapters are merged into: as fast as "
-        "without LoRA, for the memory of the adapted weights. false: adapters are computed beside them.",
+        description="Where a fused or compiled decoder samples, let it read copies of the weights that LoRA adapters "
+        "are merged into: as fast as without LoRA, for the memory of the adapted weights. false: adapters are computed "
+        "beside them.",
     )
     fast: bool = Field(True, description="Use compiled kernels where they can be built; false: plain torch.")
 

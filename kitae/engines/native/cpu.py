@@ -130,12 +130,14 @@ class PackedDecoder(FusedDecoder):
         )  # fmt: skip
         self._packed = [
             {
-                name: packed.Packed.room(*getattr(layer, name).shape, self._dtype)
-                for name in ("qkv", "out", "gate_up", "down")
+                "qkv": packed.Packed.room_for(layer.qkv),
+                "out": packed.Packed.room_for(layer.out),
+                "gate_up": packed.Packed.room_for(layer.gate_up),
+                "down": packed.Packed.room_for(layer.down),
             }
             for layer in self.layers
         ]
-        self._packed_head = packed.Packed.room(*self._head.weight.shape, self._dtype)
+        self._packed_head = packed.Packed.room_for(self._head.weight)
         self._sinks = [None if s.attention.sinks is None else s.attention.sinks.detach().float() for s in self.layers]
         self._layers = (packed.Layer * len(self.layers))(*map(self._describe, range(len(self.layers))))
         self._addresses = self._find_addresses(policy)

@@ -11,7 +11,7 @@ from kitae.models.policy import Policy
 
 
 def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRunner:
-    """Kernels and graphs on a GPU with Triton, a compiled decoder on a CPU with a compiler, else the policy's own modules."""
+    """Kernels and graphs on a GPU with Triton, a compiled decoder on a CPU, else the policy's own modules."""
     if policy.exact and not config.fast:
         raise EngineError("an exact policy runs on kernels of its own, got engine.fast = false, which asks for none")
     if policy.exact and cache.eight_bits:

@@ -72,8 +72,17 @@ struct Pages {
     const T* base;
     const int32_t* table;
     int64_t page_size, stride, offset, dim;
-    const T* at(int64_t t) const {
-        return base + table[t / page_size] * stride + offset + t % page_size * dim;
+};
+
+// One position after the other: a division for each would take longer than its arithmetic.
+template <typename T>
+struct Walk {
+    const Pages<T>& pages;
+    int64_t page, slot;
+    Walk(const Pages<T>& pages, int64_t t) : pages(pages), page(t / pages.page_size), slot(t % pages.page_size) {}
+    const T* operator*() const { return pages.base + pages.table[page] * pages.stride + pages.offset + slot * pages.dim; }
+    void operator++() {
+        if (++slot == pages.page_size) slot = 0, page++;
     }
 };
 
@@ -85,8 +94,9 @@ void attend(const T* const* q, T* const* out, const Pages<T>& keys, const Pages<
     vec query[R][C], mixed[R][C];
     for (int r = 0; r < R; r++)
         for (int c = 0; c < C; c++) query[r][c] = load16(q[r] + 16 * c) * scale, mixed[r][c] = vec{};
-    for (int64_t t = first; t < n; t++) {
-        const T* key = keys.at(t);
+    Walk<T> key_at(keys, first), value_at(values, first);
+    for (int64_t t = first; t < n; t++, ++key_at) {
+        const T* key = *key_at;
         vec dot[R] = {};
         for (int c = 0; c < C; c++) {
             const vec k = load16(key + 16 * c);
@@ -112,8 +122,8 @@ void attend(const T* const* q, T* const* out, const Pages<T>& keys, const Pages<
 #pragma omp simd
         for (int64_t t = first; t < n; t++) row[t] *= inverse;
     }
-    for (int64_t t = first; t < n; t++) {
-        const T* value = values.at(t);
+    for (int64_t t = first; t < n; t++, ++value_at) {
+        const T* value = *value_at;
         for (int c = 0; c < C; c++) {
             const vec v = load16(value + 16 * c);
             for (int r = 0; r < R; r++) mixed[r][c] += scores[r * n + t] * v;

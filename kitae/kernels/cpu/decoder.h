@@ -465,12 +465,13 @@ void attend_sixteen(const T* const* q, T* const* out, const Pages<T>& keys, cons
     typename Unit::Line query[R][P];
     for (int r = 0; r < R; r++)
         for (int p = 0; p < P; p++) query[r][p] = Unit::line(q[r] + LINE * p);
+    Walk<T> key_at(keys, first), soon_at(keys, first + 16);
     for (int64_t begin = first; begin < n; begin += 16) {
-        const int64_t count = std::min<int64_t>(16, n - begin);
         __m512 dots[R][16];
-        for (int64_t j = 0; j < 16; j++) {
-            const T* key = keys.at(begin + std::min(j, count - 1));
-            if (begin + j + 16 < n) fetch(keys.at(begin + j + 16), DIM);
+        for (int64_t j = 0; j < 16; j++, ++soon_at) {
+            const T* key = *key_at;
+            if (begin + j + 1 < n) ++key_at;  // behind the end, the last key again
+            if (begin + j + 16 < n) fetch(*soon_at, DIM);
             for (int r = 0; r < R; r++) dots[r][j] = _mm512_setzero_ps();
             for (int p = 0; p < P; p++) {
                 const auto k = Unit::line(key + LINE * p);
@@ -505,9 +506,10 @@ void attend_sixteen(const T* const* q, T* const* out, const Pages<T>& keys, cons
         }
     }
     vec mixed[R][C] = {};
-    for (int64_t t = first; t < n; t++) {
-        const T* value = values.at(t);
-        if (t + 8 < n) fetch(values.at(t + 8), DIM);
+    Walk<T> value_at(values, first), later_at(values, first + 8);
+    for (int64_t t = first; t < n; t++, ++value_at, ++later_at) {
+        const T* value = *value_at;
+        if (t + 8 < n) fetch(*later_at, DIM);
         for (int c = 0; c < C; c++) {
             const vec v = load16(value + 16 * c);
             for (int r = 0; r < R; r++) mixed[r][c] += scores[r * width + t - first] * v;

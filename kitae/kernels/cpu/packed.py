@@ -1,4 +1,4 @@
-"""Doors to the products and the decoder of `decoder.h`: float32 on any processor, bfloat16 on those with tile registers.
+"""Doors to the products and the decoder of `decoder.h`: float32 on any processor, bfloat16 on those with AMX.
 
 A packed matrix is a copy of a weight in the order in which the product reads it. It knows nothing of later changes of
 the weight: whoever holds one packs again after every update.
@@ -90,10 +90,11 @@ class Packed:
     depth: int
 
     @classmethod
-    def room(cls, columns: int, depth: int, dtype: torch.dtype) -> "Packed":
-        unit = _DEPTH[dtype]
+    def room_for(cls, weight: Tensor) -> "Packed":
+        (columns, depth), unit = weight.shape, _DEPTH[weight.dtype]
         assert depth % unit == 0, f"the depth of a product must be a multiple of {unit}, got {depth}"
-        return cls(torch.zeros(-(-columns // panel_width()) * panel_width() * depth, dtype=dtype), columns, depth)
+        panels = -(-columns // panel_width())
+        return cls(torch.zeros(panels * panel_width() * depth, dtype=weight.dtype), columns, depth)
 
     def fill(self, weights: Sequence[Tensor]) -> None:
         """Copy the weights in. Several take turns, half a panel each."""

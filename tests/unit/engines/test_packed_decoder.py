@@ -25,11 +25,9 @@ from kitae.models.tiny import ARCHITECTURES, make_tiny
 
 pytestmark = pytest.mark.skipif(not packed.available(torch.float32), reason="no C++ compiler")
 DTYPES = [
-    pytest.param(
-        name, marks=pytest.mark.skipif(not packed.available(getattr(torch, name)), reason="no AMX"), id=name
-    )
+    pytest.param(name, marks=pytest.mark.skipif(not packed.available(getattr(torch, name)), reason="no AMX"), id=name)
     for name in ("float32", "bfloat16")
-]  # fmt: skip
+]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 Load = Callable[..., Policy]
 

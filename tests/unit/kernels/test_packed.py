@@ -11,11 +11,9 @@ from kitae.kernels.norms import Norm, NormRule
 
 pytestmark = pytest.mark.skipif(not packed.available(torch.float32), reason="no C++ compiler")
 DTYPES = [
-    pytest.param(
-        dtype, marks=pytest.mark.skipif(not packed.available(dtype), reason="no AMX"), id=str(dtype).removeprefix("torch.")
-    )
+    pytest.param(dtype, marks=pytest.mark.skipif(not packed.available(dtype), reason="no AMX"), id=str(dtype)[6:])
     for dtype in (torch.float32, torch.bfloat16)
-]  # fmt: skip
+]
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
@@ -54,8 +52,7 @@ def made(rows: int, columns: int, depth: int, dtype: torch.dtype) -> tuple[torch
 
 
 def fill(*weights: torch.Tensor) -> packed.Packed:
-    columns, depth = sum(map(len, weights)), weights[0].shape[1]
-    found = packed.Packed.room(columns, depth, weights[0].dtype)
+    found = packed.Packed.room_for(torch.cat(weights))
     found.fill(weights)
     return found
 
@@ -129,4 +126,4 @@ def test_depths_that_lines_cannot_hold_are_refused() -> None:
         assert not packed.fits(dtype, 64, 3 * unit + 8, head_dim=64)
         assert not packed.fits(dtype, 64, head_dim=48)
         with pytest.raises(AssertionError, match=f"multiple of {unit}, got 40"):
-            packed.Packed.room(64, 40, dtype)
+            packed.Packed.room_for(torch.empty(64, 40, dtype=dtype))
