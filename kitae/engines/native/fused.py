@@ -229,7 +229,7 @@ class FusedDecoder:
 
     def _find_resident(self, policy: Policy) -> "Resident | None":
         from kitae.kernels.cuda.build import CudaError
-        from kitae.kernels.cuda.resident import Layer, Resident
+        from kitae.kernels.cuda.resident import Resident, ResidentLayer
 
         def has_kernel(layer: _Layer) -> bool:
             how = layer.attention
@@ -239,7 +239,7 @@ class FusedDecoder:
             return None
         gains = [layer.before_attention for layer in self.layers[1:]] + [self.norm.weight]
         layers = [
-            Layer(
+            ResidentLayer(
                 qkv=layer.qkv, out=layer.out, gate_up=layer.gate_up, down=layer.down, bias=layer.qkv_bias,
                 norms=layer.norms, before_mlp=layer.before_mlp, before_next=gain, eps=layer.eps, cos=layer.turn[0],
                 sin=layer.turn[1], keys=keys.numbers, values=values.numbers, scale=layer.attention.scale,

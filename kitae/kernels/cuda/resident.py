@@ -25,7 +25,7 @@ _WARPS, _CHUNK = 8, 2048
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class ResidentLayer:
     """Weights `[N, K]`; gate_up: gate, then up; norms: of queries and keys, with eps. before_next: the gain of the norm
     after this layer. keys, values: pages of the cache."""
 
@@ -70,7 +70,7 @@ class _Step(ctypes.Structure):
 class Resident:
     """The layers of a model, whose tensors stay where they are. `build` comes before the first step."""
 
-    def __init__(self, layers: Sequence[Layer], embedding: Tensor, before_first: Tensor, heads: int) -> None:
+    def __init__(self, layers: Sequence[ResidentLayer], embedding: Tensor, before_first: Tensor, heads: int) -> None:
         first, device = layers[0], embedding.device
         _, kv_heads, page_size, dim = first.keys.shape
         hidden, inner = embedding.shape[1], first.down.shape[1]
@@ -97,7 +97,7 @@ class Resident:
         self._room: int = getattr(properties, "shared_memory_per_block_optin", 96 * 1024)
 
     @staticmethod
-    def fits(layers: Sequence[Layer], embedding: Tensor, heads: int) -> bool:
+    def fits(layers: Sequence[ResidentLayer], embedding: Tensor, heads: int) -> bool:
         first = layers[0]
         _, kv_heads, page_size, dim = first.keys.shape
         depths = embedding.shape[1], heads * dim, first.down.shape[1]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kitae.kernels.cuda import resident
-from kitae.kernels.cuda.resident import Layer
+from kitae.kernels.cuda.resident import ResidentLayer
 
 HERE = Path(__file__).parent / "emulated"
 PAGE = 16
@@ -33,7 +33,7 @@ class Shape:
     norms: bool = False
     pages: int = 40
 
-    def make(self) -> tuple[list[Layer], Tensor, Tensor]:
+    def make(self) -> tuple[list[ResidentLayer], Tensor, Tensor]:
         """Layers, embedding, and the gain of the first norm."""
         draw = torch.Generator().manual_seed(0)
 
@@ -46,7 +46,7 @@ class Shape:
         gains = [1 + numbers(self.hidden, size=0.2) for _ in range(2 * self.layers + 1)]
         pages = self.pages + 1, self.kv_heads, PAGE, self.dim
         layers = [
-            Layer(
+            ResidentLayer(
                 qkv=numbers(qkv, self.hidden, size=self.hidden**-0.5),
                 out=numbers(self.hidden, self.heads * self.dim, size=(self.heads * self.dim) ** -0.5),
                 gate_up=numbers(2 * self.inner, self.hidden, size=self.hidden**-0.5),
@@ -155,7 +155,7 @@ def _norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * gain.float()
 
 
-def _attention(shape: Shape, layer: Layer, given: Inputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attention(shape: Shape, layer: ResidentLayer, given: Inputs, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     rows = []
     for row, length in enumerate(given.lengths.tolist()):
         if length == 0:
