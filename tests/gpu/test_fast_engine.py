@@ -334,7 +334,7 @@ def test_one_kernel_for_all_layers(architecture: str) -> None:
     fused = FusedDecoder.of(policy, cache)
     assert fused is not None
     fused.try_resident(policy)
-    kernel = fused._resident
+    kernel = fused.resident
     assert kernel is not None
     for lengths in ([1], [2, 17], [700], [64, 0, 65, 1500], list(range(1, 900, 60)), [3000] * 16):
         for pages in (*cache.keys, *cache.values):
@@ -349,7 +349,7 @@ def test_one_kernel_for_all_layers(architecture: str) -> None:
         slots = torch.where(seen > 0, slots, cache.pages * 16)
         tokens = torch.arange(len(lengths), device="cuda") * 37 % 1000
         found = []
-        for fused._resident in (None, kernel, kernel):
+        for fused.resident in (None, kernel, kernel):
             logits = torch.empty(len(lengths), 1000, dtype=torch.bfloat16, device="cuda")
             fused.logits_of_few(tokens, positions, slots, table, seen.int(), policy.head.weight, logits)
             new = [pages.numbers[slots // 16, :, slots % 16][seen > 0] for pages in (*cache.keys, *cache.values)]

@@ -142,7 +142,7 @@ class FusedDecoder:
         self.norm = _norm(decoder.norm)
         self.multipliers = multipliers(policy)
         self._plain = is_plain(policy)
-        self._resident: Resident | None = None
+        self.resident: Resident | None = None
         self._counters = torch.zeros(4096, dtype=torch.int32, device=policy.device)
         self.layers: list[_Layer] = []
         self._merged = _Merged()
@@ -220,12 +220,12 @@ class FusedDecoder:
     @torch.inference_mode()
     def try_resident(self, policy: Policy) -> None:
         """Compute the layers of a few rows by one kernel; said, if there is none or it does not agree with `hidden`."""
-        self._resident = self._find_resident(policy) if self.few_rows else None
-        if self._resident is None:
+        self.resident = self._find_resident(policy) if self.few_rows else None
+        if self.resident is None:
             log.warning("%s: there is no kernel for all layers of this model, cache or GPU", policy.source)
         elif wrong := self._wrong_with_few(policy):
             log.warning("%s: with one kernel for all layers logits %s, so it is not used", policy.source, wrong)
-            self._resident = None
+            self.resident = None
 
     def _find_resident(self, policy: Policy) -> "Resident | None":
         from kitae.kernels.cuda.build import CudaError
@@ -288,8 +288,8 @@ class FusedDecoder:
         """
         from kitae.kernels.cuda import few, resident
 
-        if self._resident is not None and len(tokens_B) <= resident.MOST:
-            gained, squares = self._resident.stream(tokens_B, positions_B, slots_B, table, lengths_B)
+        if self.resident is not None and len(tokens_B) <= resident.MOST:
+            gained, squares = self.resident.stream(tokens_B, positions_B, slots_B, table, lengths_B)
             stream = few.Stream(gained, gained, squares, self._counters)
         else:
             stream = self._stream_of_few(tokens_B, positions_B, slots_B, table, lengths_B, hear)

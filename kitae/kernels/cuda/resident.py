@@ -19,7 +19,7 @@ from kitae.kernels.cuda.build import CudaKernel, compiled
 
 _HEIGHTS = (8, 16)
 MOST = _HEIGHTS[-1]  # rows
-_SOURCE = Path(__file__).with_name("resident.cu")
+SOURCE = Path(__file__).with_name("resident.cu")
 _SPLITS = 32  # as in resident.cu, like all that follows
 _WARPS, _CHUNK = 8, 2048
 
@@ -79,7 +79,7 @@ class Resident:
             "H": hidden, "HQ": heads, "HKV": kv_heads, "D": dim, "I": inner, "PAGE": page_size, "BLOCKS": self._blocks,
             "LAYERS": len(layers), "BIAS": int(first.bias is not None), "NORMS": int(first.norms is not None),
         }  # fmt: skip
-        self._kernels: dict[int, CudaKernel] = {}
+        self.kernels: dict[int, CudaKernel] = {}
         self._held = (*layers, embedding, before_first)
         words = bytearray(b"".join(layer.words() for layer in layers))
         self._layers = torch.frombuffer(words, dtype=torch.uint8).to(device)
@@ -128,7 +128,7 @@ class Resident:
             *self._rooms, gained, squares, self._parts, self._stats, self._counters,
         )  # fmt: skip
         step = _Step(*(t.data_ptr() for t in tensors), batch, table.stride(0))
-        self._kernels[next(rows for rows in _HEIGHTS if batch <= rows)].launch(step)
+        self.kernels[next(rows for rows in _HEIGHTS if batch <= rows)].launch(step)
         return gained, squares
 
     def build(self) -> None:
@@ -136,10 +136,10 @@ class Resident:
         with ThreadPoolExecutor() as pool:
             images = list(pool.map(self._image, _HEIGHTS))
         for rows, image in zip(_HEIGHTS, images, strict=True):
-            self._kernels[rows] = CudaKernel(image, "decode_layers", self._blocks, 32 * _WARPS, self._cut(rows)[1])
+            self.kernels[rows] = CudaKernel(image, "decode_layers", self._blocks, 32 * _WARPS, self._cut(rows)[1])
 
     def _image(self, rows: int) -> bytes:
-        return compiled(_SOURCE, {**self._shape, "ROWS": rows, "DEPTH": self._cut(rows)[0]}, self._capability)
+        return compiled(SOURCE, {**self._shape, "ROWS": rows, "DEPTH": self._cut(rows)[0]}, self._capability)
 
     def _cut(self, rows: int) -> tuple[int, int]:
         """Chunks in a ring, as many as there is room for, and the bytes of shared memory."""

@@ -73,7 +73,7 @@ class Emulated(resident.Resident):
         self._blocks, self._capability, self._room = self.shape.blocks, (9, 0), 160 * 1024
 
     def build(self, rows: int = 8) -> None:
-        self._kernels[rows] = self._emulate(rows)  # type: ignore[assignment]
+        self.kernels[rows] = self._emulate(rows)  # type: ignore[assignment]
 
     def _emulate(self, rows: int) -> "_Emulation":
         depth, shared = self._cut(rows)
