@@ -223,7 +223,7 @@ class FusedDecoder:
         self.resident = self._find_resident(policy) if self.few_rows else None
         if self.resident is None:
             log.warning("%s: there is no kernel for all layers of this model, cache or GPU", policy.source)
-        elif wrong := self._wrong_with_few(policy):
+        elif wrong := self._wrong_with_few(policy) or self._wrong_over_pages(policy):
             log.warning("%s: with one kernel for all layers logits %s, so it is not used", policy.source, wrong)
             self.resident = None
 
@@ -277,6 +277,34 @@ class FusedDecoder:
             if not found < (1e-3 if exact else 0.1):
                 return f"differ ({found:.2g})"
         return None
+
+    def _wrong_over_pages(self, policy: Policy) -> str | None:
+        """The same of two tokens that see others, against the kernels of `few`. What pages hold is put back."""
+        size, device, head = self.cache.page_size, policy.device, policy.head.weight
+        pages = min(40, len(self.cos) // size, self.cache.pages - 5)
+        if pages < 5:
+            return None
+        table = torch.zeros(2, pages + 1, dtype=torch.int32, device=device)
+        table[0, :5], table[1, :pages] = torch.arange(5), torch.arange(5, 5 + pages)
+        lengths = torch.tensor([5 * size - 2, pages * size - 1], dtype=torch.int32, device=device)
+        positions = lengths.long() - 1
+        slots = table.long().gather(1, positions[:, None] // size)[:, 0] * size + positions % size
+        stores = [store.numbers[: 5 + pages] for store in (*self.cache.keys, *self.cache.values)]
+        held = [store.clone() for store in stores]
+        found, kernel = [], self.resident
+        try:
+            for store in stores:
+                store.normal_()
+            for self.resident in (None, kernel):
+                logits = torch.empty(2, len(head), dtype=head.dtype, device=device)
+                self.logits_of_few(torch.arange(1, 3, device=device), positions, slots, table, lengths, head, logits)
+                found.append(logits.float())
+        finally:
+            self.resident = kernel
+            for store, was in zip(stores, held, strict=True):
+                store.copy_(was)
+        apart = _distance(found[1], found[0], mixture=False)
+        return None if apart < 0.1 else f"of tokens that see others differ ({apart:.2g})"
 
     def logits_of_few(
         self, tokens_B: Tensor, positions_B: Tensor, slots_B: Tensor, table: Tensor, lengths_B: Tensor, head: Tensor,

@@ -81,9 +81,15 @@ __device__ __forceinline__ void load_transposed(u32 (&v)[4], u32 place) {
                  : "memory");
 }
 
-// One more, after all that this thread has seen; how many.
+// One more, after all that this thread has seen; one more, and how many there were; how many.
 __device__ __forceinline__ void count_release(u32* counter) {
     asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
+__device__ __forceinline__ u32 count_both(u32* counter) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
 }
 
 __device__ __forceinline__ u32 read_acquire(const u32* counter) {
@@ -91,3 +97,5 @@ __device__ __forceinline__ u32 read_acquire(const u32* counter) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
     return seen;
 }
+
+__device__ __forceinline__ void give_up() { asm volatile("trap;"); }

@@ -55,6 +55,8 @@ constexpr int HALF_TILE = 8 * D * 2;   // bytes of the keys, or values, of eight
 constexpr int TILE = 2 * HALF_TILE;
 constexpr int Q_ROW = D * 2 + 16;      // bytes
 constexpr int SPLITS = 32;             // of a sequence, at most
+constexpr int LEAST = 4;               // times 64 tokens in a split
+constexpr u32 PATIENCE = 1u << 25;     // tries, half a second to a minute: rather an error than a hang
 constexpr float NONE = -1.0e30f;
 
 // Shared memory, in bytes.
@@ -67,6 +69,7 @@ constexpr int AT_SCALES = AT_TOPS + WARPS * 16 * 8;
 constexpr int AT_CAME = AT_SCALES + 64;
 constexpr int AT_CUTS = AT_CAME + 16;
 constexpr int AT_LAYERS = AT_CUTS + 4 * 32;
+static_assert(DEPTH >= 2, "a ring has room for what is used and what is fetched");
 static_assert(G * D * 4 <= 2 * TILE, "a warp leaves its part of attention where its tiles were");
 
 // Small things
@@ -83,18 +86,17 @@ __device__ __forceinline__ float over_warp(float x) {
 
 // The meeting of all blocks
 
+// What the threads of a block wrote before they met is released by the one that counts.
 __device__ __forceinline__ void arrive(const Step& s) {
     __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        count_release(s.counters);
-    }
+    if (threadIdx.x == 0) count_release(s.counters);
 }
 
 __device__ __forceinline__ void await(const Step& s, u32 count) {
     if (threadIdx.x == 0) {
-        while (read_acquire(s.counters) < count) {
-        }
+        u32 tries = 0;
+        while (read_acquire(s.counters) < count)
+            if (++tries == PATIENCE) give_up();
     }
     __syncthreads();
 }
@@ -270,9 +272,9 @@ struct Block {
         return total;
     }
 
-    // rows @ weight.T; use(tile) is called by all threads when a tile is whole.
-    template <int OP, typename Use>
-    __device__ __forceinline__ void product(const u16* rows, Use use) {
+    // rows @ weight.T; meanwhile() is called while the input is on its way, use(tile) by all threads when a tile is whole.
+    template <int OP, typename Meanwhile, typename Use>
+    __device__ __forceinline__ void product(const u16* rows, Meanwhile meanwhile, Use use) {
         constexpr int K = Shape<OP>::K, MOST = up(K / 64, WARPS), HEIGHT = Shape<OP>::HEIGHT;
         constexpr bool kept = MOST * SIDES <= 12;  // the input of all chunks stays in registers
         constexpr int AHEAD = kept ? MOST : least(MOST, SIDES == 1 ? 4 : 3);
@@ -283,6 +285,7 @@ struct Block {
 #pragma unroll
             for (int k = 0; k < AHEAD; k++)
                 if (k < chunks) read_input<K>(b[k], rows, k);
+        meanwhile();
 #pragma unroll 1
         for (int tile = 0; tile * HEIGHT < count; tile++) {
             float c[2][SIDES][4] = {};
@@ -318,12 +321,22 @@ struct Block {
         }
     }
 
+    // The gain of the next norm in the columns of this thread; read before it is needed.
+    float gain[TILES_H];
+
+    __device__ __forceinline__ void read_gain(const u16* all) {
+#pragma unroll
+        for (int tile = 0; tile < TILES_H; tile++) {
+            const int r = tile * 16 + (threadIdx.x & 15);
+            gain[tile] = r < rows_of_block<OUT>() ? wide(all[blockIdx.x * PER_H + r]) : 0.0f;
+        }
+    }
+
     // The stream of a tile has changed: others get it times the gain. Returns the square.
-    __device__ __forceinline__ float show(int tile, const u16* gain) {
+    __device__ __forceinline__ float show(int tile) {
         const int n = threadIdx.x >> 4, r = tile * 16 + (threadIdx.x & 15);
         if (n >= s.batch || r >= rows_of_block<OUT>()) return 0;
-        const int column = blockIdx.x * PER_H + r;
-        s.gained[n * H + column] = narrow(x[tile] * wide(gain[column]));
+        s.gained[n * H + blockIdx.x * PER_H + r] = narrow(x[tile] * gain[tile]);
         return x[tile] * x[tile];
     }
 
@@ -336,42 +349,43 @@ struct Block {
 
     __device__ __forceinline__ void embed() {
         float total = 0;
+        read_gain(s.before_first);
 #pragma unroll
         for (int tile = 0; tile < TILES_H; tile++) {
             const int n = threadIdx.x >> 4, r = tile * 16 + (threadIdx.x & 15);
             x[tile] = 0;
             if (n < s.batch && r < rows_of_block<OUT>())
                 x[tile] = wide(s.embedding[(u64)s.tokens[n] * H + blockIdx.x * PER_H + r]);
-            total += show(tile, s.before_first);
+            total += show(tile);
         }
         show_squares(total);
     }
 
     template <int OP>
-    __device__ __forceinline__ void add(const u16* rows, const u16* gain) {
+    __device__ __forceinline__ void add(const u16* rows) {
         float total = 0;
-        product<OP>(rows, [&](int tile) {
+        product<OP>(rows, [] {}, [&](int tile) {
             const int n = threadIdx.x >> 4, r = threadIdx.x & 15;
 #pragma unroll
             for (int mine = 0; mine < TILES_H; mine++)
                 if (mine == tile) {
                     if (n < s.batch) x[mine] = rounded(x[mine] + rounded(whole(n, r)));
-                    total += show(mine, gain);
+                    total += show(mine);
                 }
         });
         show_squares(total);
     }
 
-    __device__ __forceinline__ void project() {
-        product<QKV>(s.gained, [&](int tile) {
+    __device__ __forceinline__ void project(float eps) {
+        product<QKV>(s.gained, [&] { find_scales(eps); }, [&](int tile) {
             const int n = threadIdx.x >> 4, r = tile * 16 + (threadIdx.x & 15);
             if (n < s.batch && r < rows_of_block<QKV>())
                 s.qkv[n * N_QKV + blockIdx.x * PER_QKV + r] = narrow(whole(n, threadIdx.x & 15) * scales()[n]);
         });
     }
 
-    __device__ __forceinline__ void gate() {
-        product<GATE_UP>(s.gained, [&](int tile) {
+    __device__ __forceinline__ void gate(float eps) {
+        product<GATE_UP>(s.gained, [&] { find_scales(eps); }, [&](int tile) {
             const int n = threadIdx.x >> 3, r = threadIdx.x & 7;
             if (n < s.batch && tile * 8 + r < rows_of_block<GATE_UP>()) {
                 const float scale = scales()[n];
@@ -385,7 +399,8 @@ struct Block {
     // Attention. Items are pairs of a sequence and a key head, in splits; a split has whole granules of 64 tokens, of
     // which each warp takes eight neighbours.
 
-    int row, head, split, splits, begin, end, length, tiles;  // of the item
+    int row, head, split, splits, begin, end, length, tiles, pages[3];  // of the item; pages: of its first tiles
+    long long position, place;
 
     __device__ __forceinline__ void take_item(int item) {
         const int pairs = s.batch * HKV;
@@ -400,13 +415,18 @@ struct Block {
         if (pair >= pairs) return;
         length = s.lengths[row];
         const int granules = length > 64 ? up(length, 64) : 1;
-        const int each = up(granules, least(most, granules));
+        int each = up(granules, most);
+        each = each < LEAST ? LEAST : each;
         splits = up(granules, each);
         if (split >= splits) return;
         begin = split * each * 64;
         end = least(length, begin + each * 64);
         const int old = least(end, length - 1) - begin - warp * 8;  // the new token is not in the cache yet
         tiles = old > 0 ? up(old, 64) : 0;
+        position = s.positions[row];
+        place = s.slots[row];
+#pragma unroll
+        for (int i = 0; i < 3; i++) pages[i] = page_of(i);
     }
 
     __device__ __forceinline__ int page_of(int tile) {
@@ -431,30 +451,35 @@ struct Block {
     }
 
     int next_page;
+    float cosine[D / 32], sine[D / 32];  // of the item's position, for the numbers of this lane
 
+    // What attention needs beside the new rows, before these are there.
     __device__ __forceinline__ void fetch_first_tiles(const Layer& l) {
-        const int first = page_of(0), second = page_of(1);
-        next_page = page_of(2);
-        fetch_tile(l, 0, first);
-        fetch_tile(l, 1, second);
+        next_page = pages[2];
+        fetch_tile(l, 0, pages[0]);
+        fetch_tile(l, 1, pages[1]);
+        if (split < splits)
+#pragma unroll
+            for (int i = 0; i < D / 32; i++) {
+                const int d = lane * (D / 32) + i;
+                cosine[i] = wide(l.cos[position * D + d % (D / 2)]);
+                sine[i] = wide(l.sin[position * D + d % (D / 2)]);
+                if (d < D / 2) sine[i] = -sine[i];
+            }
     }
 
     // Queries of the item, and its new key and value if it has the end of the sequence: bias, norm, rotary.
     __device__ __forceinline__ void turn(const Layer& l, bool ends) {
         constexpr int E = D / 32;
-        const long long position = s.positions[row], place = s.slots[row];
         for (int h = warp; h < G + (ends ? 2 : 0); h += WARPS) {
             const int at = (h < G ? head * G + h : h == G ? HQ + head : HQ + HKV + head) * D + lane * E;
-            float v[E], c[E], sn[E], gain[E];
+            float v[E], weight[E];
 #pragma unroll
             for (int i = 0; i < E; i++) {
                 const int d = lane * E + i;
                 v[i] = wide(far2(s.qkv + row * N_QKV + at + i));
                 if (BIAS) v[i] = rounded(v[i] + wide(l.bias[at + i]));
-                if (NORMS) gain[i] = wide((h < G ? l.q_norm : l.k_norm)[d]);
-                c[i] = wide(l.cos[position * D + d % (D / 2)]);
-                sn[i] = wide(l.sin[position * D + d % (D / 2)]);
-                if (d < D / 2) sn[i] = -sn[i];
+                if (NORMS) weight[i] = wide((h < G ? l.q_norm : l.k_norm)[d]);
             }
             if (h <= G) {
                 if (NORMS) {
@@ -463,12 +488,12 @@ struct Block {
                     for (int i = 0; i < E; i++) total += v[i] * v[i];
                     const float scale = rsqrtf(over_warp(total) / D + l.eps_heads);
 #pragma unroll
-                    for (int i = 0; i < E; i++) v[i] = rounded(gain[i] * rounded(v[i] * scale));
+                    for (int i = 0; i < E; i++) v[i] = rounded(weight[i] * rounded(v[i] * scale));
                 }
 #pragma unroll
                 for (int i = 0; i < E; i++) {
                     const float other = __shfl_xor_sync(~0u, v[i], 16);
-                    v[i] = rounded(rounded(v[i] * c[i]) + rounded(other * sn[i]));
+                    v[i] = rounded(rounded(v[i] * cosine[i]) + rounded(other * sine[i]));
                 }
             }
             u16* to = (u16*)(shared + (h < G ? AT_QUERIES + h * Q_ROW : AT_NEWEST + (h - G) * HALF_TILE)) + lane * E;
@@ -604,16 +629,12 @@ struct Block {
         u32& came = *(u32*)(shared + AT_CAME);
         u32* counter = s.counters + 2 + row * HKV + head;
         __syncthreads();
-        if (threadIdx.x == 0) {
-            __threadfence();
-            came = atomicAdd(counter, 1);
-            __threadfence();
-        }
+        if (threadIdx.x == 0) came = count_both(counter);
         __syncthreads();
         if (came != splits - 1) return;
         if (threadIdx.x == 0) *counter = 0;
         constexpr int EACH = SPLITS / WARPS, E = D / 32;
-#pragma unroll
+#pragma unroll 2
         for (int h = 0; h < G; h++) {
             const int query = row * HQ + head * G + h;
             float logs[EACH], v[EACH][E], high = NONE, total = 0, mixed[E] = {};
@@ -686,21 +707,21 @@ struct Block {
             const Layer& l = layers[i];
             fetch_first_tiles(l);
             await(s, meetings);
-            find_scales(l.eps_attention);
-            project();
+            project(l.eps_attention);
             meet();
             await(s, meetings);
             attend_all(l);
             meet();
+            read_gain(l.before_mlp);
             await(s, meetings);
-            add<OUT>(s.mixed, l.before_mlp);
+            add<OUT>(s.mixed);
             meet();
             await(s, meetings);
-            find_scales(l.eps_mlp);
-            gate();
+            gate(l.eps_mlp);
             meet();
+            read_gain(l.before_next);
             await(s, meetings);
-            add<DOWN>(s.act, l.before_next);
+            add<DOWN>(s.act);
             if (i + 1 < LAYERS) meet();
         }
         await_groups<0>();

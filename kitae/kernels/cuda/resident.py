@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kitae.kernels.cuda.build import CudaKernel, compiled
+from kitae.kernels.cuda.build import CudaError, CudaKernel, compiled, loaded
 
 _HEIGHTS = (8, 16)
 MOST = _HEIGHTS[-1]  # rows
@@ -44,14 +44,17 @@ class ResidentLayer:
     values: Tensor
     scale: float
 
-    def words(self) -> bytes:
-        """`struct Layer` of resident.cu."""
-        q_norm, k_norm, eps = self.norms or (None, None, 0.0)
-        tensors = (
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        q_norm, k_norm, _ = self.norms or (None, None, 0.0)
+        return (
             self.qkv, self.out, self.gate_up, self.down, self.bias, q_norm, k_norm, self.before_mlp, self.before_next,
             self.cos, self.sin, self.keys, self.values,
         )  # fmt: skip
-        addresses = [0 if t is None else t.data_ptr() for t in tensors]
+
+    def words(self) -> bytes:
+        """`struct Layer` of resident.cu."""
+        addresses = [0 if t is None else t.data_ptr() for t in self.tensors()]
+        eps = self.norms[2] if self.norms else 0.0
         return struct.pack("13Q4fQ", *addresses, *self.eps, eps, self.scale, 0)
 
 
@@ -101,10 +104,10 @@ class Resident:
         first = layers[0]
         _, kv_heads, page_size, dim = first.keys.shape
         depths = embedding.shape[1], heads * dim, first.down.shape[1]
-        weights = (w for layer in layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down))
+        read = [t for layer in layers for t in layer.tensors() if t is not None]
         return (
-            all(w.is_cuda and w.dtype == torch.bfloat16 and w.is_contiguous() for w in weights)
-            and all(layer.keys.dtype == layer.values.dtype == layer.cos.dtype == torch.bfloat16 for layer in layers)
+            all(t.is_cuda and t.dtype == torch.bfloat16 and t.is_contiguous() for t in (*read, embedding))
+            and all(t.data_ptr() % 16 == 0 for t in read)
             and all((layer.bias is None) == (first.bias is None) for layer in layers)
             and all((layer.norms is None) == (first.norms is None) for layer in layers)
             and all(depth % 64 == 0 for depth in depths)
@@ -136,7 +139,8 @@ class Resident:
         with ThreadPoolExecutor() as pool:
             images = list(pool.map(self._image, _HEIGHTS))
         for rows, image in zip(_HEIGHTS, images, strict=True):
-            self.kernels[rows] = CudaKernel(image, "decode_layers", self._blocks, 32 * _WARPS, self._cut(rows)[1])
+            size = self._blocks, 32 * _WARPS, self._cut(rows)[1]
+            self.kernels[rows] = loaded(image, "decode_layers", size, self._embedding.device)
 
     def _image(self, rows: int) -> bytes:
         return compiled(SOURCE, {**self._shape, "ROWS": rows, "DEPTH": self._cut(rows)[0]}, self._capability)
@@ -149,4 +153,6 @@ class Resident:
         queries = (16 if group > 8 else 8) * (2 * dim + 16)
         rest = shares + tiles + queries + _WARPS * 128 + 80 + 128 + 128 * self._shape["LAYERS"]
         depth = min(12, (self._room - rest) // (_WARPS * _CHUNK))
+        if depth < 2:
+            raise CudaError(f"a multiprocessor must have {rest + 2 * _WARPS * _CHUNK} bytes to share, got {self._room}")
         return depth, depth * _WARPS * _CHUNK + rest

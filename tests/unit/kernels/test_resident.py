@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kitae.kernels.cuda import resident
+from kitae.kernels.cuda.build import CudaError
 from kitae.kernels.cuda.resident import ResidentLayer
 
 HERE = Path(__file__).parent / "emulated"
@@ -41,7 +42,7 @@ class Shape:
             return (torch.randn(*shape, generator=draw) * size).bfloat16()
 
         qkv = (self.heads + 2 * self.kv_heads) * self.dim
-        angles = torch.arange(800)[:, None] * (1e4 ** -(torch.arange(self.dim // 2) / (self.dim // 2)))[None]
+        angles = torch.arange(1600)[:, None] * (1e4 ** -(torch.arange(self.dim // 2) / (self.dim // 2)))[None]
         cos, sin = (torch.cat((part, part), 1).bfloat16() for part in (angles.cos(), angles.sin()))
         gains = [1 + numbers(self.hidden, size=0.2) for _ in range(2 * self.layers + 1)]
         pages = self.pages + 1, self.kv_heads, PAGE, self.dim
@@ -218,7 +219,7 @@ def test_shapes(shape: Shape, folder: Path) -> None:
 def test_sequences_are_split_among_blocks(late: bool, folder: Path) -> None:
     """Twice, because the last to come must leave counters as they were."""
     shape = Shape(hidden=128, inner=128, heads=3, kv_heads=1, blocks=11, pages=140)
-    for lengths in ([700, 64, 300], [1], [65]):
+    for lengths in ([700, 64, 300], [1500], [65]):
         check(shape, lengths, folder, late=late, seed=len(lengths))
 
 
@@ -230,3 +231,10 @@ def test_neither_interleaving_nor_company_changes_a_row(folder: Path) -> None:
     whole = check(Shape(), [65, 30, 130], folder)
     for seed in (1, 2):
         assert torch.equal(check(Shape(), [65, 30, 130], folder, seed=seed, late=False), whole)
+
+
+def test_a_device_with_too_little_to_share_is_refused(folder: Path) -> None:
+    model = Emulated(Shape(dim=128), folder, late=False, seed=0)
+    model._room = 99 * 1024
+    with pytest.raises(CudaError, match=r"must have \d+ bytes to share, got 101376"):
+        model.build(16)

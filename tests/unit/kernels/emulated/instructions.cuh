@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -119,7 +120,6 @@ inline float __uint_as_float(u32 x) { return emulated::number(x); }
 inline u64 __cvta_generic_to_shared(const void* p) { return (const char*)p - emulated::now->shared; }
 inline void __syncwarp() { emulated::meet(emulated::now->warp->barrier); }
 inline void __syncthreads() { emulated::meet(*emulated::now->whole); }
-inline void __threadfence() {}
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline u32 atomicAdd(u32* p, u32 n) { const u32 old = *p; *p += n; emulated::progress++; return old; }
 
@@ -184,6 +184,9 @@ inline void load_transposed(u32 (&v)[4], u32 place) {
 }
 
 inline void count_release(u32* counter) { ++*counter; emulated::progress++; }
+
+inline u32 count_both(u32* counter) { emulated::progress++; return (*counter)++; }
+inline void give_up() { std::abort(); }
 
 inline u32 read_acquire(const u32* counter) {
     emulated::yield();
