@@ -283,6 +283,7 @@ def main() -> None:
     parser.add_argument("--host-memory-gb", type=float, default=0.0)
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="of adapters on all layers")
     parser.add_argument("--unmerged", action="store_true", help="adapters stay beside their weights")
+    parser.add_argument("--one-kernel", action="store_true", help="for all layers of up to 16 sequences")
     args = parser.parse_args()
     if args.family:
         policy = family_policy(args.family, args.layers)
@@ -300,6 +301,7 @@ def main() -> None:
         "memory_gb": args.memory_gb,
         "host_memory_gb": args.host_memory_gb,
         "merge_adapters": not args.unmerged,
+        "one_kernel": args.one_kernel,
     }
     asyncio.run(measure(policy, args.path, args.repeats, args.workloads.split(","), args.profile, **settings))
 

@@ -79,6 +79,11 @@ class EngineConfig(Section):
         "are merged into: as fast as without LoRA, for the memory of the adapted weights. false: adapters are computed "
         "beside them.",
     )
+    one_kernel: bool = Field(
+        False,
+        description="On a GPU, decode up to 16 sequences with one kernel for all layers (dense models like Llama in "
+        "bfloat16). Off: it was tested with emulated threads and its speed was never measured.",
+    )
     fast: bool = Field(True, description="Use compiled kernels where they can be built; false: plain torch.")
 
     @model_validator(mode="after")
@@ -109,6 +114,8 @@ class EngineConfig(Section):
         yield from self._about_servers() if self.serves else self._without_servers()
 
     def _without_servers(self) -> Iterator[str]:
+        if self.one_kernel and not self.fast:
+            yield "engine.one_kernel needs engine.fast = true, got false"
         for name in ("server", "server_args", "urls", "weights_folder"):
             if value := getattr(self, name):
                 yield f"engine.{name} needs engine.kind = 'vllm' or 'sglang', got {value!r} with {self.kind!r}"
@@ -137,3 +144,5 @@ class EngineConfig(Section):
                 yield f"engine.{name} is not set for a server (engine.server_args can), got {value!r}"
         if not self.merge_adapters:
             yield f"engine.merge_adapters = false is for Kitae's own engines, got engine.kind = {self.kind!r}"
+        if self.one_kernel:
+            yield f"engine.one_kernel is for Kitae's own engines, got engine.kind = {self.kind!r}"

@@ -49,10 +49,12 @@ def bucket(batch: int) -> int:
 class CudaRunner(ModelRunner):
     linger = 0.005
 
-    def __init__(self, policy: Policy, cache: KVCache, max_batch: int, *, merges: bool = True) -> None:
-        """merges: adapters into copies of their weights."""
+    def __init__(
+        self, policy: Policy, cache: KVCache, max_batch: int, *, merges: bool = True, one_kernel: bool = False
+    ) -> None:
+        """merges: adapters into copies of their weights. one_kernel: for all layers of a few rows."""
         super().__init__(policy, cache, fast=False)
-        self._merges = merges
+        self._merges, self._one_kernel = merges, one_kernel
         self.decoder = self._fused()
         rows = bucket(max_batch)
         columns = min(-(-policy.max_context // cache.page_size), cache.pages) + 1
@@ -83,7 +85,10 @@ class CudaRunner(ModelRunner):
         adapted = self.policy.model is not self.policy.base
         if self.policy.exact or (adapted and not self._merges):
             return None
-        return FusedDecoder.of(self.policy, self.cache)
+        found = FusedDecoder.of(self.policy, self.cache)
+        if found is not None and self._one_kernel:
+            found.try_resident(self.policy)
+        return found
 
     def _find_addresses(self) -> list[int]:
         return [p.data_ptr() for p in self.policy.model.parameters()]

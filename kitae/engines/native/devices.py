@@ -16,12 +16,17 @@ def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRu
         raise EngineError("an exact policy runs on kernels of its own, got engine.fast = false, which asks for none")
     if policy.exact and cache.eight_bits:
         raise EngineError("an exact policy needs engine.cache_dtype = 'model', got 'int8': 8 bits are not exact")
+    if config.one_kernel and (policy.exact or policy.device.type != "cuda" or not has_triton()):
+        raise EngineError(
+            "engine.one_kernel needs a GPU with Triton and a policy that is not exact, got "
+            f"{policy.device.type}{', exact' if policy.exact else ''}"
+        )
     if policy.exact and policy.device.type == "cpu":
         return ModelRunner(policy, cache, config.fast)
     if config.fast and policy.device.type == "cuda" and has_triton():
         from kitae.engines.native.cuda import CudaRunner
 
-        return CudaRunner(policy, cache, config.max_batch, merges=config.merge_adapters)
+        return CudaRunner(policy, cache, config.max_batch, merges=config.merge_adapters, one_kernel=config.one_kernel)
     fast = config.fast and not cache.eight_bits  # kernels of a CPU read the model's own dtype
     if fast and policy.device.type == "cpu" and packed.available(policy.dtype):
         return CpuRunner(policy, cache, merges=config.merge_adapters)
