@@ -20,7 +20,7 @@ import torch
 from kitae.paths import cache_dir
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-INCLUDED = Path(__file__).with_name("amx.h")
+INCLUDED = sorted(SOURCE.parent.glob("*.h"))
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math",
     "-fno-signed-zeros", "-fassociative-math", "-ffp-contract=fast",
@@ -47,7 +47,7 @@ def cpu_library() -> ctypes.CDLL | None:
 
 
 def _build(compiler: str) -> Path:
-    key = hashlib.sha256(SOURCE.read_bytes() + INCLUDED.read_bytes())
+    key = hashlib.sha256(b"".join(path.read_bytes() for path in (SOURCE, *INCLUDED)))
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     for part in (*FLAGS, compiler, version, platform.machine(), _processor()):
         key.update(part.encode())
