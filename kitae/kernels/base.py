@@ -27,6 +27,11 @@ class Swiglu(Protocol):
         """`silu(gate) * up`, differentiable."""
 
 
+class Embedding(Protocol):
+    def __call__(self, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+        """Rows of the weight, differentiable; padding: a token whose row does not learn from it."""
+
+
 class Rotary(Protocol):
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate the heads of `[T, heads, D]`; cos and sin `[T, D]`, whose halves are equal. Differentiable."""
@@ -73,6 +78,7 @@ class ModuleKernels:
 
     rms_norm: RmsNorm
     swiglu: Swiglu
+    embedding: Embedding | None = None
     rotary: Rotary | None = None
     layers: LayerKernels | None = None
 

@@ -6,14 +6,18 @@ takes the same gigabytes again, page fault by page fault: a quarter of the step'
 
 import ctypes
 import functools
+import math
+import mmap
 import platform
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8  # malloc.h
+_SMALL = 64 * 2**10  # bytes, not worth pages of their own
 _MASTER = "kitae_master"  # goes with the parameter, and is gone with it
 
 
@@ -30,6 +34,20 @@ def keep_freed_memory() -> bool:
         _M_ARENA_MAX: 1,  # the arenas of other threads cannot grow large blocks
     }
     return all(mallopt(name, value) for name, value in settings.items())
+
+
+def lasting(shape: "Sequence[int]", dtype: "torch.dtype") -> "Tensor":
+    """Zeros in pages of their own on the host, which the system gives when they are touched and takes when freed.
+
+    For what stays while other blocks come and go: among those it would leave holes that nothing fits into.
+    """
+    import torch
+
+    size = math.prod(shape) * dtype.itemsize
+    if size < _SMALL:
+        return torch.zeros(*shape, dtype=dtype)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(*shape)
 
 
 def _is_glibc() -> bool:
@@ -75,15 +93,15 @@ def lay_together(parameters: "Sequence[Tensor]") -> "Tensor":
 
 
 def set_master(parameter: "Tensor", master: "Tensor") -> None:
-    """From now on kernels may add gradients of the parameter to that of its fp32 master directly."""
-    vars(parameter)[_MASTER] = master
+    """From now on kernels may add gradients of the parameter to that of its fp32 master directly; it may be its own."""
+    vars(parameter)[_MASTER] = None if master is parameter else master  # a tensor that knows itself is freed late
 
 
 def gradient_of(parameter: "Tensor") -> "Tensor | None":
     """The fp32 gradient of the parameter's master, to be added to in place; None: it has no master."""
-    import torch
-
-    master: Tensor | None = vars(parameter).get(_MASTER)
-    if master is not None and master.grad is None:
-        master.grad = torch.zeros_like(master)
-    return None if master is None else master.grad
+    if _MASTER not in vars(parameter):
+        return None
+    master: Tensor = parameter if vars(parameter)[_MASTER] is None else vars(parameter)[_MASTER]
+    if master.grad is None:
+        master.grad = lasting(master.shape, master.dtype)
+    return master.grad

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from kitae.kernels.adamw import adamw
 from kitae.kernels.base import AdamWPace, AdamWStep
 from kitae.kernels.devices import training_kernels
-from kitae.kernels.memory import set_master
+from kitae.kernels.memory import lasting, set_master
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.ranks import Alone, Ranks, local
 
@@ -69,8 +69,8 @@ class Optimizer:
         for parameter, master, apart in zip(self.parameters, self.masters, self._apart, strict=True):
             if apart:
                 parameter.register_post_accumulate_grad_hook(_add_into(master))  # type: ignore[no-untyped-call]
-                if master.device.type == "cpu" and not isinstance(parameter, DTensor):
-                    set_master(parameter, master)
+            if master.device.type == "cpu" and not isinstance(parameter, DTensor):
+                set_master(parameter, master)
         self._dtype = getattr(torch, config.moments)
         self._moments: list[_Moments | None] = [None] * len(self.masters)
 
@@ -146,8 +146,7 @@ class Optimizer:
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             for key in ("master", "exp_avg", "exp_avg_sq"):
                 if f"{key}.{name}" in names:
-                    dtype = master.dtype if key == "master" else self._dtype
-                    own = torch.empty_like(master, dtype=dtype, requires_grad=False)
+                    own = _zeros(master, master.dtype if key == "master" else self._dtype)
                     tensors[f"{key}.{name}"] = _sharded_like(parameter, own)
             if f"step.{name}" in names:
                 tensors[f"step.{name}"] = torch.zeros(())
@@ -178,8 +177,15 @@ class _Moments:
 
     @classmethod
     def none(cls, master: Tensor, dtype: torch.dtype) -> "_Moments":
-        mean, square = (torch.zeros(master.shape, dtype=dtype, device=master.device) for _ in range(2))
+        mean, square = (_zeros(master, dtype) for _ in range(2))
         return cls(0, mean, square)
+
+
+def _zeros(master: Tensor, dtype: torch.dtype) -> Tensor:
+    """Where the master is."""
+    if master.device.type == "cpu":
+        return lasting(master.shape, dtype)
+    return torch.zeros(master.shape, dtype=dtype, device=master.device)
 
 
 def _step_of(master: Tensor, own: Tensor) -> AdamWStep:
