@@ -1,8 +1,8 @@
 """Kernels of the training step on a CPU: the doors of `kitae.kernels.base` that are there.
 
-Norms are made again in the backward pass, as is the gated product of the MLP: neither is kept. In fp32, and on CPUs with
-tile registers, the gradients of weights are added into fp32 by the products themselves: into the gradient of the master
-weight where there is one (`gradient_of`), so that no gradient in bfloat16 ever exists, and none is made to be added.
+Norms are made again in the backward pass, as is the gated product of the MLP: neither is kept. In fp32, and on CPUs
+with tile registers, the gradients of weights are added into fp32 by the products themselves: into the gradient of the
+master weight where there is one (`gradient_of`), so that none in bfloat16 ever exists, and none is made to be added.
 """
 
 from collections.abc import Sequence

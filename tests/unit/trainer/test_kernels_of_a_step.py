@@ -123,13 +123,13 @@ def step(case: dict[str, Any], tiny_policy: TinyPolicy, architecture: str) -> di
     found = {f"logp {i}": torch.from_numpy(logp) for i, logp in enumerate(column_of(worker, samples))}
     if reference:
         columns = column_of(worker, samples, Column.REFERENCE)
-        samples = [s.with_columns(logp_ref=c - s.spread(np.float32(0.1))) for s, c in zip(samples, columns, strict=True)]
-    if critic is not None:
-        one = sum(s.loss_tokens for s in samples)
         samples = [
-            s.with_columns(**{"value": s.spread(np.float32(0)), "return": s.spread(np.float32(1)), "value_weight": s.spread(np.float32(1 / one))})
-            for s in samples
+            s.with_columns(logp_ref=c - s.spread(np.float32(0.1))) for s, c in zip(samples, columns, strict=True)
         ]
+    if critic is not None:
+        zero, one, each = (np.float32(x) for x in (0, 1, 1 / sum(s.loss_tokens for s in samples)))
+        values = {"value": zero, "return": one, "value_weight": each}
+        samples = [s.with_columns(**{name: s.spread(x) for name, x in values.items()}) for s in samples]
     for update in range(2):
         forward_backward(worker, weighted(samples, algorithm), roles=tuple(worker.trained))
         for role, trained in worker.trained.items():
