@@ -119,7 +119,7 @@ def _direct_embedding(module: Any, kernels: ModuleKernels) -> None:
     def forward(self: Any, tokens: Tensor) -> Tensor:
         return embedding(tokens, self.weight, self.padding_idx)
 
-    module.forward = MethodType(forward, module)
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
 def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:

@@ -1,12 +1,14 @@
 """The parts of a training step on a CPU against plain autograd, and where the gradients of weights end up."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
 
 from kitae.kernels.cpu import ops, training
 from kitae.kernels.cpu.build import cpu_library
-from kitae.kernels.memory import set_master
+from kitae.kernels.memory import Room, set_master
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
 ROWS, WIDTH, DIM = 70, 96, 32
@@ -105,3 +107,39 @@ def test_with_a_master_the_gradient_is_added_there_and_nowhere_else(height: int)
         training.linears(x.clone().requires_grad_(), module)[0].backward(grad)
     assert module.weight.grad is None
     torch.testing.assert_close(master.grad, 2 * grad.float().t() @ x.float(), atol=0.5, rtol=1e-2)
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("own", [True, False])
+def test_rows_of_an_embedding_learn_where_its_gradient_is(padding: int | None, own: bool) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Embedding(7, WIDTH, padding_idx=padding)
+    tokens, grad = torch.tensor([[1, 2, 1, 6]]), torch.randn(1, 4, WIDTH)
+    expected = torch.autograd.grad(module(tokens), module.weight, grad)[0]
+    if own:
+        set_master(module.weight, module.weight)
+    got = training.embedding(tokens, module.weight, padding)
+    assert torch.equal(got, module(tokens))
+    for _ in range(2):
+        training.embedding(tokens, module.weight, padding).backward(grad)
+    torch.testing.assert_close(module.weight.grad, 2 * expected)
+
+
+def test_a_parameter_that_is_its_own_master_is_freed_with_its_last_user() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    set_master(parameter, parameter)
+    gone = weakref.ref(parameter)
+    del parameter
+    assert gone() is None
+
+
+def test_what_is_in_a_room_stays_when_the_room_is_left() -> None:
+    room = Room(1000)
+    first, second = room.take((5, 7), torch.float32), room.take((3,), torch.bfloat16)
+    assert first.data_ptr() % 64 == second.data_ptr() % 64 == 0
+    first.fill_(1)
+    second.fill_(2)
+    room.leave()
+    third, large = room.take((5, 7), torch.float32), room.take((5000,), torch.float32)  # one that is larger than all
+    assert first.sum() == 35 and second.sum() == 6 and not third.any() and not large.any()
+    assert room.take((0, 3), torch.float32).shape == (0, 3)

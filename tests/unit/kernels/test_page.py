@@ -15,6 +15,7 @@ BELOW = {"door": "kitae", "caller": "kitae", "twin": "kitae", "test": "tests", "
 SOURCES = [
     "kitae/kernels/cpu/cpu.cpp",
     "kitae/kernels/cpu/amx.h",
+    "kitae/kernels/cpu/spans.h",
     "kitae/kernels/cuda/decoding.py",
     "kitae/kernels/cuda/experts.py",
     "kitae/kernels/cuda/few.py",
