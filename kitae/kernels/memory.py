@@ -6,19 +6,14 @@ takes the same gigabytes again, page fault by page fault: a quarter of the step'
 
 import ctypes
 import functools
-import math
-import mmap
 import platform
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8  # malloc.h
-_LINE = 64  # bytes of the cache, at which tensors begin
 _MASTER = "kitae_master"  # goes with the parameter, and is gone with it
 
 
@@ -35,42 +30,6 @@ def keep_freed_memory() -> bool:
         _M_ARENA_MAX: 1,  # the arenas of other threads cannot grow large blocks
     }
     return all(mallopt(name, value) for name, value in settings.items())
-
-
-class Room:
-    """Zeros on the host for so many bytes at a time, in pages of their own, which go back when all of them are freed.
-
-    For what stays while other blocks come and go: among those it would leave holes that nothing fits into. Pages are
-    large where the system has such: a page fault costs more than the zeros.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._pages: mmap.mmap | None = None
-        self._used = 0
-
-    def take(self, shape: "Sequence[int]", dtype: "torch.dtype") -> "Tensor":
-        import torch
-
-        size = math.prod(shape) * dtype.itemsize
-        if not size:
-            return torch.zeros(*shape, dtype=dtype)
-        if self._pages is None or self._used + size > len(self._pages):
-            self._pages = mmap.mmap(-1, max(self._size, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._pages.madvise(mmap.MADV_HUGEPAGE)
-            self._used = 0
-        found = torch.frombuffer(self._pages, dtype=dtype, count=math.prod(shape), offset=self._used)
-        self._used += -(-size // _LINE) * _LINE
-        return found.view(*shape)
-
-    def leave(self) -> None:
-        """What has been taken keeps its pages as long as it lives."""
-        self._pages = None
-
-
-def bytes_in_rooms(shapes: "Iterable[Sequence[int]]", dtype: "torch.dtype") -> int:
-    return sum(-(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE for shape in shapes)
 
 
 def _is_glibc() -> bool:
@@ -115,31 +74,27 @@ def lay_together(parameters: "Sequence[Tensor]") -> "Tensor":
     return whole
 
 
-@dataclass(frozen=True, slots=True)
-class _Master:
-    """tensor None: the parameter itself, which would be freed late if it knew itself."""
-
-    tensor: "Tensor | None"
-    room: Room | None
-
-
-def set_master(parameter: "Tensor", master: "Tensor", room: Room | None = None) -> None:
-    """From now on kernels may add gradients of the parameter to that of its fp32 master directly; it may be its own.
-
-    room: where these gradients are.
-    """
-    vars(parameter)[_MASTER] = _Master(None if master is parameter else master, room)
+def set_master(parameter: "Tensor", master: "Tensor") -> None:
+    """From now on kernels may add gradients of the parameter to that of its fp32 master directly; it may be its own."""
+    vars(parameter)[_MASTER] = None if master is parameter else master  # a tensor that knows itself is freed late
 
 
 def gradient_of(parameter: "Tensor") -> "Tensor | None":
     """The fp32 gradient of the parameter's master, to be added to in place; None: it has no master."""
     import torch
 
-    found: _Master | None = vars(parameter).get(_MASTER)
-    if found is None:
+    if _MASTER not in vars(parameter):
         return None
-    master = parameter if found.tensor is None else found.tensor
+    master: Tensor = parameter if vars(parameter)[_MASTER] is None else vars(parameter)[_MASTER]
     if master.grad is None:
-        blank = torch.zeros if found.room is None else found.room.take
-        master.grad = blank(master.shape, dtype=master.dtype)
+        master.grad = torch.zeros_like(master, requires_grad=False)
     return master.grad
+
+
+def add_gradient(parameter: "Tensor", part: "Tensor") -> "Tensor | None":
+    """The gradient of a parameter for autograd; None: it has been added where it belongs."""
+    into = gradient_of(parameter)
+    if into is None:
+        return part.to(parameter.dtype)
+    into += part
+    return None

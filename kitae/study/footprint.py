@@ -105,13 +105,12 @@ def hold(
     row = min(tokens, max(token_budget(t, device), _PROMPT + config.sampling.max_tokens))
     passing = row * _kept(config, model, size) + _logits(config, model, device, size)
     gradients = 4.0 * trained
-    # On a GPU, with a single row, there are gradients only where activations are gone.
-    beside = gradients if tokens > row or device.type == "cpu" else max(0.0, gradients - passing)
     return {
         "weights": float(model.parameters * size),
         "masters": trained * 4.0 if size == 2 else 0.0,
         "moments": float(trained * moment_bytes(config)),
-        "gradients": beside,
+        # With a single row there are gradients only where activations are gone.
+        "gradients": gradients if tokens > row else max(0.0, gradients - passing),
         "activations": passing,
         "cache": _cache(config, model, device, size),
         **_engines(config, model, device, size),

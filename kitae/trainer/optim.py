@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from kitae.kernels.adamw import adamw
 from kitae.kernels.base import AdamWPace, AdamWStep
 from kitae.kernels.devices import training_kernels
-from kitae.kernels.memory import Room, bytes_in_rooms, set_master
+from kitae.kernels.memory import set_master
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.ranks import Alone, Ranks, local
 
@@ -66,15 +66,12 @@ class Optimizer:
         self.parameters = [p for _, p in trainable]
         self.masters = [_copy(p) if host else _master(p) for p in self.parameters]
         self._apart = [host or p.dtype != torch.float32 for p in self.parameters]
-        self._dtype = getattr(torch, config.moments)
-        shapes = [m.shape for m in self.masters]
-        self._gradients = Room(bytes_in_rooms(shapes, torch.float32))
-        self._kept = Room(2 * bytes_in_rooms(shapes, self._dtype))
         for parameter, master, apart in zip(self.parameters, self.masters, self._apart, strict=True):
             if apart:
                 parameter.register_post_accumulate_grad_hook(_add_into(master))  # type: ignore[no-untyped-call]
             if master.device.type == "cpu" and not isinstance(parameter, DTensor):
-                set_master(parameter, master, self._gradients)
+                set_master(parameter, master)
+        self._dtype = getattr(torch, config.moments)
         self._moments: list[_Moments | None] = [None] * len(self.masters)
 
     def step(self, ranks: Ranks | None = None, *, skip: bool = False) -> Update:
@@ -96,7 +93,6 @@ class Optimizer:
             moments.steps += int(finite)
         for master in self.masters:
             master.grad = None
-        self._gradients.leave()
         self.updates += 1
         return Update(norm.item(), rate, finite)
 
@@ -115,7 +111,7 @@ class Optimizer:
         for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
             if master.grad is None:
                 continue
-            moments = self._moments[i] = self._moments[i] or self._no_moments(master)
+            moments = self._moments[i] = self._moments[i] or _Moments.none(master, self._dtype)
             touched.append(moments)
             if not master.numel():  # a rank may have no element of a short parameter
                 continue
@@ -129,16 +125,6 @@ class Optimizer:
             if self._apart[i] and not at_once:
                 own.copy_(master)
         return touched
-
-    def _no_moments(self, master: Tensor) -> "_Moments":
-        mean, square = (self._zeros(master) for _ in range(2))
-        return _Moments(0, mean, square)
-
-    def _zeros(self, master: Tensor) -> Tensor:
-        """For a moment of it."""
-        if master.device.type == "cpu":
-            return self._kept.take(master.shape, self._dtype)
-        return torch.zeros(master.shape, dtype=self._dtype, device=master.device)
 
     def state(self) -> dict[str, Tensor]:
         """Masters and moments by name, flat: `{"master.model.norm.weight": …, "exp_avg.model.norm.weight": …}`.
@@ -160,7 +146,8 @@ class Optimizer:
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
             for key in ("master", "exp_avg", "exp_avg_sq"):
                 if f"{key}.{name}" in names:
-                    own = torch.empty_like(master, requires_grad=False) if key == "master" else self._zeros(master)
+                    dtype = master.dtype if key == "master" else self._dtype
+                    own = torch.empty_like(master, dtype=dtype, requires_grad=False)
                     tensors[f"{key}.{name}"] = _sharded_like(parameter, own)
             if f"step.{name}" in names:
                 tensors[f"step.{name}"] = torch.zeros(())
@@ -188,6 +175,11 @@ class _Moments:
     steps: int
     mean: Tensor
     square: Tensor
+
+    @classmethod
+    def none(cls, master: Tensor, dtype: torch.dtype) -> "_Moments":
+        mean, square = (torch.zeros(master.shape, dtype=dtype, device=master.device) for _ in range(2))
+        return cls(0, mean, square)
 
 
 def _step_of(master: Tensor, own: Tensor) -> AdamWStep:

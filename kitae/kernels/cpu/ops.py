@@ -11,6 +11,7 @@ from torch import Tensor
 from kitae.kernels.adamw import salt
 from kitae.kernels.base import AdamWPace, DecodingKernels
 from kitae.kernels.cpu.build import cpu_library
+from kitae.kernels.memory import add_gradient
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _HEAD_DIMS = {0, 16, 32, 64, 80, 96, 128, 256}  # what decode_attention is compiled for; 0: not asked
@@ -336,11 +337,11 @@ class _RMSNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
         grad = grads[0].contiguous()
         dx, dweight = rms_norm_gradients(grad, x, weight, inverse_rms)
-        return dx, dweight.to(weight.dtype), None
+        return dx, add_gradient(weight, dweight) if ctx.needs_input_grad[1] else None, None
 
 
 class _SwiGLU(torch.autograd.Function):

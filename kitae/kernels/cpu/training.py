@@ -15,7 +15,7 @@ from torch import Tensor
 from kitae.kernels.base import LayerKernels, ModuleKernels, SoftmaxKernels, SpanKernels, TrainingKernels
 from kitae.kernels.cpu import amx, ops
 from kitae.kernels.linears import shared_input
-from kitae.kernels.memory import gradient_of, joined
+from kitae.kernels.memory import add_gradient, gradient_of, joined
 
 
 def add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
@@ -39,7 +39,7 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
 
 
 def _bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
-    return None if bias is None or not bias.requires_grad else dy.sum(0)
+    return None if bias is None or not bias.requires_grad else add_gradient(bias, dy.sum(0))
 
 
 def _project(x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
@@ -92,7 +92,7 @@ class _NormedQKV(torch.autograd.Function):
         ]
         dbiases = [_bias_gradient(b, part) for b, part in zip(biases, parts, strict=True)]
         dx, dgain = ops.rms_norm_gradients(torch.mm(flat, joined(weights)), x, gain, inverse_rms, around.contiguous())
-        return dx, dgain.to(gain.dtype), None, None, None, None, *dweights, *dbiases
+        return dx, add_gradient(gain, dgain), None, None, None, None, *dweights, *dbiases
 
 
 def normed_qkv(
@@ -130,7 +130,7 @@ class _NormedPair(torch.autograd.Function):
             normed, _ = ops.norm_rows(total, gain, ctx.eps)
             dweights = [weight_gradient(w, g, normed) for w, g in zip(weights, ours, strict=True)]
         dx, dgain = ops.rms_norm_gradients(dnormed, total, gain, inverse_rms, around.contiguous())
-        return dx, dx, dgain.to(gain.dtype), None, *dweights
+        return dx, dx, add_gradient(gain, dgain), None, *dweights
 
 
 def normed_pair(x: Tensor, y: Tensor, norm: tuple[Tensor, float], *modules: torch.nn.Linear) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kitae.kernels.cpu import ops, training
 from kitae.kernels.cpu.build import cpu_library
-from kitae.kernels.memory import Room, set_master
+from kitae.kernels.memory import set_master
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
 ROWS, WIDTH, DIM = 70, 96, 32
@@ -131,15 +131,3 @@ def test_a_parameter_that_is_its_own_master_is_freed_with_its_last_user() -> Non
     gone = weakref.ref(parameter)
     del parameter
     assert gone() is None
-
-
-def test_what_is_in_a_room_stays_when_the_room_is_left() -> None:
-    room = Room(1000)
-    first, second = room.take((5, 7), torch.float32), room.take((3,), torch.bfloat16)
-    assert first.data_ptr() % 64 == second.data_ptr() % 64 == 0
-    first.fill_(1)
-    second.fill_(2)
-    room.leave()
-    third, large = room.take((5, 7), torch.float32), room.take((5000,), torch.float32)  # one that is larger than all
-    assert first.sum() == 35 and second.sum() == 6 and not third.any() and not large.any()
-    assert room.take((0, 3), torch.float32).shape == (0, 3)
