@@ -1,11 +1,13 @@
 """One whole GRPO step (sample, score, train): Kitae against TRL's GRPOTrainer, same machine, same prompts, same run.
 
     python benchmarks/grpo_step.py --peer-python PEER_ENV/bin/python [--prompts 8] [--group 8] [--tokens 64]
+    OMP_NUM_THREADS=1 python benchmarks/grpo_step.py --variants all --peer-python PEER_ENV/bin/python
 
 benchmarks/peers/README.md says how to make the peer's environment. Every response is exactly `tokens` long and rewards
 differ within every group, so both sides do all the work. Kitae computes in the dtype it would choose here (bfloat16
-on this class of machine, with fp32 master weights), TRL in fp32 with its defaults. Prints seconds and the ratio, and
+on CPUs with AMX, with fp32 master weights), TRL in fp32 with its defaults. Prints seconds and the ratio, and
 processor seconds of all threads, which count on a busy machine (with OMP_NUM_THREADS=1: threads that wait also count).
+Variants are settings of training that need less memory, each in a process of its own. GB are 10⁹ bytes.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import asyncio
 import json
 import resource
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -28,13 +31,20 @@ from kitae.trainer.config import TrainingConfig
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 
 PEERS = Path(__file__).parent / "peers"
+SMALL = {"moments": "bfloat16", "token_budget": 512, "logit_chunk": 256}
+VARIANTS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "moments in 16 bits": {"moments": "bfloat16"},
+    "and rows of 512 tokens, 256 of logits": SMALL,
+    "and activations again": {**SMALL, "checkpoint_activations": True},
+}
 
 
-def kitae_steps(prompts: int, group: int, tokens: int, steps: int) -> list[dict[str, float]]:
+def kitae_steps(prompts: int, group: int, tokens: int, steps: int, training: TrainingConfig) -> list[dict[str, float]]:
     """Seconds of sampling, training and update of each step, after one warm-up step."""
     policy = load_policy(ModelConfig())
     engine = NativeEngine(policy, EngineConfig(memory_gb=1.0))
-    worker = make_worker(policy, TrainingConfig(), tokens)
+    worker = make_worker(policy, training, tokens)
     chat = Chat(policy.tokenizer)
     conversations = json.loads((PEERS / "prompts.json").read_text())[:prompts]
     encoded = [chat.encode_prompt([Message(**m) for m in messages]) for messages in conversations]
@@ -60,7 +70,7 @@ def kitae_steps(prompts: int, group: int, tokens: int, steps: int) -> list[dict[
         for step in range(steps + 1):
             began, processor = time.perf_counter(), time.process_time()
             groups = await sample(step)
-            sampled = time.perf_counter()
+            sampled, learning = time.perf_counter(), time.process_time()
             forward_backward(worker, prepared(groups, tokens))
             trained = time.perf_counter()
             worker.optim_step()
@@ -73,6 +83,7 @@ def kitae_steps(prompts: int, group: int, tokens: int, steps: int) -> list[dict[
                     "train": trained - sampled,
                     "update": ended - trained,
                     "processor": time.process_time() - processor,
+                    "processor of training": time.process_time() - learning,
                 }
             )
         await engine.close()
@@ -96,24 +107,66 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--variants", default="plain", help=f"all, or some of: {', '.join(VARIANTS)} (separated by ;)")
     args = parser.parse_args()
-    rows = kitae_steps(args.prompts, args.group, args.tokens, args.steps)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    best = min(rows, key=lambda r: r["total"])
-    print(f"{args.prompts} prompts × {args.group} samples × {args.tokens} tokens")
-    parts = ", ".join(f"{k} {v:.1f}" for k, v in best.items() if k not in ("total", "processor"))
-    print(f"  kitae   {best['total']:6.1f} s a step ({parts}), peak {memory:.1f} GB")
-    least = min(row["processor"] for row in rows)
-    print(f"          {least:6.1f} processor seconds a step")
+    names = list(VARIANTS) if args.variants == "all" else args.variants.split(";")
+    print(f"{args.prompts} prompts × {args.group} samples × {args.tokens} tokens", flush=True)
+    if len(names) == 1:
+        peaks = {names[0]: report(names[0], args)}
+    else:
+        peaks = {name: in_another_process(name) for name in names}
     if args.peer_python:
-        peer = peer_steps(args.peer_python, args.prompts, args.group, args.tokens, args.steps)
-        seconds = peer["seconds_per_step"]
-        assert isinstance(seconds, list)
-        print(f"  TRL {peer['trl']} {min(seconds):6.1f} s a step (all: {seconds}), peak {peer['peak_rss_gb']} GB")
-        print(f"  ratio   {min(seconds) / best['total']:.1f} ×")
-        processor = peer["cpu_seconds_per_step"]
-        assert isinstance(processor, list)
-        print(f"          {min(processor):.1f} processor seconds, {min(processor) / least:.1f} ×")
+        compare(args, peaks)
+
+
+Found = tuple[float, float, float]  # seconds, processor seconds, GB at the peak
+
+
+def report(name: str, args: argparse.Namespace) -> Found:
+    training = TrainingConfig.model_validate(VARIANTS[name])
+    rows = kitae_steps(args.prompts, args.group, args.tokens, args.steps, training)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    best = min(rows, key=lambda r: r["total"])
+    parts = ", ".join(f"{k} {best[k]:.1f}" for k in ("sample", "train", "update"))
+    least = min(row["processor"] for row in rows)
+    print(f"  kitae   {best['total']:6.1f} s a step ({parts}), peak {memory:.2f} GB; {name}")
+    learning = min(row["processor of training"] for row in rows)
+    print(f"          {least:6.1f} processor seconds a step, {learning:.1f} of them in training and update", flush=True)
+    return best["total"], least, memory
+
+
+def in_another_process(name: str) -> Found:
+    """This script once more, with this variant alone."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import grpo_step; grpo_step.child({name!r})"
+    )
+    given = [a for i, a in enumerate(sys.argv[1:]) if "--variants" not in (a, sys.argv[i])]
+    output = subprocess.run([sys.executable, "-c", code, *given], check=True, stdout=subprocess.PIPE, text=True).stdout
+    *said, last = output.strip().splitlines()
+    print("\n".join(said), flush=True)
+    seconds, processor, memory = json.loads(last)
+    return seconds, processor, memory
+
+
+def child(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    for option, default in (("--prompts", 8), ("--group", 8), ("--tokens", 64), ("--steps", 2)):
+        parser.add_argument(option, type=int, default=default)
+    args, _ = parser.parse_known_args()
+    print(json.dumps(report(name, args)))
+
+
+def compare(args: argparse.Namespace, variants: dict[str, Found]) -> None:
+    peer = peer_steps(args.peer_python, args.prompts, args.group, args.tokens, args.steps)
+    theirs, theirs_processor, peak = (peer[k] for k in ("seconds_per_step", "cpu_seconds_per_step", "peak_rss_gb"))
+    assert isinstance(theirs, list) and isinstance(theirs_processor, list) and isinstance(peak, float)
+    print(f"  TRL {peer['trl']} {min(theirs):6.1f} s a step (all: {theirs}), peak {peak} GB")
+    print(f"          {min(theirs_processor):6.1f} processor seconds a step (all: {theirs_processor})")
+    for name, (seconds, processor, memory) in variants.items():
+        print(
+            f"  {min(theirs) / seconds:.1f} × as fast, {min(theirs_processor) / processor:.1f} × in processor seconds, "
+            f"{memory / peak:.0%} of the memory: {name}"
+        )
 
 
 if __name__ == "__main__":

@@ -27,6 +27,11 @@ class Swiglu(Protocol):
         """`silu(gate) * up`, differentiable."""
 
 
+class Embedding(Protocol):
+    def __call__(self, tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+        """Rows of the weight, differentiable; padding: a token whose row does not learn from it."""
+
+
 class Rotary(Protocol):
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate the heads of `[T, heads, D]`; cos and sin `[T, D]`, whose halves are equal. Differentiable."""
@@ -73,6 +78,7 @@ class ModuleKernels:
 
     rms_norm: RmsNorm
     swiglu: Swiglu
+    embedding: Embedding | None = None
     rotary: Rotary | None = None
     layers: LayerKernels | None = None
 
@@ -124,6 +130,34 @@ class SoftmaxBackward(Protocol):
         """`probs · (dprobs - delta) · scale`, written over `dprobs`; delta is one fp32 number per row."""
 
 
+class AttendSpans(Protocol):
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """q `[T, Hq, D]`, k, v `[T, Hkv, D]` → `[T, Hq, D]`, and the log-normaliser of each row and head.
+
+        spans `[n, 4]`, int64: start, length, start of the prefix, its length. A span sees its prefix and, causally,
+        itself; each row belongs to one span. D is a multiple of 16.
+        """
+
+
+class AttendSpansBackward(Protocol):
+    def __call__(
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        spans: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, side by side in one tensor `[T, Hq + 2 Hkv, D]`, from that of the output."""
+
+
 @dataclass(frozen=True, slots=True)
 class AdamWPace:
     """`AdamWPace(step=3, rate=1e-5, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)`: of a step, counted from 1."""
@@ -172,6 +206,14 @@ class SoftmaxKernels:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SpanKernels:
+    """Attention of packed rows that reads keys where they lie and holds the scores of a few positions only."""
+
+    forward: AttendSpans
+    backward: AttendSpansBackward
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TrainingKernels:
     """The doors of the training step on one device."""
 
@@ -181,6 +223,7 @@ class TrainingKernels:
     accumulate: Accumulate
     add_product: AddProduct | None = None
     softmax: SoftmaxKernels | None = None
+    spans: SpanKernels | None = None
     sum_rows: SumRows | None = None
     adamw: AdamWStep | None = None
 

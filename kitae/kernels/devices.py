@@ -24,7 +24,9 @@ def training_kernels(device: torch.device, dtype: torch.dtype) -> TrainingKernel
         from kitae.kernels.cuda import training as cuda_training
 
         return cuda_training.KERNELS
-    return cpu_training.KERNELS if ops.available(device, dtype) else None
+    if not ops.available(device, dtype):
+        return None
+    return cpu_training.KERNELS_F32 if dtype == torch.float32 else cpu_training.KERNELS
 
 
 def decoding_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> DecodingKernels | None:

@@ -75,15 +75,26 @@ def lay_together(parameters: "Sequence[Tensor]") -> "Tensor":
 
 
 def set_master(parameter: "Tensor", master: "Tensor") -> None:
-    """From now on kernels may add gradients of the parameter to that of its fp32 master directly."""
-    vars(parameter)[_MASTER] = master
+    """From now on kernels may add gradients of the parameter to that of its fp32 master directly; it may be its own."""
+    vars(parameter)[_MASTER] = None if master is parameter else master  # a tensor that knows itself is freed late
 
 
 def gradient_of(parameter: "Tensor") -> "Tensor | None":
     """The fp32 gradient of the parameter's master, to be added to in place; None: it has no master."""
     import torch
 
-    master: Tensor | None = vars(parameter).get(_MASTER)
-    if master is not None and master.grad is None:
-        master.grad = torch.zeros_like(master)
-    return None if master is None else master.grad
+    if _MASTER not in vars(parameter):
+        return None
+    master: Tensor = parameter if vars(parameter)[_MASTER] is None else vars(parameter)[_MASTER]
+    if master.grad is None:
+        master.grad = torch.zeros_like(master, requires_grad=False)
+    return master.grad
+
+
+def add_gradient(parameter: "Tensor", part: "Tensor") -> "Tensor | None":
+    """The gradient of a parameter for autograd; None: it has been added where it belongs."""
+    into = gradient_of(parameter)
+    if into is None:
+        return part.to(parameter.dtype)
+    into += part
+    return None

@@ -29,7 +29,9 @@ def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
 
 
 def fuse_with(kernels: ModuleKernels, model: nn.Module) -> int:
-    """The same, with these kernels only."""
+    """The same, with these kernels only. Embeddings do not count: what they compute is the same."""
+    for module in model.modules():
+        _direct_embedding(module, kernels)
     kinds = (_fuse_layer, _fuse_norm, _fuse_mlp, _fuse_attention)
     return sum(any(fuse_kind(m, kernels) for fuse_kind in kinds) for m in model.modules())
 
@@ -104,6 +106,20 @@ def _fuse_attention(module: Any, kernels: ModuleKernels) -> bool:
         return self.o_proj(out.reshape(len(x), -1))[None], None
 
     return _swap_if_equal_attention(module, forward, module.q_proj.weight, module.head_dim, seen)
+
+
+def _direct_embedding(module: Any, kernels: ModuleKernels) -> None:
+    """Plain ones add their gradient where it belongs; those of a class of their own may do more."""
+    embedding = kernels.embedding
+    if embedding is None or type(module) is not nn.Embedding or module.max_norm is not None:
+        return
+    if module.sparse or module.scale_grad_by_freq:
+        return
+
+    def forward(self: Any, tokens: Tensor) -> Tensor:
+        return embedding(tokens, self.weight, self.padding_idx)
+
+    module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
 
 def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:

@@ -103,7 +103,7 @@ def hold(
     t, size = config.training, dtype.itemsize
     trained = trained_parameters(config, model)
     row = min(tokens, max(token_budget(t, device), _PROMPT + config.sampling.max_tokens))
-    passing = row * _kept(config, model, size) + _logits(config, model, size)
+    passing = row * _kept(config, model, size) + _logits(config, model, device, size)
     gradients = 4.0 * trained
     return {
         "weights": float(model.parameters * size),
@@ -207,9 +207,10 @@ def _kept(config: RLConfig, model: ModelShape, size: int) -> float:
     return (1.0 if fused else _PLAIN) * of_layer * model.layers
 
 
-def _logits(config: RLConfig, model: ModelShape, size: int) -> float:
-    """A chunk of them with its gradient, and that of the head."""
-    return config.training.logit_chunk * model.vocabulary * (size + 1) + 4 * model.vocabulary * model.hidden
+def _logits(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> float:
+    """A chunk of them with its gradient, and that of the head, which a CPU adds where it stays."""
+    head = 0 if device.type == "cpu" else 4 * model.vocabulary * model.hidden
+    return config.training.logit_chunk * model.vocabulary * (size + 1) + head
 
 
 def _cache(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> float:
@@ -232,7 +233,7 @@ def _savings(config: RLConfig, device: "torch.device") -> Iterator[tuple[str, st
         yield "engine.memory_gb", "1"
     yield "training.moments", "bfloat16"
     budget = token_budget(config.training, device)
-    while budget > 1024:
+    while budget > (512 if device.type == "cpu" else 1024):
         budget //= 2
         yield "training.token_budget", str(budget)
     yield "training.checkpoint_activations", "true"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kitae.data.packing import Span
-from kitae.kernels.base import SoftmaxKernels
+from kitae.kernels.base import SoftmaxKernels, SpanKernels
 from kitae.kernels.cuda import flash
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.exact import attention as exactly
@@ -29,12 +29,23 @@ class Block(NamedTuple):
 
 
 class PackedAttention:
-    """The trainer's `AttentionContext`. Free of side effects, so activation checkpointing may call it again."""
+    """The trainer's `AttentionContext`. Free of side effects, so activation checkpointing may call it again.
+
+    compiled: all of it by one kernel, where there is one.
+    """
 
     def __init__(
-        self, spans: Sequence[Span], device: torch.device, heads: int, *, fused: bool = True, exact: bool = False
+        self,
+        spans: Sequence[Span],
+        device: torch.device,
+        heads: int,
+        *,
+        fused: bool = True,
+        compiled: bool = True,
+        exact: bool = False,
     ) -> None:
         self.fused = fused
+        self.compiled = fused and compiled
         self.exact = exact
         self._known_reach: exactly.Reach | None = None
         self._spans, self._device, self._heads = spans, device, heads
@@ -42,7 +53,7 @@ class PackedAttention:
     @functools.cached_property
     def plain(self) -> "PackedAttention":
         """Where exact attention has its gradient from."""
-        return PackedAttention(self._spans, self._device, self._heads, fused=self.fused)
+        return PackedAttention(self._spans, self._device, self._heads, fused=self.fused, compiled=False)
 
     def _reach(self, group: int) -> exactly.Reach:
         if self._known_reach is None:
@@ -53,6 +64,11 @@ class PackedAttention:
     @functools.cached_property
     def blocks(self) -> list[Block]:
         return _group_by_shape(self._spans, self._device, self._heads)
+
+    @functools.cached_property
+    def bounds(self) -> Tensor:
+        """As the kernels of spans read them."""
+        return torch.tensor([(s.start, s.length, s.prefix_start, s.prefix_length) for s in self._spans])
 
     @functools.cached_property
     def layout(self) -> "_Layout":
@@ -73,6 +89,9 @@ class PackedAttention:
         if self.fused and softcap is None and sinks is None and flash.available(q):
             k, v = self.layout.keys(k.transpose(0, 1)), self.layout.keys(v.transpose(0, 1))
             return flash.attend(q.transpose(0, 1), k, v, self.layout.bounds, scale=scale, window=window)
+        if self.compiled and softcap is None and sinks is None and (spans := _span_kernels(q)) is not None:
+            rows = (t.transpose(0, 1) for t in (q, k, v))
+            return _Spans.apply(*rows, self.bounds, scale, window, spans)  # type: ignore[no-any-return, no-untyped-call]
         if self.fused and softcap is None and sinks is None:
             out: Tensor = _Attention.apply(q, k, v, self.blocks, scale, window)  # type: ignore[no-untyped-call]
             return out
@@ -173,6 +192,31 @@ def _put_back(x: Tensor, n: int, heads: int, length: int) -> Tensor:
     return x.view(n, heads, length, x.shape[-1]).transpose(1, 2).reshape(n * length, heads, x.shape[-1])
 
 
+class _Spans(torch.autograd.Function):
+    """The whole row by kernels: q `[T, Hq, D]`, k, v `[T, Hkv, D]` → `[T, Hq, D]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: Tensor,
+        scale: float,
+        window: int | None,
+        kernels: SpanKernels,
+    ) -> Tensor:
+        out, lse = kernels.forward(q, k, v, bounds, scale=scale, window=window)
+        ctx.save_for_backward(q, k, v, out, lse, bounds)
+        ctx.rest = (scale, window, kernels)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        scale, window, kernels = ctx.rest
+        return *kernels.backward(grads[0], *ctx.saved_tensors, scale=scale, window=window), None, None, None, None
+
+
 class _Attention(torch.autograd.Function):
     """Softmax attention block by block; the probabilities are computed again in the backward pass."""
 
@@ -234,6 +278,11 @@ def _probabilities(q_b: Tensor, k_b: Tensor, block: Block, fold: int, scale: flo
     allowed = _allowed(block, window)
     hidden = ~allowed.repeat(fold, 1)  # rows are (head in group, position)
     return torch.softmax(scores.masked_fill_(hidden, float("-inf")), dim=-1)
+
+
+def _span_kernels(like: Tensor) -> SpanKernels | None:
+    kernels = training_kernels(like.device, like.dtype)
+    return None if kernels is None or like.shape[-1] % 16 else kernels.spans
 
 
 def _softmax_kernels(like: Tensor) -> SoftmaxKernels | None:

@@ -22,7 +22,7 @@ class LearningConfig(Section):
     )
     clip_norm: float = Field(1.0, gt=0, description="Largest gradient norm.")
     token_budget: int = Field(
-        0, ge=0, description="Most tokens in a packed micro-batch; 0: 2,048 on a CPU, 8,192 on a GPU."
+        0, ge=0, description="Most tokens in a packed micro-batch; 0: 1,024 on a CPU, 8,192 on a GPU."
     )
     logit_chunk: int = Field(1024, ge=1, description="Rows of logits held at a time.")
     share_prompts: bool = Field(

@@ -57,8 +57,8 @@ class MicroBatch:
 
 
 def token_budget(config: LearningConfig, device: torch.device) -> int:
-    """Most tokens of a row. CPUs gain nothing from larger ones, and activations are most of the memory."""
-    return config.token_budget or (2048 if device.type == "cpu" else 8192)
+    """Most tokens of a row. CPUs gain nothing from larger ones, and activations take as much as all weights."""
+    return config.token_budget or (1024 if device.type == "cpu" else 8192)
 
 
 def pack_rows(

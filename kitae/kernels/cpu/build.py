@@ -20,7 +20,7 @@ import torch
 from kitae.paths import cache_dir
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-INCLUDED = tuple(SOURCE.with_name(name) for name in ("decoder.h", "amx.h"))
+INCLUDED = sorted(SOURCE.parent.glob("*.h"))
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math",
     "-fno-signed-zeros", "-fassociative-math", "-ffp-contract=fast",

@@ -643,3 +643,5 @@ extern "C" {
 EXPORT_EXACT(f32, float)
 EXPORT_EXACT(bf16, bf16)
 }
+
+#include "spans.h"

@@ -11,6 +11,7 @@ from torch import Tensor
 from kitae.kernels.adamw import salt
 from kitae.kernels.base import AdamWPace, DecodingKernels
 from kitae.kernels.cpu.build import cpu_library
+from kitae.kernels.memory import add_gradient
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _HEAD_DIMS = {0, 16, 32, 64, 80, 96, 128, 256}  # what decode_attention is compiled for; 0: not asked
@@ -272,6 +273,61 @@ def exact_attention(
     return out
 
 
+def attend_spans(
+    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *, scale: float, window: int | None
+) -> tuple[Tensor, Tensor]:
+    """See `kitae.kernels.base.AttendSpans`."""
+    q, k, v = (_by_rows(t) for t in (q, k, v))
+    out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+    _call(
+        "attend_spans",
+        *(c_void_p(t.data_ptr()) for t in (q, k, v, out, lse, spans)),
+        ctypes.byref(_strides(q, k, v, out)),
+        *(c_int64(n) for n in (len(spans), q.shape[1], k.shape[1], q.shape[2])),
+        c_float(scale),
+        c_int64(window or 0),
+    )
+    return out, lse
+
+
+def attend_spans_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spans: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kitae.kernels.base.AttendSpansBackward`."""
+    q, k, v, grad = (_by_rows(t) for t in (q, k, v, grad))
+    heads = [t.shape[1] for t in (q, k, v)]
+    dq, dk, dv = torch.split(torch.empty(len(q), sum(heads), q.shape[2]), heads, 1)
+    _call(
+        "attend_spans_backward",
+        *(c_void_p(t.data_ptr()) for t in (q, k, v, out, grad, lse, dq, dk, dv, spans)),
+        ctypes.byref(_strides(q, k, v, out, grad, dq, dk, dv)),
+        *(c_int64(n) for n in (len(spans), *heads[:2], q.shape[2])),
+        c_float(scale),
+        c_int64(window or 0),
+    )
+    return dq, dk, dv
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """Any strides but the last, which is 1."""
+    assert x.dtype == torch.float32
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> Any:
+    """Of rows and heads."""
+    return (c_int64 * (2 * len(tensors)))(*(n for t in tensors for n in t.stride()[:2]))
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -281,11 +337,11 @@ class _RMSNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, inverse_rms = ctx.saved_tensors
         grad = grads[0].contiguous()
         dx, dweight = rms_norm_gradients(grad, x, weight, inverse_rms)
-        return dx, dweight.to(weight.dtype), None
+        return dx, add_gradient(weight, dweight) if ctx.needs_input_grad[1] else None, None
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -1,26 +1,29 @@
 """Kernels of the training step on a CPU: the doors of `kitae.kernels.base` that are there.
 
-Norms are made again in the backward pass, as is the gated product of the MLP: neither is kept. On CPUs with tile
-registers the gradients of weights are added into fp32 by the products themselves: into the gradient of the master
-weight where there is one (`gradient_of`), so that no gradient in bfloat16 ever exists.
+Norms are made again in the backward pass, as is the gated product of the MLP: neither is kept. In fp32, and on CPUs
+with tile registers, the gradients of weights are added into fp32 by the products themselves: into the gradient of the
+master weight where there is one (`gradient_of`), so that none in bfloat16 ever exists, and none is made to be added.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kitae.kernels.base import LayerKernels, ModuleKernels, SoftmaxKernels, TrainingKernels
+from kitae.kernels.base import LayerKernels, ModuleKernels, SoftmaxKernels, SpanKernels, TrainingKernels
 from kitae.kernels.cpu import amx, ops
 from kitae.kernels.linears import shared_input
-from kitae.kernels.memory import gradient_of, joined
+from kitae.kernels.memory import add_gradient, gradient_of, joined
 
 
 def add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
     """`total += dy.T @ x` for rows dy `[M, N]` and x `[M, K]`; total in fp32."""
     if dy.dtype == torch.bfloat16 and amx.can_add_outer(*total.shape):
         amx.add_outer(total, dy, x)
+    elif dy.dtype == torch.float32:
+        total.addmm_(dy.t(), x)
     else:
         total += torch.mm(dy.t(), x)
 
@@ -36,13 +39,23 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
 
 
 def _bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
-    return None if bias is None or not bias.requires_grad else dy.sum(0)
+    return None if bias is None or not bias.requires_grad else add_gradient(bias, dy.sum(0))
 
 
 def _project(x: Tensor, weights: list[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
     """All layers' outputs side by side, by one product wherever the weights lie: several would round otherwise."""
     found = [b for b in biases if b is not None]
     return torch.nn.functional.linear(x, joined(weights), torch.cat(found) if found else None)
+
+
+def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
+    """`[T, heads, D]` each to one tensor: a view, if they lie so in memory. It is written over."""
+    first, heads = parts[0], sum(p.shape[1] for p in parts)
+    shape, (_, _, dim) = (len(first), heads, first.shape[2]), first.shape
+    starts = [first.data_ptr() + first.element_size() * dim * sum(p.shape[1] for p in parts[:i]) for i in range(3)]
+    if any(p.data_ptr() != s or p.stride() != (heads * dim, dim, 1) for p, s in zip(parts, starts, strict=True)):
+        return torch.cat(list(parts), 1)
+    return first.as_strided(shape, (heads * dim, dim, 1))
 
 
 class _NormedQKV(torch.autograd.Function):
@@ -68,7 +81,7 @@ class _NormedQKV(torch.autograd.Function):
         x, gain, cos, sin, *parameters = ctx.saved_tensors
         weights, biases = parameters[:3], parameters[3:]
         eps, heads = ctx.rest
-        dqkv = torch.cat(of_heads, 1)
+        dqkv = _side_by_side(of_heads)
         ops.rotate(dqkv, cos, sin, heads[0] + heads[1], back=True)
         flat = dqkv.view(len(x), -1)
         normed, inverse_rms = ops.norm_rows(x, gain, eps)
@@ -79,7 +92,7 @@ class _NormedQKV(torch.autograd.Function):
         ]
         dbiases = [_bias_gradient(b, part) for b, part in zip(biases, parts, strict=True)]
         dx, dgain = ops.rms_norm_gradients(torch.mm(flat, joined(weights)), x, gain, inverse_rms, around.contiguous())
-        return dx, dgain.to(gain.dtype), None, None, None, None, *dweights, *dbiases
+        return dx, add_gradient(gain, dgain), None, None, None, None, *dweights, *dbiases
 
 
 def normed_qkv(
@@ -117,7 +130,7 @@ class _NormedPair(torch.autograd.Function):
             normed, _ = ops.norm_rows(total, gain, ctx.eps)
             dweights = [weight_gradient(w, g, normed) for w, g in zip(weights, ours, strict=True)]
         dx, dgain = ops.rms_norm_gradients(dnormed, total, gain, inverse_rms, around.contiguous())
-        return dx, dx, dgain.to(gain.dtype), None, *dweights
+        return dx, dx, add_gradient(gain, dgain), None, *dweights
 
 
 def normed_pair(x: Tensor, y: Tensor, norm: tuple[Tensor, float], *modules: torch.nn.Linear) -> tuple[Tensor, ...]:
@@ -155,10 +168,39 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
+class _Embedding(torch.autograd.Function):
+    """Where the weight has a master, the rows of its gradient are added there: no other of its size is made."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding: int) -> Tensor:
+        ctx.save_for_backward(tokens, weight)
+        ctx.padding = padding
+        return torch.nn.functional.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None]:
+        tokens, weight = ctx.saved_tensors
+        into = gradient_of(weight)
+        if into is None:
+            made: Tensor = torch.ops.aten.embedding_dense_backward(grads[0], tokens, len(weight), ctx.padding, False)
+            return None, made, None
+        rows = grads[0].reshape(-1, grads[0].shape[-1]).to(into.dtype)
+        tokens = tokens.flatten()
+        into.index_add_(0, tokens, rows.masked_fill(tokens[:, None] == ctx.padding, 0))
+        return None, None, None
+
+
+def embedding(tokens: Tensor, weight: Tensor, padding: int | None) -> Tensor:
+    """Rows of the weight, differentiable; padding: a token whose row does not learn from it."""
+    out: Tensor = _Embedding.apply(tokens, weight, -1 if padding is None else padding)  # type: ignore[no-untyped-call]
+    return out
+
+
 KERNELS = TrainingKernels(
     modules=ModuleKernels(
         rms_norm=ops.rms_norm,
         swiglu=ops.swiglu,
+        embedding=embedding,
         layers=LayerKernels(
             normed_qkv=normed_qkv, normed_pair=normed_pair, linears=linears, swiglu_linear=swiglu_linear
         ),
@@ -170,3 +212,5 @@ KERNELS = TrainingKernels(
     adamw=ops.adamw,
     softmax=SoftmaxKernels(forward=ops.causal_softmax, backward=ops.softmax_backward),
 )
+# In bfloat16 the products of torch are faster where there are tiles, and elsewhere nobody asks for it.
+KERNELS_F32 = replace(KERNELS, spans=SpanKernels(forward=ops.attend_spans, backward=ops.attend_spans_backward))

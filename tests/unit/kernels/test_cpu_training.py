@@ -1,5 +1,7 @@
 """The parts of a training step on a CPU against plain autograd, and where the gradients of weights end up."""
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -105,3 +107,27 @@ def test_with_a_master_the_gradient_is_added_there_and_nowhere_else(height: int)
         training.linears(x.clone().requires_grad_(), module)[0].backward(grad)
     assert module.weight.grad is None
     torch.testing.assert_close(master.grad, 2 * grad.float().t() @ x.float(), atol=0.5, rtol=1e-2)
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("own", [True, False])
+def test_rows_of_an_embedding_learn_where_its_gradient_is(padding: int | None, own: bool) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Embedding(7, WIDTH, padding_idx=padding)
+    tokens, grad = torch.tensor([[1, 2, 1, 6]]), torch.randn(1, 4, WIDTH)
+    expected = torch.autograd.grad(module(tokens), module.weight, grad)[0]
+    if own:
+        set_master(module.weight, module.weight)
+    got = training.embedding(tokens, module.weight, padding)
+    assert torch.equal(got, module(tokens))
+    for _ in range(2):
+        training.embedding(tokens, module.weight, padding).backward(grad)
+    torch.testing.assert_close(module.weight.grad, 2 * expected)
+
+
+def test_a_parameter_that_is_its_own_master_is_freed_with_its_last_user() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    set_master(parameter, parameter)
+    gone = weakref.ref(parameter)
+    del parameter
+    assert gone() is None

@@ -16,6 +16,7 @@ SOURCES = [
     "kitae/kernels/cpu/cpu.cpp",
     "kitae/kernels/cpu/amx.h",
     "kitae/kernels/cpu/decoder.h",
+    "kitae/kernels/cpu/spans.h",
     "kitae/kernels/cuda/decoding.py",
     "kitae/kernels/cuda/experts.py",
     "kitae/kernels/cuda/few.py",
