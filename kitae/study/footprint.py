@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 _PROMPT = 128  # tokens
+_HOLES = {"cpu": 1.3, "cuda": 1.0}  # what activations take with the holes that they leave in the heap
 _LIBRARIES = {"cpu": 0.75e9, "cuda": 0.6e9}  # bytes: interpreter and torch; what CUDA takes for itself
 _FUSED = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "mixtral", "qwen3_moe")
 _PLAIN = 3.4  # how much more is kept where the layers are the modules' own, or have adapters
@@ -103,7 +104,7 @@ def hold(
     t, size = config.training, dtype.itemsize
     trained = trained_parameters(config, model)
     row = min(tokens, max(token_budget(t, device), _PROMPT + config.sampling.max_tokens))
-    passing = row * _kept(config, model, size) + _logits(config, model, device, size)
+    passing = row * _kept(config, model, device, size) + _logits(config, model, device, size)
     gradients = 4.0 * trained
     return {
         "weights": float(model.parameters * size),
@@ -193,7 +194,7 @@ def room(device: "torch.device") -> float:
     return math.inf if left is None else left
 
 
-def _kept(config: RLConfig, model: ModelShape, size: int) -> float:
+def _kept(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> float:
     """Bytes of activations that a token leaves for the backward pass.
 
     Of a fused layer: what enters it, queries, keys and values, what attention gives, what enters the MLP, gate and up.
@@ -204,7 +205,7 @@ def _kept(config: RLConfig, model: ModelShape, size: int) -> float:
     fused = model.kind in _FUSED and config.model.fuse and not config.model.lora_rank
     if config.training.checkpoint_activations:
         return size * model.hidden * model.layers + _PLAIN * of_layer
-    return (1.0 if fused else _PLAIN) * of_layer * model.layers
+    return (_HOLES[device.type] if fused else _PLAIN) * of_layer * model.layers
 
 
 def _logits(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> float:

@@ -20,7 +20,9 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ours", [packed.Layer, packed.Decoder])
 def test_fields_of_shared_structs_have_the_order_and_kinds_of_cpp(ours: type[ctypes.Structure]) -> None:
     """All are eight bytes wide, so equal order means equal offsets."""
-    body = re.search(rf"^struct {ours.__name__} {{(.*?)^}};", build.SOURCE.with_name("decoder.h").read_text(), re.S | re.M)
+    body = re.search(
+        rf"^struct {ours.__name__} {{(.*?)^}};", build.SOURCE.with_name("decoder.h").read_text(), re.S | re.M
+    )
     assert body is not None
     kinds = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
     expected = []
