@@ -75,10 +75,12 @@ def check(config: Root) -> None:
 
 
 def _check_structure(config: Root) -> None:
-    """Whether the model has experts where a setting is about them, and the layers that are to get adapters."""
-    from kitae.models.load import check_adapters, check_mixture
+    """Whether the model has experts where a setting is about them, the layers that are to get adapters, and a GPU."""
+    from kitae.models.load import check_adapters, check_mixture, pick_device
 
     check_adapters(config.model)
+    if isinstance(config, RLConfig) and config.engine.one_kernel and pick_device(config.model.device).type != "cuda":
+        raise ConfigError("engine.one_kernel needs a GPU, got none, or model.device = 'cpu'")
     if isinstance(config, RLConfig) and (setting := config.algorithm.of_mixtures):
         check_mixture(config.model, setting)
 
