@@ -240,9 +240,10 @@ async def print_profile(engine: NativeEngine, chosen: dict[str, Workload]) -> No
     from torch.profiler import ProfilerActivity
 
     for name, work in chosen.items():
+        tokens = min(64, max(n for *_, n in work))
         with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profile:
-            seconds = await run(engine, work, f"{name}/profile", tokens=64)
-        print(f"{name}, 64 tokens each: {seconds:.3f} s; {idle(profile)}")
+            seconds = await run(engine, work, f"{name}/profile", tokens=tokens)
+        print(f"{name}, {tokens} tokens each: {seconds:.3f} s; {idle(profile)}")
         rows = sorted(profile.key_averages(), key=lambda r: -r.self_device_time_total)[:22]
         for row in rows:
             total = row.self_device_time_total
@@ -283,7 +284,7 @@ def main() -> None:
     parser.add_argument("--host-memory-gb", type=float, default=0.0)
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="of adapters on all layers")
     parser.add_argument("--unmerged", action="store_true", help="adapters stay beside their weights")
-    parser.add_argument("--one-kernel", action="store_true", help="for all layers of up to 16 sequences")
+    parser.add_argument("--one-kernel", action="store_true", help="for all layers of up to 8 sequences")
     args = parser.parse_args()
     if args.family:
         policy = family_policy(args.family, args.layers)

@@ -58,6 +58,27 @@ __device__ __forceinline__ void await_groups() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// The same, waited for by any thread: a barrier of 8 bytes in shared memory takes turns, each ends when `count` threads have
+// got all that they asked for before. parity: of the turn, which begins with 0.
+__device__ __forceinline__ void begin_arrivals(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void arrive_when_copied(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void await_arrival(u32 barrier, u32 parity) {
+    u32 over;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+            : "=r"(over)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } while (!over);
+}
+
 // c [16, 8] += a [16, 16] b [16, 8], and of depth 8; lane 4 g + t has rows g and g + 8 of a and c, column g of b.
 __device__ __forceinline__ void mma16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm volatile(

@@ -1,4 +1,4 @@
-// All layers of a decoding step of up to 16 rows as one kernel, which stays on the device from the first to the last.
+// All layers of a decoding step of up to 8 rows as one kernel, which stays on the device from the first to the last.
 //
 // A step of few rows is the reading of all weights. Kernels one after the other stop reading at each border: the last
 // blocks end, the next kernel starts, finds its input, and only then asks for its weights. Here one block of threads
@@ -14,8 +14,8 @@
 // that layers add to stays in registers of the threads that own its columns. As in few.py, others get it times the gain
 // of the next norm, with sums of its squares, and a norm is a factor of the rows of a product.
 //
-// Set from outside: ROWS (8 or 16), H, HQ, HKV, D (64 or 128), I, PAGE, BLOCKS (multiprocessors), DEPTH (chunks in a
-// ring), LAYERS, BIAS, NORMS (of queries and keys). All numbers are bfloat16, sums float. H, HQ * D and I are multiples
+// Set from outside: H, HQ, HKV, D (64 or 128), I, PAGE, BLOCKS (multiprocessors), DEPTH (chunks in a
+// ring), STAGES (tiles of eight tokens that a warp has in flight), LAYERS, BIAS, NORMS (of queries and keys). All numbers are bfloat16, sums float. H, HQ * D and I are multiples
 // of 64, PAGE is one of 8.
 
 #include <instructions.cuh>
@@ -32,8 +32,8 @@ struct Step {
     const long long *tokens, *positions, *slots;
     const int *lengths, *table;
     const u16 *embedding, *before_first;
-    u16 *qkv, *mixed, *act, *gained;  // [ROWS, ·]
-    float *squares, *parts, *stats;   // [ROWS, owners]; [ROWS * HQ, SPLITS, D]; [ROWS * HQ, SPLITS]
+    u16 *qkv, *mixed, *act, *gained;  // [8, ·]
+    float *squares, *parts, *stats;   // [8, owners]; [8 * HQ, SPLITS, D]; [8 * HQ, SPLITS]
     u32* counters;                    // zeros: of meetings, of ends, then of pairs of a sequence and a key head
     int batch, table_row;
 };
@@ -41,36 +41,36 @@ struct Step {
 __device__ constexpr int up(int a, int b) { return (a + b - 1) / b; }
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 
-constexpr int WARPS = 8, THREADS = 256;
-constexpr int SIDES = ROWS / 8;  // how many times eight rows
+constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int G = HQ / HKV;
 constexpr int N_QKV = (HQ + 2 * HKV) * D;
 constexpr int PER_QKV = up(N_QKV, BLOCKS), PER_H = up(H, BLOCKS), PER_I = up(I, BLOCKS);  // rows of weights of a block
 constexpr int OWNERS = up(H, PER_H);   // blocks that own columns of the stream
 constexpr int TILES_H = up(PER_H, 16);
 constexpr int CHUNK = 2048;            // bytes: 16 rows of 64 columns
-constexpr int SHARE = SIDES * 160;     // floats that a warp leaves of a tile: [SIDES][16][10], two of them for the banks
+constexpr int SHARE = 160;             // floats that a warp leaves of a tile: [16][10], two of them for the banks
 constexpr int HEADS_TILE = G > 8 ? 16 : 8;
 constexpr int HALF_TILE = 8 * D * 2;   // bytes of the keys, or values, of eight tokens
 constexpr int TILE = 2 * HALF_TILE;
 constexpr int Q_ROW = D * 2 + 16;      // bytes
 constexpr int SPLITS = 32;             // of a sequence, at most
-constexpr int LEAST = 4;               // times 64 tokens in a split
+constexpr int LEAST = 2, WHOLE = 6;    // times 64 tokens: in a split; in a sequence that is not split
 constexpr u32 PATIENCE = 1u << 25;     // tries, half a second to a minute: rather an error than a hang
 constexpr float NONE = -1.0e30f;
 
 // Shared memory, in bytes.
 constexpr int AT_SHARES = WARPS * DEPTH * CHUNK;
-constexpr int AT_TILES = AT_SHARES + 2 * WARPS * SHARE * 4;   // two tiles of tokens for each warp
-constexpr int AT_NEWEST = AT_TILES + WARPS * 2 * TILE;        // a tile whose first token is the new one
+constexpr int AT_TILES = AT_SHARES + 2 * WARPS * SHARE * 4;   // of tokens: STAGES for each warp
+constexpr int AT_NEWEST = AT_TILES + WARPS * STAGES * TILE;   // a tile whose first token is the new one
 constexpr int AT_QUERIES = AT_NEWEST + TILE;
 constexpr int AT_TOPS = AT_QUERIES + HEADS_TILE * Q_ROW;      // [WARPS][16] maxima, then as many sums
 constexpr int AT_SCALES = AT_TOPS + WARPS * 16 * 8;
 constexpr int AT_CAME = AT_SCALES + 64;
 constexpr int AT_CUTS = AT_CAME + 16;
-constexpr int AT_LAYERS = AT_CUTS + 4 * 32;
+constexpr int AT_ARRIVALS = AT_CUTS + 4 * 32;                 // [WARPS][STAGES] barriers of 8 bytes
+constexpr int AT_LAYERS = up(AT_ARRIVALS + WARPS * STAGES * 8, 16) * 16;
 static_assert(DEPTH >= 2, "a ring has room for what is used and what is fetched");
-static_assert(G * D * 4 <= 2 * TILE, "a warp leaves its part of attention where its tiles were");
+static_assert(G * D * 4 <= STAGES * TILE, "a warp leaves its part of attention where its tiles were");
 
 // Small things
 
@@ -189,6 +189,12 @@ struct Reader {
     }
 };
 
+// Tiles of a product whose shares meet at once.
+template <int OP>
+__device__ constexpr int gathered() {
+    return OP == GATE_UP ? least(up(PER_I, 8), WARPS * STAGES * TILE / (WARPS * SHARE * 4)) : 1;
+}
+
 // A block's part of a decoding step
 
 struct Block {
@@ -199,6 +205,7 @@ struct Block {
     u32 ring;             // of this warp
     int slot = 0, side = 0;
     u32 meetings = 0;
+    u32 turns = 0;        // of the barriers of this warp's tiles, a bit each
     int warp, lane, g, t;
     Reader reader;
     float x[TILES_H];     // of the stream: row threadIdx.x / 16 of the batch, column threadIdx.x % 16 of each tile
@@ -216,24 +223,23 @@ struct Block {
     __device__ __forceinline__ float* tops() { return (float*)(shared + AT_TOPS); }
     __device__ __forceinline__ float* scales() { return (float*)(shared + AT_SCALES); }
     __device__ __forceinline__ Cut* cuts() { return (Cut*)(shared + AT_CUTS); }
-    __device__ __forceinline__ u32 my_tiles() { return base + AT_TILES + warp * 2 * TILE; }
+    __device__ __forceinline__ u32 my_tile(int tile) { return base + AT_TILES + (warp * STAGES + tile % STAGES) * TILE; }
+    __device__ __forceinline__ u32 arrival(int tile) { return base + AT_ARRIVALS + (warp * STAGES + tile % STAGES) * 8; }
 
-    // Chunk k of this warp of rows of bfloat16 [batch, K], as right operand: thread t has eight neighbours of each 32.
+    // Chunk k of this warp of rows of bfloat16 [batch, K], as right operand: thread t has eight neighbours of each 32. Rows
+    // and chunks that are not there are others again: a load under a condition would be waited for at its end.
     template <int K>
-    __device__ __forceinline__ void read_input(u32 (&b)[2][SIDES][4], const u16* rows, int k) {
+    __device__ __forceinline__ void read_input(u32 (&b)[2][4], const u16* rows, int k) {
+        const u16* from = rows + (u64)(g < s.batch ? g : 0) * K + least(warp + WARPS * k, K / 64 - 1) * 64 + t * 8;
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-#pragma unroll
-            for (int side = 0; side < SIDES; side++) {
-                const int n = side * 8 + g;
-                uint4 v = make_uint4(0, 0, 0, 0);
-                if (n < s.batch) v = far16(rows + (u64)n * K + (warp + WARPS * k) * 64 + half * 32 + t * 8);
-                b[half][side][0] = v.x, b[half][side][1] = v.y, b[half][side][2] = v.z, b[half][side][3] = v.w;
-            }
+        for (int half = 0; half < 2; half++) {
+            const uint4 v = far16(from + half * 32);
+            b[half][0] = v.x, b[half][1] = v.y, b[half][2] = v.z, b[half][3] = v.w;
+        }
     }
 
     // The oldest chunk of the ring times its part of the input; its slot takes the next one.
-    __device__ __forceinline__ void multiply(float (&c)[2][SIDES][4], const u32 (&b)[2][SIDES][4]) {
+    __device__ __forceinline__ void multiply(float (&c)[4][4], const u32 (&b)[2][4]) {
         await_groups<DEPTH - 1>();
         __syncwarp();
         const u32 from = ring + slot * CHUNK;
@@ -241,84 +247,85 @@ struct Block {
         for (int half = 0; half < 2; half++) {
             const u32 place = from + half * 1024 + ((g ^ half) * 64) + t * 16;
             const uint4 high = near16(place), low = near16(place + 512);
-#pragma unroll
-            for (int n = 0; n < SIDES; n++) {
-                mma16(c[0][n], high.x, low.x, high.y, low.y, b[half][n][0], b[half][n][1]);
-                mma16(c[1][n], high.z, low.z, high.w, low.w, b[half][n][2], b[half][n][3]);
-            }
+            mma16(c[2 * half], high.x, low.x, high.y, low.y, b[half][0], b[half][1]);
+            mma16(c[2 * half + 1], high.z, low.z, high.w, low.w, b[half][2], b[half][3]);
         }
         __syncwarp();
         reader.fetch(from, layers, cuts());
         slot = slot + 1 == DEPTH ? 0 : slot + 1;
     }
 
-    // What the warps have for a tile meets in shared memory. Afterwards `whole` adds it up.
-    __device__ __forceinline__ void leave_share(const float (&c)[2][SIDES][4]) {
-        float* mine = (float*)(shared + AT_SHARES) + (side * WARPS + warp) * SHARE;
+    // Where the warps leave what they have for a tile: `shares` of the first warp.
+    __device__ __forceinline__ void leave_share(float* shares, const float (&c)[4][4]) {
+        float whole[4];
 #pragma unroll
-        for (int n = 0; n < SIDES; n++) {
-            float* at = mine + n * 160 + g * 10 + 2 * t;
-            *(float2*)at = make_float2(c[0][n][0] + c[1][n][0], c[0][n][1] + c[1][n][1]);
-            *(float2*)(at + 80) = make_float2(c[0][n][2] + c[1][n][2], c[0][n][3] + c[1][n][3]);
-        }
-        __syncthreads();
+        for (int i = 0; i < 4; i++) whole[i] = (c[0][i] + c[1][i]) + (c[2][i] + c[3][i]);
+        float* at = shares + warp * SHARE + g * 10 + 2 * t;
+        *(float2*)at = make_float2(whole[0], whole[1]);
+        *(float2*)(at + 80) = make_float2(whole[2], whole[3]);
     }
 
-    __device__ __forceinline__ float whole(int n, int r) {
-        const float* at = (float*)(shared + AT_SHARES) + side * WARPS * SHARE + (n >> 3) * 160 + r * 10 + (n & 7);
+    __device__ __forceinline__ float whole(const float* shares, int n, int r) {
+        const float* at = shares + r * 10 + n;
         float total = 0;
 #pragma unroll
         for (int w = 0; w < WARPS; w++) total += at[w * SHARE];
         return total;
     }
 
-    // rows @ weight.T; meanwhile() is called while the input is on its way, use(tile) by all threads when a tile is whole.
+    // rows @ weight.T; meanwhile() is called while the input is on its way, use(shares, tile, count) by all threads when
+    // these tiles are whole. Tiles of gate and up meet many at once, where attention has its tiles.
     template <int OP, typename Meanwhile, typename Use>
     __device__ __forceinline__ void product(const u16* rows, Meanwhile meanwhile, Use use) {
         constexpr int K = Shape<OP>::K, MOST = up(K / 64, WARPS), HEIGHT = Shape<OP>::HEIGHT;
-        constexpr bool kept = MOST * SIDES <= 12;  // the input of all chunks stays in registers
-        constexpr int AHEAD = kept ? MOST : least(MOST, SIDES == 1 ? 4 : 3);
+        constexpr bool kept = MOST <= 12;  // the input of all chunks stays in registers
+        constexpr int BUFFER = kept ? MOST : 4;
+        constexpr int GATHERED = gathered<OP>();
         const int count = rows_of_block<OP>(), chunks = chunks_of_warp<OP>();
         if (count <= 0) return;
-        u32 b[AHEAD][2][SIDES][4];
+        u32 b[BUFFER][2][4];
         if (kept)
 #pragma unroll
-            for (int k = 0; k < AHEAD; k++)
-                if (k < chunks) read_input<K>(b[k], rows, k);
+            for (int k = 0; k < BUFFER; k++) read_input<K>(b[k], rows, k);
         meanwhile();
+        const int tiles = up(count, HEIGHT);
 #pragma unroll 1
-        for (int tile = 0; tile * HEIGHT < count; tile++) {
-            float c[2][SIDES][4] = {};
-            if (!kept)
-#pragma unroll
-                for (int k = 0; k < AHEAD; k++)
-                    if (k < chunks) read_input<K>(b[k], rows, k);
+        for (int from = 0; from < tiles; from += GATHERED) {
+            const int here = least(GATHERED, tiles - from);
+            float* shares = (float*)(shared + (GATHERED > 1 ? AT_TILES : AT_SHARES + side * WARPS * SHARE * 4));
+            if (GATHERED > 1 && from > 0) __syncthreads();  // all have used those that were here
 #pragma unroll 1
-            for (int first = 0; first < MOST; first += AHEAD)
+            for (int tile = 0; tile < here; tile++) {
+                float c[4][4] = {};
+                if (!kept)
 #pragma unroll
-                for (int k = 0; k < AHEAD; k++) {
-                    if (first + k < chunks) multiply(c, b[k]);
-                    if (!kept && first + k + AHEAD < chunks) read_input<K>(b[k], rows, first + k + AHEAD);
-                }
-            leave_share(c);
-            use(tile);
+                    for (int k = 0; k < BUFFER; k++) read_input<K>(b[k], rows, k);
+#pragma unroll 1
+                for (int first = 0; first < MOST; first += BUFFER)
+#pragma unroll
+                    for (int k = 0; k < BUFFER; k++) {
+                        if (first + k < chunks) multiply(c, b[k]);
+                        if (!kept) read_input<K>(b[k], rows, first + k + BUFFER);
+                    }
+                leave_share(shares + tile * WARPS * SHARE, c);
+            }
+            __syncthreads();
+            use(shares, from, here);
             side ^= 1;
         }
     }
 
     // Factors of the norm of each row, from the sums of squares that all owners left.
     __device__ __forceinline__ void find_scales(float eps) {
+        if (warp >= s.batch) return;
+        constexpr int EACH = up(OWNERS, 32);
+        float squares[EACH], total = 0;
 #pragma unroll
-        for (int n = warp; n < ROWS; n += WARPS) {
-            if (n < s.batch) {
-                float total = 0;
+        for (int i = 0; i < EACH; i++) squares[i] = far4(s.squares + warp * OWNERS + least(i * 32 + lane, OWNERS - 1));
 #pragma unroll
-                for (int i = 0; i < up(OWNERS, 32); i++)
-                    if (i * 32 + lane < OWNERS) total += far4(s.squares + n * OWNERS + i * 32 + lane);
-                total = over_warp(total);
-                if (lane == 0) scales()[n] = rsqrtf(total / H + eps);
-            }
-        }
+        for (int i = 0; i < EACH; i++) total += i * 32 + lane < OWNERS ? squares[i] : 0.0f;
+        total = over_warp(total);
+        if (lane == 0) scales()[warp] = rsqrtf(total / H + eps);
     }
 
     // The gain of the next norm in the columns of this thread; read before it is needed.
@@ -364,12 +371,12 @@ struct Block {
     template <int OP>
     __device__ __forceinline__ void add(const u16* rows) {
         float total = 0;
-        product<OP>(rows, [] {}, [&](int tile) {
+        product<OP>(rows, [] {}, [&](const float* shares, int tile, int) {
             const int n = threadIdx.x >> 4, r = threadIdx.x & 15;
 #pragma unroll
             for (int mine = 0; mine < TILES_H; mine++)
                 if (mine == tile) {
-                    if (n < s.batch) x[mine] = rounded(x[mine] + rounded(whole(n, r)));
+                    if (n < s.batch) x[mine] = rounded(x[mine] + rounded(whole(shares, n, r)));
                     total += show(mine);
                 }
         });
@@ -377,21 +384,25 @@ struct Block {
     }
 
     __device__ __forceinline__ void project(float eps) {
-        product<QKV>(s.gained, [&] { find_scales(eps); }, [&](int tile) {
+        product<QKV>(s.gained, [&] { find_scales(eps); }, [&](const float* shares, int tile, int) {
             const int n = threadIdx.x >> 4, r = tile * 16 + (threadIdx.x & 15);
             if (n < s.batch && r < rows_of_block<QKV>())
-                s.qkv[n * N_QKV + blockIdx.x * PER_QKV + r] = narrow(whole(n, threadIdx.x & 15) * scales()[n]);
+                s.qkv[n * N_QKV + blockIdx.x * PER_QKV + r] = narrow(whole(shares, n, threadIdx.x & 15) * scales()[n]);
         });
     }
 
     __device__ __forceinline__ void gate(float eps) {
-        product<GATE_UP>(s.gained, [&] { find_scales(eps); }, [&](int tile) {
-            const int n = threadIdx.x >> 3, r = threadIdx.x & 7;
-            if (n < s.batch && tile * 8 + r < rows_of_block<GATE_UP>()) {
-                const float scale = scales()[n];
-                const float gate = rounded(whole(n, r) * scale), up = rounded(whole(n, r + 8) * scale);
-                const float act = rounded(gate / (1.0f + power2(-1.4426950408889634f * gate))) * up;
-                s.act[n * I + blockIdx.x * PER_I + tile * 8 + r] = narrow(act);
+        constexpr int GATHERED = gathered<GATE_UP>();
+        product<GATE_UP>(s.gained, [&] { find_scales(eps); }, [&](const float* shares, int from, int count) {
+            for (int i = threadIdx.x; i < s.batch * GATHERED * 8; i += THREADS) {
+                const int n = i / (GATHERED * 8), tile = i / 8 % GATHERED, r = i & 7, column = (from + tile) * 8 + r;
+                if (tile < count && column < rows_of_block<GATE_UP>()) {
+                    const float* here = shares + tile * WARPS * SHARE;
+                    const float scale = scales()[n];
+                    const float gate = rounded(whole(here, n, r) * scale), up = rounded(whole(here, n, r + 8) * scale);
+                    const float act = rounded(gate / (1.0f + power2(-1.4426950408889634f * gate))) * up;
+                    s.act[n * I + blockIdx.x * PER_I + column] = narrow(act);
+                }
             }
         });
     }
@@ -399,8 +410,7 @@ struct Block {
     // Attention. Items are pairs of a sequence and a key head, in splits; a split has whole granules of 64 tokens, of
     // which each warp takes eight neighbours.
 
-    int row, head, split, splits, begin, end, length, tiles, pages[3];  // of the item; pages: of its first tiles
-    long long position, place;
+    int row, head, split, splits, begin, end, length, tiles;  // of the item; not kept from one use to the next
 
     __device__ __forceinline__ void take_item(int item) {
         const int pairs = s.batch * HKV;
@@ -415,18 +425,13 @@ struct Block {
         if (pair >= pairs) return;
         length = s.lengths[row];
         const int granules = length > 64 ? up(length, 64) : 1;
-        int each = up(granules, most);
-        each = each < LEAST ? LEAST : each;
+        const int each = granules <= WHOLE ? granules : up(granules, most) < LEAST ? LEAST : up(granules, most);
         splits = up(granules, each);
         if (split >= splits) return;
         begin = split * each * 64;
         end = least(length, begin + each * 64);
         const int old = least(end, length - 1) - begin - warp * 8;  // the new token is not in the cache yet
         tiles = old > 0 ? up(old, 64) : 0;
-        position = s.positions[row];
-        place = s.slots[row];
-#pragma unroll
-        for (int i = 0; i < 3; i++) pages[i] = page_of(i);
     }
 
     __device__ __forceinline__ int page_of(int tile) {
@@ -437,7 +442,7 @@ struct Block {
         if (tile < tiles) {
             const int token = begin + tile * 64 + warp * 8, last = least(end, length - 1);
             const u64 place = (((u64)page * HKV + head) * PAGE + token % PAGE) * D;
-            const u32 to = my_tiles() + (tile & 1) * TILE;
+            const u32 to = my_tile(tile);
 #pragma unroll
             for (int i = 0; i < D / 32; i++) {
                 const int unit = i * 32 + lane, k = unit / (D / 8), u = unit % (D / 8);
@@ -446,31 +451,36 @@ struct Block {
                 fetch16_or_zero(to + k * D * 2 + ((u ^ (4 * (k & 1))) * 16), l.keys + from, real);
                 fetch16_or_zero(to + HALF_TILE + k * D * 2 + ((u ^ k) * 16), l.values + from, real);
             }
+            arrive_when_copied(arrival(tile));
         }
-        end_group();
     }
-
-    int next_page;
-    float cosine[D / 32], sine[D / 32];  // of the item's position, for the numbers of this lane
 
     // What attention needs beside the new rows, before these are there.
     __device__ __forceinline__ void fetch_first_tiles(const Layer& l) {
-        next_page = pages[2];
-        fetch_tile(l, 0, pages[0]);
-        fetch_tile(l, 1, pages[1]);
-        if (split < splits)
+        int pages[STAGES];
 #pragma unroll
-            for (int i = 0; i < D / 32; i++) {
-                const int d = lane * (D / 32) + i;
-                cosine[i] = wide(l.cos[position * D + d % (D / 2)]);
-                sine[i] = wide(l.sin[position * D + d % (D / 2)]);
-                if (d < D / 2) sine[i] = -sine[i];
-            }
+        for (int i = 0; i < STAGES; i++) pages[i] = page_of(i);
+#pragma unroll
+        for (int i = 0; i < STAGES; i++) fetch_tile(l, i, pages[i]);
+    }
+
+    float cosine[D / 32], sine[D / 32];  // of the item's position, for the numbers of this lane
+
+    __device__ __forceinline__ void read_angles(const Layer& l) {
+        const long long position = split < splits ? s.positions[row] : 0;
+#pragma unroll
+        for (int i = 0; i < D / 32; i++) {
+            const int d = lane * (D / 32) + i;
+            cosine[i] = wide(l.cos[position * D + d % (D / 2)]);
+            sine[i] = wide(l.sin[position * D + d % (D / 2)]);
+            if (d < D / 2) sine[i] = -sine[i];
+        }
     }
 
     // Queries of the item, and its new key and value if it has the end of the sequence: bias, norm, rotary.
     __device__ __forceinline__ void turn(const Layer& l, bool ends) {
         constexpr int E = D / 32;
+        const long long place = s.slots[row];
         for (int h = warp; h < G + (ends ? 2 : 0); h += WARPS) {
             const int at = (h < G ? head * G + h : h == G ? HQ + head : HQ + HKV + head) * D + lane * E;
             float v[E], weight[E];
@@ -506,7 +516,8 @@ struct Block {
         }
     }
 
-    float top[2], sum[2], acc[D / 8][4];  // of heads g and g + 8
+    static constexpr int HALVES = HEADS_TILE / 8;
+    float top[HALVES], sum[HALVES], acc[D / 8][2 * HALVES];  // of heads g and g + 8
 
     // Eight tokens, of which `count` are real.
     __device__ __forceinline__ void attend(const uint4 (&q)[D / 32][HEADS_TILE / 8], u32 tile, int count, float scale) {
@@ -518,10 +529,10 @@ struct Block {
             mma16(c, high.x, low.x, high.y, low.y, k.x, k.y);
             mma16(c, high.z, low.z, high.w, low.w, k.z, k.w);
         }
-        u32 weights[2];
-        float fade[2];
+        u32 weights[2] = {};
+        float fade[HALVES];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < HALVES; half++) {
             const float a = 2 * t < count ? c[2 * half] * scale : NONE, b = 2 * t + 1 < count ? c[2 * half + 1] * scale : NONE;
             float high = fmaxf(a, b);
             high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
@@ -540,9 +551,12 @@ struct Block {
             load_transposed(v, tile + HALF_TILE + k * D * 2 + ((u ^ k) * 16));
 #pragma unroll
             for (int j = 0; j < 4; j++) {
-                float(&into)[4] = acc[4 * i + j];
-                into[0] *= fade[0], into[1] *= fade[0], into[2] *= fade[1], into[3] *= fade[1];
+                float into[4] = {};
+#pragma unroll
+                for (int k = 0; k < 2 * HALVES; k++) into[k] = acc[4 * i + j][k] * fade[k / 2];
                 mma8(into, weights[0], weights[1], v[j]);
+#pragma unroll
+                for (int k = 0; k < 2 * HALVES; k++) acc[4 * i + j][k] = into[k];
             }
         }
     }
@@ -558,35 +572,37 @@ struct Block {
             for (int half = 0; half < HEADS_TILE / 8; half++)
                 q[i][half] = near16(base + AT_QUERIES + (half * 8 + g) * Q_ROW + i * 64 + t * 16);
         const float scale = l.scale * 1.4426950408889634f;
-        top[0] = top[1] = NONE;
-        sum[0] = sum[1] = 0;
 #pragma unroll
-        for (int i = 0; i < D / 8; i++) acc[i][0] = acc[i][1] = acc[i][2] = acc[i][3] = 0;
+        for (int half = 0; half < HALVES; half++) top[half] = NONE, sum[half] = 0;
+#pragma unroll
+        for (int i = 0; i < D / 8; i++)
+#pragma unroll
+            for (int k = 0; k < 2 * HALVES; k++) acc[i][k] = 0;
         const int last = least(end, length - 1);
+        int next_page = page_of(STAGES);
 #pragma unroll 1
         for (int tile = 0; tile < tiles; tile++) {
-            await_groups<1>();
-            __syncwarp();
-            attend(q, my_tiles() + (tile & 1) * TILE, last - (begin + tile * 64 + warp * 8), scale);
+            await_arrival(arrival(tile), turns >> (tile % STAGES) & 1);
+            turns ^= 1u << (tile % STAGES);
+            attend(q, my_tile(tile), last - (begin + tile * 64 + warp * 8), scale);
             __syncwarp();
             const int page = next_page;
-            next_page = page_of(tile + 3);
-            fetch_tile(l, tile + 2, page);
+            next_page = page_of(tile + STAGES + 1);
+            fetch_tile(l, tile + STAGES, page);
         }
         if (ends && warp == 0) attend(q, base + AT_NEWEST, 1, scale);
-        await_groups<0>();
         leave_part();
         join_warps(splits == 1);
         if (splits > 1) join_splits();
     }
 
     // What this warp has found, [G, D], goes where its tiles were.
-    __device__ __forceinline__ float* part_of(int w) { return (float*)(shared + AT_TILES + w * 2 * TILE); }
+    __device__ __forceinline__ float* part_of(int w) { return (float*)(shared + AT_TILES + w * STAGES * TILE); }
 
     __device__ __forceinline__ void leave_part() {
         __syncwarp();
 #pragma unroll
-        for (int half = 0; half < HEADS_TILE / 8; half++) {
+        for (int half = 0; half < HALVES; half++) {
             sum[half] += __shfl_xor_sync(~0u, sum[half], 1);
             sum[half] += __shfl_xor_sync(~0u, sum[half], 2);
             const int h = half * 8 + g;
@@ -676,8 +692,8 @@ struct Block {
             __syncthreads();
             take_item(item);
             fetch_first_tiles(l);
+            read_angles(l);
         }
-        if (pairs > BLOCKS) take_item(blockIdx.x);
     }
 
     __device__ __forceinline__ void meet() {
@@ -690,6 +706,7 @@ struct Block {
             ((uint4*)(shared + AT_LAYERS))[i] = ((const uint4*)s.layers)[i];
         for (int i = threadIdx.x; i < (AT_TOPS - AT_NEWEST) / 16; i += THREADS)
             ((uint4*)(shared + AT_NEWEST))[i] = make_uint4(0, 0, 0, 0);
+        if (threadIdx.x < WARPS * STAGES) begin_arrivals(base + AT_ARRIVALS + threadIdx.x * 8, 32);
         if (threadIdx.x == 0) {
             cuts()[QKV].set<QKV>();
             cuts()[OUT].set<OUT>();
@@ -700,15 +717,17 @@ struct Block {
         reader.layer = reader.op = 0;
         reader.enter(layers, cuts());
         for (int i = 0; i < DEPTH; i++) reader.fetch(ring + i * CHUNK, layers, cuts());
-        take_item(blockIdx.x);
         embed();
         meet();
         for (int i = 0; i < LAYERS; i++) {
             const Layer& l = layers[i];
+            take_item(blockIdx.x);
             fetch_first_tiles(l);
             await(s, meetings);
             project(l.eps_attention);
             meet();
+            take_item(blockIdx.x);
+            read_angles(l);
             await(s, meetings);
             attend_all(l);
             meet();

@@ -1,13 +1,11 @@
-"""All layers of a decoding step of up to 16 rows as one kernel, `resident.cu`, which says how it works.
+"""All layers of a decoding step of up to 8 rows as one kernel, `resident.cu`, which says how it works.
 
-bfloat16 alone, heads of 64 or 128, dense layers as in Llama, with biases and norms of queries and keys. One kernel is
-built for up to 8 rows and one for up to 16.
+bfloat16 alone, heads of 64 or 128, dense layers as in Llama, with biases and norms of queries and keys.
 """
 
 import ctypes
 import struct
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_int, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +15,12 @@ from torch import Tensor
 
 from kitae.kernels.cuda.build import CudaError, CudaKernel, compiled, loaded
 
-_HEIGHTS = (8, 16)
-MOST = _HEIGHTS[-1]  # rows
+MOST = 8  # rows
 SOURCE = Path(__file__).with_name("resident.cu")
 _SPLITS = 32  # as in resident.cu, like all that follows
 _WARPS, _CHUNK = 8, 2048
+_LEAST = 2  # chunks in a ring
+_STAGES = 3  # tiles of eight tokens that a warp has in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +81,7 @@ class Resident:
             "H": hidden, "HQ": heads, "HKV": kv_heads, "D": dim, "I": inner, "PAGE": page_size, "BLOCKS": self._blocks,
             "LAYERS": len(layers), "BIAS": int(first.bias is not None), "NORMS": int(first.norms is not None),
         }  # fmt: skip
-        self.kernels: dict[int, CudaKernel] = {}
+        self.kernel: CudaKernel | None = None
         self._held = (*layers, embedding, before_first)
         words = bytearray(b"".join(layer.words() for layer in layers))
         self._layers = torch.frombuffer(words, dtype=torch.uint8).to(device)
@@ -122,6 +121,7 @@ class Resident:
     ) -> tuple[Tensor, Tensor]:
         """The stream behind the last layer, times the gain of the last norm, and sums of its squares, as `few.Stream`
         has them; new keys and values go to their slots."""
+        assert self.kernel is not None
         batch, hidden = len(tokens_B), self._shape["H"]
         owners = -(-hidden // -(-hidden // self._blocks))
         gained = torch.empty(batch, hidden, dtype=torch.bfloat16, device=tokens_B.device)
@@ -131,28 +131,26 @@ class Resident:
             *self._rooms, gained, squares, self._parts, self._stats, self._counters,
         )  # fmt: skip
         step = _Step(*(t.data_ptr() for t in tensors), batch, table.stride(0))
-        self.kernels[next(rows for rows in _HEIGHTS if batch <= rows)].launch(step)
+        self.kernel.launch(step)
         return gained, squares
 
     def build(self) -> None:
-        """Both kernels, side by side."""
-        with ThreadPoolExecutor() as pool:
-            images = list(pool.map(self._image, _HEIGHTS))
-        for rows, image in zip(_HEIGHTS, images, strict=True):
-            size = self._blocks, 32 * _WARPS, self._cut(rows)[1]
-            self.kernels[rows] = loaded(image, "decode_layers", size, self._embedding.device)
+        image = compiled(SOURCE, self._settings(), self._capability)
+        size = self._blocks, 32 * _WARPS, self._cut()[1]
+        self.kernel = loaded(image, "decode_layers", size, self._embedding.device)
 
-    def _image(self, rows: int) -> bytes:
-        return compiled(SOURCE, {**self._shape, "ROWS": rows, "DEPTH": self._cut(rows)[0]}, self._capability)
+    def _settings(self) -> dict[str, int]:
+        return {**self._shape, "DEPTH": self._cut()[0], "STAGES": _STAGES}
 
-    def _cut(self, rows: int) -> tuple[int, int]:
+    def _cut(self) -> tuple[int, int]:
         """Chunks in a ring, as many as there is room for, and the bytes of shared memory."""
         dim, group = self._shape["D"], self._shape["HQ"] // self._shape["HKV"]
         tile = 32 * dim
-        shares, tiles = 2 * _WARPS * rows // 8 * 640, (2 * _WARPS + 1) * tile
+        shares, tiles = 2 * _WARPS * 640, (_STAGES * _WARPS + 1) * tile
         queries = (16 if group > 8 else 8) * (2 * dim + 16)
-        rest = shares + tiles + queries + _WARPS * 128 + 80 + 128 + 128 * self._shape["LAYERS"]
+        rest = shares + tiles + queries + _WARPS * (128 + 8 * _STAGES) + 80 + 128 + 16 + 128 * self._shape["LAYERS"]
         depth = min(12, (self._room - rest) // (_WARPS * _CHUNK))
-        if depth < 2:
-            raise CudaError(f"a multiprocessor must have {rest + 2 * _WARPS * _CHUNK} bytes to share, got {self._room}")
+        if depth < _LEAST:
+            least = rest + _LEAST * _WARPS * _CHUNK
+            raise CudaError(f"a multiprocessor must have {least} bytes to share, got {self._room}")
         return depth, depth * _WARPS * _CHUNK + rest

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <random>
 #include <vector>
@@ -37,11 +38,18 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 
 namespace emulated {
 
-struct Copy { u32 to; const void* from; bool real; int group; };
+struct Copy { u32 to; const void* from; bool real; int group; };  // no `from`: an arrival at the barrier `to`
 
 struct Barrier {
-    int size, arrived = 0;
+    int size = 0, arrived = 0;
     unsigned passed = 0;
+};
+
+struct Arrivals { u32 count = 0, came = 0, over = 0; };
+
+struct Block {
+    Barrier barrier;
+    std::map<u32, Arrivals> arrivals;
 };
 
 struct Warp {
@@ -55,7 +63,7 @@ struct Fiber {
     struct { u32 x; } thread, block;
     char* shared;
     Warp* warp;
-    Barrier* whole;
+    Block* whole;
     int lane, group = 0, exchanges = 0;
     std::vector<Copy> copies;
     bool done = false;
@@ -96,7 +104,11 @@ inline float high(u32 x) { return number(x & 0xffff0000u); }
 inline float half_of(u32 x, int which) { return which ? high(x) : low(x); }
 
 inline void make(const Copy& c) {
-    if (c.real) std::memcpy(now->shared + c.to, c.from, 16);
+    if (!c.from) {
+        auto& barrier = now->whole->arrivals.at(c.to);
+        progress++;
+        if (++barrier.came == barrier.count) barrier.came = 0, barrier.over++;
+    } else if (c.real) std::memcpy(now->shared + c.to, c.from, 16);
     else std::memset(now->shared + c.to, 0, 16);
 }
 
@@ -118,8 +130,8 @@ inline u32 rounded_bits(float x) {
 
 inline float __uint_as_float(u32 x) { return emulated::number(x); }
 inline u64 __cvta_generic_to_shared(const void* p) { return (const char*)p - emulated::now->shared; }
+inline void __syncthreads() { emulated::meet(emulated::now->whole->barrier); }
 inline void __syncwarp() { emulated::meet(emulated::now->warp->barrier); }
-inline void __syncthreads() { emulated::meet(*emulated::now->whole); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline u32 atomicAdd(u32* p, u32 n) { const u32 old = *p; *p += n; emulated::progress++; return old; }
 
@@ -146,6 +158,20 @@ inline void await_groups() {
         if (c.group < emulated::now->group - PENDING) emulated::make(c);
         else copies[kept++] = c;
     copies.resize(kept);
+}
+
+inline void begin_arrivals(u32 barrier, u32 count) { emulated::now->whole->arrivals[barrier].count = count; }
+inline void arrive_when_copied(u32 barrier) { emulated::copy(barrier, nullptr, true); }
+
+// All that this thread asked for before its last arrival there comes now.
+inline void await_arrival(u32 barrier, u32 parity) {
+    auto& copies = emulated::now->copies;
+    size_t mine = 0;
+    for (size_t i = 0; i < copies.size() && !mine; i++)
+        if (!copies[i].from && copies[i].to == barrier) mine = i + 1;
+    for (size_t i = 0; i < mine; i++) emulated::make(copies[i]);
+    copies.erase(copies.begin(), copies.begin() + mine);
+    while ((emulated::now->whole->arrivals.at(barrier).over & 1) == parity) emulated::yield();
 }
 
 // Lane 4 g + t: words 0 to 3 are of a, 4 and 5 of b; depth 8 has words 0, 1 and 4.
@@ -210,20 +236,20 @@ bool run(int blocks, int threads, size_t shared_bytes, bool copies_late, unsigne
     };
     std::mt19937 draw(seed);
     std::vector<std::unique_ptr<char[]>> memory;
-    std::vector<std::unique_ptr<Barrier>> barriers;
+    std::vector<std::unique_ptr<Block>> wholes;
     std::vector<std::unique_ptr<Warp>> warps;
     std::vector<Fiber> fibers(blocks * threads);
     for (int block = 0; block < blocks; block++) {
         memory.emplace_back(new char[shared_bytes + 128]);
         std::memset(memory.back().get(), 0xff, shared_bytes + 128);
-        barriers.emplace_back(new Barrier{threads});
+        wholes.emplace_back(new Block{{threads}});
         for (int i = 0; i < threads; i++) {
             if (i % 32 == 0) warps.emplace_back(new Warp);
             Fiber& f = fibers[block * threads + i];
             f.thread.x = i, f.block.x = block, f.lane = i % 32;
             f.shared = (char*)(((uintptr_t)memory.back().get() + 127) & ~(uintptr_t)127);
             f.warp = warps.back().get();
-            f.whole = barriers.back().get();
+            f.whole = wholes.back().get();
             constexpr size_t SIZE = 1 << 16;
             f.stack.reset(new char[SIZE]);
             getcontext(&f.context);
