@@ -129,7 +129,16 @@ def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:
         return False
     seen: dict[str, Any] = {}
 
-    def forward(
+    def forward(self: Any, hidden_states: Tensor, **given: Any) -> Any:
+        attn, mlp = self.self_attn, self.mlp
+        of_attention = attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj
+        if not _are_plain(*of_attention, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            return type(self).forward(self, hidden_states, **given)
+        if _recomputes_itself(self):
+            return self._gradient_checkpointing_func(functools.partial(compute, self, **given), hidden_states)
+        return compute(self, hidden_states, **given)
+
+    def compute(
         self: Any,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
@@ -141,11 +150,6 @@ def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:
     ) -> Any:
         attn, mlp = self.self_attn, self.mlp
         qkv, gate_up = (attn.q_proj, attn.k_proj, attn.v_proj), (mlp.gate_proj, mlp.up_proj)
-        if not _are_plain(*qkv, attn.o_proj, *gate_up, mlp.down_proj):
-            return type(self).forward(
-                self, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
-                past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
-            )  # fmt: skip
         assert attention_mask is None and past_key_values is None and hidden_states.shape[0] == 1
         assert position_embeddings is not None
         cos, sin = (part[0] for part in position_embeddings)
@@ -168,6 +172,13 @@ def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:
         if linear[0].bias is not None:
             lay_together([m.bias for m in linear])
     return True
+
+
+def _recomputes_itself(layer: Any) -> bool:
+    """Whether activations are computed again, and `forward` must see to it: transformers 5.23 does in that of the
+    class, which a fused one replaces; older ones do around the call, whatever `forward` is."""
+    around = type(layer).__call__ is not nn.Module.__call__
+    return layer.training and getattr(layer, "gradient_checkpointing", False) and not around
 
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}

@@ -241,7 +241,7 @@ void backward(Rows q, Rows k, Rows v, Rows out, Rows grad, const float* lse, Row
                         for (int64_t s = first; s < begin; s++) x[s] = dx[s] = 0;
 #pragma omp simd
                         for (int64_t s = begin; s < end; s++) {
-                            x[s] = exp_negative(std::min(0.0f, x[s] - shift));
+                            x[s] = exp_negative(std::min(x[s] - shift, 0.0f));  // in this order, what is no number stays so
                             dx[s] = x[s] * (dx[s] - delta);
                         }
                         for (int64_t s = end; s < block.end; s++) x[s] = dx[s] = 0;

@@ -84,6 +84,14 @@ def test_large_scores_stay_numbers() -> None:
     assert grad.isfinite().all() and out.abs().max() <= x[:, 12:].abs().max() * (1 + 1e-5)
 
 
+def test_gradients_of_what_is_no_number_are_none() -> None:
+    row, tokens = ROWS["shared prompts"]
+    x = torch.randn(tokens, 15, 64, generator=torch.Generator().manual_seed(0))
+    x[60, 4, 7] = torch.nan  # a query of the second of three key heads
+    for grad in attended(row, (9, 3), x, window=None)[1].split([9, 3, 3], 1):
+        assert grad.isnan().any()
+
+
 def test_bits_do_not_depend_on_threads() -> None:
     row, tokens = ROWS["shared prompts"]
     x = torch.randn(tokens, 15, 64, generator=torch.Generator().manual_seed(0))
@@ -171,6 +179,32 @@ def test_gradients_of_weights_are_added_where_they_stay(tiny_policy: TinyPolicy)
     worker.optim_step()
     assert all(p.grad is None for p in policy.model.parameters())
     assert Role.POLICY in worker.trained
+
+
+def kept_by_layers(tiny_policy: TinyPolicy, architecture: str, *, again: bool, lora_rank: int) -> int:
+    """Tensors that the layers' functions have saved when the backward pass begins, as autograd has them."""
+    policy = tiny_policy(architecture, lora_rank=lora_rank)
+    worker = make_worker(policy, TrainingConfig(checkpoint_activations=again), AlgorithmConfig(preset="grpo"))
+    found: list[int] = []
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor.numel() if tensor.data_ptr() not in lasting else 0)
+        return tensor
+
+    lasting = {p.data_ptr() for p in policy.model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        forward_backward(worker, weighted(make_samples(SHAPES), AlgorithmConfig(preset="grpo")))
+    return sum(found)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_activations_that_are_computed_again_are_not_kept(
+    architecture: str, lora_rank: int, tiny_policy: TinyPolicy
+) -> None:
+    """Hooks around a checkpointed layer see what enters it, and nothing else of it."""
+    plain, again = (kept_by_layers(tiny_policy, architecture, again=a, lora_rank=lora_rank) for a in (False, True))
+    assert again < plain / 2, f"{again} numbers are kept, {plain} without recomputation"
 
 
 def test_exact_mode_takes_no_kernel_of_spans(tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
