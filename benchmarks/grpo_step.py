@@ -7,7 +7,7 @@ benchmarks/peers/README.md says how to make the peer's environment. Every respon
 differ within every group, so both sides do all the work. Kitae computes in the dtype it would choose here (bfloat16
 on CPUs with AMX, with fp32 master weights), TRL in fp32 with its defaults. Prints seconds and the ratio, and
 processor seconds of all threads, which count on a busy machine (with OMP_NUM_THREADS=1: threads that wait also count).
-Variants are settings of training that need less memory, each in a process of its own. GB are 10⁹ bytes.
+Variants are settings that need less memory, each in a process of its own. GB are 10⁹ bytes.
 """
 
 import argparse
@@ -34,16 +34,23 @@ PEERS = Path(__file__).parent / "peers"
 SMALL = {"moments": "bfloat16", "token_budget": 512, "logit_chunk": 256}
 VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
-    "moments in 16 bits": {"moments": "bfloat16"},
-    "and rows of 512 tokens, 256 of logits": SMALL,
-    "and activations again": {**SMALL, "checkpoint_activations": True},
+    "no cache beside the trainer": {"keep_cache": False},
+    "and moments in 16 bits": {"keep_cache": False, "moments": "bfloat16"},
+    "and rows of 512 tokens, 256 of logits": {"keep_cache": False, **SMALL},
+    "rows of 256 tokens instead": {"keep_cache": False, **SMALL, "token_budget": 256},
+    "rows of 512, activations again": {"keep_cache": False, **SMALL, "checkpoint_activations": True},
 }
 
 
-def kitae_steps(prompts: int, group: int, tokens: int, steps: int, training: TrainingConfig) -> list[dict[str, float]]:
-    """Seconds of sampling, training and update of each step, after one warm-up step."""
+def kitae_steps(
+    prompts: int, group: int, tokens: int, steps: int, training: TrainingConfig, *, keep_cache: bool
+) -> list[dict[str, float]]:
+    """Seconds of sampling, training and update of each step, after one warm-up step.
+
+    As in a run with `pipeline.max_staleness = 0`, the engine stands still while the trainer works.
+    """
     policy = load_policy(ModelConfig())
-    engine = NativeEngine(policy, EngineConfig(memory_gb=1.0))
+    engine = NativeEngine(policy, EngineConfig(memory_gb=1.0, keep_cache=keep_cache))
     worker = make_worker(policy, training, tokens)
     chat = Chat(policy.tokenizer)
     conversations = json.loads((PEERS / "prompts.json").read_text())[:prompts]
@@ -71,10 +78,12 @@ def kitae_steps(prompts: int, group: int, tokens: int, steps: int, training: Tra
             began, processor = time.perf_counter(), time.process_time()
             groups = await sample(step)
             sampled, learning = time.perf_counter(), time.process_time()
+            await engine.pause()
             forward_backward(worker, prepared(groups, tokens))
             trained = time.perf_counter()
             worker.optim_step()
             await engine.update_weights(WeightUpdate(step + 1))
+            await engine.resume()
             ended = time.perf_counter()
             rows.append(
                 {
@@ -123,8 +132,10 @@ Found = tuple[float, float, float]  # seconds, processor seconds, GB at the peak
 
 
 def report(name: str, args: argparse.Namespace) -> Found:
-    training = TrainingConfig.model_validate(VARIANTS[name])
-    rows = kitae_steps(args.prompts, args.group, args.tokens, args.steps, training)
+    settings = dict(VARIANTS[name])
+    keep_cache = bool(settings.pop("keep_cache", True))
+    training = TrainingConfig.model_validate(settings)
+    rows = kitae_steps(args.prompts, args.group, args.tokens, args.steps, training, keep_cache=keep_cache)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
     best = min(rows, key=lambda r: r["total"])
     parts = ", ".join(f"{k} {best[k]:.1f}" for k in ("sample", "train", "update"))

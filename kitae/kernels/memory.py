@@ -42,6 +42,17 @@ def return_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def give_back(tensor: "Tensor") -> None:
+    """Free the memory of a tensor and of its views; nobody may read them before `take_again`."""
+    tensor.untyped_storage().resize_(0)
+
+
+def take_again(tensor: "Tensor") -> None:
+    """Memory for a tensor whose own was given back: elsewhere, with anything in it. Else nothing happens."""
+    if not tensor.untyped_storage().nbytes():
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+
+
 def together(parameters: "Sequence[Tensor]") -> "Tensor | None":
     """A view of the tensors, one after the other along the first dimension, if they lie so in memory."""
     first = parameters[0].detach()

@@ -234,7 +234,7 @@ class Pipeline:
         groups = sorted((h.group for h in work.harvests if h.group), key=lambda g: g.id)
         rest = sorted((g for h in work.harvests for g, _ in h.dropped), key=lambda g: g.id)
         self.observer.status(f"step {step}: training on {len(groups)} groups")
-        if not self.config.engine.keep_cache:
+        if not self._beside and self.engine.capabilities.shares_weights:
             await self.engine.pause()  # its memory is free for all of the step, not only for the update
         with self.timeline.span("train", step), self.watch.waits("train", f"the trainer to learn step {step}"):
             checked: Mapping[str, float] = {}

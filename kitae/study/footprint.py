@@ -1,8 +1,9 @@
 """What a run will hold at its peak, worked out without loading the model, and which settings would make it less.
 
 The peak is in a backward pass: everything that lasts (weights, masters, gradients, moments, other models, the cache)
-and the activations of one row. On a CPU only what is touched counts, so of the cache the tokens that are in it; a GPU's
-cache is there from the beginning. Servers of other people are left out, as are a reward model that judges answers and
+and the activations of one row. On a CPU only what is touched counts, so of the cache the tokens that are in it, and of
+weights that an engine has packed nothing where it gives them back while the trainer works; a GPU's cache is there from
+the beginning. Servers of other people are left out, as are a reward model that judges answers and
 whatever environments hold.
 """
 
@@ -106,7 +107,7 @@ def hold(
     row = min(tokens, max(token_budget(t, device), _PROMPT + config.sampling.max_tokens))
     passing = row * _kept(config, model, device, size) + _logits(config, model, device, size)
     gradients = 4.0 * trained
-    return {
+    parts = {
         "weights": float(model.parameters * size),
         "masters": trained * 4.0 if size == 2 else 0.0,
         "moments": float(trained * moment_bytes(config)),
@@ -119,6 +120,19 @@ def hold(
         **other_models(config, model.parameters, size),
         "libraries": _LIBRARIES[device.type],
     }
+    return parts if device.type != "cpu" else _in_turns(config, parts)
+
+
+def _in_turns(config: RLConfig, parts: dict[str, float]) -> dict[str, float]:
+    """Where one of engine and trainer stands still while the other works, what they give back then has one place: of
+    the engine's counts what it has more of."""
+    e = config.engine
+    if e.kind != "native" or (config.pipeline.max_staleness > 0 and e.keep_cache):
+        return parts
+    given_back = {"packed weights", "merged weights"} | (set() if e.keep_cache else {"cache"})
+    engine = sum(parts.get(name, 0.0) for name in given_back)
+    more = max(0.0, engine - parts["gradients"] - parts["activations"])
+    return {name: size * more / engine if engine and name in given_back else size for name, size in parts.items()}
 
 
 def _engines(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> dict[str, float]:

@@ -15,11 +15,15 @@ from harness import RECIPE, VERIFIER, finish, kitae, rows, run_toy, toy_config
 from test_resume import kill_when, rollouts_written
 
 from kitae.config.root import RLConfig
+from kitae.engines.native.cpu import CpuRunner
+from kitae.engines.native.engine import NativeEngine
 from kitae.errors import StoreError
+from kitae.kernels.cpu import packed
 from kitae.models.tiny import make_tiny
 from kitae.observe import timeline
 from kitae.pipeline.replay import replay
 from kitae.store.journal import Journal
+from kitae.trainer.worker import Worker
 
 pytestmark = pytest.mark.usefixtures("warm_posts")
 
@@ -64,6 +68,37 @@ def check_ledger(run: Path, config: RLConfig) -> Counter[str]:
         return Counter(fate for _, _, fate, _ in fates)
     finally:
         journal.close()
+
+
+@pytest.mark.skipif(not packed.available(torch.float32), reason="no C++ compiler")
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("lora", [0, 4])
+def test_the_trainer_has_the_memory_of_packed_weights_while_nobody_samples(
+    staleness: int, lora: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While gradients are computed. An engine that runs ahead is not stopped for them, and keeps its copies."""
+    engines: list[NativeEngine] = []
+    held: list[bool] = []
+    start, learn = NativeEngine.__init__, Worker.forward_backward
+
+    def started(self: NativeEngine, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        engines.append(self)
+
+    def learning(self: Worker, *args: Any, **kwargs: Any) -> Any:
+        (engine,) = engines
+        assert isinstance(engine.runner, CpuRunner) and engine.runner.decoder is not None
+        assert engine._paused == (staleness == 0)
+        held.append(engine.runner.decoder._packed_head.data.untyped_storage().nbytes() > 0)
+        return learn(self, *args, **kwargs)
+
+    monkeypatch.setattr(NativeEngine, "__init__", started)
+    monkeypatch.setattr(Worker, "forward_backward", learning)
+    settings = ("training.steps=4", f"pipeline.max_staleness={staleness}", f"model.lora_rank={lora}", "eval.prompts=0")
+    result = run_toy(tmp_path, slow_verifier(tmp_path), *settings)
+    assert len(held) == 4 and held[0] == (staleness == 1) and any(held) == (staleness == 1)
+    steps: list[dict[str, Any]] = [r for r in rows(result.folder) if r["kind"] == "step"]
+    assert all(r["logp_gap"] < 1e-4 for r in steps if r["staleness"] == 0), "what was sampled is what is trained"
 
 
 @pytest.mark.parametrize("staleness", [1, 4])

@@ -1,7 +1,8 @@
 """Decoding on a CPU: one call of a compiled decoder a step, on packed copies of the weights.
 
 In float32 on any processor, in bfloat16 on those with tile registers. The copies are as large as the weights. They are
-made again after each weight update, when the next step needs them; what LoRA adapters add is merged into them.
+made again after each weight update, when the next step needs them; what LoRA adapters add is merged into them. While
+the engine stands still there are none: the trainer may use their memory.
 Models that the decoder does not cover (mixtures, and see `kitae.engines.native.fused`) run their own modules.
 """
 
@@ -19,6 +20,7 @@ from kitae.engines.native.fused import FusedDecoder, Hear, turns_in
 from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Admission
 from kitae.kernels.cpu import packed
+from kitae.kernels.memory import give_back
 from kitae.kernels.norms import NormRule
 from kitae.models.attention import AttentionCall, AttentionContext
 from kitae.models.fuse import halves_of, norm_of
@@ -39,6 +41,10 @@ class CpuRunner(ModelRunner):
     def weights_changed(self) -> None:
         if self.decoder is not None:
             self.decoder.stale = True
+
+    def rest(self) -> None:
+        if self.decoder is not None:
+            self.decoder.free()
 
     def prefill(self, admission: Admission) -> Result:
         self._pack()
@@ -139,14 +145,16 @@ class PackedDecoder(FusedDecoder):
         ]
         self._packed_head = packed.Packed.room_for(self._head.weight)
         self._sinks = [None if s.attention.sinks is None else s.attention.sinks.detach().float() for s in self.layers]
-        self._layers = (packed.Layer * len(self.layers))(*map(self._describe, range(len(self.layers))))
         self._addresses = self._find_addresses(policy)
         self._pack()
 
     @property
     def packed_bytes(self) -> int:
-        """Memory of all packed copies."""
-        return self._packed_head.bytes + sum(p.bytes for layer in self._packed for p in layer.values())
+        """Memory of all packed copies, once they are made."""
+        return sum(p.bytes for p in self._matrices())
+
+    def _matrices(self) -> list[packed.Packed]:
+        return [self._packed_head, *(p for layer in self._packed for p in layer.values())]
 
     def holds(self, policy: Policy) -> bool:
         """Whether the policy's parameters are still where they were."""
@@ -157,6 +165,14 @@ class PackedDecoder(FusedDecoder):
         self.refresh()
         self._pack()
 
+    def free(self) -> None:
+        """Give back the memory of the copies and of what passes through the layers, until `pack`."""
+        self.stale = True
+        self._room = {}
+        self._merged.free()
+        for matrix in self._matrices():
+            give_back(matrix.data)
+
     def _pack(self) -> None:
         for layer, copies in zip(self.layers, self._packed, strict=True):
             copies["qkv"].fill([layer.qkv])
@@ -164,6 +180,7 @@ class PackedDecoder(FusedDecoder):
             copies["gate_up"].fill(layer.gate_up.chunk(2))
             copies["down"].fill([layer.down])
         self._packed_head.fill([self._head.weight.detach()])
+        self._layers = (packed.Layer * len(self.layers))(*map(self._describe, range(len(self.layers))))
         self.stale = False
 
     def hidden(

@@ -25,6 +25,7 @@ from kitae.engines.native.devices import make_runner
 from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Scheduler
 from kitae.errors import EngineError, RequestError
+from kitae.kernels.memory import return_freed_memory
 from kitae.models.policy import Policy
 from kitae.models.routing import RouterShape
 from kitae.types import ExpertArray, FinishReason
@@ -309,9 +310,15 @@ class NativeEngine:
         return self.version
 
     def _set_paused(self, paused: bool) -> None:
-        if paused != self._paused and not self._config.keep_cache:
-            self._free_cache() if paused else self._restore_cache()
+        if paused == self._paused:
+            return
         self._paused = paused
+        if paused:
+            self.runner.rest() if self._config.keep_cache else self._free_cache()
+        if self.policy.device.type == "cpu":
+            return_freed_memory()  # what one side of the process has freed, the other would not fill: sizes differ
+        if not paused and not self._config.keep_cache:
+            self._restore_cache()
 
     def _free_cache(self) -> None:
         """What is in flight waits without pages: in the memory of the host, or it is computed again."""

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from kitae.engines.native.cache import KVCache
-from kitae.kernels.memory import lay_together
+from kitae.kernels.memory import give_back, lay_together, take_again
 from kitae.kernels.norms import Norm, NormRule
 from kitae.models import fuse
 from kitae.models.agreement import gap
@@ -384,6 +384,7 @@ class _Merged:
 
     def __init__(self) -> None:
         self._parts: list[tuple[Any, Tensor]] = []
+        self._wholes: list[Tensor] = []
 
     def weight(self, *modules: Any) -> Tensor:
         """Of linear layers, one below the other: their own, or a copy that `fill` writes."""
@@ -392,12 +393,20 @@ class _Merged:
         weights = [plain_part(m).weight for m in modules]
         whole: Tensor = weights[0].detach().new_empty(sum(map(len, weights)), weights[0].shape[1])
         self._parts += zip(modules, torch.split(whole, [len(w) for w in weights]), strict=True)
+        self._wholes.append(whole)
         return whole
 
     @torch.no_grad()
     def fill(self) -> None:
+        for whole in self._wholes:
+            take_again(whole)
         for module, place in self._parts:
             merge_into(place, module)
+
+    def free(self) -> None:
+        """Until `fill`."""
+        for whole in self._wholes:
+            give_back(whole)
 
 
 def _layer(layer: Any, how: AttentionCall, turn: tuple[Tensor, Tensor], mixing: int, merged: _Merged) -> _Layer:

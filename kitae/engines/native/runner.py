@@ -37,6 +37,9 @@ class ModelRunner:
     def weights_changed(self) -> None:
         """Called after every weight update."""
 
+    def rest(self) -> None:
+        """Called when the engine stands still: what the next step can make again is given back."""
+
     def prefill(self, admission: Admission) -> Result:
         """Compute new prompts and preempted tails, or bring these back from the host, and sample the first token of
         every fresh sequence."""

@@ -494,7 +494,8 @@ void attend_sixteen(const T* const* q, T* const* out, const Pages<T>& keys, cons
         const float top = _mm512_reduce_max_ps(largest);
         vec total = vec{};
         for (int64_t t = 0; t < span; t += 16) {
-            const vec e = exp_of((vec)_mm512_max_ps((__m512)(load16(row + t) - top), _mm512_set1_ps(-87.0f)));
+            // Of the two, the instruction gives the second if one is no number: that must not become a probability.
+            const vec e = exp_of((vec)_mm512_max_ps(_mm512_set1_ps(-87.0f), (__m512)(load16(row + t) - top)));
             const vec kept = (vec)_mm512_maskz_mov_ps(first_lanes(span - t), (__m512)e);
             memcpy(row + t, &kept, sizeof kept);
             total += kept;

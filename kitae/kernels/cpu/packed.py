@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kitae.kernels.cpu import amx
 from kitae.kernels.cpu.build import cpu_library
+from kitae.kernels.memory import take_again
 from kitae.kernels.norms import Norm
 
 _DEPTH = {torch.float32: 16, torch.bfloat16: 32}  # the summed dimension must be a multiple: lines of 64 bytes
@@ -94,10 +95,12 @@ class Packed:
         (columns, depth), unit = weight.shape, _DEPTH[weight.dtype]
         assert depth % unit == 0, f"the depth of a product must be a multiple of {unit}, got {depth}"
         panels = -(-columns // panel_width())
-        return cls(torch.zeros(panels * panel_width() * depth, dtype=weight.dtype), columns, depth)
+        return cls(torch.empty(panels * panel_width() * depth, dtype=weight.dtype), columns, depth)
 
     def fill(self, weights: Sequence[Tensor]) -> None:
         """Copy the weights in. Several take turns, half a panel each."""
+        take_again(self.data)
+        self.data[-panel_width() * self.depth :].zero_()  # the last panel may have columns that no weight has
         for turn, weight in enumerate(weights):
             assert weight.dtype == self.data.dtype and weight.is_contiguous() and weight.shape[1] == self.depth
             assert len(weights) == 1 or len(weight) % (panel_width() // 2) == 0
@@ -111,7 +114,10 @@ class Packed:
 def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
     """`x [M, K] @ weight + bias`."""
     rows, dtype = x.shape[0], weight.data.dtype
+    assert x.dtype == dtype and x.shape[1] == weight.depth, (x.dtype, x.shape, weight.depth)
     out = torch.empty(rows, weight.columns, dtype=dtype)
+    if not rows:
+        return out
     room = torch.empty(padded(rows) * weight.depth, dtype=dtype)
     _call("linear", dtype, x.contiguous(), weight.data, bias, out, rows, weight.columns, weight.depth, room)
     return out
@@ -119,8 +125,9 @@ def linear(x: Tensor, weight: Packed, bias: Tensor | None = None) -> Tensor:
 
 def norm(x: Tensor, by: Norm) -> Tensor:
     """The norm of each row; no gradients."""
+    x = x.contiguous()
     out = torch.empty_like(x)
-    _call("norm", x.dtype, x.contiguous(), by.weight, by.eps, int(by.rule), out, *x.shape)
+    _call("norm", x.dtype, x, by.weight, by.eps, int(by.rule), out, *x.shape)
     return out
 
 

@@ -16,6 +16,7 @@ from kitae.engines.native.cache import KVCache
 from kitae.engines.native.cpu import CpuRunner, PackedDecoder
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.runner import ModelRunner
+from kitae.errors import EngineError
 from kitae.kernels.cpu import packed
 from kitae.models.attention import SelfAttention
 from kitae.models.config import ModelConfig
@@ -267,6 +268,86 @@ def change(policy: Policy, version: int, move: bool) -> None:
                 p.add_((torch.randn(p.shape, generator=generator) * 0.02).to(p.dtype))
             if move:
                 p.data = p.data.clone()
+
+
+def held_bytes(engine: NativeEngine) -> int:
+    """Of packed and merged copies."""
+    assert isinstance(engine.runner, CpuRunner) and engine.runner.decoder is not None
+    decoder = engine.runner.decoder
+    copies = [*(matrix.data for matrix in decoder._matrices()), *decoder._merged._wholes, *decoder._room.values()]
+    return sum(copy.untyped_storage().nbytes() for copy in copies)
+
+
+@each_dtype
+@pytest.mark.parametrize("lora", [0, 4], ids=["all weights", "adapters"])
+@pytest.mark.parametrize("move", [False, True], ids=["in place", "moved"])
+def test_an_engine_that_stands_still_has_no_copies(move: bool, lora: int, dtype: str, load: Load) -> None:
+    """They are made anew, of the weights that there are then."""
+    served, fresh = load("llama", dtype, lora_rank=lora), load("llama", dtype, lora_rank=lora)
+
+    async def across_updates() -> list[list[Completion]]:
+        engine = NativeEngine(served, EngineConfig(memory_gb=0.02))
+        found = []
+        for version in (1, 2):
+            await asyncio.gather(*(engine.generate(r) for r in requests("before")))
+            assert held_bytes(engine) > 0
+            await engine.pause()
+            assert held_bytes(engine) == 0
+            filler = [torch.full((4096,), torch.nan) for _ in range(400)]  # so that copies get memory with nonsense
+            change(served, version, move)
+            del filler
+            await engine.update_weights(WeightUpdate(version))
+            await engine.resume()
+            found.append(await asyncio.gather(*(engine.generate(r) for r in requests(str(version)))))
+        await engine.close()
+        return found
+
+    for version, got in enumerate(asyncio.run(across_updates()), 1):
+        change(fresh, version, False)
+        assert told(got) == told(generate(fresh, requests("fresh")))
+
+
+def test_answers_in_flight_go_on_after_the_copies_were_given_back(load: Load) -> None:
+    policy, asked = load("qwen2"), requests("a", 60)
+
+    async def interrupted() -> list[Completion]:
+        engine = NativeEngine(policy, EngineConfig(memory_gb=0.02))
+        running = [asyncio.create_task(engine.generate(r)) for r in asked]
+        for tokens in (20, 100, 200):
+            while engine.stats().generated_tokens < tokens:
+                await asyncio.sleep(0.001)
+            await engine.pause()
+            assert engine.stats().running > 0 and held_bytes(engine) == 0
+            await engine.resume()
+        found = [await task for task in running]
+        await engine.close()
+        return found
+
+    assert told(asyncio.run(interrupted())) == told(generate(policy, asked))
+
+
+@each_dtype
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "gate_proj"])
+def test_weights_that_are_no_numbers_end_the_engine(name: str, value: str, dtype: str, load: Load) -> None:
+    """As with the modules: scores that are no numbers may not become probabilities."""
+    policy = load("llama", dtype)
+
+    async def broken() -> None:
+        engine = NativeEngine(policy, EngineConfig(memory_gb=0.02))
+        assert isinstance(engine.runner, CpuRunner) and engine.runner.decoder is not None
+        with torch.no_grad():
+            for path, parameter in policy.model.named_parameters():
+                if name in path:
+                    parameter[3, 5] = float(value)
+        await engine.update_weights(WeightUpdate(1))
+        try:
+            await engine.generate(requests("a")[0])
+        finally:
+            await engine.close()
+
+    with pytest.raises(EngineError, match="not finite"):
+        asyncio.run(broken())
 
 
 @torch.inference_mode()

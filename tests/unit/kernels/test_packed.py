@@ -75,6 +75,15 @@ def test_linear_rounds_the_exact_product_once(
     torch.testing.assert_close(got.double(), expected, **tolerance)
 
 
+@each_dtype
+def test_no_rows_give_none_and_rows_of_another_kind_are_refused(dtype: torch.dtype) -> None:
+    weight = fill(torch.randn(48, 64).to(dtype))
+    assert packed.linear(torch.empty(0, 64, dtype=dtype), weight).shape == (0, 48)
+    for wrong in (torch.randn(2, 32).to(dtype), torch.randn(2, 64).double()):
+        with pytest.raises(AssertionError):
+            packed.linear(wrong, weight)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_in_float32_does_not_depend_on_those_around_it_nor_on_the_threads(threads: int) -> None:
     x, w, _ = made(301, 131, 2096, torch.float32)
@@ -111,7 +120,7 @@ def test_several_weights_take_turns_in_halves_of_a_panel(dtype: torch.dtype) -> 
 @each_dtype
 @pytest.mark.parametrize("rule", list(NormRule))
 def test_norms_round_where_the_modules_round(rule: NormRule, dtype: torch.dtype) -> None:
-    x, weight = torch.randn(7, 96).to(dtype), torch.randn(96).to(dtype)
+    x, weight = torch.randn(96, 7).t().to(dtype), torch.randn(96).to(dtype)  # not in the order of memory
     scaled = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
     expected = {
         NormRule.EARLY: weight * scaled.to(dtype),

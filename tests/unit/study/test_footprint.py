@@ -39,10 +39,15 @@ def _no_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 MEASURED = {
     # settings, tokens of a batch, dtype: GiB at the peak of `python benchmarks/memory.py` on a CPU without AMX
-    "plain": (("training.token_budget=1024",), torch.float32, 4.46),
-    "longer rows": (("training.token_budget=2048", "training.prompts_per_step=32"), torch.float32, 6.04),
-    "bf16": (("training.token_budget=1024",), torch.bfloat16, 3.68),
-    "moments in 16 bits": (("training.token_budget=1024", "training.moments=bfloat16"), torch.float32, 4.01),
+    "plain": (("training.token_budget=1024",), torch.float32, 3.72),
+    "longer rows": (("training.token_budget=2048", "training.prompts_per_step=32"), torch.float32, 4.74),
+    "bf16": (("training.token_budget=1024",), torch.bfloat16, 3.52),
+    "moments in 16 bits": (("training.token_budget=1024", "training.moments=bfloat16"), torch.float32, 3.26),
+    "activations again": (
+        ("training.token_budget=2048", "training.prompts_per_step=32", "training.checkpoint_activations=true"),
+        torch.float32,
+        3.67,
+    ),
 }
 
 
@@ -108,7 +113,7 @@ def test_adapters_are_those_that_the_model_gets(
 def test_engines_of_their_own_have_weights_of_their_own() -> None:
     """And packed copies, and read what is published once for all of them."""
     weights, two = SMOLLM2.parameters * 4, config("engine.kind=process", "engine.count=2")
-    assert size(two) - size(config()) == pytest.approx(4 * weights + 2 * 0.75e9, rel=0.01)
+    assert size(two) - size(config("pipeline.max_staleness=1")) == pytest.approx(4 * weights + 2 * 0.75e9, rel=0.01)
     adapted = (override_config(c, ["model.lora_rank=4"]) for c in (config(), two))
     one, both = (hold(c, SMOLLM2, CUDA, torch.bfloat16, 4000) for c in adapted)
     assert all(both[name] == 2 * one[name] > 0 for name in ("cache", "merged weights"))
@@ -139,7 +144,7 @@ def test_exact_engines_and_servers_pack_nothing(monkeypatch: pytest.MonkeyPatch)
     without = (("model.exact=true",), ("engine.fast=false",), ("engine.cache_dtype=int8",), SERVED)
     for dtype in (torch.float32, torch.bfloat16):
         for settings in ((), *without):
-            parts = hold(config(*settings), SMOLLM2, CPU, dtype, 4000)
+            parts = hold(config("pipeline.max_staleness=1", *settings), SMOLLM2, CPU, dtype, 4000)
             assert parts.get("packed weights", 0) == (0 if settings else dtype.itemsize * SMOLLM2.parameters)
 
 
@@ -148,6 +153,20 @@ def test_a_cpu_packs_what_it_has_merged() -> None:
         parts = hold(config("model.lora_rank=4", *settings), SMOLLM2, CPU, torch.float32, 4000)
         assert {"merged weights", "packed weights"} <= parts.keys() or not copies
         assert copies or not {"merged weights", "packed weights"} & parts.keys()
+
+
+def test_what_an_engine_gives_back_counts_where_both_work_at_once() -> None:
+    """Or where it is more than gradients and activations, in whose place it is."""
+    ahead = ("pipeline.max_staleness=1",)
+    packed = 4 * SMOLLM2.parameters
+    assert size(config(*ahead)) - size(config()) == packed
+    assert size(config("engine.keep_cache=false")) == size(config(*ahead, "engine.keep_cache=false"))
+    cache = hold(config(), SMOLLM2, CPU, torch.float32, 4000)["cache"]
+    assert size(config()) - size(config("engine.keep_cache=false")) == cache
+    few = ("model.lora_rank=4", "training.token_budget=16", "training.logit_chunk=16", "sampling.max_tokens=1")
+    beside, turns = (hold(config(*few, *more), SMOLLM2, CPU, torch.float32, 100) for more in (ahead, ()))
+    engine, trainer = (("packed weights", "merged weights"), ("gradients", "activations"))
+    assert sum(map(turns.__getitem__, (*engine, *trainer))) == pytest.approx(sum(map(beside.__getitem__, engine)))
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
