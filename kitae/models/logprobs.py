@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kitae.errors import DataError
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.exact.products import product
 from kitae.kernels.memory import gradient_of
@@ -59,10 +60,19 @@ def token_logprobs(
     head: Head, hidden_NH: Tensor, targets_N: Tensor, *, temperature: float, chunk: int, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`(logp_N, entropy_N)` at the sampling temperature. Entropy carries no gradient unless `entropy_grad`."""
+    if targets_N.device.type == "cpu":  # a GPU would be waited for
+        _check_targets(targets_N, len(head.weight))
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_NH, head.weight, head.bias, targets_N, head.transform, 1.0 / temperature, chunk, entropy_grad, head.exact
     )
     return result
+
+
+def _check_targets(targets_N: Tensor, rows: int) -> None:
+    """Kernels read and write where a token points to. The last one of a text is embedded nowhere: nobody else looks."""
+    wrong_N = targets_N[(targets_N < 0) | (targets_N >= rows)]
+    if len(wrong_N):
+        raise DataError(f"tokens to predict must be in 0…{rows - 1}, as the head has rows, got {int(wrong_N[0])}")
 
 
 class _TokenLogprobs(torch.autograd.Function):

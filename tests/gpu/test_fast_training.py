@@ -166,6 +166,20 @@ def test_norm_of_a_sum_and_two_products() -> None:
     assert_same_gradients(got, expected, [x, y, gain, *(m.weight for m in modules)], grads)
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_one_of_two_products_may_be_frozen(frozen: int) -> None:
+    from kitae.kernels.cuda import training
+
+    x, y, gain = (torch.randn(*shape, device="cuda") for shape in ((70, 96), (70, 96), (96,)))
+    modules = [torch.nn.Linear(96, 112, bias=False, device="cuda") for _ in range(2)]
+    modules[frozen].weight.requires_grad_(False)
+    learns, grad = modules[1 - frozen].weight, torch.randn(70, 112, device="cuda")
+    normed = torch.nn.functional.rms_norm(x + y, (96,), gain, 1e-6)
+    training.normed_pair(x, y, (gain, 1e-6), *modules)[2 - frozen].backward(grad)
+    assert modules[frozen].weight.grad is None and learns.grad is not None
+    torch.testing.assert_close(learns.grad, grad.t() @ normed, atol=1e-3, rtol=1e-4)
+
+
 def assert_same_gradients(
     got: tuple[torch.Tensor, ...],
     expected: tuple[torch.Tensor, ...],

@@ -40,7 +40,7 @@ def cpu_library() -> ctypes.CDLL | None:
     try:
         path = _build(compiler)
         return ctypes.CDLL(str(path))
-    except (OSError, subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # a user without a home is a RuntimeError
         detail = getattr(error, "stderr", None) or f"{error} (KITAE_CACHE chooses the folder they are kept in)"
         log.warning("the CPU kernels could not be built, the engine uses plain torch: %s", str(detail).strip()[-500:])
         return None
@@ -65,9 +65,11 @@ def _build(compiler: str) -> Path:
     return target
 
 
-def _processor() -> str:
+def _processor(known: Path = Path("/proc/cpuinfo")) -> str:
+    """What it can do, as the system tells it: a folder may be shared by machines of several kinds."""
     try:
-        text = Path("/proc/cpuinfo").read_text()
+        text = known.read_text()
     except OSError:
         return platform.processor()
-    return "\n".join(sorted({line for line in text.splitlines() if line.startswith(("model name", "flags"))}))
+    told = ("model name", "flags", "Features", "CPU ")  # the last two on ARM
+    return "\n".join(sorted({line for line in text.splitlines() if line.startswith(told)}))

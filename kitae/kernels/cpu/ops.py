@@ -75,6 +75,7 @@ def sample(logits: Tensor, inverse_temperature: Tensor, uniform: Tensor) -> tupl
 def row_statistics(logits: Tensor, targets: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Log-prob of the target, log-normaliser and entropy of each row of `[N, V]`."""
     rows, vocabulary = logits.shape
+    assert targets.dtype == torch.int64, targets.dtype
     logits, targets = logits.contiguous(), targets.contiguous()
     logp, lse, entropy = (torch.empty(rows, dtype=torch.float32) for _ in range(3))
     _call(

@@ -114,7 +114,7 @@ class _NormedPair(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, gain: Tensor, eps: float, *weights: Tensor) -> tuple[Tensor, ...]:
-        total = x + y
+        total = (x + y).contiguous()
         normed, inverse_rms = ops.norm_rows(total, gain, eps)
         ctx.save_for_backward(total, gain, inverse_rms, *weights)
         ctx.eps = eps
@@ -126,9 +126,10 @@ class _NormedPair(torch.autograd.Function):
         total, gain, inverse_rms, *weights = ctx.saved_tensors
         dnormed = torch.mm(ours[0], weights[0]).addmm_(ours[1], weights[1])
         dweights: list[Tensor | None] = [None, None]
-        if ctx.needs_input_grad[4]:
+        if any(needed := ctx.needs_input_grad[4:]):
             normed, _ = ops.norm_rows(total, gain, ctx.eps)
-            dweights = [weight_gradient(w, g, normed) for w, g in zip(weights, ours, strict=True)]
+            of_each = zip(weights, ours, needed, strict=True)
+            dweights = [weight_gradient(w, g, normed) if learns else None for w, g, learns in of_each]
         dx, dgain = ops.rms_norm_gradients(dnormed, total, gain, inverse_rms, around.contiguous())
         return dx, dx, add_gradient(gain, dgain), None, *dweights
 
@@ -158,6 +159,7 @@ class _SwiGLULinear(torch.autograd.Function):
         grad = grads[0].reshape(-1, grads[0].shape[-1])
         product = torch.mm(grad, weight)
         ops.swiglu_again(product, gate, up)
+        torch.autograd.graph.increment_version((gate, up))  # so that torch refuses a second backward pass
         dweight = weight_gradient(weight, grad, product) if ctx.needs_input_grad[2] else None
         return gate.detach(), up.detach(), dweight
 

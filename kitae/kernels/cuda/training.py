@@ -235,8 +235,8 @@ class _NormedQKV(torch.autograd.Function):
         _rotate_heads(dqkv, cos, sin, shape, [g if g.stride(1) == g.shape[2] else g.contiguous() for g in of_heads])
         sizes = [len(w) for w in weights]
         dweights: tuple[Tensor | None, ...] = (None,) * 3
-        dbiases = torch.split(dqkv.sum(0), sizes) if ctx.needs_input_grad[9] else dweights
-        if ctx.needs_input_grad[6]:
+        dbiases = torch.split(dqkv.sum(0), sizes) if any(ctx.needs_input_grad[9:]) else dweights
+        if any(ctx.needs_input_grad[6:9]):
             dweights = torch.split(torch.mm(dqkv.t(), decoding.rms_norm(x, None, gain, eps)[1]), sizes)
         dx, dgain = _norm_gradients(torch.mm(dqkv, weight), x, gain, eps, around)
         return dx, dgain, None, None, None, None, *dweights, *dbiases
@@ -272,7 +272,7 @@ class _NormedPair(torch.autograd.Function):
         total, gain, *weights = ctx.saved_tensors
         dnormed = torch.mm(ours[0], weights[0]).addmm_(ours[1], weights[1])
         dweights: list[Tensor | None] = [None, None]
-        if ctx.needs_input_grad[4]:
+        if any(ctx.needs_input_grad[4:]):
             normed = decoding.rms_norm(total, None, gain, ctx.eps)[1]
             dweights = [torch.mm(g.t(), normed) for g in ours]
         dx, dgain = _norm_gradients(dnormed, total, gain, ctx.eps, around)

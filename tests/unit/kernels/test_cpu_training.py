@@ -42,9 +42,11 @@ def test_norm_queries_keys_and_values(bias: bool, dim: int) -> None:
     assert_same_gradients(got, expected, [x, gain, *(p for m in modules for p in m.parameters())], grads)
 
 
-def test_norm_of_a_sum_and_two_products() -> None:
+@pytest.mark.parametrize("in_order", [True, False])
+def test_norm_of_a_sum_and_two_products(in_order: bool) -> None:
     torch.manual_seed(0)
-    x, y = (torch.randn(ROWS, WIDTH, requires_grad=True) for _ in range(2))
+    rows = (torch.randn(ROWS, WIDTH) if in_order else torch.randn(WIDTH, ROWS).t() for _ in range(2))
+    x, y = (t.requires_grad_() for t in rows)
     gain = torch.randn(WIDTH, requires_grad=True)
     modules = [torch.nn.Linear(WIDTH, 112, bias=False) for _ in range(2)]
     normed = torch.nn.functional.rms_norm(x + y, (WIDTH,), gain, 1e-6)
@@ -52,6 +54,20 @@ def test_norm_of_a_sum_and_two_products() -> None:
     got = training.normed_pair(x, y, (gain, 1e-6), *modules)
     grads = [torch.randn_like(t) for t in expected]
     assert_same_gradients(got, expected, [x, y, gain, *(m.weight for m in modules)], grads)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_one_of_two_products_may_be_frozen(frozen: int) -> None:
+    torch.manual_seed(0)
+    x, y, gain = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), torch.randn(WIDTH)
+    modules = [torch.nn.Linear(WIDTH, 112, bias=False) for _ in range(2)]
+    modules[frozen].weight.requires_grad_(False)
+    learns = modules[1 - frozen].weight
+    normed = torch.nn.functional.rms_norm(x + y, (WIDTH,), gain, 1e-6)
+    grad = torch.randn(ROWS, 112)
+    training.normed_pair(x, y, (gain, 1e-6), *modules)[2 - frozen].backward(grad)
+    assert modules[frozen].weight.grad is None
+    torch.testing.assert_close(learns.grad, grad.t() @ normed, atol=2e-4, rtol=1e-4)
 
 
 def test_gated_product_and_linear() -> None:
@@ -65,6 +81,14 @@ def test_gated_product_and_linear() -> None:
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     for a, b in zip(torch.autograd.grad(got, copies, grad), wanted, strict=True):
         torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-4)
+
+
+def test_a_second_backward_pass_over_what_the_first_has_written_is_refused() -> None:
+    gate, up, weight = (torch.randn(4, 16, requires_grad=True) for _ in range(3))
+    out = training.swiglu_linear(gate + 0, up + 0, weight).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
 
 
 def test_several_linear_layers_of_one_input() -> None:

@@ -60,6 +60,11 @@ def test_row_statistics_and_gradients(dtype: torch.dtype, tolerance: float) -> N
     torch.testing.assert_close(got.float(), expected, atol=tolerance, rtol=tolerance)
 
 
+def test_targets_of_another_dtype_are_refused() -> None:
+    with pytest.raises(AssertionError):
+        ops.row_statistics(torch.randn(2, 33), torch.tensor([4, 5], dtype=torch.int32), 1.0)
+
+
 @DTYPES
 @pytest.mark.parametrize("compiled", [True, False])
 def test_an_impossible_token_adds_nothing_to_entropy_and_gradient(
