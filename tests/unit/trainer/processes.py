@@ -29,8 +29,8 @@ def on_ranks(folder: Path, function: Callable[..., T], *arguments: Any, size: in
     job.write_bytes(pickle.dumps((function, arguments, size, str(rendezvous), str(found))))
     ranks = [_start(rank, job, folder / f"stderr-{rank}") for rank in range(size)]
     try:
-        while any(rank.is_alive() for rank in ranks) and not any(rank.exitcode for rank in ranks):
-            wait([rank.sentinel for rank in ranks if rank.is_alive()])
+        while (alive := [rank for rank in ranks if rank.is_alive()]) and not any(rank.exitcode for rank in ranks):
+            wait([rank.sentinel for rank in alive])
     finally:
         for rank in ranks:
             rank.kill()
