@@ -3,11 +3,13 @@
 In float32 on any processor, in bfloat16 on those with tile registers. The copies are as large as the weights. They are
 made again after each weight update, when the next step needs them; what LoRA adapters add is merged into them. While
 the engine stands still there are none: the trainer may use their memory.
-Models that the decoder does not cover (mixtures, and see `kitae.engines.native.fused`) run their own modules.
+Mixtures are covered too: the rows of an expert share one read of its weights. Models that the decoder does not cover
+(see `kitae.engines.native.fused`) run their own modules.
 """
 
+import ctypes
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from kitae.engines.native.attention import ExactAttention, PrefillAttention
 from kitae.engines.native.cache import KVCache
 from kitae.engines.native.decoding import Decoding
-from kitae.engines.native.fused import FusedDecoder, Hear, turns_in
+from kitae.engines.native.fused import DecoderLayer, FusedDecoder, Hear, inner_of, router_of, turns_in
 from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Admission
 from kitae.kernels.cpu import packed
@@ -70,9 +72,10 @@ class CpuRunner(ModelRunner):
         if self.decoder is None or isinstance(context, ExactAttention):
             return super()._prompt_states(tokens_T, positions_T, context)
         slots_T = context.page_of_T * self.cache.page_size + context.slot_of_T
+        hear = self.writer(context.page_of_T, context.slot_of_T)
         if max(stretch.start + stretch.length for stretch in context.stretches) > _SHORT:
             context.stored = True
-            return self.decoder.hidden(tokens_T, positions_T, slots_T, context)
+            return self.decoder.hidden(tokens_T, positions_T, slots_T, context, hear)
         table = torch.zeros(
             len(context.stretches), max(len(stretch.pages) for stretch in context.stretches), dtype=torch.int32
         )
@@ -80,7 +83,7 @@ class CpuRunner(ModelRunner):
             row[: len(stretch.pages)] = torch.tensor(stretch.pages)
         lengths = torch.tensor([stretch.length for stretch in context.stretches])
         stretches_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        return self.decoder.rows(tokens_T, positions_T, slots_T, stretches_T, table)
+        return self.decoder.rows(tokens_T, positions_T, slots_T, stretches_T, table, hear)
 
     def _decode_states(self, tokens_B: Tensor, lengths_B: Tensor, table: Tensor) -> Tensor:
         if self.decoder is None:
@@ -88,7 +91,8 @@ class CpuRunner(ModelRunner):
         size, positions_B = self.cache.page_size, lengths_B.long() - 1
         pages_B = table.long().gather(1, (positions_B // size)[:, None])[:, 0]
         slots_B = pages_B * size + positions_B % size
-        return self.decoder.rows(tokens_B, positions_B, slots_B, torch.arange(len(table)), table)
+        hear = self.writer(pages_B, positions_B % size)
+        return self.decoder.rows(tokens_B, positions_B, slots_B, torch.arange(len(table)), table, hear)
 
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         if self.decoder is None:
@@ -112,39 +116,28 @@ class PackedDecoder(FusedDecoder):
     @classmethod
     def covers(cls, policy: Policy) -> bool:
         decoder: Any = policy.decoder
-        if any(hasattr(layer.mlp, "experts") or len(_rules(layer)) != 1 for layer in decoder.layers):
+        if any(len(_rules(layer)) != 1 for layer in decoder.layers):
             return False
-        inner = decoder.layers[0].mlp.down_proj.weight.shape[1]
-        depths = policy.head.weight.shape[1], policy.heads * policy.head_dim, inner
+        routers = [router_of(layer.mlp) for layer in decoder.layers if hasattr(layer.mlp, "experts")]
+        shapes = {(router.weight.shape, router.weight.dtype, router.top_k) for router in routers}
+        if len(shapes) > 1 or any(router.weight.dtype != policy.dtype for router in routers):
+            return False
+        inner = {inner_of(layer.mlp) for layer in decoder.layers}
+        depths = policy.head.weight.shape[1], policy.heads * policy.head_dim, *inner
         return packed.fits(policy.dtype, *depths, head_dim=policy.head_dim) and turns_in(policy, policy.dtype)
 
     def __init__(self, policy: Policy, cache: KVCache, attentions: Sequence[AttentionCall]) -> None:
         super().__init__(policy, cache, attentions)
         self._head: Any = policy.head
         self._dtype = policy.dtype
-        first = self.layers[0]
-        hidden, inner = len(first.out), first.down.shape[1]
         kv_heads, page_size, dim = cache.keys[0].numbers.shape[1:]
-        self._widths = {
-            "x": hidden, "added": hidden, "qkv": len(first.qkv), "normed": hidden, "mixed": self.heads * dim,
-            "gated": inner,
-        }  # fmt: skip
         self._room: dict[str, Tensor] = {}
         self._decoder = packed.Decoder(
-            hidden=hidden, heads=self.heads, kv_heads=kv_heads, dim=dim, inner=inner, page_size=page_size,
+            hidden=len(self.layers[0].out), heads=self.heads, kv_heads=kv_heads, dim=dim, page_size=page_size,
             factor=self.multipliers[1],
         )  # fmt: skip
-        self._packed = [
-            {
-                "qkv": packed.Packed.room_for(layer.qkv),
-                "out": packed.Packed.room_for(layer.out),
-                "gate_up": packed.Packed.room_for(layer.gate_up),
-                "down": packed.Packed.room_for(layer.down),
-            }
-            for layer in self.layers
-        ]
-        self._packed_head = packed.Packed.room_for(self._head.weight)
-        self._sinks = [None if s.attention.sinks is None else s.attention.sinks.detach().float() for s in self.layers]
+        self._packed = [_room_for(layer) for layer in self.layers]
+        self._packed_head = packed.Packed.room_for(*self._head.weight.shape, self._dtype)
         self._addresses = self._find_addresses(policy)
         self._pack()
 
@@ -177,9 +170,15 @@ class PackedDecoder(FusedDecoder):
         for layer, copies in zip(self.layers, self._packed, strict=True):
             copies["qkv"].fill([layer.qkv])
             copies["out"].fill([layer.out])
-            copies["gate_up"].fill(layer.gate_up.chunk(2))
-            copies["down"].fill([layer.down])
+            if layer.choice is not None:
+                copies["router"].fill([layer.choice.weight.detach()])
+            for number, (gate, up, down) in enumerate(_experts(layer)):
+                copies["gate_up"].fill([gate, up], number)
+                copies["down"].fill([down], number)
         self._packed_head.fill([self._head.weight.detach()])
+        self._sinks = [None if s.attention.sinks is None else s.attention.sinks.detach().float() for s in self.layers]
+        self._limits = [_limit_bias(layer) for layer in self.layers]
+        self._mixtures = [self._describe_mixture(i) for i in range(len(self.layers))]
         self._layers = (packed.Layer * len(self.layers))(*map(self._describe, range(len(self.layers))))
         self.stale = False
 
@@ -191,7 +190,6 @@ class PackedDecoder(FusedDecoder):
         context: AttentionContext,
         hear: Hear | None = None,
     ) -> Tensor:
-        """hear: is never told of experts; a mixture is not covered."""
         x = self._begin(tokens_T)
         for i, layer in enumerate(self.layers):
             how = layer.attention
@@ -200,15 +198,32 @@ class PackedDecoder(FusedDecoder):
             q, k, v = torch.split(by_head, [self.heads, self._decoder.kv_heads, self._decoder.kv_heads])
             mixed = context.attend(i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks)
             packed.finish_layer(self._decoder, self._layers[i], mixed.reshape(len(x), -1))
+        self._tell(hear, len(x))
         return packed.norm(x, self.norm)
 
     def rows(
-        self, tokens_T: Tensor, positions_T: Tensor, slots_T: Tensor, sequences_T: Tensor, table: Tensor
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        slots_T: Tensor,
+        sequences_T: Tensor,
+        table: Tensor,
+        hear: Hear | None = None,
     ) -> Tensor:
         """`hidden` in one call: each row attends to the pages of its sequence, a row of the table."""
         x = self._begin(tokens_T)
         packed.forward(self._decoder, self._layers, positions_T, slots_T, sequences_T, table, self._dtype)
+        self._tell(hear, len(x))
         return packed.norm(x, self.norm)
+
+    def _tell(self, hear: Hear | None, rows: int) -> None:
+        """Of the experts that the last pass chose."""
+        choices = [layer.choice for layer in self.layers if layer.choice is not None]
+        if hear is None or not choices:
+            return
+        each = rows * choices[0].top_k
+        for choice in choices:
+            hear(choice.number, self._room["chosen"][choice.number * each :][:each].view(rows, -1))
 
     def head(self, hidden_NH: Tensor) -> Tensor:
         return packed.linear(hidden_NH, self._packed_head, getattr(self._head, "bias", None))
@@ -217,12 +232,46 @@ class PackedDecoder(FusedDecoder):
         """Embeddings in the first rows of x, and room for everything that follows."""
         rows = packed.padded(len(tokens_T))
         if not self._room or len(self._room["x"]) < rows:
-            self._room = {n: torch.zeros(rows, width, dtype=self._dtype) for n, width in self._widths.items()}
+            self._room = self._rooms(rows)
             for name, tensor in self._room.items():
                 setattr(self._decoder, name, tensor.data_ptr())
         x = self._room["x"][: len(tokens_T)]
         torch.index_select(self.embedding.detach(), 0, tokens_T, out=x)
         return x if self.multipliers[0] == 1.0 else x.mul_(self.multipliers[0])
+
+    def _rooms(self, rows: int) -> dict[str, Tensor]:
+        """What passes through the layers, by its name in `packed.Decoder`."""
+        hidden, choices = self._decoder.hidden, [layer.choice for layer in self.layers if layer.choice is not None]
+        widths = {"x": hidden, "added": hidden, "qkv": len(self.layers[0].qkv), "normed": hidden}
+        widths["mixed"] = self.heads * self._decoder.dim
+        gated = max((rows * layer.inner for layer in self.layers if layer.choice is None), default=0)
+        room = {name: torch.zeros(rows, width, dtype=self._dtype) for name, width in widths.items()}
+        if choices:
+            experts, pairs = len(choices[0].weight), rows * choices[0].top_k
+            gathered = packed.padded(pairs, experts)
+            gated = max(gated, *(gathered * layer.inner for layer in self.layers if layer.choice is not None))
+            room["gathered"] = torch.zeros(gathered, hidden, dtype=self._dtype)
+            room["logits"] = torch.zeros(rows, experts, dtype=self._dtype)
+            room["gates"] = torch.zeros(pairs)
+            room["chosen"] = torch.zeros(len(choices) * pairs, dtype=torch.int32)
+            room["pair_of"] = torch.zeros(gathered, dtype=torch.int32)
+            room["groups"] = torch.zeros(experts + 1, 2, dtype=torch.int64)
+        return room | {"gated": torch.zeros(gated, dtype=self._dtype)}
+
+    def _describe_mixture(self, i: int) -> packed.Mixture | None:
+        choice, bias = self.layers[i].choice, self._limits[i]
+        if choice is None:
+            return None
+        _, down_bias, alpha, limit = choice.limited or (None, None, 0.0, 0.0)
+        tensors = {
+            "router": self._packed[i]["router"].data, "router_bias": choice.bias, "gate_up_bias": bias,
+            "down_bias": down_bias,
+        }  # fmt: skip
+        return packed.Mixture(
+            **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
+            number=choice.number, experts=len(choice.weight), top_k=choice.top_k, renormalise=choice.renormalise,
+            alpha=alpha, limit=limit,
+        )  # fmt: skip
 
     def _describe(self, i: int) -> packed.Layer:
         layer, how, of_heads = self.layers[i], self.layers[i].attention, self.layers[i].norms
@@ -233,8 +282,9 @@ class PackedDecoder(FusedDecoder):
         }  # fmt: skip
         (rule,) = {norm.rule for norm in norms.values() if norm is not None}
         cos, sin = layer.turn
+        copies, mixture = self._packed[i], self._mixtures[i]
         tensors = {
-            **{name: matrix.data for name, matrix in self._packed[i].items()},
+            **{name: copies[name].data for name in ("qkv", "out", "gate_up", "down")},
             **{name: norm.weight for name, norm in norms.items() if norm is not None},
             "bias": layer.qkv_bias, "query_norm": query_norm, "key_norm": key_norm, "cos": cos, "sin": sin,
             "out_bias": layer.out_bias, "keys": self.cache.keys[i].numbers, "values": self.cache.values[i].numbers,
@@ -245,12 +295,46 @@ class PackedDecoder(FusedDecoder):
             **{f"eps_{name}": 0.0 if norm is None else norm.eps for name, norm in norms.items()},
             eps_heads=eps_heads, window=how.window or 0, scale=how.scale, softcap=how.softcap or 0.0, rule=int(rule),
             head_rule=int(layer.rule), wide_norms=query_norm is not None and len(query_norm) != self._decoder.dim,
-            pairs=layer.pairs, gelu=layer.gelu,
+            pairs=layer.pairs, gelu=layer.gelu, mixture=None if mixture is None else ctypes.addressof(mixture),
+            inner=copies["down"].depth, gate_up_step=copies["gate_up"].step, down_step=copies["down"].step,
         )  # fmt: skip
 
     @staticmethod
     def _find_addresses(policy: Policy) -> list[int]:
         return [p.data_ptr() for p in policy.model.parameters()]
+
+
+def _room_for(layer: DecoderLayer) -> dict[str, packed.Packed]:
+    """Of the packed copies of a layer, by their names in `packed.Layer` and `packed.Mixture`."""
+    dtype, hidden, inner = layer.qkv.dtype, len(layer.out), layer.inner
+    experts = 1 if layer.choice is None else len(layer.choice.weight)
+    copies = {
+        "qkv": packed.Packed.room_for(*layer.qkv.shape, dtype),
+        "out": packed.Packed.room_for(*layer.out.shape, dtype),
+        "gate_up": packed.Packed.room_for(2 * inner, hidden, dtype, experts),
+        "down": packed.Packed.room_for(hidden, inner, dtype, experts),
+    }
+    return copies if layer.choice is None else copies | {"router": packed.Packed.room_for(experts, hidden, dtype)}
+
+
+def _experts(layer: DecoderLayer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Gate, up and down of each, as products want them; a dense layer is one."""
+    if layer.choice is None:
+        yield *layer.gate_up.detach().chunk(2), layer.down.detach()
+        return
+    for gate_up, down in zip(layer.gate_up.detach(), layer.down.detach(), strict=True):
+        if layer.choice.limited is None:
+            yield *gate_up.chunk(2), down
+        else:
+            yield gate_up[:, 0::2].t().contiguous(), gate_up[:, 1::2].t().contiguous(), down.t().contiguous()
+
+
+def _limit_bias(layer: DecoderLayer) -> Tensor | None:
+    """`[experts, 2, inner]` of experts that keep the biases of gate and up in turn."""
+    if layer.choice is None or layer.choice.limited is None:
+        return None
+    bias = layer.choice.limited[0].detach()
+    return bias.view(len(bias), -1, 2).transpose(1, 2).contiguous()
 
 
 def _rules(layer: Any) -> set[NormRule]:

@@ -61,8 +61,8 @@ class _Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    """choice: None in a dense layer; else gate_up and down are those of all experts.
+class DecoderLayer:
+    """choice: None in a dense layer; else gate_up and down are those of all experts. inner: the width between the two.
 
     first, second: the norms before attention and before the MLP; after: of what these return, before it is added.
     norms: of queries and keys, by `rule`; turn: cos and sin of each position; pairs: they mix neighbours, not halves.
@@ -84,6 +84,7 @@ class _Layer:
     gate_up: Tensor
     gelu: bool
     down: Tensor
+    inner: int
 
     # Of a plain layer, as kernels that know no other take it.
 
@@ -144,7 +145,7 @@ class FusedDecoder:
         self._plain = is_plain(policy)
         self.resident: Resident | None = None
         self._counters = torch.zeros(4096, dtype=torch.int32, device=policy.device)
-        self.layers: list[_Layer] = []
+        self.layers: list[DecoderLayer] = []
         self._merged = _Merged()
         reach = min(policy.max_context, cache.pages * cache.page_size) + 1  # an ended row may stand one past the end
         turns = _turns(policy, reach)
@@ -231,7 +232,7 @@ class FusedDecoder:
         from kitae.kernels.cuda.build import CudaError
         from kitae.kernels.cuda.resident import Resident, ResidentLayer
 
-        def has_kernel(layer: _Layer) -> bool:
+        def has_kernel(layer: DecoderLayer) -> bool:
             how = layer.attention
             return layer.choice is None and how.window is None and how.softcap is None and how.sinks is None
 
@@ -359,7 +360,7 @@ class _Alone:
         return v.repeat_interleave(len(q) // len(v), 0).transpose(0, 1)
 
 
-def _mix(layer: _Layer, choice: _Choice, x_TH: Tensor, logits: Tensor, hear: Hear | None) -> Tensor:
+def _mix(layer: DecoderLayer, choice: _Choice, x_TH: Tensor, logits: Tensor, hear: Hear | None) -> Tensor:
     """logits: of the router, `[T, E]`, or in parts `[parts, T, E]`."""
     from kitae.kernels.cuda import experts
 
@@ -409,7 +410,7 @@ class _Merged:
             give_back(whole)
 
 
-def _layer(layer: Any, how: AttentionCall, turn: tuple[Tensor, Tensor], mixing: int, merged: _Merged) -> _Layer:
+def _layer(layer: Any, how: AttentionCall, turn: tuple[Tensor, Tensor], mixing: int, merged: _Merged) -> DecoderLayer:
     """mixing: how many layers before this one mix experts."""
     attn, mlp, halves = layer.self_attn, layer.mlp, fuse.halves_of(layer)
     assert halves is not None, type(layer)
@@ -421,7 +422,7 @@ def _layer(layer: Any, how: AttentionCall, turn: tuple[Tensor, Tensor], mixing: 
         of_queries, of_keys = _norm(attn.q_norm), _norm(attn.k_norm)
         norms, rule = (of_queries.weight, of_keys.weight, of_queries.eps), of_queries.rule
     first, after_first, second, after_second = (_norm(getattr(layer, name)) if name else None for name in halves)
-    return _Layer(
+    return DecoderLayer(
         attention=how,
         turn=turn,
         pairs=_mixes_pairs(attn),
@@ -438,12 +439,24 @@ def _layer(layer: Any, how: AttentionCall, turn: tuple[Tensor, Tensor], mixing: 
         gate_up=mlp.experts.gate_up_proj if choice else merged.weight(*gate_up),
         gelu=fuse.is_gelu(getattr(mlp, "act_fn", None)),
         down=mlp.experts.down_proj if choice else merged.weight(mlp.down_proj),
+        inner=inner_of(mlp),
     )
 
 
+def router_of(mlp: Any) -> Any:
+    """Of experts."""
+    return mlp.router if hasattr(mlp, "router") else mlp.gate
+
+
+def inner_of(mlp: Any) -> int:
+    """The width between the products of an MLP, or of one of its experts. Those of gpt-oss lie the other way round."""
+    if not hasattr(mlp, "experts"):
+        return int(mlp.down_proj.weight.shape[1])
+    return int(mlp.experts.down_proj.shape[1 if hasattr(mlp.experts, "down_proj_bias") else 2])
+
+
 def _choice(mlp: Any, mixing: int) -> _Choice:
-    limited, experts = None, mlp.experts
-    router = mlp.router if hasattr(mlp, "router") else mlp.gate
+    limited, experts, router = None, mlp.experts, router_of(mlp)
     if fuse.is_limited_mixture(mlp):
         limited = experts.gate_up_proj_bias, experts.down_proj_bias, float(experts.alpha), float(experts.limit)
     return _Choice(

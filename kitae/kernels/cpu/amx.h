@@ -89,15 +89,15 @@ struct Tiles {
 
     static constexpr int64_t ROWS = 512;  // as much of the left operand as stays in the cache next to the core
 
-    // put(block, row, rows, column, columns) gets [32][32] floats.
+    // put(block, row, rows, column, columns) gets [32][32] floats. A thread that finds nothing more to do goes on.
     template <typename Put>
-    static void product(const Blocked<bf16>& left, const bf16* right, int64_t M, int64_t N, const Put& put) {
+    static void begin_product(const Blocked<bf16>& left, const bf16* right, int64_t M, int64_t N, const Put& put) {
         const int64_t depth = left.K / 32, step = depth * TILE, panels = tiles(N, 32), parts = tiles(M, ROWS);
         // Several panels a job: fewer, longer writes. Few enough to keep all threads busy to the end.
         const int64_t width = std::max<int64_t>(1, std::min<int64_t>(4, panels * parts / (8 * omp_get_num_threads())));
         const int64_t jobs = tiles(panels, width);
         alignas(64) float block[32 * 32];
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
         for (int64_t job = 0; job < parts * jobs; job++) {
             const int64_t first = job / jobs * ROWS, end = std::min(M, first + ROWS);
             const int64_t begin = job % jobs * width, after = std::min(panels, begin + width);

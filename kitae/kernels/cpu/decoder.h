@@ -165,15 +165,15 @@ struct Panels {
     // As much of both operands as stays in the second cache. Sums of a whole row of thousands would also be less exact.
     static constexpr int64_t ROWS = 280, DEPTH = 384;
 
-    // put(block, row, rows, column, columns) gets [rows][PANEL] floats.
+    // put(block, row, rows, column, columns) gets [rows][PANEL] floats. A thread that finds nothing more to do goes on.
     template <typename Put>
-    static void product(const Blocked<float>& left, const float* right, int64_t M, int64_t N, const Put& put) {
+    static void begin_product(const Blocked<float>& left, const float* right, int64_t M, int64_t N, const Put& put) {
         const int64_t K = left.K, height = left.height, blocks = tiles(M, height), panels = tiles(N, PANEL);
         const int64_t parts = tiles(blocks, ROWS / height), each = tiles(blocks, parts);
         const int64_t width = std::max<int64_t>(1, std::min<int64_t>(4, panels * parts / (8 * omp_get_num_threads())));
         const int64_t jobs = tiles(panels, width), cut = tiles(tiles(K, tiles(K, DEPTH)), 16) * 16;
         alignas(64) float block[ROWS * PANEL];
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
         for (int64_t job = 0; job < parts * jobs; job++) {
             const int64_t begin = job / jobs * each, end = std::min(blocks, begin + each), count = end - begin;
             const int64_t row = begin * height, rows = std::min(M, end * height) - row;
@@ -211,6 +211,13 @@ struct Panels {
     static __m512 add_dot(__m512 sum, Line a, Line b) { return _mm512_fmadd_ps(a, b, sum); }
 #endif
 };
+
+// A product that is whole when it returns.
+template <typename Unit, typename Put, typename T = typename Unit::T>
+void product(const Blocked<T>& left, const T* right, int64_t M, int64_t N, const Put& put) {
+    Unit::begin_product(left, right, M, N, put);
+#pragma omp barrier
+}
 
 // What becomes of a block: out = round(block + bias), rows of `width`.
 template <typename Unit>
@@ -322,25 +329,47 @@ void add_normed_rows(typename Unit::T* x, const typename Unit::T* added, const t
 
 }  // namespace
 
+// How a layer mixes experts; number: among the layers that do. The packed router has a column for each. With biases,
+// [experts, 2, inner] and [experts, hidden], the experts are those of gpt-oss, which alone have a limit.
+template <typename T>
+struct Mixture {
+    const T *router, *router_bias, *gate_up_bias, *down_bias;
+    int64_t number, experts, top_k, renormalise;
+    double alpha, limit;
+};
+
 // One layer of a decoder, as Python describes it. All matrices are packed; gate and up alternate. A norm, a bias or sinks
-// that a model has not are null. wide_norms: those of queries and keys are over all heads at once.
+// that a model has not are null. wide_norms: those of queries and keys are over all heads at once. mixture: null in a
+// dense layer; else gate_up and down have those of all experts, so many numbers apart.
 template <typename T>
 struct Layer {
     const T *before_attention, *qkv, *bias, *query_norm, *key_norm, *cos, *sin, *out, *out_bias, *after_attention;
     const T *before_mlp, *gate_up, *down, *after_mlp;
     T *keys, *values;
     const float* sinks;
-    int64_t window, rule, head_rule, wide_norms, pairs, gelu;
+    const Mixture<T>* mixture;
+    int64_t window, rule, head_rule, wide_norms, pairs, gelu, inner, gate_up_step, down_step;
     double scale, softcap, eps_before_attention, eps_after_attention, eps_before_mlp, eps_after_mlp, eps_heads;
+};
+
+// The rows of an expert: how many, and where they begin among those of all.
+struct Group {
+    int64_t count, first;
 };
 
 // factor: of what each half of a layer adds.
 template <typename T>
 struct Decoder {
-    int64_t hidden, heads, kv_heads, dim, inner, page_size;
+    int64_t hidden, heads, kv_heads, dim, page_size;
     double factor;
     // Room for as many rows as there are: x and added [T, hidden], qkv [T, (heads + 2 kv_heads) dim], and left operands.
     T *x, *added, *qkv, *normed, *mixed, *gated;
+    // For mixtures: left operands of all experts, [T, experts] of a router, gates [T, top_k], experts [mixtures, T, top_k],
+    // the pair of each gathered row, and the rows of each expert.
+    T *gathered, *logits;
+    float* gates;
+    int32_t *chosen, *pair_of;
+    Group* groups;
 };
 
 namespace {
@@ -402,7 +431,7 @@ void project(const Decoder<T>& d, const Layer<T>& l, const int64_t* positions, c
     const int64_t width = (d.heads + 2 * d.kv_heads) * d.dim;
     const Blocked<T> normed{d.normed, d.hidden, Unit::height(rows)};
     norm_rows<Unit>(d.x, l.before_attention, (float)l.eps_before_attention, l.rule, rows, normed);
-    Unit::product(normed, l.qkv, rows, width, PutRows<Unit>{d.qkv, width, l.bias});
+    product<Unit>(normed, l.qkv, rows, width, PutRows<Unit>{d.qkv, width, l.bias});
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < rows; t++) rotate_and_store<Unit>(d, l, d.qkv + t * width, positions[t], slots[t]);
 }
@@ -412,21 +441,28 @@ template <typename Unit, typename T = typename Unit::T>
 void add_product(const Decoder<T>& d, const Blocked<T>& left, const T* right, const T* bias, const T* norm, float eps,
                  int64_t rule, int64_t rows) {
     if (norm) {
-        Unit::product(left, right, rows, d.hidden, PutRows<Unit>{d.added, d.hidden, bias});
+        product<Unit>(left, right, rows, d.hidden, PutRows<Unit>{d.added, d.hidden, bias});
         add_normed_rows<Unit>(d.x, d.added, norm, eps, rule, (float)d.factor, rows, d.hidden);
     } else {
-        Unit::product(left, right, rows, d.hidden, AddRows<Unit>{d.x, d.hidden, bias, (float)d.factor});
+        product<Unit>(left, right, rows, d.hidden, AddRows<Unit>{d.x, d.hidden, bias, (float)d.factor});
     }
 }
+
+}  // namespace
+
+#include "experts.h"
+
+namespace {
 
 template <typename Unit, typename T = typename Unit::T>
 void finish_layer(const Decoder<T>& d, const Layer<T>& l, int64_t rows) {
     const int64_t height = Unit::height(rows);
     const Blocked<T> mixed{d.mixed, d.heads * d.dim, height}, normed{d.normed, d.hidden, height};
-    const Blocked<T> gated{d.gated, d.inner, height};
+    const Blocked<T> gated{d.gated, l.inner, height};
     add_product<Unit>(d, mixed, l.out, l.out_bias, l.after_attention, (float)l.eps_after_attention, l.rule, rows);
     norm_rows<Unit>(d.x, l.before_mlp, (float)l.eps_before_mlp, l.rule, rows, normed);
-    Unit::product(normed, l.gate_up, rows, 2 * d.inner, PutGated<Unit>{gated, l.gelu != 0});
+    if (l.mixture) return add_experts<Unit>(d, l, *l.mixture, normed, rows);
+    product<Unit>(normed, l.gate_up, rows, 2 * l.inner, PutGated<Unit>{gated, l.gelu != 0});
     add_product<Unit>(d, gated, l.down, (const T*)nullptr, l.after_mlp, (float)l.eps_after_mlp, l.rule, rows);
 }
 
@@ -607,7 +643,7 @@ void forward(const Decoder<T>& d, const Layer<T>* layers, int64_t count, const i
             UNIT::Registers registers(M);                                                                              \
             const Blocked<UNIT::T> left{room, K, UNIT::height(M)};                                                     \
             norm_rows<UNIT>(x, nullptr, 0.0f, EARLY, M, left);                                                         \
-            UNIT::product(left, packed, M, N, PutRows<UNIT>{out, N, bias});                                            \
+            product<UNIT>(left, packed, M, N, PutRows<UNIT>{out, N, bias});                                            \
         }                                                                                                              \
     }                                                                                                                  \
     void norm_##SUFFIX(const UNIT::T* x, const UNIT::T* weight, double eps, int64_t rule, UNIT::T* out, int64_t M,     \
@@ -642,6 +678,7 @@ void forward(const Decoder<T>& d, const Layer<T>* layers, int64_t count, const i
 extern "C" {
 
 // What Python compares its own descriptions with, and the columns of a panel.
+int64_t mixture_size() { return sizeof(Mixture<float>); }
 int64_t layer_size() { return sizeof(Layer<float>); }
 int64_t decoder_size() { return sizeof(Decoder<float>); }
 int64_t panel_width() { return PANEL; }

@@ -24,14 +24,25 @@ _ROWS = 16  # of a block of a left operand, at most
 _HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 
 
+class Mixture(ctypes.Structure):
+    """`struct Mixture` of decoder.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("router", "router_bias", "gate_up_bias", "down_bias")),
+        *((name, c_int64) for name in ("number", "experts", "top_k", "renormalise")),
+        *((name, c_double) for name in ("alpha", "limit")),
+    ]
+
+
 class Layer(ctypes.Structure):
     """`struct Layer` of decoder.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("before_attention", "qkv", "bias", "query_norm", "key_norm", "cos", "sin")),
         *((name, c_void_p) for name in ("out", "out_bias", "after_attention", "before_mlp", "gate_up", "down")),
-        *((name, c_void_p) for name in ("after_mlp", "keys", "values", "sinks")),
+        *((name, c_void_p) for name in ("after_mlp", "keys", "values", "sinks", "mixture")),
         *((name, c_int64) for name in ("window", "rule", "head_rule", "wide_norms", "pairs", "gelu")),
+        *((name, c_int64) for name in ("inner", "gate_up_step", "down_step")),
         *((name, c_double) for name in ("scale", "softcap", "eps_before_attention", "eps_after_attention")),
         *((name, c_double) for name in ("eps_before_mlp", "eps_after_mlp", "eps_heads")),
     ]
@@ -41,9 +52,10 @@ class Decoder(ctypes.Structure):
     """`struct Decoder` of decoder.h."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "inner", "page_size")),
+        *((name, c_int64) for name in ("hidden", "heads", "kv_heads", "dim", "page_size")),
         ("factor", c_double),
         *((name, c_void_p) for name in ("x", "added", "qkv", "normed", "mixed", "gated")),
+        *((name, c_void_p) for name in ("gathered", "logits", "gates", "chosen", "pair_of", "groups")),
     ]
 
 
@@ -59,7 +71,7 @@ def available(dtype: torch.dtype) -> bool:
 
 def _check_sizes(library: ctypes.CDLL) -> None:
     """A field that only one of the two languages knows would shift all that follow."""
-    for name, ours in (("layer_size", Layer), ("decoder_size", Decoder)):
+    for name, ours in (("mixture_size", Mixture), ("layer_size", Layer), ("decoder_size", Decoder)):
         size = library[name]
         size.restype = c_int64
         assert size() == ctypes.sizeof(ours), (
@@ -84,27 +96,30 @@ def fits(dtype: torch.dtype, *depths: int, head_dim: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """The transpose of a weight `[N, K]`, or of several interleaved, as a right operand."""
+    """The transpose of a weight `[N, K]`, or of several interleaved, as a right operand; or those of several experts,
+    `step` numbers apart."""
 
     data: Tensor
     columns: int
     depth: int
+    step: int
 
     @classmethod
-    def room_for(cls, weight: Tensor) -> "Packed":
-        (columns, depth), unit = weight.shape, _DEPTH[weight.dtype]
+    def room_for(cls, columns: int, depth: int, dtype: torch.dtype, experts: int = 1) -> "Packed":
+        unit = _DEPTH[dtype]
         assert depth % unit == 0, f"the depth of a product must be a multiple of {unit}, got {depth}"
-        panels = -(-columns // panel_width())
-        return cls(torch.empty(panels * panel_width() * depth, dtype=weight.dtype), columns, depth)
+        step = -(-columns // panel_width()) * panel_width() * depth
+        return cls(torch.empty(experts * step, dtype=dtype), columns, depth, step)
 
-    def fill(self, weights: Sequence[Tensor]) -> None:
+    def fill(self, weights: Sequence[Tensor], expert: int = 0) -> None:
         """Copy the weights in. Several take turns, half a panel each."""
         take_again(self.data)
-        self.data[-panel_width() * self.depth :].zero_()  # the last panel may have columns that no weight has
+        room = self.data[expert * self.step : (expert + 1) * self.step]
+        room[-panel_width() * self.depth :].zero_()  # the last panel may have columns that no weight has
         for turn, weight in enumerate(weights):
-            assert weight.dtype == self.data.dtype and weight.is_contiguous() and weight.shape[1] == self.depth
+            assert weight.dtype == room.dtype and weight.is_contiguous() and weight.shape[1] == self.depth
             assert len(weights) == 1 or len(weight) % (panel_width() // 2) == 0
-            _call("pack", self.data.dtype, weight, *weight.shape, self.data, turn, len(weights))
+            _call("pack", room.dtype, weight, *weight.shape, room, turn, len(weights))
 
     @property
     def bytes(self) -> int:
@@ -156,9 +171,12 @@ def forward(
     _call("forward", dtype, decoder, layers, len(layers), *tensors, table.shape[1], len(positions))
 
 
-def padded(rows: int) -> int:
-    """Rows that a left operand of this many rows needs room for: whole blocks, of which two are computed at once."""
-    return (-(-rows // _ROWS) + 2) * _ROWS
+def padded(rows: int, parts: int = 1) -> int:
+    """Rows that a left operand of this many rows needs room for: whole blocks, of which two are computed at once.
+
+    parts: operands that these rows are of, at most; each has blocks of its own.
+    """
+    return (-(-rows // _ROWS) + min(parts, rows) + 1) * _ROWS
 
 
 def _call(name: str, dtype: torch.dtype, *arguments: object) -> None:

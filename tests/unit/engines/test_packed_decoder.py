@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
@@ -18,11 +19,13 @@ from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.runner import ModelRunner
 from kitae.errors import EngineError
 from kitae.kernels.cpu import packed
+from kitae.models.agreement import gap
 from kitae.models.attention import SelfAttention
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
-from kitae.models.tiny import ARCHITECTURES, make_tiny
+from kitae.models.routing import record_routing
+from kitae.models.tiny import ARCHITECTURES, MIXTURES, make_tiny
 
 pytestmark = pytest.mark.skipif(not packed.available(torch.float32), reason="no C++ compiler")
 DTYPES = [
@@ -76,7 +79,7 @@ def some_tokens(count: int, seed: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("hidden", [64, 128, 256])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES + MIXTURES)
 def test_it_is_the_modules_but_for_rounding_in_float32(architecture: str, hidden: int, load: Load) -> None:
     policy, tokens = load(architecture, hidden=hidden), some_tokens(70)
     torch.testing.assert_close(
@@ -86,7 +89,7 @@ def test_it_is_the_modules_but_for_rounding_in_float32(architecture: str, hidden
 
 @pytest.mark.skipif(not packed.available(torch.bfloat16), reason="no AMX")
 @pytest.mark.parametrize("hidden", [64, 128, 256])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES + MIXTURES)
 def test_it_is_as_close_to_fp32_as_the_modules_are(architecture: str, hidden: int, load: Load) -> None:
     policy, tokens = load(architecture, "bfloat16", hidden=hidden), some_tokens(70)
     exact = load(architecture, "float32", hidden=hidden)
@@ -94,17 +97,24 @@ def test_it_is_as_close_to_fp32_as_the_modules_are(architecture: str, hidden: in
         for p, q in zip(exact.model.parameters(), policy.model.parameters(), strict=True):
             p.copy_(q)
     truth, plain, got = own_states(exact, tokens), own_states(policy, tokens), in_rows(decoder_of(policy), tokens, 20)
-    assert (got - truth).norm() < 1.2 * (plain - truth).norm() + 1e-3 * truth.norm()
+    if architecture in MIXTURES:  # where rounding moves some tokens to another expert
+        assert gap(got, truth) < 1.2 * gap(plain, truth) + 1e-3
+    else:
+        assert (got - truth).norm() < 1.2 * (plain - truth).norm() + 1e-3 * truth.norm()
 
 
 @each_dtype
-def test_long_prompts_go_layer_by_layer(dtype: str, load: Load) -> None:
-    decoder = decoder_of(load("llama", dtype))
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_long_prompts_go_layer_by_layer(architecture: str, dtype: str, load: Load) -> None:
+    decoder = decoder_of(load(architecture, dtype))
     tokens, positions = some_tokens(70, 2), torch.arange(70)
     with torch.inference_mode():
         got = decoder.hidden(tokens, positions, positions, SelfAttention(positions)).float()
-    tolerance = {"rtol": 0.1, "atol": 0.15} if dtype == "bfloat16" else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(got, in_rows(decoder, tokens, 1), **tolerance)
+    rows = in_rows(decoder, tokens, 1)
+    if dtype == "bfloat16":
+        assert gap(got, rows) < 0.03
+    else:
+        torch.testing.assert_close(got, rows, rtol=1e-5, atol=1e-5)
 
 
 @each_dtype
@@ -126,11 +136,70 @@ def test_kinds_of_attention(kind: str, dtype: str, load: Load) -> None:
     assert (expected - own_states(policy, tokens)).abs().max() > 1e-2, "it makes no difference"
 
 
+def mixture(folder: Path, **settings: Any) -> Policy:
+    """A random Qwen3-MoE of another shape than the tiny one."""
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_hidden_layers": 3}
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=259, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        max_position_embeddings=512, initializer_range=0.1, eos_token_id=2, pad_token_id=0, **{**sizes, **settings},
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    make_tiny(folder / "tokens", "llama")
+    AutoTokenizer.from_pretrained(folder / "tokens").save_pretrained(folder)
+    return load_policy(ModelConfig(path=str(folder), dtype="float32", device="cpu"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_experts": 130, "num_experts_per_tok": 7, "moe_intermediate_size": 16},
+        {"num_experts": 3, "num_experts_per_tok": 3, "norm_topk_prob": True},
+        {"num_experts": 5, "num_experts_per_tok": 1, "moe_intermediate_size": 80},
+        {"mlp_only_layers": [0, 2]},
+        {"mlp_only_layers": [1], "moe_intermediate_size": 16},
+    ],
+    ids=["many experts", "all of them", "one of five", "dense ones around", "a dense one between"],
+)
+def test_mixtures_of_other_shapes(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Experts of no row and of all, fewer than a panel has columns, layers that are wider than their experts."""
+    policy, tokens, positions = mixture(tmp_path, **settings), some_tokens(70), torch.arange(70)
+    decoder, found = decoder_of(policy), dict[int, torch.Tensor]()
+    with torch.inference_mode(), record_routing(policy.model) as record:
+        expected = policy.hidden(tokens, positions, SelfAttention(positions))
+    torch.testing.assert_close(in_rows(decoder, tokens, 20), expected, rtol=1e-5, atol=1e-5)
+    with torch.inference_mode():
+        decoder.hidden(
+            tokens, positions, positions, SelfAttention(positions), lambda i, e: found.update({i: e.clone()})
+        )
+    told_TLK = torch.stack([found[i] for i in range(len(found))], 1)
+    assert torch.equal(told_TLK.sort(-1).values, record.experts_TLK.int().sort(-1).values)
+
+
+@each_dtype
+def test_of_experts_that_are_as_good_the_first_are_taken(dtype: str, load: Load) -> None:
+    """Each once, whatever the logits are."""
+    policy, positions = load("mixtral", dtype), torch.arange(9)
+    decoder, heard = decoder_of(policy), list[list[list[int]]]()
+    with torch.no_grad():
+        for name, weight in policy.model.named_parameters():
+            if "mlp.gate." in name:
+                weight.zero_()
+    decoder.pack()
+
+    def hear(_: int, experts_TK: torch.Tensor) -> None:
+        heard.append(experts_TK.tolist())
+
+    with torch.inference_mode():
+        decoder.hidden(some_tokens(9), positions, positions, SelfAttention(positions), hear)
+    assert heard == [[[0, 1]] * 9] * policy.layers
+
+
 def test_what_it_does_not_cover_runs_its_own_modules(load: Load) -> None:
-    for policy in (load("qwen3_moe"), load("gpt_oss"), load("llama", hidden=80)):
-        runner = CpuRunner(policy, KVCache(policy, 0.02, 16))
-        assert runner.decoder is None
-        assert generate(policy, requests("a"))[0].tokens
+    policy = load("llama", hidden=80)
+    runner = CpuRunner(policy, KVCache(policy, 0.02, 16))
+    assert runner.decoder is None
+    assert generate(policy, requests("a"))[0].tokens
 
 
 @pytest.mark.parametrize(
@@ -175,7 +244,7 @@ def told(completions: list[Completion]) -> list[tuple[tuple[int, ...], tuple[flo
     return [(c.tokens, c.logprobs) for c in completions]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", ARCHITECTURES + MIXTURES)
 def test_answers_are_those_of_the_modules(architecture: str, load: Load) -> None:
     policy = load(architecture)
     got = generate(policy, requests("a", 40))
@@ -184,9 +253,12 @@ def test_answers_are_those_of_the_modules(architecture: str, load: Load) -> None
         torch.testing.assert_close(torch.tensor(ours.logprobs), torch.tensor(plain.logprobs), atol=1e-5, rtol=1e-5)
 
 
-def test_an_answer_in_float32_is_the_same_alone_among_others_and_after_preemption(load: Load) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "mixtral", "gpt_oss"])
+def test_an_answer_in_float32_is_the_same_alone_among_others_and_after_preemption(
+    architecture: str, load: Load
+) -> None:
     """To the last bit: rows do not depend on each other, and what is computed again is computed alike."""
-    policy, asked = load("llama"), requests("a", 60)
+    policy, asked = load(architecture), requests("a", 60)
     together = generate(policy, asked)
     assert [c for r in asked for c in told(generate(policy, [r]))] == told(together)
     page = 2 * policy.layers * policy.kv_heads * 8 * policy.head_dim * 4 / 2**30
@@ -196,8 +268,9 @@ def test_an_answer_in_float32_is_the_same_alone_among_others_and_after_preemptio
 
 
 @each_dtype
-def test_threads_change_nothing(dtype: str, load: Load) -> None:
-    policy, before = load("qwen3", dtype), torch.get_num_threads()
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_threads_change_nothing(architecture: str, dtype: str, load: Load) -> None:
+    policy, before = load(architecture, dtype), torch.get_num_threads()
     found = []
     try:
         for threads in (1, 2):
@@ -211,7 +284,7 @@ def test_threads_change_nothing(dtype: str, load: Load) -> None:
 @each_dtype
 def test_engines_beside_each_other_and_a_trainer(dtype: str, load: Load) -> None:
     """Their threads have teams of their own, and share no room."""
-    first, second = load("llama", dtype), load("qwen2", dtype)
+    first, second = load("llama", dtype), load("mixtral", dtype)
     expected = [told(generate(policy, requests("a", 40))) for policy in (first, second)]
     ended = threading.Event()
 
@@ -236,9 +309,12 @@ def test_engines_beside_each_other_and_a_trainer(dtype: str, load: Load) -> None
 @each_dtype
 @pytest.mark.parametrize("lora", [0, 4], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("move", [False, True], ids=["in place", "moved"])
-def test_no_packed_copy_outlives_a_weight_update(move: bool, lora: int, dtype: str, load: Load) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "gpt_oss"])
+def test_no_packed_copy_outlives_a_weight_update(
+    architecture: str, move: bool, lora: int, dtype: str, load: Load
+) -> None:
     """The same weights must give the same tokens and log-probs, whatever was served before."""
-    served, fresh = load("llama", dtype, lora_rank=lora), load("llama", dtype, lora_rank=lora)
+    served, fresh = (load(architecture, dtype, lora_rank=lora) for _ in range(2))
 
     async def across_updates() -> list[list[Completion]]:
         engine = NativeEngine(served, EngineConfig(memory_gb=0.02))
@@ -281,9 +357,12 @@ def held_bytes(engine: NativeEngine) -> int:
 @each_dtype
 @pytest.mark.parametrize("lora", [0, 4], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("move", [False, True], ids=["in place", "moved"])
-def test_an_engine_that_stands_still_has_no_copies(move: bool, lora: int, dtype: str, load: Load) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+def test_an_engine_that_stands_still_has_no_copies(
+    architecture: str, move: bool, lora: int, dtype: str, load: Load
+) -> None:
     """They are made anew, of the weights that there are then."""
-    served, fresh = load("llama", dtype, lora_rank=lora), load("llama", dtype, lora_rank=lora)
+    served, fresh = (load(architecture, dtype, lora_rank=lora) for _ in range(2))
 
     async def across_updates() -> list[list[Completion]]:
         engine = NativeEngine(served, EngineConfig(memory_gb=0.02))
@@ -328,10 +407,12 @@ def test_answers_in_flight_go_on_after_the_copies_were_given_back(load: Load) ->
 
 @each_dtype
 @pytest.mark.parametrize("value", ["nan", "inf"])
-@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "gate_proj"])
+@pytest.mark.parametrize(
+    "name", ["q_proj", "k_proj", "v_proj", "gate_proj", "mlp.gate.", "experts.gate_up", "experts.down"]
+)
 def test_weights_that_are_no_numbers_end_the_engine(name: str, value: str, dtype: str, load: Load) -> None:
-    """As with the modules: scores that are no numbers may not become probabilities."""
-    policy = load("llama", dtype)
+    """As with the modules: neither scores nor logits of a router that are no numbers may become probabilities."""
+    policy = load("llama" if "proj" in name and "." not in name else "mixtral", dtype)
 
     async def broken() -> None:
         engine = NativeEngine(policy, EngineConfig(memory_gb=0.02))
@@ -339,7 +420,7 @@ def test_weights_that_are_no_numbers_end_the_engine(name: str, value: str, dtype
         with torch.no_grad():
             for path, parameter in policy.model.named_parameters():
                 if name in path:
-                    parameter[3, 5] = float(value)
+                    parameter[..., 3, 5] = float(value)
         await engine.update_weights(WeightUpdate(1))
         try:
             await engine.generate(requests("a")[0])

@@ -17,7 +17,7 @@ DTYPES = [
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
-@pytest.mark.parametrize("ours", [packed.Layer, packed.Decoder])
+@pytest.mark.parametrize("ours", [packed.Mixture, packed.Layer, packed.Decoder])
 def test_fields_of_shared_structs_have_the_order_and_kinds_of_cpp(ours: type[ctypes.Structure]) -> None:
     """All are eight bytes wide, so equal order means equal offsets."""
     body = re.search(
@@ -27,14 +27,14 @@ def test_fields_of_shared_structs_have_the_order_and_kinds_of_cpp(ours: type[cty
     kinds = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
     expected = []
     for declaration in re.sub(r"//.*", "", body[1]).split(";")[:-1]:
-        kind, names = re.match(r"\s*(?:const )?(\w+)([\s*].*)", declaration, re.S).groups()  # type: ignore[union-attr]
+        kind, names = re.match(r"\s*(?:const )?(\w+)(?:<T>)?([\s*].*)", declaration, re.S).groups()  # type: ignore[union-attr]
         for name in names.split(","):
             expected.append((name.strip(" *"), ctypes.c_void_p if "*" in name else kinds[kind]))
     assert [(field[0], field[1]) for field in ours._fields_] == expected
     assert [getattr(ours, name).offset for name, _ in expected] == [8 * i for i in range(len(expected))]
 
 
-@pytest.mark.parametrize("name", ["Layer", "Decoder"])
+@pytest.mark.parametrize("name", ["Mixture", "Layer", "Decoder"])
 def test_a_struct_of_another_size_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Shorter(ctypes.Structure):
         _fields_ = getattr(packed, name)._fields_[:-1]
@@ -54,7 +54,7 @@ def made(rows: int, columns: int, depth: int, dtype: torch.dtype) -> tuple[torch
 
 
 def fill(*weights: torch.Tensor) -> packed.Packed:
-    found = packed.Packed.room_for(torch.cat(weights))
+    found = packed.Packed.room_for(*torch.cat(weights).shape, weights[0].dtype)
     found.fill(weights)
     return found
 
@@ -137,4 +137,4 @@ def test_depths_that_lines_cannot_hold_are_refused() -> None:
         assert not packed.fits(dtype, 64, 3 * unit + 8, head_dim=64)
         assert not packed.fits(dtype, 64, head_dim=48)
         with pytest.raises(AssertionError, match=f"multiple of {unit}, got 40"):
-            packed.Packed.room_for(torch.empty(64, 40, dtype=dtype))
+            packed.Packed.room_for(64, 40, dtype)
