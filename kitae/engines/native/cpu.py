@@ -137,7 +137,7 @@ class PackedDecoder(FusedDecoder):
             factor=self.multipliers[1],
         )  # fmt: skip
         self._packed = [_room_for(layer) for layer in self.layers]
-        self._packed_head = packed.Packed.room_for(*self._head.weight.shape, self._dtype)
+        self._packed_head = packed.Packed.room_for(self._head.weight.shape, self._dtype)
         self._addresses = self._find_addresses(policy)
         self._pack()
 
@@ -309,24 +309,25 @@ def _room_for(layer: DecoderLayer) -> dict[str, packed.Packed]:
     dtype, hidden, inner = layer.qkv.dtype, len(layer.out), layer.inner
     experts = 1 if layer.choice is None else len(layer.choice.weight)
     copies = {
-        "qkv": packed.Packed.room_for(*layer.qkv.shape, dtype),
-        "out": packed.Packed.room_for(*layer.out.shape, dtype),
-        "gate_up": packed.Packed.room_for(2 * inner, hidden, dtype, experts),
-        "down": packed.Packed.room_for(hidden, inner, dtype, experts),
+        "qkv": packed.Packed.room_for(layer.qkv.shape, dtype),
+        "out": packed.Packed.room_for(layer.out.shape, dtype),
+        "gate_up": packed.Packed.room_for((2 * inner, hidden), dtype, experts),
+        "down": packed.Packed.room_for((hidden, inner), dtype, experts),
     }
-    return copies if layer.choice is None else copies | {"router": packed.Packed.room_for(experts, hidden, dtype)}
+    return copies if layer.choice is None else copies | {"router": packed.Packed.room_for((experts, hidden), dtype)}
 
 
 def _experts(layer: DecoderLayer) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Gate, up and down of each, as products want them; a dense layer is one."""
+    all_gate_up, all_down = layer.gate_up.detach(), layer.down.detach()
     if layer.choice is None:
-        yield *layer.gate_up.detach().chunk(2), layer.down.detach()
-        return
-    for gate_up, down in zip(layer.gate_up.detach(), layer.down.detach(), strict=True):
-        if layer.choice.limited is None:
-            yield *gate_up.chunk(2), down
-        else:
+        all_gate_up, all_down = all_gate_up[None], all_down[None]
+    for gate_up, down in zip(all_gate_up, all_down, strict=True):
+        if layer.choice is not None and layer.choice.limited is not None:
             yield gate_up[:, 0::2].t().contiguous(), gate_up[:, 1::2].t().contiguous(), down.t().contiguous()
+        else:
+            gate, up = gate_up.chunk(2)
+            yield gate, up, down
 
 
 def _limit_bias(layer: DecoderLayer) -> Tensor | None:

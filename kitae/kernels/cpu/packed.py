@@ -105,8 +105,9 @@ class Packed:
     step: int
 
     @classmethod
-    def room_for(cls, columns: int, depth: int, dtype: torch.dtype, experts: int = 1) -> "Packed":
-        unit = _DEPTH[dtype]
+    def room_for(cls, shape: Sequence[int], dtype: torch.dtype, experts: int = 1) -> "Packed":
+        """For weights of this shape, of each expert."""
+        (columns, depth), unit = shape, _DEPTH[dtype]
         assert depth % unit == 0, f"the depth of a product must be a multiple of {unit}, got {depth}"
         step = -(-columns // panel_width()) * panel_width() * depth
         return cls(torch.empty(experts * step, dtype=dtype), columns, depth, step)

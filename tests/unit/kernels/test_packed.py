@@ -54,7 +54,7 @@ def made(rows: int, columns: int, depth: int, dtype: torch.dtype) -> tuple[torch
 
 
 def fill(*weights: torch.Tensor) -> packed.Packed:
-    found = packed.Packed.room_for(*torch.cat(weights).shape, weights[0].dtype)
+    found = packed.Packed.room_for(torch.cat(weights).shape, weights[0].dtype)
     found.fill(weights)
     return found
 
@@ -137,4 +137,4 @@ def test_depths_that_lines_cannot_hold_are_refused() -> None:
         assert not packed.fits(dtype, 64, 3 * unit + 8, head_dim=64)
         assert not packed.fits(dtype, 64, head_dim=48)
         with pytest.raises(AssertionError, match=f"multiple of {unit}, got 40"):
-            packed.Packed.room_for(64, 40, dtype)
+            packed.Packed.room_for((64, 40), dtype)
