@@ -8,9 +8,10 @@ Tokens per second of the native engine: against the batch (1, 2, 4, … one-samp
 context (one group of 8, answers of 32 tokens behind prompts of growing length; the prompt's own time is not counted);
 against the group size (as many sequences in all as the largest group, prompts of 256 tokens: what sharing a prompt is
 worth). Then 10³, 10⁴, 10⁵ rollouts of 16 tokens through the scheduler, the buffer and the journal, without a model:
-microseconds for each rollout, which must not grow. Prints tables and draws one PNG. With `--experts`, 512 sequences of
-4 layers of the shape of Qwen3-30B-A3B as well, with 8, 16, … experts, of which a token takes 8. Dashed is what an H200
-allows (`gpu_rollouts.py`).
+microseconds for each rollout, which must not grow; and 16 answers of 1,024 to 32,768 tokens, also through the stages of
+the algorithm and the packing of rows: nanoseconds for each token, which must not grow either. Prints tables and draws
+one PNG. With `--experts`, 512 sequences of 4 layers of the shape of Qwen3-30B-A3B as well, with 8, 16, … experts, of
+which a token takes 8. Dashed is what an H200 allows (`gpu_rollouts.py`).
 
 `--model`: a short name, a folder or a hub id; `qwen` is a random model of the shape of Qwen2.5-1.5B.
 """
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import torch
 from gpu_rollouts import Workload, floor, mixture_policy, qwen_policy
+from training import prepared
 
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
@@ -38,6 +40,8 @@ from kitae.models.load import load_policy, pick_device
 from kitae.observe.plots import load_pyplot
 from kitae.pipeline.buffer import Buffer, Harvest
 from kitae.store.journal import Journal
+from kitae.trainer.config import TrainingConfig
+from kitae.trainer.forward import pack_rows
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 
 Curve = dict[int, float]
@@ -108,31 +112,31 @@ class Speed:
 TOKENS, GROUP = 16, 8  # of a rollout without a model; rollouts of a prompt
 
 
-def schedule(rollouts: int) -> float:
+def schedule(rollouts: int, tokens: int = TOKENS) -> float:
     """Seconds to admit, grow and remove that many sequences, all of them waiting from the start."""
-    scheduler = Scheduler(PagePool(4096), 16, max_batch=256, prefill_tokens=8192)
+    scheduler = Scheduler(PagePool(4096 + tokens * GROUP), 16, max_batch=256, prefill_tokens=8192)
     finished: list[Completion | Exception] = []
-    sampling = SamplingParams(max_tokens=TOKENS)
+    sampling = SamplingParams(max_tokens=tokens)
     began = time.perf_counter()
     for i in range(rollouts):
         request = Request(str(i), tuple(range(i // GROUP, i // GROUP + 40)), sampling, i, share=str(i // GROUP))
-        scheduler.add(Decoding(request, i, TOKENS, finished.append))
+        scheduler.add(Decoding(request, i, tokens, finished.append))
     while not scheduler.idle:
         admission = scheduler.admit()
         if not admission.any:
             scheduler.grow()
         for sequence in admission.fresh if admission.any else list(scheduler.running):
             sequence.tokens.append(1)
-            if len(sequence.tokens) == TOKENS:
+            if len(sequence.tokens) == tokens:
                 scheduler.remove(sequence)
                 sequence.done(sequence.completion("length"))
     assert len(finished) == rollouts
     return time.perf_counter() - began
 
 
-def _rollout(group: int, sample: int) -> Rollout:
-    segment = Segment("model", (1,) * TOKENS, (-1.0,) * TOKENS, (0,) * TOKENS)
-    return Rollout.of(group, sample, tuple(range(40)), (segment,), "length", "a" * TOKENS, Score(1.0))
+def _rollout(group: int, sample: int, tokens: int = TOKENS) -> Rollout:
+    segment = Segment("model", (1,) * tokens, (-1.0,) * tokens, (0,) * tokens)
+    return Rollout.of(group, sample, tuple(range(40)), (segment,), "length", "a" * tokens, Score(float(sample % 2)))
 
 
 async def pass_buffer(rollouts: int) -> float:
@@ -159,7 +163,7 @@ async def pass_buffer(rollouts: int) -> float:
     return time.perf_counter() - began
 
 
-async def write_journal(rollouts: int) -> float:
+async def write_journal(rollouts: int, tokens: int = TOKENS) -> float:
     """Seconds to journal prompts, rollouts and fates, and to read back what is pending."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal(Path(folder) / "journal.sqlite")
@@ -169,7 +173,7 @@ async def write_journal(rollouts: int) -> float:
         for first in range(0, groups, 64):
             batch = range(first, min(groups, first + 64))
             await asyncio.gather(*(journal.add_prompt(g, prompt, 0, g) for g in batch))
-            await asyncio.gather(*(journal.add_rollout(_rollout(g, i)) for g in batch for i in range(GROUP)))
+            await asyncio.gather(*(journal.add_rollout(_rollout(g, i, tokens)) for g in batch for i in range(GROUP)))
             await journal.add_fates(first // 64, list(batch)[:-1], [])
         waiting = journal.pending()
         assert len(waiting) == -(-groups // 64) and len(journal.rollouts(waiting[-1].groups[0])) == GROUP
@@ -187,6 +191,31 @@ def bookkeeping(largest: int) -> dict[str, Curve]:
         "journal": lambda n: asyncio.run(write_journal(n)),
     }
     return {name: {n: run(n) / n * 1e6 for n in sizes} for name, run in parts.items() if sizes}
+
+
+def prepare(rollouts: int, tokens: int) -> float:
+    """Seconds from groups to what the trainer computes: advantages, weights of tokens, rows."""
+    prompt = Prompt("0", (Message("user", "how many?"),), "42")
+    groups = [Group(g, prompt, tuple(_rollout(g, i, tokens) for i in range(GROUP))) for g in range(rollouts // GROUP)]
+    training = TrainingConfig(token_budget=4 * tokens)
+    began = time.perf_counter()
+    parts, _ = pack_rows(prepared(groups, tokens), training, torch.device("cpu"))
+    seconds = time.perf_counter() - began
+    assert sum(map(len, parts)) == rollouts
+    return seconds
+
+
+def long_answers(longest: int, rollouts: int = 2 * GROUP) -> dict[str, Curve]:
+    """Nanoseconds for each token of answers, the best of three."""
+    parts = {
+        "scheduler": schedule,
+        "journal": lambda n, tokens: asyncio.run(write_journal(n, tokens)),
+        "stages and packing": prepare,
+    }
+    return {
+        name: {n: min(run(rollouts, n) for _ in range(3)) / (rollouts * n) * 1e9 for n in doubled(1024, longest)}
+        for name, run in parts.items()
+    }
 
 
 LIMIT = ", limit"  # of the name of a curve: what the hardware allows
@@ -278,6 +307,7 @@ def main() -> None:
     parser.add_argument("--memory-gb", type=float, default=2.0)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--rollouts", type=int, default=100_000, help="Most rollouts of the bookkeeping part; 0: none.")
+    parser.add_argument("--max-answer", type=int, default=32768, help="Longest answer of that part; 0: none.")
     parser.add_argument("--experts", type=int, default=0, help="Most experts of a mixture; on a GPU.")
     parser.add_argument("--from", dest="kept", type=Path, metavar="JSON", help="Draw what --json has kept.")
     parser.add_argument("--no-speed", action="store_true", help="Only the bookkeeping.")
@@ -292,6 +322,8 @@ def main() -> None:
     costs = bookkeeping(arguments.rollouts)
     for name, curve in costs.items():
         print_table(f"{name}: µs for a rollout, against the number of rollouts", curve)
+    for name, curve in long_answers(arguments.max_answer).items():
+        print_table(f"{name}: ns for a token, against the length of answers", curve)
     rates = {} if arguments.no_speed else asyncio.run(speeds(arguments))
     device = pick_device(arguments.device)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU cores"
