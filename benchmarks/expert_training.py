@@ -1,11 +1,13 @@
 """Forward and backward pass of the experts of one layer on a CPU: the model's own module, the fused one, the products.
 
     OMP_NUM_THREADS=1 python benchmarks/expert_training.py [--shapes smollm2,qwen3-30b] [--repeats 5] [--tokens 1024]
+    OMP_NUM_THREADS=1 python benchmarks/expert_training.py --forward --tokens 8
 
 Processor seconds of one pass, the best of some, all taken in turns in one process, in fp32 with random weights. The
-gradients of the weights are there already, as in every micro-batch of a step but the first. `eager` is the loop of the
-class itself, `grouped_mm` what transformers chooses; `products` are the same matrix products alone, each into a tensor
-that is there: the floor. Memory is what a pass needs at its peak beside weights, gradients and input, in MiB.
+gradients of the weights are there already, as in every micro-batch of a step but the first. `grouped_mm` is what
+transformers chooses; `--ways eager` the loop of the class itself, which with many experts takes minutes; `products` are
+the same matrix products alone, each into a tensor that is there: the floor. Memory is what a pass needs at its peak
+beside weights, gradients and input, in MiB. With `--forward`, the forward pass alone, as it is sampled with.
 """
 
 import argparse
@@ -30,7 +32,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {"smollm2": Shape(576, 1536, 4, 2), "qwen3-30b": Shape(2048, 768, 128, 8)}
-WAYS = ("eager", "grouped_mm", "fused")
+WAYS = ("grouped_mm", "fused")
 
 
 class Inputs(NamedTuple):
@@ -72,12 +74,16 @@ def choose(module: Any, way: str) -> None:
         raise SystemExit("the module was not fused")
 
 
-def run(module: Any, inputs: Inputs) -> None:
+def run(module: Any, inputs: Inputs, forward: bool) -> None:
+    if forward:
+        with torch.no_grad():
+            module(inputs.x, inputs.chosen, inputs.gates)
+        return
     inputs.x.grad = inputs.gates.grad = None
     module(inputs.x, inputs.chosen, inputs.gates).backward(inputs.grad)
 
 
-def products(module: Any, inputs: Inputs) -> Callable[[], None]:
+def products(module: Any, inputs: Inputs, forward: bool) -> Callable[[], None]:
     """Rows of each expert times its weights, and the four products of the backward pass."""
     gate_up, down = module.gate_up_proj, module.down_proj
     counts = torch.bincount(inputs.chosen.flatten(), minlength=len(down)).tolist()
@@ -91,7 +97,7 @@ def products(module: Any, inputs: Inputs) -> Callable[[], None]:
                 torch.mm(rows[:n], gate_up[e].t(), out=both[:n])
                 torch.mm(act[:n], down[e].t(), out=hidden_out[:n])
         for e, n in enumerate(counts):
-            if n:
+            if n and not forward:
                 torch.mm(hidden_out[:n], down[e], out=dact[:n])
                 torch.mm(hidden_out[:n].t(), act[:n], out=down.grad[e])
                 torch.mm(both[:n], gate_up[e], out=drows[:n])
@@ -122,25 +128,25 @@ def peak(work: Callable[[], None]) -> int:
     return status("VmHWM") - before
 
 
-def measure(shape: Shape, tokens: int, repeats: int, ways: list[str]) -> None:
+def measure(shape: Shape, tokens: int, repeats: int, ways: list[str], forward: bool) -> None:
     torch.manual_seed(0)
     module, inputs = make_module(shape), make_inputs(shape, tokens)
-    floor = products(module, inputs)
+    floor = products(module, inputs, forward)
     times: dict[str, list[float]] = {way: [] for way in (*ways, "products")}
     memory = {}
     for repeat in range(repeats + 1):
         for way in ways:
             choose(module, way)
-            taken = seconds(lambda: run(module, inputs))
+            taken = seconds(lambda: run(module, inputs, forward))
             times[way] += [taken] if repeat else []
         times["products"] += [seconds(floor)] if repeat else []
     for way in ways:
         choose(module, way)
-        memory[way] = peak(lambda: run(module, inputs))
+        memory[way] = peak(lambda: run(module, inputs, forward))
     best = {way: min(found) for way, found in times.items()}
     for way, found in best.items():
         text = f"{memory[way]:8} MiB" if way in memory else ""
-        print(f"    {way:12} {found:8.3f} s  {found / best['products']:5.2f} of the products {text}", flush=True)
+        print(f"    {way:12} {found:8.4f} s  {found / best['products']:5.2f} of the products {text}", flush=True)
 
 
 def main() -> None:
@@ -149,11 +155,12 @@ def main() -> None:
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--forward", action="store_true")
     arguments = parser.parse_args()
     keep_freed_memory()
     for name in arguments.shapes.split(","):
         print(f"{name}: {SHAPES[name]}, {arguments.tokens} tokens, {torch.get_num_threads()} threads")
-        measure(SHAPES[name], arguments.tokens, arguments.repeats, arguments.ways.split(","))
+        measure(SHAPES[name], arguments.tokens, arguments.repeats, arguments.ways.split(","), arguments.forward)
 
 
 if __name__ == "__main__":

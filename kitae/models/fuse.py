@@ -453,7 +453,7 @@ def _swap_if_equal_attention(module: Any, function: Any, weight: Tensor, head_di
 
 
 def _swap_if_equal_experts(module: Any, function: Any) -> bool:
-    """With gates that do not add up to 1, and experts that no, one and several tokens have chosen, if there are more."""
+    """With gates that do not add up to 1, and experts that none, one or both of the tokens have chosen."""
     fused, (count, _, _) = MethodType(function, module), module.gate_up_proj.shape
     x = _probe(module.gate_up_proj)[0]
     chosen = torch.tensor([[0, 1], [count - 1, 0]], device=x.device)[:, : min(2, count)]

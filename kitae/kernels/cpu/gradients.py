@@ -1,5 +1,7 @@
 """Gradients of weights on a CPU: computed, and added where they belong."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,9 +39,10 @@ class StackGradient:
         self._into = gradient_of(weights) if needed else None
         self.made = torch.zeros_like(weights) if needed and self._into is None else None
 
-    def add(self, index: int, dy: Tensor, x: Tensor) -> None:
-        """`dy.T @ x` to that of one weight; once at most."""
-        if self._into is not None:
-            add_product(self._into[index], dy, x)
-        elif self.made is not None:
-            torch.mm(dy.t(), x, out=self.made[index])
+    def add(self, parts: Sequence[tuple[int, slice]], dy: Tensor, x: Tensor) -> None:
+        """`dy.T @ x` of a part of the rows to that of each weight named beside it; to each once at most."""
+        for index, part in parts:
+            if self._into is not None:
+                add_product(self._into[index], dy[part], x[part])
+            elif self.made is not None:
+                torch.mm(dy[part].t(), x[part], out=self.made[index])

@@ -1,4 +1,4 @@
-"""Experts of a loaded mixture through the kernels of a CPU: which modules are swapped, and that nothing else changes."""
+"""Experts of a loaded mixture through the kernels of a CPU: which are swapped, and that nothing else changes."""
 
 import copy
 import importlib
@@ -24,7 +24,13 @@ from kitae.trainer.forward import checkpoint_activations
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
 TinyPolicy = Callable[..., Policy]
 CPU = torch.device("cpu")
-KINDS = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe", "qwen2_moe": "Qwen2Moe", "olmoe": "Olmoe", "flex_olmo": "FlexOlmo"}
+KINDS = {  # by family: how its classes begin
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
+    "qwen2_moe": "Qwen2Moe",
+    "olmoe": "Olmoe",
+    "flex_olmo": "FlexOlmo",
+}
 TOKENS = torch.arange(5, 45)
 
 
