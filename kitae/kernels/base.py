@@ -4,7 +4,8 @@ Each door is a protocol with one signature, and its docstring is the contract fo
 that a device has for one dtype; a door that only some devices have is `… | None` in it. None means: use plain torch.
 `kitae.kernels.devices` gives the records. This module imports no implementation.
 
-Legend: T rows (tokens of a packed row), H width of the model, D head dimension, V vocabulary.
+Legend: T rows (tokens of a packed row), H width of the model, D head dimension, V vocabulary; of mixtures E experts, K
+that one token gets, I inner width of one.
 """
 
 import math
@@ -47,6 +48,15 @@ class SwigluLinear(Protocol):
         """`(silu(gate) * up) @ weight.T`, differentiable; takes over gate and up, which must be fresh."""
 
 
+class Experts(Protocol):
+    def __call__(self, x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """`Σ_k gates[t, k] · (silu(gate) * up) @ down[e].T`, e = `chosen[t, k]`, of rows x `[T, H]`; differentiable.
+
+        chosen and gates `[T, K]`, the experts of a row all different; gate and up are the halves of `x @ gate_up[e].T`,
+        for weights `[E, 2 I, H]` and `[E, H, I]`. No weight of an expert that nobody chose is read.
+        """
+
+
 class NormedQkv(Protocol):
     def __call__(
         self, x: Tensor, norm: tuple[Tensor, float], cos: Tensor, sin: Tensor, dim: int, *modules: Linear
@@ -79,6 +89,7 @@ class ModuleKernels:
     rms_norm: RmsNorm
     swiglu: Swiglu
     embedding: Embedding | None = None
+    experts: Experts | None = None
     rotary: Rotary | None = None
     layers: LayerKernels | None = None
 

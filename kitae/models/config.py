@@ -19,7 +19,9 @@ class ModelConfig(Section):
         "auto", description="auto: bfloat16 where the hardware can compute in it, and float32 where it cannot."
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1 …")
-    fuse: bool = Field(True, description="Run norms and gated MLPs through compiled kernels where they can be built.")
+    fuse: bool = Field(
+        True, description="Run norms, gated MLPs and experts through compiled kernels where they can be built."
+    )
     exact: bool = Field(
         False,
         description="Make every log-prob the same to the last bit in the engine and the trainer, in any batch; slower.",

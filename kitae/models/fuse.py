@@ -1,4 +1,5 @@
-"""Run the slow small modules of a model through compiled kernels, where that is exact: norms, gated MLPs, rotary.
+"""Run the slow small modules of a model through compiled kernels, where that is exact: norms, gated MLPs, experts,
+rotary.
 
 Whole decoder layers of the Llama family become one function, whose norms are not kept for the backward pass, and whose
 weights are laid together where one product uses them.
@@ -7,11 +8,13 @@ norm that adds 1 to its weight, say) simply stays as it is. Parameters, names an
 """
 
 import functools
+import inspect
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from kitae.kernels.base import LayerKernels, ModuleKernels
 from kitae.kernels.devices import training_kernels
@@ -32,7 +35,7 @@ def fuse_with(kernels: ModuleKernels, model: nn.Module) -> int:
     """The same, with these kernels only. Embeddings do not count: what they compute is the same."""
     for module in model.modules():
         _direct_embedding(module, kernels)
-    kinds = (_fuse_layer, _fuse_norm, _fuse_mlp, _fuse_attention)
+    kinds = (_fuse_layer, _fuse_norm, _fuse_mlp, _fuse_experts, _fuse_attention)
     return sum(any(fuse_kind(m, kernels) for fuse_kind in kinds) for m in model.modules())
 
 
@@ -73,6 +76,34 @@ def _fuse_mlp(module: Any, kernels: ModuleKernels) -> bool:
     layers = kernels.layers
     first: Any = module.gate_proj
     return _swap_if_equal(module, forward, first.weight)
+
+
+def _fuse_experts(module: Any, kernels: ModuleKernels) -> bool:
+    """Gated SiLU experts whose weights lie in two tensors; split over ranks, they run as their class defines them."""
+    experts = kernels.experts
+    if experts is None or not _are_experts(module):
+        return False
+
+    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+        if getattr(self, "_is_expert_parallel", False) or isinstance(self.gate_up_proj, DTensor):
+            return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
+        return experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
+
+    return _swap_if_equal_experts(module, forward)
+
+
+def _are_experts(module: Any) -> bool:
+    """By names and shapes: what is computed with them, a probe must tell."""
+    parameters = dict(module.named_parameters())
+    if parameters.keys() != {"gate_up_proj", "down_proj"} or not _is_silu(getattr(module, "act_fn", None)):
+        return False
+    gate_up, down = parameters["gate_up_proj"], parameters["down_proj"]
+    if gate_up.dim() != 3 or not (gate_up.is_contiguous() and down.is_contiguous()):
+        return False
+    count, height, width = gate_up.shape
+    given = [*inspect.signature(type(module).forward).parameters]
+    called_alike = given == ["self", "hidden_states", "top_k_index", "top_k_weights"]
+    return down.shape == (count, width, height // 2) and called_alike
 
 
 def _fuse_attention(module: Any, kernels: ModuleKernels) -> bool:
@@ -416,6 +447,23 @@ def _swap_if_equal_attention(module: Any, function: Any, weight: Tensor, head_di
         return False
     expected, got = ((r[0] if isinstance(r, tuple) else r).float() for r in results)
     if (got - expected).norm() > (1e-4 if weight.dtype == torch.float32 else 2e-2) * expected.norm():
+        return False
+    module.forward = fused
+    return True
+
+
+def _swap_if_equal_experts(module: Any, function: Any) -> bool:
+    """With gates that do not add up to 1, and experts that none, one or both of the tokens have chosen."""
+    fused, (count, _, _) = MethodType(function, module), module.gate_up_proj.shape
+    x = _probe(module.gate_up_proj)[0]
+    chosen = torch.tensor([[0, 1], [count - 1, 0]], device=x.device)[:, : min(2, count)]
+    gates = torch.tensor([[0.7, 0.4], [0.5, 0.2]], device=x.device, dtype=x.dtype)[:, : min(2, count)]
+    with torch.inference_mode():
+        try:
+            expected, got = (run(x, chosen, gates).float() for run in (module, fused))
+        except (RuntimeError, TypeError, AssertionError):
+            return False
+    if not (got - expected).norm() <= (1e-5 if x.dtype == torch.float32 else 2e-2) * expected.norm():
         return False
     module.forward = fused
     return True

@@ -370,6 +370,62 @@ void swiglu_again(T* grad, T* gate, T* up, int64_t N) {
     }
 }
 
+// Rows of gate and up side by side, [N, 2 I], to their gated product [N, I].
+template <typename T>
+void gate_rows(const T* gate_up, T* out, int64_t N, int64_t I) {
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        const T *gate = gate_up + 2 * n * I, *up = gate + I;
+#pragma omp simd
+        for (int64_t i = 0; i < I; i++) {
+            T activated;
+            store(&activated, load(gate + i) * sigmoid(load(gate + i)));
+            store(out + n * I + i, load(&activated) * load(up + i));
+        }
+    }
+}
+
+// Of weight * product: the gradients of gate and up take their places, weight * product the place of grad, which is
+// that of the weighted product, and dweight gets the one of the weight, a sum over a row that no other thread adds to.
+template <typename T>
+void gate_rows_again(T* grad, T* gate_up, const float* weight, float* dweight, int64_t N, int64_t I) {
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        T *gate = gate_up + 2 * n * I, *up = gate + I, *of = grad + n * I;
+        const float w = weight[n];
+        float dot = 0;
+#pragma omp simd reduction(+ : dot)
+        for (int64_t i = 0; i < I; i++) {
+            const float g = load(gate + i), u = load(up + i), s = sigmoid(g), given = load(of + i), d = w * given;
+            T activated, product;
+            store(&activated, g * s);
+            store(&product, load(&activated) * u);
+            dot += given * load(&product);
+            store(of + i, w * load(&product));
+            store(up + i, d * g * s);
+            store(gate + i, d * u * s * (1.0f + g * (1.0f - s)));
+        }
+        dweight[n] = dot;
+    }
+}
+
+// total[place[n]] += weight[n] * rows[n], in the order of the rows; weight may be null, for ones. Threads share columns,
+// so that rows of one place do not meet.
+template <typename T>
+void add_rows(float* total, const int64_t* place, const T* rows, const float* weight, int64_t N, int64_t H) {
+    constexpr int64_t BLOCK = 64;
+#pragma omp parallel for schedule(static)
+    for (int64_t begin = 0; begin < H; begin += BLOCK) {
+        const int64_t end = std::min(begin + BLOCK, H);
+        for (int64_t n = 0; n < N; n++) {
+            float* into = total + place[n] * H;
+            const float w = weight ? weight[n] : 1.0f;
+#pragma omp simd
+            for (int64_t i = begin; i < end; i++) into[i] += w * load(rows + n * H + i);
+        }
+    }
+}
+
 // Sixteen floats rounded as they would be in memory.
 inline void store16(float* p, vec x) { memcpy(p, &x, sizeof x); }
 inline void store16(bf16* p, vec x) {  // round to nearest even
@@ -547,6 +603,14 @@ void softmax_backward(const T* probs, T* dprobs, const float* delta, float scale
         rotate_rows<T>(x, stride, cos, sin, N, heads, dim, back);                                                      \
     }                                                                                                                  \
     void swiglu_again_##SUFFIX(T* grad, T* gate, T* up, int64_t N) { swiglu_again<T>(grad, gate, up, N); }             \
+    void gate_rows_##SUFFIX(const T* gate_up, T* out, int64_t N, int64_t I) { gate_rows<T>(gate_up, out, N, I); }      \
+    void gate_rows_again_##SUFFIX(T* grad, T* gate_up, const float* weight, float* dweight, int64_t N, int64_t I) {    \
+        gate_rows_again<T>(grad, gate_up, weight, dweight, N, I);                                                      \
+    }                                                                                                                  \
+    void add_rows_##SUFFIX(float* total, const int64_t* place, const T* rows, const float* weight, int64_t N,          \
+                           int64_t H) {                                                                                \
+        add_rows<T>(total, place, rows, weight, N, H);                                                                 \
+    }                                                                                                                  \
     void accumulate_##SUFFIX(float* total, const T* part, int64_t N) { accumulate<T>(total, part, N); }                \
     void adamw_##SUFFIX(float* master, const float* grad, T* mean, T* square, bf16* model, float scale, float rate,    \
                         float beta1, float beta2, float eps, float decay, float correct1, float correct2, int64_t salt,\

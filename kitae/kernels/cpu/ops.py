@@ -175,6 +175,48 @@ def swiglu_again(grad: Tensor, gate: Tensor, up: Tensor) -> None:
     )
 
 
+def gate_rows(gate_up: Tensor) -> Tensor:
+    """`silu(gate) * up` of rows `[N, 2 I]` that begin with gate and end with up; no gradients."""
+    rows, inner = len(gate_up), gate_up.shape[1] // 2
+    out = torch.empty(rows, inner, dtype=gate_up.dtype)
+    assert gate_up.is_contiguous()
+    _call(
+        f"gate_rows_{_SUFFIX[gate_up.dtype]}",
+        *(c_void_p(t.data_ptr()) for t in (gate_up, out)),
+        *(c_int64(n) for n in (rows, inner)),
+    )
+    return out
+
+
+def gate_rows_again(grad: Tensor, gate_up: Tensor, weight: Tensor) -> Tensor:
+    """The backward pass of `weight[:, None] * gate_rows(gate_up)`; returns the gradient of the weight, in fp32.
+
+    In place: gate and up become their gradients, and grad, that of the weighted rows, becomes these rows.
+    """
+    assert grad.is_contiguous() and gate_up.is_contiguous() and weight.is_contiguous()
+    assert weight.dtype == torch.float32 and gate_up.dtype == grad.dtype
+    dweight = torch.empty(len(grad), dtype=torch.float32)
+    _call(
+        f"gate_rows_again_{_SUFFIX[grad.dtype]}",
+        *(c_void_p(t.data_ptr()) for t in (grad, gate_up, weight, dweight)),
+        *(c_int64(n) for n in grad.shape),
+    )
+    return dweight
+
+
+def add_rows(total: Tensor, place: Tensor, rows: Tensor, weight: Tensor | None = None) -> None:
+    """`total[place[n]] += weight[n] * rows[n]` for each n in turn; total and weight in fp32."""
+    assert total.is_contiguous() and place.is_contiguous() and rows.is_contiguous()
+    assert total.dtype == torch.float32 and place.dtype == torch.int64
+    assert weight is None or (weight.dtype == torch.float32 and weight.is_contiguous())
+    _call(
+        f"add_rows_{_SUFFIX[rows.dtype]}",
+        *(c_void_p(t.data_ptr()) for t in (total, place, rows)),
+        c_void_p(None if weight is None else weight.data_ptr()),
+        *(c_int64(n) for n in rows.shape),
+    )
+
+
 def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
     """`total + part` in fp32, in place where there is a total."""
     if total is None:

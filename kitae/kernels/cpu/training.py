@@ -13,29 +13,11 @@ import torch
 from torch import Tensor
 
 from kitae.kernels.base import LayerKernels, ModuleKernels, SoftmaxKernels, SpanKernels, TrainingKernels
-from kitae.kernels.cpu import amx, ops
+from kitae.kernels.cpu import ops
+from kitae.kernels.cpu.experts import experts
+from kitae.kernels.cpu.gradients import add_product, weight_gradient
 from kitae.kernels.linears import shared_input
 from kitae.kernels.memory import add_gradient, gradient_of, joined
-
-
-def add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
-    """`total += dy.T @ x` for rows dy `[M, N]` and x `[M, K]`; total in fp32."""
-    if dy.dtype == torch.bfloat16 and amx.can_add_outer(*total.shape):
-        amx.add_outer(total, dy, x)
-    elif dy.dtype == torch.float32:
-        total.addmm_(dy.t(), x)
-    else:
-        total += torch.mm(dy.t(), x)
-
-
-def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
-    """The gradient of a weight for autograd; None: it has been added where it belongs."""
-    into = gradient_of(weight)
-    if into is None and not (weight.dtype == torch.bfloat16 and amx.can_add_outer(*weight.shape)):
-        return torch.mm(dy.t(), x)
-    total = torch.zeros(weight.shape, dtype=torch.float32) if into is None else into
-    add_product(total, dy, x)
-    return total.to(weight.dtype) if into is None else None
 
 
 def _bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
@@ -203,6 +185,7 @@ KERNELS = TrainingKernels(
         rms_norm=ops.rms_norm,
         swiglu=ops.swiglu,
         embedding=embedding,
+        experts=experts,
         layers=LayerKernels(
             normed_qkv=normed_qkv, normed_pair=normed_pair, linears=linears, swiglu_linear=swiglu_linear
         ),

@@ -148,7 +148,7 @@ def step(case: dict[str, Any], tiny_policy: TinyPolicy, architecture: str) -> di
     return found
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_that_of_plain_torch(
     name: str, architecture: str, tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch
@@ -164,9 +164,10 @@ def test_a_step_is_that_of_plain_torch(
         assert (got[key] - value).norm() <= tolerance * max(value.norm().item(), 1e-3), key
 
 
-def test_gradients_of_weights_are_added_where_they_stay(tiny_policy: TinyPolicy) -> None:
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_gradients_of_weights_are_added_where_they_stay(architecture: str, tiny_policy: TinyPolicy) -> None:
     """The same tensor from row to row, with the head's and the embedding's of a tied weight in it."""
-    policy = tiny_policy()
+    policy = tiny_policy(architecture)
     worker = make_worker(policy, TrainingConfig(token_budget=40), AlgorithmConfig(preset="grpo"))
     samples = weighted(make_samples(SHAPES), AlgorithmConfig(preset="grpo"))
     forward_backward(worker, samples)
@@ -197,7 +198,7 @@ def kept_by_layers(tiny_policy: TinyPolicy, architecture: str, *, again: bool, l
     return sum(found)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_activations_that_are_computed_again_are_not_kept(
     architecture: str, lora_rank: int, tiny_policy: TinyPolicy

@@ -1,0 +1,167 @@
+"""Forward and backward pass of the experts of one layer on a CPU: the model's own module, the fused one, the products.
+
+    OMP_NUM_THREADS=1 python benchmarks/expert_training.py [--shapes smollm2,qwen3-30b] [--repeats 5] [--tokens 1024]
+    OMP_NUM_THREADS=1 python benchmarks/expert_training.py --forward --tokens 8
+
+Processor seconds of one pass, the best of some, all taken in turns in one process, in fp32 with random weights. The
+gradients of the weights are there already, as in every micro-batch of a step but the first. `grouped_mm` is what
+transformers chooses; `--ways eager` the loop of the class itself, which with many experts takes minutes; `products` are
+the same matrix products alone, each into a tensor that is there: the floor. Memory is what a pass needs at its peak
+beside weights, gradients and input, in MiB. With `--forward`, the forward pass alone, as it is sampled with.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from kitae.kernels.memory import keep_freed_memory, return_freed_memory, set_master
+from kitae.models.fuse import fuse
+
+
+class Shape(NamedTuple):
+    hidden: int
+    inner: int
+    experts: int
+    top_k: int
+
+
+SHAPES = {"smollm2": Shape(576, 1536, 4, 2), "qwen3-30b": Shape(2048, 768, 128, 8)}
+WAYS = ("grouped_mm", "fused")
+
+
+class Inputs(NamedTuple):
+    x: Tensor
+    chosen: Tensor
+    gates: Tensor
+    grad: Tensor
+
+
+def make_inputs(shape: Shape, tokens: int) -> Inputs:
+    """Choices by chance: every expert gets about as many tokens."""
+    gates, chosen = torch.randn(tokens, shape.experts).softmax(-1).topk(shape.top_k)
+    x = torch.randn(tokens, shape.hidden)
+    return Inputs(x.requires_grad_(), chosen, gates.clone().requires_grad_(), torch.randn(tokens, shape.hidden))
+
+
+def make_module(shape: Shape) -> Any:
+    config = Qwen3MoeConfig(
+        hidden_size=shape.hidden,
+        moe_intermediate_size=shape.inner,
+        num_experts=shape.experts,
+        num_experts_per_tok=shape.top_k,
+    )
+    module: Any = Qwen3MoeExperts(config)
+    for parameter in module.parameters():
+        parameter.data.normal_(0, 0.02)
+        parameter.grad = torch.zeros_like(parameter)
+    return module
+
+
+def choose(module: Any, way: str) -> None:
+    vars(module).pop("forward", None)
+    module.config._experts_implementation = "grouped_mm" if way == "fused" else way
+    for parameter in module.parameters():
+        vars(parameter).clear()
+        if way == "fused":
+            set_master(parameter, parameter)
+    if way == "fused" and not fuse(module, torch.device("cpu"), torch.float32):
+        raise SystemExit("the module was not fused")
+
+
+def run(module: Any, inputs: Inputs, forward: bool) -> None:
+    if forward:
+        with torch.no_grad():
+            module(inputs.x, inputs.chosen, inputs.gates)
+        return
+    inputs.x.grad = inputs.gates.grad = None
+    module(inputs.x, inputs.chosen, inputs.gates).backward(inputs.grad)
+
+
+def products(module: Any, inputs: Inputs, forward: bool) -> Callable[[], None]:
+    """Rows of each expert times its weights, and the four products of the backward pass."""
+    gate_up, down = module.gate_up_proj, module.down_proj
+    counts = torch.bincount(inputs.chosen.flatten(), minlength=len(down)).tolist()
+    most, (height, hidden) = max(counts), gate_up.shape[1:]
+    rows, hidden_out, drows = (torch.randn(most, hidden) for _ in range(3))
+    both, act, dact = torch.randn(most, height), torch.randn(most, height // 2), torch.randn(most, height // 2)
+
+    def compute() -> None:
+        for e, n in enumerate(counts):
+            if n:
+                torch.mm(rows[:n], gate_up[e].t(), out=both[:n])
+                torch.mm(act[:n], down[e].t(), out=hidden_out[:n])
+        for e, n in enumerate(counts):
+            if n and not forward:
+                torch.mm(hidden_out[:n], down[e], out=dact[:n])
+                torch.mm(hidden_out[:n].t(), act[:n], out=down.grad[e])
+                torch.mm(both[:n], gate_up[e], out=drows[:n])
+                torch.mm(both[:n].t(), rows[:n], out=gate_up.grad[e])
+
+    return torch.no_grad()(compute)
+
+
+def seconds(work: Callable[[], None]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def status(field: str) -> int:
+    """`VmRSS` or `VmHWM` of this process, in MiB."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) // 1024 for line in file if line.startswith(field))
+
+
+def peak(work: Callable[[], None]) -> int:
+    """MiB that the process has at most while this runs, more than before. Linux only."""
+    return_freed_memory()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # the peak so far is forgotten
+    before = status("VmRSS")
+    work()
+    return status("VmHWM") - before
+
+
+def measure(shape: Shape, tokens: int, repeats: int, ways: list[str], forward: bool) -> None:
+    torch.manual_seed(0)
+    module, inputs = make_module(shape), make_inputs(shape, tokens)
+    floor = products(module, inputs, forward)
+    times: dict[str, list[float]] = {way: [] for way in (*ways, "products")}
+    memory = {}
+    for repeat in range(repeats + 1):
+        for way in ways:
+            choose(module, way)
+            taken = seconds(lambda: run(module, inputs, forward))
+            times[way] += [taken] if repeat else []
+        times["products"] += [seconds(floor)] if repeat else []
+    for way in ways:
+        choose(module, way)
+        memory[way] = peak(lambda: run(module, inputs, forward))
+    best = {way: min(found) for way, found in times.items()}
+    for way, found in best.items():
+        text = f"{memory[way]:8} MiB" if way in memory else ""
+        print(f"    {way:12} {found:8.4f} s  {found / best['products']:5.2f} of the products {text}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--forward", action="store_true")
+    arguments = parser.parse_args()
+    keep_freed_memory()
+    for name in arguments.shapes.split(","):
+        print(f"{name}: {SHAPES[name]}, {arguments.tokens} tokens, {torch.get_num_threads()} threads")
+        measure(SHAPES[name], arguments.tokens, arguments.repeats, arguments.ways.split(","), arguments.forward)
+
+
+if __name__ == "__main__":
+    main()
