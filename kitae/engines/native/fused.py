@@ -148,7 +148,7 @@ class FusedDecoder:
         self.layers: list[DecoderLayer] = []
         self._merged = _Merged()
         reach = min(policy.max_context, cache.pages * cache.page_size) + 1  # an ended row may stand one past the end
-        turns = _turns(policy, reach)
+        turns = _turns(policy, max(reach, _PROBE))
         self.cos, self.sin = turns[0]
         for layer, how, turn in zip(decoder.layers, attentions, turns, strict=True):
             mixing = sum(known.choice is not None for known in self.layers)

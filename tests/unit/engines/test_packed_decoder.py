@@ -195,6 +195,17 @@ def test_of_experts_that_are_as_good_the_first_are_taken(dtype: str, load: Load)
     assert heard == [[[0, 1]] * 9] * policy.layers
 
 
+@each_dtype
+@pytest.mark.parametrize("architecture", ["llama", "mixtral"])
+@pytest.mark.parametrize("pages", [2, 22])
+def test_a_cache_with_less_room_than_the_probe(pages: int, architecture: str, dtype: str, load: Load) -> None:
+    """Positions that no sequence can have are not read from memory that nobody wrote."""
+    policy = load(architecture, dtype)
+    page = 2 * policy.layers * policy.kv_heads * policy.head_dim * policy.dtype.itemsize
+    cache = KVCache(policy, (pages + 0.01) * page / 2**30, 1)
+    assert cache.pages == pages and PackedDecoder.of(policy, cache) is not None
+
+
 def test_what_it_does_not_cover_runs_its_own_modules(load: Load) -> None:
     policy = load("llama", hidden=80)
     runner = CpuRunner(policy, KVCache(policy, 0.02, 16))
