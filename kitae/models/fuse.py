@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from kitae.kernels.base import LayerKernels, ModuleKernels
 from kitae.kernels.devices import training_kernels
@@ -85,7 +84,8 @@ def _fuse_experts(module: Any, kernels: ModuleKernels) -> bool:
         return False
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-        if getattr(self, "_is_expert_parallel", False) or isinstance(self.gate_up_proj, DTensor):
+        whole = type(self.gate_up_proj) in (nn.Parameter, Tensor)  # a part of it is another class
+        if getattr(self, "_is_expert_parallel", False) or not whole:
             return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
         return experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
 

@@ -61,6 +61,7 @@ class CpuRunner(ModelRunner):
         if self.decoder is None or not self.decoder.stale:
             return
         if not self.decoder.holds(self.policy):
+            self.decoder.free()
             with torch.inference_mode(False):
                 self.decoder = PackedDecoder.of(self.policy, self.cache)
         else:
@@ -258,7 +259,7 @@ class PackedDecoder(FusedDecoder):
             room["groups"] = torch.zeros(experts + 1, 2, dtype=torch.int64)
         return room | {"gated": torch.zeros(gated, dtype=self._dtype)}
 
-    def _describe_mixture(self, i: int) -> packed.Mixture | None:
+    def _describe_mixture(self, i: int) -> packed.ExpertMix | None:
         choice, bias = self.layers[i].choice, self._limits[i]
         if choice is None:
             return None
@@ -267,7 +268,7 @@ class PackedDecoder(FusedDecoder):
             "router": self._packed[i]["router"].data, "router_bias": choice.bias, "gate_up_bias": bias,
             "down_bias": down_bias,
         }  # fmt: skip
-        return packed.Mixture(
+        return packed.ExpertMix(
             **{name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None},
             number=choice.number, experts=len(choice.weight), top_k=choice.top_k, renormalise=choice.renormalise,
             alpha=alpha, limit=limit,
@@ -305,7 +306,7 @@ class PackedDecoder(FusedDecoder):
 
 
 def _room_for(layer: DecoderLayer) -> dict[str, packed.Packed]:
-    """Of the packed copies of a layer, by their names in `packed.Layer` and `packed.Mixture`."""
+    """Of the packed copies of a layer, by their names in `packed.Layer` and `packed.ExpertMix`."""
     dtype, hidden, inner = layer.qkv.dtype, len(layer.out), layer.inner
     experts = 1 if layer.choice is None else len(layer.choice.weight)
     copies = {

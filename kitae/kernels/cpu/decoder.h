@@ -332,7 +332,7 @@ void add_normed_rows(typename Unit::T* x, const typename Unit::T* added, const t
 // How a layer mixes experts; number: among the layers that do. The packed router has a column for each. With biases,
 // [experts, 2, inner] and [experts, hidden], the experts are those of gpt-oss, which alone have a limit.
 template <typename T>
-struct Mixture {
+struct ExpertMix {
     const T *router, *router_bias, *gate_up_bias, *down_bias;
     int64_t number, experts, top_k, renormalise;
     double alpha, limit;
@@ -347,7 +347,7 @@ struct Layer {
     const T *before_mlp, *gate_up, *down, *after_mlp;
     T *keys, *values;
     const float* sinks;
-    const Mixture<T>* mixture;
+    const ExpertMix<T>* mixture;
     int64_t window, rule, head_rule, wide_norms, pairs, gelu, inner, gate_up_step, down_step;
     double scale, softcap, eps_before_attention, eps_after_attention, eps_before_mlp, eps_after_mlp, eps_heads;
 };
@@ -678,7 +678,7 @@ void forward(const Decoder<T>& d, const Layer<T>* layers, int64_t count, const i
 extern "C" {
 
 // What Python compares its own descriptions with, and the columns of a panel.
-int64_t mixture_size() { return sizeof(Mixture<float>); }
+int64_t mixture_size() { return sizeof(ExpertMix<float>); }
 int64_t layer_size() { return sizeof(Layer<float>); }
 int64_t decoder_size() { return sizeof(Decoder<float>); }
 int64_t panel_width() { return PANEL; }

@@ -10,7 +10,7 @@ namespace {
 // The largest logits of a row, of equal ones the first, and their shares of the softmax. Logits are written over. One
 // that is no number makes all shares so, and counts as the lowest: no expert is taken twice.
 template <typename T>
-void choose(T* logits, const Mixture<T>& m, int32_t* chosen, float* gates) {
+void choose(T* logits, const ExpertMix<T>& m, int32_t* chosen, float* gates) {
     constexpr float LOWEST = -3.0e38f;
     float top = LOWEST, total = 0, of_chosen = 0;
     for (int64_t e = 0; e < m.experts; e++) top = std::max(top, load(logits + e));
@@ -34,7 +34,7 @@ void choose(T* logits, const Mixture<T>& m, int32_t* chosen, float* gates) {
 
 // Where the rows of each expert are, and which pair each of them is; -1 where a block has rows to spare.
 template <typename Unit, typename T = typename Unit::T>
-void group_pairs(const Decoder<T>& d, const Mixture<T>& m, const int32_t* chosen, int64_t pairs) {
+void group_pairs(const Decoder<T>& d, const ExpertMix<T>& m, const int32_t* chosen, int64_t pairs) {
     std::fill(d.groups, d.groups + m.experts, Group{0, 0});
     for (int64_t p = 0; p < pairs; p++) d.groups[chosen[p]].count++;
     int64_t first = 0;
@@ -58,7 +58,7 @@ Blocked<T> part_of(T* all, const Group& group, int64_t K) {
 }
 
 template <typename Unit, typename T = typename Unit::T>
-void gather(const Decoder<T>& d, const Mixture<T>& m, const int32_t* chosen, const Blocked<T>& from) {
+void gather(const Decoder<T>& d, const ExpertMix<T>& m, const int32_t* chosen, const Blocked<T>& from) {
 #pragma omp for schedule(static)
     for (int64_t row = 0; row < d.groups[m.experts].first; row++) {
         const int64_t pair = d.pair_of[row];
@@ -134,7 +134,7 @@ void add_pairs(const Decoder<T>& d, const Layer<T>& l, const T* pairs, int64_t t
 
 // The second half of a layer that mixes experts, from the norm of x.
 template <typename Unit, typename T = typename Unit::T>
-void add_experts(const Decoder<T>& d, const Layer<T>& l, const Mixture<T>& m, const Blocked<T>& normed, int64_t rows) {
+void add_experts(const Decoder<T>& d, const Layer<T>& l, const ExpertMix<T>& m, const Blocked<T>& normed, int64_t rows) {
     int32_t* chosen = d.chosen + m.number * rows * m.top_k;
     product<Unit>(normed, m.router, rows, m.experts, PutRows<Unit>{d.logits, m.experts, m.router_bias});
 #pragma omp for schedule(static)

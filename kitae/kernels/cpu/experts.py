@@ -15,9 +15,7 @@ from torch import Tensor
 from kitae.kernels.cpu import ops
 from kitae.kernels.cpu.gradients import StackGradient
 
-_ROWS = (
-    512  # of a block: what it computes in between stays in the cache, and short parts are gathered and gated at once
-)
+_ROWS = 512  # of a block: what lies in between stays in the cache, and short parts are gathered and gated at once
 
 
 class _Block(NamedTuple):

@@ -24,8 +24,8 @@ _ROWS = 16  # of a block of a left operand, at most
 _HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 
 
-class Mixture(ctypes.Structure):
-    """`struct Mixture` of decoder.h."""
+class ExpertMix(ctypes.Structure):
+    """`struct ExpertMix` of decoder.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("router", "router_bias", "gate_up_bias", "down_bias")),
@@ -71,7 +71,7 @@ def available(dtype: torch.dtype) -> bool:
 
 def _check_sizes(library: ctypes.CDLL) -> None:
     """A field that only one of the two languages knows would shift all that follow."""
-    for name, ours in (("mixture_size", Mixture), ("layer_size", Layer), ("decoder_size", Decoder)):
+    for name, ours in (("mixture_size", ExpertMix), ("layer_size", Layer), ("decoder_size", Decoder)):
         size = library[name]
         size.restype = c_int64
         assert size() == ctypes.sizeof(ours), (

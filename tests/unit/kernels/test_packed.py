@@ -17,7 +17,7 @@ DTYPES = [
 each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
-@pytest.mark.parametrize("ours", [packed.Mixture, packed.Layer, packed.Decoder])
+@pytest.mark.parametrize("ours", [packed.ExpertMix, packed.Layer, packed.Decoder])
 def test_fields_of_shared_structs_have_the_order_and_kinds_of_cpp(ours: type[ctypes.Structure]) -> None:
     """All are eight bytes wide, so equal order means equal offsets."""
     body = re.search(
@@ -34,7 +34,7 @@ def test_fields_of_shared_structs_have_the_order_and_kinds_of_cpp(ours: type[cty
     assert [getattr(ours, name).offset for name, _ in expected] == [8 * i for i in range(len(expected))]
 
 
-@pytest.mark.parametrize("name", ["Mixture", "Layer", "Decoder"])
+@pytest.mark.parametrize("name", ["ExpertMix", "Layer", "Decoder"])
 def test_a_struct_of_another_size_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Shorter(ctypes.Structure):
         _fields_ = getattr(packed, name)._fields_[:-1]
