@@ -36,7 +36,7 @@ IMPORTS = (
     "torch.distributed.checkpoint", "matplotlib.pyplot",
 )  # fmt: skip
 POSTS = ("from kitae.cluster.worker import", "from kitae.trainer.teaching import")
-VERIFIERS = ("from kitae.verifiers.worker import",)
+VERIFIERS = ("from kitae.verifiers.worker import", "from kitae.verifiers.scoring import")
 _LIMIT = 2**20  # bytes of an order
 _FILES = 64  # descriptors of an order
 _PR_SET_CHILD_SUBREAPER = 36
