@@ -84,5 +84,6 @@ def _run(
     os.environ.update(environment)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]  # no picture at the end: it takes longer than the run
     sys.argv = ["-c", *arguments]
     exec(script, {"__name__": "__main__"})

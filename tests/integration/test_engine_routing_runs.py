@@ -101,7 +101,11 @@ def test_resumed_equals_uninterrupted(tiny_folder: TinyFolder, tmp_path: Path) -
     assert flips[0] == pytest.approx(flips[1], abs=1e-9)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["killed", "parked"])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    ids=["killed", "parked"],
+)
 def test_a_killed_run_of_several_turns_goes_on_with_all_experts(
     number: signal.Signals, tiny_folder: TinyFolder, tmp_path: Path
 ) -> None:
