@@ -109,7 +109,7 @@ def _sample(index: int, prompt: tuple[int, ...], done: Completion) -> Sample:
 
 
 def test_the_quickstart_recipe_takes_a_step(tmp_path: Path) -> None:
-    small = ["training.steps=1", "training.prompts_per_step=2", "training.group_size=4", "eval.prompts=1"]
+    small = ["training.steps=1", "training.prompts_per_step=4", "training.group_size=4", "eval.prompts=1"]
     result = run_config(load_config(find_recipe("quickstart"), [f"run.dir={tmp_path}", *small]))
     (step,) = [r for r in rows(result.folder) if r["kind"] == "step"]
     assert step["errors"] == 0 and step["truncated"] < 0.5 and step["logp_gap"] < 0.1
