@@ -68,14 +68,24 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def warm_server() -> Iterator[warm_starts.Server]:
-    server = warm_starts.Server()
+    server = warm_starts.Server.started()
     yield server
     server.close()
+
+
+def _start_warm(server: warm_starts.Server, boots: tuple[str, ...]) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(asyncio, "create_subprocess_exec", server.instead_of(asyncio.create_subprocess_exec, boots))
+        yield
 
 
 @pytest.fixture(scope="module")
 def warm_posts(warm_server: warm_starts.Server) -> Iterator[None]:
     """Ranks, engines, hosts and teachers on this machine start with their imports done."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(asyncio, "create_subprocess_exec", warm_server.instead_of(asyncio.create_subprocess_exec))
-        yield
+    yield from _start_warm(warm_server, warm_starts.POSTS)
+
+
+@pytest.fixture(scope="module")
+def warm_verifiers(warm_server: warm_starts.Server) -> Iterator[None]:
+    """So do the processes of verifiers."""
+    yield from _start_warm(warm_server, warm_starts.VERIFIERS)

@@ -11,6 +11,7 @@ import asyncio
 import atexit
 import ctypes
 import fcntl
+import gc
 import json
 import multiprocessing
 import os
@@ -25,7 +26,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.context import ForkServerContext
-from typing import Any
+from typing import Any, Self
 
 IMPORTS = (
     "kitae.pipeline.session", "kitae.cli.training", "kitae.trainer.rank", "kitae.stages.rank",
@@ -34,7 +35,8 @@ IMPORTS = (
     "transformers.models.auto.modeling_auto", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint", "matplotlib.pyplot",
 )  # fmt: skip
-BOOTS = ("from kitae.cluster.worker import", "from kitae.trainer.teaching import")
+POSTS = ("from kitae.cluster.worker import", "from kitae.trainer.teaching import")
+VERIFIERS = ("from kitae.verifiers.worker import", "from kitae.verifiers.scoring import")
 _LIMIT = 2**20  # bytes of an order
 _FILES = 64  # descriptors of an order
 _PR_SET_CHILD_SUBREAPER = 36
@@ -90,20 +92,44 @@ class Child:
 class Server:
     """The process with the imports done, as a child of this one."""
 
-    def __init__(self) -> None:
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, connection: socket.socket, end: Callable[[], None]) -> None:
+        self._connection, self._end = connection, end
         self._lock = threading.Lock()
+        assert connection.recv(_LIMIT), "what processes are forked from could not do its imports"
+
+    @classmethod
+    def started(cls) -> Self:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             command = [sys.executable, __file__, str(theirs.fileno())]
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
-        assert self._connection.recv(_LIMIT), "what processes are forked from could not do its imports"
+            process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment)
 
-    def instead_of(self, usual: Callable[..., Any]) -> Callable[..., Any]:
-        """`asyncio.create_subprocess_exec` with posts and teachers from here, and the usual one for all else."""
+        def end() -> None:
+            process.kill()
+            process.wait()
+
+        return cls(ours, end)
+
+    @classmethod
+    def forked(cls) -> Self:
+        """From this process, which has the imports done, and no threads yet."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if (pid := os.fork()) == 0:
+            try:
+                ours.close()
+                os.setsid()
+                _serve(theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
+        return cls(ours, lambda: (os.kill(pid, signal.SIGKILL), os.waitpid(pid, 0)))
+
+    def instead_of(self, usual: Callable[..., Any], boots: tuple[str, ...]) -> Callable[..., Any]:
+        """`asyncio.create_subprocess_exec` with programs that begin with these from here, and all others as usual."""
 
         async def start(*command: str, **options: Any) -> Any:
-            ours = command[:2] == (sys.executable, "-c") and any(boot in command[2] for boot in BOOTS)
+            ours = command[:2] == (sys.executable, "-c") and any(boot in command[2] for boot in boots)
             return await (self.start if ours else usual)(*command, **options)
 
         return start
@@ -137,8 +163,7 @@ class Server:
 
     def close(self) -> None:
         self._connection.close()
-        self._process.kill()
-        self._process.wait()
+        self._end()
 
     def _fork(self, order: Order, files: list[int]) -> int:
         """While it is made this process adopts orphans: its parent there ends at once, and it becomes our child."""
@@ -164,6 +189,7 @@ def _adopt(whether: bool) -> None:
 
 def _serve(connection: socket.socket) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # what is forked need not look through all that was imported
     connection.send(b"ready")
     while True:
         message, files, *_ = socket.recv_fds(connection, _LIMIT, _FILES)

@@ -1,9 +1,10 @@
 """The command line in processes of its own, which are forked from one that has the imports done.
 
 Imports take most of the time of a tiny run. What is forked is otherwise a process like any other: with a terminal's
-signals, to be killed, with its own exit status.
+signals, to be killed, with its own exit status. So are the processes of its verifier.
 """
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from warm_starts import context
+from warm_starts import VERIFIERS, Server, context
 
 
 class Command:
@@ -76,10 +77,13 @@ def _run(
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    warm = Server.forked()
+    asyncio.create_subprocess_exec = warm.instead_of(asyncio.create_subprocess_exec, VERIFIERS)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.modules["matplotlib"] = None  # type: ignore[assignment]  # no picture at the end: it takes longer than the run
     sys.argv = ["-c", *arguments]
     exec(script, {"__name__": "__main__"})

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import RECIPE, assert_same_metrics, rows, toy_config
-from warm_starts import context
+from warm_starts import POSTS, VERIFIERS, Server, context
 
 PROMPTS, SAMPLES = 3, 3
 
@@ -374,6 +374,9 @@ def _child(folder: str, arguments: list[str], kind: str | None, seed: str, steps
     os.dup2(log, 1)
     os.dup2(log, 2)
     torch.set_num_threads(1)
+    found_by_name = {"kill a verifier": VERIFIERS, "kill the engine": POSTS}.get(kind or "", ())
+    boots = tuple(boot for boot in POSTS + VERIFIERS if boot not in found_by_name)
+    asyncio.create_subprocess_exec = Server.forked().instead_of(asyncio.create_subprocess_exec, boots)
     if kind:
         strike(kind, random.Random(seed), steps, Path(folder))
     sys.modules["matplotlib"] = None  # type: ignore[assignment]  # no picture at the end: it takes longer than the run

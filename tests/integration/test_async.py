@@ -101,7 +101,7 @@ def test_the_trainer_has_the_memory_of_packed_weights_while_nobody_samples(
     assert all(r["logp_gap"] < 1e-4 for r in steps if r["staleness"] == 0), "what was sampled is what is trained"
 
 
-@pytest.mark.parametrize("staleness", [1, 4])
+@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_it_learns_from_stale_samples(staleness: int, tmp_path: Path) -> None:
     settings = (
         slow_verifier(tmp_path),

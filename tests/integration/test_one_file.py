@@ -1,6 +1,7 @@
 """The one-file example: the tiny model learns from reward alone, and its pieces keep the promises its text makes."""
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,15 @@ def example() -> Iterator[ModuleType]:
     torch.set_num_threads(threads)
 
 
+def test_reward_rises_with_every_few_steps(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    example.main(["--model", "tiny", "--steps", "15", "--prompts", "32", "--lr", "3e-3"])
+    rewards = [float(found) for found in re.findall(r"reward ([\d.]+)", capsys.readouterr().out)]
+    assert len(rewards) == 15
+    early, middle, late = (sum(rewards[i : i + 5]) / 5 for i in (0, 5, 10))
+    assert early < 0.03 < 0.035 < middle < 0.055 < late, rewards
+
+
+@pytest.mark.slow
 def test_tiny_model_learns_from_reward_alone(example: ModuleType) -> None:
     before = example.main(["--model", "tiny", "--steps", "0"])
     after = example.main(["--model", "tiny", "--steps", "80"])

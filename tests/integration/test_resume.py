@@ -58,7 +58,7 @@ def kill_when(process: object, reached: object) -> None:
 
 
 # In the middle of the first batch, between checkpoints, right after a step's last rollout, late in the run.
-@pytest.mark.parametrize("moment", [7, 61, 130, *(pytest.param(late, marks=pytest.mark.slow) for late in (24, 96))])
+@pytest.mark.parametrize("moment", [61, *(pytest.param(other, marks=pytest.mark.slow) for other in (7, 24, 96, 130))])
 def test_killed_runs_resume_to_the_same_numbers(moment: int, uninterrupted: Path, tmp_path: Path) -> None:
     process, run = start(tmp_path)
     kill_when(process, lambda: rollouts_written(run) >= moment)

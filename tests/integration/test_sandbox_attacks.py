@@ -39,6 +39,7 @@ CHECK = {
     }
 }
 STDIO = {"tests": {"kind": "stdio", "cases": [{"stdin": "3", "stdout": "9417\n"}, {"stdin": "5", "stdout": "15695"}]}}
+ONE_STDIO = {"tests": {"kind": "stdio", "cases": [{"stdin": "3", "stdout": "9417\n"}]}}
 TRUE = {"tests": {"kind": "asserts", "asserts": ["assert f() is True"]}}
 SOLUTION = "def f(x):\n    return x * 3139\n"
 
@@ -672,7 +673,7 @@ RESOURCES = {
 
 
 @pytest.mark.parametrize("name", RESOURCES)
-@pytest.mark.parametrize("reference", [ASSERTS, STDIO], ids=["asserts", "stdio"])
+@pytest.mark.parametrize("reference", [ASSERTS, ONE_STDIO], ids=["asserts", "stdio"])  # each case would be waited for
 def test_what_is_used_up_is_limited(name: str, reference: Any) -> None:
     free = _available_memory()
     assert attack(RESOURCES[name], reference).value == 0

@@ -58,9 +58,13 @@ Config = Callable[..., RLConfig]
     ("settings", "number"),
     [
         (("training.lr=1e-2",), "teacher_kl"),
-        (("training.lr=1e-2", "pipeline.max_staleness=1"), "teacher_kl"),
+        pytest.param(("training.lr=1e-2", "pipeline.max_staleness=1"), "teacher_kl", marks=pytest.mark.slow),
         (("training.lr=1e-2", "method.loss=jsd"), "teacher_divergence"),
-        (("training.lr=3e-2", "method.loss=jsd", "method.beta=1", "model.lora_rank=8"), "teacher_divergence"),
+        pytest.param(
+            ("training.lr=3e-2", "method.loss=jsd", "method.beta=1", "model.lora_rank=8"),
+            "teacher_divergence",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["reverse-kl", "stale", "jsd", "adapters"],
 )

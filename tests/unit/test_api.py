@@ -18,6 +18,8 @@ from kitae import api
 from kitae.errors import ConfigError, Interrupted, ModelError, StoreError
 from kitae.observe.observer import Silent
 
+pytestmark = pytest.mark.usefixtures("warm_verifiers")
+
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 PROMISED = {
     *("train", "resume", "evaluate", "sample", "sample_to_file", "load"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from warm_starts import Server
+from warm_starts import POSTS, Server
 
 from kitae.cluster.base import Cluster, Duty, Post
 from kitae.cluster.config import ClusterConfig
@@ -26,7 +26,8 @@ def config(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     """warm: local ones as other tests start them, with their imports done."""
     if request.param == "warm":
         server: Server = request.getfixturevalue("warm_server")
-        monkeypatch.setattr(asyncio, "create_subprocess_exec", server.instead_of(asyncio.create_subprocess_exec))
+        warm = server.instead_of(asyncio.create_subprocess_exec, POSTS)
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", warm)
     if request.param != "ray":
         return ClusterConfig(backend="local", engines=2)
     return ClusterConfig(backend="ray", engines=2, address=request.getfixturevalue("nodes").address)

@@ -14,6 +14,8 @@ from kitae.data.prompts import eval_prompts, open_stream
 from kitae.errors import ConfigError, DataError
 from kitae.verifiers.pool import VerifierPool, validate
 
+pytestmark = pytest.mark.usefixtures("warm_verifiers")
+
 ROWS = {
     "math": [
         {"problem": "What is $1/2 + 1/2$?", "answer": "1", "level": 1},

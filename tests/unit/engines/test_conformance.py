@@ -45,7 +45,6 @@ OWN_WEIGHTS = [
     "sglang",
 ]
 KINDS = ["native", "fake", *OWN_WEIGHTS]
-LONG = 300  # tokens: a response that is still running when something happens to it
 
 
 @dataclass
@@ -63,6 +62,11 @@ class Subject:
     def engine(self) -> Engine:
         assert self._engine is not None
         return self._engine
+
+    @property
+    def long(self) -> int:
+        """Tokens of a response that is still running when something happens to it; those of servers come slowly."""
+        return 120 if self.kind in ("vllm", "sglang") else 300
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -111,7 +115,7 @@ class Subject:
 
     def _fake(self, receiver: MemoryReceiver | None) -> Engine:
         def respond(request: Request) -> list[int]:
-            return random.Random(request.seed).choices(range(3, 250), k=LONG)
+            return random.Random(request.seed).choices(range(3, 250), k=self.long)
 
         return FakeEngine(respond, Pace(step=0.001), shares_weights=receiver is None, receiver=receiver)
 
@@ -242,8 +246,8 @@ def test_an_update_in_flight_shows_in_the_versions_alone(subject: Subject, run: 
     engine = subject.engine
 
     async def body() -> None:
-        plain = await engine.generate(ask(tokens=LONG))
-        async with flying(engine, [ask(tokens=LONG)]) as (task,):
+        plain = await engine.generate(ask(tokens=subject.long))
+        async with flying(engine, [ask(tokens=subject.long)]) as (task,):
             assert await subject.update(6, recompute=True) == 6
             assert engine.stats().version == 6
             await generated(engine, 20)
@@ -260,7 +264,7 @@ def test_no_token_is_sampled_between_pause_and_resume(subject: Subject, run: Cal
     engine = subject.engine
 
     async def body() -> None:
-        async with flying(engine, [ask("before", LONG)]) as (before,):
+        async with flying(engine, [ask("before", subject.long)]) as (before,):
             await engine.pause()
             await asyncio.sleep(0.3)  # an engine elsewhere tells its counters now and then
             halted = engine.stats().generated_tokens
@@ -273,7 +277,7 @@ def test_no_token_is_sampled_between_pause_and_resume(subject: Subject, run: Cal
             assert not during.done(), "an update is no resume"
             await engine.resume()
             first, second = await before, await during
-        assert len(first.tokens) == LONG and set(first.versions) == {0, 1} and second.versions == (1,) * 20
+        assert len(first.tokens) == subject.long and set(first.versions) == {0, 1} and second.versions == (1,) * 20
 
     run(body())
 
@@ -283,14 +287,14 @@ def test_abort_returns_what_was_sampled(subject: Subject, run: Callable[..., Any
     engine = subject.engine
 
     async def body() -> None:
-        plain = await engine.generate(ask("a", LONG))
-        async with flying(engine, [ask("a", LONG), ask("b", LONG)]) as (one, other):
+        plain = await engine.generate(ask("a", subject.long))
+        async with flying(engine, [ask("a", subject.long), ask("b", subject.long)]) as (one, other):
             if paused:
                 await engine.pause()
             await engine.abort("a")
             await engine.abort("nobody")
             done = await one
-            assert done.finish == "abort" and 0 < len(done.tokens) < LONG
+            assert done.finish == "abort" and 0 < len(done.tokens) < subject.long
             assert done.tokens == plain.tokens[: len(done.tokens)]
             assert len(done.tokens) == len(done.logprobs) == len(done.versions)
             await engine.resume()
@@ -314,12 +318,12 @@ def test_what_is_parked_can_be_continued(subject: Subject, run: Callable[..., An
     engine = subject.engine
 
     async def body() -> None:
-        requests = several(3, LONG)
+        requests = several(3, subject.long)
         plain = await asyncio.gather(*map(engine.generate, requests))
         async with flying(engine, requests) as tasks:
             await engine.park()
             parts = [await task for task in tasks]
-        assert {p.finish for p in parts} == {"parked"} and all(0 < len(p.tokens) < LONG for p in parts)
+        assert {p.finish for p in parts} == {"parked"} and all(0 < len(p.tokens) < subject.long for p in parts)
         await subject.update(2)
         again = [replace(r, prior=p.sampled) for r, p in zip(requests, parts, strict=True)]
         for whole, part, done in zip(plain, parts, await asyncio.gather(*map(engine.generate, again)), strict=True):
@@ -327,7 +331,7 @@ def test_what_is_parked_can_be_continued(subject: Subject, run: Callable[..., An
                 assert done.tokens == whole.tokens
             assert done.tokens[: len(part.tokens)] == part.tokens and done.finish == whole.finish
             assert done.logprobs[: len(part.tokens)] == part.logprobs
-            assert done.versions == part.versions + (2,) * (LONG - len(part.tokens))
+            assert done.versions == part.versions + (2,) * (subject.long - len(part.tokens))
 
     run(body())
 
@@ -337,7 +341,7 @@ def test_progress_is_what_a_request_can_be_continued_from(subject: Subject, run:
 
     async def body() -> None:
         assert engine.progress({}) == {}
-        async with flying(engine, [ask("a", LONG)]) as (task,):
+        async with flying(engine, [ask("a", subject.long)]) as (task,):
             while len((first := engine.progress({})["a"]).tokens) < 5:
                 await asyncio.sleep(0.01)
             later = engine.progress({"a": 3})["a"]
@@ -352,10 +356,10 @@ def test_progress_is_what_a_request_can_be_continued_from(subject: Subject, run:
 
 def test_an_id_is_unique_in_flight_and_free_afterwards(subject: Subject, run: Callable[..., Any]) -> None:
     async def body() -> None:
-        async with flying(subject.engine, [ask("a", LONG)]) as (task,):
+        async with flying(subject.engine, [ask("a", subject.long)]) as (task,):
             with pytest.raises(RequestError, match="'a' is in flight already"):
                 await subject.engine.generate(ask("a"))
-            assert len((await task).tokens) == LONG
+            assert len((await task).tokens) == subject.long
         assert len((await subject.engine.generate(ask("a", 5))).tokens) == 5
 
     run(body())
@@ -373,7 +377,7 @@ def test_an_impossible_request_leaves_the_others_alone(subject: Subject, run: Ca
 
 def test_a_cancelled_caller_leaves_nothing_behind(subject: Subject, run: Callable[..., Any]) -> None:
     async def body() -> None:
-        async with flying(subject.engine, [ask("a", LONG), ask("b", LONG)]) as (one, two):
+        async with flying(subject.engine, [ask("a", subject.long), ask("b", subject.long)]) as (one, two):
             one.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await one
@@ -386,7 +390,7 @@ def test_a_cancelled_caller_leaves_nothing_behind(subject: Subject, run: Callabl
                 except RequestError:
                     assert subject.kind == "native"
                     await asyncio.sleep(0.002)
-            assert len((await two).tokens) == LONG
+            assert len((await two).tokens) == subject.long
 
     run(body())
 
@@ -471,7 +475,7 @@ def test_damaged_weights_take_no_step_until_whole_ones_come(subject: Subject, ru
     assert publisher is not None
 
     async def body() -> None:
-        async with flying(engine, [ask("a", LONG)]) as (task,):
+        async with flying(engine, [ask("a", subject.long)]) as (task,):
             manifest = await subject.publish(1, in_full=True)
             byte = os.pread(publisher.descriptors[0], 1, 0)
             os.pwrite(publisher.descriptors[0], bytes([byte[0] ^ 1]), 0)
@@ -514,7 +518,7 @@ def test_a_damaged_delta_is_repaired_and_counted(subject: Subject, run: Callable
 def test_close_fails_what_is_pending_and_refuses_what_comes(subject: Subject, run: Callable[..., Any]) -> None:
     async def body() -> None:
         engine = subject.engine
-        task = asyncio.create_task(engine.generate(ask("a", LONG)))
+        task = asyncio.create_task(engine.generate(ask("a", subject.long)))
         await generated(engine, 1)
         await subject.close()
         with pytest.raises(EngineError, match="closed"):

@@ -30,6 +30,12 @@ def prompts(count: int, seed: int = 0) -> list[tuple[int, ...]]:
     return [tuple(rng.randrange(3, 250) for _ in range(rng.choice([1, 5, 16, 17, 40]))) for _ in range(count)]
 
 
+PATHS = [pytest.param(name, True, id=f"{name}-kernels") for name in ARCHITECTURES] + [
+    pytest.param(name, False, id=f"{name}-plain", marks=() if name in ("llama", "gemma3") else pytest.mark.slow)
+    for name in ARCHITECTURES
+]
+
+
 def with_engine(policy: Policy, use: Callable[[NativeEngine], Coroutine[Any, Any, Any]], **settings: Any) -> Any:
     """Run `use(engine)`, close the engine, and check that every page came back."""
 
@@ -54,8 +60,7 @@ def pages_gb(policy: Policy, pages: int, page_size: int) -> float:
     return pages * 2 * policy.layers * policy.kv_heads * page_size * policy.head_dim * 4 / 2**30 * 1.0001
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["kernels", "plain"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "fast"), PATHS)
 def test_greedy_equals_generate(
     architecture: str, fast: bool, tiny_policy: TinyPolicy, tiny_folder: Callable[[str], Path]
 ) -> None:
@@ -70,8 +75,7 @@ def test_greedy_equals_generate(
         assert completion.finish == "length"
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["kernels", "plain"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("architecture", "fast"), PATHS)
 def test_logprobs_equal_a_full_forward_pass(
     architecture: str, fast: bool, tiny_policy: TinyPolicy, tiny_folder: Callable[[str], Path]
 ) -> None:

@@ -25,6 +25,8 @@ from kitae.evaluation.table import as_markdown, notes, results
 from kitae.models.config import ModelConfig
 from kitae.pipeline.config import EvalConfig
 
+pytestmark = pytest.mark.usefixtures("warm_verifiers")
+
 SAMPLED = EvaluationSettings(EvalConfig(samples=2, temperature=1.0))
 
 
@@ -40,24 +42,25 @@ class Heard(EvaluationWatcher):
         self.asks.append((model, suite, done, total))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def entrants(tiny_folder: Callable[[str], Path]) -> list[Entrant]:
     kinds = ("llama", "qwen3")
     return [Entrant(kind, ModelConfig(path=str(tiny_folder(kind)), dtype="float32", device="cpu")) for kind in kinds]
 
 
-@pytest.fixture
-def suites(tmp_path: Path) -> list[Suite]:
+@pytest.fixture(scope="module")
+def suites(tmp_path_factory: pytest.TempPathFactory) -> list[Suite]:
     """A suite with two scorings, judged by a function that any model satisfies now and then, and a generated one."""
-    path = tmp_path / "judge.py"
+    folder = tmp_path_factory.mktemp("suites")
+    path = folder / "judge.py"
     path.write_text(
         "def score(response, reference, context, *, most=0):\n    return float(len(response) % 3 > most) / (most + 1)\n"
     )
     rows = [{"question": f"How many is {i}?", "answer": str(i)} for i in range(5)]
-    (tmp_path / "gsm8k.jsonl").write_text(
+    (folder / "gsm8k.jsonl").write_text(
         "".join(json.dumps({**r, "answer": f"#### {r['answer']}"}) + "\n" for r in rows)
     )
-    (known,) = find_suites(["gsm8k"], str(tmp_path), None)
+    (known,) = find_suites(["gsm8k"], str(folder), None)
     scorings = (Scoring("first", f"{path}:score"), Scoring("half", f"{path}:score", {"most": 1}))
     (reverse,) = find_suites(["reverse"], None, None)
     return [replace(known, scorings=scorings, max_tokens=6), replace(reverse, max_tokens=4, count=3)]
@@ -167,7 +170,7 @@ def test_what_is_refused_before_a_model_loads(
 # Tables.
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def report(entrants: list[Entrant], suites: list[Suite]) -> EvaluationReport:
     return evaluate_models(entrants, suites, SAMPLED)
 

@@ -15,6 +15,8 @@ from kitae.errors import ConfigError, DataError
 from kitae.evaluation.suites import KNOWN, Suite, find_suites, own_suite
 from kitae.types import Prompt, Score
 
+pytestmark = pytest.mark.usefixtures("warm_verifiers")
+
 ROWS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "gsm8k": ("test.jsonl", [{"question": "Two and two?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"}]),
     "svamp": ("test.jsonl", [{"Body": "He has 2 books", "Question": "How many books?", "Answer": 2.0, "ID": "c-1"}]),

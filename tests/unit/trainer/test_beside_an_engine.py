@@ -76,7 +76,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("architecture", "settings"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [pytest.param(*case, marks=pytest.mark.slow) if case == ("qwen3", {}) else case for case in CASES],
+    ids=str,
+)
 def test_an_engine_changes_no_bit(architecture: str, settings: dict[str, Any], loaded: Callable[..., Policy]) -> None:
     alone = numbers(loaded(architecture, **settings), None)
     assert alone[0]["grad_norm"] > 0 and alone[0] != alone[1]

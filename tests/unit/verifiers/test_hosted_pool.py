@@ -20,7 +20,7 @@ from kitae.verifiers.config import VerifierConfig
 from kitae.verifiers.hosts import HostedPool
 from kitae.verifiers.pool import VerifierPool
 
-pytestmark = pytest.mark.usefixtures("warm_posts")
+pytestmark = pytest.mark.usefixtures("warm_posts", "warm_verifiers")
 
 OWN = """
 import os, time

@@ -20,7 +20,7 @@ def score(response, reference, context):
 """
 
 
-@pytest.mark.parametrize("turns", [1, 2, 3, 5])
+@pytest.mark.parametrize("turns", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 5])
 def test_close_waits_for_a_worker_that_is_being_killed(tmp_path: Path, turns: int) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
     note = tmp_path / "pid"

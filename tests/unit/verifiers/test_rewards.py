@@ -24,6 +24,8 @@ from kitae.verifiers.registry import VERIFIERS
 from kitae.verifiers.rewards import RewardService, prepare
 from kitae.verifiers.scoring import load
 
+pytestmark = pytest.mark.usefixtures("warm_verifiers")
+
 ASKED = {"question": "What is 6 times 7?"}
 ANSWERS = [f"It is {n}." for n in range(40)]
 

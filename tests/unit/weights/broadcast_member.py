@@ -1,13 +1,13 @@
-"""A receiver in a process of its own: `python broadcast_member.py`, then JSON lines by stdin.
+"""A receiver in a process of its own, at the other end of a connection.
 
-The first line: {"address", "sizes": {name: bytes}, "die_after": buckets or null}. Each further one is a manifest, and
-is answered with {"damaged", "sums", "pulled"}.
+Messages are JSON. The first: {"address", "sizes": {name: bytes}, "die_after": buckets or null}. Each further one is a
+manifest, and is answered with {"damaged", "sums", "pulled"}.
 """
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from kitae.weights.broadcast import BroadcastReceiver
 from kitae.weights.publisher import checksum_of
 
 
-def main() -> None:
-    setup = json.loads(sys.stdin.readline())
+def main(connection: Connection) -> None:
+    torch.set_num_threads(1)
+    setup = json.loads(connection.recv())
     parameters = {name: torch.zeros(size, dtype=torch.uint8) for name, size in setup["sizes"].items()}
     receiver = BroadcastReceiver.at(Address(**setup["address"]), parameters)
     image = receiver.reader.image
@@ -30,13 +31,13 @@ def main() -> None:
             yield item
 
     receiver.reader.image = mortal  # type: ignore[method-assign]
-    print(json.dumps({"ready": True}), flush=True)
-    for line in sys.stdin:
-        damaged = receiver.fetch(Manifest.of(json.loads(line)))
+    connection.send(json.dumps({"ready": True}))
+    while True:
+        try:
+            told = json.loads(connection.recv())
+        except EOFError:
+            break
+        damaged = receiver.fetch(Manifest.of(told))
         sums = {name: checksum_of(tensor) for name, tensor in parameters.items()}
-        print(json.dumps({"damaged": damaged, "sums": sums, "pulled": receiver.pulled}), flush=True)
+        connection.send(json.dumps({"damaged": damaged, "sums": sums, "pulled": receiver.pulled}))
     receiver.close()
-
-
-if __name__ == "__main__":
-    main()

@@ -42,6 +42,7 @@ def test_requests_of_a_lost_server_are_continued_by_the_others(folder: Path, kin
     asyncio.run(body())
 
 
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.slow)], indirect=True)
 def test_a_killed_server_is_replaced_with_the_weights_of_the_day(folder: Path, kind: str) -> None:
     async def body() -> None:
         async with crew(folder, kind) as c:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+import warm_starts
 
 from kitae.cluster import process as process_module
 from kitae.cluster.link import Deadlines
@@ -619,13 +620,16 @@ def test_impossible_settings_are_refused(model: ModelConfig, publisher: MemoryPu
         ProcessEngine(model, CONFIG, publisher, cores=[9999])
 
 
-def test_the_process_dies_with_its_owner(model: ModelConfig) -> None:
+def test_the_process_dies_with_its_owner(model: ModelConfig, warm_server: warm_starts.Server) -> None:
     script = f"""
-        import asyncio, os
+        import asyncio, os, warm_starts
         from kitae.engines.config import EngineConfig
         from kitae.models.config import ModelConfig
         from kitae.engines.process.engine import ProcessEngine
         from kitae.weights.memory import MemoryPublisher
+
+        warm = warm_starts.Server.forked()
+        asyncio.create_subprocess_exec = warm.instead_of(asyncio.create_subprocess_exec, warm_starts.POSTS)
 
         async def body():
             model, config = ModelConfig(path={model.path!r}), EngineConfig(memory_gb=0.02)
@@ -636,12 +640,24 @@ def test_the_process_dies_with_its_owner(model: ModelConfig) -> None:
 
         asyncio.run(body())
     """
-    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True)
-    with owner:
+
+    async def body() -> int:
+        owner = await warm_server.start(
+            *(sys.executable, "-c", textwrap.dedent(script)),
+            stdin=0,
+            stdout=subprocess.PIPE,
+            stderr=2,
+            start_new_session=True,
+            env=os.environ,
+        )
         assert owner.stdout is not None
-        process = int(owner.stdout.readline())
+        process = int(await owner.stdout.readline())
         assert os.getsid(process) == process, "a session of its own: Ctrl-C does not reach it"
         owner.kill()
+        await owner.wait()
+        return process
+
+    process = asyncio.run(body())
     for _ in range(100):
         if not Path(f"/proc/{process}").exists():
             return
