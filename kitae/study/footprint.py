@@ -212,14 +212,18 @@ def _kept(config: RLConfig, model: ModelShape, device: "torch.device", size: int
     """Bytes of activations that a token leaves for the backward pass.
 
     Of a fused layer: what enters it, queries, keys and values, what attention gives, what enters the MLP, gate and up.
-    Where they are computed again, what enters each layer, and one layer's.
+    Where they are computed again, what enters each layer, and one layer's. Experts have no adapters, so on a CPU they
+    are fused beside them.
     """
     wide = (model.heads + 2 * model.kv_heads) * model.head_dim
-    of_layer = size * (3 * model.hidden + wide + 2 * model.inner)
-    fused = model.kind in _FUSED and config.model.fuse and not config.model.lora_rank
+    attention, mlp = size * (3 * model.hidden + wide), size * 2 * model.inner
     if config.training.checkpoint_activations:
-        return size * model.hidden * model.layers + _PLAIN * of_layer
-    return (_HOLES[device.type] if fused else _PLAIN) * of_layer * model.layers
+        return size * model.hidden * model.layers + _PLAIN * (attention + mlp)
+    known, adapted = model.kind in _FUSED and config.model.fuse, config.model.lora_rank > 0
+    fused, apart = _HOLES[device.type], model.mixture and device.type == "cpu"
+    of_attention = fused if known and not adapted else _PLAIN
+    of_mlp = fused if known and (apart or not adapted) else _PLAIN
+    return (of_attention * attention + of_mlp * mlp) * model.layers
 
 
 def _logits(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> float:
