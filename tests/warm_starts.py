@@ -69,6 +69,7 @@ class Child:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.stdout: asyncio.StreamReader | None = None
+        self.pipe: asyncio.ReadTransport | None = None
         self.returncode: int | None = None
         self._gone = asyncio.Event()
         self._handle = os.pidfd_open(pid)
@@ -79,8 +80,18 @@ class Child:
 
     async def wait(self) -> int:
         await self._gone.wait()
+        await self._end_of_words()
         assert self.returncode is not None
         return self.returncode
+
+    async def _end_of_words(self) -> None:
+        """What it has written is read; if somebody else holds the pipe, no more than that."""
+        for _ in range(10):
+            if self.pipe is None or self.pipe.is_closing():
+                return
+            await asyncio.sleep(0.01)
+        assert self.pipe is not None
+        self.pipe.close()
 
     def _end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._handle)
@@ -155,7 +166,7 @@ class Server:
         if read >= 0:
             os.close(write)
             try:
-                child.stdout = await _reader(read)
+                child.stdout, child.pipe = await _reader(read)
             except BaseException:  # whoever wanted it has given up
                 child.kill()
                 raise
@@ -176,11 +187,12 @@ class Server:
                 _adopt(False)
 
 
-async def _reader(descriptor: int) -> asyncio.StreamReader:
+async def _reader(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]:
     reader = asyncio.StreamReader()
     pipe = os.fdopen(descriptor, "rb", buffering=0)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-    return reader
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    return reader, transport
 
 
 def _adopt(whether: bool) -> None:
