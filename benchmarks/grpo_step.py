@@ -13,7 +13,6 @@ Variants are settings that need less memory, each in a process of its own. GB ar
 import argparse
 import asyncio
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.config import ModelConfig
 from kitae.models.load import find_model, load_policy
+from kitae.observe.progress import peak_memory_gb
 from kitae.trainer.config import TrainingConfig
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 
@@ -136,7 +136,7 @@ def report(name: str, args: argparse.Namespace) -> Found:
     keep_cache = bool(settings.pop("keep_cache", True))
     training = TrainingConfig.model_validate(settings)
     rows = kitae_steps(args.prompts, args.group, args.tokens, args.steps, training, keep_cache=keep_cache)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    memory = peak_memory_gb() * 2**30 / 1e9
     best = min(rows, key=lambda r: r["total"])
     parts = ", ".join(f"{k} {best[k]:.1f}" for k in ("sample", "train", "update"))
     least = min(row["processor"] for row in rows)

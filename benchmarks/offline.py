@@ -13,7 +13,6 @@ those of TRL. Peak memory is that of the process. jsd is no kind of run here: it
 import argparse
 import asyncio
 import json
-import resource
 import tempfile
 import time
 from collections.abc import Sequence
@@ -37,6 +36,7 @@ from kitae.models.logprobs import Head
 from kitae.models.policy import Policy
 from kitae.observe.meter import Meter
 from kitae.observe.observer import Silent
+from kitae.observe.progress import peak_memory_gb
 from kitae.stages import session
 from kitae.stages.base import Item, sample_of
 from kitae.stages.data import StageData
@@ -195,7 +195,7 @@ def train(args: argparse.Namespace) -> None:
         "seconds_per_step": [round(s, 3) for s in seconds],
         "cpu_seconds_per_step": [round(s, 3) for s in np.diff(clock.ends).tolist()],  # from the second one on
         "seconds": round(time.perf_counter() - began, 2),
-        "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
+        "peak_rss_gb": round(peak_memory_gb() * 2**30 / 1e9, 2),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }

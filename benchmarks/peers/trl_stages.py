@@ -16,7 +16,6 @@ what TRL's `compute_loss` returned, unrounded. Loading is not timed. Prints one 
 import argparse
 import json
 import os
-import resource
 import sys
 import time
 from pathlib import Path
@@ -28,6 +27,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from peak import peak_gb
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from trl.experimental.gkd import GKDTrainer
@@ -222,7 +222,7 @@ def main() -> None:
         "seconds_per_step": [round(s, 3) for s in timer.seconds],
         "cpu_seconds_per_step": [round(s, 3) for s in timer.cpu_seconds],
         "seconds": round(time.perf_counter() - began, 2),
-        "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
+        "peak_rss_gb": round(peak_gb(), 2),
         "rows_per_pass": passes,
         "gradient_checkpointing": args.gradient_checkpointing,
         "threads": torch.get_num_threads(),

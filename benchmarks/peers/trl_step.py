@@ -18,7 +18,6 @@ Prints one line of JSON on standard output, e.g.
 import argparse
 import json
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
+from peak import peak_gb
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -155,7 +155,7 @@ def main() -> None:
         "seconds_per_step": [round(s, 2) for s in timer.seconds],
         "cpu_seconds_per_step": [round(s, 2) for s in timer.cpu_seconds],
         "sampling_seconds_per_step": [round(s, 2) for s in sampling.seconds],
-        "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
+        "peak_rss_gb": round(peak_gb(), 2),
         "prompt_tokens": sum(prompt_tokens),
         "prompts": args.prompts,
         "group": args.group,

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kitae.chains.memory import forget_peak, free_memory, peak_gb
+from kitae.chains.memory import forget_peak, free_memory
 from kitae.chains.plan import ChainPlan, ChainStage, check_chain
 from kitae.chains.record import Record, read_record, refuse_changes
 from kitae.chains.report import draw_curve, write_report
@@ -21,6 +21,7 @@ from kitae.errors import DataError, Interrupted
 from kitae.evaluation.session import evaluate_own
 from kitae.models.load import check_model
 from kitae.observe.observer import Audience
+from kitae.observe.progress import peak_memory_gb
 from kitae.sampling.session import PartialFile, SampleWatcher, sample_file
 from kitae.stages.run import begin, go_on
 from kitae.store.run import is_run
@@ -97,7 +98,7 @@ def _measured(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     forget_peak()
     began = now()
     found = work()
-    return {**found, "seconds": now() - began, "peak_gb": peak_gb()}
+    return {**found, "seconds": now() - began, "peak_gb": peak_memory_gb()}
 
 
 def _evaluate(chain: ChainPlan, record: Record, after: int, model: str, audience: Audience) -> None:

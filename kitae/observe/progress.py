@@ -80,9 +80,16 @@ def make_progress(config: Root, folder: Path, log: Log) -> "Progress":
     return (LiveProgress if sys.stdout.isatty() else Progress)(config, folder, log)
 
 
-def peak_memory_gb() -> float:
-    """Largest resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+def peak_memory_gb(status: Path = Path("/proc/self/status")) -> float:
+    """Largest resident memory of this process so far.
+
+    Where the system does not tell it, by `getrusage`, which may count that of the program that started this one.
+    """
+    try:
+        lines = status.read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**20
+    except (OSError, StopIteration):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def _nowhere(text: str) -> None:

@@ -8,8 +8,9 @@ import sys
 import pytest
 import torch
 
-from kitae.chains.memory import forget_peak, free_memory, peak_gb
+from kitae.chains.memory import forget_peak, free_memory
 from kitae.kernels.memory import keep_freed_memory
+from kitae.observe.progress import peak_memory_gb
 
 
 def resident_gb() -> float:
@@ -29,7 +30,7 @@ def main() -> None:
     assert resident_gb() - before < 0.5 * (held - before)
     assert all(float(block[0]) == 1 for block in kept)
     forget_peak()
-    assert peak_gb() < held + 0.05
+    assert peak_memory_gb() < held + 0.05
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps what is freed")

@@ -2,6 +2,8 @@
 
 import io
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -272,3 +274,18 @@ def test_the_table_fits_the_screen(row: dict[str, Any], kind: str, width: int) -
         assert cells[1 : len(shown)] == [_cell(row, titles[t], forms[t]) for t in shown[1:]]
     if row is LONG:
         assert "engine restarts 2" in " ".join(drawn.get().split())
+
+
+def test_the_peak_is_that_of_this_process_and_not_of_its_parent() -> None:
+    """`getrusage` counts what the parent had when it started the program."""
+    code = "from kitae.observe.progress import peak_memory_gb; print(peak_memory_gb())"
+    held = bytearray(b"x" * 2**30)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 0.01 < float(found.stdout) < 0.9
+    assert peak_memory_gb() > 1 and len(held) == 2**30
+
+
+def test_a_system_that_does_not_tell_the_peak(tmp_path: Path) -> None:
+    (tmp_path / "status").write_text("Name:\tpython\n")
+    for status in (tmp_path / "status", tmp_path / "nothing"):
+        assert peak_memory_gb(status) > 0.01
