@@ -168,7 +168,8 @@ def child(name: str) -> None:
 
 
 def compare(args: argparse.Namespace, variants: dict[str, Found]) -> None:
-    peer = peer_steps(args.peer_python, args.prompts, args.group, args.tokens, args.steps)
+    one_to_warm_up = args.steps + 1  # in which there are no moments yet
+    peer = peer_steps(args.peer_python, args.prompts, args.group, args.tokens, one_to_warm_up)
     theirs, theirs_processor, peak = (peer[k] for k in ("seconds_per_step", "cpu_seconds_per_step", "peak_rss_gb"))
     assert isinstance(theirs, list) and isinstance(theirs_processor, list) and isinstance(peak, float)
     print(f"  TRL {peer['trl']} {min(theirs):6.1f} s a step (all: {theirs}), peak {peak} GB")
