@@ -26,12 +26,12 @@ def example() -> Iterator[ModuleType]:
     torch.set_num_threads(threads)
 
 
-def test_reward_rises_with_every_few_steps(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reward_rises_in_a_few_steps(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     example.main(["--model", "tiny", "--steps", "15", "--prompts", "32", "--lr", "3e-3"])
     rewards = [float(found) for found in re.findall(r"reward ([\d.]+)", capsys.readouterr().out)]
     assert len(rewards) == 15
-    early, middle, late = (sum(rewards[i : i + 5]) / 5 for i in (0, 5, 10))
-    assert early < 0.03 < 0.035 < middle < 0.055 < late, rewards
+    early, late = sum(rewards[:5]) / 5, sum(rewards[10:]) / 5
+    assert late > 1.6 * early, rewards  # 2.6 times where it was measured; without learning about 1
 
 
 @pytest.mark.slow
