@@ -64,12 +64,14 @@ plots: install
 
 # Tests start many processes: without files of bytecode each would compile what it imports. On a machine that is at its
 # limit, a test that waits for another process can fail for want of time: what fails again without company is wrong.
+# Many wait for processes and deadlines, so there is one worker more than cores.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 test: install lint types
 	@echo "tests"
 	@$(BIN)/python docs/generate.py --check
-	@$(PYTEST) -n auto --dist worksteal || { test $$? = 1 && echo "what failed beside others is tried again, alone" && $(PYTEST) --last-failed; }
+	@$(PYTEST) -n $(WORKERS) --dist worksteal || { test $$? = 1 && echo "what failed beside others is tried again, alone" && $(PYTEST) --last-failed; }
 
 test-slow: install
 	@$(BIN)/python -m pytest -m slow
