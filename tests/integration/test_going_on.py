@@ -530,8 +530,16 @@ def test_refills_of_a_step_are_limited_across_crashes(
 
 def test_given_up_and_killed_before_the_journal_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot that a batch went without is too old for the next one, also when its verdict is there by then."""
-    hurry = str(tmp_path / "fast")
-    slow = f"import os, time; time.sleep(12 * (not os.path.exists({hurry!r}) and str(reference)[0] == '1')); {PARITY}"
+    first, hurry = tmp_path / "first", tmp_path / "fast"
+    slow = f"""import os, time
+    try:
+        with open({str(first)!r}, "x") as file:
+            file.write(str(reference))
+    except FileExistsError:
+        pass
+    while open({str(first)!r}).read() == str(reference) and not os.path.exists({str(hurry)!r}):
+        time.sleep(0.02)
+    {PARITY}"""
     settings = (
         score_file(tmp_path, slow),
         "verifier.workers=16",
@@ -541,22 +549,28 @@ def test_given_up_and_killed_before_the_journal_knows(tmp_path: Path, monkeypatc
         "pipeline.overdue=drop",
         "training.steps=8",
         "training.group_size=2",
-        "checkpoint.every=9",
+        "checkpoint.every=1",
         "eval.prompts=0",
     )
 
     async def crash(*_: Any) -> None:
+        while not (tmp_path / "toy-001" / "checkpoints" / "step-000003").exists():
+            await asyncio.sleep(0.01)
         raise Crash
 
     with monkeypatch.context() as patch, pytest.raises(Crash):
         patch.setattr(Journal, "skip_slot", crash)
         run_toy(tmp_path, *settings)
     journal = Journal(tmp_path / "toy-001" / "journal.sqlite", read_only=True)
-    assert any(slot.oldest is not None and slot.oldest + 1 < 4 for slot in journal.pending()), "given up, and not known"
+    given_up = [group for slot in journal.pending() if slot.oldest == 0 for group in slot.groups]
     journal.close()
-    (tmp_path / "fast").touch()
+    assert len(given_up) == 1, "given up, and not known"
+    hurry.touch()
     run = go_on(tmp_path).folder
     check_ledger(run, toy_config(tmp_path, *settings))
+    journal = Journal(run / "journal.sqlite", read_only=True)
+    assert [(fate, why) for group, _, fate, why in journal.groups() if group in given_up] == [("skipped", "overdue")]
+    journal.close()
 
 
 def test_a_shorter_run_does_not_sample_what_nobody_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,8 +246,8 @@ def test_an_update_in_flight_shows_in_the_versions_alone(subject: Subject, run: 
     engine = subject.engine
 
     async def body() -> None:
-        plain = await engine.generate(ask(tokens=subject.long))
-        async with flying(engine, [ask(tokens=subject.long)]) as (task,):
+        plain = await engine.generate(ask(tokens=300))
+        async with flying(engine, [ask(tokens=300)]) as (task,):
             assert await subject.update(6, recompute=True) == 6
             assert engine.stats().version == 6
             await generated(engine, 20)
