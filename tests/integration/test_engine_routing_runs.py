@@ -75,6 +75,21 @@ def test_a_run_repeats_what_its_engine_chose(name: str, tiny_folder: TinyFolder,
         assert r.index != GREEDY or all(s.experts is None for s in r.segments)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [(), ("pipeline.max_staleness=1", *CROSSED["fleet"])], ids=["on-policy", "ahead"])
+def test_one_mixture_teaches_another(ahead: tuple[str, ...], tiny_folder: TinyFolder, tmp_path: Path) -> None:
+    """The teacher chooses its own experts; the student repeats those of its engine."""
+    teacher = ("method.kind=distil", f"method.teacher={tiny_folder('mixtral')}")
+    folder = run_toy(tmp_path, *SHORT, *mixture(tiny_folder), *teacher, *ahead).folder
+    steps = [row for row in rows(folder) if row["kind"] == "step"]
+    assert len(steps) == 4 and all(row["updates"] and not row["skipped_updates"] for row in steps)
+    assert all(row["teacher_kl"] > 0 for row in steps)
+    assert ahead or max(row["routing_flips"] for row in steps) < 0.001
+    for r in rollouts_of(folder):
+        for chain in r.chains:
+            assert_routed(chain)
+
+
 def test_who_does_not_ask_stores_nothing(tiny_folder: TinyFolder, tmp_path: Path) -> None:
     folder = run_toy(tmp_path, *SHORT, mixture(tiny_folder)[0]).folder
     assert all(s.experts is None for r in rollouts_of(folder) for s in r.segments)
