@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kitae.kernels.memory import keep, kept
+
 WeightGradient = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 """(weight, gradient of the outputs, rows of the input) → gradient of the weight; None: it was added elsewhere."""
 
@@ -16,13 +18,13 @@ class _Linears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradient: WeightGradient, *parameters: Tensor | None) -> tuple[Tensor, ...]:
         weights = [w for w in parameters[::2] if w is not None]
-        ctx.save_for_backward(x, *weights)
+        keep(ctx, x, *weights)
         ctx.gradient = gradient
         return tuple(torch.nn.functional.linear(x, w, b) for w, b in zip(weights, parameters[1::2], strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
+        x, *weights = kept(ctx)
         rows = x.reshape(-1, x.shape[-1])
         flat = [g.reshape(-1, g.shape[-1]) for g in grads]
         dx = torch.mm(flat[0], weights[0])

@@ -8,7 +8,7 @@ import ctypes
 import functools
 import platform
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,11 +90,31 @@ def set_master(parameter: "Tensor", master: "Tensor") -> None:
     vars(parameter)[_MASTER] = None if master is parameter else master  # a tensor that knows itself is freed late
 
 
+def has_master(parameter: "Tensor") -> bool:
+    return _MASTER in vars(parameter)
+
+
+def keep(ctx: Any, *tensors: "Tensor | None") -> None:
+    """For the backward pass of a function, which gets them from `kept`."""
+    ctx.save_for_backward(*tensors)
+    ctx.with_masters = {i: t for i, t in enumerate(tensors) if t is not None and has_master(t)}
+
+
+def kept(ctx: Any) -> "list[Tensor]":
+    """What `keep` kept. Where activations are computed again, torch has others in the place of parameters, which know
+    no master: here they are themselves."""
+    import torch
+
+    if torch.is_grad_enabled():
+        raise RuntimeError("fused modules have no second derivative (create_graph = True), model.fuse = false has")
+    return [ctx.with_masters.get(i, t) for i, t in enumerate(ctx.saved_tensors)]
+
+
 def gradient_of(parameter: "Tensor") -> "Tensor | None":
     """The fp32 gradient of the parameter's master, to be added to in place; None: it has no master."""
     import torch
 
-    if _MASTER not in vars(parameter):
+    if not has_master(parameter):
         return None
     master: Tensor = parameter if vars(parameter)[_MASTER] is None else vars(parameter)[_MASTER]
     if master.grad is None:

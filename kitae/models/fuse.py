@@ -9,6 +9,7 @@ norm that adds 1 to its weight, say) simply stays as it is. Parameters, names an
 
 import functools
 import inspect
+import math
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from kitae.kernels.base import LayerKernels, ModuleKernels
 from kitae.kernels.devices import training_kernels
-from kitae.kernels.memory import lay_together
+from kitae.kernels.memory import has_master, lay_together
 from kitae.kernels.norms import Norm, NormRule
 from kitae.models.attention import masked_attention
 from kitae.models.lora import plain_part
@@ -31,9 +32,10 @@ def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> int:
 
 
 def fuse_with(kernels: ModuleKernels, model: nn.Module) -> int:
-    """The same, with these kernels only. Embeddings do not count: what they compute is the same."""
+    """The same, with these kernels only. Embeddings and linear layers do not count: what they compute is the same."""
     for module in model.modules():
         _direct_embedding(module, kernels)
+        _direct_linear(module, kernels)
     kinds = (_fuse_layer, _fuse_norm, _fuse_mlp, _fuse_experts, _fuse_attention)
     return sum(any(fuse_kind(m, kernels) for fuse_kind in kinds) for m in model.modules())
 
@@ -84,10 +86,14 @@ def _fuse_experts(module: Any, kernels: ModuleKernels) -> bool:
         return False
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-        whole = type(self.gate_up_proj) in (nn.Parameter, Tensor)  # a part of it is another class
-        if getattr(self, "_is_expert_parallel", False) or not whole:
+        weights = self.gate_up_proj, self.down_proj
+        whole = all(type(w) in (nn.Parameter, Tensor) for w in weights)  # a part of one is another class
+        alike = {t.dtype for t in (hidden_states, *weights)} == {dtype}
+        if getattr(self, "_is_expert_parallel", False) or not (whole and alike):
             return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
-        return experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj)
+        return experts(hidden_states, top_k_index, top_k_weights, *weights)
+
+    dtype = module.gate_up_proj.dtype
 
     return _swap_if_equal_experts(module, forward)
 
@@ -103,7 +109,7 @@ def _are_experts(module: Any) -> bool:
     count, height, width = gate_up.shape
     given = [*inspect.signature(type(module).forward).parameters]
     called_alike = given == ["self", "hidden_states", "top_k_index", "top_k_weights"]
-    return down.shape == (count, width, height // 2) and called_alike
+    return down.shape == (count, width, height // 2) and down.dtype == gate_up.dtype and called_alike
 
 
 def _fuse_attention(module: Any, kernels: ModuleKernels) -> bool:
@@ -140,15 +146,33 @@ def _fuse_attention(module: Any, kernels: ModuleKernels) -> bool:
 
 
 def _direct_embedding(module: Any, kernels: ModuleKernels) -> None:
-    """Plain ones add their gradient where it belongs; those of a class of their own may do more."""
+    """Plain ones, and those times a number (Gemma), add their gradient where it belongs; others may do more."""
     embedding = kernels.embedding
-    if embedding is None or type(module) is not nn.Embedding or module.max_norm is not None:
+    scaled = isinstance(getattr(module, "embed_scale", None), Tensor)
+    if embedding is None or not (type(module) is nn.Embedding or (isinstance(module, nn.Embedding) and scaled)):
         return
-    if module.sparse or module.scale_grad_by_freq:
+    if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
         return
 
     def forward(self: Any, tokens: Tensor) -> Tensor:
-        return embedding(tokens, self.weight, self.padding_idx)
+        rows = embedding(tokens, self.weight, self.padding_idx)
+        return rows * self.embed_scale.to(self.weight.dtype) if scaled else rows
+
+    fused = MethodType(forward, module)
+    with torch.inference_mode():
+        probe = torch.arange(min(4, len(module.weight)), device=module.weight.device)
+        if torch.equal(fused(probe), module(probe)):
+            module.forward = fused  # type: ignore[method-assign]
+
+
+def _direct_linear(module: Any, kernels: ModuleKernels) -> None:
+    """So do linear layers that are in no function with others."""
+    layers = kernels.layers
+    if layers is None or kernels.embedding is None or type(module) is not nn.Linear:
+        return
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return layers.linears(x, self)[0] if has_master(self.weight) else nn.Linear.forward(self, x)
 
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
@@ -245,6 +269,7 @@ def is_packed_layer(layer: Any) -> bool:
         and all(m.bias is None for m in linear)
         and all(map(is_rms_norm, norms))
         and _is_silu(mlp.activation_fn)
+        and not _has_limit(mlp)
     )
 
 
@@ -318,7 +343,7 @@ def _is_gated(mlp: Any, adapted: bool, *, gelu: bool = False) -> bool:
         return False
     linear = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     known = _is_silu(mlp.act_fn) or (gelu and is_gelu(mlp.act_fn))
-    return _are_linear(linear, adapted) and all(m.bias is None for m in linear) and known
+    return _are_linear(linear, adapted) and all(m.bias is None for m in linear) and known and not _has_limit(mlp)
 
 
 def _are_linear(modules: list[Any], adapted: bool) -> bool:
@@ -331,7 +356,7 @@ def _is_mixture(mlp: Any) -> bool:
     weights = [{name for name, _ in part.named_parameters()} for part in (mlp.gate, mlp.experts)]
     if weights != [{"weight"}, {"gate_up_proj", "down_proj"}] or not _is_silu(getattr(mlp.experts, "act_fn", None)):
         return False
-    return takes_largest(mlp.gate)
+    return takes_largest(mlp.gate) and not _has_limit(mlp.experts)
 
 
 def is_limited_mixture(mlp: Any) -> bool:
@@ -342,6 +367,11 @@ def is_limited_mixture(mlp: Any) -> bool:
     weights = {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
     known = router == {"weight", "bias"} and experts == weights and {"alpha", "limit"} <= vars(mlp.experts).keys()
     return known and takes_largest(mlp.router)
+
+
+def _has_limit(mlp: Any) -> bool:
+    """Of gate and up, which no probe of a whole layer need reach (DeepSeek-V4, Step 3.7)."""
+    return any("limit" in name and value not in (None, math.inf) for name, value in vars(mlp).items())
 
 
 def _children(module: Any) -> set[str]:
@@ -411,15 +441,19 @@ def _are_plain(*modules: Any) -> bool:
 
 
 def _swap_if_equal(module: Any, function: Any, weight: Tensor) -> bool:
-    """In each element."""
+    """In each element, and with large rows by and large."""
     fused = MethodType(function, module)  # bound, so that a deep copy of the model uses its own weights
     probe = _probe(weight)
     with torch.inference_mode():
         try:
-            expected, got = module(probe), fused(probe)
-        except (RuntimeError, TypeError, AssertionError):
+            (expected, got), large = ([run(rows) for run in (module, fused)] for rows in (probe, _LARGE * probe))
+        except _NOT_ALIKE:
             return False
-    return _swap(module, fused, expected, got)
+    tolerance = _tolerance(probe)
+    if not (torch.allclose(expected.float(), got.float(), rtol=tolerance, atol=tolerance) and _are_close(*large)):
+        return False
+    module.forward = fused
+    return True
 
 
 def _swap_if_equal_attention(module: Any, function: Any, weight: Tensor, head_dim: int, seen: dict[str, Any]) -> bool:
@@ -441,7 +475,7 @@ def _swap_if_equal_attention(module: Any, function: Any, weight: Tensor, head_di
             results = [
                 run(probe, position_embeddings=turn, attention_mask=None, kitae=Recorder()) for run in (module, fused)
             ]
-        except (RuntimeError, TypeError, AssertionError, KeyError, AttributeError):
+        except (*_NOT_ALIKE, AttributeError):
             return False
     if seen.get("sinks") is not None:
         return False
@@ -460,21 +494,27 @@ def _swap_if_equal_experts(module: Any, function: Any) -> bool:
     gates = torch.tensor([[0.7, 0.4], [0.5, 0.2]], device=x.device, dtype=x.dtype)[:, : min(2, count)]
     with torch.inference_mode():
         try:
-            expected, got = (run(x, chosen, gates).float() for run in (module, fused))
-        except (RuntimeError, TypeError, AssertionError):
+            results = [[run(rows, chosen, gates) for run in (module, fused)] for rows in (x, _LARGE * x)]
+        except _NOT_ALIKE:
             return False
-    if not (got - expected).norm() <= (1e-5 if x.dtype == torch.float32 else 2e-2) * expected.norm():
+    if not all(_are_close(*pair) for pair in results):
         return False
     module.forward = fused
     return True
 
 
-def _swap(module: Any, fused: Any, expected: Tensor, got: Tensor) -> bool:
-    tolerance = 1e-5 if expected.dtype == torch.float32 else 2e-2
-    if not torch.allclose(expected.float(), got.float(), rtol=tolerance, atol=tolerance):
-        return False
-    module.forward = fused
-    return True
+_LARGE = 1e4  # rows of this size show whether gate and up have limits
+_NOT_ALIKE = (RuntimeError, TypeError, AssertionError, KeyError)  # what a module says to what it does not know
+
+
+def _tolerance(like: Tensor) -> float:
+    return 1e-5 if like.dtype == torch.float32 else 2e-2
+
+
+def _are_close(expected: Tensor, got: Tensor) -> bool:
+    """As wholes: what is small among them may be rounded away. What is nothing tells nothing."""
+    size = float(expected.float().norm())
+    return size > 0 and float((got.float() - expected.float()).norm()) <= _tolerance(expected) * size
 
 
 def _probe(weight: Tensor) -> Tensor:

@@ -150,7 +150,7 @@ def test_a_teacher_in_its_own_process_teaches_the_same_also_after_its_end(distil
 
 def _is_teacher(pid: int) -> bool:
     try:
-        return b"kitae.trainer.teaching" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"from kitae.trainer.teaching import" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 

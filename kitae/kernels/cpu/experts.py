@@ -2,7 +2,7 @@
 
 Pairs of a token and an expert are sorted by expert once. Then some experts at a time, those that have any, read their
 rows, compute with them, and add what they made to the rows of their tokens: what lies in between is of a few hundred
-pairs only. A token's experts are added in their own order, so no sum depends on the number of threads.
+pairs, or of one expert. A token's experts are added in their own order, whatever the number of threads.
 
 Legend: T tokens, K experts of each, S = T · K pairs, E experts, H width of the model, I inner width of an expert.
 """
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kitae.kernels.cpu import ops
 from kitae.kernels.cpu.gradients import StackGradient
+from kitae.kernels.memory import keep, kept
 
 _ROWS = 512  # of a block: what lies in between stays in the cache, and short parts are gathered and gated at once
 
@@ -28,7 +29,10 @@ class _Block(NamedTuple):
 def _blocks(chosen_TK: Tensor, experts: int) -> list[_Block]:
     """Of the experts that were chosen; a block has as few more rows than `_ROWS` as whole experts allow."""
     found, parts, start, end = [], [], 0, 0
-    for expert, count in enumerate(torch.bincount(chosen_TK.flatten(), minlength=experts).tolist()):
+    counts = torch.bincount(chosen_TK.flatten(), minlength=experts).tolist()
+    if len(counts) > experts:
+        raise IndexError(f"experts are numbered from 0 to {experts - 1}, got {len(counts) - 1}")
+    for expert, count in enumerate(counts):
         if count:
             parts.append((expert, slice(end - start, end - start + count)))
             end += count
@@ -62,14 +66,14 @@ class _Experts(torch.autograd.Function):
             _times(x_TH[token], gate_up.transpose(1, 2), block, out=both)
             made = _times(ops.gate_rows(both), down.transpose(1, 2), block)
             ops.add_rows(out_TH, token, made, gate_S[block.at])
-        ctx.save_for_backward(x_TH, gates_TK, gate_up, down, both_S2I, order_S, token_S, gate_S)
+        keep(ctx, x_TH, gates_TK, gate_up, down, both_S2I, order_S, token_S, gate_S)
         ctx.blocks = blocks
         return out_TH.to(x_TH.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """That of a gate is the product of an expert's activations with their gradient: outputs are not needed."""
-        x_TH, gates_TK, gate_up, down, both_S2I, order_S, token_S, gate_S = ctx.saved_tensors
+        x_TH, gates_TK, gate_up, down, both_S2I, order_S, token_S, gate_S = kept(ctx)
         of_x, _, _, of_gate_up, of_down = ctx.needs_input_grad
         dgate_up, ddown = StackGradient(gate_up, of_gate_up), StackGradient(down, of_down)
         dx_TH = torch.zeros(x_TH.shape, dtype=torch.float32) if of_x else None

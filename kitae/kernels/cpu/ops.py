@@ -11,7 +11,7 @@ from torch import Tensor
 from kitae.kernels.adamw import salt
 from kitae.kernels.base import AdamWPace, DecodingKernels
 from kitae.kernels.cpu.build import cpu_library
-from kitae.kernels.memory import add_gradient
+from kitae.kernels.memory import add_gradient, keep, kept
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _HEAD_DIMS = {0, 16, 32, 64, 80, 96, 128, 256}  # what decode_attention is compiled for; 0: not asked
@@ -376,12 +376,12 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x = x.contiguous()
         out, inverse_rms = norm_rows(x, weight, eps)
-        ctx.save_for_backward(x, weight, inverse_rms)
+        keep(ctx, x, weight, inverse_rms)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        x, weight, inverse_rms = ctx.saved_tensors
+        x, weight, inverse_rms = kept(ctx)
         grad = grads[0].contiguous()
         dx, dweight = rms_norm_gradients(grad, x, weight, inverse_rms)
         return dx, add_gradient(weight, dweight) if ctx.needs_input_grad[1] else None, None
@@ -397,12 +397,12 @@ class _SwiGLU(torch.autograd.Function):
             *(c_void_p(t.data_ptr()) for t in (gate, up, out)),
             c_int64(gate.numel()),
         )
-        ctx.save_for_backward(gate, up)
+        keep(ctx, gate, up)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
+        gate, up = kept(ctx)
         grad = grads[0].contiguous()
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         _call(

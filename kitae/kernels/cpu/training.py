@@ -17,7 +17,7 @@ from kitae.kernels.cpu import ops
 from kitae.kernels.cpu.experts import experts
 from kitae.kernels.cpu.gradients import add_product, weight_gradient
 from kitae.kernels.linears import shared_input
-from kitae.kernels.memory import add_gradient, gradient_of, joined
+from kitae.kernels.memory import add_gradient, gradient_of, joined, keep, kept
 
 
 def _bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:
@@ -53,14 +53,14 @@ class _NormedQKV(torch.autograd.Function):
         heads = [len(w) // dim for w in weights]
         by_head = qkv.view(len(x), -1, dim)
         ops.rotate(by_head, cos, sin, heads[0] + heads[1])
-        ctx.save_for_backward(x, gain, cos, sin, *weights, *biases)
+        keep(ctx, x, gain, cos, sin, *weights, *biases)
         ctx.rest = (eps, heads)
         return x.view_as(x), *torch.split(by_head, heads, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         around, *of_heads = grads
-        x, gain, cos, sin, *parameters = ctx.saved_tensors
+        x, gain, cos, sin, *parameters = kept(ctx)
         weights, biases = parameters[:3], parameters[3:]
         eps, heads = ctx.rest
         dqkv = _side_by_side(of_heads)
@@ -98,14 +98,14 @@ class _NormedPair(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, y: Tensor, gain: Tensor, eps: float, *weights: Tensor) -> tuple[Tensor, ...]:
         total = (x + y).contiguous()
         normed, inverse_rms = ops.norm_rows(total, gain, eps)
-        ctx.save_for_backward(total, gain, inverse_rms, *weights)
+        keep(ctx, total, gain, inverse_rms, *weights)
         ctx.eps = eps
         return total, *(torch.mm(normed, w.t()) for w in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         around, *ours = grads
-        total, gain, inverse_rms, *weights = ctx.saved_tensors
+        total, gain, inverse_rms, *weights = kept(ctx)
         dnormed = torch.mm(ours[0], weights[0]).addmm_(ours[1], weights[1])
         dweights: list[Tensor | None] = [None, None]
         if any(needed := ctx.needs_input_grad[4:]):
@@ -132,12 +132,12 @@ class _SwiGLULinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
+        keep(ctx, gate, up, weight)
         return torch.nn.functional.linear(ops.swiglu(gate, up), weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        gate, up, weight = ctx.saved_tensors
+        gate, up, weight = kept(ctx)
         grad = grads[0].reshape(-1, grads[0].shape[-1])
         product = torch.mm(grad, weight)
         ops.swiglu_again(product, gate, up)
@@ -157,13 +157,13 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding: int) -> Tensor:
-        ctx.save_for_backward(tokens, weight)
+        keep(ctx, tokens, weight)
         ctx.padding = padding
         return torch.nn.functional.embedding(tokens, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None]:
-        tokens, weight = ctx.saved_tensors
+        tokens, weight = kept(ctx)
         into = gradient_of(weight)
         if into is None:
             made: Tensor = torch.ops.aten.embedding_dense_backward(grads[0], tokens, len(weight), ctx.padding, False)

@@ -5,12 +5,14 @@ What the page docs/models.md says of each is read from it, and must be so.
 
 import asyncio
 import importlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kitae.engines.base import Completion, Request, SamplingParams
@@ -21,9 +23,10 @@ from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.fused import _known, is_plain
 from kitae.errors import KitaeError
 from kitae.kernels.cpu import packed
+from kitae.kernels.cpu.build import cpu_library
 from kitae.kernels.norms import NormRule
 from kitae.models.config import ModelConfig
-from kitae.models.fuse import fuse, norm_of
+from kitae.models.fuse import fuse, is_llama_layer, norm_of
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 
@@ -151,6 +154,28 @@ def test_which_have_a_compiled_decoder_on_a_cpu(family: str, made: Callable[[str
 def test_a_mixture_with_other_gates_is_unknown(made: Callable[[str], Path]) -> None:
     """MiniMax-M2 is built like OLMoE, but its gates come from a sigmoid, and a bias has its say in the choice."""
     assert _known(load(made("olmoe"), fused=False)) and not _known(load(made("minimax_m2"), fused=False))
+
+
+@pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["limit", "elsewhere"])
+def test_an_mlp_with_limits_is_another(name: str, made: Callable[[str], Path]) -> None:
+    """Rows of usual size do not reach them. Of a whole layer a probe cannot, so there a name must tell."""
+    policy = load_policy(ModelConfig(path=str(made("smollm3")), dtype="float32", device="cpu", fuse=False))
+    mlp: Any = policy.decoder.layers[0].mlp
+
+    class Limited(type(mlp)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            limited = self.act_fn(self.gate_proj(x).clamp(-10, 10)) * self.up_proj(x).clamp(-10, 10)
+            return self.down_proj(limited)  # type: ignore[no-any-return]
+
+    assert is_llama_layer(policy.decoder.layers[0]) and _known(policy)
+    mlp.__class__ = Limited
+    setattr(mlp, name, 10.0)
+    assert fuse(mlp, torch.device("cpu"), torch.float32) == 0
+    if name == "limit":
+        assert not is_llama_layer(policy.decoder.layers[0]) and not _known(policy)
+        mlp.limit = math.inf
+        assert is_llama_layer(policy.decoder.layers[0])
 
 
 def test_what_a_norm_computes_is_found_by_trying() -> None:

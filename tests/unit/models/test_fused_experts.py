@@ -79,10 +79,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_experts_of_a_family(family: str, calls: list[int]) -> None:
     module = make_experts(family)
     expected = run(module)
-    assert fuse(module, CPU, torch.float32) == 1 and calls == [2], "a probe"
+    assert fuse(module, CPU, torch.float32) == 1 and calls == [2, 2], "probes"
     for a, b in zip(run(module), expected, strict=True):
         assert (a - b).norm() <= 1e-6 * b.norm()
-    assert calls == [2, 20]
+    assert calls == [2, 2, 20]
 
 
 def test_other_experts_stay_as_they_are() -> None:
@@ -102,6 +102,60 @@ def test_a_module_that_computes_something_else_is_not_swapped(monkeypatch: pytes
 
     monkeypatch.setattr(kind, "_apply_gate", turned)
     assert fuse(module, CPU, torch.float32) == 0
+
+
+def test_limits_of_gate_and_up_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of usual size do not reach them."""
+    module = make_experts("qwen3_moe")
+
+    def limited(self: Any, both: Tensor) -> Tensor:
+        gate, up = both.clamp(-10, 10).chunk(2, -1)
+        return self.act_fn(gate) * up  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(type(module), "_apply_gate", limited)
+    assert fuse(module, CPU, torch.float32) == 0
+
+
+@pytest.mark.parametrize("kinds", [(torch.bfloat16, torch.float32), (torch.float32, torch.float16)])
+def test_other_numbers_than_at_the_start_run_as_the_class_says(
+    kinds: tuple[torch.dtype, torch.dtype], calls: list[int]
+) -> None:
+    rows, weights = kinds
+    module = make_experts("mixtral")
+    assert fuse(module, CPU, torch.float32) == 1
+    calls.clear()
+    module.to(weights)
+    gates, chosen = torch.randn(4, 5).softmax(-1).topk(2)
+    values = torch.randn(4, 32, dtype=rows), chosen, gates.to(rows)
+    try:
+        expected = type(module).forward(module, *values)
+    except RuntimeError as refused:
+        with pytest.raises(RuntimeError, match=str(refused)[:20]):
+            module(*values)
+    else:
+        assert torch.equal(module(*values), expected)
+    assert not calls
+
+
+def test_numbers_without_kernels_are_left_alone() -> None:
+    assert fuse(make_experts("mixtral").half(), CPU, torch.float32) == 0
+
+
+def test_an_expert_that_there_is_not() -> None:
+    module = make_experts("mixtral")
+    fuse(module, CPU, torch.float32)
+    with pytest.raises(IndexError, match="experts are numbered from 0 to 5, got 6"):
+        module(torch.randn(2, 32), torch.tensor([[0, 6], [1, 2]]), torch.ones(2, 2))
+
+
+def test_second_derivatives_are_refused() -> None:
+    """Also where nothing in the module learns."""
+    module = make_experts("mixtral").requires_grad_(False)
+    fuse(module, CPU, torch.float32)
+    x = torch.randn(4, 32, requires_grad=True)
+    out = module(x.sin(), torch.tensor([[0, 1]] * 4), torch.ones(4, 2)).sum()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(out, x, create_graph=True)
 
 
 def test_experts_that_are_split_over_ranks_run_as_their_class_says(calls: list[int]) -> None:

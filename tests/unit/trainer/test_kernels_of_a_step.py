@@ -103,6 +103,7 @@ def test_bits_do_not_depend_on_threads() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+SMALL = (".bias", ".gate.weight", "norm.weight")
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "several rows": {"training": {"token_budget": 40}},
@@ -180,6 +181,23 @@ def test_gradients_of_weights_are_added_where_they_stay(architecture: str, tiny_
     worker.optim_step()
     assert all(p.grad is None for p in policy.model.parameters())
     assert Role.POLICY in worker.trained
+
+
+def handed_over(policy: Policy, *, again: bool) -> set[str]:
+    """The parameters whose gradients are made and handed to torch, which adds them."""
+    worker = make_worker(policy, TrainingConfig(checkpoint_activations=again), AlgorithmConfig(preset="grpo"))
+    found = set[str]()
+    for name, p in policy.model.named_parameters():
+        p.register_hook(lambda made, name=name: None if made is None else found.add(name))  # type: ignore[misc]
+    forward_backward(worker, weighted(make_samples(SHAPES), AlgorithmConfig(preset="grpo")))
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe", "mixtral"])
+def test_no_gradient_is_made_to_be_added(architecture: str, tiny_policy: TinyPolicy) -> None:
+    """Also where activations are computed again, to need less memory. Biases, routers and norms are small."""
+    for again in (False, True):
+        assert not {n for n in handed_over(tiny_policy(architecture), again=again) if not n.endswith(SMALL)}, again
 
 
 def kept_by_layers(tiny_policy: TinyPolicy, architecture: str, *, again: bool, lora_rank: int) -> int:

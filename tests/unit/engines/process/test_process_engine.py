@@ -177,11 +177,8 @@ def test_filed_answers_are_those_that_would_have_come(
         run(_all(e.start() for e in (filing, engine)))
         kept, came = run(_all(filing.generate(r) for r in asked)), run(_all(engine.generate(r) for r in asked))
         for a, b in zip(kept, came, strict=True):
-            assert isinstance(a.tokens, Kept) and (a.tokens, a.logprobs, a.versions) == (
-                b.tokens,
-                b.logprobs,
-                b.versions,
-            )
+            assert isinstance(a.tokens, Kept) and (a.tokens, a.versions) == (b.tokens, b.versions)
+            assert list(a.logprobs) == pytest.approx(list(b.logprobs), abs=1e-5), "who else samples may round them"
             assert a.finish == b.finish and str(a.tokens.text) == chat.read(b.tokens).text
         parked = run(_parked(filing, asked[:2]))
         assert all(isinstance(p.tokens, Kept) and 0 < len(p.tokens) < 150 for p in parked)
