@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Qwen3MoeConfig
+from transformers import GptOssConfig, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from kitae.kernels.memory import keep_freed_memory, return_freed_memory, set_master
@@ -29,9 +30,14 @@ class Shape(NamedTuple):
     inner: int
     experts: int
     top_k: int
+    limited: bool = False  # as gpt-oss has them
 
 
-SHAPES = {"smollm2": Shape(576, 1536, 4, 2), "qwen3-30b": Shape(2048, 768, 128, 8)}
+SHAPES = {
+    "smollm2": Shape(576, 1536, 4, 2),
+    "qwen3-30b": Shape(2048, 768, 128, 8),
+    "gpt-oss": Shape(2880, 2880, 32, 4, limited=True),
+}
 WAYS = ("grouped_mm", "fused")
 
 
@@ -50,13 +56,11 @@ def make_inputs(shape: Shape, tokens: int) -> Inputs:
 
 
 def make_module(shape: Shape) -> Any:
-    config = Qwen3MoeConfig(
-        hidden_size=shape.hidden,
-        moe_intermediate_size=shape.inner,
-        num_experts=shape.experts,
-        num_experts_per_tok=shape.top_k,
+    inner, count = (
+        ("intermediate_size", "num_local_experts") if shape.limited else ("moe_intermediate_size", "num_experts")
     )
-    module: Any = Qwen3MoeExperts(config)
+    sizes = {"hidden_size": shape.hidden, inner: shape.inner, count: shape.experts, "num_experts_per_tok": shape.top_k}
+    module: Any = GptOssExperts(GptOssConfig(**sizes)) if shape.limited else Qwen3MoeExperts(Qwen3MoeConfig(**sizes))
     for parameter in module.parameters():
         parameter.data.normal_(0, 0.02)
         parameter.grad = torch.zeros_like(parameter)
@@ -86,6 +90,9 @@ def run(module: Any, inputs: Inputs, forward: bool) -> None:
 def products(module: Any, inputs: Inputs, forward: bool) -> Callable[[], None]:
     """Rows of each expert times its weights, and the four products of the backward pass."""
     gate_up, down = module.gate_up_proj, module.down_proj
+    dgate_up, ddown = gate_up.grad, down.grad
+    if hasattr(module, "limit"):
+        gate_up, down, dgate_up, ddown = (w.transpose(1, 2) for w in (gate_up, down, dgate_up, ddown))
     counts = torch.bincount(inputs.chosen.flatten(), minlength=len(down)).tolist()
     most, (height, hidden) = max(counts), gate_up.shape[1:]
     rows, hidden_out, drows = (torch.randn(most, hidden) for _ in range(3))
@@ -99,9 +106,9 @@ def products(module: Any, inputs: Inputs, forward: bool) -> Callable[[], None]:
         for e, n in enumerate(counts):
             if n and not forward:
                 torch.mm(hidden_out[:n], down[e], out=dact[:n])
-                torch.mm(hidden_out[:n].t(), act[:n], out=down.grad[e])
+                torch.mm(hidden_out[:n].t(), act[:n], out=ddown[e])
                 torch.mm(both[:n], gate_up[e], out=drows[:n])
-                torch.mm(both[:n].t(), rows[:n], out=gate_up.grad[e])
+                torch.mm(both[:n].t(), rows[:n], out=dgate_up[e])
 
     return torch.no_grad()(compute)
 

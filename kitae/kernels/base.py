@@ -10,7 +10,7 @@ that one token gets, I inner width of one.
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn import Linear
@@ -48,12 +48,28 @@ class SwigluLinear(Protocol):
         """`(silu(gate) * up) @ weight.T`, differentiable; takes over gate and up, which must be fresh."""
 
 
+class Limits(NamedTuple):
+    """`Limits(gate_up_bias, down_bias, alpha=1.702, limit=7.0)`: what the experts of gpt-oss have beside others.
+
+    Both products have a bias, `[E, 2 I]` and `[E, H]`. Gate is at most `limit`, up within ±`limit`, and they make
+    `(up + 1) * gate * sigmoid(alpha * gate)`. They lie in turn, and weights the other way round: `[E, H, 2 I]`,
+    `[E, I, H]`.
+    """
+
+    gate_up_bias: Tensor
+    down_bias: Tensor
+    alpha: float
+    limit: float
+
+
 class Experts(Protocol):
-    def __call__(self, x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def __call__(
+        self, x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, limits: Limits | None = None
+    ) -> Tensor:
         """`Σ_k gates[t, k] · (silu(gate) * up) @ down[e].T`, e = `chosen[t, k]`, of rows x `[T, H]`; differentiable.
 
         chosen and gates `[T, K]`, the experts of a row all different; gate and up are the halves of `x @ gate_up[e].T`,
-        for weights `[E, 2 I, H]` and `[E, H, I]`. No weight of an expert that nobody chose is read.
+        for weights `[E, 2 I, H]` and `[E, H, I]`. No weight of an expert that nobody chose is read. limits: as gpt-oss.
         """
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kitae.kernels.base import LayerKernels, ModuleKernels
+from kitae.kernels.base import LayerKernels, Limits, ModuleKernels
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.memory import has_master, lay_together
 from kitae.kernels.norms import Norm, NormRule
@@ -80,22 +80,25 @@ def _fuse_mlp(module: Any, kernels: ModuleKernels) -> bool:
 
 
 def _fuse_experts(module: Any, kernels: ModuleKernels) -> bool:
-    """Gated SiLU experts whose weights lie in two tensors; split over ranks, they run as their class defines them."""
-    experts = kernels.experts
-    if experts is None or not _are_experts(module):
+    """Gated experts whose weights lie in two tensors; split over ranks, they run as their class defines them."""
+    experts, limited = kernels.experts, _are_limited_experts(module)
+    if experts is None or not (limited or _are_experts(module)):
         return False
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-        weights = self.gate_up_proj, self.down_proj
+        weights = self._parameters.values()
         whole = all(type(w) in (nn.Parameter, Tensor) for w in weights)  # a part of one is another class
         alike = {t.dtype for t in (hidden_states, *weights)} == {dtype}
         if getattr(self, "_is_expert_parallel", False) or not (whole and alike):
             return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
-        return experts(hidden_states, top_k_index, top_k_weights, *weights)
+        limits = Limits(self.gate_up_proj_bias, self.down_proj_bias, self.alpha, self.limit) if limited else None
+        return experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj, limits)
 
-    dtype = module.gate_up_proj.dtype
+    def forward_limited(self: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Any:
+        return forward(self, hidden_states, router_indices, routing_weights)
 
-    return _swap_if_equal_experts(module, forward)
+    dtype, width = module.gate_up_proj.dtype, module.gate_up_proj.shape[1 if limited else 2]
+    return _swap_if_equal_experts(module, forward_limited if limited else forward, width)
 
 
 def _are_experts(module: Any) -> bool:
@@ -110,6 +113,19 @@ def _are_experts(module: Any) -> bool:
     given = [*inspect.signature(type(module).forward).parameters]
     called_alike = given == ["self", "hidden_states", "top_k_index", "top_k_weights"]
     return down.shape == (count, width, height // 2) and down.dtype == gate_up.dtype and called_alike
+
+
+def _are_limited_experts(module: Any) -> bool:
+    """As gpt-oss has them."""
+    parameters = dict(module.named_parameters())
+    if parameters.keys() != _LIMITED or not {"alpha", "limit"} <= vars(module).keys():
+        return False
+    given = [*inspect.signature(type(module).forward).parameters]
+    return (
+        len({p.dtype for p in parameters.values()}) == 1
+        and all(p.is_contiguous() for p in parameters.values())
+        and given == ["self", "hidden_states", "router_indices", "routing_weights"]
+    )
 
 
 def _fuse_attention(module: Any, kernels: ModuleKernels) -> bool:
@@ -238,6 +254,7 @@ def _recomputes_itself(layer: Any) -> bool:
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _NORMS = {"q_norm", "k_norm"}
+_LIMITED = {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
 _DROPOUTS = {"resid_attn_dropout", "resid_mlp_dropout"}
 
 
@@ -364,8 +381,7 @@ def is_limited_mixture(mlp: Any) -> bool:
     if _children(mlp) != {"router", "experts"} or not is_router(mlp.router):
         return False
     router, experts = ({name for name, _ in part.named_parameters()} for part in (mlp.router, mlp.experts))
-    weights = {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
-    known = router == {"weight", "bias"} and experts == weights and {"alpha", "limit"} <= vars(mlp.experts).keys()
+    known = router == {"weight", "bias"} and experts == _LIMITED and {"alpha", "limit"} <= vars(mlp.experts).keys()
     return known and takes_largest(mlp.router)
 
 
@@ -486,10 +502,10 @@ def _swap_if_equal_attention(module: Any, function: Any, weight: Tensor, head_di
     return True
 
 
-def _swap_if_equal_experts(module: Any, function: Any) -> bool:
+def _swap_if_equal_experts(module: Any, function: Any, width: int) -> bool:
     """With gates that do not add up to 1, and experts that none, one or both of the tokens have chosen."""
-    fused, (count, _, _) = MethodType(function, module), module.gate_up_proj.shape
-    x = _probe(module.gate_up_proj)[0]
+    fused, count = MethodType(function, module), len(module.gate_up_proj)
+    x = _probe(module.gate_up_proj, width)[0]
     chosen = torch.tensor([[0, 1], [count - 1, 0]], device=x.device)[:, : min(2, count)]
     gates = torch.tensor([[0.7, 0.4], [0.5, 0.2]], device=x.device, dtype=x.dtype)[:, : min(2, count)]
     with torch.inference_mode():
@@ -517,8 +533,8 @@ def _are_close(expected: Tensor, got: Tensor) -> bool:
     return size > 0 and float((got.float() - expected.float()).norm()) <= _tolerance(expected) * size
 
 
-def _probe(weight: Tensor) -> Tensor:
+def _probe(weight: Tensor, width: int | None = None) -> Tensor:
     """Two tokens for a module with this weight."""
-    width = weight.shape[-1]
+    width = weight.shape[-1] if width is None else width
     wave = torch.linspace(-3, 3, 2 * width, dtype=torch.float32).sin()
     return wave.view(1, 2, width).to(weight.device, weight.dtype)

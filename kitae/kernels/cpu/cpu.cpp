@@ -409,6 +409,45 @@ void gate_rows_again(T* grad, T* gate_up, const float* weight, float* dweight, i
     }
 }
 
+// As gpt-oss has it: gate and up in turn, gate at most `limit`, up within it, to (up + 1) * gate * sigmoid(alpha * gate).
+template <typename T>
+void limit_rows(const T* gate_up, T* out, int64_t N, int64_t I, float alpha, float limit) {
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        const T* both = gate_up + 2 * n * I;
+#pragma omp simd
+        for (int64_t i = 0; i < I; i++) {
+            const float g = std::min(load(both + 2 * i), limit);
+            const float u = std::max(std::min(load(both + 2 * i + 1), limit), -limit);
+            store(out + n * I + i, (u + 1.0f) * g * sigmoid(alpha * g));
+        }
+    }
+}
+
+// As gate_rows_again. What is beyond a limit does not learn.
+template <typename T>
+void limit_rows_again(T* grad, T* gate_up, const float* weight, float* dweight, int64_t N, int64_t I, float alpha,
+                      float limit) {
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < N; n++) {
+        T *both = gate_up + 2 * n * I, *of = grad + n * I;
+        const float w = weight[n];
+        float dot = 0;
+#pragma omp simd reduction(+ : dot)
+        for (int64_t i = 0; i < I; i++) {
+            const float gate = load(both + 2 * i), up = load(both + 2 * i + 1), given = load(of + i), d = w * given;
+            const float g = std::min(gate, limit), u = std::max(std::min(up, limit), -limit), s = sigmoid(alpha * g);
+            T product;
+            store(&product, (u + 1.0f) * g * s);
+            dot += given * load(&product);
+            store(of + i, w * load(&product));
+            store(both + 2 * i, gate <= limit ? d * (u + 1.0f) * s * (1.0f + alpha * g * (1.0f - s)) : 0.0f);
+            store(both + 2 * i + 1, up >= -limit && up <= limit ? d * g * s : 0.0f);
+        }
+        dweight[n] = dot;
+    }
+}
+
 // total[place[n]] += weight[n] * rows[n], in the order of the rows; weight may be null, for ones. Threads share columns,
 // so that rows of one place do not meet.
 template <typename T>
@@ -606,6 +645,13 @@ void softmax_backward(const T* probs, T* dprobs, const float* delta, float scale
     void gate_rows_##SUFFIX(const T* gate_up, T* out, int64_t N, int64_t I) { gate_rows<T>(gate_up, out, N, I); }      \
     void gate_rows_again_##SUFFIX(T* grad, T* gate_up, const float* weight, float* dweight, int64_t N, int64_t I) {    \
         gate_rows_again<T>(grad, gate_up, weight, dweight, N, I);                                                      \
+    }                                                                                                                  \
+    void limit_rows_##SUFFIX(const T* gate_up, T* out, int64_t N, int64_t I, float alpha, float limit) {               \
+        limit_rows<T>(gate_up, out, N, I, alpha, limit);                                                               \
+    }                                                                                                                  \
+    void limit_rows_again_##SUFFIX(T* grad, T* gate_up, const float* weight, float* dweight, int64_t N, int64_t I,     \
+                                   float alpha, float limit) {                                                         \
+        limit_rows_again<T>(grad, gate_up, weight, dweight, N, I, alpha, limit);                                       \
     }                                                                                                                  \
     void add_rows_##SUFFIX(float* total, const int64_t* place, const T* rows, const float* weight, int64_t N,          \
                            int64_t H) {                                                                                \

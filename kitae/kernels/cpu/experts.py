@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kitae.kernels.base import Limits
 from kitae.kernels.cpu import ops
 from kitae.kernels.cpu.gradients import StackGradient
 from kitae.kernels.memory import keep, kept
@@ -42,11 +43,16 @@ def _blocks(chosen_TK: Tensor, experts: int) -> list[_Block]:
     return found
 
 
-def _times(rows: Tensor, weights: Tensor, block: _Block, out: Tensor | None = None) -> Tensor:
-    """The rows of each expert times its own of the weights `[E, K, N]`."""
+def _times(
+    rows: Tensor, weights: Tensor, block: _Block, *, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """The rows of each expert times its own of the weights `[E, K, N]`, plus its own bias."""
     out = rows.new_empty(len(rows), weights.shape[2]) if out is None else out
     for expert, part in block.parts:
-        torch.mm(rows[part], weights[expert], out=out[part])
+        if bias is None:
+            torch.mm(rows[part], weights[expert], out=out[part])
+        else:
+            torch.addmm(bias[expert], rows[part], weights[expert], out=out[part])
     return out
 
 
@@ -55,45 +61,69 @@ class _Experts(torch.autograd.Function):
     gated products made again, in the places of their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, chosen_TK: Tensor, gates_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x_TH: Tensor,
+        chosen_TK: Tensor,
+        gates_TK: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        limits: Limits | None,
+    ) -> Tensor:
         blocks = _blocks(chosen_TK, len(down))
         order_S = chosen_TK.flatten().argsort(stable=True)
         token_S, gate_S = order_S // chosen_TK.shape[1], gates_TK.flatten()[order_S].float()
-        both_S2I = x_TH.new_empty(len(order_S), gate_up.shape[1])
+        to_both, to_out = (w if limits else w.transpose(1, 2) for w in (gate_up, down))
+        both_S2I = x_TH.new_empty(len(order_S), to_both.shape[2])
         out_TH = torch.zeros(x_TH.shape, dtype=torch.float32)
         for block in blocks:
             token, both = token_S[block.at], both_S2I[block.at]
-            _times(x_TH[token], gate_up.transpose(1, 2), block, out=both)
-            made = _times(ops.gate_rows(both), down.transpose(1, 2), block)
+            _times(x_TH[token], to_both, block, bias=gate_up_bias, out=both)
+            made = _times(ops.gate_rows(both, limits), to_out, block, bias=down_bias)
             ops.add_rows(out_TH, token, made, gate_S[block.at])
-        keep(ctx, x_TH, gates_TK, gate_up, down, both_S2I, order_S, token_S, gate_S)
-        ctx.blocks = blocks
+        keep(ctx, x_TH, gates_TK, gate_up, down, gate_up_bias, down_bias, both_S2I, order_S, token_S, gate_S)
+        ctx.blocks, ctx.limits = blocks, limits
         return out_TH.to(x_TH.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """That of a gate is the product of an expert's activations with their gradient: outputs are not needed."""
-        x_TH, gates_TK, gate_up, down, both_S2I, order_S, token_S, gate_S = kept(ctx)
-        of_x, _, _, of_gate_up, of_down = ctx.needs_input_grad
-        dgate_up, ddown = StackGradient(gate_up, of_gate_up), StackGradient(down, of_down)
+        x_TH, gates_TK, gate_up, down, gate_up_bias, down_bias, both_S2I, order_S, token_S, gate_S = kept(ctx)
+        limits: Limits | None = ctx.limits
+        of_x, _, _, *of_weights, _ = ctx.needs_input_grad
+        learning = zip((gate_up, down, gate_up_bias, down_bias), of_weights, strict=True)
+        made = [StackGradient(weights, needed, turned=limits is not None) for weights, needed in learning]
+        dgate_up, ddown, dgate_up_bias, ddown_bias = made
+        from_both, from_out = (w.transpose(1, 2) if limits else w for w in (gate_up, down))
         dx_TH = torch.zeros(x_TH.shape, dtype=torch.float32) if of_x else None
         dgate_S = torch.empty_like(gate_S)
         for block in ctx.blocks:
-            token, both = token_S[block.at], both_S2I[block.at]
+            token, both, gate = token_S[block.at], both_S2I[block.at], gate_S[block.at]
             dmade = grads[0][token]
-            act = _times(dmade, down, block)
-            dgate_S[block.at] = ops.gate_rows_again(act, both, gate_S[block.at])
+            act = _times(dmade, from_out, block)
+            dgate = ops.gate_rows_again(act, both, gate, limits)
             ddown.add(block.parts, dmade, act)
-            if of_gate_up:
+            if limits is not None:
+                for expert, part in block.parts:
+                    dgate[part] += dmade[part].float() @ down_bias[expert].float()
+                ddown_bias.add_rows(block.parts, dmade, gate)
+                dgate_up_bias.add_rows(block.parts, both)
+            dgate_S[block.at] = dgate
+            if of_weights[0]:
                 dgate_up.add(block.parts, both, x_TH[token])
             if dx_TH is not None:
-                ops.add_rows(dx_TH, token, _times(both, gate_up, block))
+                ops.add_rows(dx_TH, token, _times(both, from_both, block))
         torch.autograd.graph.increment_version(both_S2I)  # so that torch refuses a second backward pass
         dgates_TK = torch.empty_like(gate_S).index_copy_(0, order_S, dgate_S).view(gates_TK.shape).to(gates_TK.dtype)
-        return None if dx_TH is None else dx_TH.to(x_TH.dtype), None, dgates_TK, dgate_up.made, ddown.made
+        return None if dx_TH is None else dx_TH.to(x_TH.dtype), None, dgates_TK, *(each.made for each in made), None
 
 
-def experts(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def experts(
+    x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, limits: Limits | None = None
+) -> Tensor:
     """See `kitae.kernels.base.Experts`."""
-    out: Tensor = _Experts.apply(x, chosen, gates, gate_up, down)  # type: ignore[no-untyped-call]
+    biases = (None, None) if limits is None else (limits.gate_up_bias, limits.down_bias)
+    out: Tensor = _Experts.apply(x, chosen, gates, gate_up, down, *biases, limits)  # type: ignore[no-untyped-call]
     return out

@@ -32,17 +32,28 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
 class StackGradient:
     """The gradient of weights that lie in one tensor `[E, N, K]`, filled one by one: others are not touched.
 
-    made: it for autograd, at the end; None where it has been added where it belongs, and of frozen weights.
+    turned: they lie as `[E, K, N]`. made: it for autograd, at the end; None where it has been added where it belongs,
+    and of weights that are frozen or not there.
     """
 
-    def __init__(self, weights: Tensor, needed: bool) -> None:
-        self._into = gradient_of(weights) if needed else None
-        self.made = torch.zeros_like(weights) if needed and self._into is None else None
+    def __init__(self, weights: Tensor | None, needed: bool, *, turned: bool = False) -> None:
+        self._into = gradient_of(weights) if needed and weights is not None else None
+        self.made = torch.zeros_like(weights) if needed and weights is not None and self._into is None else None
+        self._turned = turned
 
     def add(self, parts: Sequence[tuple[int, slice]], dy: Tensor, x: Tensor) -> None:
         """`dy.T @ x` of a part of the rows to that of each weight named beside it; to each once at most."""
+        dy, x = (x, dy) if self._turned else (dy, x)
         for index, part in parts:
             if self._into is not None:
                 add_product(self._into[index], dy[part], x[part])
             elif self.made is not None:
                 torch.mm(dy[part].t(), x[part], out=self.made[index])
+
+    def add_rows(self, parts: Sequence[tuple[int, slice]], dy: Tensor, weight: Tensor | None = None) -> None:
+        """The same of biases `[E, N]`: the sum of the rows, each times its weight."""
+        total = self.made if self._into is None else self._into
+        if total is not None:
+            for index, part in parts:
+                rows = dy[part].float()
+                total[index] += rows.sum(0) if weight is None else weight[part] @ rows

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kitae.kernels.adamw import salt
-from kitae.kernels.base import AdamWPace, DecodingKernels
+from kitae.kernels.base import AdamWPace, DecodingKernels, Limits
 from kitae.kernels.cpu.build import cpu_library
 from kitae.kernels.memory import add_gradient, keep, kept
 
@@ -175,21 +175,22 @@ def swiglu_again(grad: Tensor, gate: Tensor, up: Tensor) -> None:
     )
 
 
-def gate_rows(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of rows `[N, 2 I]` that begin with gate and end with up; no gradients."""
+def gate_rows(gate_up: Tensor, limits: Limits | None = None) -> Tensor:
+    """`silu(gate) * up` of rows `[N, 2 I]` that begin with gate and end with up, or as `limits` say; no gradients."""
     rows, inner = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty(rows, inner, dtype=gate_up.dtype)
     assert gate_up.is_contiguous()
     _call(
-        f"gate_rows_{_SUFFIX[gate_up.dtype]}",
+        f"{'gate_rows' if limits is None else 'limit_rows'}_{_SUFFIX[gate_up.dtype]}",
         *(c_void_p(t.data_ptr()) for t in (gate_up, out)),
         *(c_int64(n) for n in (rows, inner)),
+        *_numbers(limits),
     )
     return out
 
 
-def gate_rows_again(grad: Tensor, gate_up: Tensor, weight: Tensor) -> Tensor:
-    """The backward pass of `weight[:, None] * gate_rows(gate_up)`; returns the gradient of the weight, in fp32.
+def gate_rows_again(grad: Tensor, gate_up: Tensor, weight: Tensor, limits: Limits | None = None) -> Tensor:
+    """The backward pass of `weight[:, None] * gate_rows(gate_up, limits)`; returns the gradient of the weight, in fp32.
 
     In place: gate and up become their gradients, and grad, that of the weighted rows, becomes these rows.
     """
@@ -197,11 +198,16 @@ def gate_rows_again(grad: Tensor, gate_up: Tensor, weight: Tensor) -> Tensor:
     assert weight.dtype == torch.float32 and gate_up.dtype == grad.dtype
     dweight = torch.empty(len(grad), dtype=torch.float32)
     _call(
-        f"gate_rows_again_{_SUFFIX[grad.dtype]}",
+        f"{'gate_rows_again' if limits is None else 'limit_rows_again'}_{_SUFFIX[grad.dtype]}",
         *(c_void_p(t.data_ptr()) for t in (grad, gate_up, weight, dweight)),
         *(c_int64(n) for n in grad.shape),
+        *_numbers(limits),
     )
     return dweight
+
+
+def _numbers(limits: Limits | None) -> list[c_float]:
+    return [] if limits is None else [c_float(limits.alpha), c_float(limits.limit)]
 
 
 def add_rows(total: Tensor, place: Tensor, rows: Tensor, weight: Tensor | None = None) -> None:

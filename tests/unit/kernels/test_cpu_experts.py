@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kitae.kernels.base import Limits
 from kitae.kernels.cpu import ops
 from kitae.kernels.cpu.build import cpu_library
 from kitae.kernels.cpu.experts import experts
@@ -61,6 +62,57 @@ def test_values_and_gradients_are_those_of_plain_torch(name: str) -> None:
     of_plain, of_ours = (torch.autograd.grad(out, learning, grad) for out in (expected, got))
     for what, a, b in zip(NAMES, of_ours, of_plain, strict=True):
         assert close(a, b), what
+
+
+def limits_of(count: int, dtype: torch.dtype = torch.float32, hidden: int = 48, inner: int = 40) -> Limits:
+    """So low that many gates and ups reach them."""
+    biases = (torch.randn(count, n).to(dtype).requires_grad_() for n in (2 * inner, hidden))
+    return Limits(*biases, alpha=1.7, limit=0.75)
+
+
+def with_limits(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, limits: Limits) -> Tensor:
+    """Token by token, as `Limits` says it."""
+    rows = []
+    for t, row in enumerate(x):
+        made = []
+        for e, gate in zip(chosen[t], gates[t], strict=True):
+            both = row @ gate_up[e] + limits.gate_up_bias[e]
+            g, u = both[::2].clamp(max=limits.limit), both[1::2].clamp(-limits.limit, limits.limit)
+            made.append(gate * (((u + 1) * g * (limits.alpha * g).sigmoid()) @ down[e] + limits.down_bias[e]))
+        rows.append(sum(made[1:], made[0]))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize(("dtype", "master"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, True)])
+def test_limits_and_biases(name: str, dtype: torch.dtype, master: bool) -> None:
+    """With masters, twice: gradients are added to what is there."""
+    x, chosen, gates, gate_up, down = inputs(*CHOICES[name], dtype)
+    gate_up, down = (w.detach().transpose(1, 2).contiguous().requires_grad_() for w in (gate_up, down))
+    limits = limits_of(len(down), dtype)
+    learning = [x, gates, gate_up, down, limits.gate_up_bias, limits.down_bias]
+    wide = [t.detach().double().requires_grad_() for t in learning]
+    expected = with_limits(wide[0], chosen, *wide[1:4], limits._replace(gate_up_bias=wide[4], down_bias=wide[5]))
+    tolerance = 1e-6 if dtype == torch.float32 else 0.1  # rounded, some are on the other side of a limit
+    grad = torch.randn_like(x)
+    gradients = torch.autograd.grad(expected, wide, grad.double())
+    masters = [t.detach().float() for t in learning]
+    for t, m in zip(learning[2:], masters[2:], strict=True) if master else ():
+        set_master(t, m)
+    for _ in range(2 if master else 1):
+        out = experts(x, chosen, gates, gate_up, down, limits)
+        out.backward(grad)
+    assert close(out, expected, tolerance)
+    for i, (t, m, plain) in enumerate(zip(learning, masters, gradients, strict=True)):
+        found = m.grad if master and i > 1 else t.grad
+        assert found is not None and close(found, plain * (1 + master), tolerance), i
+        assert not (master and i > 1) or t.grad is None
+
+
+def test_what_is_no_number_stays_none_within_limits() -> None:
+    both = torch.tensor([[torch.nan, 1.0, 2.0, torch.nan, 3.0, 4.0]])
+    found = ops.gate_rows(both, limits_of(1, inner=3))
+    assert found.isnan().tolist() == [[True, True, False]]
 
 
 def test_rows_in_any_order_of_memory() -> None:

@@ -30,6 +30,7 @@ KINDS = {  # by family: how its classes begin
     "qwen2_moe": "Qwen2Moe",
     "olmoe": "Olmoe",
     "flex_olmo": "FlexOlmo",
+    "gpt_oss": "GptOss",
 }
 TOKENS = torch.arange(5, 45)
 
@@ -54,7 +55,7 @@ def run(module: Any) -> list[Tensor]:
     gates, chosen = torch.randn(20, 5).softmax(-1).topk(2)  # the last expert gets nothing
     gates = gates.clone().requires_grad_()
     out = module(x, chosen, gates)
-    return [out.detach(), *torch.autograd.grad(out.sin().sum(), (x, gates, module.gate_up_proj, module.down_proj))]
+    return [out.detach(), *torch.autograd.grad(out.sin().sum(), (x, gates, *module.parameters()))]
 
 
 def fused_experts(model: Any) -> list[Any]:

@@ -103,7 +103,7 @@ def test_bits_do_not_depend_on_threads() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-SMALL = (".bias", ".gate.weight", "norm.weight")
+SMALL = (".bias", ".gate.weight", ".router.weight", "norm.weight", ".sinks")
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "several rows": {"training": {"token_budget": 40}},
@@ -149,7 +149,7 @@ def step(case: dict[str, Any], tiny_policy: TinyPolicy, architecture: str) -> di
     return found
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_is_that_of_plain_torch(
     name: str, architecture: str, tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch
@@ -193,7 +193,7 @@ def handed_over(policy: Policy, *, again: bool) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3", "qwen3_moe", "mixtral", "gpt_oss"])
 def test_no_gradient_is_made_to_be_added(architecture: str, tiny_policy: TinyPolicy) -> None:
     """Also where activations are computed again, to need less memory. Biases, routers and norms are small."""
     for again in (False, True):
