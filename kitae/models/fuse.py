@@ -86,17 +86,19 @@ def _fuse_experts(module: Any, kernels: ModuleKernels) -> bool:
         return False
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
-        weights = self._parameters.values()
+        weights = [getattr(self, name) for name in names]
         whole = all(type(w) in (nn.Parameter, Tensor) for w in weights)  # a part of one is another class
         alike = {t.dtype for t in (hidden_states, *weights)} == {dtype}
         if getattr(self, "_is_expert_parallel", False) or not (whole and alike):
             return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
-        limits = Limits(self.gate_up_proj_bias, self.down_proj_bias, self.alpha, self.limit) if limited else None
-        return experts(hidden_states, top_k_index, top_k_weights, self.gate_up_proj, self.down_proj, limits)
+        gate_up, down, *biases = weights
+        limits = Limits(biases[0], biases[1], self.alpha, self.limit) if limited else None
+        return experts(hidden_states, top_k_index, top_k_weights, gate_up, down, limits)
 
     def forward_limited(self: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Any:
         return forward(self, hidden_states, router_indices, routing_weights)
 
+    names = _LIMITED if limited else _LIMITED[:2]
     dtype, width = module.gate_up_proj.dtype, module.gate_up_proj.shape[1 if limited else 2]
     return _swap_if_equal_experts(module, forward_limited if limited else forward, width)
 
@@ -118,7 +120,7 @@ def _are_experts(module: Any) -> bool:
 def _are_limited_experts(module: Any) -> bool:
     """As gpt-oss has them."""
     parameters = dict(module.named_parameters())
-    if parameters.keys() != _LIMITED or not {"alpha", "limit"} <= vars(module).keys():
+    if parameters.keys() != set(_LIMITED) or not {"alpha", "limit"} <= vars(module).keys():
         return False
     given = [*inspect.signature(type(module).forward).parameters]
     return (
@@ -254,7 +256,7 @@ def _recomputes_itself(layer: Any) -> bool:
 
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _NORMS = {"q_norm", "k_norm"}
-_LIMITED = {"gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"}
+_LIMITED = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 _DROPOUTS = {"resid_attn_dropout", "resid_mlp_dropout"}
 
 
@@ -381,7 +383,7 @@ def is_limited_mixture(mlp: Any) -> bool:
     if _children(mlp) != {"router", "experts"} or not is_router(mlp.router):
         return False
     router, experts = ({name for name, _ in part.named_parameters()} for part in (mlp.router, mlp.experts))
-    known = router == {"weight", "bias"} and experts == _LIMITED and {"alpha", "limit"} <= vars(mlp.experts).keys()
+    known = router == {"weight", "bias"} and experts == set(_LIMITED) and {"alpha", "limit"} <= vars(mlp.experts).keys()
     return known and takes_largest(mlp.router)
 
 
