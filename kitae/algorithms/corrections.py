@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from kitae.algorithms.regularisers import k3
 from kitae.algorithms.tokens import TokenBatch, bounded_exp, log_ratio
 from kitae.algorithms.traits import Trait, has
 
@@ -76,7 +77,7 @@ def k2_mask(tokens: TokenBatch, *, drift_limit: float) -> Tensor:
 
 def k3_mask(tokens: TokenBatch, *, drift_limit: float) -> Tensor:
     """1 where the mean of w − 1 − log w over the sequence, an estimate of KL(μ ‖ π_old), is at most drift_limit."""
-    mean_N = tokens.means(tokens.mismatch_N - 1 - tokens.log_mismatch_N)
+    mean_N = tokens.means(k3(-tokens.log_mismatch_N))
     return (mean_N <= drift_limit).to(mean_N.dtype)
 
 

@@ -133,7 +133,7 @@ class PolicyLoss:
             meter.mean("logp_missing", (~tokens.logp_mu_N.isfinite()).float().mean(), count)
             meter.mean("logp_gap", gap_N.mean(), count)
             meter.max("logp_gap_max", gap_N.max())
-            meter.mean("mismatch_k3", (mismatch_N - 1 - mismatch_N.log()).mean(), count)
+            meter.mean("mismatch_k3", k3(-tokens.log_mismatch_N).mean(), count)
             meter.mean("mismatch", mismatch_N.mean(), count)
             meter.max("mismatch_max", mismatch_N.max())
             meter.sample_size("ess", mismatch_N.sum(), (mismatch_N**2).sum(), count)

@@ -30,10 +30,11 @@ def _ratio(tokens: TokenBatch) -> Tensor:
 def k3(d_N: Tensor) -> Tensor:
     """e^−d − 1 + d. For d < −20 the exponential goes on as its tangent.
 
-    A clamped one would be constant there, and what is left, d, pushes a token that drifted far further away.
+    A clamped one would be constant there, and what is left, d, pushes a token that drifted far further away. Near 0,
+    where it is d² / 2, no 1 is added and taken away: in fp32 nothing else would be left.
     """
-    beyond_N = (-d_N - LIMIT).clamp(min=0)
-    return (-d_N).clamp(max=LIMIT).exp() * (1 + beyond_N) - 1 + d_N
+    near_N, beyond_N = (-d_N).clamp(max=LIMIT), (-d_N - LIMIT).clamp(min=0)
+    return near_N.expm1() * (1 + beyond_N) - near_N
 
 
 @has(Trait.REFERENCE | Trait.IN_REWARD)

@@ -26,7 +26,7 @@ from kitae.algorithms.advantages import ADVANTAGES, GroupRewards, whiten
 from kitae.algorithms.corrections import CORRECTIONS
 from kitae.algorithms.filters import has_variance
 from kitae.algorithms.presets import PRESETS
-from kitae.algorithms.regularisers import REGULARISERS
+from kitae.algorithms.regularisers import REGULARISERS, k3
 from kitae.algorithms.rewards import Moments
 from kitae.algorithms.stages import STAGES, keyword_settings
 from kitae.algorithms.tokens import TokenBatch, log_ratio
@@ -108,6 +108,12 @@ def test_k1_and_k2_are_not_clamped() -> None:
     assert REGULARISERS["k2"](tokens).tolist() == [29.0**2 / 2, 800.0]
     assert slope(REGULARISERS["k2"], tokens).tolist() == [-29.0, 40.0]
     assert slope(REGULARISERS["k1-ratio"], tokens).tolist() == [1.0 - 29.0, 1.0 + 40.0]
+
+
+@pytest.mark.parametrize("d", [1e-2, -1e-3, 1e-4, -1e-5])
+def test_k3_of_a_small_step_is_half_its_square(d: float) -> None:
+    """Not what rounding leaves of 1 + d − 1 − d."""
+    assert k3(torch.tensor(d)).item() == pytest.approx(d * d / 2, rel=0.01)
 
 
 def test_k3_pulls_back_a_token_however_far_it_drifted() -> None:

@@ -500,7 +500,7 @@ def test_08_laws_of_the_kl_estimators(rows: list[tuple[float, float]]) -> None:
     ref = torch.tensor([b for _, b in rows], dtype=torch.float64).log_softmax(-1)
     tokens = bare_tokens(logp, [0.0] * len(rows), logp_ref_N=ref)
     d = (logp - ref).detach()
-    assert (REGULARISERS["k3"](tokens) >= 0).all()
+    assert (REGULARISERS["k3"](tokens) >= -1e-15).all(), "but for rounding"
     (gradient,) = torch.autograd.grad(REGULARISERS["k2"](tokens).sum(), logp, retain_graph=True)
     torch.testing.assert_close(gradient, d)
 
