@@ -1,7 +1,7 @@
 # make install     a virtual environment in .venv with everything, the program at .venv/bin/kitae
 # make quickstart  train a real language model on this machine, from nothing, in minutes
 # make test        lint, types and the whole test suite
-# make test-slow   proofs that take minutes
+# make test-slow   proofs that take minutes, and properties on new examples
 # make test-servers  other people's clients, agents and servers (openai, lm-eval, LangGraph, vLLM, …), each in an
 #                  environment of its own
 # make site        the documentation as pages in build/site
@@ -74,7 +74,7 @@ test: install lint types
 	@$(PYTEST) -n $(WORKERS) --dist worksteal || { test $$? = 1 && echo "what failed beside others is tried again, alone" && $(PYTEST) --last-failed; }
 
 test-slow: install
-	@$(BIN)/python -m pytest -m slow
+	@KITAE_EXAMPLES=new $(BIN)/python -m pytest -m "slow or hypothesis"
 
 # Each client gets an environment of its own in .venv-servers: they need versions that exclude each other. The torch and
 # transformers of lm-eval are those of Kitae. vLLM's build for CPUs does not start with the torchvision it asks for.
