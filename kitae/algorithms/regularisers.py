@@ -17,6 +17,8 @@ from kitae.algorithms.traits import Trait, has
 if TYPE_CHECKING:
     from torch import Tensor
 
+_SMALL = 0.01  # differences below it are raised to powers
+
 
 def _difference(tokens: TokenBatch) -> Tensor:
     assert tokens.logp_ref_N is not None
@@ -30,11 +32,13 @@ def _ratio(tokens: TokenBatch) -> Tensor:
 def k3(d_N: Tensor) -> Tensor:
     """e^−d − 1 + d. For d < −20 the exponential goes on as its tangent.
 
-    A clamped one would be constant there, and what is left, d, pushes a token that drifted far further away. Near 0,
-    where it is d² / 2, no 1 is added and taken away: in fp32 nothing else would be left.
+    A clamped one would be constant there, and what is left, d, pushes a token that drifted far further away. Near 0 it
+    is a sum of powers: of 1 − d − 1 + d, fp32 would leave nothing but rounding, and so of its gradient.
     """
     near_N, beyond_N = (-d_N).clamp(max=LIMIT), (-d_N - LIMIT).clamp(min=0)
-    return near_N.expm1() * (1 + beyond_N) - near_N
+    small_N = d_N.clamp(-_SMALL, _SMALL)
+    powers_N = small_N**2 * (1 / 2 - small_N / 6 + small_N**2 / 24)
+    return powers_N.where(d_N.abs() < _SMALL, near_N.expm1() * (1 + beyond_N) - near_N)
 
 
 @has(Trait.REFERENCE | Trait.IN_REWARD)

@@ -48,8 +48,8 @@ class SwigluLinear(Protocol):
         """`(silu(gate) * up) @ weight.T`, differentiable; takes over gate and up, which must be fresh."""
 
 
-class Limits(NamedTuple):
-    """`Limits(gate_up_bias, down_bias, alpha=1.702, limit=7.0)`: what the experts of gpt-oss have beside others.
+class GateLimits(NamedTuple):
+    """`GateLimits(gate_up_bias, down_bias, alpha=1.702, limit=7.0)`: what the experts of gpt-oss have beside others.
 
     Both products have a bias, `[E, 2 I]` and `[E, H]`. Gate is at most `limit`, up within ±`limit`, and they make
     `(up + 1) * gate * sigmoid(alpha * gate)`. They lie in turn, and weights the other way round: `[E, H, 2 I]`,
@@ -64,7 +64,7 @@ class Limits(NamedTuple):
 
 class Experts(Protocol):
     def __call__(
-        self, x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, limits: Limits | None = None
+        self, x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, limits: GateLimits | None = None
     ) -> Tensor:
         """`Σ_k gates[t, k] · (silu(gate) * up) @ down[e].T`, e = `chosen[t, k]`, of rows x `[T, H]`; differentiable.
 

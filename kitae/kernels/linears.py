@@ -27,10 +27,12 @@ class _Linears(torch.autograd.Function):
         x, *weights = kept(ctx)
         rows = x.reshape(-1, x.shape[-1])
         flat = [g.reshape(-1, g.shape[-1]) for g in grads]
-        dx = torch.mm(flat[0], weights[0])
-        for g, w in zip(flat[1:], weights[1:], strict=True):
-            dx.addmm_(g, w)
-        out: list[Tensor | None] = [dx.view(x.shape), None]
+        out: list[Tensor | None] = [None, None]
+        if ctx.needs_input_grad[0]:
+            dx = torch.mm(flat[0], weights[0])
+            for g, w in zip(flat[1:], weights[1:], strict=True):
+                dx.addmm_(g, w)
+            out[0] = dx.view(x.shape)
         for i, (g, w) in enumerate(zip(flat, weights, strict=True)):
             out.append(ctx.gradient(w, g, rows) if ctx.needs_input_grad[2 * i + 2] else None)
             out.append(g.sum(0) if ctx.needs_input_grad[2 * i + 3] else None)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kitae.kernels.base import LayerKernels, Limits, ModuleKernels
+from kitae.kernels.base import GateLimits, LayerKernels, ModuleKernels
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.memory import has_master, lay_together
 from kitae.kernels.norms import Norm, NormRule
@@ -64,7 +64,7 @@ def _fuse_mlp(module: Any, kernels: ModuleKernels) -> bool:
     parts = ("gate_proj", "up_proj", "down_proj", "act_fn")
     if not all(hasattr(module, part) for part in parts) or not isinstance(module.gate_proj, nn.Module):
         return False
-    if not _is_silu(module.act_fn):
+    if not _is_silu(module.act_fn) or _has_limit(module):
         return False
 
     def forward(self: Any, x: Tensor) -> Any:
@@ -92,7 +92,7 @@ def _fuse_experts(module: Any, kernels: ModuleKernels) -> bool:
         if getattr(self, "_is_expert_parallel", False) or not (whole and alike):
             return type(self).forward(self, hidden_states, top_k_index, top_k_weights)
         gate_up, down, *biases = weights
-        limits = Limits(biases[0], biases[1], self.alpha, self.limit) if limited else None
+        limits = GateLimits(biases[0], biases[1], self.alpha, self.limit) if limited else None
         return experts(hidden_states, top_k_index, top_k_weights, gate_up, down, limits)
 
     def forward_limited(self: Any, hidden_states: Tensor, router_indices: Tensor, routing_weights: Tensor) -> Any:
@@ -107,6 +107,8 @@ def _are_experts(module: Any) -> bool:
     """By names and shapes: what is computed with them, a probe must tell."""
     parameters = dict(module.named_parameters())
     if parameters.keys() != {"gate_up_proj", "down_proj"} or not _is_silu(getattr(module, "act_fn", None)):
+        return False
+    if _has_limit(module):
         return False
     gate_up, down = parameters["gate_up_proj"], parameters["down_proj"]
     if gate_up.dim() != 3 or not (gate_up.is_contiguous() and down.is_contiguous()):
@@ -172,8 +174,8 @@ def _direct_embedding(module: Any, kernels: ModuleKernels) -> None:
     if module.max_norm is not None or module.sparse or module.scale_grad_by_freq:
         return
 
-    def forward(self: Any, tokens: Tensor) -> Tensor:
-        rows = embedding(tokens, self.weight, self.padding_idx)
+    def forward(self: Any, input: Tensor) -> Tensor:
+        rows = embedding(input, self.weight, self.padding_idx)
         return rows * self.embed_scale.to(self.weight.dtype) if scaled else rows
 
     fused = MethodType(forward, module)
@@ -189,8 +191,8 @@ def _direct_linear(module: Any, kernels: ModuleKernels) -> None:
     if layers is None or kernels.embedding is None or type(module) is not nn.Linear:
         return
 
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return layers.linears(x, self)[0] if has_master(self.weight) else nn.Linear.forward(self, x)
+    def forward(self: Any, input: Tensor) -> Tensor:
+        return layers.linears(input, self)[0] if has_master(self.weight) else nn.Linear.forward(self, input)
 
     module.forward = MethodType(forward, module)  # type: ignore[method-assign]
 
@@ -389,7 +391,8 @@ def is_limited_mixture(mlp: Any) -> bool:
 
 def _has_limit(mlp: Any) -> bool:
     """Of gate and up, which no probe of a whole layer need reach (DeepSeek-V4, Step 3.7)."""
-    return any("limit" in name and value not in (None, math.inf) for name, value in vars(mlp).items())
+    numbers = [v for name, v in vars(mlp).items() if "limit" in name and isinstance(v, int | float)]
+    return any(0 < number < math.inf for number in numbers)
 
 
 def _children(module: Any) -> set[str]:
@@ -468,7 +471,8 @@ def _swap_if_equal(module: Any, function: Any, weight: Tensor) -> bool:
         except _NOT_ALIKE:
             return False
     tolerance = _tolerance(probe)
-    if not (torch.allclose(expected.float(), got.float(), rtol=tolerance, atol=tolerance) and _are_close(*large)):
+    small = tolerance * max(1.0, float(expected.double().square().mean().sqrt()))
+    if not (torch.allclose(expected.float(), got.float(), rtol=tolerance, atol=small) and _are_close(*large)):
         return False
     module.forward = fused
     return True
@@ -531,8 +535,8 @@ def _tolerance(like: Tensor) -> float:
 
 def _are_close(expected: Tensor, got: Tensor) -> bool:
     """As wholes: what is small among them may be rounded away. What is nothing tells nothing."""
-    size = float(expected.float().norm())
-    return size > 0 and float((got.float() - expected.float()).norm()) <= _tolerance(expected) * size
+    size = float(expected.double().norm())
+    return size > 0 and float((got.double() - expected.double()).norm()) <= _tolerance(expected) * size
 
 
 def _probe(weight: Tensor, width: int | None = None) -> Tensor:

@@ -338,10 +338,11 @@ def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
 
 
 def _disable_dropout(model: Any) -> None:
-    """Sampling has none, so training must not either: their log-probs have to agree."""
+    """Sampling has none, so training must not either: their log-probs have to agree. Nor are layers left out, nor do
+    routers get noise."""
     for module in model.modules():
-        for name in ("p", "attention_dropout", "dropout"):
-            if isinstance(getattr(module, name, None), float):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
                 setattr(module, name, 0.0)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kitae.kernels.base import Limits
+from kitae.kernels.base import GateLimits
 from kitae.kernels.cpu import ops
 from kitae.kernels.cpu.gradients import StackGradient
 from kitae.kernels.memory import keep, kept
@@ -70,7 +70,7 @@ class _Experts(torch.autograd.Function):
         down: Tensor,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
-        limits: Limits | None,
+        limits: GateLimits | None,
     ) -> Tensor:
         blocks = _blocks(chosen_TK, len(down))
         order_S = chosen_TK.flatten().argsort(stable=True)
@@ -91,7 +91,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """That of a gate is the product of an expert's activations with their gradient: outputs are not needed."""
         x_TH, gates_TK, gate_up, down, gate_up_bias, down_bias, both_S2I, order_S, token_S, gate_S = kept(ctx)
-        limits: Limits | None = ctx.limits
+        limits: GateLimits | None = ctx.limits
         of_x, _, _, *of_weights, _ = ctx.needs_input_grad
         learning = zip((gate_up, down, gate_up_bias, down_bias), of_weights, strict=True)
         made = [StackGradient(weights, needed, turned=limits is not None) for weights, needed in learning]
@@ -121,7 +121,7 @@ class _Experts(torch.autograd.Function):
 
 
 def experts(
-    x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, limits: Limits | None = None
+    x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, limits: GateLimits | None = None
 ) -> Tensor:
     """See `kitae.kernels.base.Experts`."""
     biases = (None, None) if limits is None else (limits.gate_up_bias, limits.down_bias)

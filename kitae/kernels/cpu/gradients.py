@@ -11,8 +11,8 @@ from kitae.kernels.memory import gradient_of
 
 def add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:
     """`total += dy.T @ x` for rows dy `[M, N]` and x `[M, K]`; total in fp32."""
-    if dy.dtype == torch.bfloat16 and amx.can_add_outer(*total.shape):
-        amx.add_outer(total, dy, x)
+    if dy.dtype == torch.bfloat16 and total.is_contiguous() and amx.can_add_outer(*total.shape):
+        amx.add_outer(total, *(t if t.stride(1) == 1 else t.contiguous() for t in (dy, x)))
     elif dy.dtype == torch.float32:
         total.addmm_(dy.t(), x)
     else:

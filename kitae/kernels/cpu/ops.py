@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kitae.kernels.adamw import salt
-from kitae.kernels.base import AdamWPace, DecodingKernels, Limits
+from kitae.kernels.base import AdamWPace, DecodingKernels, GateLimits
 from kitae.kernels.cpu.build import cpu_library
 from kitae.kernels.memory import add_gradient, keep, kept
 
@@ -175,7 +175,7 @@ def swiglu_again(grad: Tensor, gate: Tensor, up: Tensor) -> None:
     )
 
 
-def gate_rows(gate_up: Tensor, limits: Limits | None = None) -> Tensor:
+def gate_rows(gate_up: Tensor, limits: GateLimits | None = None) -> Tensor:
     """`silu(gate) * up` of rows `[N, 2 I]` that begin with gate and end with up, or as `limits` say; no gradients."""
     rows, inner = len(gate_up), gate_up.shape[1] // 2
     out = torch.empty(rows, inner, dtype=gate_up.dtype)
@@ -189,7 +189,7 @@ def gate_rows(gate_up: Tensor, limits: Limits | None = None) -> Tensor:
     return out
 
 
-def gate_rows_again(grad: Tensor, gate_up: Tensor, weight: Tensor, limits: Limits | None = None) -> Tensor:
+def gate_rows_again(grad: Tensor, gate_up: Tensor, weight: Tensor, limits: GateLimits | None = None) -> Tensor:
     """The backward pass of `weight[:, None] * gate_rows(gate_up, limits)`; returns the gradient of the weight, in fp32.
 
     In place: gate and up become their gradients, and grad, that of the weighted rows, becomes these rows.
@@ -206,7 +206,7 @@ def gate_rows_again(grad: Tensor, gate_up: Tensor, weight: Tensor, limits: Limit
     return dweight
 
 
-def _numbers(limits: Limits | None) -> list[c_float]:
+def _numbers(limits: GateLimits | None) -> list[c_float]:
     return [] if limits is None else [c_float(limits.alpha), c_float(limits.limit)]
 
 

@@ -110,10 +110,16 @@ def test_k1_and_k2_are_not_clamped() -> None:
     assert slope(REGULARISERS["k1-ratio"], tokens).tolist() == [1.0 - 29.0, 1.0 + 40.0]
 
 
-@pytest.mark.parametrize("d", [1e-2, -1e-3, 1e-4, -1e-5])
-def test_k3_of_a_small_step_is_half_its_square(d: float) -> None:
-    """Not what rounding leaves of 1 + d − 1 − d."""
-    assert k3(torch.tensor(d)).item() == pytest.approx(d * d / 2, rel=0.01)
+@pytest.mark.parametrize("d", [0.5, -0.02, 0.01, -0.01, 0.0099, -1e-3, 1e-4, -1e-6, 1e-8])
+def test_k3_of_a_small_step_and_its_slope(d: float) -> None:
+    """Not what rounding leaves of 1 − d − 1 + d."""
+    x = torch.tensor(d, requires_grad=True)
+    value = k3(x)
+    value.backward()
+    d = x.item()
+    exact = sum((-d) ** n / math.factorial(n) for n in range(2, 20))
+    assert value.item() == pytest.approx(exact, rel=1e-4)
+    assert x.grad is not None and x.grad.item() == pytest.approx(-math.expm1(-d), rel=1e-4)
 
 
 def test_k3_pulls_back_a_token_however_far_it_drifted() -> None:

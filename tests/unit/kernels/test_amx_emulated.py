@@ -24,7 +24,7 @@ def has_avx512() -> bool:
 @pytest.mark.skipif(amx.available(), reason="the tests themselves run here")
 @pytest.mark.skipif(not has_avx512(), reason="no AVX-512")
 def test_tests_of_tiles_pass_with_emulated_ones(tmp_path: Path) -> None:
-    files = [HERE / f"test_{name}.py" for name in ("amx", "packed", "cpu_training")]
+    files = [HERE / f"test_{name}.py" for name in ("amx", "packed", "cpu_training", "cpu_experts")]
     files.append(HERE.parent / "engines" / "test_packed_decoder.py")
     environment = os.environ | {"CXX": str(HERE / "emulated" / "amx_compiler.py"), "KITAE_CACHE": str(tmp_path)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *map(str, files)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kitae.kernels.base import Limits
+from kitae.kernels.base import GateLimits
 from kitae.kernels.cpu import ops
 from kitae.kernels.cpu.build import cpu_library
 from kitae.kernels.cpu.experts import experts
@@ -64,14 +64,14 @@ def test_values_and_gradients_are_those_of_plain_torch(name: str) -> None:
         assert close(a, b), what
 
 
-def limits_of(count: int, dtype: torch.dtype = torch.float32, hidden: int = 48, inner: int = 40) -> Limits:
+def limits_of(count: int, dtype: torch.dtype = torch.float32, hidden: int = 48, inner: int = 40) -> GateLimits:
     """So low that many gates and ups reach them."""
     biases = (torch.randn(count, n).to(dtype).requires_grad_() for n in (2 * inner, hidden))
-    return Limits(*biases, alpha=1.7, limit=0.75)
+    return GateLimits(*biases, alpha=1.7, limit=0.75)
 
 
-def with_limits(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, limits: Limits) -> Tensor:
-    """Token by token, as `Limits` says it."""
+def with_limits(x: Tensor, chosen: Tensor, gates: Tensor, gate_up: Tensor, down: Tensor, limits: GateLimits) -> Tensor:
+    """Token by token, as `GateLimits` says it."""
     rows = []
     for t, row in enumerate(x):
         made = []

@@ -5,6 +5,7 @@ What the page docs/models.md says of each is read from it, and must be so.
 
 import asyncio
 import importlib
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,19 @@ def test_log_probs_are_those_of_the_model(family: str, made: Callable[[str], Pat
         expected = logp.gather(1, torch.tensor(done.tokens)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
         torch.testing.assert_close(ours, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", RUN)
+def test_nothing_is_left_to_chance_in_training(family: str, made: Callable[[str], Path]) -> None:
+    """Modules are in training mode where activations are computed again: dropout has many names."""
+    folder = made(family)
+    config = json.loads((folder / "config.json").read_text())
+    drops = {name: 0.5 for name in config if name.endswith(("drop", "dropout", "_pdrop", "jitter_noise"))}
+    (folder / "config.json").write_text(json.dumps(config | drops))
+    policy = load(folder, fused=False)
+    policy.model.train()
+    row = torch.arange(5, 45)
+    assert torch.equal(policy.score(row), policy.score(row))
 
 
 @pytest.mark.parametrize("family", RUN)
