@@ -235,7 +235,8 @@ def _now(kind: str, folder: Path) -> None:
         os.kill(me, signal.SIGSTOP)
     elif kind in ("kill a verifier", "kill the engine"):
         mark = "kitae.engines.process.serve" if "engine" in kind else "kitae.verifiers"
-        victims = [pid for pid in _descendants(me) if mark in _command(pid)]
+        found = [(pid, _command(pid)) for pid in _descendants(me)]  # others have the names of their imports in theirs
+        victims = [pid for pid, command in found if mark in command and "forkserver" not in command]
         for pid in victims[-1:]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
