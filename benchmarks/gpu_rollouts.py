@@ -285,6 +285,7 @@ def main() -> None:
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="of adapters on all layers")
     parser.add_argument("--unmerged", action="store_true", help="adapters stay beside their weights")
     parser.add_argument("--one-kernel", action="store_true", help="for all layers of up to 8 sequences")
+    parser.add_argument("--guesses", type=int, default=0, help="which are all wrong here: what they cost")
     args = parser.parse_args()
     if args.family:
         policy = family_policy(args.family, args.layers)
@@ -303,6 +304,7 @@ def main() -> None:
         "host_memory_gb": args.host_memory_gb,
         "merge_adapters": not args.unmerged,
         "one_kernel": args.one_kernel,
+        "guesses": args.guesses,
     }
     asyncio.run(measure(policy, args.path, args.repeats, args.workloads.split(","), args.profile, **settings))
 

@@ -84,6 +84,13 @@ class EngineConfig(Section):
         description="On a GPU, decode up to 8 sequences with one kernel for all layers (dense models like Llama in "
         "bfloat16): 3 to 5 % faster, for one long sequence 18 %. It is built once, in some seconds.",
     )
+    guesses: int = Field(
+        0,
+        ge=0,
+        le=15,
+        description="Tokens that each of a few sequences guesses in a step: what followed its last words when they "
+        "stood in its text before. They are kept where sampling agrees, so answers are the same ones, sooner.",
+    )
     fast: bool = Field(True, description="Use compiled kernels where they can be built; false: plain torch.")
 
     @model_validator(mode="after")

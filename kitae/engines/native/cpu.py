@@ -34,9 +34,9 @@ _SHORT = 512  # tokens; attention row by row is faster up to about here, in bloc
 
 
 class CpuRunner(ModelRunner):
-    def __init__(self, policy: Policy, cache: KVCache, *, merges: bool = True) -> None:
+    def __init__(self, policy: Policy, cache: KVCache, *, merges: bool = True, guesses: int = 0) -> None:
         """merges: adapters into the packed copies of their weights."""
-        super().__init__(policy, cache, fast=True)
+        super().__init__(policy, cache, fast=True, guesses=guesses)
         adapted = policy.model is not policy.base
         self.decoder = None if adapted and not merges else PackedDecoder.of(policy, cache)
 
@@ -52,9 +52,9 @@ class CpuRunner(ModelRunner):
         self._pack()
         return super().prefill(admission)
 
-    def decode(self, running: list[Decoding]) -> Result:
+    def decode(self, running: list[Decoding], width: int = 1) -> Result:
         self._pack()
-        return super().decode(running)
+        return super().decode(running, width)
 
     def _pack(self) -> None:
         """Make the copies of the weights anew if they are old; start afresh if somebody moved the parameters."""

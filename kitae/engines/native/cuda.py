@@ -29,7 +29,7 @@ from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.fused import FusedDecoder
 from kitae.engines.native.runner import ModelRunner, Result, require_finite
 from kitae.engines.native.scheduler import Admission
-from kitae.kernels.cuda import decoding, paged, training
+from kitae.kernels.cuda import decoding, guesses, paged, training
 from kitae.kernels.exact.attention import Reach
 from kitae.kernels.transfer import send
 from kitae.models.logprobs import HeadTransform
@@ -48,25 +48,41 @@ def bucket(batch: int) -> int:
 
 class CudaRunner(ModelRunner):
     linger = 0.005
+    guessed_rows = 64
 
     def __init__(
-        self, policy: Policy, cache: KVCache, max_batch: int, *, merges: bool = True, one_kernel: bool = False
+        self,
+        policy: Policy,
+        cache: KVCache,
+        max_batch: int,
+        *,
+        merges: bool = True,
+        one_kernel: bool = False,
+        guesses: int = 0,
     ) -> None:
         """merges: adapters into copies of their weights. one_kernel: for all layers of a few rows."""
-        super().__init__(policy, cache, fast=False)
+        super().__init__(policy, cache, fast=False, guesses=guesses)
         self._merges, self._one_kernel = merges, one_kernel
         self.decoder = self._fused()
         rows = bucket(max_batch)
+        many = max(rows, self.guessed_rows if self.guesses else 0)
         columns = min(-(-policy.max_context // cache.page_size), cache.pages) + 1
         self.state = torch.zeros(rows, decoding.COLUMNS, dtype=torch.int64, device=self.device)
         self.table = torch.zeros(rows, columns, dtype=torch.int32, device=self.device)
-        self.logits = torch.empty(rows, policy.vocabulary, dtype=policy.dtype, device=self.device)
+        self.logits = torch.empty(many, policy.vocabulary, dtype=policy.dtype, device=self.device)
+        self.texts = torch.zeros(
+            self.guessed_rows // 2 if self.guesses else 0,
+            policy.max_context + 1,
+            dtype=torch.int32,
+            device=self.device,
+        )
+        self._told: list[Decoding] = []  # whose texts are in the first rows, as they are now
         self._rows: list[Decoding] = []  # who holds the first rows of state and table
         self._pages: list[int] = []  # how many of their pages the table has
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[tuple[int, int], _Step] = {}  # by sequences, and rows of each
         self._pool = torch.cuda.graph_pool_handle()
         self._capturable = True
-        self._results = [torch.empty(2 * rows, dtype=torch.int32, pin_memory=True) for _ in range(3)]
+        self._results = [torch.empty(2 * many, dtype=torch.int32, pin_memory=True) for _ in range(3)]
         self._turn = 0
         self._addresses = self._find_addresses()
 
@@ -110,7 +126,7 @@ class CudaRunner(ModelRunner):
         write = self.writer(context.page_of_T, context.slot_of_T)
         return self.decoder.hidden(tokens_T, positions_T, slots_T, context, write)
 
-    def _sample(self, logits: Tensor, sequences: list[Decoding]) -> Result:
+    def _sample(self, logits: Tensor, sequences: list[Decoding], later: list[int] | None = None) -> Result:
         """First tokens: the same kernels as in a step, on rows that are uploaded later."""
         return self._read(self.draw(logits, self._send(_rows(sequences))), logits, sequences)
 
@@ -119,19 +135,42 @@ class CudaRunner(ModelRunner):
         out = decoding.sample(logits, state)
         if self.policy.exact:
             inverse = state[:, decoding.INVERSE].to(torch.int32).view(torch.float32)
-            inverse = torch.where(inverse == 0, 1.0, inverse)
+            inverse = torch.where(inverse == 0, 1.0, inverse).repeat_interleave(len(logits) // len(state))
             logp = training.row_statistics(logits, out[0].long().clamp(min=0), inverse)[0]
             out[1] = logp.view(torch.int32)
         return out
 
     # Decoding
 
-    def decode(self, running: list[Decoding]) -> Result:
+    def width(self, running: list[Decoding]) -> int:
+        if any(sampler.is_filtered(s.request.sampling) for s in running):  # the host draws for these
+            return 1
+        return max(1, min(1 + self.guesses, self.guessed_rows // bucket(max(1, len(running)))))
+
+    def decode(self, running: list[Decoding], width: int = 1) -> Result:
         if running != self._rows:
             self._arrange(running)
         self._send_new_pages()
-        step = self._step_for(bucket(len(running)))
-        return self._read(step.run(self), self.logits, running)
+        if width > 1:
+            self._tell(running)
+        else:
+            self._told = []
+        step = self._step_for(bucket(len(running)), width)
+        return self._read(step.run(self), self.logits, [s for s in running for _ in range(width)])
+
+    def _tell(self, running: list[Decoding]) -> None:
+        """Bring the texts of these into the first rows: those on the device are longer than the host may know."""
+        if running == self._told:
+            return
+        row_of = {id(s): row for row, s in enumerate(self._told)}
+        order = [row_of.get(id(s), 0) for s in running]
+        if self._told and order != list(range(len(running))):
+            self.texts[: len(running)] = self.texts[self._send(np.array(order))]
+        for row, s in enumerate(running):
+            if id(s) not in row_of:
+                text = np.array((*s.request.prompt_tokens, *s.tokens), dtype=np.int32)
+                self.texts[row, : len(text)] = self._send(text)
+        self._told = list(running)
 
     def _read(self, out: Tensor, logits: Tensor, sequences: list[Decoding]) -> Result:
         """Start copying a step's output to the host."""
@@ -170,8 +209,9 @@ class CudaRunner(ModelRunner):
 
     def _forget(self, sequence: Decoding) -> None:
         """What the device has for this sequence is out of date."""
-        if sequence in self._rows:
-            self._rows[self._rows.index(sequence)] = _NOBODY
+        for known in (self._rows, self._told):
+            if sequence in known:
+                known[known.index(sequence)] = _NOBODY
 
     def _arrange(self, running: list[Decoding]) -> None:
         """Make row i hold the i-th running sequence: rows that stay move together, new ones are uploaded."""
@@ -205,29 +245,33 @@ class CudaRunner(ModelRunner):
     def _send(self, array: NDArray[np.generic]) -> Tensor:
         return send(array, self.device)
 
-    def _step_for(self, batch: int) -> "_Step":
-        if batch not in self._steps:
-            step = _Step(batch)
+    def _step_for(self, batch: int, width: int) -> "_Step":
+        if (batch, width) not in self._steps:
+            step = _Step(batch, width)
             if self._capturable:
                 try:
                     step.capture(self, self._pool)
                 except RuntimeError as error:
                     log.warning("%s cannot be captured as a CUDA graph: %s", self.policy.source, error)
                     self._capturable = False
-            self._steps[batch] = step
-        return self._steps[batch]
+            self._steps[batch, width] = step
+        return self._steps[batch, width]
 
 
 class _Step:
-    """One token for the first `batch` rows of a runner, which it does not hold: with the runner its memory is free."""
+    """One token for the first `batch` sequences of a runner; width: rows of each, with its guesses.
 
-    def __init__(self, batch: int) -> None:
+    It does not hold the runner, with which its memory is free.
+    """
+
+    def __init__(self, batch: int, width: int) -> None:
         self.batch = batch
+        self.width = width
         self._graph: torch.cuda.CUDAGraph | None = None
         self._out: Tensor | None = None
 
     def run(self, runner: CudaRunner) -> Tensor:
-        """Launch it; int32 `[2, batch]`: tokens and bits of the log-probs. The tensor is overwritten by the next."""
+        """Launch it; int32 `[2, batch · width]`: tokens, bits of the log-probs. The next one overwrites the tensor."""
         if self._graph is None:
             return self._compute(runner)
         assert self._out is not None
@@ -254,21 +298,35 @@ class _Step:
         self._graph, self._out = graph, out
 
     def _compute(self, runner: CudaRunner) -> Tensor:
-        policy, cache, batch = runner.policy, runner.cache, self.batch
+        cache, batch = runner.cache, self.batch
         state, table = runner.state[:batch], runner.table[:batch]
-        tokens_B, positions_B, slots_B, lengths_B = decoding.begin(
-            state, table, cache.page_size, cache.pages * cache.page_size
-        )
+        page, trash = cache.page_size, cache.pages * cache.page_size
+        if self.width == 1:
+            tokens_B, positions_B, slots_B, lengths_B = decoding.begin(state, table, page, trash)
+        else:
+            texts = runner.texts[:batch]
+            tokens_B, positions_B, slots_B, lengths_B = guesses.begin(state, table, texts, self.width, page, trash)
+        out = self._draw(runner, state, table, tokens_B, positions_B, slots_B, lengths_B)
+        if self.width > 1:
+            guesses.keep_agreed(state, texts, tokens_B, lengths_B, out)
+        return out
+
+    def _draw(
+        self, runner: CudaRunner, state: Tensor, table: Tensor, tokens_B: Tensor, positions_B: Tensor, slots_B: Tensor,
+        lengths_B: Tensor,
+    ) -> Tensor:  # fmt: skip
+        policy, cache, rows = runner.policy, runner.cache, self.batch * self.width
         places = slots_B // cache.page_size, slots_B % cache.page_size
         context: _PagedAttention | ExactAttention
         if policy.exact:
-            context = ExactAttention(cache, Reach.of_last(table, lengths_B, cache.page_size), *places)
+            pages = table.repeat_interleave(self.width, 0)
+            context = ExactAttention(cache, Reach.of_last(pages, lengths_B, cache.page_size), *places)
         else:
             context = _PagedAttention(cache, table, lengths_B, slots_B, stored=runner.decoder is not None)
-        logits, write = runner.logits[:batch], runner.writer(*places)
+        logits, write = runner.logits[:rows], runner.writer(*places)
         plain = not policy.exact and getattr(policy.head, "bias", None) is None
         as_is = plain and policy.transform == HeadTransform()
-        if runner.decoder is not None and as_is and batch <= runner.decoder.few_rows:
+        if runner.decoder is not None and as_is and rows <= runner.decoder.few_rows:
             runner.decoder.logits_of_few(
                 tokens_B, positions_B, slots_B, table, lengths_B, policy.head.weight, logits, write
             )
@@ -287,7 +345,7 @@ class _Step:
 
 
 class _PagedAttention:
-    """One new token for each of B sequences, over pages. `stored`: its key and value are in the cache already."""
+    """New tokens of sequences, over pages. `stored`: their keys and values are in the cache already."""
 
     def __init__(self, cache: KVCache, table: Tensor, lengths: Tensor, slots: Tensor, stored: bool) -> None:
         self.cache = cache

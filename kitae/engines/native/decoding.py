@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from kitae.engines.base import Completion, Request, Sampled
+from kitae.engines.native.repeats import Repeats
 from kitae.types import ExpertArray, FinishReason
 
 PrefixKey = tuple[str, tuple[int, ...]]
@@ -49,7 +50,8 @@ class Stowed:
 class Decoding:
     """One request on its way. The cache holds all its tokens but the last generated one.
 
-    stowed: where it was preempted, its own pages, if the host had room for them.
+    stowed: where it was preempted, its own pages, if the host had room for them. repeats: its text, where the host
+    guesses.
     """
 
     request: Request
@@ -62,6 +64,7 @@ class Decoding:
     pages: list[int] = field(default_factory=list)
     prefix: Prefix | None = None
     stowed: Stowed | None = None
+    repeats: Repeats | None = None
 
     @property
     def key(self) -> PrefixKey:
@@ -81,6 +84,13 @@ class Decoding:
     def capacity(self) -> int:
         """Tokens that are ever in the pages: the last one generated never is."""
         return self.prompt_length + self.limit - 1
+
+    def guess(self, count: int) -> list[int]:
+        """At most `count` tokens that may come next, and no more than it may still sample before its last."""
+        if self.repeats is None:
+            self.repeats = Repeats(self.request.prompt_tokens)
+        self.repeats.extend(self.tokens[len(self.repeats) - self.prompt_length :])
+        return self.repeats.guess(min(count, self.limit - len(self.tokens) - 1))
 
     def progress(self, known: int = 0) -> Sampled:
         """What it could be continued from, after the first `known` tokens. The last token may be the one that ends it,

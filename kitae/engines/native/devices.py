@@ -22,12 +22,19 @@ def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRu
             f"{policy.device.type}{', exact' if policy.exact else ''}"
         )
     if policy.exact and policy.device.type == "cpu":
-        return ModelRunner(policy, cache, config.fast)
+        return ModelRunner(policy, cache, config.fast, config.guesses)
     if config.fast and policy.device.type == "cuda" and has_triton():
         from kitae.engines.native.cuda import CudaRunner
 
-        return CudaRunner(policy, cache, config.max_batch, merges=config.merge_adapters, one_kernel=config.one_kernel)
+        return CudaRunner(
+            policy,
+            cache,
+            config.max_batch,
+            merges=config.merge_adapters,
+            one_kernel=config.one_kernel,
+            guesses=config.guesses,
+        )
     fast = config.fast and not cache.eight_bits  # kernels of a CPU read the model's own dtype
     if fast and policy.device.type == "cpu" and packed.available(policy.dtype):
-        return CpuRunner(policy, cache, merges=config.merge_adapters)
-    return ModelRunner(policy, cache, fast)
+        return CpuRunner(policy, cache, merges=config.merge_adapters, guesses=config.guesses)
+    return ModelRunner(policy, cache, fast, config.guesses)

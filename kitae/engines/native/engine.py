@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -35,6 +35,15 @@ T = TypeVar("T")
 
 _CLOSE_LIMIT = 60.0  # seconds for the step that is running
 _LONGEST_BURST = 25  # times the lingering over one request
+
+
+class _Launched(NamedTuple):
+    """A step whose results were not read: `width` rows for each of its sequences; the version that samples."""
+
+    sequences: list[Decoding]
+    width: int
+    version: int
+    result: Result
 
 
 class NativeEngine:
@@ -63,7 +72,7 @@ class NativeEngine:
             int(config.host_memory_gb * 2**30 // self.cache.page_bytes),
         )
         self.runner: ModelRunner = make_runner(policy, self.cache, config)
-        self._launched: deque[tuple[list[Decoding], int, Result]] = deque()  # with the version that samples
+        self._launched: deque[_Launched] = deque()
         self.generated = 0
         self.busy = 0.0
         self._sequences: dict[str, Decoding] = {}
@@ -218,25 +227,34 @@ class NativeEngine:
         admission = self.scheduler.admit()
         if admission.any:
             self._collect(0)
-            self._launched.append((admission.fresh, self.version, self.runner.prefill(admission)))
+            self._launched.append(_Launched(admission.fresh, 1, self.version, self.runner.prefill(admission)))
             self.scheduler.are_back(admission.resumed)
             self._collect(0)
         else:
-            if not self.scheduler.grow(len(self._launched) + 1, preempt=False):
-                self._collect(0)
-                self.scheduler.grow()
-            if sequences := list(self.scheduler.running):
-                self._launched.append((sequences, self.version, self.runner.decode(sequences)))
+            self._launch()
             self._collect(self.runner.ahead)
         self.busy += time.perf_counter() - began
+
+    def _launch(self) -> None:
+        """A step of all running sequences. Who guesses must know what was sampled; in a full cache nobody does."""
+        width = self.runner.width(self.scheduler.running)
+        if width > 1 and any(step.width == 1 for step in self._launched):
+            self._collect(0)
+        if not self.scheduler.grow(width + sum(step.width for step in self._launched), preempt=False):
+            self._collect(0)
+            self.scheduler.grow()
+            width = 1
+        if sequences := list(self.scheduler.running):
+            self._launched.append(_Launched(sequences, width, self.version, self.runner.decode(sequences, width)))
 
     def _collect(self, left: int) -> None:
         """Read the results of all launched steps but the last `left`. Rows of ended sequences hold no token."""
         while len(self._launched) > left:
-            sequences, version, result = self._launched.popleft()
-            for sequence, token, logprob in zip(sequences, *result(), strict=True):
-                if token >= 0:
-                    self._append(sequence, token, logprob, version)
+            step = self._launched.popleft()
+            rows = [s for s in step.sequences for _ in range(step.width)]
+            for sequence, token, logprob in zip(rows, *step.result(), strict=True):
+                if token >= 0 and self._sequences.get(sequence.request.id) is sequence:  # not ended by a row before
+                    self._append(sequence, token, logprob, step.version)
 
     def _append(self, sequence: Decoding, token: int, logprob: float, version: int) -> None:
         sequence.tokens.append(token)

@@ -311,13 +311,14 @@ class FusedDecoder:
         self, tokens_B: Tensor, positions_B: Tensor, slots_B: Tensor, table: Tensor, lengths_B: Tensor, head: Tensor,
         logits: Tensor, hear: Hear | None = None,
     ) -> None:  # fmt: skip
-        """Logits of one new token for each of at most `few_rows` sequences, over their pages.
+        """Logits of at most `few_rows` new tokens, over the pages of their sequences.
 
-        What `hidden` and a product with the weight of the head compute, in fewer kernels.
+        What `hidden` and a product with the weight of the head compute, in fewer kernels. A table with fewer rows is
+        that of sequences which have several neighbouring ones.
         """
         from kitae.kernels.cuda import few, resident
 
-        if self.resident is not None and len(tokens_B) <= resident.MOST:
+        if self.resident is not None and len(tokens_B) == len(table) <= resident.MOST:
             gained, squares = self.resident.stream(tokens_B, positions_B, slots_B, table, lengths_B)
             stream = few.Stream(gained, gained, squares, self._counters)
         else:

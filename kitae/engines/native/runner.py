@@ -16,9 +16,10 @@ from kitae.errors import EngineError
 from kitae.kernels.devices import decoding_kernels
 from kitae.kernels.exact.attention import Reach
 from kitae.models.policy import Policy
-from kitae.models.routing import routers_of, routing_told
+from kitae.models.routing import is_router, routers_of, routing_told
 
-Result = Callable[[], tuple[list[int], list[float]]]  # waits; the token is -1 for a sequence that had ended
+# Waits. The token is -1 in a row of a sequence that had ended, and in that of a guess that was wrong.
+Result = Callable[[], tuple[list[int], list[float]]]
 
 
 class ModelRunner:
@@ -26,11 +27,14 @@ class ModelRunner:
 
     ahead = 0  # steps that may be launched before the results of an earlier one are read
     linger = 0.02  # seconds that an idle engine waits for more requests
+    guessed_rows = 8  # most rows of a step with guesses: beyond, they cost more than they save
 
-    def __init__(self, policy: Policy, cache: KVCache, fast: bool) -> None:
+    def __init__(self, policy: Policy, cache: KVCache, fast: bool, guesses: int = 0) -> None:
+        """guesses: tokens that each of a few sequences guesses; none in a mixture, where each row reads weights."""
         self.policy = policy
         self.cache = cache
         self.device = policy.device
+        self.guesses = 0 if any(map(is_router, policy.model.modules())) else guesses
         self.kernels = decoding_kernels(policy.device, policy.dtype, policy.head_dim) if fast else None
         self._routers = [] if cache.experts is None else routers_of(policy.model)
 
@@ -99,16 +103,23 @@ class ModelRunner:
     ) -> Tensor:
         return self.policy.hidden(tokens_T, positions_T, context)
 
-    def decode(self, running: list[Decoding]) -> Result:
-        """One token for every running sequence."""
-        lengths = np.array([s.cached + 1 for s in running], dtype=np.int32)
-        table = np.zeros((len(running), max(len(s.pages) for s in running)), dtype=np.int32)
-        for row, s in enumerate(running):
-            table[row, : len(s.pages)] = s.pages
+    def width(self, running: list[Decoding]) -> int:
+        """Rows of each of these sequences in a step: one, and its guesses."""
+        return max(1, min(1 + self.guesses, self.guessed_rows // max(1, len(running))))
+
+    def decode(self, running: list[Decoding], width: int = 1) -> Result:
+        """One token for every running sequence, and those that it guesses right: `width` rows of each, in order."""
+        texts = [[s.tokens[-1], *(s.guess(width - 1) if width > 1 else ())] for s in running]
+        rows = [(s, i) for s, text in zip(running, texts, strict=True) for i in range(len(text))]
+        lengths = np.array([s.cached + 1 + i for s, i in rows], dtype=np.int32)
+        table = np.zeros((len(rows), max(len(s.pages) for s in running)), dtype=np.int32)
+        for row, (s, _) in zip(table, rows, strict=True):
+            row[: len(s.pages)] = s.pages
         lengths_B = torch.from_numpy(lengths).to(self.device)
-        last = torch.tensor([s.tokens[-1] for s in running], device=self.device)
-        hidden = self._decode_states(last, lengths_B, torch.from_numpy(table).to(self.device))
-        return self._sample(self._logits(hidden), running)
+        tokens_B = torch.tensor([token for text in texts for token in text], device=self.device)
+        hidden = self._decode_states(tokens_B, lengths_B, torch.from_numpy(table).to(self.device))
+        drawn = self._sample(self._logits(hidden), [s for s, _ in rows], [i for _, i in rows])
+        return drawn if width == 1 else lambda: _agreed(texts, width, *drawn())
 
     def _decode_states(self, tokens_B: Tensor, lengths_B: Tensor, table: Tensor) -> Tensor:
         size, last_B = self.cache.page_size, lengths_B.long() - 1
@@ -141,14 +152,32 @@ class ModelRunner:
     def _logits(self, hidden_BH: Tensor) -> Tensor:
         return self.policy.logits(hidden_BH)
 
-    def _sample(self, logits: Tensor, sequences: list[Decoding]) -> Result:
-        uniform = sampler.uniforms([s.seed for s in sequences], [len(s.tokens) for s in sequences])
+    def _sample(self, logits: Tensor, sequences: list[Decoding], later: list[int] | None = None) -> Result:
+        """later: how many tokens further each row stands than its sequence."""
+        places = [len(s.tokens) + i for s, i in zip(sequences, later or [0] * len(sequences), strict=True)]
+        uniform = sampler.uniforms([s.seed for s in sequences], places)
         params = [s.request.sampling for s in sequences]
         draw = sampler.sample_exact if self.policy.exact else sampler.sample
         tokens, logprobs = draw(logits, params, uniform, kernels=self.kernels)
         require_finite(bool(torch.isfinite(logprobs).all()))
         done = tokens.tolist(), logprobs.tolist()
         return lambda: done
+
+
+def _agreed(
+    texts: list[list[int]], width: int, drawn: list[int], logprobs: list[float]
+) -> tuple[list[int], list[float]]:
+    """`width` rows for each text, whose first token was known and whose others were guessed: what is drawn after a
+    wrong guess is no token."""
+    tokens, kept, row = [], [], 0
+    for text in texts:
+        right = 1
+        while right < len(text) and drawn[row + right - 1] == text[right]:
+            right += 1
+        tokens += [*drawn[row : row + right], *[-1] * (width - right)]
+        kept += [*logprobs[row : row + right], *[0.0] * (width - right)]
+        row += len(text)
+    return tokens, kept
 
 
 def require_finite(finite: bool) -> None:

@@ -145,16 +145,21 @@ void decode_attention(const T* q, const T* k, const T* v, T* k_pages, T* v_pages
 #pragma omp parallel
     {
         std::vector<float> scores;
+        const int64_t stride = kv_heads * page_size * DIM;
+#pragma omp for  // all before anybody attends: rows may be neighbours in one sequence
+        for (int64_t b = 0; b < B; b++)
+            for (int64_t g = 0; g < kv_heads; g++) {
+                const int64_t last = length[b] - 1, page = table[b * table_width + last / page_size];
+                const int64_t home = page * stride + (g * page_size + last % page_size) * DIM;
+                memcpy(k_pages + home, k + g * strides[2] + b * strides[3], DIM * sizeof(T));
+                memcpy(v_pages + home, v + g * strides[4] + b * strides[5], DIM * sizeof(T));
+            }
 #pragma omp for collapse(2) schedule(dynamic, 4)
         for (int64_t b = 0; b < B; b++)
             for (int64_t g = 0; g < kv_heads; g++) {
                 const int32_t* pages = table + b * table_width;
-                const int64_t n = length[b], last = n - 1;
+                const int64_t n = length[b], offset = g * page_size * DIM;
                 const int64_t first = window > 0 && n > window ? n - window : 0;
-                const int64_t stride = kv_heads * page_size * DIM, offset = g * page_size * DIM;
-                const int64_t home = pages[last / page_size] * stride + offset + last % page_size * DIM;
-                memcpy(k_pages + home, k + g * strides[2] + b * strides[3], DIM * sizeof(T));
-                memcpy(v_pages + home, v + g * strides[4] + b * strides[5], DIM * sizeof(T));
                 const Pages<T> keys{k_pages, pages, page_size, stride, offset, DIM};
                 const Pages<T> values{v_pages, pages, page_size, stride, offset, DIM};
                 if ((int64_t)scores.size() < 4 * n) scores.resize(4 * n);

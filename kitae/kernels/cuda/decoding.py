@@ -333,15 +333,17 @@ def transform(logits: Tensor, scale: float, softcap: float | None) -> None:
 
 
 @triton.jit
-def _sum_blocks(logits, state, tops, sums, V, C: tl.constexpr, BLOCK: tl.constexpr, NB: tl.constexpr):
+def _sum_blocks(
+    logits, state, tops, sums, V, C: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr, NB: tl.constexpr
+):  # fmt: skip
     """Maximum, and sum of exponentials below it, of each block of BLOCK logits over the temperature.
 
-    Grid (sequences, blocks of the vocabulary). It is the only pass over all logits: `_pick` reads one block of them.
+    Grid (rows, blocks of the vocabulary). It is the only pass over all logits: `_pick` reads one block of them.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     column = block * BLOCK + tl.arange(0, BLOCK)
-    inverse = tl.load(state + row * C + 6).to(tl.int32).to(tl.float32, bitcast=True)
+    inverse = tl.load(state + row // PER * C + 6).to(tl.int32).to(tl.float32, bitcast=True)
     inverse = tl.where(inverse == 0.0, 1.0, inverse)
     x = tl.load(logits + row * V + column, mask=column < V, other=float("-inf")).to(tl.float32) * inverse
     top = tl.max(x, 0)
@@ -352,16 +354,17 @@ def _sum_blocks(logits, state, tops, sums, V, C: tl.constexpr, BLOCK: tl.constex
 @triton.jit
 def _pick(
     logits, state, tops, sums, out, V, rows,
-    C: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr, NB: tl.constexpr, NB2: tl.constexpr,
+    C: tl.constexpr, PER: tl.constexpr, STOPS: tl.constexpr, BLOCK: tl.constexpr, NB: tl.constexpr, NB2: tl.constexpr,
 ):  # fmt: skip
     """Draw a token by inverting the cumulative distribution at one uniform number, and advance the row of the state.
 
-    One program a sequence: first the block in which the number falls, by the NB sums of `_sum_blocks`, then the token
+    One program a row: first the block in which the number falls, by the NB sums of `_sum_blocks`, then the token
     within it. Whether the sequence has ended is decided here, so the next step can be launched before the host knows.
+    With PER > 1, which of its rows count is decided later (`guesses.keep_agreed`).
     """
     row = tl.program_id(0).to(tl.int64)
-    mine = state + row * C
-    count = tl.load(mine + 2)
+    mine = state + row // PER * C
+    count = tl.load(mine + 2) + row % PER
     bits = tl.load(mine + 6).to(tl.int32).to(tl.float32, bitcast=True)
     greedy = bits == 0.0
     inverse = tl.where(greedy, 1.0, bits)
@@ -393,34 +396,37 @@ def _pick(
     place = tl.where(greedy, tl.argmax(x, 0), place)
     logprob = tl.sum(tl.where(column == place, x, 0.0), 0) - top - tl.log(total)
     token = tl.minimum(block * BLOCK + place, V - 1).to(tl.int64)  # logits that are no numbers: one that exists
-    # What the next step needs to know.
     active = tl.load(mine + 5) != 0
-    stops = tl.load(mine + 7 + tl.arange(0, STOPS))
-    ended = (count + 1 >= tl.load(mine + 3)) | (tl.sum((stops == token).to(tl.int32), 0) > 0)
     tl.store(out + row, tl.where(active, token, -1).to(tl.int32))
     tl.store(out + rows + row, logprob.to(tl.int32, bitcast=True))
-    length = tl.load(mine + 1)
-    tl.store(mine, token, mask=active)
-    tl.store(mine + 1, length + 1, mask=active)
-    tl.store(mine + 2, count + 1, mask=active)
-    tl.store(mine + 5, tl.where(ended, 0, 1).to(tl.int64), mask=active)
+    if PER == 1:  # what the next step needs to know
+        stops = tl.load(mine + 7 + tl.arange(0, STOPS))
+        ended = (count + 1 >= tl.load(mine + 3)) | (tl.sum((stops == token).to(tl.int32), 0) > 0)
+        length = tl.load(mine + 1)
+        tl.store(mine, token, mask=active)
+        tl.store(mine + 1, length + 1, mask=active)
+        tl.store(mine + 2, count + 1, mask=active)
+        tl.store(mine + 5, tl.where(ended, 0, 1).to(tl.int64), mask=active)
 
 
 def sample(logits: Tensor, state: Tensor, block: int = 4096) -> Tensor:
     """Draw a token for every row of `[B, V]` and advance the state; int32 `[2, B]`: tokens, bits of the log-probs.
 
     The token is -1 where the row is not active. The draw is that of `sampler.sample`: the same uniform number of
-    (seed, position), found in the cumulative distribution block by block.
+    (seed, position), found in the cumulative distribution block by block. Where the state has fewer rows, each has as
+    many neighbours in the logits, at one position after the other, and stays as it is.
     """
     batch, vocabulary = logits.shape
+    per = batch // state.shape[0]
+    assert per * state.shape[0] == batch
     assert logits.is_contiguous() and state.is_contiguous() and state.shape[1] == COLUMNS
     blocks = triton.cdiv(vocabulary, block)
     tops = torch.empty(batch, blocks, dtype=torch.float32, device=logits.device)
     sums = torch.empty_like(tops)
     out = torch.empty(2, batch, dtype=torch.int32, device=logits.device)
-    _sum_blocks[(batch, blocks)](logits, state, tops, sums, vocabulary, C=COLUMNS, BLOCK=block, NB=blocks)
+    _sum_blocks[(batch, blocks)](logits, state, tops, sums, vocabulary, C=COLUMNS, PER=per, BLOCK=block, NB=blocks)
     _pick[(batch,)](
         logits, state, tops, sums, out, vocabulary, batch,
-        C=COLUMNS, STOPS=STOPS, BLOCK=block, NB=blocks, NB2=triton.next_power_of_2(blocks),
+        C=COLUMNS, PER=per, STOPS=STOPS, BLOCK=block, NB=blocks, NB2=triton.next_power_of_2(blocks),
     )  # fmt: skip
     return out

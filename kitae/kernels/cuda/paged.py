@@ -1,5 +1,6 @@
-"""Triton kernels for attention of one new token of each sequence over the pages of the cache.
+"""Triton kernels for attention of one new token of each sequence over the pages of the cache, or of several.
 
+Several are PER neighbouring rows: a token, and guesses of what comes after it. They share each read of a key.
 `attend` takes queries that are rotated, with keys that are stored. `turn_and_attend` takes rows as a product left them:
 one kernel instead of three, which pays for a few sequences. Legend as in `decoding`.
 """
@@ -21,9 +22,11 @@ from kitae.kernels.cuda.decoding import Stored
 def over_pages(
     query, keys, values, key_scales, value_scales, table, head, begin, end, length, top, norm, scale, softcap, window,
     HKV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BITS8: tl.constexpr,
+    BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BITS8: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Queries `[ROWS, WIDTH]` over tokens `[begin, end)` of a sequence, whose pages `table` names.
+
+    length `[ROWS]`: tokens up to that of each query, with it. CAUSAL: some of those before `end` come later.
 
     Goes on from a maximum and a sum of weights, both `[ROWS]`; returns them and the weighted sum of values. BITS8:
     whole numbers are exact in half precision; the scales of keys go to the scores, those of values to the weights.
@@ -45,9 +48,12 @@ def over_pages(
             capped = score / softcap
             score = softcap * (2.0 * tl.sigmoid(2.0 * capped) - 1.0)
         score = score * 1.4426950408889634
+        visible = seen[None, :]
+        if CAUSAL:
+            visible = visible & (token[None, :] < length[:, None])
         if WINDOW:
-            seen = seen & (length - 1 - token < window)
-        score = tl.where(seen[None, :], score, float("-inf"))
+            visible = visible & (length[:, None] - 1 - token[None, :] < window)
+        score = tl.where(visible, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
         weight = tl.exp2(score - higher[:, None])
         fade = tl.exp2(top - higher)
@@ -79,53 +85,55 @@ def _share(length, split, window, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIN
 def _attend(
     q, keys, values, key_scales, value_scales, table, lengths, sinks, out, part, stats, scale, softcap, window, q_row,
     table_row,
-    HKV: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    BITS8: tl.constexpr,
+    HKV: tl.constexpr, G: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    SINKS: tl.constexpr, BITS8: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one query a sequence over its pages, with a running maximum and sum (flash decoding).
+    """Attention of PER queries a sequence over its pages, with a running maximum and sum (flash decoding).
 
-    Grid (sequences, key heads, SPLITS). The G query heads that share a key head are the rows of one tile, so each key
-    and value is read once for all of them; keys come in blocks of BLOCK tokens. With SPLITS > 1 a program sees a share
-    of the sequence and leaves its mean in `part` and its log-normaliser in `stats` for `_combine`: small batches alone
-    would not fill the multiprocessors.
+    Grid (sequences, key heads, SPLITS). The G query heads that share a key head, of PER tokens, are the rows of one
+    tile, so each key and value is read once for all of them; keys come in blocks of BLOCK tokens. With SPLITS > 1 a
+    program sees a share of the sequence and leaves its mean in `part` and its log-normaliser in `stats` for `_combine`:
+    small batches alone would not fill the multiprocessors.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
-    length = tl.load(lengths + row)
-    begin, end, _used = _share(length, split, window, BLOCK, SPLITS, WINDOW)
     group = tl.arange(0, ROWS)
     lane = tl.arange(0, WIDTH)
-    real = (group < G)[:, None] & (lane < D)[None, :]
-    query = tl.load(q + row * q_row + (head * G + group)[:, None] * D + lane[None, :], mask=real, other=0.0)
+    ours = group < G * PER
+    line = row * PER + group // G
+    heads = head * G + group % G
+    reach = tl.load(lengths + line, mask=ours, other=0)
+    begin, end, _used = _share(tl.max(reach, 0), split, window + PER - 1, BLOCK, SPLITS, WINDOW)
+    real = ours[:, None] & (lane < D)[None, :]
+    query = tl.load(q + line[:, None] * q_row + heads[:, None] * D + lane[None, :], mask=real, other=0.0)
     top = tl.full([ROWS], -1.0e30, tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
     if SINKS:  # noqa: SIM102 (the outer condition is known when the kernel is built)
         # A sink is a key without a value; the first split counts it.
         if split == 0:
-            top = tl.load(sinks + head * G + group, mask=group < G, other=0.0).to(tl.float32) * 1.4426950408889634
+            top = tl.load(sinks + heads, mask=ours, other=0.0).to(tl.float32) * 1.4426950408889634
             norm = tl.full([ROWS], 1.0, tl.float32)
     top, norm, mixed = over_pages(
-        query, keys, values, key_scales, value_scales, table + row * table_row, head, begin, end, length, top, norm,
-        scale, softcap, window, HKV, D, ROWS, WIDTH, PAGE, BLOCK, SOFTCAP, WINDOW, BITS8,
+        query, keys, values, key_scales, value_scales, table + row * table_row, head, begin, end, reach, top, norm,
+        scale, softcap, window, HKV, D, ROWS, WIDTH, PAGE, BLOCK, SOFTCAP, WINDOW, BITS8, PER > 1,
     )  # fmt: skip
     mixed = mixed / tl.where(norm > 0, norm, 1.0)[:, None]
+    target = line * HKV * G + heads
     if SPLITS == 1:
-        target = (row * HKV * G + head * G + group)[:, None] * D + lane[None, :]
-        tl.store(out + target, mixed.to(out.dtype.element_ty), mask=real)
+        tl.store(out + target[:, None] * D + lane[None, :], mixed.to(out.dtype.element_ty), mask=real)
     else:
-        line = ((row * HKV + head) * G + group) * SPLITS + split
-        tl.store(part + line[:, None] * D + lane[None, :], mixed, mask=real)
-        tl.store(stats + line, tl.where(norm > 0, top + tl.log2(tl.where(norm > 0, norm, 1.0)), -1.0e30),
-                 mask=group < G)  # fmt: skip
+        each = target * SPLITS + split
+        tl.store(part + each[:, None] * D + lane[None, :], mixed, mask=real)
+        tl.store(stats + each, tl.where(norm > 0, top + tl.log2(tl.where(norm > 0, norm, 1.0)), -1.0e30), mask=ours)
 
 
 @triton.jit
 def _combine(part, stats, out, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
     """The mean of the SPLITS parts that `_attend` left, weighted by their log-normalisers.
 
-    One program a sequence and query head.
+    One program a row and query head.
     """
     line = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
@@ -145,27 +153,30 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """One query per row over the pages of its sequence: q `[B, Hq, D]` (rows may be strided) → `[B, Hq, D]`.
 
-    lengths `[B]` int32 counts the tokens to see, the new one included; 0 gives zeros.
+    lengths `[B]` int32 counts the tokens to see, the new one included; 0 gives zeros. A table with fewer rows is that
+    of sequences which have several neighbouring ones.
     """
     (key_numbers, key_scales), (value_numbers, value_scales) = keys, values
     batch, heads, dim = q.shape
+    sequences = len(table)
+    per = batch // sequences
     _, kv_heads, page_size, _ = key_numbers.shape
     group = heads // kv_heads
     width = max(16, triton.next_power_of_2(dim))
-    plan = _plan(batch * kv_heads, width * q.element_size(), q.device)
+    plan = _plan(sequences * kv_heads, width * q.element_size(), q.device)
     block, splits = block or plan.block, splits or plan.splits
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
     part, stats = out, out
     if splits > 1:
         part = torch.empty(batch * heads * splits, dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(batch * heads * splits, dtype=torch.float32, device=q.device)
-    _attend[(batch, kv_heads, splits)](
+    _attend[(sequences, kv_heads, splits)](
         q, key_numbers, value_numbers, q if key_scales is None else key_scales,
         q if value_scales is None else value_scales, table, lengths, q if sinks is None else sinks, out, part, stats,
         scale, softcap or 0.0, window or 0, q.stride(0), table.stride(0),
-        HKV=kv_heads, G=group, ROWS=max(16, triton.next_power_of_2(group)), D=dim, WIDTH=width, PAGE=page_size,
-        BLOCK=block, SPLITS=splits, SOFTCAP=softcap is not None, WINDOW=window is not None, SINKS=sinks is not None,
-        BITS8=key_scales is not None, num_stages=plan.stages,
+        HKV=kv_heads, G=group, PER=per, ROWS=max(16, triton.next_power_of_2(group * per)), D=dim, WIDTH=width,
+        PAGE=page_size, BLOCK=block, SPLITS=splits, SOFTCAP=softcap is not None, WINDOW=window is not None,
+        SINKS=sinks is not None, BITS8=key_scales is not None, num_stages=plan.stages,
     )  # fmt: skip
     if splits > 1:
         _combine[(batch * heads,)](part, stats, out, D=dim, WIDTH=width, SPLITS=splits, num_warps=2)
@@ -233,10 +244,11 @@ def _turned(
 @triton.jit
 def _store_new(
     line, bias, k_norm, cos, sin, keys, values, key_scales, value_scales, head, slot, eps, ends,
-    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, NEW: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, BITS8: tl.constexpr,
 ):  # fmt: skip
-    """The new key and value of a head, `[1, WIDTH]` in fp32, with their scales; where `ends`, they go to their slot.
+    """The new keys and values of a head, `[NEW, WIDTH]` in fp32, with their scales; where `ends`, they go to their
+    slots. line, slot and what belongs to a position are `[NEW, 1]`.
 
     No kernel but a part of one. BITS8: whole numbers over their scales, else the scales are 1.
     """
@@ -250,11 +262,11 @@ def _store_new(
     if BIAS:
         value = (value + tl.load(bias + at_value, mask=near, other=0.0).to(tl.float32)).to(kind).to(tl.float32)
     place = (slot // PAGE * HKV + head) * PAGE + slot % PAGE
-    key_unit = 1.0
-    value_unit = 1.0
+    key_unit = tl.full([NEW, 1], 1.0, tl.float32)
+    value_unit = tl.full([NEW, 1], 1.0, tl.float32)
     if BITS8:
-        key_largest = tl.max(tl.max(tl.abs(key), 1), 0)
-        value_largest = tl.max(tl.max(tl.abs(value), 1), 0)
+        key_largest = tl.max(tl.abs(key), 1)[:, None]
+        value_largest = tl.max(tl.abs(value), 1)[:, None]
         key_unit = tl.where(key_largest > 0, key_largest / 127.0, 1.0)
         value_unit = tl.where(value_largest > 0, value_largest / 127.0, 1.0)
         key = tl.floor(key / key_unit + 0.5)
@@ -268,8 +280,8 @@ def _store_new(
 
 @triton.jit
 def _put_together(
-    part, stats, each, used, group,
-    G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    part, stats, each, used, ours,
+    ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """The mean `[ROWS, WIDTH]` of the parts that `used` splits have left, as `_combine` makes it.
 
@@ -278,12 +290,12 @@ def _put_together(
     lane = tl.arange(0, WIDTH)
     top = tl.full([ROWS], -1.0e30, tl.float32)
     for s in tl.static_range(SPLITS):
-        there = (group < G) & (s < used)
+        there = ours & (s < used)
         top = tl.maximum(top, tl.load(stats + each + s, mask=there, other=-1.0e30, cache_modifier=".cg"))
     norm = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
     for s in tl.static_range(SPLITS):
-        there = (group < G) & (s < used)
+        there = ours & (s < used)
         log = tl.load(stats + each + s, mask=there, other=-1.0e30, cache_modifier=".cg")
         weight = tl.where(there, tl.exp2(log - top), 0.0)
         piece = tl.load(part + (each + s)[:, None] * D + lane[None, :], mask=there[:, None] & (lane < D)[None, :],
@@ -297,70 +309,91 @@ def _put_together(
 def _turn_and_attend(
     qkv, bias, q_norm, k_norm, cos, sin, positions, slots, keys, values, key_scales, value_scales, table, lengths,
     sinks, out, part, stats, counters, scale, softcap, window, eps, table_row,
-    HQ: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, BITS8: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, PER: tl.constexpr, NEW: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+    BIAS: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    BITS8: tl.constexpr,
 ):  # fmt: skip
     """Attention as `_attend` computes it, of rows of qkv that are not rotated yet.
 
     Grid (sequences, key heads, SPLITS). Every program turns its queries. The one that has the end of the sequence turns
-    the new key, writes key and value to their slot, and sees them last. A short sequence uses fewer splits; the last
-    of them to come puts them together.
+    the new keys, writes keys and values to their slots, and sees them last. A short sequence uses fewer splits; the
+    last of them to come puts them together.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
-    length = tl.load(lengths + row)
-    begin, end, used = _share(length, split, window, BLOCK, SPLITS, WINDOW)
+    first = tl.load(lengths + row * PER)
+    length = tl.where(first > 0, first + PER - 1, 0)  # guesses that are none are seen by nobody before them
+    begin, end, used = _share(length, split, window + PER - 1, BLOCK, SPLITS, WINDOW)
     if split >= used:
         return
     group = tl.arange(0, ROWS)
     lane = tl.arange(0, WIDTH)
-    real = (group < G)[:, None] & (lane < D)[None, :]
+    ours = group < G * PER
+    real = ours[:, None] & (lane < D)[None, :]
     kind = qkv.dtype.element_ty
-    line = qkv + row * (HQ + 2 * HKV) * D
-    angle = tl.load(positions + row) * D
-    at = (head * G + group)[:, None] * D
+    mine = row * PER + group // G
+    heads = head * G + group % G
+    at = heads[:, None] * D
+    angle = tl.load(positions + row) * D if PER == 1 else tl.load(positions + mine, mask=ours, other=0)[:, None] * D
+    line = qkv + mine[:, None] * (HQ + 2 * HKV) * D
     query = _turned(line + at, bias + at, q_norm, cos + angle, sin + angle, lane[None, :], eps, real, D, BIAS, NORM)
-    # All programs read the new key and value early, and the one at the end of the sequence uses them.
+    # All programs read the new keys and values early, and the one at the end of the sequence uses them.
     ends = (begin < end) & (end == length)
+    new = tl.arange(0, NEW)
+    there = new < PER
+    at_new = row * PER + tl.minimum(new, PER - 1)
+    turn = tl.load(positions + at_new)[:, None] * D
     key, value, key_unit, value_unit = _store_new(
-        line, bias, k_norm, cos + angle, sin + angle, keys, values, key_scales, value_scales, head,
-        tl.load(slots + row), eps, ends, HQ, HKV, D, WIDTH, PAGE, BIAS, NORM, BITS8,
+        qkv + at_new[:, None] * (HQ + 2 * HKV) * D, bias, k_norm, cos + turn, sin + turn, keys, values, key_scales,
+        value_scales, head, tl.load(slots + at_new)[:, None], eps, ends & there[:, None], HQ, HKV, NEW, D, WIDTH, PAGE,
+        BIAS, NORM, BITS8,
     )  # fmt: skip
     top = tl.full([ROWS], -1.0e30, tl.float32)
     norm = tl.zeros([ROWS], tl.float32)
     if SINKS:  # noqa: SIM102 (the outer condition is known when the kernel is built)
         if split == 0:
-            top = tl.load(sinks + head * G + group, mask=group < G, other=0.0).to(tl.float32) * 1.4426950408889634
+            top = tl.load(sinks + heads, mask=ours, other=0.0).to(tl.float32) * 1.4426950408889634
             norm = tl.full([ROWS], 1.0, tl.float32)
     top, norm, mixed = over_pages(
         query, keys, values, key_scales, value_scales, table + row * table_row, head, begin,
-        tl.minimum(end, length - 1), length, top, norm, scale, softcap, window, HKV, D, ROWS, WIDTH, PAGE, BLOCK,
-        SOFTCAP, WINDOW, BITS8,
+        tl.minimum(end, length - PER), first + group // G, top, norm, scale, softcap, window, HKV, D, ROWS, WIDTH, PAGE,
+        BLOCK, SOFTCAP, WINDOW, BITS8, False,
     )  # fmt: skip
-    score = tl.sum(query.to(tl.float32) * key, 1) * scale * key_unit
+    if PER == 1:
+        score = tl.sum(query.to(tl.float32) * key, 1)[:, None] * scale * key_unit
+    else:
+        score = tl.dot(query, tl.trans(key.to(kind)), input_precision="ieee") * scale * tl.trans(key_unit)
     if SOFTCAP:
         score = softcap * (2.0 * tl.sigmoid(2.0 * (score / softcap)) - 1.0)
-    score = tl.where(ends, score * 1.4426950408889634, -1.0e30)
-    higher = tl.maximum(top, score)
-    weight = tl.where(ends, tl.exp2(score - higher), 0.0)
+    behind = (group // G)[:, None] - new[None, :]  # how far each query is after each new key
+    visible = ends & (behind >= 0) & there[None, :]
+    if WINDOW:
+        visible = visible & (behind < window)
+    score = tl.where(visible, score * 1.4426950408889634, -1.0e30)
+    higher = tl.maximum(top, tl.max(score, 1))
+    weight = tl.where(visible, tl.exp2(score - higher[:, None]), 0.0)
     fade = tl.exp2(top - higher)
-    norm = norm * fade + weight
-    mixed = mixed * fade[:, None] + (weight * value_unit).to(kind).to(tl.float32)[:, None] * value
+    norm = norm * fade + tl.sum(weight, 1)
+    weight = (weight * tl.trans(value_unit)).to(kind)
+    if PER == 1:
+        mixed = mixed * fade[:, None] + weight.to(tl.float32) * value
+    else:
+        mixed = mixed * fade[:, None] + tl.dot(weight, value.to(kind), input_precision="ieee")
     mixed = mixed / tl.where(norm > 0, norm, 1.0)[:, None]
-    target = out + row * HQ * D + at + lane[None, :]
+    target = out + mine[:, None] * HQ * D + at + lane[None, :]
     if used == 1:
         tl.store(target, mixed.to(kind), mask=real)
     else:
-        each = (row * HQ + head * G + group) * SPLITS
+        each = (mine * HQ + heads) * SPLITS
         tl.store(part + (each + split)[:, None] * D + lane[None, :], mixed, mask=real)
         log = tl.where(norm > 0, higher + tl.log2(tl.where(norm > 0, norm, 1.0)), -1.0e30)
-        tl.store(stats + each + split, log, mask=group < G)
+        tl.store(stats + each + split, log, mask=ours)
         tl.debug_barrier()  # all of this program's share is written before it is counted
         counter = counters + row * HKV + head
         if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
-            whole = _put_together(part, stats, each, used, group, G, ROWS, D, WIDTH, SPLITS)
+            whole = _put_together(part, stats, each, used, ours, ROWS, D, WIDTH, SPLITS)
             tl.store(target, whole.to(kind), mask=real)
             tl.store(counter, 0)
 
@@ -374,26 +407,28 @@ def turn_and_attend(
     """Rows `[B, (Hq + 2 Hkv) · D]` as a product left them → `[B, Hq · D]`; new keys and values go to their slots.
 
     What `decoding.rotate_and_store` and `attend` do one after the other, but qkv stays as it is. counters: a zero for
-    each pair of a sequence and a key head, if those are split (fewer than 256); zeros again afterwards.
+    each pair of a sequence and a key head, if those are split (fewer than 256); zeros again afterwards. A table with
+    fewer rows is that of sequences which have several neighbouring ones, at one position after the other.
     """
     (key_numbers, key_scales), (value_numbers, value_scales) = keys, values
-    batch = qkv.shape[0]
+    batch, sequences = len(qkv), len(table)
+    per, group = batch // sequences, heads // key_numbers.shape[1]
     _, kv_heads, page_size, dim = key_numbers.shape
     width = max(16, triton.next_power_of_2(dim))
-    plan = _plan(batch * kv_heads, width * qkv.element_size(), qkv.device)
+    plan = _plan(sequences * kv_heads, width * qkv.element_size(), qkv.device)
     block, splits = block or plan.block, splits or plan.splits
     out = torch.empty(batch, heads * dim, dtype=qkv.dtype, device=qkv.device)
     part = torch.empty(batch * heads * splits, dim, dtype=torch.float32, device=qkv.device)
     stats = torch.empty(batch * heads * splits, dtype=torch.float32, device=qkv.device)
     q_norm, k_norm, eps = norms or (qkv, qkv, 0.0)
-    _turn_and_attend[(batch, kv_heads, splits)](
+    _turn_and_attend[(sequences, kv_heads, splits)](
         qkv, qkv if bias is None else bias, q_norm, k_norm, cos, sin, positions, slots, key_numbers, value_numbers,
         qkv if key_scales is None else key_scales, qkv if value_scales is None else value_scales, table, lengths,
         qkv if sinks is None else sinks, out, part, stats, counters, scale, softcap or 0.0, window or 0, eps,
         table.stride(0),
-        HQ=heads, HKV=kv_heads, G=heads // kv_heads, ROWS=max(16, triton.next_power_of_2(heads // kv_heads)), D=dim,
-        WIDTH=width, PAGE=page_size, BLOCK=block, SPLITS=splits, BIAS=bias is not None, NORM=norms is not None,
-        SOFTCAP=softcap is not None, WINDOW=window is not None, SINKS=sinks is not None,
-        BITS8=key_scales is not None, num_stages=plan.stages,
+        HQ=heads, HKV=kv_heads, G=group, PER=per, NEW=1 if per == 1 else 16,
+        ROWS=max(16, triton.next_power_of_2(group * per)), D=dim, WIDTH=width, PAGE=page_size, BLOCK=block,
+        SPLITS=splits, BIAS=bias is not None, NORM=norms is not None, SOFTCAP=softcap is not None,
+        WINDOW=window is not None, SINKS=sinks is not None, BITS8=key_scales is not None, num_stages=plan.stages,
     )  # fmt: skip
     return out

@@ -24,8 +24,8 @@ class LateRunner(ModelRunner):
 
     ahead = 1
 
-    def __init__(self, policy: Policy, cache: KVCache, fast: bool) -> None:
-        super().__init__(policy, cache, fast)
+    def __init__(self, policy: Policy, cache: KVCache, fast: bool, guesses: int) -> None:
+        super().__init__(policy, cache, fast, guesses)
         self.rows: dict[int, tuple[Decoding, Decoding]] = {}  # the host's and the runner's own
         self.ended: set[int] = set()
         self.late = 0
@@ -36,7 +36,7 @@ class LateRunner(ModelRunner):
             self.ended.discard(id(s))
         return super().prefill(admission)
 
-    def decode(self, running: list[Decoding]) -> Result:
+    def decode(self, running: list[Decoding], width: int = 1) -> Result:
         # Stop strings are the host's business: it must read every token before the next step.
         self.ahead = 0 if any(s.request.sampling.stop_strings for s in running) else 1
         mine = {}
@@ -49,15 +49,20 @@ class LateRunner(ModelRunner):
         self.rows = mine
         self.ended &= mine.keys()
         active = [s for s in running if id(s) not in self.ended]
-        drawn = {}
+        nothing = (-1, 0.0)
+        drawn = {id(s): [nothing] * width for s in running}
         if active:
-            for s, token, logprob in zip(active, *super().decode([mine[id(s)][1] for s in active])(), strict=True):
+            all_drawn = list(zip(*super().decode([mine[id(s)][1] for s in active], width)(), strict=True))
+            for i, s in enumerate(active):
                 own = mine[id(s)][1]
-                own.tokens.append(token)
-                drawn[id(s)] = token, logprob
-                if token in s.request.sampling.stop_tokens or len(own.tokens) >= s.limit:
-                    self.ended.add(id(s))
-        out = [drawn.get(id(s), (-1, 0.0)) for s in running]
+                for j, (token, logprob) in enumerate(all_drawn[i * width : (i + 1) * width]):
+                    if token < 0 or id(s) in self.ended:
+                        break
+                    own.tokens.append(token)
+                    drawn[id(s)][j] = token, logprob
+                    if token in s.request.sampling.stop_tokens or len(own.tokens) >= s.limit:
+                        self.ended.add(id(s))
+        out = [row for s in running for row in drawn[id(s)]]
         return lambda: ([token for token, _ in out], [logprob for _, logprob in out])
 
 
@@ -66,7 +71,7 @@ def late_runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     made: list[LateRunner] = []
 
     def make(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRunner:
-        made.append(LateRunner(policy, cache, config.fast))
+        made.append(LateRunner(policy, cache, config.fast, config.guesses))
         return made[-1]
 
     monkeypatch.setattr(engine, "make_runner", make)

@@ -11,6 +11,7 @@ TRITON = {
     "kitae.kernels.cuda.decoding",
     "kitae.kernels.cuda.experts",
     "kitae.kernels.cuda.few",
+    "kitae.kernels.cuda.guesses",
     "kitae.kernels.cuda.paged",
     "kitae.kernels.cuda.training",
     "kitae.kernels.exact.cuda",
