@@ -12,6 +12,7 @@ TRITON = {
     "kitae.kernels.cuda.experts",
     "kitae.kernels.cuda.few",
     "kitae.kernels.cuda.paged",
+    "kitae.kernels.cuda.spans",
     "kitae.kernels.cuda.training",
     "kitae.kernels.exact.cuda",
 }
