@@ -94,9 +94,7 @@ def kernels(row: list[Span], tile: tuple[int, int] | None = None, **settings: An
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         table = PackedAttention(row, q.device, q.shape[0]).table
         rows = (t.transpose(0, 1) for t in (q, k, v))
-        return _Spans.apply(
-            *rows, sinks, table, settings["scale"], settings["window"], settings["softcap"], made
-        )  # type: ignore[no-any-return, no-untyped-call]
+        return _Spans.apply(*rows, sinks, table, settings["scale"], settings["window"], settings["softcap"], made)  # type: ignore[no-any-return, no-untyped-call]
 
     return run
 

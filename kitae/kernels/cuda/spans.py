@@ -132,7 +132,7 @@ def _mix(
     No kernel but a part of one.
     """
     reach = _reach(span, window, TILE_Q, TILE_K, WINDOW, MASKED)
-    for i in range(0, reach[1] + reach[3]):
+    for i in range(reach[1] + reach[3]):
         first, end, gap = _key_block(span, reach, i, TILE_K)
         key = _tile(k, first, end - first, k_row, TILE_K, D, WIDTH, MASKED)
         score = tl.dot(query, tl.trans(key), input_precision="ieee")
@@ -208,7 +208,7 @@ def _pull(
     No kernel but a part of one. Weights are made again from the log-normalisers.
     """
     reach = _reach(span, window, TILE_Q, TILE_K, WINDOW, MASKED)
-    for i in range(0, reach[1] + reach[3]):
+    for i in range(reach[1] + reach[3]):
         first, end, gap = _key_block(span, reach, i, TILE_K)
         key = _tile(k, first, end - first, k_row, TILE_K, D, WIDTH, MASKED)
         score = tl.dot(query, tl.trans(key), input_precision="ieee")
@@ -292,7 +292,7 @@ def _collect(
     steps = tl.maximum(whole - diagonal, 0)
     if MASKED:
         steps = blocks - steps
-    for i in range(0, steps * G):
+    for i in range(steps * G):
         block = i // G + diagonal
         if MASKED:
             block = tl.where(i // G < diagonal, i // G, blocks - 1)
@@ -418,7 +418,7 @@ class _KeyBlocks(NamedTuple):
 def _key_blocks(
     bounds: Bounds, tile_q: int, tile_k: int, window: int | None, kv_heads: int, device: torch.device
 ) -> _KeyBlocks:
-    blocks = [(first, count, s) for first, count, s in _takers(bounds, tile_k, window)]
+    blocks = _takers(bounds, tile_k, window)
     total = sum(end - first for *_, stretches in blocks for first, end, _ in stretches)
     most = max(_LEAST, total * kv_heads // _PROGRAMS)
     pieces: list[tuple[int, int, int, int, int]] = []
@@ -437,8 +437,12 @@ def _key_blocks(
             work.append(sum(end - first for first, end, _ in share))
             slots += not alone
     order = np.argsort(-np.array(work), kind="stable")
-    tables = np.array(pieces)[order], np.array(listed), np.array(sums).reshape(-1, 4)
-    return _KeyBlocks(*(send(t.astype(np.int32), device) for t in tables), slots)
+    return _KeyBlocks(
+        send(np.array(pieces, dtype=np.int32)[order], device),
+        send(np.array(listed, dtype=np.int32), device),
+        send(np.array(sums, dtype=np.int32).reshape(-1, 4), device),
+        slots,
+    )
 
 
 def _takers(bounds: Bounds, tile: int, window: int | None) -> list[tuple[int, int, list[Stretch]]]:
@@ -461,33 +465,39 @@ def _takers(bounds: Bounds, tile: int, window: int | None) -> list[tuple[int, in
     found = []
     for i, (begin, stop) in enumerate(pairwise(cuts)):
         for first in range(begin, stop, tile):
-            last = min(first + tile, stop) - 1
-            stretches: list[Stretch] = []
-            for a, b, gap in [(first, owner[i], 0), *takers[i]]:
-                b = b if window is None else min(b, last + gap + window)
-                if stretches and stretches[-1][1:] == (a, gap):
-                    a = stretches.pop()[0]
-                if a < b:
-                    stretches.append((a, b, gap))
-            found.append((first, last + 1 - first, stretches))
+            count = min(tile, stop - first)
+            reach = None if window is None else first + count - 1 + window
+            found.append((first, count, _joined([(first, owner[i], 0), *takers[i]], reach)))
+    return found
+
+
+def _joined(stretches: Sequence[Stretch], reach: int | None) -> list[Stretch]:
+    """Those that follow each other with the same gap as one. reach: the row from which keys are out of the window."""
+    found: list[Stretch] = []
+    for first, end, gap in stretches:
+        stop = end if reach is None else min(end, reach + gap)
+        follows = bool(found) and found[-1][1:] == (first, gap)
+        if first < stop:
+            found.append((found.pop()[0] if follows else first, stop, gap))
     return found
 
 
 def _cut(stretches: Sequence[Stretch], most: int, tile: int) -> list[list[Stretch]]:
-    """Shares of about equally many rows, at most about `most`; in tiles."""
+    """Shares of about equally many rows, in tiles; about `most` at most."""
     total = sum(end - first for first, end, _ in stretches)
-    most = -(-total // -(-total // most))
+    share = -(-total // -(-total // most))
     shares: list[list[Stretch]] = [[]]
-    room = most
+    room = share
     for first, end, gap in stretches:
-        while first < end:
+        at = first
+        while at < end:
             if room <= 0:
                 shares.append([])
-                room = most
-            part = min(end, first + -(-room // tile) * tile)
-            shares[-1].append((first, part, gap))
-            room -= part - first
-            first = part
+                room = share
+            stop = min(end, at + -(-room // tile) * tile)
+            shares[-1].append((at, stop, gap))
+            room -= stop - at
+            at = stop
     return shares
 
 
@@ -512,19 +522,19 @@ class Tiles(NamedTuple):
 _TILES = {  # by the width of a head
     64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
     128: Tiles(Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2)),
-    256: Tiles(Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 64, 8, 2)),
+    256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
 }
 _SMALL = Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))  # for a GPU with less shared memory
-_FLOAT32 = Tiles(*(Tile(32, 32, 4, 1),) * 3)  # without tensor cores
-_FLOAT32_WIDE = Tiles(*(Tile(16, 16, 4, 1),) * 3)
+_FLOAT32 = Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 8, 1), Tile(16, 16, 4, 1))  # without tensor cores
 
 
 @functools.cache
 def _tiles(dtype: torch.dtype, width: int, device: torch.device) -> Tiles:
     if dtype == torch.float32:
-        return _FLOAT32 if width <= 128 else _FLOAT32_WIDE
+        return _FLOAT32
     room = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 96 * 1024)
-    return _TILES[max(64, width)] if room >= 160 * 1024 else _SMALL
+    needed = 136 * 1024 if width <= 128 else 200 * 1024
+    return _TILES[max(64, width)] if room >= needed else _SMALL
 
 
 class _Call(NamedTuple):
