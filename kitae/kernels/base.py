@@ -8,12 +8,16 @@ Legend: T rows (tokens of a packed row), H width of the model, D head dimension,
 that one token gets, I inner width of one.
 """
 
+import functools
 import math
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 from torch.nn import Linear
+
+Made = TypeVar("Made")
 
 # Modules
 
@@ -157,15 +161,47 @@ class SoftmaxBackward(Protocol):
         """`probs · (dprobs - delta) · scale`, written over `dprobs`; delta is one fp32 number per row."""
 
 
+class SpanTable:
+    """The spans of a packed row, and what kernels make of them for a device: once, for all layers.
+
+    bounds `[n, 4]`, int64, on the host: start, length, start of the prefix, its length. A span sees its prefix, which
+    lies before it, and, causally, itself; each row belongs to one span.
+    """
+
+    def __init__(self, bounds: Tensor) -> None:
+        self.bounds = bounds
+        self._made: dict[Hashable, Any] = {}
+
+    @functools.cached_property
+    def listed(self) -> list[tuple[int, int, int, int]]:
+        return [(a, b, c, d) for a, b, c, d in self.bounds.tolist()]
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """Positions of a span and its prefix."""
+        return max(length + prefix for _, length, _, prefix in self.listed)
+
+    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
+        if key not in self._made:
+            self._made[key] = make()
+        made: Made = self._made[key]
+        return made
+
+
 class AttendSpans(Protocol):
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *, scale: float, window: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        spans: SpanTable,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """q `[T, Hq, D]`, k, v `[T, Hkv, D]` → `[T, Hq, D]`, and the log-normaliser of each row and head.
-
-        spans `[n, 4]`, int64: start, length, start of the prefix, its length. A span sees its prefix and, causally,
-        itself; each row belongs to one span. D is a multiple of 16.
-        """
+        """q `[T, Hq, D]`, k, v `[T, Hkv, D]` → `[T, Hq, D]`, and the log-normaliser of each row and head."""
 
 
 class AttendSpansBackward(Protocol):
@@ -177,12 +213,17 @@ class AttendSpansBackward(Protocol):
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        spans: Tensor,
+        spans: SpanTable,
         *,
         scale: float,
         window: int | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v, side by side in one tensor `[T, Hq + 2 Hkv, D]`, from that of the output."""
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Gradients of q, k and v, side by side in one tensor `[T, Hq + 2 Hkv, D]`, and of sinks, where there are any.
+
+        From that of the output.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +275,15 @@ class SoftmaxKernels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpanKernels:
-    """Attention of packed rows that reads keys where they lie and holds the scores of a few positions only."""
+    """Attention of packed rows that reads keys where they lie and holds the scores of a few positions only.
+
+    sizes: of heads. capped: whether it has softcaps and sinks too.
+    """
 
     forward: AttendSpans
     backward: AttendSpansBackward
+    sizes: range
+    capped: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

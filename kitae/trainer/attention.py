@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kitae.data.packing import Span
-from kitae.kernels.base import SoftmaxKernels, SpanKernels
+from kitae.kernels.base import SoftmaxKernels, SpanKernels, SpanTable
 from kitae.kernels.cuda import flash
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.exact import attention as exactly
@@ -18,6 +18,7 @@ from kitae.kernels.transfer import send
 from kitae.models.attention import causal_mask, masked_attention
 
 _MAX_SCORES = 32 * 2**20  # scores held at a time, over all heads of a block
+_OWN_KERNELS = False  # on a GPU, for rows that flash attention could have too
 
 
 class Block(NamedTuple):
@@ -66,9 +67,9 @@ class PackedAttention:
         return _group_by_shape(self._spans, self._device, self._heads)
 
     @functools.cached_property
-    def bounds(self) -> Tensor:
+    def table(self) -> SpanTable:
         """As the kernels of spans read them."""
-        return torch.tensor([(s.start, s.length, s.prefix_start, s.prefix_length) for s in self._spans])
+        return SpanTable(torch.tensor([(s.start, s.length, s.prefix_start, s.prefix_length) for s in self._spans]))
 
     @functools.cached_property
     def layout(self) -> "_Layout":
@@ -86,13 +87,14 @@ class PackedAttention:
                 lambda q, k, v: self.plain.attend(layer, q, k, v, **settings),
                 q, k, v,
             )  # fmt: skip
-        if self.fused and softcap is None and sinks is None and flash.available(q):
+        plain = softcap is None and sinks is None
+        if self.compiled and (spans := _span_kernels(q, plain)) is not None:
+            rows = (t.transpose(0, 1) for t in (q, k, v))
+            return _Spans.apply(*rows, sinks, self.table, scale, window, softcap, spans)  # type: ignore[no-any-return, no-untyped-call]
+        if self.fused and plain and flash.available(q):
             k, v = self.layout.keys(k.transpose(0, 1)), self.layout.keys(v.transpose(0, 1))
             return flash.attend(q.transpose(0, 1), k, v, self.layout.bounds, scale=scale, window=window)
-        if self.compiled and softcap is None and sinks is None and (spans := _span_kernels(q)) is not None:
-            rows = (t.transpose(0, 1) for t in (q, k, v))
-            return _Spans.apply(*rows, self.bounds, scale, window, spans)  # type: ignore[no-any-return, no-untyped-call]
-        if self.fused and softcap is None and sinks is None:
+        if self.fused and plain:
             out: Tensor = _Attention.apply(q, k, v, self.blocks, scale, window)  # type: ignore[no-untyped-call]
             return out
         out = torch.zeros(q.shape[1], q.shape[0], q.shape[2], dtype=q.dtype, device=q.device)
@@ -201,20 +203,26 @@ class _Spans(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        bounds: Tensor,
+        sinks: Tensor | None,
+        table: SpanTable,
         scale: float,
         window: int | None,
+        softcap: float | None,
         kernels: SpanKernels,
     ) -> Tensor:
-        out, lse = kernels.forward(q, k, v, bounds, scale=scale, window=window)
-        ctx.save_for_backward(q, k, v, out, lse, bounds)
-        ctx.rest = (scale, window, kernels)
+        out, lse = kernels.forward(q, k, v, table, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.rest = (table, scale, window, softcap, kernels)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scale, window, kernels = ctx.rest
-        return *kernels.backward(grads[0], *ctx.saved_tensors, scale=scale, window=window), None, None, None, None
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        table, scale, window, softcap, kernels = ctx.rest
+        made = kernels.backward(
+            grads[0], q, k, v, out, lse, table, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
+        return *made, *(None,) * 5
 
 
 class _Attention(torch.autograd.Function):
@@ -280,9 +288,15 @@ def _probabilities(q_b: Tensor, k_b: Tensor, block: Block, fold: int, scale: flo
     return torch.softmax(scores.masked_fill_(hidden, float("-inf")), dim=-1)
 
 
-def _span_kernels(like: Tensor) -> SpanKernels | None:
+def _span_kernels(like: Tensor, plain: bool) -> SpanKernels | None:
+    """plain: neither softcap nor sinks. On a GPU such rows have flash attention, and in fp32 the products of cuBLAS."""
     kernels = training_kernels(like.device, like.dtype)
-    return None if kernels is None or like.shape[-1] % 16 else kernels.spans
+    spans = None if kernels is None else kernels.spans
+    if spans is None or like.shape[-1] not in spans.sizes:
+        return None
+    if like.device.type == "cuda" and plain:
+        return spans if _OWN_KERNELS and flash.available(like) else None
+    return spans if plain or spans.capped else None
 
 
 def _softmax_kernels(like: Tensor) -> SoftmaxKernels | None:

@@ -54,6 +54,7 @@ def test_attention_of_several_rows_of_a_sequence(
     """Against rows that are sequences of their own, with the same pages."""
     from kitae.kernels.cuda import decoding, paged
 
+    torch.manual_seed(0)
     heads, kv_heads, dim = 6, 2, 24
     real = [per, 1, per - 1, 0]  # rows of each sequence that are not idle
     first = torch.tensor([1, 77, 110, 1], device="cuda")

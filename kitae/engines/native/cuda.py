@@ -48,7 +48,7 @@ def bucket(batch: int) -> int:
 
 class CudaRunner(ModelRunner):
     linger = 0.005
-    guessed_rows = 64
+    guessed_rows = 32
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kitae.kernels.adamw import salt
-from kitae.kernels.base import AdamWPace, DecodingKernels, GateLimits
+from kitae.kernels.base import AdamWPace, DecodingKernels, GateLimits, SpanTable
 from kitae.kernels.cpu.build import cpu_library
 from kitae.kernels.memory import add_gradient, keep, kept
 
@@ -323,16 +323,18 @@ def exact_attention(
 
 
 def attend_spans(
-    q: Tensor, k: Tensor, v: Tensor, spans: Tensor, *, scale: float, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """See `kitae.kernels.base.AttendSpans`."""
+    q: Tensor, k: Tensor, v: Tensor, spans: SpanTable, *, scale: float, window: int | None, softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `kitae.kernels.base.AttendSpans`; without softcap and sinks."""
+    assert softcap is None and sinks is None
     q, k, v = (_by_rows(t) for t in (q, k, v))
     out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
     _call(
         "attend_spans",
-        *(c_void_p(t.data_ptr()) for t in (q, k, v, out, lse, spans)),
+        *(c_void_p(t.data_ptr()) for t in (q, k, v, out, lse, spans.bounds)),
         ctypes.byref(_strides(q, k, v, out)),
-        *(c_int64(n) for n in (len(spans), q.shape[1], k.shape[1], q.shape[2])),
+        *(c_int64(n) for n in (len(spans.bounds), q.shape[1], k.shape[1], q.shape[2])),
         c_float(scale),
         c_int64(window or 0),
     )
@@ -346,24 +348,27 @@ def attend_spans_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    spans: Tensor,
+    spans: SpanTable,
     *,
     scale: float,
     window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kitae.kernels.base.AttendSpansBackward`."""
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, None]:
+    """See `kitae.kernels.base.AttendSpansBackward`; without softcap and sinks."""
+    assert softcap is None and sinks is None
     q, k, v, grad = (_by_rows(t) for t in (q, k, v, grad))
     heads = [t.shape[1] for t in (q, k, v)]
     dq, dk, dv = torch.split(torch.empty(len(q), sum(heads), q.shape[2]), heads, 1)
     _call(
         "attend_spans_backward",
-        *(c_void_p(t.data_ptr()) for t in (q, k, v, out, grad, lse, dq, dk, dv, spans)),
+        *(c_void_p(t.data_ptr()) for t in (q, k, v, out, grad, lse, dq, dk, dv, spans.bounds)),
         ctypes.byref(_strides(q, k, v, out, grad, dq, dk, dv)),
-        *(c_int64(n) for n in (len(spans), *heads[:2], q.shape[2])),
+        *(c_int64(n) for n in (len(spans.bounds), *heads[:2], q.shape[2])),
         c_float(scale),
         c_int64(window or 0),
     )
-    return dq, dk, dv
+    return dq, dk, dv, None
 
 
 def _by_rows(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kitae.kernels.adamw import salt
 from kitae.kernels.base import AdamWPace, LayerKernels, ModuleKernels, TrainingKernels
-from kitae.kernels.cuda import decoding
+from kitae.kernels.cuda import decoding, spans
 from kitae.kernels.linears import shared_input
 from kitae.kernels.memory import joined
 
@@ -596,6 +596,7 @@ KERNELS = TrainingKernels(
     row_statistics=row_statistics,
     row_gradients=row_gradients,
     accumulate=accumulate,
+    spans=spans.KERNELS,
     sum_rows=sum_rows,
     adamw=adamw,
 )
