@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_spans.py [--heads 12/2,32/8] [--repeats 10] [--softcap 50] [--window 1024] [--workers 12]
 
-Rows of 16,384 tokens in bfloat16, heads of 128: groups (prompts of 128 tokens with 8 answers of 512 each), ragged (the
-same with answers of log-normal lengths), and one sequence. Flash attention is timed as the trainer calls it, with the
+Rows of 16,384 tokens in bfloat16: groups (prompts of 128 tokens with 8 answers of 512 each), ragged (the
+same with answers of log-normal lengths), and one sequence. Flash attention is timed as the trainer called it before, with the
 gathering of keys and the sum of what prompts get. Of the kernels, each one alone under each setting, then all under
 those that were best. TFLOP/s count what is seen, twice the size of each product: 2 products forward, 3 for queries, 4
 for keys, and 7 for all, as if nothing were computed twice. With `--softcap` or a window, flash is left out where it
@@ -31,7 +31,7 @@ from kitae.kernels.cuda import spans
 from kitae.kernels.cuda.spans import Tile, Tiles
 from kitae.trainer.attention import PackedAttention
 
-TOKENS, DIM = 16384, 128
+TOKENS = 16384
 SETTINGS = {
     "forward": [Tile(128, 64, 8, 3), Tile(128, 64, 8, 2), Tile(128, 128, 8, 2), Tile(64, 64, 4, 3), Tile(64, 64, 4, 2),
                 Tile(64, 128, 4, 2)],
@@ -76,10 +76,10 @@ class Case(NamedTuple):
     table: SpanTable
 
     @classmethod
-    def of(cls, row: list[Span], heads: tuple[int, int], window: int | None, softcap: float | None) -> "Case":
+    def of(cls, row: list[Span], heads: tuple[int, int], dim: int, window: int | None, softcap: float | None) -> "Case":
         tokens = row[-1].start + row[-1].length
-        x = torch.randn(tokens, heads[0] + 2 * heads[1], DIM, device="cuda", dtype=torch.bfloat16)
-        grad = torch.randn(tokens, heads[0], DIM, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(tokens, heads[0] + 2 * heads[1], dim, device="cuda", dtype=torch.bfloat16)
+        grad = torch.randn(tokens, heads[0], dim, device="cuda", dtype=torch.bfloat16)
         return cls(row, heads, window, softcap, x, grad, PackedAttention(row, x.device, heads[0]).table)
 
     def sides(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,16 +87,20 @@ class Case(NamedTuple):
         return q, k, v
 
     @property
+    def dim(self) -> int:
+        return self.x.shape[2]
+
+    @property
     def flops(self) -> float:
         """Of one product, over all pairs that are seen."""
         window = self.window or TOKENS
         seen = sum(min(s.prefix_length + i + 1, window) for s in self.row for i in range(s.length))
-        return 2.0 * seen * DIM * self.heads[0]
+        return 2.0 * seen * self.dim * self.heads[0]
 
     def calls(self, out: Tensor, lse: Tensor) -> dict[str, Callable[[Tile], object]]:
         """Each kernel alone; the latter ones read what the forward pass has left."""
         q, k, v = self.sides(self.x)
-        scale, settings = DIM**-0.5, {"window": self.window, "softcap": self.softcap, "sinks": None}
+        scale, settings = self.dim**-0.5, {"window": self.window, "softcap": self.softcap, "sinks": None}
         made, delta = torch.empty_like(self.x), torch.zeros_like(lse)
         told = spans._Call.of(q, k, self.table, scale, self.window, self.softcap)
         rest = self.table, told, scale
@@ -112,17 +116,23 @@ class Case(NamedTuple):
         if self.softcap is not None:
             return None
         x = self.x.requires_grad_()
-        context = PackedAttention(self.row, x.device, self.heads[0])
+        context = PackedAttention(self.row, x.device, self.heads[0], compiled=False)
 
         def forward() -> Tensor:
             q, k, v = (t.transpose(0, 1) for t in self.sides(x))
-            return context.attend(0, q, k, v, scale=DIM**-0.5, window=self.window, softcap=None, sinks=None)
+            return context.attend(0, q, k, v, scale=self.dim**-0.5, window=self.window, softcap=None, sinks=None)
 
         return forward, lambda: torch.autograd.grad(forward(), x, self.grad)
 
     def both(self, tiles: Tiles) -> tuple[Callable[[], tuple[Tensor, Tensor]], Callable[[], object]]:
         q, k, v = self.sides(self.x.detach())
-        settings = {"scale": DIM**-0.5, "window": self.window, "softcap": self.softcap, "sinks": None, "tiles": tiles}
+        settings = {
+            "scale": self.dim**-0.5,
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": None,
+            "tiles": tiles,
+        }
 
         def forward() -> tuple[Tensor, Tensor]:
             return spans.forward(q, k, v, self.table, **settings)
@@ -143,17 +153,21 @@ def milliseconds(step: Callable[[], object], repeats: int) -> float:
     return float(begin.elapsed_time(end)) / repeats
 
 
-def compile_some(share: list[tuple[tuple[int, int], str, Tile]], window: int | None, softcap: float | None) -> None:
+def compile_some(
+    share: list[tuple[tuple[int, int], str, Tile]], dim: int, window: int | None, softcap: float | None
+) -> None:
     for heads, name, tile in share:
-        case = Case.of([Span(0, 32), Span(32, 32, 0, 32)], heads, window if window is None else 16, softcap)
+        case = Case.of([Span(0, 32), Span(32, 32, 0, 32)], heads, dim, window if window is None else 16, softcap)
         with contextlib.suppress(OutOfResources):
             case.calls(case.grad, torch.zeros(heads[0], 64, device="cuda"))[name](tile)
 
 
-def compile_all(heads: list[tuple[int, int]], window: int | None, softcap: float | None, workers: int) -> None:
+def compile_all(
+    heads: list[tuple[int, int]], dim: int, window: int | None, softcap: float | None, workers: int
+) -> None:
     jobs = [(h, name, tile) for h in heads for name, tiles in SETTINGS.items() for tile in tiles]
     context = multiprocessing.get_context("spawn")
-    shares = [(jobs[i::workers], window, softcap) for i in range(workers)]
+    shares = [(jobs[i::workers], dim, window, softcap) for i in range(workers)]
     processes = [context.Process(target=compile_some, args=share) for share in shares]
     for process in processes:
         process.start()
@@ -186,6 +200,7 @@ def measure(case: Case, repeats: int) -> Tiles:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", default="12/2,32/8")
+    parser.add_argument("--dim", type=int, default=128, help="of a head")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--softcap", type=float)
     parser.add_argument("--window", type=int)
@@ -193,11 +208,11 @@ def main() -> None:
     args = parser.parse_args()
     start = time.monotonic()
     heads = [(int(a), int(b)) for a, b in (pair.split("/") for pair in args.heads.split(","))]
-    compile_all(heads, args.window, args.softcap, args.workers)
+    compile_all(heads, args.dim, args.window, args.softcap, args.workers)
     print(f"{torch.cuda.get_device_name()}; compiled in {time.monotonic() - start:.0f} s")
     print("tiles: rows of queries, rows of keys, warps, stages")
     for pair, (name, row) in itertools.product(heads, rows()):
-        case = Case.of(row, pair, args.window, args.softcap)
+        case = Case.of(row, pair, args.dim, args.window, args.softcap)
         print(f"\n{name}, {len(row)} spans, heads {pair[0]}/{pair[1]}")
         best = measure(case, args.repeats)
         runs = {"kernels": case.both(best), "flash": case.flash()}

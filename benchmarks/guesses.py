@@ -11,6 +11,7 @@ same ones: all in float32; in bfloat16 a close call may fall otherwise, because 
 
 import argparse
 import asyncio
+import gc
 import json
 import time
 from importlib import resources
@@ -78,7 +79,7 @@ class Side:
         began = time.perf_counter()
         done: list[Completion] = await asyncio.gather(*(self.engine.generate(r) for r in requests))
         seconds = time.perf_counter() - began
-        self.engine.runner.decode = decode  # type: ignore[method-assign]
+        del self.engine.runner.decode
         if counts:
             self.seconds += seconds
             self.tokens += sum(len(c.tokens) for c in done)
@@ -126,6 +127,7 @@ def main() -> None:
     for together in map(int, args.sequences.split(",")):
         count = -(-max(args.questions, together) // together) * together
         asyncio.run(compare(policy, questions(args.data, policy, count), together, args))
+        gc.collect()  # engines refer to themselves, and the next ones need their memory
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class EngineConfig(Section):
         "bfloat16): 3 to 5 % faster, for one long sequence 18 %. It is built once, in some seconds.",
     )
     guesses: int = Field(
-        0,
+        4,
         ge=0,
         le=15,
         description="Tokens that each of a few sequences guesses in a step: what followed its last words when they "
@@ -151,5 +151,6 @@ class EngineConfig(Section):
                 yield f"engine.{name} is not set for a server (engine.server_args can), got {value!r}"
         if not self.merge_adapters:
             yield f"engine.merge_adapters = false is for Kitae's own engines, got engine.kind = {self.kind!r}"
-        if self.one_kernel:
-            yield f"engine.one_kernel is for Kitae's own engines, got engine.kind = {self.kind!r}"
+        for name in ("one_kernel", "guesses"):
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                yield f"engine.{name} is for Kitae's own engines, got {value!r} with engine.kind = {self.kind!r}"

@@ -19,7 +19,7 @@ from kitae.kernels.cpu import packed
 from kitae.models.load import pick_device, pick_dtype
 from kitae.observe.memory import free_memory
 from kitae.study.shape import ModelShape, read_model
-from kitae.trainer.forward import token_budget
+from kitae.trainer.forward import logit_chunk, token_budget
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,7 @@ def hold(
     t, size = config.training, dtype.itemsize
     trained = trained_parameters(config, model)
     row = min(tokens, max(token_budget(t, device), _PROMPT + config.sampling.max_tokens))
-    passing = row * _kept(config, model, device, size) + _logits(config, model, device, size)
+    passing = row * _kept(config, model, device, size) + _logits(config, model, device, size, row)
     gradients = 4.0 * trained
     parts = {
         "weights": float(model.parameters * size),
@@ -226,10 +226,10 @@ def _kept(config: RLConfig, model: ModelShape, device: "torch.device", size: int
     return (of_attention * attention + of_mlp * mlp) * model.layers
 
 
-def _logits(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> float:
+def _logits(config: RLConfig, model: ModelShape, device: "torch.device", size: int, row: float) -> float:
     """A chunk of them with its gradient, and that of the head, which a CPU adds where it stays."""
     head = 0 if device.type == "cpu" else 4 * model.vocabulary * model.hidden
-    return config.training.logit_chunk * model.vocabulary * (size + 1) + head
+    return min(row, logit_chunk(config.training, device)) * model.vocabulary * (size + 1) + head
 
 
 def _cache(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> float:

@@ -18,7 +18,6 @@ from kitae.kernels.transfer import send
 from kitae.models.attention import causal_mask, masked_attention
 
 _MAX_SCORES = 32 * 2**20  # scores held at a time, over all heads of a block
-_OWN_KERNELS = False  # on a GPU, for rows that flash attention could have too
 
 
 class Block(NamedTuple):
@@ -88,10 +87,13 @@ class PackedAttention:
                 q, k, v,
             )  # fmt: skip
         plain = softcap is None and sinks is None
-        if self.compiled and (spans := _span_kernels(q, plain)) is not None:
+        quick = plain and flash.available(q)
+        seen_once = quick and not torch.is_grad_enabled() and len(self._spans) == 1
+        alone = seen_once and flash.is_alone(self.layout.bounds, window)
+        if self.compiled and not alone and (spans := _span_kernels(q, plain)) is not None:
             rows = (t.transpose(0, 1) for t in (q, k, v))
             return _Spans.apply(*rows, sinks, self.table, scale, window, softcap, spans)  # type: ignore[no-any-return, no-untyped-call]
-        if self.fused and plain and flash.available(q):
+        if self.fused and quick:
             k, v = self.layout.keys(k.transpose(0, 1)), self.layout.keys(v.transpose(0, 1))
             return flash.attend(q.transpose(0, 1), k, v, self.layout.bounds, scale=scale, window=window)
         if self.fused and plain:
@@ -289,14 +291,14 @@ def _probabilities(q_b: Tensor, k_b: Tensor, block: Block, fold: int, scale: flo
 
 
 def _span_kernels(like: Tensor, plain: bool) -> SpanKernels | None:
-    """plain: neither softcap nor sinks. On a GPU such rows have flash attention, and in fp32 the products of cuBLAS."""
+    """plain: neither softcap nor sinks; on a GPU such rows have the products of cuBLAS in fp32."""
     kernels = training_kernels(like.device, like.dtype)
     spans = None if kernels is None else kernels.spans
     if spans is None or like.shape[-1] not in spans.sizes:
         return None
-    if like.device.type == "cuda" and plain:
-        return spans if _OWN_KERNELS and flash.available(like) else None
-    return spans if plain or spans.capped else None
+    if plain:
+        return spans if like.device.type != "cuda" or like.dtype != torch.float32 else None
+    return spans if spans.capped else None
 
 
 def _softmax_kernels(like: Tensor) -> SoftmaxKernels | None:

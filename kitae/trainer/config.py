@@ -24,7 +24,12 @@ class LearningConfig(Section):
     token_budget: int = Field(
         0, ge=0, description="Most tokens in a packed micro-batch; 0: 1,024 on a CPU, 8,192 on a GPU."
     )
-    logit_chunk: int = Field(1024, ge=1, description="Rows of logits held at a time.")
+    logit_chunk: int = Field(
+        0,
+        ge=0,
+        description="Rows of logits held at a time: of a longer micro-batch all but the last are made again in the "
+        "backward pass. 0: 1,024 on a CPU, 8,192 on a GPU.",
+    )
     share_prompts: bool = Field(
         True, description="Compute a prompt once for all samples that have it, in training too."
     )

@@ -61,6 +61,11 @@ def token_budget(config: LearningConfig, device: torch.device) -> int:
     return config.token_budget or (1024 if device.type == "cpu" else 8192)
 
 
+def logit_chunk(config: LearningConfig, device: torch.device) -> int:
+    """Rows of logits at a time. A GPU has room for those of a usual row, which it then need not make twice."""
+    return config.logit_chunk or (1024 if device.type == "cpu" else 8192)
+
+
 def pack_rows(
     samples: Sequence[Sample],
     config: LearningConfig,

@@ -15,7 +15,7 @@ from kitae.models.scalar import ScalarModel
 from kitae.observe.meter import Meter
 from kitae.trainer.base import Conditions
 from kitae.trainer.config import LearningConfig
-from kitae.trainer.forward import MicroBatch, Pass, scalars
+from kitae.trainer.forward import MicroBatch, Pass, logit_chunk, scalars
 
 OfStates = Callable[[Head, Tensor], Tensor]
 """A number for each state, made of the states and of what turns them into logits."""
@@ -47,7 +47,7 @@ class Scored:
     def __init__(self, policy: Policy, config: LearningConfig, temperature: float) -> None:
         self.policy = policy
         self.model: torch.nn.Module = policy.model
-        self._chunk = config.logit_chunk
+        self._chunk = logit_chunk(config, policy.device)
         self._temperature = temperature
 
     def score(

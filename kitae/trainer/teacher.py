@@ -25,6 +25,7 @@ from kitae.trainer.objectives import OfStates, Scored
 
 UNKNOWN = -30.0
 """The log-prob of a token that the teacher has no row for: padding, which a student samples all but never."""
+_CHUNK = 1024  # rows of logits, of which a divergence holds several copies
 
 
 class Teacher(Scored):
@@ -58,7 +59,7 @@ class TeacherDivergence:
 
     def __init__(self, teacher: Teacher, config: LearningConfig, *, beta: float, temperature: float) -> None:
         self._teacher = teacher
-        self._chunk = config.logit_chunk
+        self._chunk = config.logit_chunk or _CHUNK
         self._beta = beta
         self._temperature = temperature
 

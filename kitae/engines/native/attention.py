@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from kitae.engines.native.cache import KVCache, Pages
-from kitae.kernels.base import DecodingKernels
+from kitae.kernels.base import AttendSpans, DecodingKernels, SpanTable
 from kitae.kernels.cuda import flash
+from kitae.kernels.devices import training_kernels
 from kitae.kernels.exact.attention import Reach, attend
 from kitae.models.attention import causal_mask, masked_attention
 
@@ -25,7 +26,8 @@ class Stretch:
 class PrefillAttention:
     """Several prompts, or tails of preempted sequences, in one packed row. Writes every key and value, then attends.
 
-    In half precision on a GPU all of them are one call of flash attention.
+    In half precision on a GPU all of them are one call of flash attention, or, where a model has softcaps or sinks and
+    nothing is in the cache yet, of the kernels of training.
     """
 
     def __init__(self, cache: KVCache, stretches: list[Stretch], page_of_T: Tensor, slot_of_T: Tensor) -> None:
@@ -35,6 +37,15 @@ class PrefillAttention:
         self.slot_of_T = slot_of_T
         self.stored = False  # keys and values are in the pages already
         self.flash = _FlashLayout.of(cache, stretches) if flash.available(cache.like) else None
+        self.spans = self._find_spans() if self.flash is not None else None
+
+    def _find_spans(self) -> tuple[AttendSpans, SpanTable] | None:
+        kernels = training_kernels(self.cache.like.device, self.cache.like.dtype)
+        found = None if kernels is None else kernels.spans
+        covered = found is not None and found.capped and self.cache.like.shape[-1] in found.sizes
+        if found is None or not covered or any(s.start for s in self.stretches):
+            return None
+        return found.forward, SpanTable(torch.tensor([(s.row, s.length, s.row, 0) for s in self.stretches]))
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None, softcap: float | None,
@@ -49,6 +60,10 @@ class PrefillAttention:
         plain = softcap is None and sinks is None
         if self.flash is not None and plain:
             return self.flash.attend(q, k, v, keys, values, scale, window)
+        if self.spans is not None and not plain:
+            attend_spans, table = self.spans
+            q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+            return attend_spans(q, k, v, table, scale=scale, window=window, softcap=softcap, sinks=sinks)[0]
         out = torch.empty(q.shape[1], q.shape[0], q.shape[2], dtype=q.dtype, device=q.device)
         for stretch in self.stretches:
             rows = slice(stretch.row, stretch.row + stretch.length)

@@ -37,13 +37,18 @@ class Bounds:
         return cls(starts(queries), starts(keys), max(queries), max(keys))
 
 
+def is_alone(bounds: Bounds, window: int | None) -> bool:
+    """Whether it is one long sequence, for which cuDNN pays, where no gradient is wanted."""
+    return len(bounds.queries) == 2 and bounds.longest_query == bounds.longest_key >= _LONG and window is None
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, *, scale: float, window: int | None) -> Tensor:
     """q `[T, Hq, D]`, k and v `[S, Hkv, D]` → `[T, Hq, D]`, differentiable.
 
     Causal, aligned at the ends: the last query of a sequence sees its last key, the one before sees one key less.
     """
-    alone = len(bounds.queries) == 2 and bounds.longest_query == bounds.longest_key >= _LONG and window is None
-    if alone and not torch.is_grad_enabled() and _cudnn_agrees(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2]):
+    alone = is_alone(bounds, window) and not torch.is_grad_enabled()
+    if alone and _cudnn_agrees(q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2]):
         return attend_alone(q, k, v, scale)
     out: Tensor = _Flash.apply(q, k, v, bounds, scale, window)  # type: ignore[no-untyped-call]
     return out

@@ -20,6 +20,7 @@ SOURCES = [
     "kitae/kernels/cuda/decoding.py",
     "kitae/kernels/cuda/experts.py",
     "kitae/kernels/cuda/few.py",
+    "kitae/kernels/cuda/guesses.py",
     "kitae/kernels/cuda/paged.py",
     "kitae/kernels/cuda/resident.cu",
     "kitae/kernels/cuda/spans.py",

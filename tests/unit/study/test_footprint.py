@@ -90,7 +90,8 @@ def test_near_what_a_gpu_has_taken(tokens: int, budget: int, chunk: int, measure
         (("algorithm.preset=ppo",), SMOLLM2.parameters * 20),  # and the reference of its KL term
         (("algorithm.reference=frozen", "algorithm.kl_coef=0.1"), SMOLLM2.parameters * 4),
         (("training.moments=bfloat16",), -SMOLLM2.parameters * 4),
-        (("training.logit_chunk=2048",), 1024 * 49152 * 5),
+        (("training.logit_chunk=512",), -512 * 49152 * 5),
+        (("training.logit_chunk=2048",), 0),  # a row has 1,024
     ],
 )
 def test_what_is_held_counts(settings: tuple[str, ...], more: float) -> None:
