@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_spans.py [--heads 12/2,32/8] [--repeats 10] [--softcap 50] [--window 1024] [--workers 12]
 
-Rows of 16,384 tokens in bfloat16: groups (prompts of 128 tokens with 8 answers of 512 each), ragged (the
-same with answers of log-normal lengths), and one sequence. Flash attention is timed as the trainer called it before, with the
+Rows of 16,384 tokens in bfloat16: groups (prompts of 128 tokens with 8 answers of 512 each), ragged (the same with
+answers of log-normal lengths), and one sequence. Flash attention is timed as the trainer called it before, with the
 gathering of keys and the sum of what prompts get. Of the kernels, each one alone under each setting, then all under
 those that were best. TFLOP/s count what is seen, twice the size of each product: 2 products forward, 3 for queries, 4
 for keys, and 7 for all, as if nothing were computed twice. With `--softcap` or a window, flash is left out where it
