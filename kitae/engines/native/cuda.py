@@ -48,7 +48,8 @@ def bucket(batch: int) -> int:
 
 class CudaRunner(ModelRunner):
     linger = 0.005
-    guessed_rows = 32
+    guessed_rows = 64
+    easy_rows = 32  # up to which one more costs next to nothing: beyond, a sequence guesses one token
 
     def __init__(
         self,
@@ -145,7 +146,8 @@ class CudaRunner(ModelRunner):
     def width(self, running: list[Decoding]) -> int:
         if any(sampler.is_filtered(s.request.sampling) for s in running):  # the host draws for these
             return 1
-        return max(1, min(1 + self.guesses, self.guessed_rows // bucket(max(1, len(running)))))
+        batch = bucket(max(1, len(running)))
+        return max(1, min(1 + self.guesses, max(self.easy_rows // batch, min(2, self.guessed_rows // batch))))
 
     def decode(self, running: list[Decoding], width: int = 1) -> Result:
         if running != self._rows:
