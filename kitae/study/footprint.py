@@ -227,9 +227,9 @@ def _kept(config: RLConfig, model: ModelShape, device: "torch.device", size: int
 
 
 def _logits(config: RLConfig, model: ModelShape, device: "torch.device", size: int, row: float) -> float:
-    """A chunk of them with its gradient, and that of the head, which a CPU adds where it stays."""
-    head = 0 if device.type == "cpu" else 4 * model.vocabulary * model.hidden
-    return min(row, logit_chunk(config.training, device)) * model.vocabulary * (size + 1) + head
+    """A chunk of them, which its gradient overwrites, and the gradient of the head, which a CPU adds where it stays."""
+    of_one, head = (size + 1, 0) if device.type == "cpu" else (size, 4 * model.vocabulary * model.hidden)
+    return min(row, logit_chunk(config.training, device)) * model.vocabulary * of_one + head
 
 
 def _cache(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> float:

@@ -144,10 +144,11 @@ class CudaRunner(ModelRunner):
     # Decoding
 
     def width(self, running: list[Decoding]) -> int:
-        if any(sampler.is_filtered(s.request.sampling) for s in running):  # the host draws for these
-            return 1
         batch = bucket(max(1, len(running)))
-        return max(1, min(1 + self.guesses, max(self.easy_rows // batch, min(2, self.guessed_rows // batch))))
+        most = min(1 + self.guesses, max(self.easy_rows // batch, min(2, self.guessed_rows // batch)))
+        if most < 2 or any(sampler.is_filtered(s.request.sampling) for s in running):  # the host draws for these
+            return 1
+        return most
 
     def decode(self, running: list[Decoding], width: int = 1) -> Result:
         if running != self._rows:

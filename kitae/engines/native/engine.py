@@ -251,10 +251,14 @@ class NativeEngine:
         """Read the results of all launched steps but the last `left`. Rows of ended sequences hold no token."""
         while len(self._launched) > left:
             step = self._launched.popleft()
-            rows = [s for s in step.sequences for _ in range(step.width)]
+            rows = step.sequences if step.width == 1 else [s for s in step.sequences for _ in range(step.width)]
             for sequence, token, logprob in zip(rows, *step.result(), strict=True):
-                if token >= 0 and self._sequences.get(sequence.request.id) is sequence:  # not ended by a row before
+                if token >= 0 and (step.width == 1 or not self._has_ended(sequence)):
                     self._append(sequence, token, logprob, step.version)
+
+    def _has_ended(self, sequence: Decoding) -> bool:
+        """By a stop string in a token before: the device knows of none."""
+        return self._sequences.get(sequence.request.id) is not sequence
 
     def _append(self, sequence: Decoding, token: int, logprob: float, version: int) -> None:
         sequence.tokens.append(token)

@@ -520,7 +520,7 @@ class Tiles(NamedTuple):
 
 
 _TILES = {  # by the width of a head
-    64: Tiles(Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 8, 2)),
+    64: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 2)),
     128: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(32, 128, 8, 3)),
     256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
 }
