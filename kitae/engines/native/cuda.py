@@ -71,12 +71,9 @@ class CudaRunner(ModelRunner):
         self.state = torch.zeros(rows, decoding.COLUMNS, dtype=torch.int64, device=self.device)
         self.table = torch.zeros(rows, columns, dtype=torch.int32, device=self.device)
         self.logits = torch.empty(many, policy.vocabulary, dtype=policy.dtype, device=self.device)
-        self.texts = torch.zeros(
-            self.guessed_rows // 2 if self.guesses else 0,
-            policy.max_context + 1,
-            dtype=torch.int32,
-            device=self.device,
-        )
+        longest = min(policy.max_context, cache.pages * cache.page_size) + 1
+        guessing = self.guessed_rows // 2 if self.guesses else 0
+        self.texts = torch.zeros(guessing, longest, dtype=torch.int32, device=self.device)
         self._told: list[Decoding] = []  # whose texts are in the first rows, as they are now
         self._rows: list[Decoding] = []  # who holds the first rows of state and table
         self._pages: list[int] = []  # how many of their pages the table has
