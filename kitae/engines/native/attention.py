@@ -1,5 +1,6 @@
 """Attention over the paged cache: the engine's two `AttentionContext`s, one for prompts and one for decoding."""
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -37,10 +38,11 @@ class PrefillAttention:
         self.slot_of_T = slot_of_T
         self.stored = False  # keys and values are in the pages already
         self.flash = _FlashLayout.of(cache, stretches) if flash.available(cache.like) else None
-        self.spans = self._find_spans() if self.flash is not None else None
 
-    def _find_spans(self) -> tuple[AttendSpans, SpanTable] | None:
-        kernels = training_kernels(self.cache.like.device, self.cache.like.dtype)
+    @functools.cached_property
+    def spans(self) -> tuple[AttendSpans, SpanTable] | None:
+        """Kernels of training that could do it, and how they see the row."""
+        kernels = training_kernels(self.cache.like.device, self.cache.like.dtype) if self.flash is not None else None
         found = None if kernels is None else kernels.spans
         covered = found is not None and found.capped and self.cache.like.shape[-1] in found.sizes
         if found is None or not covered or any(s.start for s in self.stretches):
@@ -60,7 +62,7 @@ class PrefillAttention:
         plain = softcap is None and sinks is None
         if self.flash is not None and plain:
             return self.flash.attend(q, k, v, keys, values, scale, window)
-        if self.spans is not None and not plain:
+        if not plain and self.spans is not None:
             attend_spans, table = self.spans
             q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
             return attend_spans(q, k, v, table, scale=scale, window=window, softcap=softcap, sinks=sinks)[0]
