@@ -82,7 +82,7 @@ class EngineConfig(Section):
     one_kernel: bool = Field(
         False,
         description="On a GPU, decode up to 8 sequences with one kernel for all layers (dense models like Llama in "
-        "bfloat16): 3 to 5 % faster, for one long sequence 18 %. It is built once, in some seconds.",
+        "bfloat16): 3 to 5 % faster, for one long sequence 18 %. Needs guesses = 0; is built once, in some seconds.",
     )
     guesses: int = Field(
         4,
@@ -123,6 +123,11 @@ class EngineConfig(Section):
     def _without_servers(self) -> Iterator[str]:
         if self.one_kernel and not self.fast:
             yield "engine.one_kernel needs engine.fast = true, got false"
+        if self.one_kernel and self.guesses:
+            yield (
+                f"engine.one_kernel needs engine.guesses = 0, got {self.guesses}: it has one row of each sequence, and "
+                "those that guess have several"
+            )
         for name in ("server", "server_args", "urls", "weights_folder"):
             if value := getattr(self, name):
                 yield f"engine.{name} needs engine.kind = 'vllm' or 'sglang', got {value!r} with {self.kind!r}"

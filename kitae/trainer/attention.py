@@ -68,6 +68,7 @@ class PackedAttention:
     @functools.cached_property
     def table(self) -> SpanTable:
         """As the kernels of spans read them."""
+        _check_cover(self._spans)
         return SpanTable(torch.tensor([(s.start, s.length, s.prefix_start, s.prefix_length) for s in self._spans]))
 
     @functools.cached_property
@@ -119,8 +120,7 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, spans: Sequence[Span], device: torch.device) -> "_Layout":
-        starts = [0, *itertools.accumulate(s.length for s in spans)]
-        assert starts[:-1] == [s.start for s in spans], "spans must cover the row in order"
+        starts = _check_cover(spans)
         lengths = [s.length for s in spans]
         bounds = flash.Bounds.of(lengths, [s.prefix_length + s.length for s in spans], device)
         if not any(s.prefix_length for s in spans):
@@ -156,6 +156,13 @@ class _Gather(torch.autograd.Function):
             return kernels.sum_rows(grads[0], order, first), None, None, None
         total = torch.zeros(ctx.shape, dtype=torch.float32, device=rows.device)
         return total.index_add_(0, rows, grads[0].float()).to(grads[0].dtype), None, None, None
+
+
+def _check_cover(spans: Sequence[Span]) -> list[int]:
+    """Where spans start, and the row ends."""
+    starts = [0, *itertools.accumulate(s.length for s in spans)]
+    assert starts[:-1] == [s.start for s in spans], "spans must cover the row in order"
+    return starts
 
 
 def _rows(s: Span) -> list[int]:

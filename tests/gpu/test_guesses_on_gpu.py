@@ -13,9 +13,9 @@ from kitae.engines.native.repeats import Repeats
 sys.path.append(str(Path(__file__).parents[1] / "unit/engines"))
 from test_fast_engine import mixed_requests
 from test_guesses import *  # noqa: F403
-from test_guesses import Request, TinyPolicy, ask
+from test_guesses import Completion, NativeEngine, Request, TinyPolicy, ask, with_engine
 from test_kernels_on_gpu import DTYPES, close, made_pages
-from test_native_engine import prompts
+from test_native_engine import pages_gb, prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 PAGE = 4
@@ -41,6 +41,37 @@ def test_exact_answers_are_the_same_bits(guesses: int, tiny_policy: TinyPolicy) 
     plain, _ = ask(policy, requests, guesses=0)
     guessed, _ = ask(policy, requests, guesses=guesses)
     assert [(c.tokens, c.logprobs) for c in guessed] == [(c.tokens, c.logprobs) for c in plain]
+
+
+def test_without_room_for_their_kernels_nobody_guesses(
+    tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    from kitae.kernels.cuda import guesses
+
+    def too_large(*_: object) -> None:
+        raise OutOfResources(300_000, 232_448, "shared memory")
+
+    policy = tiny_policy("llama")
+    requests = [Request(f"{i}", (i + 3, *range(5, 30)), SamplingParams(0.0, 40), i) for i in range(3)]
+    plain, steps = ask(policy, requests, guesses=0)
+    monkeypatch.setattr(guesses, "begin", too_large)
+    done, as_many = ask(policy, requests)
+    assert [c.tokens for c in done] == [c.tokens for c in plain] and as_many >= steps
+
+
+def test_texts_are_as_long_as_the_cache_can_hold(tiny_policy: TinyPolicy) -> None:
+    """A model of a million positions does not cost 32 texts of that length; an answer that fills the cache is whole."""
+    policy = tiny_policy("llama")
+    request = Request("r", (5, 6, 7, 8), SamplingParams(0.0, 37), 0)  # 4 + 37 - 1 tokens are all that 10 pages hold
+    plain, _ = ask(policy, [request], guesses=0, page_size=PAGE, memory_gb=pages_gb(policy, 11, PAGE))
+
+    async def use(engine: NativeEngine) -> tuple[Completion, int]:
+        return await engine.generate(request), engine.runner.texts.shape[1]  # type: ignore[attr-defined]
+
+    done, columns = with_engine(policy, use, guesses=15, page_size=PAGE, memory_gb=pages_gb(policy, 11, PAGE))
+    assert columns == 11 * PAGE + 1 and done.tokens == plain[0].tokens
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from triton.errors import TritonError
 
 from kitae.engines.base import SamplingParams
 from kitae.engines.native import sampler
@@ -27,7 +28,7 @@ from kitae.engines.native.attention import ExactAttention, PrefillAttention
 from kitae.engines.native.cache import KVCache
 from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.fused import FusedDecoder
-from kitae.engines.native.runner import ModelRunner, Result, require_finite
+from kitae.engines.native.runner import ModelRunner, Result, agreed, require_finite
 from kitae.engines.native.scheduler import Admission
 from kitae.kernels.cuda import decoding, guesses, paged, training
 from kitae.kernels.exact.attention import Reach
@@ -155,7 +156,15 @@ class CudaRunner(ModelRunner):
             self._tell(running)
         else:
             self._told = []
-        step = self._step_for(bucket(len(running)), width)
+        try:
+            step = self._step_for(bucket(len(running)), width)
+        except TritonError as error:
+            if width == 1:
+                raise
+            log.warning("%s: no guesses, kernels for them do not fit this GPU: %s", self.policy.source, error)
+            self.guesses = 0
+            alone = self.decode(running)
+            return lambda: agreed([[0]] * len(running), width, *alone())
         return self._read(step.run(self), self.logits, [s for s in running for _ in range(width)])
 
     def _tell(self, running: list[Decoding]) -> None:

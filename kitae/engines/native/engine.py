@@ -240,6 +240,7 @@ class NativeEngine:
         width = self.runner.width(self.scheduler.running)
         if width > 1 and any(step.width == 1 for step in self._launched):
             self._collect(0)
+            width = self.runner.width(self.scheduler.running)
         if not self.scheduler.grow(width + sum(step.width for step in self._launched), preempt=False):
             self._collect(0)
             self.scheduler.grow()

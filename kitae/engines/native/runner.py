@@ -28,6 +28,7 @@ class ModelRunner:
     ahead = 0  # steps that may be launched before the results of an earlier one are read
     linger = 0.02  # seconds that an idle engine waits for more requests
     guessed_rows = 8  # most rows of a step with guesses: beyond, they cost more than they save
+    reread = 0.5  # of the bytes of all weights: what rows of guesses may read again of keys and values
 
     def __init__(self, policy: Policy, cache: KVCache, fast: bool, guesses: int = 0) -> None:
         """guesses: tokens that each of a few sequences guesses; none in a mixture, where each row reads weights."""
@@ -35,6 +36,7 @@ class ModelRunner:
         self.cache = cache
         self.device = policy.device
         self.guesses = 0 if any(map(is_router, policy.model.modules())) else guesses
+        self._weight_bytes = sum(p.numel() * p.element_size() for p in policy.model.parameters())
         self.kernels = decoding_kernels(policy.device, policy.dtype, policy.head_dim) if fast else None
         self._routers = [] if cache.experts is None else routers_of(policy.model)
 
@@ -105,7 +107,13 @@ class ModelRunner:
 
     def width(self, running: list[Decoding]) -> int:
         """Rows of each of these sequences in a step: one, and its guesses."""
-        return max(1, min(1 + self.guesses, self.guessed_rows // max(1, len(running))))
+        most = min(1 + self.guesses, self.guessed_rows // max(1, len(running)))
+        if most < 2:
+            return 1
+        # Rows of one sequence do not share what they read; without kernels they copy it.
+        again = sum(s.cached for s in running) * self.cache.page_bytes / self.cache.page_size
+        room = self.reread * self._weight_bytes / (1 if self.kernels is not None else 8)
+        return min(most, 1 + int(room // max(1, again)))
 
     def decode(self, running: list[Decoding], width: int = 1) -> Result:
         """One token for every running sequence, and those that it guesses right: `width` rows of each, in order."""
@@ -119,7 +127,7 @@ class ModelRunner:
         tokens_B = torch.tensor([token for text in texts for token in text], device=self.device)
         hidden = self._decode_states(tokens_B, lengths_B, torch.from_numpy(table).to(self.device))
         drawn = self._sample(self._logits(hidden), [s for s, _ in rows], [i for _, i in rows])
-        return drawn if width == 1 else lambda: _agreed(texts, width, *drawn())
+        return drawn if width == 1 else lambda: agreed(texts, width, *drawn())
 
     def _decode_states(self, tokens_B: Tensor, lengths_B: Tensor, table: Tensor) -> Tensor:
         size, last_B = self.cache.page_size, lengths_B.long() - 1
@@ -164,7 +172,7 @@ class ModelRunner:
         return lambda: done
 
 
-def _agreed(
+def agreed(
     texts: list[list[int]], width: int, drawn: list[int], logprobs: list[float]
 ) -> tuple[list[int], list[float]]:
     """`width` rows for each text, whose first token was known and whose others were guessed: what is drawn after a

@@ -163,7 +163,8 @@ def attend(
     _, kv_heads, page_size, _ = key_numbers.shape
     group = heads // kv_heads
     width = max(16, triton.next_power_of_2(dim))
-    plan = _plan(sequences * kv_heads, width * q.element_size(), q.device)
+    rows = max(16, triton.next_power_of_2(group * per))
+    plan = _plan(sequences * kv_heads, width * q.element_size(), rows, q.device)
     block, splits = block or plan.block, splits or plan.splits
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
     part, stats = out, out
@@ -174,7 +175,7 @@ def attend(
         q, key_numbers, value_numbers, q if key_scales is None else key_scales,
         q if value_scales is None else value_scales, table, lengths, q if sinks is None else sinks, out, part, stats,
         scale, softcap or 0.0, window or 0, q.stride(0), table.stride(0),
-        HKV=kv_heads, G=group, PER=per, ROWS=max(16, triton.next_power_of_2(group * per)), D=dim, WIDTH=width,
+        HKV=kv_heads, G=group, PER=per, ROWS=rows, D=dim, WIDTH=width,
         PAGE=page_size, BLOCK=block, SPLITS=splits, SOFTCAP=softcap is not None, WINDOW=window is not None,
         SINKS=sinks is not None, BITS8=key_scales is not None, num_stages=plan.stages,
     )  # fmt: skip
@@ -196,15 +197,17 @@ class _Plan(NamedTuple):
 
 
 @functools.cache
-def _plan(pairs: int, row_bytes: int, device: torch.device) -> _Plan:
-    """For pairs of a sequence and a key head: a multiprocessor has two programs, whose blocks fit into it."""
+def _plan(pairs: int, row_bytes: int, rows: int, device: torch.device) -> _Plan:
+    """For pairs of a sequence and a key head: a multiprocessor has two programs, whose blocks fit into it; and so many
+    rows of queries, of which 16 go into what is left."""
     splits = max(1, min(16, int(triton.next_power_of_2(triton.cdiv(256, pairs)))))
     if device.type != "cuda":
         return _Plan(64, splits, 1)
     limit = 0.9 * getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 96 * 1024)
     wished = (32, 5) if pairs <= 16 else (64, 5) if pairs <= 256 else (64, 3)
     choices = [wished, (wished[0], 3), (32, 3), (16, 3), (16, 2)]
-    block, stages = next((c for c in choices if 2 * c[0] * row_bytes * (c[1] - 1) <= limit), choices[-1])
+    room = limit - (rows - 16) * row_bytes
+    block, stages = next((c for c in choices if 2 * c[0] * row_bytes * (c[1] - 1) <= room), choices[-1])
     return _Plan(block, splits, stages)
 
 
@@ -415,7 +418,8 @@ def turn_and_attend(
     per, group = batch // sequences, heads // key_numbers.shape[1]
     _, kv_heads, page_size, dim = key_numbers.shape
     width = max(16, triton.next_power_of_2(dim))
-    plan = _plan(sequences * kv_heads, width * qkv.element_size(), qkv.device)
+    rows = max(16, triton.next_power_of_2(group * per))
+    plan = _plan(sequences * kv_heads, width * qkv.element_size(), rows, qkv.device)
     block, splits = block or plan.block, splits or plan.splits
     out = torch.empty(batch, heads * dim, dtype=qkv.dtype, device=qkv.device)
     part = torch.empty(batch * heads * splits, dim, dtype=torch.float32, device=qkv.device)
@@ -427,7 +431,7 @@ def turn_and_attend(
         qkv if sinks is None else sinks, out, part, stats, counters, scale, softcap or 0.0, window or 0, eps,
         table.stride(0),
         HQ=heads, HKV=kv_heads, G=group, PER=per, NEW=1 if per == 1 else 16,
-        ROWS=max(16, triton.next_power_of_2(group * per)), D=dim, WIDTH=width, PAGE=page_size, BLOCK=block,
+        ROWS=rows, D=dim, WIDTH=width, PAGE=page_size, BLOCK=block,
         SPLITS=splits, BIAS=bias is not None, NORM=norms is not None, SOFTCAP=softcap is not None,
         WINDOW=window is not None, SINKS=sinks is not None, BITS8=key_scales is not None, num_stages=plan.stages,
     )  # fmt: skip

@@ -200,6 +200,7 @@ def test_true_is_no_number_in_so_many_words() -> None:
         (with_(engine=HERE | {"one_kernel": True}), "engine.one_kernel is for Kitae's own engines"),
         (with_(engine=HERE | {"guesses": 2}), "engine.guesses is for Kitae's own engines"),
         (with_(engine={"one_kernel": True, "fast": False}), "engine.one_kernel needs engine.fast = true"),
+        (with_(engine={"one_kernel": True}), "engine.one_kernel needs engine.guesses = 0"),
         (with_(engine=HERE, model={"exact": True}), "model.exact needs Kitae's own kernels in the engine"),
         (with_(engine=HERE, eval={"top_p": 0.5, "min_p": 0.1}), "eval.top_p or eval.min_p must be off"),
         (with_(engine=HERE | {"kind": "sglang"}), "pipeline.in_flight must be 'recompute' with engine.kind = 'sglang'"),

@@ -27,6 +27,7 @@ def guessing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines guess unless they are told not to, also where so many sequences would not pay."""
     monkeypatch.setattr(test_native_engine, "EngineConfig", lambda **given: EngineConfig(**{"guesses": 3, **given}))
     monkeypatch.setattr(engine.ModelRunner, "guessed_rows", 64)
+    monkeypatch.setattr(engine.ModelRunner, "reread", 1e9)
 
 
 def test_what_followed_the_longest_run_is_guessed() -> None:
@@ -97,6 +98,26 @@ def test_a_step_that_guesses_knows_what_late_results_say(
     monkeypatch.setattr(LateRunner, "guessed_rows", 12)
     guessed, fewer = ask(policy, requests)
     assert [c.tokens for c in guessed] == [c.tokens for c in plain] and fewer < 0.9 * steps, (fewer, steps)
+
+
+def test_long_contexts_guess_less(tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU rows of a sequence read its keys each for itself: at most half as much as the weights, more."""
+    policy = tiny_policy("llama")
+    if policy.device.type != "cpu":
+        pytest.skip("rows share their reads there")
+    monkeypatch.setattr(engine.ModelRunner, "reread", 0.5)
+    runner = engine.ModelRunner(policy, engine.KVCache(policy, 0.01, 16), fast=True, guesses=3)
+    weights = sum(p.numel() * p.element_size() for p in policy.model.parameters())
+    of_token = 2 * policy.layers * policy.kv_heads * policy.head_dim * 4
+
+    def width(share: float, kernels: bool = True) -> int:
+        length = int(share * weights / of_token)
+        monkeypatch.setattr(runner, "kernels", runner.kernels if kernels else None)
+        request = Request("r", (5,) * length, SamplingParams(), 0)
+        return runner.width([Decoding(request, 0, 64, lambda _: None)])
+
+    assert [width(share) for share in (0.1, 0.2, 0.4, 0.6)] == [4, 3, 2, 1]
+    assert width(0.1, kernels=False) == 1, "without kernels they copy it"
 
 
 def test_a_mixture_does_not_guess(tiny_policy: TinyPolicy) -> None:
