@@ -77,13 +77,13 @@ def test_a_long_step_is_no_stall(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     forward_backward = Worker.forward_backward
 
     def slowly(self: Worker, rows: Any, *rest: Any) -> Any:
-        ends = time.monotonic() + 4
+        ends = time.monotonic() + 6
         while time.monotonic() < ends:
             self.annotate(rows, [Column.OLD])
         return forward_backward(self, rows, *rest)
 
     monkeypatch.setattr(Worker, "forward_backward", slowly)
-    run_toy(tmp_path, "training.steps=1", "eval.prompts=0", "pipeline.stall_limit=2")
+    run_toy(tmp_path, "training.steps=1", "eval.prompts=0", "pipeline.stall_limit=4")
 
 
 def test_a_stalled_run_can_be_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
