@@ -36,6 +36,8 @@ ELSEWHERE = {
     "max_completion_length": "sampling.max_tokens",
     "max_response_length": "sampling.max_tokens",
     "generate_max_len": "sampling.max_tokens",
+    "num_speculative_tokens": "engine.guesses",
+    "speculative_num_draft_tokens": "engine.guesses",
     "reward_fn": "verifier.name",
     "reward_funcs": "verifier.name",
     "custom_reward_function": "verifier.name",
