@@ -215,9 +215,9 @@ async def _until_filed(run: Path, answers: int) -> None:
         if (run / "journal.sqlite").exists():
             try:
                 journal = Journal(run / "journal.sqlite", read_only=True)
+                count = journal.counts()["rollouts"]
             except Exception:  # being made
                 continue
-            count = journal.counts()["rollouts"]
             journal.close()
             if count >= answers:
                 return
