@@ -12,18 +12,21 @@ of every token. Workloads: `group`, 64 prompts of 128 tokens × 8 samples × 512
 On request `8k`, 64 × 8 answers of 8,192 tokens, which need 120 GB of cache (`--memory-gb 60 --host-memory-gb 64`: what
 has no room waits in the memory of the host), `64x8k`, one for each prompt, `32k`, 16 answers of 32,000, and `16k`, one
 group of 8 with 16,000;
-`prompt4096`, `prompt16384` and `prompt32768`, one prompt of that length, whose tokens are counted, and two tokens.
+`prompt4096`, `prompt16384` and `prompt32768`, one prompt of that length, whose tokens are counted, and two tokens;
+`long`, 16 prompts of 4,096 tokens × 8 samples × 512 tokens, and `longest`, one of 32,000 × 8 × 512: prompts that are
+read once for all samples (`--apart`: for each).
 
 The floor is the time in which one step's matrix products can run at 774 TFLOP/s or their weights be read at 4.2 TB/s,
-whichever takes longer, plus the time to read keys and values, those in the window where a layer has one: measured rates
-of an H200, see docs/performance.md. Of a mixture only experts that some token takes are read, as many as independent,
-even choices give.
+whichever takes longer, plus the time to read keys and values, those in the window where a layer has one, and prompts
+once for all samples (without a window): measured rates of an H200, see docs/performance.md. Of a mixture only experts
+that some token takes are read, as many as independent, even choices give.
 """
 
 import argparse
 import asyncio
 import math
 import random
+import sys
 import time
 from collections import Counter
 from typing import Any
@@ -155,6 +158,8 @@ def workloads(vocabulary: int = 150000) -> dict[str, Workload]:
         "64x8k": [(p, prompt, 8192) for p, prompt in enumerate(prompts)],
         "16k": [(0, prompts[0], 16_000)] * 8,
         "32k": [(p, prompt, 32_000) for p, prompt in enumerate(prompts[:16])],
+        "long": [(p, long[p : p + 4096], 512) for p in range(16) for _ in range(8)],
+        "longest": [(0, long[:32000], 512)] * 8,
         **{f"prompt{n}": [(0, long[: n - 8], 2)] for n in (4096, 16384, 32768)},
     }
 
@@ -177,9 +182,13 @@ def floor(work: Workload, policy: Policy) -> float:
     attended = 4 * policy.heads * policy.head_dim * pairs
     seconds = (2 * (active - embedding) * sum(unique.values()) + attended) / FLOPS
     for step in range(1, max(n for *_, n in work)):  # the first token comes with the prompt
-        seen = [len(prompt) + step for _, prompt, n in work if n > step]
+        going = [(p, len(prompt)) for p, prompt, n in work if n > step]
+        seen = [length + step for _, length in going]
         read = total - mixed * (1 - taken) ** len(seen)
-        looked_at = sum(times * min(w, n) for w, times in Counter(reaches).items() for n in seen)
+        once = sum(dict(going).values()) + step * len(going)
+        looked_at = sum(
+            times * (once if math.isinf(w) else sum(min(w, n) for n in seen)) for w, times in Counter(reaches).items()
+        )
         seconds += max(2 * active * len(seen) / FLOPS, 2 * read / BYTES) + looked_at * per_token / BYTES
     return seconds
 
@@ -286,7 +295,12 @@ def main() -> None:
     parser.add_argument("--unmerged", action="store_true", help="adapters stay beside their weights")
     parser.add_argument("--one-kernel", action="store_true", help="for all layers of up to 8 sequences")
     parser.add_argument("--guesses", type=int, default=0, help="which are all wrong here: what they cost")
+    parser.add_argument("--apart", action="store_true", help="prompts are read for each of their samples")
     args = parser.parse_args()
+    if args.apart:
+        from kitae.engines.native.cuda import CudaRunner
+
+        CudaRunner.worth_sharing = sys.maxsize
     if args.family:
         policy = family_policy(args.family, args.layers)
     elif args.shape:

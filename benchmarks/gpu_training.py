@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,6 +111,22 @@ def predicted(policy: Policy, config: TrainingConfig, tokens: int) -> float:
     return sum(size for name, size in parts.items() if name not in ("cache", "libraries"))
 
 
+def print_gaps(profile: Any, most: int = 12) -> None:
+    """When no kernel runs, and between which."""
+    events = [e for e in profile.events() if e.device_type.name == "CUDA"]
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in events)
+    began, reached, last = spans[0][0], spans[0][1], spans[0][2]
+    gaps = []
+    for start, end, name in spans:
+        gaps.append((start - reached, reached - began, last, name))
+        if end > reached:
+            reached, last = end, name
+    gaps = [gap for gap in gaps if gap[0] > 0]
+    print(f"no kernel for {sum(gap[0] for gap in gaps) / 1e3:.1f} of {(reached - began) / 1e3:.1f} ms; longest:")
+    for gap, when, before, after in sorted(gaps, reverse=True)[:most]:
+        print(f"  {gap / 1e3:9.2f} ms after {when / 1e3:8.1f} ms  {before[:48]} → {after[:48]}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objective", choices=("policy", "sft", "dpo"), default="policy")
@@ -167,6 +184,7 @@ def main() -> None:
             worker.optim_step()
         kernels = sum(row.self_device_time_total for row in profile.key_averages())
         print(f"all kernels: {kernels / 1e3:.0f} ms")
+        print_gaps(profile)
         for row in sorted(profile.key_averages(), key=lambda r: -r.self_device_time_total)[:30]:
             total = row.self_device_time_total
             print(f"  {total / 1e3:9.2f} ms {row.count:6} × {total / row.count:9.1f} µs  {row.key[:100]}")

@@ -207,15 +207,15 @@ def lay_out(samples: Sequence[Sample], share_prompts: bool = True, observed: Col
         return Row.empty()
     layout = _Layout.of(samples, share_prompts)
     shared = set.intersection(*(set(s.columns) for s in samples))
-    places = zip(samples, layout.places, strict=True)
+    mask = np.concatenate([s.mask_T for s in samples])
     return Row(
         tokens_T=np.concatenate(layout.tokens),
         positions_T=np.concatenate(layout.positions),
         spans=tuple(layout.spans),
-        source_N=np.concatenate([row_of_T[np.flatnonzero(s.mask_T) - 1] for s, row_of_T in places]),
-        target_N=np.concatenate([np.asarray(s.tokens_T)[s.mask_T] for s in samples]),
-        weight_N=np.concatenate([s.weight_T[s.mask_T] for s in samples]),
-        columns={name: np.concatenate([s.loss(name) for s in samples]) for name in sorted(shared)},
+        source_N=np.concatenate(layout.places)[np.concatenate([s.mask_T[1:] for s in samples])],
+        target_N=np.concatenate([np.asarray(s.tokens_T) for s in samples])[mask],
+        weight_N=np.concatenate([s.weight_T for s in samples])[mask],
+        columns={name: np.concatenate([s.columns[name] for s in samples])[mask] for name in sorted(shared)},
         lengths=tuple(s.loss_tokens for s in samples),
         observed=_observed(samples, observed) if observed else (),
         experts_TLK=_experts(samples, layout),

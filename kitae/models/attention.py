@@ -57,9 +57,8 @@ def _forward(
     assert query.shape[0] == 1, f"expected one packed row, got {query.shape[0]}"
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    out = kitae.attend(
-        layer, query[0], key[0], value[0], scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
-    )
+    q, k, v = (t.squeeze(0) for t in (query, key, value))
+    out = kitae.attend(layer, q, k, v, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     return out.unsqueeze(0), None
 
 

@@ -149,7 +149,7 @@ def _fuse_attention(module: Any, kernels: ModuleKernels) -> bool:
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         assert attention_mask is None and past_key_values is None and hidden_states.shape[0] == 1
-        x = hidden_states[0]
+        x = hidden_states.squeeze(0)
         projected = _project(x, (self.q_proj, self.k_proj, self.v_proj), kernels.layers)
         q, k, v = (y.view(len(x), -1, self.head_dim) for y in projected)
         if hasattr(self, "q_norm"):
@@ -229,7 +229,7 @@ def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:
         assert position_embeddings is not None
         cos, sin = (part[0] for part in position_embeddings)
         first, second = ((n.weight, n.variance_epsilon) for n in (self.input_layernorm, self.post_attention_layernorm))
-        x, q, k, v = layers.normed_qkv(hidden_states[0], first, cos, sin, attn.head_dim, *qkv)
+        x, q, k, v = layers.normed_qkv(hidden_states.squeeze(0), first, cos, sin, attn.head_dim, *qkv)
         mixed = kwargs["kitae"].attend(
             seen["layer"], q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1),
             scale=seen["scale"], window=seen["window"], softcap=seen["softcap"], sinks=None,

@@ -80,7 +80,7 @@ class Policy(torch.nn.Module):
         out = self.decoder(
             input_ids=tokens_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, kitae=context
         )
-        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+        return out.last_hidden_state.squeeze(0)  # type: ignore[no-any-return]
 
     def forward(
         self,

@@ -9,11 +9,16 @@ Graphs are captured when a batch size is first needed, for sizes rounded up to a
 They read the policy's parameters in place, so weight updates need nothing. A model that cannot be captured (one that
 waits for the device within its forward pass) runs the same step without a graph.
 
+Samples of a prompt are neighbours and have its pages in common. Where that spares much reading, a step computes their
+attention over these pages together.
+
 Rows with top-k, top-p or min-p are sampled again from the logits by the reference code; while such a row, or one with
 stop strings, is running, every step is waited for.
 """
 
+import itertools
 import logging
+import sys
 from typing import Any
 
 import numpy as np
@@ -30,7 +35,7 @@ from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.fused import FusedDecoder
 from kitae.engines.native.runner import ModelRunner, Result, agreed, require_finite
 from kitae.engines.native.scheduler import Admission
-from kitae.kernels.cuda import decoding, guesses, paged, training
+from kitae.kernels.cuda import decoding, guesses, paged, prompts, training
 from kitae.kernels.exact.attention import Reach
 from kitae.kernels.transfer import send
 from kitae.models.logprobs import HeadTransform
@@ -51,6 +56,7 @@ class CudaRunner(ModelRunner):
     linger = 0.005
     guessed_rows = 64
     easy_rows = 32  # up to which one more costs next to nothing: beyond, a sequence guesses one token
+    worth_sharing = 80 * 2**20  # bytes that a layer must read less for prompts that are read once for all samples
 
     def __init__(
         self,
@@ -75,10 +81,13 @@ class CudaRunner(ModelRunner):
         longest = min(policy.max_context, cache.pages * cache.page_size) + 1
         guessing = self.guessed_rows // 2 if self.guesses else 0
         self.texts = torch.zeros(guessing, longest, dtype=torch.int32, device=self.device)
+        self.groups = torch.zeros(max(1, rows // 2), 3, dtype=torch.int32, device=self.device)
+        self.skips = torch.zeros(rows, dtype=torch.int32, device=self.device)
+        self._shared: tuple[int, bool] | None = None  # for how many rows a sequence, and whether it is worth it
         self._told: list[Decoding] = []  # whose texts are in the first rows, as they are now
         self._rows: list[Decoding] = []  # who holds the first rows of state and table
         self._pages: list[int] = []  # how many of their pages the table has
-        self._steps: dict[tuple[int, int], _Step] = {}  # by sequences, and rows of each
+        self._steps: dict[tuple[int, int, bool], _Step] = {}  # by sequences, rows of each, and whether they share
         self._pool = torch.cuda.graph_pool_handle()
         self._capturable = True
         self._results = [torch.empty(2 * many, dtype=torch.int32, pin_memory=True) for _ in range(3)]
@@ -156,9 +165,14 @@ class CudaRunner(ModelRunner):
             self._tell(running)
         else:
             self._told = []
+        shares = self._share(width)
         try:
-            step = self._step_for(bucket(len(running)), width)
+            step = self._step_for(bucket(len(running)), width, shares)
         except TritonError as error:
+            if shares:
+                log.warning("%s: prompts are read for each sample, kernels do not fit: %s", self.policy.source, error)
+                self.worth_sharing, self._shared = sys.maxsize, None
+                return self.decode(running, width)
             if width == 1:
                 raise
             log.warning("%s: no guesses, kernels for them do not fit this GPU: %s", self.policy.source, error)
@@ -166,6 +180,38 @@ class CudaRunner(ModelRunner):
             alone = self.decode(running)
             return lambda: agreed([[0]] * len(running), width, *alone())
         return self._read(step.run(self), self.logits, [s for s in running for _ in range(width)])
+
+    def _share(self, width: int) -> bool:
+        """Whether samples of a prompt are computed together; if so, the device knows which."""
+        if self._shared is None or self._shared[0] != width:
+            groups = self._find_groups(prompts.most(self.policy.heads, self.policy.kv_heads, width))
+            spared = sum((count - 1) * tokens for _, count, tokens in groups)
+            page, layers = self.cache.page_size, len(self.cache.keys)
+            worth = spared * self.cache.page_bytes // (page * layers) >= max(1, self.worth_sharing)
+            self._shared = width, worth and not self.policy.exact
+            if self._shared[1]:
+                table = np.zeros(self.groups.shape, dtype=np.int32)
+                skips = np.zeros(len(self.skips), dtype=np.int32)
+                table[: len(groups)] = groups
+                for first, count, tokens in groups:
+                    skips[first : first + count] = tokens
+                self.groups.copy_(self._send(table))
+                self.skips.copy_(self._send(skips))
+        return self._shared[1]
+
+    def _find_groups(self, most: int) -> list[tuple[int, int, int]]:
+        """(row, rows, tokens) of neighbours that have pages of a prompt in common, `most` of them at a time."""
+        found, start = [], 0
+        for _, samples in itertools.groupby(self._rows, key=lambda s: id(s.prefix)):
+            same = list(samples)
+            tokens = same[0].prompt_length // self.cache.page_size * self.cache.page_size
+            pieces = -(-len(same) // max(1, most))
+            for piece in range(pieces):
+                begin, end = (len(same) * i // pieces for i in (piece, piece + 1))
+                if tokens and end - begin > 1:
+                    found.append((start + begin, end - begin, tokens))
+            start += len(same)
+        return found
 
     def _tell(self, running: list[Decoding]) -> None:
         """Bring the texts of these into the first rows: those on the device are longer than the host may know."""
@@ -234,6 +280,7 @@ class CudaRunner(ModelRunner):
             self.table[:count] = self.table[order]
         self._pages = [self._pages[old] if old >= 0 else 0 for old in source]
         self._rows = list(running)
+        self._shared = None
         self.ahead = 0 if any(_needs_host(s.request.sampling) for s in running) else 1
         if new:
             self.state[self._send(np.array(new))] = self._send(_rows([running[row] for row in new]))
@@ -254,28 +301,31 @@ class CudaRunner(ModelRunner):
     def _send(self, array: NDArray[np.generic]) -> Tensor:
         return send(array, self.device)
 
-    def _step_for(self, batch: int, width: int) -> "_Step":
-        if (batch, width) not in self._steps:
-            step = _Step(batch, width)
+    def _step_for(self, batch: int, width: int, shares: bool) -> "_Step":
+        key = batch, width, shares
+        if key not in self._steps:
+            step = _Step(*key)
             if self._capturable:
                 try:
                     step.capture(self, self._pool)
                 except RuntimeError as error:
                     log.warning("%s cannot be captured as a CUDA graph: %s", self.policy.source, error)
                     self._capturable = False
-            self._steps[batch, width] = step
-        return self._steps[batch, width]
+            self._steps[key] = step
+        return self._steps[key]
 
 
 class _Step:
-    """One token for the first `batch` sequences of a runner; width: rows of each, with its guesses.
+    """One token for the first `batch` sequences of a runner; width: rows of each, with its guesses. shares: samples of
+    a prompt are computed together.
 
     It does not hold the runner, with which its memory is free.
     """
 
-    def __init__(self, batch: int, width: int) -> None:
+    def __init__(self, batch: int, width: int, shares: bool) -> None:
         self.batch = batch
         self.width = width
+        self.shares = shares
         self._graph: torch.cuda.CUDAGraph | None = None
         self._out: Tensor | None = None
 
@@ -326,18 +376,22 @@ class _Step:
     ) -> Tensor:  # fmt: skip
         policy, cache, rows = runner.policy, runner.cache, self.batch * self.width
         places = slots_B // cache.page_size, slots_B % cache.page_size
+        groups: prompts.Groups | None = None
+        if self.shares:
+            most = prompts.most(policy.heads, policy.kv_heads, self.width)
+            groups = prompts.Groups(runner.groups[: max(1, self.batch // 2)], runner.skips[: self.batch], most)
         context: _PagedAttention | ExactAttention
         if policy.exact:
             pages = table.repeat_interleave(self.width, 0)
             context = ExactAttention(cache, Reach.of_last(pages, lengths_B, cache.page_size), *places)
         else:
-            context = _PagedAttention(cache, table, lengths_B, slots_B, stored=runner.decoder is not None)
+            context = _PagedAttention(cache, table, lengths_B, groups, slots_B, stored=runner.decoder is not None)
         logits, write = runner.logits[:rows], runner.writer(*places)
         plain = not policy.exact and getattr(policy.head, "bias", None) is None
         as_is = plain and policy.transform == HeadTransform()
         if runner.decoder is not None and as_is and rows <= runner.decoder.few_rows:
             runner.decoder.logits_of_few(
-                tokens_B, positions_B, slots_B, table, lengths_B, policy.head.weight, logits, write
+                tokens_B, positions_B, slots_B, table, lengths_B, policy.head.weight, logits, write, groups
             )
             return runner.draw(logits, state)
         if runner.decoder is not None:
@@ -356,10 +410,19 @@ class _Step:
 class _PagedAttention:
     """New tokens of sequences, over pages. `stored`: their keys and values are in the cache already."""
 
-    def __init__(self, cache: KVCache, table: Tensor, lengths: Tensor, slots: Tensor, stored: bool) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        table: Tensor,
+        lengths: Tensor,
+        groups: prompts.Groups | None,
+        slots: Tensor,
+        stored: bool,
+    ) -> None:
         self.cache = cache
         self.table = table
         self.lengths = lengths
+        self.groups = groups
         self.stored = stored
         if not stored:
             self.page, self.slot = slots // cache.page_size, slots % cache.page_size
@@ -375,9 +438,13 @@ class _PagedAttention:
         rows = q.transpose(0, 1)
         if rows.stride(1) != rows.shape[2]:
             rows = rows.contiguous()
+        pages = (keys.numbers, keys.scales), (values.numbers, values.scales)
+        begun = None
+        if self.groups is not None and window is None:
+            begun = prompts.begin(rows, *pages, rows.shape[1], self.table, self.groups, scale=scale, softcap=softcap)
         return paged.attend(
-            rows, (keys.numbers, keys.scales), (values.numbers, values.scales), self.table, self.lengths,
-            scale=scale, window=window, softcap=softcap, sinks=sinks,
+            rows, *pages, self.table, self.lengths, scale=scale, window=window, softcap=softcap, sinks=sinks,
+            begun=begun,
         )  # fmt: skip
 
 

@@ -38,6 +38,7 @@ from kitae.models.policy import Policy
 
 if TYPE_CHECKING:  # these need Triton
     from kitae.kernels.cuda.few import Stream
+    from kitae.kernels.cuda.prompts import Groups
     from kitae.kernels.cuda.resident import Resident
 
 log = logging.getLogger("kitae")
@@ -309,12 +310,12 @@ class FusedDecoder:
 
     def logits_of_few(
         self, tokens_B: Tensor, positions_B: Tensor, slots_B: Tensor, table: Tensor, lengths_B: Tensor, head: Tensor,
-        logits: Tensor, hear: Hear | None = None,
+        logits: Tensor, hear: Hear | None = None, groups: "Groups | None" = None,
     ) -> None:  # fmt: skip
         """Logits of at most `few_rows` new tokens, over the pages of their sequences.
 
         What `hidden` and a product with the weight of the head compute, in fewer kernels. A table with fewer rows is
-        that of sequences which have several neighbouring ones.
+        that of sequences which have several neighbouring ones. groups: of sequences that begin alike.
         """
         from kitae.kernels.cuda import few, resident
 
@@ -322,24 +323,32 @@ class FusedDecoder:
             gained, squares = self.resident.stream(tokens_B, positions_B, slots_B, table, lengths_B)
             stream = few.Stream(gained, gained, squares, self._counters)
         else:
-            stream = self._stream_of_few(tokens_B, positions_B, slots_B, table, lengths_B, hear)
+            stream = self._stream_of_few(tokens_B, positions_B, slots_B, table, lengths_B, hear, groups)
         few.normed_product(stream, self.norm.eps, head, out=logits)
 
     def _stream_of_few(
         self, tokens_B: Tensor, positions_B: Tensor, slots_B: Tensor, table: Tensor, lengths_B: Tensor,
-        hear: Hear | None,
+        hear: Hear | None, groups: "Groups | None",
     ) -> "Stream":  # fmt: skip
-        from kitae.kernels.cuda import few, paged
+        from kitae.kernels.cuda import few, paged, prompts
 
         gains = [layer.before_attention for layer in self.layers[1:]] + [self.norm.weight]
         stream = few.embed(tokens_B, self.embedding, self.layers[0].before_attention, self._counters)
         for i, (layer, gain) in enumerate(zip(self.layers, gains, strict=True)):
             keys, values, how = self.cache.keys[i], self.cache.values[i], layer.attention
             qkv = few.normed_product(stream, layer.eps[0], layer.qkv)
+            pages = (keys.numbers, keys.scales), (values.numbers, values.scales)
+            begun = None
+            if groups is not None and how.window is None:
+                norm = None if layer.norms is None else (layer.norms[0], layer.norms[2])
+                turn = prompts.Turn(layer.qkv_bias, norm, *layer.turn, positions_B)
+                begun = prompts.begin(
+                    qkv, *pages, self.heads, table, groups, scale=how.scale, softcap=how.softcap, turn=turn
+                )
             mixed = paged.turn_and_attend(
-                qkv, layer.qkv_bias, layer.norms, *layer.turn, positions_B, slots_B,
-                (keys.numbers, keys.scales), (values.numbers, values.scales), self.heads, table, lengths_B,
-                self._counters, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks,
+                qkv, layer.qkv_bias, layer.norms, *layer.turn, positions_B, slots_B, *pages, self.heads, table,
+                lengths_B, self._counters, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks,
+                begun=begun,
             )  # fmt: skip
             few.add_product(stream, mixed, layer.out, layer.before_mlp)
             if layer.choice is None:

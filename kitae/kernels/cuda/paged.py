@@ -2,7 +2,8 @@
 
 Several are PER neighbouring rows: a token, and guesses of what comes after it. They share each read of a key.
 `attend` takes queries that are rotated, with keys that are stored. `turn_and_attend` takes rows as a product left them:
-one kernel instead of three, which pays for a few sequences. Legend as in `decoding`.
+one kernel instead of three, which pays for a few sequences. Either goes on from what `prompts` has begun. Legend as in
+`decoding`.
 """
 
 import functools
@@ -15,12 +16,26 @@ from torch import Tensor
 
 from kitae.kernels.cuda.decoding import Stored
 
+
+class Begun(NamedTuple):
+    """Attention of some rows over the first tokens of their sequences.
+
+    skips `[sequences]` int32: how many tokens, whole pages; 0: none. means `[rows · Hq, D]`, logs `[rows · Hq]`, fp32:
+    of their values, and the logarithm to base 2 of their weights' sum; anything where none are skipped.
+    """
+
+    skips: Tensor
+    means: Tensor
+    logs: Tensor
+
+
 # Queries and keys that are rotated, and stored
 
 
 @triton.jit
 def over_pages(
-    query, keys, values, key_scales, value_scales, table, head, begin, end, length, top, norm, scale, softcap, window,
+    query, keys, values, key_scales, value_scales, table, head, begin, end, length, top, norm, mixed, scale, softcap,
+    window,
     HKV: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
     BLOCK: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, BITS8: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
@@ -28,11 +43,10 @@ def over_pages(
 
     length `[ROWS]`: tokens up to that of each query, with it. CAUSAL: some of those before `end` come later.
 
-    Goes on from a maximum and a sum of weights, both `[ROWS]`; returns them and the weighted sum of values. BITS8:
+    Goes on from a maximum and a sum of weights, both `[ROWS]`, and the weighted sum of values, and returns them. BITS8:
     whole numbers are exact in half precision; the scales of keys go to the scores, those of values to the weights.
     """
     lane = tl.arange(0, WIDTH)
-    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(begin, end, BLOCK):
         token = start + tl.arange(0, BLOCK)
         seen = token < end
@@ -67,12 +81,11 @@ def over_pages(
 
 
 @triton.jit
-def _share(length, split, window, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr):
-    """Tokens `[begin, end)` that a split sees, and the number of splits that see any, at least 1.
+def _share(length, first, split, window, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr):
+    """Tokens `[begin, end)` from `first` on that a split sees, and the number of splits that see any, at least 1.
 
-    No kernel but a part of one.
+    No kernel but a part of one. With a window, `first` is 0.
     """
-    first = 0
     if WINDOW:
         first = tl.maximum(length - window, 0) // BLOCK * BLOCK
     share = tl.cdiv(tl.cdiv(length - first, SPLITS), BLOCK) * BLOCK
@@ -82,12 +95,42 @@ def _share(length, split, window, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WIN
 
 
 @triton.jit
+def _start(
+    means, logs, sinks, target, heads, ours, skip, split,
+    D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BEGUN: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum of weights and weighted sum of values that a split goes on from.
+
+    No kernel but a part of one. The first split has what was begun, and the sink, which is a key without a value.
+    """
+    top = tl.full([ROWS], -1.0e30, tl.float32)
+    norm = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    if BEGUN:
+        lane = tl.arange(0, WIDTH)
+        there = ours & (skip > 0) & (split == 0)
+        real = there[:, None] & (lane < D)[None, :]
+        top = tl.load(logs + target, mask=there, other=-1.0e30)
+        norm = tl.where(there, 1.0, 0.0)
+        mixed = tl.load(means + target[:, None] * D + lane[None, :], mask=real, other=0.0)
+    if SINKS:
+        there = ours & (split == 0)
+        sink = tl.load(sinks + heads, mask=there, other=-1.0e30).to(tl.float32) * 1.4426950408889634
+        higher = tl.maximum(top, sink)
+        fade = tl.exp2(top - higher)
+        norm = norm * fade + tl.where(there, tl.exp2(sink - higher), 0.0)
+        mixed = mixed * fade[:, None]
+        top = higher
+    return top, norm, mixed
+
+
+@triton.jit
 def _attend(
-    q, keys, values, key_scales, value_scales, table, lengths, sinks, out, part, stats, scale, softcap, window, q_row,
-    table_row,
+    q, keys, values, key_scales, value_scales, table, lengths, sinks, skips, means, logs, out, part, stats, scale,
+    softcap, window, q_row, table_row,
     HKV: tl.constexpr, G: tl.constexpr, PER: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
-    SINKS: tl.constexpr, BITS8: tl.constexpr,
+    SINKS: tl.constexpr, BITS8: tl.constexpr, BEGUN: tl.constexpr,
 ):  # fmt: skip
     """Attention of PER queries a sequence over its pages, with a running maximum and sum (flash decoding).
 
@@ -105,22 +148,20 @@ def _attend(
     line = row * PER + group // G
     heads = head * G + group % G
     reach = tl.load(lengths + line, mask=ours, other=0)
-    begin, end, _used = _share(tl.max(reach, 0), split, window + PER - 1, BLOCK, SPLITS, WINDOW)
+    length = tl.max(reach, 0)
+    skip = 0
+    if BEGUN:
+        skip = tl.where(length > 0, tl.load(skips + row), 0)
+    begin, end, _used = _share(length, skip, split, window + PER - 1, BLOCK, SPLITS, WINDOW)
     real = ours[:, None] & (lane < D)[None, :]
     query = tl.load(q + line[:, None] * q_row + heads[:, None] * D + lane[None, :], mask=real, other=0.0)
-    top = tl.full([ROWS], -1.0e30, tl.float32)
-    norm = tl.zeros([ROWS], tl.float32)
-    if SINKS:  # noqa: SIM102 (the outer condition is known when the kernel is built)
-        # A sink is a key without a value; the first split counts it.
-        if split == 0:
-            top = tl.load(sinks + heads, mask=ours, other=0.0).to(tl.float32) * 1.4426950408889634
-            norm = tl.full([ROWS], 1.0, tl.float32)
+    target = line * HKV * G + heads
+    top, norm, mixed = _start(means, logs, sinks, target, heads, ours, skip, split, D, ROWS, WIDTH, BEGUN, SINKS)
     top, norm, mixed = over_pages(
         query, keys, values, key_scales, value_scales, table + row * table_row, head, begin, end, reach, top, norm,
-        scale, softcap, window, HKV, D, ROWS, WIDTH, PAGE, BLOCK, SOFTCAP, WINDOW, BITS8, PER > 1,
+        mixed, scale, softcap, window, HKV, D, ROWS, WIDTH, PAGE, BLOCK, SOFTCAP, WINDOW, BITS8, PER > 1,
     )  # fmt: skip
     mixed = mixed / tl.where(norm > 0, norm, 1.0)[:, None]
-    target = line * HKV * G + heads
     if SPLITS == 1:
         tl.store(out + target[:, None] * D + lane[None, :], mixed.to(out.dtype.element_ty), mask=real)
     else:
@@ -130,8 +171,10 @@ def _attend(
 
 
 @triton.jit
-def _combine(part, stats, out, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
-    """The mean of the SPLITS parts that `_attend` left, weighted by their log-normalisers.
+def _combine(
+    part, stats, out, logs, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, LOGS: tl.constexpr
+):  # fmt: skip
+    """The mean of the SPLITS parts that were left, weighted by their log-normalisers; LOGS: and that of all.
 
     One program a row and query head.
     """
@@ -139,22 +182,35 @@ def _combine(part, stats, out, D: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.
     split = tl.arange(0, SPLITS)
     lane = tl.arange(0, WIDTH)
     log = tl.load(stats + line * SPLITS + split)
-    weight = tl.exp2(log - tl.max(log, 0))
-    weight = weight / tl.sum(weight, 0)
+    top = tl.max(log, 0)
+    weight = tl.exp2(log - top)
+    total = tl.sum(weight, 0)
+    weight = weight / total
     pieces = tl.load(part + (line * SPLITS + split)[:, None] * D + lane[None, :], mask=(lane < D)[None, :], other=0.0)
     mixed = tl.sum(pieces * weight[:, None], 0)
     tl.store(out + line * D + lane, mixed.to(out.dtype.element_ty), mask=lane < D)
+    if LOGS:
+        tl.store(logs + line, top + tl.log2(total))
+
+
+def combine(part: Tensor, stats: Tensor, out: Tensor, logs: Tensor | None = None) -> None:
+    """part `[rows · Hq, splits, D]` with stats `[rows · Hq, splits]`: the mean of all, and their log-normaliser."""
+    lines, splits, dim = part.shape
+    _combine[(lines,)](
+        part, stats, out, stats if logs is None else logs, D=dim, WIDTH=max(16, triton.next_power_of_2(dim)),
+        SPLITS=splits, LOGS=logs is not None, num_warps=2 if splits <= 16 else 4,
+    )  # fmt: skip
 
 
 def attend(
     q: Tensor, keys: Stored, values: Stored, table: Tensor, lengths: Tensor, *,
     scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    splits: int | None = None, block: int | None = None,
+    begun: Begun | None = None, splits: int | None = None, block: int | None = None,
 ) -> Tensor:  # fmt: skip
     """One query per row over the pages of its sequence: q `[B, Hq, D]` (rows may be strided) → `[B, Hq, D]`.
 
     lengths `[B]` int32 counts the tokens to see, the new one included; 0 gives zeros. A table with fewer rows is that
-    of sequences which have several neighbouring ones.
+    of sequences which have several neighbouring ones. begun: without a window.
     """
     (key_numbers, key_scales), (value_numbers, value_scales) = keys, values
     batch, heads, dim = q.shape
@@ -164,27 +220,28 @@ def attend(
     group = heads // kv_heads
     width = max(16, triton.next_power_of_2(dim))
     rows = max(16, triton.next_power_of_2(group * per))
-    plan = _plan(sequences * kv_heads, width * q.element_size(), rows, q.device)
+    plan = plan_for(sequences * kv_heads, width * q.element_size(), rows, q.device)
     block, splits = block or plan.block, splits or plan.splits
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
     part, stats = out, out
     if splits > 1:
-        part = torch.empty(batch * heads * splits, dim, dtype=torch.float32, device=q.device)
-        stats = torch.empty(batch * heads * splits, dtype=torch.float32, device=q.device)
+        part = torch.empty(batch * heads, splits, dim, dtype=torch.float32, device=q.device)
+        stats = torch.empty(batch * heads, splits, dtype=torch.float32, device=q.device)
     _attend[(sequences, kv_heads, splits)](
         q, key_numbers, value_numbers, q if key_scales is None else key_scales,
-        q if value_scales is None else value_scales, table, lengths, q if sinks is None else sinks, out, part, stats,
-        scale, softcap or 0.0, window or 0, q.stride(0), table.stride(0),
+        q if value_scales is None else value_scales, table, lengths, q if sinks is None else sinks,
+        *(begun or (lengths, out, out)), out, part, stats, scale, softcap or 0.0, window or 0, q.stride(0),
+        table.stride(0),
         HKV=kv_heads, G=group, PER=per, ROWS=rows, D=dim, WIDTH=width,
         PAGE=page_size, BLOCK=block, SPLITS=splits, SOFTCAP=softcap is not None, WINDOW=window is not None,
-        SINKS=sinks is not None, BITS8=key_scales is not None, num_stages=plan.stages,
+        SINKS=sinks is not None, BITS8=key_scales is not None, BEGUN=begun is not None, num_stages=plan.stages,
     )  # fmt: skip
     if splits > 1:
-        _combine[(batch * heads,)](part, stats, out, D=dim, WIDTH=width, SPLITS=splits, num_warps=2)
+        combine(part, stats, out)
     return out
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """Tokens in a block, splits of a sequence, and stages.
 
     Keys are found by way of the table, so Triton takes three stages to have one block in flight, and two more for
@@ -197,25 +254,25 @@ class _Plan(NamedTuple):
 
 
 @functools.cache
-def _plan(pairs: int, row_bytes: int, rows: int, device: torch.device) -> _Plan:
+def plan_for(pairs: int, row_bytes: int, rows: int, device: torch.device) -> Plan:
     """For pairs of a sequence and a key head: a multiprocessor has two programs, whose blocks fit into it; and so many
     rows of queries, of which 16 go into what is left."""
     splits = max(1, min(16, int(triton.next_power_of_2(triton.cdiv(256, pairs)))))
     if device.type != "cuda":
-        return _Plan(64, splits, 1)
+        return Plan(64, splits, 1)
     limit = 0.9 * getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 96 * 1024)
     wished = (32, 5) if pairs <= 16 else (64, 5) if pairs <= 256 else (64, 3)
     choices = [wished, (wished[0], 3), (32, 3), (16, 3), (16, 2)]
     room = limit - (rows - 16) * row_bytes
     block, stages = next((c for c in choices if 2 * c[0] * row_bytes * (c[1] - 1) <= room), choices[-1])
-    return _Plan(block, splits, stages)
+    return Plan(block, splits, stages)
 
 
 # Queries and keys as a product left them
 
 
 @triton.jit
-def _turned(
+def turned(
     line, bias, gain, cos, sin, lane, eps, real,
     D: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -259,7 +316,7 @@ def _store_new(
     lane = tl.arange(0, WIDTH)[None, :]
     near = lane < D
     at_key = (HQ + head) * D
-    key = _turned(line + at_key, bias + at_key, k_norm, cos, sin, lane, eps, near, D, BIAS, NORM).to(tl.float32)
+    key = turned(line + at_key, bias + at_key, k_norm, cos, sin, lane, eps, near, D, BIAS, NORM).to(tl.float32)
     at_value = (HQ + HKV + head) * D + lane
     value = tl.load(line + at_value, mask=near, other=0.0).to(tl.float32)
     if BIAS:
@@ -311,11 +368,11 @@ def _put_together(
 @triton.jit
 def _turn_and_attend(
     qkv, bias, q_norm, k_norm, cos, sin, positions, slots, keys, values, key_scales, value_scales, table, lengths,
-    sinks, out, part, stats, counters, scale, softcap, window, eps, table_row,
+    sinks, skips, means, logs, out, part, stats, counters, scale, softcap, window, eps, table_row,
     HQ: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, PER: tl.constexpr, NEW: tl.constexpr, ROWS: tl.constexpr,
     D: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
     BIAS: tl.constexpr, NORM: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    BITS8: tl.constexpr,
+    BITS8: tl.constexpr, BEGUN: tl.constexpr,
 ):  # fmt: skip
     """Attention as `_attend` computes it, of rows of qkv that are not rotated yet.
 
@@ -328,7 +385,10 @@ def _turn_and_attend(
     split = tl.program_id(2)
     first = tl.load(lengths + row * PER)
     length = tl.where(first > 0, first + PER - 1, 0)  # guesses that are none are seen by nobody before them
-    begin, end, used = _share(length, split, window + PER - 1, BLOCK, SPLITS, WINDOW)
+    skip = 0
+    if BEGUN:
+        skip = tl.where(length > 0, tl.load(skips + row), 0)
+    begin, end, used = _share(length, skip, split, window + PER - 1, BLOCK, SPLITS, WINDOW)
     if split >= used:
         return
     group = tl.arange(0, ROWS)
@@ -341,7 +401,7 @@ def _turn_and_attend(
     at = heads[:, None] * D
     angle = tl.load(positions + row) * D if PER == 1 else tl.load(positions + mine, mask=ours, other=0)[:, None] * D
     line = qkv + mine[:, None] * (HQ + 2 * HKV) * D
-    query = _turned(line + at, bias + at, q_norm, cos + angle, sin + angle, lane[None, :], eps, real, D, BIAS, NORM)
+    query = turned(line + at, bias + at, q_norm, cos + angle, sin + angle, lane[None, :], eps, real, D, BIAS, NORM)
     # All programs read the new keys and values early, and the one at the end of the sequence uses them.
     ends = (begin < end) & (end == length)
     new = tl.arange(0, NEW)
@@ -353,16 +413,12 @@ def _turn_and_attend(
         value_scales, head, tl.load(slots + at_new)[:, None], eps, ends & there[:, None], HQ, HKV, NEW, D, WIDTH, PAGE,
         BIAS, NORM, BITS8,
     )  # fmt: skip
-    top = tl.full([ROWS], -1.0e30, tl.float32)
-    norm = tl.zeros([ROWS], tl.float32)
-    if SINKS:  # noqa: SIM102 (the outer condition is known when the kernel is built)
-        if split == 0:
-            top = tl.load(sinks + heads, mask=ours, other=0.0).to(tl.float32) * 1.4426950408889634
-            norm = tl.full([ROWS], 1.0, tl.float32)
+    each = mine * HQ + heads
+    top, norm, mixed = _start(means, logs, sinks, each, heads, ours, skip, split, D, ROWS, WIDTH, BEGUN, SINKS)
     top, norm, mixed = over_pages(
         query, keys, values, key_scales, value_scales, table + row * table_row, head, begin,
-        tl.minimum(end, length - PER), first + group // G, top, norm, scale, softcap, window, HKV, D, ROWS, WIDTH, PAGE,
-        BLOCK, SOFTCAP, WINDOW, BITS8, False,
+        tl.minimum(end, length - PER), first + group // G, top, norm, mixed, scale, softcap, window, HKV, D, ROWS,
+        WIDTH, PAGE, BLOCK, SOFTCAP, WINDOW, BITS8, False,
     )  # fmt: skip
     if PER == 1:
         score = tl.sum(query.to(tl.float32) * key, 1)[:, None] * scale * key_unit
@@ -389,7 +445,7 @@ def _turn_and_attend(
     if used == 1:
         tl.store(target, mixed.to(kind), mask=real)
     else:
-        each = (mine * HQ + heads) * SPLITS
+        each = each * SPLITS
         tl.store(part + (each + split)[:, None] * D + lane[None, :], mixed, mask=real)
         log = tl.where(norm > 0, higher + tl.log2(tl.where(norm > 0, norm, 1.0)), -1.0e30)
         tl.store(stats + each + split, log, mask=ours)
@@ -405,7 +461,7 @@ def turn_and_attend(
     qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor, float] | None, cos: Tensor, sin: Tensor,
     positions: Tensor, slots: Tensor, keys: Stored, values: Stored, heads: int, table: Tensor, lengths: Tensor,
     counters: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, splits: int | None = None, block: int | None = None,
+    sinks: Tensor | None = None, begun: Begun | None = None, splits: int | None = None, block: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Rows `[B, (Hq + 2 Hkv) · D]` as a product left them → `[B, Hq · D]`; new keys and values go to their slots.
 
@@ -419,7 +475,7 @@ def turn_and_attend(
     _, kv_heads, page_size, dim = key_numbers.shape
     width = max(16, triton.next_power_of_2(dim))
     rows = max(16, triton.next_power_of_2(group * per))
-    plan = _plan(sequences * kv_heads, width * qkv.element_size(), rows, qkv.device)
+    plan = plan_for(sequences * kv_heads, width * qkv.element_size(), rows, qkv.device)
     block, splits = block or plan.block, splits or plan.splits
     out = torch.empty(batch, heads * dim, dtype=qkv.dtype, device=qkv.device)
     part = torch.empty(batch * heads * splits, dim, dtype=torch.float32, device=qkv.device)
@@ -428,11 +484,12 @@ def turn_and_attend(
     _turn_and_attend[(sequences, kv_heads, splits)](
         qkv, qkv if bias is None else bias, q_norm, k_norm, cos, sin, positions, slots, key_numbers, value_numbers,
         qkv if key_scales is None else key_scales, qkv if value_scales is None else value_scales, table, lengths,
-        qkv if sinks is None else sinks, out, part, stats, counters, scale, softcap or 0.0, window or 0, eps,
-        table.stride(0),
+        qkv if sinks is None else sinks, *(begun or (lengths, out, out)), out, part, stats, counters, scale,
+        softcap or 0.0, window or 0, eps, table.stride(0),
         HQ=heads, HKV=kv_heads, G=group, PER=per, NEW=1 if per == 1 else 16,
         ROWS=rows, D=dim, WIDTH=width, PAGE=page_size, BLOCK=block,
         SPLITS=splits, BIAS=bias is not None, NORM=norms is not None, SOFTCAP=softcap is not None,
-        WINDOW=window is not None, SINKS=sinks is not None, BITS8=key_scales is not None, num_stages=plan.stages,
+        WINDOW=window is not None, SINKS=sinks is not None, BITS8=key_scales is not None, BEGUN=begun is not None,
+        num_stages=plan.stages,
     )  # fmt: skip
     return out

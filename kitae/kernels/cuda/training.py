@@ -65,7 +65,7 @@ def _norm_gradients(
     block = triton.next_power_of_2(width)
     _rms_norm_backward[(programs,)](
         grad.contiguous(), x, weight, x if plus is None else plus.contiguous(), dx, parts, rows, eps,
-        WIDTH=width, BLOCK=block, PLUS=plus is not None, num_warps=min(8, max(1, block // 512)),
+        WIDTH=width, BLOCK=block, PLUS=plus is not None, num_warps=min(8, max(1, block // 2048)),
     )  # fmt: skip
     return dx, parts.sum(0).to(weight.dtype)
 
@@ -435,7 +435,7 @@ def row_statistics(
         inverse_temperature = torch.full((rows,), inverse_temperature, dtype=torch.float32, device=logits.device)
     logp, lse, entropy = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
     _row_statistics[(rows,)](
-        logits, targets, logp, lse, entropy, inverse_temperature, vocabulary, BLOCK=4096, num_warps=8
+        logits, targets, logp, lse, entropy, inverse_temperature, vocabulary, BLOCK=1024, num_warps=2
     )  # fmt: skip
     return logp, lse, entropy
 
