@@ -123,7 +123,7 @@ def test_graphs_are_captured_once_for_each_bucket(tiny_policy: TinyPolicy) -> No
             assert set(steps) == expected and all(steps[b] is before[b] for b in before)
             assert all(s._graph is not None for s in steps.values())
 
-    with_engine(tiny_policy("qwen2"), use)
+    with_engine(tiny_policy("qwen2"), use, guesses=0)
 
 
 def test_graphs_are_captured_again_after_somebody_has_moved_the_weights(tiny_policy: TinyPolicy) -> None:
