@@ -42,7 +42,7 @@ from torch import Tensor
 from kitae.config.load import parse_config
 from kitae.config.root import StageConfig
 from kitae.kernels.adamw import adamw
-from kitae.kernels.base import AdamWPace, AdamWStep
+from kitae.kernels.base import AdamWPace, AdamWPart, AdamWStep
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_tokenizer
 from kitae.stages.data import StageData
@@ -237,11 +237,10 @@ def after_each_step(hook: Hook) -> Iterator[None]:
 
 
 def followed(step: AdamWStep, hook: Hook) -> AdamWStep:
-    def both(
-        parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scale: Tensor, pace: AdamWPace
-    ) -> None:
-        step(parameter, master, grad, mean, square, scale, pace)
-        hook(master, grad, scale, (mean, square))
+    def both(parts: Sequence[AdamWPart], scale: Tensor, pace: AdamWPace) -> None:
+        step(parts, scale, pace)
+        for part in parts:
+            hook(part.master, part.grad, scale, (part.mean, part.square))
 
     return both
 
@@ -288,7 +287,7 @@ def updates(
         moved.zero_()
         grad = gradients[(step - 1) % len(gradients)]
         pace = AdamWPace(step=step, rate=1.0, betas=(0.9, beta2), eps=1e-8, weight_decay=0.0)
-        adamw(moved, moved, grad, mean, square, torch.tensor(1.0), pace)
+        adamw([AdamWPart(moved, moved, grad, mean, square)], torch.tensor(1.0), pace)
         if function:
             function(mean)
             function(square)

@@ -6,11 +6,12 @@ off: right on average. The chance is a number mixed from place and step, the sam
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kitae.kernels.base import AdamWPace
+from kitae.kernels.base import AdamWPace, AdamWPart
 
 _BITS = 0xFFFFFFFF
 _PLACE, _STEP = 0x9E3779B1, 0x85EBCA6B
@@ -35,13 +36,17 @@ def rounded(x: Tensor, chance: Tensor) -> Tensor:
     return (bits & -65536).view(torch.float32).bfloat16()
 
 
-def adamw(
-    parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scale: Tensor, pace: AdamWPace
-) -> None:
+def adamw(parts: Sequence[AdamWPart], scale: Tensor, pace: AdamWPace) -> None:
     """See `kitae.kernels.base.AdamWStep`."""
     factor = scale.item()
-    if not math.isfinite(factor):
-        return
+    if math.isfinite(factor):
+        for part in parts:
+            _adamw(*part, factor, pace)
+
+
+def _adamw(
+    parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, factor: float, pace: AdamWPace
+) -> None:
     grad, (beta1, beta2), (correct1, correct2) = grad * factor, pace.betas, pace.corrections
     m = mean.float().lerp_(grad, 1 - beta1)
     v = square.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)

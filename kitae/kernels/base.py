@@ -10,7 +10,7 @@ that one token gets, I inner width of one.
 
 import functools
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -247,18 +247,19 @@ class AdamWPace:
         return 1 - self.betas[0] ** self.step, math.sqrt(1 - self.betas[1] ** self.step)
 
 
+class AdamWPart(NamedTuple):
+    """A weight, and what belongs to it: `parameter` is the rounded master, or the master itself."""
+
+    parameter: Tensor
+    master: Tensor
+    grad: Tensor
+    mean: Tensor
+    square: Tensor
+
+
 class AdamWStep(Protocol):
-    def __call__(
-        self,
-        parameter: Tensor,
-        master: Tensor,
-        grad: Tensor,
-        mean: Tensor,
-        square: Tensor,
-        scale: Tensor,
-        pace: AdamWPace,
-    ) -> None:
-        """A step of AdamW with the gradient times `scale`, in one pass; `parameter` is the rounded master.
+    def __call__(self, parts: Sequence[AdamWPart], scale: Tensor, pace: AdamWPace) -> None:
+        """A step of AdamW on weights of one device, with their gradients times `scale`, in one pass.
 
         A scale that is no number leaves everything as it is: the host need not know it yet. mean and square are fp32,
         or bfloat16, which is rounded by chance: `kitae.kernels.adamw` is the same in plain torch.

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kitae.kernels.adamw import adamw
-from kitae.kernels.base import AdamWPace, AdamWStep
+from kitae.kernels.base import AdamWPace, AdamWPart, AdamWStep
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.memory import set_master
 from kitae.trainer.config import LearningConfig
@@ -107,7 +107,8 @@ class Optimizer:
     @torch.no_grad()
     def _update(self, scale: Tensor, rate: float) -> list["_Moments"]:
         """What has a gradient, times `scale`, which is no number where nothing may change."""
-        touched = []
+        touched, rounded = [], []
+        alike: dict[tuple[AdamWStep, int, torch.device], list[AdamWPart]] = {}
         for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
             if master.grad is None:
                 continue
@@ -117,13 +118,16 @@ class Optimizer:
                 continue
             own = local(parameter)
             at_once = self._apart[i] and own.device == master.device and own.dtype == torch.bfloat16
-            pace = AdamWPace(moments.steps + 1, rate, self.config.betas, _EPS, self.config.weight_decay)
             target = own if at_once else master
-            _step_of(master, own)(
-                target, master, master.grad, moments.mean, moments.square, scale.to(master.device), pace
-            )
+            part = AdamWPart(target, master, master.grad, moments.mean, moments.square)
+            alike.setdefault((_step_of(master, own), moments.steps, master.device), []).append(part)
             if self._apart[i] and not at_once:
-                own.copy_(master)
+                rounded.append((own, master))
+        for (step, before, device), parts in alike.items():
+            pace = AdamWPace(before + 1, rate, self.config.betas, _EPS, self.config.weight_decay)
+            step(parts, scale.to(device), pace)
+        for own, master in rounded:
+            own.copy_(master)
         return touched
 
     def state(self) -> dict[str, Tensor]:

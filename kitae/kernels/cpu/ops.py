@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kitae.kernels.adamw import salt
-from kitae.kernels.base import AdamWPace, DecodingKernels, GateLimits, SpanTable
+from kitae.kernels.base import AdamWPace, AdamWPart, DecodingKernels, GateLimits, SpanTable
 from kitae.kernels.cpu.build import cpu_library
 from kitae.kernels.memory import add_gradient, keep, kept
 
@@ -237,13 +238,17 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
     return total
 
 
-def adamw(
-    parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scale: Tensor, pace: AdamWPace
-) -> None:
+def adamw(parts: Sequence[AdamWPart], scale: Tensor, pace: AdamWPace) -> None:
     """See `kitae.kernels.base.AdamWStep`."""
     factor = scale.item()
-    if not math.isfinite(factor):
-        return
+    if math.isfinite(factor):
+        for part in parts:
+            _adamw(*part, factor, pace)
+
+
+def _adamw(
+    parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, factor: float, pace: AdamWPace
+) -> None:
     assert all(t.is_contiguous() for t in (parameter, master, mean, square))
     assert parameter is master or parameter.dtype == torch.bfloat16
     grad = grad.contiguous()

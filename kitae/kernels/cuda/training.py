@@ -4,18 +4,23 @@ Norms, gated MLPs, and the log-probs and entropies of rows of logits, each with 
 Hugging Face modules round; sums are in fp32.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kitae.kernels.adamw import salt
-from kitae.kernels.base import AdamWPace, LayerKernels, ModuleKernels, TrainingKernels
+from kitae.kernels.base import AdamWPace, AdamWPart, LayerKernels, ModuleKernels, TrainingKernels
 from kitae.kernels.cuda import decoding, spans
 from kitae.kernels.linears import shared_input
 from kitae.kernels.memory import joined
+from kitae.kernels.transfer import send
 
 _PROGRAMS = 1056  # of kernels that walk over rows: eight on each multiprocessor of a large GPU
 
@@ -535,25 +540,45 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
     return total
 
 
+_COLUMNS = tl.constexpr(7)  # of a part: addresses of master, gradient, mean, square and model; numbers, first program
+
+
 @triton.jit(do_not_specialize=["salt"])
 def _adamw(
-    master, grad, mean, square, model, scale, count, rate, beta1, beta2, eps, decay, correct1, correct2, salt,
-    BLOCK: tl.constexpr, ROUND: tl.constexpr, HALF: tl.constexpr,
+    parts, owners, scale, rate, beta1, beta2, eps, decay, correct1, correct2, salt,
+    BLOCK: tl.constexpr, ROUND: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """A step of AdamW on master, mean and square, with the gradient times `scale`; ROUND: the model gets it rounded.
 
-    One program for every BLOCK numbers. Clipping, update and rounding are one pass over memory. The factor of clipping
-    is read on the device, so the host need not wait for the norm; where it is no number, nothing is written. HALF: mean
-    and square are bfloat16, rounded by the same chance as in `kitae.kernels.adamw`.
+    One program for every BLOCK numbers of a part; `owners` says of which. One launch for all weights: the host would
+    take longer for hundreds than the device. Clipping, update and rounding are one pass over memory. The factor of
+    clipping is read on the device, so the host need not wait for the norm; where it is no number, nothing is written.
+    HALF: mean and square are bfloat16, rounded by the same chance as in `kitae.kernels.adamw`. EVEN: all addresses and
+    sizes are multiples of 16.
     """
     factor = tl.load(scale)
     if factor == factor:  # else the gradient is not finite, and nothing may change
-        here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        part = parts + tl.load(owners + tl.program_id(0)).to(tl.int64) * _COLUMNS
+        kept: tl.constexpr = tl.pointer_type(tl.bfloat16 if HALF else tl.float32)
+        here = (tl.program_id(0) - tl.load(part + 6)) * BLOCK + tl.arange(0, BLOCK)
+        count = tl.load(part + 5)
+        master = tl.load(part).to(tl.pointer_type(tl.float32)) + here
+        grad = tl.load(part + 1).to(tl.pointer_type(tl.float32)) + here
+        mean = tl.load(part + 2).to(kept) + here
+        square = tl.load(part + 3).to(kept) + here
+        model = tl.load(part + 4).to(tl.pointer_type(tl.bfloat16)) + here
+        if EVEN:
+            count = tl.multiple_of(count, 16)
+            master = tl.multiple_of(master, 16)
+            grad = tl.multiple_of(grad, 16)
+            mean = tl.multiple_of(mean, 16)
+            square = tl.multiple_of(square, 16)
+            model = tl.multiple_of(model, 16)
         mask = here < count
-        g = tl.load(grad + here, mask=mask, other=0.0) * factor
-        p = tl.load(master + here, mask=mask, other=0.0) * decay
-        m = tl.load(mean + here, mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(square + here, mask=mask, other=0.0).to(tl.float32)
+        g = tl.load(grad, mask=mask, other=0.0) * factor
+        p = tl.load(master, mask=mask, other=0.0) * decay
+        m = tl.load(mean, mask=mask, other=0.0).to(tl.float32)
+        v = tl.load(square, mask=mask, other=0.0).to(tl.float32)
         m = m + (1.0 - beta1) * (g - m)
         v = beta2 * v + (1.0 - beta2) * g * g
         p -= rate / correct1 * m / (tl.sqrt_rn(v) / correct2 + eps)
@@ -564,24 +589,41 @@ def _adamw(
             bits = bits ^ bits >> 16
             m = ((m.to(tl.uint32, bitcast=True) + (bits & 0xFFFF)) & 0xFFFF0000).to(tl.float32, bitcast=True)
             v = ((v.to(tl.uint32, bitcast=True) + (bits >> 16)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-        tl.store(mean + here, m.to(mean.dtype.element_ty), mask=mask)
-        tl.store(square + here, v.to(square.dtype.element_ty), mask=mask)
-        tl.store(master + here, p, mask=mask)
+        tl.store(mean, m.to(mean.dtype.element_ty), mask=mask)
+        tl.store(square, v.to(square.dtype.element_ty), mask=mask)
+        tl.store(master, p, mask=mask)
         if ROUND:
-            tl.store(model + here, p.to(model.dtype.element_ty), mask=mask)
+            tl.store(model, p.to(tl.bfloat16), mask=mask)
 
 
-def adamw(
-    parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, scale: Tensor, pace: AdamWPace
-) -> None:
+def adamw(parts: Sequence[AdamWPart], scale: Tensor, pace: AdamWPace) -> None:
     """See `kitae.kernels.base.AdamWStep`."""
-    assert all(t.is_contiguous() for t in (parameter, master, mean, square))
-    grad = grad.contiguous()
-    _adamw[(triton.cdiv(master.numel(), 2048),)](
-        master, grad, mean, square, parameter, scale, master.numel(), pace.rate, *pace.betas, pace.eps,
-        pace.decay, *pace.corrections, salt(pace.step),
-        BLOCK=2048, ROUND=parameter is not master, HALF=mean.dtype == torch.bfloat16, num_warps=8,
-    )  # fmt: skip
+    block, alike = 2048, dict[tuple[bool, bool, bool], list[list[int]]]()
+    grads = [part.grad.contiguous() for part in parts]  # of which those that were not live as long as this call
+    for (parameter, master, _, mean, square), grad in zip(parts, grads, strict=True):
+        tensors = (master, grad, mean, square, parameter)
+        assert all(t.is_contiguous() for t in tensors)
+        assert grad.dtype == master.dtype == torch.float32 and (
+            parameter is master or parameter.dtype == torch.bfloat16
+        )
+        line = [*(t.data_ptr() for t in tensors), master.numel()]
+        key = parameter is not master, mean.dtype == torch.bfloat16, all(number % 16 == 0 for number in line)
+        alike.setdefault(key, []).append(line)
+    for (rounds, half, even), lines in alike.items():
+        owners, first = _owners(tuple(line[5] for line in lines), block, scale.device)
+        table = np.column_stack([np.array(lines, dtype=np.int64), first])
+        _adamw[(len(owners),)](
+            send(table, scale.device), owners, scale, pace.rate, *pace.betas, pace.eps, pace.decay, *pace.corrections,
+            salt(pace.step), BLOCK=block, ROUND=rounds, HALF=half, EVEN=even, num_warps=8,
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8)
+def _owners(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, NDArray[np.int64]]:
+    """To which of the parts each program belongs, int32, and the first program of each part."""
+    programs = -(-np.array(sizes, dtype=np.int64) // block)
+    owners = np.repeat(np.arange(len(sizes), dtype=np.int32), programs)
+    return send(owners, device), np.cumsum(programs) - programs
 
 
 KERNELS = TrainingKernels(

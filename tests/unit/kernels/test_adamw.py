@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kitae.kernels.adamw import adamw, chances, rounded
-from kitae.kernels.base import AdamWPace, AdamWStep
+from kitae.kernels.base import AdamWPace, AdamWPart, AdamWStep
 from kitae.kernels.cpu import ops
 
 SETTINGS: dict[str, Any] = {"rate": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
@@ -26,7 +26,7 @@ class State:
 
     def step(self, kernel: AdamWStep, grad: Tensor, step: int, scale: Tensor = ONE, **more: Any) -> None:
         pace = AdamWPace(step=step, **SETTINGS | more)
-        kernel(self.own, self.master, grad, self.mean, self.square, scale, pace)
+        kernel([AdamWPart(self.own, self.master, grad, self.mean, self.square)], scale, pace)
 
 
 def gradients(count: int, size: int = 5003) -> list[Tensor]:
