@@ -50,7 +50,11 @@ def _begin(
     PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, TURN: tl.constexpr, BIAS: tl.constexpr,
     NORM: tl.constexpr, SOFTCAP: tl.constexpr, BITS8: tl.constexpr,
 ):  # fmt: skip
-    """Queries of a group over the tokens that its sequences share. Grid (groups, key heads, SPLITS)."""
+    """Queries of a group over the tokens that its sequences share: their mean, and its log-normaliser.
+
+    Grid (groups, key heads, SPLITS). The queries of all sequences of a group that share a key head are the rows of one
+    tile, so that a prompt is read once. TURN: they are as a product left them. Groups that are none cost nothing.
+    """
     mine = groups + tl.program_id(0) * 3
     head = tl.program_id(1)
     split = tl.program_id(2)

@@ -522,7 +522,7 @@ class Tiles(NamedTuple):
 _TILES = {  # by the width of a head
     64: Tiles(Tile(64, 64, 4, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 2)),
     128: Tiles(Tile(64, 64, 4, 3), Tile(64, 64, 4, 2), Tile(32, 128, 8, 3)),
-    256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(32, 64, 8, 2)),
+    256: Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 3), Tile(64, 64, 8, 2)),
 }
 _SMALL = Tiles(Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2))  # for a GPU with less shared memory
 _FLOAT32 = Tiles(Tile(16, 16, 4, 1), Tile(16, 16, 8, 1), Tile(16, 16, 4, 1))  # without tensor cores

@@ -22,6 +22,7 @@ SOURCES = [
     "kitae/kernels/cuda/few.py",
     "kitae/kernels/cuda/guesses.py",
     "kitae/kernels/cuda/paged.py",
+    "kitae/kernels/cuda/prompts.py",
     "kitae/kernels/cuda/resident.cu",
     "kitae/kernels/cuda/spans.py",
     "kitae/kernels/cuda/training.py",
