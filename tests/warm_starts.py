@@ -33,7 +33,7 @@ IMPORTS = (
     "kitae.engines.process.serve", "kitae.engines.native.engine", "kitae.trainer.teaching", "kitae.verifiers.host",
     "peft", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.auto.modeling_auto", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "torch.distributed.checkpoint", "matplotlib.pyplot",
+    "torch.distributed.checkpoint", "matplotlib.pyplot", "warm_loading",
 )  # fmt: skip
 POSTS = ("from kitae.cluster.worker import", "from kitae.trainer.teaching import")
 VERIFIERS = ("from kitae.verifiers.worker import", "from kitae.verifiers.scoring import")
