@@ -1,41 +1,41 @@
 """A run on servers given by address, one of which does not tell the truth."""
 
 import json
-import os
 import socket
 import sqlite3
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from harness import finish, kitae
 
-TESTS = Path(__file__).parents[1]
-RUN = "from kitae.cli.main import run; run()"
+STAND_INS = Path(__file__).parents[1] / "stand_ins"
+SERVE = f"""
+import runpy, sys
+sys.path.insert(0, {str(STAND_INS)!r})
+runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+"""
 
 
 @pytest.fixture
 def servers(tiny_folder: Callable[[str], Path]) -> Iterator[list[str]]:
     """The addresses of an honest one and of a liar."""
-    path = os.pathsep.join(map(str, (TESTS / "stand_ins", TESTS, TESTS.parent)))
     running, urls = [], []
     for more in ([], ["--lies"]):
         with socket.socket() as taken:
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
-        words = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(tiny_folder("llama")), "--port", str(port)]
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        running.append(subprocess.Popen([sys.executable, *words, *more], env=environment))
+        words = ["--model", str(tiny_folder("llama")), "--port", str(port)]
+        running.append(kitae(*words, *more, script=SERVE))
         urls.append(f"http://127.0.0.1:{port}")
     for url in urls:
         _wait_for(f"{url}/health")
     yield urls
     for program in running:
         program.kill()
-        program.wait()
+        program.ended()
 
 
 def _wait_for(url: str) -> None:
@@ -69,9 +69,7 @@ def test_a_server_that_lies_is_taken_out_of_a_run(
         "run.dir": tmp_path,
     }
     words = [f"{key}={value}" for key, value in settings.items()]
-    command = [sys.executable, "-c", RUN, "train", "arithmetic", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    finish(kitae("train", "arithmetic", *words))
     (folder,) = tmp_path.iterdir()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if "spot_checked" in row]

@@ -1,11 +1,12 @@
-"""One of several data-parallel processes: `python ranks.py RANK JOB`. Rank 0 is the test itself.
+"""One of several data-parallel processes, forked from one that has the imports done. Rank 0 is the test itself.
 
-A job is pickled: the model's folder, and for each case the algorithm's choices and the samples of every rank, which
+A job has the model's folder, and for each case the algorithm's choices and the samples of every rank, which
 carry the weights of the whole batch.
 """
 
-import pickle
-import sys
+import contextlib
+import os
+import traceback
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -80,5 +81,12 @@ def work(rank: int, job: Job) -> list[tuple[Tensor, Tensor, float]]:
         dist.destroy_process_group()
 
 
-if __name__ == "__main__":
-    work(int(sys.argv[1]), pickle.loads(Path(sys.argv[2]).read_bytes()))
+def join(rank: int, job: Job, errors: Path) -> None:
+    """In a process of its own, whose errors go to a file."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with errors.open("w") as stderr, contextlib.redirect_stderr(stderr):
+        try:
+            work(rank, job)
+        except BaseException:
+            traceback.print_exc()
+            raise

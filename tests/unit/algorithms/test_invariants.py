@@ -16,10 +16,6 @@
 
 import asyncio
 import math
-import os
-import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +43,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from objective import Objective, as_candidates
 from torch import Tensor
+from warm_starts import context
 
 from kitae.algorithms.advantages import (
     GroupRewards,
@@ -242,18 +239,14 @@ def test_02_two_processes_that_add_or_average_gradients(
         wholes.append(ranks.gradient(policy, weighted, choices))
         cases.append(ranks.Case(choices, [weighted[:2], weighted[2:]]))
     job = ranks.Job(str(tiny_folder("llama")), str(tmp_path / "rendezvous"), cases)
-    (tmp_path / "job").write_bytes(pickle.dumps(job))
-    other = subprocess.Popen(
-        [sys.executable, ranks.__file__, "1", str(tmp_path / "job")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    other = context().Process(target=ranks.join, args=(1, job, tmp_path / "errors"))
+    other.start()
     try:
         found = ranks.work(0, job)
     finally:
-        _, errors = other.communicate(timeout=300)
-    assert other.returncode == 0, errors
+        other.join(300)
+        other.kill()
+    assert other.exitcode == 0, (tmp_path / "errors").read_text()
     for (added, averaged, loss), (whole, whole_loss) in zip(found, wholes, strict=True):
         assert_same(added, whole)
         assert_same(averaged, whole)
