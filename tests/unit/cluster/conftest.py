@@ -1,6 +1,5 @@
 """One Ray cluster of three nodes for all tests that need one: its start takes longest."""
 
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,27 @@ import pytest
 HERE = str(Path(__file__).parent)
 
 
-@pytest.fixture(scope="session")
-def nodes() -> Iterator[Any]:
+_kept: list[Any] = []
+
+
+@pytest.fixture
+def nodes() -> Any:
     if find_spec("ray") is None:
         pytest.skip("ray is not installed: pip install 'kitae[cluster]'")
     from kitae.cluster.ray.entry import import_ray
     from kitae.cluster.ray.nodes import OwnNodes
 
-    import_ray()
-    own = OwnNodes.start(3)
-    yield own
-    own.close()
+    if not _kept:
+        import_ray()
+        _kept.append(OwnNodes.start(3))
+    return _kept[0]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Nodes without work cost some of a core: none are left for tests elsewhere."""
+    if _kept and (nextitem is None or HERE not in map(str, nextitem.path.parents)):
+        _kept.pop().close()
 
 
 @pytest.fixture(autouse=True)
