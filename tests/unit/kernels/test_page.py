@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -77,11 +78,16 @@ def jitted(path: Path) -> list[ast.FunctionDef]:
     return [f for f in functions if any("triton.jit" in ast.unparse(d) for d in f.decorator_list)]
 
 
+@cache
+def parsed(path: Path) -> tuple[str, ast.AST]:
+    text = path.read_text()
+    return text, ast.parse(text)
+
+
 def source_of(name: str, below: str) -> str:
     """The text of a file, or of a function, class or method in it: `trainer/optim.py::Optimizer._update`."""
     file, _, inside = name.partition("::")
-    text = (ROOT / below / file).read_text()
-    node: ast.AST = ast.parse(text)
+    text, node = parsed(ROOT / below / file)
     for part in filter(None, inside.split(".")):
         children = (c for c in ast.iter_child_nodes(node) if isinstance(c, ast.FunctionDef | ast.ClassDef))
         found = [c for c in children if c.name == part]
