@@ -149,8 +149,28 @@ def step(case: dict[str, Any], tiny_policy: TinyPolicy, architecture: str) -> di
     return found
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt_oss"])
-@pytest.mark.parametrize("name", CASES)
+# What is around the layers is the same for all of them: all cases on one without experts and on one that has all that a
+# layer can have, and on the others those that go through each kernel, with and without adapters.
+CROSSED = [(name, architecture) for name in CASES for architecture in ("llama", "gpt_oss")] + [
+    (name, architecture)
+    for name in ("several rows", "adapters, activations again")
+    for architecture in ("qwen2", "qwen3", "qwen3_moe", "mixtral")
+]
+LEFT = [
+    (name, architecture)
+    for name in CASES
+    for architecture in ("qwen2", "qwen3", "qwen3_moe", "mixtral")
+    if (name, architecture) not in CROSSED
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture"),
+    [
+        *CROSSED,
+        *(pytest.param(name, architecture, marks=pytest.mark.slow) for name, architecture in LEFT),
+    ],
+)
 def test_a_step_is_that_of_plain_torch(
     name: str, architecture: str, tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
