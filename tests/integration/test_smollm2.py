@@ -71,7 +71,9 @@ def test_engine_trainer_and_generate_agree_in_fp32() -> None:
     assert gap < 1e-4, gap
 
 
+@pytest.mark.slow
 def test_exact_mode_leaves_no_gap() -> None:
+    """As tests/unit/models/test_exact.py has it of tiny models."""
     policy = load_policy(ModelConfig(path=SMOLLM2, dtype="bfloat16", exact=True))
     chat = Chat(policy.tokenizer, policy.base.generation_config)
     stream = open_stream(load_config(find_recipe("quickstart")).data, 0)
