@@ -185,7 +185,8 @@ class _Layout:
         if key not in prompts:
             prompts[key] = self._add(prompt, 0, None)
         own = self._add(response, s.prompt_length, prompts[key])
-        self.places.append(np.concatenate([_range(prompts[key]), _range(own)]))
+        places = np.concatenate([_range(prompts[key]), _range(own)])
+        self.places.append(places[: s.length - 1])  # without a response, the prompt has one more
 
     def _add(self, piece: IntArray, first: int, prefix: Span | None) -> Span:
         span = Span(self.size, len(piece), prefix.start, prefix.length) if prefix else Span(self.size, len(piece))

@@ -230,3 +230,17 @@ def test_without_room_for_its_kernel_prompts_are_read_for_each(
     monkeypatch.setattr(prompts, "begin", too_large)
     together, steps, _ = answers(policy, monkeypatch, 0, guesses=0)
     assert not any(shares for *_, shares in steps) and differing(together, apart) <= 1
+
+
+@on_gpu
+def test_nor_in_a_step_that_is_no_graph(tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kitae.engines.native.cuda import CudaRunner
+
+    monkeypatch.setattr(CudaRunner, "_step_for", lambda self, *key: ungraphed(*key))
+    test_without_room_for_its_kernel_prompts_are_read_for_each(tiny_policy, monkeypatch)
+
+
+def ungraphed(batch: int, width: int, shares: bool) -> Any:
+    from kitae.engines.native.cuda import _Step
+
+    return _Step(batch, width, shares)

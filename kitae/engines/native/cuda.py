@@ -167,7 +167,7 @@ class CudaRunner(ModelRunner):
             self._told = []
         shares = self._share(width)
         try:
-            step = self._step_for(bucket(len(running)), width, shares)
+            out = self._step_for(bucket(len(running)), width, shares).run(self)
         except TritonError as error:
             if shares:
                 log.warning("%s: prompts are read for each sample, kernels do not fit: %s", self.policy.source, error)
@@ -179,7 +179,7 @@ class CudaRunner(ModelRunner):
             self.guesses = 0
             alone = self.decode(running)
             return lambda: agreed([[0]] * len(running), width, *alone())
-        return self._read(step.run(self), self.logits, [s for s in running for _ in range(width)])
+        return self._read(out, self.logits, [s for s in running for _ in range(width)])
 
     def _share(self, width: int) -> bool:
         """Whether samples of a prompt are computed together; if so, the device knows which."""

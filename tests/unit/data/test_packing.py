@@ -116,3 +116,21 @@ def test_columns_that_not_every_sample_of_a_row_has_are_left_out() -> None:
     blank = np.zeros(6, dtype=np.float32)
     samples = [make(0, 0, 4, 2).with_columns(a=blank, b=blank), make(0, 1, 4, 2).with_columns(b=blank, c=blank)]
     assert list(lay_out(samples).columns) == ["b"]
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_what_predicts_a_loss_token_is_the_token_before_it(seed: int, share: bool) -> None:
+    """With responses that are empty, and masks with holes."""
+    rng = random.Random(seed)
+    samples = [make(g, i, rng.randint(2, 9), rng.choice([0, 1, 5])) for g in range(4) for i in range(3)]
+    mixed = np.random.default_rng(seed)
+    samples = [replace(s, mask_T=s.mask_T & (mixed.random(s.length) < 0.7), unit=None) for s in samples]
+    samples = [replace(s, weight_T=mixed.random(s.length).astype(np.float32)) for s in samples]
+    row = lay_out(samples, share)
+    expected = [(s, i) for s in samples for i in np.flatnonzero(s.mask_T)]
+    assert row.lengths == tuple(s.loss_tokens for s in samples)
+    assert row.target_N.tolist() == [np.asarray(s.tokens_T)[i] for s, i in expected]
+    assert row.weight_N.tolist() == [s.weight_T[i] for s, i in expected]
+    assert row.tokens_T[row.source_N].tolist() == [np.asarray(s.tokens_T)[i - 1] for s, i in expected]
+    assert row.positions_T[row.source_N].tolist() == [i - 1 for _, i in expected]
