@@ -90,7 +90,7 @@ def test_what_samples_share_is_computed_once(
     of_queries = None if norms is None else (norms[0], norms[2])
     begun = prompts.begin(
         qkv, *stored, heads, table, groups, **settings, splits=splits, block=16,
-        turn=prompts.Turn(bias, of_queries, turn[0], turn[1], positions),
+        turn=prompts.Turning(bias, of_queries, turn[0], turn[1], positions),
     )  # fmt: skip
     counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
     turned = paged.turn_and_attend(

@@ -341,7 +341,7 @@ class FusedDecoder:
             begun = None
             if groups is not None and how.window is None:
                 norm = None if layer.norms is None else (layer.norms[0], layer.norms[2])
-                turn = prompts.Turn(layer.qkv_bias, norm, *layer.turn, positions_B)
+                turn = prompts.Turning(layer.qkv_bias, norm, *layer.turn, positions_B)
                 begun = prompts.begin(
                     qkv, *pages, self.heads, table, groups, scale=how.scale, softcap=how.softcap, turn=turn
                 )

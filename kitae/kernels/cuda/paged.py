@@ -17,7 +17,7 @@ from torch import Tensor
 from kitae.kernels.cuda.decoding import Stored
 
 
-class Begun(NamedTuple):
+class HeadStart(NamedTuple):
     """Attention of some rows over the first tokens of their sequences.
 
     skips `[sequences]` int32: how many tokens, whole pages; 0: none. means `[rows · Hq, D]`, logs `[rows · Hq]`, fp32:
@@ -205,7 +205,7 @@ def combine(part: Tensor, stats: Tensor, out: Tensor, logs: Tensor | None = None
 def attend(
     q: Tensor, keys: Stored, values: Stored, table: Tensor, lengths: Tensor, *,
     scale: float, window: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    begun: Begun | None = None, splits: int | None = None, block: int | None = None,
+    begun: HeadStart | None = None, splits: int | None = None, block: int | None = None,
 ) -> Tensor:  # fmt: skip
     """One query per row over the pages of its sequence: q `[B, Hq, D]` (rows may be strided) → `[B, Hq, D]`.
 
@@ -461,7 +461,7 @@ def turn_and_attend(
     qkv: Tensor, bias: Tensor | None, norms: tuple[Tensor, Tensor, float] | None, cos: Tensor, sin: Tensor,
     positions: Tensor, slots: Tensor, keys: Stored, values: Stored, heads: int, table: Tensor, lengths: Tensor,
     counters: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None,
-    sinks: Tensor | None = None, begun: Begun | None = None, splits: int | None = None, block: int | None = None,
+    sinks: Tensor | None = None, begun: HeadStart | None = None, splits: int | None = None, block: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Rows `[B, (Hq + 2 Hkv) · D]` as a product left them → `[B, Hq · D]`; new keys and values go to their slots.
 

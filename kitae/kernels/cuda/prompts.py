@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kitae.kernels.cuda.decoding import Stored
-from kitae.kernels.cuda.paged import Begun, combine, over_pages, plan_for, turned
+from kitae.kernels.cuda.paged import HeadStart, combine, over_pages, plan_for, turned
 
 
 class Groups(NamedTuple):
@@ -27,7 +27,7 @@ class Groups(NamedTuple):
     most: int
 
 
-class Turn(NamedTuple):
+class Turning(NamedTuple):
     """How queries that a product left are turned: their bias, their norm with its eps, cos and sin by position."""
 
     bias: Tensor | None
@@ -93,9 +93,9 @@ def _begin(
 
 def begin(
     q: Tensor, keys: Stored, values: Stored, heads: int, table: Tensor, groups: Groups, *,
-    scale: float, softcap: float | None = None, turn: Turn | None = None, splits: int | None = None,
+    scale: float, softcap: float | None = None, turn: Turning | None = None, splits: int | None = None,
     block: int | None = None,
-) -> Begun:  # fmt: skip
+) -> HeadStart:  # fmt: skip
     """Rows whose first `heads` heads are queries, rotated or with how they are to be `turn`ed.
 
     A table with fewer rows is that of sequences which have several neighbouring ones.
@@ -111,7 +111,7 @@ def begin(
     splits = splits or max(1, min(64, triton.next_power_of_2(triton.cdiv(96, pairs))))
     means = torch.empty(batch * heads, splits, dim, dtype=torch.float32, device=q.device)
     logs = torch.empty(batch * heads, splits, dtype=torch.float32, device=q.device)
-    bias, norm, cos, sin, positions = turn or Turn(None, None, q, q, q)
+    bias, norm, cos, sin, positions = turn or Turning(None, None, q, q, q)
     q_norm, eps = norm or (q, 0.0)
     _begin[(len(groups.of), kv_heads, splits)](
         q, q if bias is None else bias, q_norm, cos, sin, positions, key_numbers, value_numbers,
@@ -123,8 +123,8 @@ def begin(
         num_stages=plan.stages,
     )  # fmt: skip
     if splits == 1:
-        return Begun(groups.skips, means, logs)
+        return HeadStart(groups.skips, means, logs)
     parts, stats = means, logs
     means, logs = torch.empty_like(parts[:, 0]), torch.empty_like(stats[:, 0])
     combine(parts, stats, means, logs)
-    return Begun(groups.skips, means, logs)
+    return HeadStart(groups.skips, means, logs)

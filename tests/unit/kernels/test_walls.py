@@ -13,6 +13,7 @@ TRITON = {
     "kitae.kernels.cuda.few",
     "kitae.kernels.cuda.guesses",
     "kitae.kernels.cuda.paged",
+    "kitae.kernels.cuda.prompts",
     "kitae.kernels.cuda.spans",
     "kitae.kernels.cuda.training",
     "kitae.kernels.exact.cuda",
