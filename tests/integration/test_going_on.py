@@ -564,13 +564,14 @@ def test_given_up_and_killed_before_the_journal_knows(tmp_path: Path, monkeypatc
     journal = Journal(tmp_path / "toy-001" / "journal.sqlite", read_only=True)
     given_up = [group for slot in journal.pending() if slot.oldest == 0 for group in slot.groups]
     journal.close()
-    assert len(given_up) == 1, "given up, and not known"
+    assert given_up, "given up, and not known"  # one; on a busy machine another verdict may be as late
     hurry.touch()
     run = go_on(tmp_path).folder
     check_ledger(run, toy_config(tmp_path, *settings))
     journal = Journal(run / "journal.sqlite", read_only=True)
-    assert [(fate, why) for group, _, fate, why in journal.groups() if group in given_up] == [("skipped", "overdue")]
+    fates = [(fate, why) for group, _, fate, why in journal.groups() if group in given_up]
     journal.close()
+    assert fates == [("skipped", "overdue")] * len(given_up)
 
 
 def test_a_shorter_run_does_not_sample_what_nobody_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
