@@ -22,10 +22,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import asdict, dataclass
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any, Self
 
 IMPORTS = (
@@ -59,6 +60,18 @@ def context() -> ForkServerContext:
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload([*IMPORTS, "harness"])
     return found
+
+
+@contextmanager
+def as_rank(errors: Path) -> Iterator[None]:
+    """In such a process: it talks to others on this machine, and its errors go to a file."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with errors.open("w") as stderr, redirect_stderr(stderr):
+        try:
+            yield
+        except BaseException:
+            traceback.print_exc()
+            raise
 
 
 class Child:

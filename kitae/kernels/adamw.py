@@ -5,13 +5,14 @@ the same way, and the average would stand still. So it is rounded up or down by 
 off: right on average. The chance is a number mixed from place and step, the same on every device and after a resume.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from kitae.kernels.base import AdamWPace, AdamWPart
+from kitae.kernels.base import AdamWPace, AdamWPart, AdamWStep
 
 _BITS = 0xFFFFFFFF
 _PLACE, _STEP = 0x9E3779B1, 0x85EBCA6B
@@ -36,17 +37,23 @@ def rounded(x: Tensor, chance: Tensor) -> Tensor:
     return (bits & -65536).view(torch.float32).bfloat16()
 
 
-def adamw(parts: Sequence[AdamWPart], scale: Tensor, pace: AdamWPace) -> None:
+def one_by_one(update: Callable[[AdamWPart, float, AdamWPace], None]) -> AdamWStep:
+    """A step that knows the scale and goes from weight to weight."""
+
+    @functools.wraps(update)
+    def step(parts: Sequence[AdamWPart], scale: Tensor, pace: AdamWPace) -> None:
+        factor = scale.item()
+        if math.isfinite(factor):
+            for part in parts:
+                update(part, factor, pace)
+
+    return step
+
+
+@one_by_one
+def adamw(part: AdamWPart, factor: float, pace: AdamWPace) -> None:
     """See `kitae.kernels.base.AdamWStep`."""
-    factor = scale.item()
-    if math.isfinite(factor):
-        for part in parts:
-            _adamw(*part, factor, pace)
-
-
-def _adamw(
-    parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, factor: float, pace: AdamWPace
-) -> None:
+    parameter, master, grad, mean, square = part
     grad, (beta1, beta2), (correct1, correct2) = grad * factor, pace.betas, pace.corrections
     m = mean.float().lerp_(grad, 1 - beta1)
     v = square.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)

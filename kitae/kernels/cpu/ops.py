@@ -1,15 +1,13 @@
 """Tensor-level doors to the kernels of `cpu.cpp`. Callers check `available` first and have a plain-torch twin."""
 
 import ctypes
-import math
-from collections.abc import Sequence
 from ctypes import c_float, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kitae.kernels.adamw import salt
+from kitae.kernels.adamw import one_by_one, salt
 from kitae.kernels.base import AdamWPace, AdamWPart, DecodingKernels, GateLimits, SpanTable
 from kitae.kernels.cpu.build import cpu_library
 from kitae.kernels.memory import add_gradient, keep, kept
@@ -238,17 +236,10 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
     return total
 
 
-def adamw(parts: Sequence[AdamWPart], scale: Tensor, pace: AdamWPace) -> None:
+@one_by_one
+def adamw(part: AdamWPart, factor: float, pace: AdamWPace) -> None:
     """See `kitae.kernels.base.AdamWStep`."""
-    factor = scale.item()
-    if math.isfinite(factor):
-        for part in parts:
-            _adamw(*part, factor, pace)
-
-
-def _adamw(
-    parameter: Tensor, master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, factor: float, pace: AdamWPace
-) -> None:
+    parameter, master, grad, mean, square = part
     assert all(t.is_contiguous() for t in (parameter, master, mean, square))
     assert parameter is master or parameter.dtype == torch.bfloat16
     grad = grad.contiguous()

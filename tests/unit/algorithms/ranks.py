@@ -4,9 +4,6 @@ A job has the model's folder, and for each case the algorithm's choices and the 
 carry the weights of the whole batch.
 """
 
-import contextlib
-import os
-import traceback
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from warm_starts import as_rank
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control
@@ -83,10 +81,5 @@ def work(rank: int, job: Job) -> list[tuple[Tensor, Tensor, float]]:
 
 def join(rank: int, job: Job, errors: Path) -> None:
     """In a process of its own, whose errors go to a file."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    with errors.open("w") as stderr, contextlib.redirect_stderr(stderr):
-        try:
-            work(rank, job)
-        except BaseException:
-            traceback.print_exc()
-            raise
+    with as_rank(errors):
+        work(rank, job)

@@ -3,10 +3,7 @@
 They are forked from a process that has the imports done, which take longer than what they compute.
 """
 
-import contextlib
-import os
 import pickle
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -16,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from warm_starts import context
+from warm_starts import as_rank, context
 
 T = TypeVar("T")
 LIMIT = timedelta(minutes=4)  # for one rank to wait for another, on a busy machine
@@ -48,14 +45,9 @@ def _start(rank: int, job: Path, errors: Path) -> BaseProcess:
 
 
 def _join(rank: int, job: Path, errors: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    with errors.open("w") as stderr, contextlib.redirect_stderr(stderr):
-        try:
-            _work(rank, job)
-        except BaseException:
-            traceback.print_exc()
-            raise
+    with as_rank(errors):
+        _work(rank, job)
 
 
 def _work(rank: int, job: Path) -> None:
