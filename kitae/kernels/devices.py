@@ -6,7 +6,7 @@ import importlib.util
 import torch
 
 from kitae.kernels.base import DecodingKernels, TrainingKernels
-from kitae.kernels.cpu import ops
+from kitae.kernels.cpu import amx, ops
 from kitae.kernels.cpu import training as cpu_training
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -26,7 +26,9 @@ def training_kernels(device: torch.device, dtype: torch.dtype) -> TrainingKernel
         return cuda_training.KERNELS
     if not ops.available(device, dtype):
         return None
-    return cpu_training.KERNELS_F32 if dtype == torch.float32 else cpu_training.KERNELS
+    if dtype == torch.float32:
+        return cpu_training.KERNELS_F32
+    return cpu_training.KERNELS_TILES if amx.available() else cpu_training.KERNELS
 
 
 def decoding_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> DecodingKernels | None:

@@ -42,37 +42,55 @@ struct TileRegisters {
     ~TileRegisters() { asm volatile("tilerelease" ::); }
 };
 
-// One block: 16 or 32 rows, 32 columns, of depth `depth` tiles, into block[32][32].
-inline void tile_block(const bf16* left, int64_t left_step, bool both, const bf16* right, int64_t depth, float* block) {
-    TILE_ZERO(0);
-    TILE_ZERO(1);
+// A left operand from some row and column on: numbers to the 16 rows below, and to the tile of the next 32 columns;
+// bytes between its rows.
+struct LeftTiles {
+    const bf16* at;
+    int64_t below, next, row_bytes;
+};
+
+// One block: out = or += 16 or 32 rows times 32 columns, of depth `depth` tiles. Rows of `out` are out_row apart.
+inline void tile_block(LeftTiles left, bool both, const bf16* right, int64_t depth, float* out, int64_t out_row,
+                       bool add = false) {
+    float* lower = out + 16 * out_row;
+    if (add) {
+        TILE_LOAD(0, out, out_row * 4);
+        TILE_LOAD(1, out + 16, out_row * 4);
+    } else {
+        TILE_ZERO(0);
+        TILE_ZERO(1);
+    }
     if (both) {
-        const bf16* lower = left + left_step;
-        TILE_ZERO(2);
-        TILE_ZERO(3);
+        if (add) {
+            TILE_LOAD(2, lower, out_row * 4);
+            TILE_LOAD(3, lower + 16, out_row * 4);
+        } else {
+            TILE_ZERO(2);
+            TILE_ZERO(3);
+        }
         for (int64_t k = 0; k < depth; k++) {
             TILE_LOAD(6, right + k * 2 * TILE, 64);
-            TILE_LOAD(4, left + k * TILE, 64);
+            TILE_LOAD(4, left.at + k * left.next, left.row_bytes);
             TILE_LOAD(7, right + (k * 2 + 1) * TILE, 64);
-            TILE_LOAD(5, lower + k * TILE, 64);
+            TILE_LOAD(5, left.at + left.below + k * left.next, left.row_bytes);
             TILE_PRODUCT(0, 4, 6);
             TILE_PRODUCT(1, 4, 7);
             TILE_PRODUCT(2, 5, 6);
             TILE_PRODUCT(3, 5, 7);
         }
-        TILE_STORE(2, block + 16 * 32, 128);
-        TILE_STORE(3, block + 16 * 32 + 16, 128);
+        TILE_STORE(2, lower, out_row * 4);
+        TILE_STORE(3, lower + 16, out_row * 4);
     } else {
         for (int64_t k = 0; k < depth; k++) {
-            TILE_LOAD(4, left + k * TILE, 64);
+            TILE_LOAD(4, left.at + k * left.next, left.row_bytes);
             TILE_LOAD(6, right + k * 2 * TILE, 64);
             TILE_LOAD(7, right + (k * 2 + 1) * TILE, 64);
             TILE_PRODUCT(0, 4, 6);
             TILE_PRODUCT(1, 4, 7);
         }
     }
-    TILE_STORE(0, block, 128);
-    TILE_STORE(1, block + 16, 128);
+    TILE_STORE(0, out, out_row * 4);
+    TILE_STORE(1, out + 16, out_row * 4);
 }
 
 inline __m256i round16(vec x) { return (__m256i)_mm512_cvtneps_pbh((__m512)x); }
@@ -104,7 +122,7 @@ struct Tiles {
             for (int64_t row = first; row < end; row += 32)
                 for (int64_t panel = begin; panel < after; panel++) {
                     const bf16 *upper = left.base + row / 16 * step, *weights = right + panel * depth * 2 * TILE;
-                    tile_block(upper, step, end - row > 16, weights, depth, block);
+                    tile_block({upper, step, TILE, 64}, end - row > 16, weights, depth, block, 32);
                     put(block, row, std::min<int64_t>(32, end - row), panel * 32, std::min<int64_t>(32, N - panel * 32));
                 }
         }
@@ -137,6 +155,18 @@ inline __m512i pair_rows(const bf16* rows, int64_t stride, int64_t left) {
     return _mm512_or_si512(row(0), _mm512_slli_epi32(row(1), 16));
 }
 
+// Of rows x [32, 16], of which there are `left`: a tile of a right operand whose summed dimension are the rows, and one of
+// a left operand, the other way round.
+inline void pair_tile(const bf16* x, int64_t stride, int64_t left, bf16* tile) {
+    for (int64_t p = 0; p < 16; p++)
+        _mm512_storeu_si512(tile + p * 32, pair_rows(x + p * 2 * stride, stride, left - p * 2));
+}
+inline void turned_tile(const bf16* x, int64_t stride, int64_t left, bf16* tile) {
+    alignas(64) bf16 pairs[TILE];
+    pair_tile(x, stride, left, pairs);
+    transpose(pairs, 64, 16, tile, 64);
+}
+
 // A part of the gradient of a weight: total [N, K] += dy [M, N] transposed times x [M, K], in slabs that stay in the
 // cache. `left` and `right` are room for SLAB_ROWS x SLAB_DEPTH and K x SLAB_DEPTH numbers.
 constexpr int64_t SLAB_ROWS = 2048, SLAB_DEPTH = 1024, SLAB_COLUMNS = 576;
@@ -148,63 +178,149 @@ void add_outer(const bf16* dy, int64_t dy_stride, const bf16* x, int64_t x_strid
 #pragma omp for schedule(static)
         for (int64_t t = 0; t < K / 16 * depth; t++) {
             const int64_t column = t / depth, k = t % depth;
-            bf16* tile = right + (column / 2 * depth * 2 + k * 2 + column % 2) * TILE;
-            for (int64_t p = 0; p < 16; p++) {
-                const int64_t m = k * 32 + p * 2;
-                _mm512_storeu_si512(tile + p * 32, pair_rows(x + (m0 + m) * x_stride + column * 16, x_stride, rows - m));
-            }
+            pair_tile(x + (m0 + k * 32) * x_stride + column * 16, x_stride, rows - k * 32,
+                      right + (column / 2 * depth * 2 + k * 2 + column % 2) * TILE);
         }
         for (int64_t n0 = 0; n0 < N; n0 += SLAB_ROWS) {
             const int64_t height = std::min(SLAB_ROWS, N - n0);
 #pragma omp for schedule(static)
             for (int64_t t = 0; t < height / 16 * depth; t++) {
                 const int64_t row = t / depth, k = t % depth;
-                alignas(64) bf16 pairs[TILE];
-                for (int64_t p = 0; p < 16; p++) {
-                    const int64_t m = k * 32 + p * 2;
-                    const bf16* from = dy + (m0 + m) * dy_stride + n0 + row * 16;
-                    _mm512_store_si512(pairs + p * 32, pair_rows(from, dy_stride, rows - m));
-                }
-                transpose(pairs, 64, 16, left + (row * depth + k) * TILE, 64);
+                turned_tile(dy + (m0 + k * 32) * dy_stride + n0 + row * 16, dy_stride, rows - k * 32,
+                            left + (row * depth + k) * TILE);
             }
             const int64_t blocks = tiles(height, 32), groups = tiles(K, SLAB_COLUMNS);
 #pragma omp for schedule(dynamic, 1)
             for (int64_t job = 0; job < blocks * groups; job++)
                 for (int64_t k = job / blocks * SLAB_COLUMNS; k < std::min(K, (job / blocks + 1) * SLAB_COLUMNS); k += 32) {
                     const int64_t n = job % blocks * 32;
-                    const bf16 *a = left + n / 16 * depth * TILE, *b = right + k / 32 * depth * 2 * TILE;
-                    float* target = total + (n0 + n) * K + k;
-                    const bool both = height - n > 16;
-                    TILE_LOAD(0, target, K * 4);
-                    TILE_LOAD(1, target + 16, K * 4);
-                    if (both) {
-                        TILE_LOAD(2, target + 16 * K, K * 4);
-                        TILE_LOAD(3, target + 16 * K + 16, K * 4);
-                    }
-                    for (int64_t i = 0; i < depth; i++) {
-                        TILE_LOAD(6, b + i * 2 * TILE, 64);
-                        TILE_LOAD(4, a + i * TILE, 64);
-                        TILE_LOAD(7, b + (i * 2 + 1) * TILE, 64);
-                        TILE_PRODUCT(0, 4, 6);
-                        TILE_PRODUCT(1, 4, 7);
-                        if (both) {
-                            TILE_LOAD(5, a + (depth + i) * TILE, 64);
-                            TILE_PRODUCT(2, 5, 6);
-                            TILE_PRODUCT(3, 5, 7);
-                        }
-                    }
-                    TILE_STORE(0, target, K * 4);
-                    TILE_STORE(1, target + 16, K * 4);
-                    if (both) {
-                        TILE_STORE(2, target + 16 * K, K * 4);
-                        TILE_STORE(3, target + 16 * K + 16, K * 4);
-                    }
+                    tile_block({left + n / 16 * depth * TILE, depth * TILE, TILE, 64}, height - n > 16,
+                               right + k / 32 * depth * 2 * TILE, depth, total + (n0 + n) * K + k, K, true);
                 }
         }
     }
 }
 
 }  // namespace
+
+namespace spans {
+
+// See `Floats`. Everything is filled up with zeros to whole blocks of 32 rows and 32 columns. What is summed over rows of a
+// block is collected the other way round, [dim, keys]: so the smaller operand is the one to be turned.
+class OnTiles {
+  public:
+    typedef bf16 T;
+    static constexpr int64_t ROWS = 96, STEP = 32;
+    std::vector<bf16> queries, grads;
+
+    OnTiles(const Shape& shape, int64_t most, int64_t longest, bool learns)
+        : queries(most * shape.dim), grads(learns ? most * shape.dim : 0), registers(16), dim(shape.dim), deep(dim / 32),
+          learns(learns), rows(longest * dim), keys(learns ? longest * dim : 0), keys_t(longest * dim),
+          values(longest * dim), values_t(learns ? longest * dim : 0), left(most * (longest + 32)),
+          pairs(learns ? most * longest : 0) {
+        for (int j = 0; learns && j < 2; j++) {
+            turned[j].resize(most * dim);
+            sums[j].resize(longest * dim);
+        }
+        if (learns) given.resize(longest * dim);
+    }
+
+    void begin(const Rows<bf16>& k, const Rows<bf16>& v, const Span& span, int64_t g) {
+        wide = padded(span.keys(), STEP);
+        gather(k, span, g);
+        turn(keys_t);
+        if (learns) pair(rows.data(), dim, wide, dim, keys.data());
+        gather(v, span, g);
+        pair(rows.data(), dim, wide, dim, values.data());
+        if (learns) turn(values_t);
+        for (auto& sum : sums) std::fill(sum.begin(), sum.begin() + (learns ? dim * wide : 0), 0.0f);
+    }
+    void ready(const Block& b) {
+        height = padded(b.rows, STEP);
+        std::fill(queries.begin() + b.rows * dim, queries.begin() + height * dim, (bf16)0);
+        if (!learns) return;
+        std::fill(grads.begin() + b.rows * dim, grads.begin() + height * dim, (bf16)0);
+        for (int j = 0; j < 2; j++)
+            for (int64_t d = 0; d < dim; d += 16)
+                for (int64_t r = 0; r < height; r += 32)
+                    turned_tile((j ? grads : queries).data() + r * dim + d, dim, 32,
+                                turned[j].data() + (d / 16 * (height / 32) + r / 32) * TILE);
+    }
+    void score(const Block& b, float* scores) { against(b, queries, keys_t, scores); }
+    void score_gradients(const Block& b, float* scores) { against(b, grads, values_t, scores); }
+    void mix(const Block& b, const float* scores, float* out) { weigh(b, scores, values, out); }
+    void pull(const Block& b, const float* scores, float* out) { weigh(b, scores, keys, out); }
+    void collect(const Block& b, const float* probs, const float*) {
+        give(b, 0);  // `pull` has rounded the gradients of scores
+        round(b, probs);
+        give(b, 1);
+    }
+    const float* collected(int64_t n, int which) {
+        for (int64_t s = 0; s < n; s += 16)
+            for (int64_t d = 0; d < dim; d += 16)
+                transpose(sums[which].data() + d * wide + s, wide * 4, 16, given.data() + s * dim + d, dim * 4);
+        return given.data();
+    }
+
+  private:
+    TileRegisters registers;
+    int64_t dim, deep, wide = 0, height = 0;
+    bool learns;
+    std::vector<bf16> rows, keys, keys_t, values, values_t, turned[2], left, pairs;
+    std::vector<float> sums[2], given;
+
+    static constexpr int64_t between(const Block& b) { return b.width + 32; }  // rows of `left`: not in one set of the cache
+
+    void gather(const Rows<bf16>& x, const Span& span, int64_t g) {
+        take_keys(x, span, g, dim, rows.data());
+        std::fill(rows.begin() + span.keys() * dim, rows.begin() + wide * dim, (bf16)0);
+    }
+    // Keys as columns of a right operand.
+    void turn(std::vector<bf16>& to) {
+        for (int64_t s = 0; s < wide; s += 16)
+            for (int64_t k = 0; k < deep; k++)
+                transpose(rows.data() + s * dim + k * 32, dim * 2, 16, to.data() + ((s / 32 * deep + k) * 2 + s / 16 % 2) * TILE, 64);
+    }
+    // Rows [n, width] as the summed dimension of one.
+    static void pair(const bf16* x, int64_t stride, int64_t n, int64_t width, bf16* to) {
+        for (int64_t c = 0; c < width; c += 16)
+            for (int64_t k = 0; k < n; k += 32)
+                pair_tile(x + k * stride + c, stride, 32, to + ((c / 32 * (n / 32) + k / 32) * 2 + c / 16 % 2) * TILE);
+    }
+    // `panel`: numbers between panels of the right operand.
+    static void product(LeftTiles a, int64_t M, int64_t N, int64_t depth, const bf16* b, int64_t panel, float* out,
+                        int64_t out_row, bool add = false) {
+        for (int64_t n = 0; n < N; n += 32)
+            for (int64_t m = 0; m < M; m += 32)
+                tile_block({a.at + m / 16 * a.below, a.below, a.next, a.row_bytes}, true, b + n / 32 * panel, depth,
+                           out + m * out_row + n, out_row, add);
+    }
+    void against(const Block& b, const std::vector<bf16>& x, const std::vector<bf16>& columns, float* scores) {
+        const int64_t panel = deep * 2 * TILE;
+        product({x.data(), 16 * dim, 32, dim * 2}, height, b.width, deep, columns.data() + b.begin / 32 * panel, panel,
+                scores, b.width);
+    }
+    void round(const Block& b, const float* scores) {
+        for (int64_t r = 0; r < height; r++)
+            for (int64_t s = 0; s < b.width; s += 16)
+                _mm256_storeu_si256((__m256i*)(left.data() + r * between(b) + s),
+                                    r < b.rows ? round16(load16(scores + r * b.width + s)) : _mm256_setzero_si256());
+    }
+    void weigh(const Block& b, const float* scores, const std::vector<bf16>& right, float* out) {
+        round(b, scores);
+        product({left.data(), 16 * between(b), 32, between(b) * 2}, height, dim, b.width / 32,
+                right.data() + b.begin / 32 * 2 * TILE, wide / 32 * 2 * TILE, out, dim);
+    }
+    // The rounded scores, or their gradients, times what they belong to.
+    void give(const Block& b, int which) {
+        const int64_t depth = height / 32;
+        pair(left.data(), between(b), height, b.width, pairs.data());
+        product({turned[which].data(), depth * TILE, TILE, 64}, dim, b.width, depth, pairs.data(), depth * 2 * TILE,
+                sums[which].data() + b.begin, wide, true);
+    }
+};
+
+}  // namespace spans
 
 extern "C" {
 
@@ -221,6 +337,7 @@ void amx_add_outer(const bf16* dy, int64_t dy_stride, const bf16* x, int64_t x_s
 }
 
 EXPORT_DECODER(bf16, Tiles)
+EXPORT_SPANS(bf16, spans::OnTiles)
 }
 
 #else

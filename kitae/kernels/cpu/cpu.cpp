@@ -605,6 +605,8 @@ void softmax_backward(const T* probs, T* dprobs, const float* delta, float scale
 
 #include "decoder.h"
 
+#include "spans.h"
+
 #include "amx.h"
 
 #define EXPORT(SUFFIX, T)                                                                                               \
@@ -758,5 +760,3 @@ extern "C" {
 EXPORT_EXACT(f32, float)
 EXPORT_EXACT(bf16, bf16)
 }
-
-#include "spans.h"

@@ -325,9 +325,9 @@ def attend_spans(
     """See `kitae.kernels.base.AttendSpans`; without softcap and sinks."""
     assert softcap is None and sinks is None
     q, k, v = (_by_rows(t) for t in (q, k, v))
-    out, lse = torch.empty(q.shape), torch.empty(q.shape[:2])
+    out, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:2], dtype=torch.float32)
     _call(
-        "attend_spans",
+        f"attend_spans_{_SUFFIX[q.dtype]}",
         *(c_void_p(t.data_ptr()) for t in (q, k, v, out, lse, spans.bounds)),
         ctypes.byref(_strides(q, k, v, out)),
         *(c_int64(n) for n in (len(spans.bounds), q.shape[1], k.shape[1], q.shape[2])),
@@ -355,9 +355,9 @@ def attend_spans_backward(
     assert softcap is None and sinks is None
     q, k, v, grad = (_by_rows(t) for t in (q, k, v, grad))
     heads = [t.shape[1] for t in (q, k, v)]
-    dq, dk, dv = torch.split(torch.empty(len(q), sum(heads), q.shape[2]), heads, 1)
+    dq, dk, dv = torch.split(torch.empty(len(q), sum(heads), q.shape[2], dtype=q.dtype), heads, 1)
     _call(
-        "attend_spans_backward",
+        f"attend_spans_backward_{_SUFFIX[q.dtype]}",
         *(c_void_p(t.data_ptr()) for t in (q, k, v, out, grad, lse, dq, dk, dv, spans.bounds)),
         ctypes.byref(_strides(q, k, v, out, grad, dq, dk, dv)),
         *(c_int64(n) for n in (len(spans.bounds), *heads[:2], q.shape[2])),
@@ -369,7 +369,6 @@ def attend_spans_backward(
 
 def _by_rows(x: Tensor) -> Tensor:
     """Any strides but the last, which is 1."""
-    assert x.dtype == torch.float32
     return x if x.stride(2) == 1 else x.contiguous()
 
 

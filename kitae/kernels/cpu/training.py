@@ -197,8 +197,12 @@ KERNELS = TrainingKernels(
     adamw=ops.adamw,
     softmax=SoftmaxKernels(forward=ops.causal_softmax, backward=ops.softmax_backward),
 )
-# In bfloat16 the products of torch are faster where there are tiles, and elsewhere nobody asks for it.
 KERNELS_F32 = replace(
     KERNELS,
     spans=SpanKernels(forward=ops.attend_spans, backward=ops.attend_spans_backward, sizes=range(16, 4097, 16)),
+)
+# For bfloat16 where there are tile registers.
+KERNELS_TILES = replace(
+    KERNELS,
+    spans=SpanKernels(forward=ops.attend_spans, backward=ops.attend_spans_backward, sizes=range(32, 4097, 32)),
 )

@@ -25,7 +25,7 @@ def has_avx512() -> bool:
 @pytest.mark.skipif(not has_avx512(), reason="no AVX-512")
 def test_tests_of_tiles_pass_with_emulated_ones(tmp_path: Path) -> None:
     files = [HERE / f"test_{name}.py" for name in ("amx", "packed", "cpu_training", "cpu_experts")]
-    files.append(HERE.parent / "engines" / "test_packed_decoder.py")
+    files += [HERE.parent / name for name in ("engines/test_packed_decoder.py", "trainer/test_kernels_of_a_step.py")]
     environment = os.environ | {"CXX": str(HERE / "emulated" / "amx_compiler.py"), "KITAE_CACHE": str(tmp_path)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", *map(str, files)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""A step through compiled kernels in fp32 against the same step in plain torch: attention of spans, and all of it."""
+"""A step through compiled kernels against the same step in plain torch: attention of spans, and, in fp32, all of it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from workers import column_of, forward_backward, make_worker, weighted
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.data.packing import Span
-from kitae.kernels.cpu import ops
+from kitae.kernels.cpu import amx, ops
 from kitae.kernels.cpu.build import cpu_library
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
@@ -57,7 +57,7 @@ def attended(
         q, k, v = (t.contiguous() for t in (q, k, v))
     context = PackedAttention(row, torch.device("cpu"), heads[0], **choice)
     out = context.attend(0, q, k, v, scale=x.shape[2] ** -0.5, window=window, softcap=None, sinks=None)
-    (out * torch.linspace(-1, 1, out.numel()).sin().view_as(out)).sum().backward()
+    (out.float() * torch.linspace(-1, 1, out.numel()).sin().view_as(out)).sum().backward()
     assert x.grad is not None
     return out.detach(), x.grad
 
@@ -77,24 +77,60 @@ def test_attention_is_that_of_plain_torch(
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
-def test_large_scores_stay_numbers() -> None:
+@pytest.mark.skipif(not amx.available(), reason="no AMX")
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(("heads", "dim"), [((9, 3), 64), ((4, 4), 32), ((8, 1), 96), ((2, 1), 256), ((12, 2), 128)])
+@pytest.mark.parametrize("window", [None, 1, 20])
+@pytest.mark.parametrize("head_major", [False, True])
+def test_attention_on_tiles_is_as_near_to_fp32_as_that_of_plain_torch(
+    name: str, heads: tuple[int, int], dim: int, window: int | None, head_major: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, tokens = ROWS[name]
+    x = torch.randn(tokens, heads[0] + 2 * heads[1], dim, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = attended(row, heads, x.float(), window=window, fused=False)
+    got = attended(row, heads, x, window=window, head_major=head_major)
+    monkeypatch.setattr(ops, "available", lambda *_: False)
+    plain = attended(row, heads, x, window=window)
+    for a, b, c in zip(got, plain, exact, strict=True):
+        assert (a.float() - c).norm() <= 1.05 * (b.float() - c).norm()
+
+
+def test_keys_that_a_row_does_not_see_need_be_no_numbers() -> None:
+    """Also the last of sixteen that are computed together."""
+    row, tokens = ROWS["no prompts"]
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(tokens, 15, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        expected = attended(row, (9, 3), x, window=None)
+        x[20, 9:12] = torch.nan  # keys in the middle of the first span
+        found = attended(row, (9, 3), x, window=None)[0]
+        assert torch.equal(found[:20], expected[0][:20]) and torch.equal(found[33:], expected[0][33:])
+        assert found[20:33].isnan().all()
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@DTYPES
+def test_large_scores_stay_numbers(dtype: torch.dtype) -> None:
     row, tokens = ROWS["shared prompts"]
-    x = 300 * torch.randn(tokens, 15, 64, generator=torch.Generator().manual_seed(0))
+    x = (300 * torch.randn(tokens, 15, 64, generator=torch.Generator().manual_seed(0))).to(dtype)
     out, grad = attended(row, (9, 3), x, window=None)
     assert grad.isfinite().all() and out.abs().max() <= x[:, 12:].abs().max() * (1 + 1e-5)
 
 
-def test_gradients_of_what_is_no_number_are_none() -> None:
+@DTYPES
+def test_gradients_of_what_is_no_number_are_none(dtype: torch.dtype) -> None:
     row, tokens = ROWS["shared prompts"]
-    x = torch.randn(tokens, 15, 64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(tokens, 15, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     x[60, 4, 7] = torch.nan  # a query of the second of three key heads
     for grad in attended(row, (9, 3), x, window=None)[1].split([9, 3, 3], 1):
         assert grad.isnan().any()
 
 
-def test_bits_do_not_depend_on_threads() -> None:
+@DTYPES
+def test_bits_do_not_depend_on_threads(dtype: torch.dtype) -> None:
     row, tokens = ROWS["shared prompts"]
-    x = torch.randn(tokens, 15, 64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(tokens, 15, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     found = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
