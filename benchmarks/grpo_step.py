@@ -24,6 +24,7 @@ from kitae.data.chat import Chat
 from kitae.engines.base import Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
+from kitae.kernels.threads import dismiss_team
 from kitae.models.config import ModelConfig
 from kitae.models.load import find_model, load_policy
 from kitae.observe.progress import peak_memory_gb
@@ -82,6 +83,7 @@ def kitae_steps(
             forward_backward(worker, prepared(groups, tokens))
             trained = time.perf_counter()
             worker.optim_step()
+            dismiss_team()  # as the trainer's thread does
             await engine.update_weights(WeightUpdate(step + 1))
             await engine.resume()
             ended = time.perf_counter()

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from kitae.data.packing import with_experts
+from kitae.kernels.threads import dismiss_team
 from kitae.observe.meter import Kind, Totals
 from kitae.trainer.base import THREADS, Batch, Column, OutsideTeacher
 from kitae.trainer.forward import pack_rows, split_rows
@@ -41,6 +42,7 @@ class LocalTrainer:
         return self.worker.updates
 
     async def start(self) -> None:
+        dismiss_team()  # of the thread that has made the model
         if self._teacher is not None:
             await self._teacher.start()
 
@@ -144,4 +146,10 @@ class LocalTrainer:
         return await asyncio.shield(reading)
 
     async def _run(self, executor: Executor, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(executor, work)
+        def alone() -> T:
+            try:
+                return work()
+            finally:
+                dismiss_team()
+
+        return await asyncio.get_running_loop().run_in_executor(executor, alone)

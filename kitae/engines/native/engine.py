@@ -26,6 +26,7 @@ from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Scheduler
 from kitae.errors import EngineError, RequestError
 from kitae.kernels.memory import return_freed_memory
+from kitae.kernels.threads import dismiss_team
 from kitae.models.policy import Policy
 from kitae.models.routing import RouterShape
 from kitae.types import ExpertArray, FinishReason
@@ -81,6 +82,7 @@ class NativeEngine:
         self._closed = False
         self._failure: Exception | None = None
         self._threads = torch.get_num_threads()
+        dismiss_team()  # of the thread that has made the model
         self._thread = threading.Thread(target=self._run, name="kitae-engine", daemon=True)
         self._thread.start()
 
@@ -214,6 +216,8 @@ class NativeEngine:
             elif longest is None:
                 longest = time.monotonic() + _LONGEST_BURST * self.runner.linger
             waits = lingers and (longest is None or time.monotonic() < longest)
+            if nothing_to_do:
+                dismiss_team()
             try:
                 command = self._commands.get(nothing_to_do or waits, None if nothing_to_do else self.runner.linger)
             except queue.Empty:
