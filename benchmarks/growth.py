@@ -199,7 +199,7 @@ def prepare(rollouts: int, tokens: int) -> float:
     groups = [Group(g, prompt, tuple(_rollout(g, i, tokens) for i in range(GROUP))) for g in range(rollouts // GROUP)]
     training = TrainingConfig(token_budget=4 * tokens)
     began = time.perf_counter()
-    parts, _ = pack_rows(prepared(groups, tokens), training, torch.device("cpu"))
+    parts, _ = pack_rows(prepared(groups, tokens), training, torch.device("cpu"), torch.float32)
     seconds = time.perf_counter() - began
     assert sum(map(len, parts)) == rollouts
     return seconds

@@ -78,7 +78,7 @@ def around(worker: Worker, samples: tuple[Sample, ...], share: float, folder: Pa
 def step(worker: Worker, samples: tuple[Sample, ...], share: float, folder: Path) -> None:
     """What a trainer does for one update, and what follows for the records."""
     observed = TokenChoice(share, 65536, seed=0).among(1, samples)
-    rows = pack_rows(samples, worker.training, worker.policy.device, observed=observed)[1]
+    rows = pack_rows(samples, worker.training, worker.policy.device, worker.policy.dtype, observed=observed)[1]
     totals = worker.forward_backward(rows, Conditions(1), [Role.POLICY])
     TokenFiles(folder, 256, print).write(1, with_samples(totals.tokens, samples))
 

@@ -33,13 +33,13 @@ def weighted(samples: Sequence[Sample], max_tokens: int) -> tuple[Sample, ...]:
 
 def forward_backward(worker: Worker, samples: Sequence[Sample]) -> dict[str, float]:
     """With packing, and the metrics, which wait for the device."""
-    _, rows = pack_rows(samples, worker.training, worker.policy.device)
+    _, rows = pack_rows(samples, worker.training, worker.policy.device, worker.policy.dtype)
     return worker.forward_backward(rows, Conditions(), [Role.POLICY]).numbers()
 
 
 def log_probs(worker: Worker, samples: Sequence[Sample]) -> list[FloatArray]:
     """Of the loss tokens of each sample."""
-    parts, rows = pack_rows(samples, worker.training, worker.policy.device)
+    parts, rows = pack_rows(samples, worker.training, worker.policy.device, worker.policy.dtype)
     values = worker.annotate(rows, [Column.OLD])[Column.OLD]
     found = {
         s.key: own_N

@@ -1,8 +1,8 @@
 """Threads of OpenMP, which compute in parallel on a CPU.
 
 Each thread of ours that computes gets a team of its own, and keeps it. While there are more of them than cores, those
-of all teams sleep between any two kernels, also where only one team works: waking them up took a seventh of a training step
-on two cores. So who is going to wait for others dismisses its team first; the next kernel makes another, in some 50 µs.
+of all teams sleep between any two kernels, also where only one team works: waking them up took a seventh of a training
+step on two cores. So who is going to wait for others dismisses its team first; the next kernel makes another.
 """
 
 import ctypes

@@ -87,7 +87,7 @@ def estimate(config: RLConfig) -> Estimate:
     models = other_models(config, model.parameters, dtype.itemsize)
     passes = t.epochs * (2 if "critic" in models else 1) + len(models) / 3
     trained = trained_parameters(config, model)
-    row = min(token_budget(t, device), full)
+    row = min(token_budget(t, device, dtype), full)
     updates = t.epochs * t.minibatches
     training = Range(
         machine.train(half, passes, row).low + updates * machine.update(trained),

@@ -80,7 +80,7 @@ def footprint(
     parts, free = hold(config, model, device, dtype, tokens), room(device)
     chosen: dict[str, str] = {}
     least = sum(parts.values())
-    for name, value in _savings(config, device) if least > free else ():
+    for name, value in _savings(config, device, dtype) if least > free else ():
         settings = {**chosen, name: value}
         try:
             changed = override_config(config, _as_overrides(settings))
@@ -104,7 +104,7 @@ def hold(
     """Bytes by what they hold."""
     t, size = config.training, dtype.itemsize
     trained = trained_parameters(config, model)
-    row = min(tokens, max(token_budget(t, device), _PROMPT + config.sampling.max_tokens))
+    row = min(tokens, max(token_budget(t, device, dtype), _PROMPT + config.sampling.max_tokens))
     passing = row * _kept(config, model, device, size) + _logits(config, model, device, size, row)
     gradients = 4.0 * trained
     parts = {
@@ -246,12 +246,12 @@ def _cache(config: RLConfig, model: ModelShape, device: "torch.device", size: in
     return min(limit, of_token * together * (config.sampling.max_tokens + e.page_size))
 
 
-def _savings(config: RLConfig, device: "torch.device") -> Iterator[tuple[str, str]]:
+def _savings(config: RLConfig, device: "torch.device", dtype: "torch.dtype") -> Iterator[tuple[str, str]]:
     """Settings that need less, those that change least first."""
     if config.engine.memory_gb > 1:
         yield "engine.memory_gb", "1"
     yield "training.moments", "bfloat16"
-    budget = token_budget(config.training, device)
+    budget = token_budget(config.training, device, dtype)
     while budget > (512 if device.type == "cpu" else 1024):
         budget //= 2
         yield "training.token_budget", str(budget)

@@ -22,7 +22,9 @@ class LearningConfig(Section):
     )
     clip_norm: float = Field(1.0, gt=0, description="Largest gradient norm.")
     token_budget: int = Field(
-        0, ge=0, description="Most tokens in a packed micro-batch; 0: 1,024 on a CPU, 8,192 on a GPU."
+        0,
+        ge=0,
+        description="Most tokens in a packed micro-batch; 0: 8,192 on a GPU, on a CPU 1,024, in bfloat16 2,048.",
     )
     logit_chunk: int = Field(
         0,

@@ -56,9 +56,10 @@ class MicroBatch:
         )
 
 
-def token_budget(config: LearningConfig, device: torch.device) -> int:
-    """Most tokens of a row. CPUs gain nothing from larger ones, and activations take as much as all weights."""
-    return config.token_budget or (1024 if device.type == "cpu" else 8192)
+def token_budget(config: LearningConfig, device: torch.device, dtype: torch.dtype) -> int:
+    """Most tokens of a row. On CPUs activations soon take as much as all weights; in half precision they take half, and
+    products are so fast that gradients of weights, which each row reads and writes, cost as much as they do."""
+    return config.token_budget or (8192 if device.type != "cpu" else 1024 if dtype == torch.float32 else 2048)
 
 
 def logit_chunk(config: LearningConfig, device: torch.device) -> int:
@@ -70,10 +71,11 @@ def pack_rows(
     samples: Sequence[Sample],
     config: LearningConfig,
     device: torch.device,
+    dtype: torch.dtype,
     observed: Collection[SampleKey] = (),
 ) -> tuple[list[list[Sample]], list[Row]]:
     """The samples of each row, and the rows."""
-    parts = pack(samples, token_budget(config, device), config.share_prompts)
+    parts = pack(samples, token_budget(config, device, dtype), config.share_prompts)
     return parts, [lay_out(part, config.share_prompts, observed) for part in parts]
 
 

@@ -59,7 +59,7 @@ class LocalTrainer:
         return [s.with_columns(**{Column.TEACHER.value: s.spread(logp_N)}) for s, logp_N in pairs]
 
     def _annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
-        parts, rows = pack_rows(samples, self.worker.training, self.worker.policy.device)
+        parts, rows = pack_rows(samples, self.worker.training, self.worker.policy.device, self.worker.policy.dtype)
         found = self.worker.annotate(rows, columns)
         annotated = {s.key: s for s in samples}
         for part, experts_TLK in zip(parts, found.pop(Column.EXPERTS, []), strict=False):
@@ -77,7 +77,8 @@ class LocalTrainer:
 
     def _forward_backward(self, batch: Batch) -> Totals:
         worker = self.worker
-        _, rows = pack_rows(batch.samples, worker.training, worker.policy.device, observed=batch.observed)
+        policy = worker.policy
+        _, rows = pack_rows(batch.samples, worker.training, policy.device, policy.dtype, observed=batch.observed)
         return worker.forward_backward(rows, batch.conditions, batch.roles)
 
     def _lost_teachers(self) -> Totals:

@@ -147,7 +147,9 @@ class Rank:
         }
 
     def facts(self) -> Header:
-        return {"device": self.worker.policy.device.type, "updates": self.worker.updates}
+        policy = self.worker.policy
+        dtype = str(policy.dtype).removeprefix("torch.")
+        return {"device": policy.device.type, "dtype": dtype, "updates": self.worker.updates}
 
     def answer(self, frame: Frame) -> Reply:
         """In a thread."""

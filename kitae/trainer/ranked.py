@@ -195,8 +195,9 @@ class RankedTrainer:
 
     def _pack(self, samples: Sequence[Sample]) -> list[list[Sample]]:
         """The samples of each row; as many rows as there are ranks with their own, or a multiple of that."""
-        t, device = self._config.training, torch.device(self._links[0].greeting["device"])
-        return pack(samples, token_budget(t, device), t.share_prompts, multiple=self._data)
+        t, greeting = self._config.training, self._links[0].greeting
+        device, dtype = torch.device(greeting["device"]), getattr(torch, greeting["dtype"])
+        return pack(samples, token_budget(t, device, dtype), t.share_prompts, multiple=self._data)
 
     async def _on_rows(
         self, op: str, rows: Sequence[Sequence[Sample]], observed: Collection[SampleKey] = (), **fields: Any

@@ -16,7 +16,7 @@ import torch
 from kitae.data.packing import Row, lay_out
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
-from kitae.models.load import pick_device
+from kitae.models.load import pick_device, pick_dtype
 from kitae.models.policy import Policy
 from kitae.processes.model import ModelProcess
 from kitae.processes.worker import WorkerDied
@@ -53,6 +53,7 @@ class TeacherProcess:
         config = beside(model, path, device)
         self._path, self._training, self._note = path, training, note
         self._device = pick_device(config.device)
+        self._dtype = pick_dtype(config.dtype, self._device)
         self._given = threads
         self.threads = threads or torch.get_num_threads()
         self.takes_turns = self._device.type == "cpu" and student.device.type == "cpu"
@@ -85,7 +86,7 @@ class TeacherProcess:
             raise ModelError(f"method.teacher {self._path!r}: {error}") from None
 
     async def score(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        parts, rows = await asyncio.to_thread(pack_rows, samples, self._training, self._device)
+        parts, rows = await asyncio.to_thread(pack_rows, samples, self._training, self._device, self._dtype)
         found = split_rows(parts, [await self._score(row) for row in rows])
         return [found[s.key] for s in samples]
 

@@ -49,7 +49,7 @@ def gradient(policy: Policy, samples: list[Sample], choices: dict[str, Any], **t
     algorithm, config = AlgorithmConfig.model_validate(choices), TrainingConfig(**training)
     worker = reinforced(policy, config, algorithm, max_tokens=64, temperature=0.8)
     policy.model.zero_grad(set_to_none=True)
-    _, rows = pack_rows(samples, config, policy.device)
+    _, rows = pack_rows(samples, config, policy.device, policy.dtype)
     conditions = Conditions(3, Control(algorithm).coefficients)
     metrics = worker.forward_backward(rows, conditions, [Role.POLICY]).numbers()
     parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.model.parameters()]

@@ -471,7 +471,7 @@ def test_07_the_trainer_hands_out_gradients_of_the_policy_only(policy: Policy, e
     trained = Trained(PolicyGradient(policy, training, 0.8, Spy(algorithm, 64)), training, Alone(), total_updates=1)
     without = [replace(s, columns={k: v for k, v in s.columns.items() if k != "logp_old"}) for s in samples]
     for batch in (samples, without):  # one update: π_old is π_θ, detached
-        _, rows = pack_rows(objective.weighted(as_candidates(batch)), training, policy.device)
+        _, rows = pack_rows(objective.weighted(as_candidates(batch)), training, policy.device, policy.dtype)
         trained.forward_backward(rows, Conditions(coefficients=objective.control.coefficients))
     policy.model.zero_grad(set_to_none=True)
     assert len(seen) == 2

@@ -137,7 +137,7 @@ def test_gradients_are_those_of_the_plain_model(architecture: str, tiny_policy: 
         policy = tiny_policy(architecture, exact=exact)
         training = TrainingConfig(token_budget=120)
         trained = Trained(_Objective(policy, training, TEMPERATURE), training, Alone(), total_updates=1)
-        trained.forward_backward(pack_rows(samples, training, policy.device)[1], Conditions())
+        trained.forward_backward(pack_rows(samples, training, policy.device, policy.dtype)[1], Conditions())
         grads.append({n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys() and len(grads[0]) > 10
     for name, grad in grads[0].items():

@@ -204,7 +204,8 @@ def test_numbers_of_8_bits_have_their_scales() -> None:
     ("free", "relief"),
     [
         (9.9, ()),
-        (3.3, ("training.moments=bfloat16",)),
+        (3.9, ("training.moments=bfloat16",)),
+        (3.3, ("training.moments=bfloat16", "training.token_budget=1024")),
         (3.0, ("training.moments=bfloat16", "training.token_budget=512")),
         (1.6, None),
         (0.5, ()),

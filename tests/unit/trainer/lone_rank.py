@@ -17,7 +17,7 @@ def main(setup: dict[str, Any], stream: socket.socket) -> None:
     if way == "refuses":
         stream.sendall(pack_frame({"refused": "no such model"}))
         return
-    stream.sendall(pack_frame({"ready": True, "device": "cpu", "updates": 0}))
+    stream.sendall(pack_frame({"ready": True, "device": "cpu", "dtype": "float32", "updates": 0}))
     stream.recv(2**16)  # the first call
     if way == "fails":
         stream.sendall(pack_frame({"re": 0, "error": "OSError: no memory", "kind": ""}))

@@ -157,7 +157,7 @@ def rows_of(samples: Sequence[Sample], choices: dict[str, Any], multiple: int = 
     """So many that every rank has as many. Every second sample is observed."""
     samples = weighted(samples, AlgorithmConfig.model_validate(choices))
     observed = {s.key for s in samples[::2]}
-    parts = pack(samples, token_budget(TRAINING, CPU), TRAINING.share_prompts, multiple)
+    parts = pack(samples, token_budget(TRAINING, CPU, torch.float32), TRAINING.share_prompts, multiple)
     return [lay_out(part, TRAINING.share_prompts, observed) for part in parts]
 
 

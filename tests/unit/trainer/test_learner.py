@@ -48,7 +48,7 @@ def reference_of(policy: Policy, **choices: Any) -> Reference:
 
 def scores(reference: Reference, samples: list[Sample]) -> list[FloatArray]:
     """Log-probs of the loss tokens under the reference, row by row."""
-    return reference.outputs(pack_rows(samples, TRAINING, torch.device("cpu"))[1])
+    return reference.outputs(pack_rows(samples, TRAINING, torch.device("cpu"), torch.float32)[1])
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 4}], ids=["copy", "adapters"])

@@ -23,7 +23,7 @@ class SlowWorker:
 
     updates = 0
     training = TrainingConfig()
-    policy = SimpleNamespace(device=torch.device("cpu"))
+    policy = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
 
     def __init__(self) -> None:
         self.log: list[str] = []

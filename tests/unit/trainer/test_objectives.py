@@ -39,7 +39,9 @@ def test_likelihood_is_plain_cross_entropy(
     samples = [weighed(s) for s in make_samples(SHAPES, gaps=True)]
     policy, training = tiny_policy(), TrainingConfig(token_budget=budget)
     trained = Trained(Likelihood(policy, training, 1.0), training, Alone(), total_updates=1)
-    numbers = trained.forward_backward(pack_rows(samples, training, policy.device)[1], Conditions()).numbers()
+    numbers = trained.forward_backward(
+        pack_rows(samples, training, policy.device, policy.dtype)[1], Conditions()
+    ).numbers()
 
     model = AutoModelForCausalLM.from_pretrained(tiny_folder("llama"), dtype=torch.float32)
     total, entropies = torch.zeros(()), []
@@ -84,7 +86,7 @@ def test_empty_rows_beside_others_change_nothing(tiny_policy: TinyPolicy) -> Non
     found = []
     for extra in ([], [Row.empty()] * 3):
         worker = make_worker(tiny_policy(), TrainingConfig(token_budget=40), algorithm)
-        _, rows = pack_rows(samples, worker.training, worker.policy.device)
+        _, rows = pack_rows(samples, worker.training, worker.policy.device, worker.policy.dtype)
         totals = worker.forward_backward([*extra, *rows], Conditions(1), [Role.POLICY])
         found.append((totals + worker.optim_step()).numbers())
     assert found[0] == found[1] and found[0]["grad_norm"] > 0

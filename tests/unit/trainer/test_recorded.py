@@ -53,7 +53,9 @@ def test_numbers_of_observed_samples(tiny_policy: Callable[..., Policy]) -> None
 
 def test_nothing_is_kept_of_the_others(tiny_policy: Callable[..., Policy]) -> None:
     worker = make_worker(tiny_policy(), algorithm=CLIPPED)
-    rows = pack_rows(weighted(make_samples(SHAPES), CLIPPED), worker.training, worker.policy.device)[1]
+    rows = pack_rows(
+        weighted(make_samples(SHAPES), CLIPPED), worker.training, worker.policy.device, worker.policy.dtype
+    )[1]
     assert worker.forward_backward(rows, Conditions(), [Role.POLICY]).tokens == {}
 
 
@@ -62,7 +64,7 @@ def test_observing_changes_no_gradient(tiny_policy: Callable[..., Policy]) -> No
     found = []
     for observed in (set(), {s.key for s in samples}):
         worker = make_worker(tiny_policy(), algorithm=CLIPPED)
-        rows = pack_rows(samples, worker.training, worker.policy.device, observed=observed)[1]
+        rows = pack_rows(samples, worker.training, worker.policy.device, worker.policy.dtype, observed=observed)[1]
         totals = worker.forward_backward(rows, Conditions(), [Role.POLICY])
         found.append((totals.numbers(), [p.grad for p in worker.trained[Role.POLICY].optimizer.masters]))
     assert found[0][0] == found[1][0]
@@ -74,6 +76,6 @@ def test_likelihood_says_it_too(tiny_policy: Callable[..., Policy]) -> None:
     policy, training = tiny_policy(), TrainingConfig()
     trained = Trained(Likelihood(policy, training, 1.0), training, Alone(), total_updates=1)
     samples = weighted(make_samples(SHAPES), CLIPPED)
-    rows = pack_rows(samples, training, policy.device, observed={samples[0].key})[1]
+    rows = pack_rows(samples, training, policy.device, policy.dtype, observed={samples[0].key})[1]
     (own,) = trained.forward_backward(rows, Conditions()).tokens.values()
     assert set(own) == {"logp", "entropy"} and len(own["logp"]) == samples[0].loss_tokens

@@ -69,7 +69,7 @@ def test_a_loss_on_pairs(name: str, budget: int, tiny_policy: TinyPolicy, tiny_f
     objective = Preference(policy, training, loss, loss.defaults, sft_coef=coef)
     trained = Trained(objective, training, Alone(), total_updates=1)
     shuffled = [samples[i] for i in (3, 0, 4, 1, 2, 5)]  # nothing may depend on positions
-    rows = pack_rows(shuffled, training, policy.device)[1]
+    rows = pack_rows(shuffled, training, policy.device, policy.dtype)[1]
     assert len(rows) == (3 if budget == 20 else 1)
     numbers = trained.forward_backward(rows, Conditions()).numbers()
 
@@ -101,7 +101,7 @@ def test_single_responses(budget: int, tiny_policy: TinyPolicy, tiny_folder: Fol
     policy, training = tiny_policy(), LearningConfig(token_budget=budget)
     objective = Rated(policy, training, beta=0.1, desirable=1.0, undesirable=1.5)
     trained = Trained(objective, training, Alone(), total_updates=1)
-    rows = pack_rows(samples, training, policy.device)[1]
+    rows = pack_rows(samples, training, policy.device, policy.dtype)[1]
     assert (len(rows) > 1) is (budget == 20)
     numbers = trained.forward_backward(rows, Conditions()).numbers()
 
@@ -140,7 +140,7 @@ def test_scores_of_pairs_are_read_at_the_last_token(budget: int, tiny_policy: Ti
     with torch.no_grad():
         reward.head.weight.copy_(weight)
     trained = Trained(ScoredPairs(reward, centring=0.05), training, Alone(), total_updates=1)
-    rows = pack_rows(samples, training, reward.policy.device)[1]
+    rows = pack_rows(samples, training, reward.policy.device, reward.policy.dtype)[1]
     assert len(rows) == (3 if budget == 20 else 1)
     numbers = trained.forward_backward(rows, Conditions()).numbers()
 

@@ -49,7 +49,7 @@ def forward_backward(
     roles: Collection[Role] = (Role.POLICY,),
     coefficients: Coefficients | None = None,
 ) -> Totals:
-    _, rows = pack_rows(samples, worker.training, worker.policy.device)
+    _, rows = pack_rows(samples, worker.training, worker.policy.device, worker.policy.dtype)
     return worker.forward_backward(rows, Conditions(version, coefficients or Coefficients()), roles)
 
 
