@@ -1,7 +1,7 @@
 """Decoding of families of models on a CPU, each beside its own matrix products, in one run.
 
     python benchmarks/cpu_families.py [--families llama,gemma2,mixtral] [--sequences 64] [--tokens 32] [--modules]
-    python benchmarks/cpu_families.py --wide --sequences 1,16,64 [--modules]
+    python benchmarks/cpu_families.py --wide --sequences 1,16,64 [--modules] [--dtype bfloat16]
 
 Every family has the sizes of SmolLM2-135M (width 576, MLP 1,536, 9 query and 3 key heads of 64, vocabulary 49,152) and
 eight layers with random weights; mixtures have 16 experts of width 384, of which a token takes four. `--wide`: one
@@ -49,7 +49,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "granite", "phi3
 clock: Callable[[], float] = time.process_time
 
 
-def policy_of(family: str, sizes: dict[str, Any]) -> Policy:
+def policy_of(family: str, sizes: dict[str, Any], dtype: torch.dtype) -> Policy:
     wanted = sizes | ({} if family not in MIXTURES else EXPERTS | sizes)
     if family in ("mixtral", "olmoe", "gpt_oss"):
         wanted["intermediate_size"] = wanted["moe_intermediate_size"]
@@ -57,7 +57,7 @@ def policy_of(family: str, sizes: dict[str, Any]) -> Policy:
     config = AutoConfig.for_model(family, **{name: value for name, value in wanted.items() if hasattr(known, name)})
     attention.register()
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention.NAME)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
     policy = Policy(model.eval(), None, family)
     fuse(policy.model, policy.device, policy.dtype)
     return policy
@@ -105,8 +105,8 @@ def products(policy: Policy, sequences: int) -> list[tuple[int, int, int]]:
 def floor(policy: Policy, sequences: int, repeats: int = 5) -> float:
     """Tokens a second if a step were its products alone."""
     wanted = products(policy, sequences)
-    packed = [torch.ops.mkldnn._reorder_linear_weight(torch.randn(n, k), m) for m, n, k in wanted]
-    rows = {(m, k): torch.randn(m, k) for m, _, k in wanted}
+    packed = [torch.ops.mkldnn._reorder_linear_weight(torch.randn(n, k, dtype=policy.dtype), m) for m, n, k in wanted]
+    rows = {(m, k): torch.randn(m, k, dtype=policy.dtype) for m, _, k in wanted}
 
     def step() -> float:
         began = clock()
@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--modules", action="store_true")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     args = parser.parse_args()
     global clock
     clock = time.process_time if args.threads == 1 else time.perf_counter
@@ -134,7 +135,7 @@ def main() -> None:
     families = ["qwen3_moe"] if args.wide else args.families.split(",")
     print("| family | sequences | Kitae tok/s | products alone | share | on the modules |\n|---|---|---|---|---|---|")
     for family in families:
-        policy = policy_of(family, WIDE if args.wide else SIZES)
+        policy = policy_of(family, WIDE if args.wide else SIZES, getattr(torch, args.dtype))
         for sequences in map(int, args.sequences.split(",")):
             limits = [floor(policy, sequences)]
             ours, plain = rate(policy, sequences, args.tokens, args.repeats), 0.0

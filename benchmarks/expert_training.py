@@ -2,12 +2,14 @@
 
     OMP_NUM_THREADS=1 python benchmarks/expert_training.py [--shapes smollm2,qwen3-30b] [--repeats 5] [--tokens 1024]
     OMP_NUM_THREADS=1 python benchmarks/expert_training.py --forward --tokens 8
+    OMP_NUM_THREADS=1 python benchmarks/expert_training.py --dtype bfloat16
 
-Processor seconds of one pass, the best of some, all taken in turns in one process, in fp32 with random weights. The
-gradients of the weights are there already, as in every micro-batch of a step but the first. `grouped_mm` is what
-transformers chooses; `--ways eager` the loop of the class itself, which with many experts takes minutes; `products` are
-the same matrix products alone, each into a tensor that is there: the floor. Memory is what a pass needs at its peak
-beside weights, gradients and input, in MiB. With `--forward`, the forward pass alone, as it is sampled with.
+Processor seconds of one pass, the best of some, all taken in turns in one process, with random weights in fp32, or in
+bfloat16 with fp32 masters. The gradients of the weights are there already, as in every micro-batch of a step but the
+first. `grouped_mm` is what transformers chooses; `--ways eager` the loop of the class itself, which with many experts
+takes minutes; `products` are the same matrix products alone, each into a tensor that is there: the floor. Memory is
+what a pass needs at its peak beside weights, gradients and input, in MiB. With `--forward`, the forward pass alone, as
+it is sampled with.
 """
 
 import argparse
@@ -48,33 +50,36 @@ class Inputs(NamedTuple):
     grad: Tensor
 
 
-def make_inputs(shape: Shape, tokens: int) -> Inputs:
+def make_inputs(shape: Shape, tokens: int, dtype: torch.dtype) -> Inputs:
     """Choices by chance: every expert gets about as many tokens."""
     gates, chosen = torch.randn(tokens, shape.experts).softmax(-1).topk(shape.top_k)
-    x = torch.randn(tokens, shape.hidden)
-    return Inputs(x.requires_grad_(), chosen, gates.clone().requires_grad_(), torch.randn(tokens, shape.hidden))
+    x, grad = (torch.randn(tokens, shape.hidden).to(dtype) for _ in range(2))
+    return Inputs(x.requires_grad_(), chosen, gates.to(dtype).requires_grad_(), grad)
 
 
-def make_module(shape: Shape) -> Any:
+def make_module(shape: Shape, dtype: torch.dtype) -> Any:
     inner, count = (
         ("intermediate_size", "num_local_experts") if shape.limited else ("moe_intermediate_size", "num_experts")
     )
     sizes = {"hidden_size": shape.hidden, inner: shape.inner, count: shape.experts, "num_experts_per_tok": shape.top_k}
     module: Any = GptOssExperts(GptOssConfig(**sizes)) if shape.limited else Qwen3MoeExperts(Qwen3MoeConfig(**sizes))
-    for parameter in module.parameters():
+    for parameter in module.to(dtype).parameters():
         parameter.data.normal_(0, 0.02)
         parameter.grad = torch.zeros_like(parameter)
+    module.masters = [p if dtype == torch.float32 else p.detach().float() for p in module.parameters()]
+    for master in module.masters:
+        master.grad = torch.zeros_like(master) if master.grad is None else master.grad
     return module
 
 
 def choose(module: Any, way: str) -> None:
     vars(module).pop("forward", None)
     module.config._experts_implementation = "grouped_mm" if way == "fused" else way
-    for parameter in module.parameters():
+    for parameter, master in zip(module.parameters(), module.masters, strict=True):
         vars(parameter).clear()
         if way == "fused":
-            set_master(parameter, parameter)
-    if way == "fused" and not fuse(module, torch.device("cpu"), torch.float32):
+            set_master(parameter, master)
+    if way == "fused" and not fuse(module, torch.device("cpu"), module.gate_up_proj.dtype):
         raise SystemExit("the module was not fused")
 
 
@@ -95,8 +100,8 @@ def products(module: Any, inputs: Inputs, forward: bool) -> Callable[[], None]:
         gate_up, down, dgate_up, ddown = (w.transpose(1, 2) for w in (gate_up, down, dgate_up, ddown))
     counts = torch.bincount(inputs.chosen.flatten(), minlength=len(down)).tolist()
     most, (height, hidden) = max(counts), gate_up.shape[1:]
-    rows, hidden_out, drows = (torch.randn(most, hidden) for _ in range(3))
-    both, act, dact = torch.randn(most, height), torch.randn(most, height // 2), torch.randn(most, height // 2)
+    rows, hidden_out, drows = (torch.randn(most, hidden).to(down.dtype) for _ in range(3))
+    both, act, dact = (torch.randn(most, n).to(down.dtype) for n in (height, height // 2, height // 2))
 
     def compute() -> None:
         for e, n in enumerate(counts):
@@ -135,9 +140,9 @@ def peak(work: Callable[[], None]) -> int:
     return status("VmHWM") - before
 
 
-def measure(shape: Shape, tokens: int, repeats: int, ways: list[str], forward: bool) -> None:
+def measure(shape: Shape, tokens: int, repeats: int, ways: list[str], forward: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    module, inputs = make_module(shape), make_inputs(shape, tokens)
+    module, inputs = make_module(shape, dtype), make_inputs(shape, tokens, dtype)
     floor = products(module, inputs, forward)
     times: dict[str, list[float]] = {way: [] for way in (*ways, "products")}
     memory = {}
@@ -163,11 +168,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--forward", action="store_true")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     arguments = parser.parse_args()
     keep_freed_memory()
     for name in arguments.shapes.split(","):
         print(f"{name}: {SHAPES[name]}, {arguments.tokens} tokens, {torch.get_num_threads()} threads")
-        measure(SHAPES[name], arguments.tokens, arguments.repeats, arguments.ways.split(","), arguments.forward)
+        ways, dtype = arguments.ways.split(","), getattr(torch, arguments.dtype)
+        measure(SHAPES[name], arguments.tokens, arguments.repeats, ways, arguments.forward, dtype)
 
 
 if __name__ == "__main__":
