@@ -53,7 +53,7 @@ class TeacherProcess:
         config = beside(model, path, device)
         self._path, self._training, self._note = path, training, note
         self._device = pick_device(config.device)
-        self._dtype = pick_dtype(config.dtype, self._device)
+        self._dtype = config.dtype
         self._given = threads
         self.threads = threads or torch.get_num_threads()
         self.takes_turns = self._device.type == "cpu" and student.device.type == "cpu"
@@ -86,7 +86,8 @@ class TeacherProcess:
             raise ModelError(f"method.teacher {self._path!r}: {error}") from None
 
     async def score(self, samples: Sequence[Sample]) -> list[FloatArray]:
-        parts, rows = await asyncio.to_thread(pack_rows, samples, self._training, self._device, self._dtype)
+        dtype = pick_dtype(self._dtype, self._device)
+        parts, rows = await asyncio.to_thread(pack_rows, samples, self._training, self._device, dtype)
         found = split_rows(parts, [await self._score(row) for row in rows])
         return [found[s.key] for s in samples]
 

@@ -48,7 +48,9 @@ def metric(address: str, name: str) -> float:
 
 
 def test_the_program_serves_aborts_and_ends(tiny_folder: Callable[[str], Path]) -> None:
-    with program(str(tiny_folder("llama")), "model.dtype=float32", "--name", "small") as (process, address):
+    slowly = "engine.fast=false"  # so that an answer under way is seen to be
+    settings = str(tiny_folder("llama")), "model.dtype=float32", slowly, "--name", "small"
+    with program(*settings) as (process, address):
         assert process.stdout is not None
         assert process.stdout.readline().split("-d")[0].split()[:2] == ["curl", address + CHAT]
         (model,) = httpx.get(f"{address}/v1/models").json()["data"]
