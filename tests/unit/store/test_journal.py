@@ -335,12 +335,13 @@ def test_answers_that_cannot_be_read_are_given_up_before_they_are_trained(journa
         await journal.add_fates(3, [0], [])
         for index in (2, 3):
             await journal.park(_parked(2, index, await _filed(journal, 5, 2)))
-        await journal.park(_parked(1, 2, await _filed(journal, 5, 2)))
+        longer = await _filed(journal, 5, 2)
+        await journal.park(_parked(1, 2, longer))
         await journal.extend_parked((_parked(1, 2, Segment("model", (9,), (-1.0,), (3,))), 5))  # not in a file
         for lost in (*journal.rollouts(0)[:1], *journal.rollouts(1)[1:], *journal.parked(2)[:1]):
             (journal.columns.folder / _file(lost.segments[0])).unlink()
-        path = journal.columns.folder / max(journal.columns.folder.iterdir(), key=lambda p: p.stat().st_mtime_ns)
-        path.write_bytes(b"x" * path.stat().st_size)  # of the answer that goes on elsewhere
+        path = journal.columns.folder / _file(longer)  # of the answer that goes on elsewhere
+        path.write_bytes(b"x" * path.stat().st_size)
         journal.columns.read.cache_clear()  # type: ignore[attr-defined]
         with pytest.raises(CorruptError, match=r"step 3 .* trained again as it was, but .*engine-0.* --forget"):
             journal.check_answers(step=2)
