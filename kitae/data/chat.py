@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from kitae.data.calls import CLOSE, OPEN, CallReader, special_ids
 from kitae.errors import DataError
 from kitae.types import Message, Tool, ToolCall, Turn
@@ -114,7 +116,8 @@ class Chat:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text without special tokens, its spaces as they are."""
-        text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ids = np.array(tokens, dtype=np.int64)  # of a list, transformers would look at each element
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
     def render(self, messages: Sequence[Message], *, generate: bool = True, tools: Sequence[Tool] = ()) -> str:

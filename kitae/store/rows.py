@@ -19,7 +19,7 @@ def rollout_to_row(r: Rollout) -> tuple[Any, ...]:
     return (
         r.group,
         r.index,
-        np.array([t for chain in r.chains for t in chain.prompt_tokens], dtype=np.int32).tobytes(),
+        b"".join(np.array(chain.prompt_tokens, dtype=np.int32).tobytes() for chain in r.chains),
         json.dumps(_shapes(r)),
         *arrays_of(r.segments),
         r.finish,
@@ -55,10 +55,11 @@ def shape_of(s: Segment) -> list[Any]:
 def arrays_of(segments: Sequence[Segment]) -> tuple[bytes, bytes, bytes]:
     """Tokens, log-probs and versions, of all segments one after the other, but for those that lie in files."""
     own = [s for s in segments if not isinstance(s.tokens, Kept)]
+    runs = [run for s in own for run in Runs.of(s.versions).runs]
     return (
-        np.array([t for s in own for t in s.tokens], dtype=np.int32).tobytes(),
-        np.array([x for s in own for x in s.logprobs], dtype=np.float32).tobytes(),
-        np.array([v for s in own for v in s.versions], dtype=np.int32).tobytes(),
+        b"".join(np.array(s.tokens, dtype=np.int32).tobytes() for s in own),
+        b"".join(np.array(s.logprobs, dtype=np.float32).tobytes() for s in own),
+        b"".join(np.full(count, version, dtype=np.int32).tobytes() for version, count in runs),
     )
 
 
