@@ -6,8 +6,10 @@ takes the same gigabytes again, page fault by page fault: a quarter of the step'
 
 import ctypes
 import functools
+import gc
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -90,6 +92,10 @@ def set_master(parameter: "Tensor", master: "Tensor") -> None:
     vars(parameter)[_MASTER] = None if master is parameter else master  # a tensor that knows itself is freed late
 
 
+def _master_of(parameter: "Tensor") -> "Tensor":
+    return parameter if vars(parameter)[_MASTER] is None else vars(parameter)[_MASTER]
+
+
 def has_master(parameter: "Tensor") -> bool:
     return _MASTER in vars(parameter)
 
@@ -116,10 +122,28 @@ def gradient_of(parameter: "Tensor") -> "Tensor | None":
 
     if not has_master(parameter):
         return None
-    master: Tensor = parameter if vars(parameter)[_MASTER] is None else vars(parameter)[_MASTER]
+    master = _master_of(parameter)
     if master.grad is None:
         master.grad = torch.zeros_like(master, requires_grad=False)
     return master.grad
+
+
+def gradient_over(parameters: "Sequence[Tensor]") -> "tuple[Tensor, bool] | None":
+    """Of the parameters' masters, the fp32 gradients as one tensor, one after the other along the first dimension, and
+    whether there is something in it yet. None: they have no masters, or their gradients do not lie so."""
+    import torch
+
+    if not all(map(has_master, parameters)):
+        return None
+    masters = [_master_of(p) for p in parameters]
+    if all(m.grad is None for m in masters):
+        rows = [len(m) for m in masters]
+        whole = torch.empty(sum(rows), *masters[0].shape[1:], dtype=torch.float32, device=masters[0].device)
+        for master, part in zip(masters, torch.split(whole, rows), strict=True):
+            master.grad = part
+        return whole, False
+    lying = together([g for p in parameters if (g := gradient_of(p)) is not None])
+    return None if lying is None else (lying, True)
 
 
 def add_gradient(parameter: "Tensor", part: "Tensor") -> "Tensor | None":

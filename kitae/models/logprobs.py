@@ -158,8 +158,6 @@ def add_product(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
     kernels = training_kernels(total.device, hidden.dtype)
     if kernels is not None and kernels.add_product is not None:
         kernels.add_product(total, dlogits, hidden)
-    elif total.device.type == "cuda" and hidden.dtype != torch.float32:
-        torch.ops.aten.addmm.dtype_out(total, dlogits.mT, hidden, torch.float32, out=total)
     else:
         total += torch.mm(dlogits.mT, hidden)
 

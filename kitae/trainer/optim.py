@@ -69,7 +69,7 @@ class Optimizer:
         for parameter, master, apart in zip(self.parameters, self.masters, self._apart, strict=True):
             if apart:
                 parameter.register_post_accumulate_grad_hook(_add_into(master))  # type: ignore[no-untyped-call]
-            if master.device.type == "cpu" and not isinstance(parameter, DTensor):
+            if master.device == parameter.device and not isinstance(parameter, DTensor):
                 set_master(parameter, master)
         self._dtype = getattr(torch, config.moments)
         self._moments: list[_Moments | None] = [None] * len(self.masters)

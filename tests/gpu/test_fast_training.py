@@ -109,11 +109,9 @@ def test_bf16_gradient_is_as_near_to_the_exact_one_as_plain_torch(
 
     def error(fuse: bool, flash: bool, monkeypatch: pytest.MonkeyPatch) -> float:
         from kitae.kernels.cuda import flash as flash_kernels
-        from kitae.trainer import optim
 
         if not flash:
             monkeypatch.setattr(flash_kernels, "available", lambda like: False)
-        monkeypatch.setattr(optim, "_add_into", lambda master: lambda parameter: None)  # gradients stay where they are
         got = gradient(policy("bfloat16", fuse), samples, algorithm, share_prompts=share_prompts)
         total = sum(float((got[n].float() - g).pow(2).sum()) for n, g in expected.items())
         return float((total / sum(float(g.pow(2).sum()) for g in expected.values())) ** 0.5)
@@ -178,6 +176,52 @@ def test_one_of_two_products_may_be_frozen(frozen: int) -> None:
     training.normed_pair(x, y, (gain, 1e-6), *modules)[2 - frozen].backward(grad)
     assert modules[frozen].weight.grad is None and learns.grad is not None
     torch.testing.assert_close(learns.grad, grad.t() @ normed, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("side_by_side", [True, False])
+def test_products_add_to_gradients_of_masters(side_by_side: bool, dtype: torch.dtype) -> None:
+    """In fp32, from the first row on, also where one weight got something by another way before."""
+    from kitae.kernels.cuda import training
+    from kitae.kernels.memory import gradient_of, lay_together, set_master
+
+    rows, width, dim = 70, 96, 24
+    modules = [torch.nn.Linear(width, n * dim, bias=False, device="cuda", dtype=dtype) for n in (6, 2, 2)]
+    weights = [m.weight for m in modules]
+    if side_by_side:
+        lay_together(weights)
+    masters = [w if dtype == torch.float32 else w.detach().float() for w in weights]
+    gain, x = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((width,), (rows, width)))
+    still = torch.zeros(rows, dim, device="cuda", dtype=dtype)
+    grads = [torch.randn(rows, n, dim, device="cuda", dtype=dtype) for n in (6, 2, 2)]
+
+    def backward() -> None:
+        _, *heads = training.normed_qkv(x, (gain, 1e-6), still + 1, still, dim, *modules)
+        torch.autograd.backward(heads, grads)
+
+    backward()
+    alone = [w.grad for w in weights]
+    assert all(g is not None and g.dtype == dtype for g in alone)
+    for weight, master in zip(weights, masters, strict=True):
+        weight.grad = None
+        set_master(weight, master)
+    normed = training.rms_norm(x, gain, 1e-6).float()
+    expected = [g.flatten(1).float().t() @ normed for g in grads]
+    for times in (1, 2):
+        backward()
+        for weight, master, once in zip(weights, masters, expected, strict=True):
+            assert master.grad is not None and (master is weight or weight.grad is None)
+            torch.testing.assert_close(master.grad, times * once, atol=1e-3, rtol=1e-4)
+    for master in masters:
+        master.grad = None
+    other = gradient_of(weights[1])
+    assert other is not None
+    other += 1
+    backward()
+    for number, (weight, master, once) in enumerate(zip(weights, masters, expected, strict=True)):
+        assert master.grad is not None
+        by_autograd = 0 if master is weight or weight.grad is None else weight.grad.float()
+        torch.testing.assert_close(master.grad + by_autograd, once + (number == 1), atol=0.05, rtol=0.01)
 
 
 def assert_same_gradients(
@@ -329,11 +373,8 @@ def test_chunks_of_logits_give_one_gradient(tiny_policy: TinyPolicy) -> None:
     algorithm = AlgorithmConfig(preset="grpo", entropy_coef=0.01)
 
     def head(chunk: int) -> torch.Tensor:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kitae.trainer.optim._add_into", lambda master: lambda parameter: None)
-            policy = tiny_policy("qwen2", device="cuda", dtype="bfloat16")
-            found = gradient(policy, samples, algorithm, logit_chunk=chunk)
-        return found["model.embed_tokens.weight"].float()
+        policy = tiny_policy("qwen2", device="cuda", dtype="bfloat16")
+        return gradient(policy, samples, algorithm, logit_chunk=chunk)["model.embed_tokens.weight"]
 
     whole = head(1000)
     for chunk in (1, 7, 20):

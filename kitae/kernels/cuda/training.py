@@ -19,10 +19,32 @@ from kitae.kernels.adamw import salt
 from kitae.kernels.base import AdamWPace, AdamWPart, LayerKernels, ModuleKernels, TrainingKernels
 from kitae.kernels.cuda import decoding, spans
 from kitae.kernels.linears import shared_input
-from kitae.kernels.memory import joined
+from kitae.kernels.memory import gradient_over, joined, keep, kept
 from kitae.kernels.transfer import send
 
 _PROGRAMS = 1056  # of kernels that walk over rows: eight on each multiprocessor of a large GPU
+
+
+# Gradients of weights
+
+
+def _weight_gradient(weights: Sequence[Tensor], dy: Tensor, x: Tensor) -> Tensor | None:
+    """`dy.T @ x`, the gradient of weights that lie together; None: the product has added it to those of their masters,
+    in fp32."""
+    into = gradient_over(weights)
+    if into is None:
+        return torch.mm(dy.t(), x)
+    total, begun = into
+    add_product(total, dy, x, begun=begun)
+    return None
+
+
+def add_product(total: Tensor, dy: Tensor, x: Tensor, *, begun: bool = True) -> None:
+    """`total += dy.T @ x`, total in fp32; begun: there is something to add to."""
+    if x.dtype == torch.float32:
+        torch.addmm(total, dy.t(), x, beta=int(begun), out=total)
+    else:
+        torch.ops.aten.addmm.dtype_out(total, dy.t(), x, torch.float32, beta=int(begun), out=total)
 
 
 # RMSNorm
@@ -227,13 +249,13 @@ class _NormedQKV(torch.autograd.Function):
         heads = [len(w) // dim for w in weights if w is not None]
         ctx.rest = (eps, (heads[0], heads[1], dim))
         _rotate_heads(qkv, cos, sin, ctx.rest[1], [])
-        ctx.save_for_backward(x, gain, cos, sin, *weights)
+        keep(ctx, x, gain, cos, sin, *weights)
         return x.view_as(x), *torch.split(qkv.view(len(x), -1, dim), heads, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         around, *of_heads = grads
-        x, gain, cos, sin, *weights = ctx.saved_tensors
+        x, gain, cos, sin, *weights = kept(ctx)
         eps, shape = ctx.rest
         weight = joined(weights)
         dqkv = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
@@ -242,7 +264,8 @@ class _NormedQKV(torch.autograd.Function):
         dweights: tuple[Tensor | None, ...] = (None,) * 3
         dbiases = torch.split(dqkv.sum(0), sizes) if any(ctx.needs_input_grad[9:]) else dweights
         if any(ctx.needs_input_grad[6:9]):
-            dweights = torch.split(torch.mm(dqkv.t(), decoding.rms_norm(x, None, gain, eps)[1]), sizes)
+            dweight = _weight_gradient(weights, dqkv, decoding.rms_norm(x, None, gain, eps)[1])
+            dweights = dweights if dweight is None else torch.split(dweight, sizes)
         dx, dgain = _norm_gradients(torch.mm(dqkv, weight), x, gain, eps, around)
         return dx, dgain, None, None, None, None, *dweights, *dbiases
 
@@ -267,19 +290,19 @@ class _NormedPair(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, gain: Tensor, eps: float, *weights: Tensor) -> tuple[Tensor, ...]:
         total, normed = decoding.rms_norm(x, y, gain, eps)
-        ctx.save_for_backward(total, gain, *weights)
+        keep(ctx, total, gain, *weights)
         ctx.eps = eps
         return total, *(torch.mm(normed, w.t()) for w in weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         around, *ours = grads
-        total, gain, *weights = ctx.saved_tensors
+        total, gain, *weights = kept(ctx)
         dnormed = torch.mm(ours[0], weights[0]).addmm_(ours[1], weights[1])
         dweights: list[Tensor | None] = [None, None]
         if any(ctx.needs_input_grad[4:]):
             normed = decoding.rms_norm(total, None, gain, ctx.eps)[1]
-            dweights = [torch.mm(g.t(), normed) for g in ours]
+            dweights = [_weight_gradient([w], g, normed) for w, g in zip(weights, ours, strict=True)]
         dx, dgain = _norm_gradients(dnormed, total, gain, ctx.eps, around)
         return dx, dx, dgain, None, *dweights
 
@@ -295,7 +318,7 @@ def normed_pair(x: Tensor, y: Tensor, norm: tuple[Tensor, float], *modules: torc
 
 def linears(x: Tensor, *modules: torch.nn.Linear) -> tuple[Tensor, ...]:
     """What each of the linear layers makes of x, differentiable."""
-    return shared_input(x, modules, lambda weight, grad, rows: torch.mm(grad.t(), rows))
+    return shared_input(x, modules, lambda weight, grad, rows: _weight_gradient([weight], grad, rows))
 
 
 # Gated MLP
@@ -344,12 +367,12 @@ class _SwiGLULinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up, weight)
+        keep(ctx, gate, up, weight)
         return torch.nn.functional.linear(_product(gate, up), weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        gate, up, weight = ctx.saved_tensors
+        gate, up, weight = kept(ctx)
         grad = grads[0]
         dproduct = torch.matmul(grad, weight)
         again = ctx.needs_input_grad[2]
@@ -357,7 +380,8 @@ class _SwiGLULinear(torch.autograd.Function):
         _swiglu_backward[(triton.cdiv(count, 2048),)](
             dproduct, gate, up, dproduct, count, BLOCK=2048, AGAIN=again, num_warps=8
         )  # the product takes the place of its own gradient
-        dweight = torch.mm(grad.reshape(-1, grad.shape[-1]).t(), dproduct.view(-1, gate.shape[-1])) if again else None
+        rows = grad.reshape(-1, grad.shape[-1]), dproduct.view(-1, gate.shape[-1])
+        dweight = _weight_gradient([weight], *rows) if again else None
         return gate.detach(), up.detach(), dweight
 
 
@@ -638,6 +662,7 @@ KERNELS = TrainingKernels(
     row_statistics=row_statistics,
     row_gradients=row_gradients,
     accumulate=accumulate,
+    add_product=add_product,
     spans=spans.KERNELS,
     sum_rows=sum_rows,
     adamw=adamw,

@@ -49,7 +49,8 @@ def gradient(
     policy.model.zero_grad(set_to_none=True)
     worker = make_worker(policy, TrainingConfig(**config), algorithm, temperature=TEMPERATURE)
     forward_backward(worker, weighted(samples, algorithm), coefficients=Control(algorithm).coefficients)
-    found = {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
+    optimizer = worker.trained[Role.POLICY].optimizer
+    found = {n: m.grad.clone() for n, m in zip(optimizer.names, optimizer.masters, strict=True) if m.grad is not None}
     assert found
     return found
 
