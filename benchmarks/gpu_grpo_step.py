@@ -32,6 +32,7 @@ from kitae.config.load import parse_config
 from kitae.config.root import RLConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.envs.registry import open_world
+from kitae.kernels.memory import loaded
 from kitae.models.config import ModelConfig
 from kitae.models.facts import ModelFacts
 from kitae.models.fuse import fuse
@@ -147,7 +148,7 @@ async def run(config: RLConfig, policy: Policy, watch: Watch) -> tuple[list[dict
                 config, store, stream, episodes, engine, learner, weights, watch, Frontier(0, 0), evaluate
             )
             watch.pipeline = pipeline
-            with contextlib.suppress(Stopped):
+            with contextlib.suppress(Stopped), loaded():
                 await pipeline.run()
     finally:
         await engine.close()

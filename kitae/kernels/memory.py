@@ -34,6 +34,18 @@ def keep_freed_memory() -> bool:
     return all(mallopt(name, value) for name, value in settings.items())
 
 
+@contextmanager
+def loaded() -> "Iterator[None]":
+    """What is there already is left out when Python looks for garbage meanwhile. With models loaded, one such search
+    would keep all threads waiting for a quarter of a second or more, the one that decodes too."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def _is_glibc() -> bool:
     return platform.system() == "Linux" and platform.libc_ver()[0] == "glibc"
 

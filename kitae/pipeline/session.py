@@ -11,6 +11,7 @@ from kitae.config.root import RLConfig, reinforcement
 from kitae.envs.registry import open_world
 from kitae.errors import ConfigError
 from kitae.evaluation.held_out import forget_after
+from kitae.kernels.memory import loaded
 from kitae.observe.observer import Observer
 from kitae.pipeline.again import until_done
 from kitae.pipeline.assembly import Serving, start_learning, start_serving
@@ -65,6 +66,7 @@ async def _attempt(
             frontier, evaluations.at,
         )  # fmt: skip
         await _hand_over(stack, pipeline, serving)
+        stack.enter_context(loaded())
         return await _train(pipeline, evaluations, learning.trainer)
 
 

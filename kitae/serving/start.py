@@ -12,6 +12,7 @@ from kitae.data.chat import Chat
 from kitae.engines.base import Engine
 from kitae.engines.config import EngineConfig
 from kitae.engines.start import EngineOrder, start_engine
+from kitae.kernels.memory import loaded
 from kitae.models.config import ModelConfig
 from kitae.models.load import check_model, find_model, load_policy
 from kitae.models.policy import Policy
@@ -63,7 +64,8 @@ async def serve(model: ModelConfig, engine: EngineConfig, settings: ServerSettin
     try:
         async with opened as app:
             ready(address_of(taken, settings.host), "/v1/score" if rewards else "/v1/chat/completions")
-            await run_server(app, taken)
+            with loaded():
+                await run_server(app, taken)
     finally:
         taken.close()
 

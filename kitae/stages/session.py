@@ -9,6 +9,7 @@ from kitae.cluster.start import open_cluster
 from kitae.config.root import StageConfig
 from kitae.errors import ConfigError
 from kitae.evaluation.held_out import forget_after
+from kitae.kernels.memory import loaded
 from kitae.observe.observer import Observer
 from kitae.pipeline.again import until_done
 from kitae.pipeline.interrupts import Interrupts
@@ -76,7 +77,7 @@ async def _train(store: RunStore, data: StageData, observer: Observer, checkpoin
             observer.note("stopping after this step; press Ctrl-C again to stop at once")
             loop.stop()
 
-        with Interrupts(stop) as interrupts:
+        with loaded(), Interrupts(stop) as interrupts:
             before = await loop.evaluate(0) if frontier.step == 0 else None
             if loop.evaluation_due(frontier.step):  # a run that was killed may have lost it
                 await loop.evaluate(frontier.step)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kitae.errors import KitaeError
+from kitae.kernels.memory import loaded
 from kitae.processes.frames import Frame, pack_frame, read_frame
 from kitae.trainer.sending import samples_of_wire
 from kitae.trainer.wire import Arrays, Header, conditions_of, totals_to_wire
@@ -53,7 +54,8 @@ def run_rank(setup: dict[str, Any], stream: socket.socket, make: "Callable[[Root
     except KitaeError as error:
         stream.sendall(pack_frame({"refused": str(error)}))
         return
-    asyncio.run(_serve(rank, stream))
+    with loaded():
+        asyncio.run(_serve(rank, stream))
     os._exit(0)  # a clean exit of all that is loaded takes a second
 
 

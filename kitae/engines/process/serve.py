@@ -22,6 +22,7 @@ from kitae.engines.base import Sampled, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.process import wire
 from kitae.errors import EngineError, KitaeError, RequestError, StoreError
+from kitae.kernels.memory import loaded
 from kitae.models.config import ModelConfig
 from kitae.processes.frames import Frame, pack_frame, read_frame
 from kitae.store.columns import ColumnWriter
@@ -53,7 +54,8 @@ def main(setup: dict[str, Any], stream: socket.socket) -> None:
     except KitaeError as error:
         stream.sendall(pack_frame({"refused": str(error)}))
         return
-    asyncio.run(_serve(policy, setup, stream, columns))
+    with loaded():
+        asyncio.run(_serve(policy, setup, stream, columns))
     os._exit(0)  # a clean exit of all that is loaded takes a second
 
 
