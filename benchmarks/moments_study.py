@@ -229,8 +229,8 @@ def after_each_step(hook: Hook) -> Iterator[None]:
     """Within it, the hook gets weights, gradient, what clipping scales it by, and moments, when AdamW is done."""
     plain = optim._step_of
 
-    def chosen(master: Tensor, own: Tensor) -> AdamWStep:
-        return followed(plain(master, own), hook)
+    def chosen(part: AdamWPart) -> AdamWStep:
+        return followed(plain(part), hook)
 
     with patch.object(optim, "_step_of", chosen):
         yield
@@ -240,7 +240,7 @@ def followed(step: AdamWStep, hook: Hook) -> AdamWStep:
     def both(parts: Sequence[AdamWPart], scale: Tensor, pace: AdamWPace) -> None:
         step(parts, scale, pace)
         for part in parts:
-            hook(part.master, part.grad, scale, (part.mean, part.square))
+            hook(part.parameter, part.grad, scale, (part.mean, part.square))
 
     return both
 
@@ -287,7 +287,7 @@ def updates(
         moved.zero_()
         grad = gradients[(step - 1) % len(gradients)]
         pace = AdamWPace(step=step, rate=1.0, betas=(0.9, beta2), eps=1e-8, weight_decay=0.0)
-        adamw([AdamWPart(moved, moved, grad, mean, square)], torch.tensor(1.0), pace)
+        adamw([AdamWPart(moved, None, grad, mean, square)], torch.tensor(1.0), pace)
         if function:
             function(mean)
             function(square)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kitae.kernels.base import AdamWPace, AdamWPart, AdamWStep
+from kitae.kernels.masters import split, whole
 
 _BITS = 0xFFFFFFFF
 _PLACE, _STEP = 0x9E3779B1, 0x85EBCA6B
@@ -53,7 +54,8 @@ def one_by_one(update: Callable[[AdamWPart, float, AdamWPace], None]) -> AdamWSt
 @one_by_one
 def adamw(part: AdamWPart, factor: float, pace: AdamWPace) -> None:
     """See `kitae.kernels.base.AdamWStep`."""
-    parameter, master, grad, mean, square = part
+    parameter, rest, grad, mean, square = part
+    master = parameter if rest is None else whole(parameter, rest)
     grad, (beta1, beta2), (correct1, correct2) = grad * factor, pace.betas, pace.corrections
     m = mean.float().lerp_(grad, 1 - beta1)
     v = square.float().mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -64,5 +66,7 @@ def adamw(part: AdamWPart, factor: float, pace: AdamWPace) -> None:
         m, v = rounded(m, chance & 0xFFFF), rounded(v, chance >> 16)
     mean.copy_(m)
     square.copy_(v)
-    if parameter is not master:
-        parameter.copy_(master)
+    if rest is not None:
+        upper, lacking = split(master)
+        parameter.copy_(upper)
+        rest.copy_(lacking)

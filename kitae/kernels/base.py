@@ -248,10 +248,13 @@ class AdamWPace:
 
 
 class AdamWPart(NamedTuple):
-    """A weight, and what belongs to it: `parameter` is the rounded master, or the master itself."""
+    """A weight, and what belongs to it. parameter: fp32; or bfloat16, and `rest` is what it lacks of its fp32 master.
+
+    rest: int16, see `kitae.kernels.masters`.
+    """
 
     parameter: Tensor
-    master: Tensor
+    rest: Tensor | None
     grad: Tensor
     mean: Tensor
     square: Tensor
@@ -259,7 +262,7 @@ class AdamWPart(NamedTuple):
 
 class AdamWStep(Protocol):
     def __call__(self, parts: Sequence[AdamWPart], scale: Tensor, pace: AdamWPace) -> None:
-        """A step of AdamW on weights of one device, with their gradients times `scale`, in one pass.
+        """A step of AdamW on weights of one device, in fp32, with their gradients times `scale`, in one pass.
 
         A scale that is no number leaves everything as it is: the host need not know it yet. mean and square are fp32,
         or bfloat16, which is rounded by chance: `kitae.kernels.adamw` is the same in plain torch.

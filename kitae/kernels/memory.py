@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kitae.kernels.masters import Rest
+
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8  # malloc.h
 _MASTER = "kitae_master"  # goes with the parameter, and is gone with it
 
@@ -99,12 +101,15 @@ def lay_together(parameters: "Sequence[Tensor]") -> "Tensor":
     return whole
 
 
-def set_master(parameter: "Tensor", master: "Tensor") -> None:
-    """From now on kernels may add gradients of the parameter to that of its fp32 master directly; it may be its own."""
+def set_master(parameter: "Tensor", master: "Tensor | Rest") -> None:
+    """From now on kernels may add gradients of the parameter to that of its fp32 master directly.
+
+    master: on the same device; the parameter may be its own.
+    """
     vars(parameter)[_MASTER] = None if master is parameter else master  # a tensor that knows itself is freed late
 
 
-def _master_of(parameter: "Tensor") -> "Tensor":
+def _master_of(parameter: "Tensor") -> "Tensor | Rest":
     return parameter if vars(parameter)[_MASTER] is None else vars(parameter)[_MASTER]
 
 
@@ -136,7 +141,7 @@ def gradient_of(parameter: "Tensor") -> "Tensor | None":
         return None
     master = _master_of(parameter)
     if master.grad is None:
-        master.grad = torch.zeros_like(master, requires_grad=False)
+        master.grad = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
     return master.grad
 
 
@@ -149,8 +154,8 @@ def gradient_over(parameters: "Sequence[Tensor]") -> "tuple[Tensor, bool] | None
         return None
     masters = [_master_of(p) for p in parameters]
     if all(m.grad is None for m in masters):
-        rows = [len(m) for m in masters]
-        whole = torch.empty(sum(rows), *masters[0].shape[1:], dtype=torch.float32, device=masters[0].device)
+        rows, first = [len(p) for p in parameters], parameters[0]
+        whole = torch.empty(sum(rows), *first.shape[1:], dtype=torch.float32, device=first.device)
         for master, part in zip(masters, torch.split(whole, rows), strict=True):
             master.grad = part
         return whole, False

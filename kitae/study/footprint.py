@@ -109,7 +109,7 @@ def hold(
     gradients = 4.0 * trained
     parts = {
         "weights": float(model.parameters * size),
-        "masters": trained * 4.0 if size == 2 else 0.0,
+        "masters": trained * 2.0 if size == 2 else 0.0,  # what a weight lacks of fp32
         "moments": float(trained * moment_bytes(config)),
         # With a single row there are gradients only where activations are gone.
         "gradients": gradients if tokens > row else max(0.0, gradients - passing),
@@ -194,7 +194,7 @@ def other_models(config: RLConfig, parameters: int, size: int) -> dict[str, floa
         teacher = read_model(config.method.teacher)
         found["teacher"] = (parameters if teacher is None else teacher.parameters) * size
     if a.advantage == "gae":
-        found["critic"] = parameters * (size + (4 if size == 2 else 0) + 4 + moment_bytes(config))
+        found["critic"] = parameters * (size + (2 if size == 2 else 0) + 4 + moment_bytes(config))
     return found
 
 

@@ -1,9 +1,10 @@
 """AdamW on fp32 master weights, whatever dtype the modules compute in.
 
-Where the modules are fp32 already, they are their own masters. Otherwise each trainable parameter has an fp32 copy:
-gradients are added up there after every backward pass, and the new values are rounded back into the modules.
+Where the modules are fp32 already, they are their own masters. Otherwise gradients are added up in fp32 after every
+backward pass, and the new values are rounded into the modules. A parameter in bfloat16 is the upper half of its master:
+only what it lacks is kept beside it, so nobody else may write to it. Any other has an fp32 copy.
 Of sharded parameters, masters and moments are this rank's shards: AdamW knows no other element. On request they lie in
-the memory of the host.
+the memory of the host, masters as copies.
 """
 
 import math
@@ -18,11 +19,13 @@ from torch.distributed.tensor import DTensor
 from kitae.kernels.adamw import adamw
 from kitae.kernels.base import AdamWPace, AdamWPart, AdamWStep
 from kitae.kernels.devices import training_kernels
+from kitae.kernels.masters import Rest, split, whole
 from kitae.kernels.memory import set_master
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.ranks import Alone, Ranks, local
 
 _EPS = 1e-8
+_KEPT = {"master": torch.float32, "weight": torch.bfloat16, "rest": torch.int16}  # of masters, in one form or the other
 
 
 def learning_rate(config: LearningConfig, update: int, total_updates: int) -> float:
@@ -69,7 +72,8 @@ class Optimizer:
         for parameter, master, apart in zip(self.parameters, self.masters, self._apart, strict=True):
             if apart:
                 parameter.register_post_accumulate_grad_hook(_add_into(master))  # type: ignore[no-untyped-call]
-            if master.device == parameter.device and not isinstance(parameter, DTensor):
+            beside = not host or parameter.device.type == "cpu"
+            if beside and not isinstance(parameter, DTensor):
                 set_master(parameter, master)
         self._dtype = getattr(torch, config.moments)
         self._moments: list[_Moments | None] = [None] * len(self.masters)
@@ -99,7 +103,7 @@ class Optimizer:
     def _take_gradients(self) -> None:
         """Of shards that are their own masters: torch may have moved them, and has the gradients in its own tensors."""
         for parameter, master, apart in zip(self.parameters, self.masters, self._apart, strict=True):
-            if isinstance(parameter, DTensor) and not apart:
+            if isinstance(parameter, DTensor) and isinstance(master, Tensor) and not apart:
                 master.data = local(parameter)
                 master.grad = None if parameter.grad is None else local(parameter.grad)
                 parameter.grad = None
@@ -112,16 +116,15 @@ class Optimizer:
         for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
             if master.grad is None:
                 continue
-            moments = self._moments[i] = self._moments[i] or _Moments.none(master, self._dtype)
+            moments = self._moments[i] = self._moments[i] or _Moments.none(master.grad, self._dtype)
             touched.append(moments)
-            if not master.numel():  # a rank may have no element of a short parameter
+            if not master.grad.numel():  # a rank may have no element of a short parameter
                 continue
             own = local(parameter)
-            at_once = self._apart[i] and own.device == master.device and own.dtype == torch.bfloat16
-            target = own if at_once else master
-            part = AdamWPart(target, master, master.grad, moments.mean, moments.square)
-            alike.setdefault((_step_of(master, own), moments.steps, master.device), []).append(part)
-            if self._apart[i] and not at_once:
+            weight, rest = (own, master.bits) if isinstance(master, Rest) else (master, None)
+            part = AdamWPart(weight, rest, master.grad, moments.mean, moments.square)
+            alike.setdefault((_step_of(part), moments.steps, master.grad.device), []).append(part)
+            if self._apart[i] and isinstance(master, Tensor):
                 rounded.append((own, master))
         for (step, before, device), parts in alike.items():
             pace = AdamWPace(before + 1, rate, self.config.betas, _EPS, self.config.weight_decay)
@@ -133,11 +136,15 @@ class Optimizer:
     def state(self) -> dict[str, Tensor]:
         """Masters and moments by name, flat: `{"master.model.norm.weight": …, "exp_avg.model.norm.weight": …}`.
 
-        Sharded as the parameters are.
+        Sharded as the parameters are. A parameter and what it lacks are `weight.…` and `rest.…` instead of `master.…`.
         """
         tensors = {}
         for i, (name, parameter, master) in enumerate(zip(self.names, self.parameters, self.masters, strict=True)):
-            tensors[f"master.{name}"] = _sharded_like(parameter, master.detach())
+            if isinstance(master, Rest):
+                tensors[f"weight.{name}"] = _sharded_like(parameter, local(parameter).detach())
+                tensors[f"rest.{name}"] = _sharded_like(parameter, master.bits)
+            else:
+                tensors[f"master.{name}"] = _sharded_like(parameter, master.detach())
             if (moments := self._moments[i]) is not None:
                 tensors[f"step.{name}"] = torch.tensor(float(moments.steps))
                 tensors[f"exp_avg.{name}"] = _sharded_like(parameter, moments.mean)
@@ -147,11 +154,11 @@ class Optimizer:
     def blank(self, names: Collection[str]) -> dict[str, Tensor]:
         """Tensors for a state with these names, to be filled and given to `load_state`."""
         tensors: dict[str, Tensor] = {}
+        dtypes = _KEPT | {"exp_avg": self._dtype, "exp_avg_sq": self._dtype}
         for name, parameter, master in zip(self.names, self.parameters, self.masters, strict=True):
-            for key in ("master", "exp_avg", "exp_avg_sq"):
+            for key, dtype in dtypes.items():
                 if f"{key}.{name}" in names:
-                    dtype = master.dtype if key == "master" else self._dtype
-                    own = torch.empty_like(master, dtype=dtype, requires_grad=False)
+                    own = torch.empty_like(_held(master), dtype=dtype, requires_grad=False)
                     tensors[f"{key}.{name}"] = _sharded_like(parameter, own)
             if f"step.{name}" in names:
                 tensors[f"step.{name}"] = torch.zeros(())
@@ -162,11 +169,10 @@ class Optimizer:
         self._take_gradients()
         with torch.no_grad():
             for i, (name, parameter, master) in enumerate(zip(self.names, self.parameters, self.masters, strict=True)):
-                master.copy_(local(tensors[f"master.{name}"]))
-                local(parameter).copy_(master)
+                _load(local(parameter), master, _found(name, tensors))
                 if f"step.{name}" in tensors:
                     mean, square = (
-                        local(tensors[f"{key}.{name}"]).to(master.device, self._dtype).contiguous()
+                        local(tensors[f"{key}.{name}"]).to(_held(master).device, self._dtype).contiguous()
                         for key in ("exp_avg", "exp_avg_sq")
                     )
                     self._moments[i] = _Moments(int(tensors[f"step.{name}"]), mean, square)
@@ -181,23 +187,47 @@ class _Moments:
     square: Tensor
 
     @classmethod
-    def none(cls, master: Tensor, dtype: torch.dtype) -> "_Moments":
-        mean, square = (torch.zeros(master.shape, dtype=dtype, device=master.device) for _ in range(2))
+    def none(cls, grad: Tensor, dtype: torch.dtype) -> "_Moments":
+        mean, square = (torch.zeros(grad.shape, dtype=dtype, device=grad.device) for _ in range(2))
         return cls(0, mean, square)
 
 
-def _step_of(master: Tensor, own: Tensor) -> AdamWStep:
+def _step_of(part: AdamWPart) -> AdamWStep:
     """Kernels walk over memory; what does not lie there in order is left to torch."""
-    kernels = training_kernels(master.device, master.dtype)
-    if kernels is None or kernels.adamw is None or not (master.is_contiguous() and own.is_contiguous()):
+    kernels = training_kernels(part.grad.device, torch.float32)
+    if kernels is None or kernels.adamw is None or not part.parameter.is_contiguous():
         return adamw
     return kernels.adamw
 
 
-def _master(parameter: torch.nn.Parameter) -> Tensor:
+def _found(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    """The master, in whatever form it was saved: dtype and place of the parameters may have changed since."""
+    if f"rest.{name}" in tensors:
+        return whole(local(tensors[f"weight.{name}"]), local(tensors[f"rest.{name}"]))
+    return local(tensors[f"master.{name}"])
+
+
+def _load(own: Tensor, master: Tensor | Rest, value: Tensor) -> None:
+    """Into a parameter and its master."""
+    if isinstance(master, Rest):
+        upper, rest = split(value)
+        own.copy_(upper)
+        master.bits.copy_(rest)
+    else:
+        master.copy_(value)
+        own.copy_(master)
+
+
+def _master(parameter: torch.nn.Parameter) -> Tensor | Rest:
+    if parameter.dtype == torch.bfloat16:
+        return Rest(torch.zeros(local(parameter).shape, dtype=torch.int16, device=local(parameter).device))
     if parameter.dtype != torch.float32:
         return local(parameter).detach().float()
     return local(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+def _held(master: Tensor | Rest) -> Tensor:
+    return master.bits if isinstance(master, Rest) else master
 
 
 def _copy(parameter: torch.nn.Parameter) -> Tensor:
@@ -212,14 +242,15 @@ def _sharded_like(parameter: Tensor, own: Tensor) -> Tensor:
     return DTensor(own, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def _add_into(master: Tensor) -> Any:
-    kernels = training_kernels(master.device, master.dtype)
+def _add_into(master: Tensor | Rest) -> Any:
+    device = _held(master).device
+    kernels = training_kernels(device, torch.float32)
     accumulate = None if kernels is None else kernels.accumulate
 
     def hook(parameter: Tensor) -> None:
         if parameter.grad is None:  # a kernel has added it already
             return
-        gradient = local(parameter.grad).to(master.device)
+        gradient = local(parameter.grad).to(device)
         if accumulate is not None:
             master.grad = accumulate(master.grad, gradient)
         elif master.grad is None:

@@ -2,8 +2,10 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from harness import HERE, RECIPE, assert_ledger_balances, assert_same_metrics, rows, run_config, run_toy, toy_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,6 +18,7 @@ from kitae.pipeline.prepare import prepare
 from kitae.pipeline.session import train
 from kitae.store.journal import Journal
 from kitae.store.run import RunStore
+from kitae.trainer.optim import Optimizer, Update
 
 
 @pytest.mark.parametrize(
@@ -26,7 +29,7 @@ from kitae.store.run import RunStore
         ["algorithm.preset=dapo", "pipeline.refill=true"],
         ["algorithm.preset=grpo", "training.minibatches=2", "training.epochs=2", "training.lr=3e-3"],
         ["algorithm.preset=grpo", "model.lora_rank=8", "training.lr=2e-2", "training.steps=16"],
-        ["algorithm.preset=grpo", "model.dtype=bfloat16", "training.checkpoint_activations=true"],
+        ["algorithm.preset=grpo", "model.dtype=bfloat16", "training.checkpoint_activations=true", "training.steps=16"],
         ["algorithm.preset=grpo", "engine.fast=false", "model.fuse=false", "training.share_prompts=false"],
     ],
     ids=["grpo", "dr-grpo", "dapo-refill", "several-updates", "lora", "bf16-checkpointing", "plain"],
@@ -44,6 +47,44 @@ def test_reward_rises(overrides: list[str], tmp_path: Path) -> None:
         assert max(r["logp_gap_max"] for r in steps) < 1e-4, "engine and trainer disagree"
     assert AutoTokenizer.from_pretrained(result.folder / "model").chat_template
     AutoModelForCausalLM.from_pretrained(result.folder / "model")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.preset=ppo", "algorithm.kl_coef=0.01", "algorithm.reference=frozen"],
+        [
+            "algorithm.kl_coef=0.01",
+            "algorithm.reference=ema",
+            "algorithm.reference_every=1",
+            "pipeline.max_staleness=1",
+        ],
+        ["algorithm.kl_coef=0.01", "algorithm.reference=reset", "algorithm.reference_every=2", "engine.fast=false"],
+        ["model.lora_rank=4", "training.minibatches=2"],
+    ],
+    ids=["critic", "ema", "reset", "lora"],
+)
+def test_only_updates_write_to_what_learns(
+    overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parameter in bfloat16 is a half of its master: engine, reference, evaluation, checkpoints leave it as it is."""
+    known: dict[Optimizer, list[torch.Tensor]] = {}
+    plain = Optimizer.step
+
+    def same(optimizer: Optimizer) -> bool:
+        return all(map(torch.equal, known[optimizer], optimizer.parameters))
+
+    def step(self: Optimizer, *arguments: Any, **settings: Any) -> Update:
+        assert self not in known or same(self)
+        update = plain(self, *arguments, **settings)
+        known[self] = [p.detach().clone() for p in self.parameters]
+        return update
+
+    monkeypatch.setattr(Optimizer, "step", step)
+    settings = ["model.dtype=bfloat16", "training.steps=4", "checkpoint.every=2", "eval.every=2"]
+    run_toy(tmp_path, *settings, *overrides)
+    assert len(known) == (2 if "algorithm.preset=ppo" in overrides else 1)
+    assert all(map(same, known))
 
 
 def test_the_ledger_balances_and_the_same_seed_repeats(tmp_path: Path) -> None:

@@ -539,10 +539,33 @@ inline void keep(bf16* p, float x, uint32_t bits16) {  // up or down, right on a
     *p = (bf16)((bits + bits16) >> 16);
 }
 
-// A step of AdamW with the gradient times `scale`; moments of type T, and the model's own bf16 weights if it has any.
-template <typename T>
-void adamw(float* master, const float* grad, T* mean, T* square, bf16* model, float scale, float rate, float beta1,
-           float beta2, float eps, float decay, float correct1, float correct2, uint32_t salt, int64_t N) {
+// Where fp32 weights lie: as they are, or as bf16 and what that lacks of them, as in kitae/kernels/masters.py.
+struct Whole {
+    float* weight;
+    float load(int64_t i) const { return weight[i]; }
+    void store(int64_t i, float x) const { weight[i] = x; }
+};
+struct Split {
+    bf16* weight;
+    int16_t* rest;
+    float load(int64_t i) const {
+        const uint32_t bits = ((uint32_t)weight[i] << 16) + (uint32_t)(int32_t)rest[i];
+        float x;
+        memcpy(&x, &bits, 4);
+        return x;
+    }
+    void store(int64_t i, float x) const {
+        uint32_t bits;
+        memcpy(&bits, &x, 4);
+        weight[i] = (bf16)((bits + 0x8000u) >> 16);
+        rest[i] = (int16_t)bits;  // the upper half takes the carry of rounding, so that the lower one is signed
+    }
+};
+
+// A step of AdamW with the gradient times `scale`; moments of type T.
+template <typename W, typename T>
+void adamw(W weights, const float* grad, T* mean, T* square, float scale, float rate, float beta1, float beta2,
+           float eps, float decay, float correct1, float correct2, uint32_t salt, int64_t N) {
     const float speed = rate / correct1, inverse = 1.0f / correct2;
 #pragma omp parallel for simd schedule(static)
     for (int64_t i = 0; i < N; i++) {
@@ -550,12 +573,11 @@ void adamw(float* master, const float* grad, T* mean, T* square, bf16* model, fl
         float m = load(mean + i), v = load(square + i);
         m += (1.0f - beta1) * (g - m);
         v = beta2 * v + (1.0f - beta2) * g * g;
-        const float p = master[i] * decay - speed * m / (std::sqrt(v) * inverse + eps);
+        const float p = weights.load(i) * decay - speed * m / (std::sqrt(v) * inverse + eps);
         const uint32_t bits = chance((uint32_t)i, salt);
         keep(mean + i, m, bits & 0xffff);
         keep(square + i, v, bits >> 16);
-        master[i] = p;
-        if (model) store(model + i, p);
+        weights.store(i, p);
     }
 }
 
@@ -665,11 +687,15 @@ void softmax_backward(const T* probs, T* dprobs, const float* delta, float scale
         add_rows<T>(total, place, rows, weight, N, H);                                                                 \
     }                                                                                                                  \
     void accumulate_##SUFFIX(float* total, const T* part, int64_t N) { accumulate<T>(total, part, N); }                \
-    void adamw_##SUFFIX(float* master, const float* grad, T* mean, T* square, bf16* model, float scale, float rate,    \
+    void adamw_##SUFFIX(void* weight, int16_t* rest, const float* grad, T* mean, T* square, float scale, float rate,   \
                         float beta1, float beta2, float eps, float decay, float correct1, float correct2, int64_t salt,\
                         int64_t N) {                                                                                   \
-        adamw<T>(master, grad, mean, square, model, scale, rate, beta1, beta2, eps, decay, correct1, correct2,         \
-                 (uint32_t)salt, N);                                                                                   \
+        if (rest)                                                                                                      \
+            adamw(Split{(bf16*)weight, rest}, grad, mean, square, scale, rate, beta1, beta2, eps, decay, correct1,     \
+                  correct2, (uint32_t)salt, N);                                                                        \
+        else                                                                                                           \
+            adamw(Whole{(float*)weight}, grad, mean, square, scale, rate, beta1, beta2, eps, decay, correct1,          \
+                  correct2, (uint32_t)salt, N);                                                                        \
     }                                                                                                                  \
     void swiglu_##SUFFIX(const T* gate, const T* up, T* out, int64_t N) { swiglu<T>(gate, up, out, N); }               \
     void swiglu_backward_##SUFFIX(const T* grad, const T* gate, const T* up, T* dgate, T* dup, int64_t N) {            \

@@ -239,17 +239,18 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
 @one_by_one
 def adamw(part: AdamWPart, factor: float, pace: AdamWPace) -> None:
     """See `kitae.kernels.base.AdamWStep`."""
-    parameter, master, grad, mean, square = part
-    assert all(t.is_contiguous() for t in (parameter, master, mean, square))
-    assert parameter is master or parameter.dtype == torch.bfloat16
+    parameter, rest, grad, mean, square = part
+    assert parameter.dtype == (torch.float32 if rest is None else torch.bfloat16)
+    assert all(t.is_contiguous() for t in (parameter, parameter if rest is None else rest, mean, square))
     grad = grad.contiguous()
     _call(
         f"adamw_{_SUFFIX[mean.dtype]}",
-        *(c_void_p(t.data_ptr()) for t in (master, grad, mean, square)),
-        c_void_p(None if parameter is master else parameter.data_ptr()),
+        c_void_p(parameter.data_ptr()),
+        c_void_p(None if rest is None else rest.data_ptr()),
+        *(c_void_p(t.data_ptr()) for t in (grad, mean, square)),
         *(c_float(x) for x in (factor, pace.rate, *pace.betas, pace.eps, pace.decay, *pace.corrections)),
         c_int64(salt(pace.step)),
-        c_int64(master.numel()),
+        c_int64(parameter.numel()),
     )
 
 

@@ -564,15 +564,16 @@ def accumulate(total: Tensor | None, part: Tensor) -> Tensor:
     return total
 
 
-_COLUMNS = tl.constexpr(7)  # of a part: addresses of master, gradient, mean, square and model; numbers, first program
+_COLUMNS = tl.constexpr(7)  # of a part: addresses of weight, rest, gradient, mean, square; numbers, first program
 
 
 @triton.jit(do_not_specialize=["salt"])
 def _adamw(
     parts, owners, scale, rate, beta1, beta2, eps, decay, correct1, correct2, salt,
-    BLOCK: tl.constexpr, ROUND: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, HALF: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """A step of AdamW on master, mean and square, with the gradient times `scale`; ROUND: the model gets it rounded.
+    """A step of AdamW on weight, mean and square, with the gradient times `scale`; SPLIT: the weight is bfloat16, and
+    its master made again from the rest, as in `kitae.kernels.masters`.
 
     One program for every BLOCK numbers of a part; `owners` says of which. One launch for all weights: the host would
     take longer for hundreds than the device. Clipping, update and rounding are one pass over memory. The factor of
@@ -586,21 +587,25 @@ def _adamw(
         kept: tl.constexpr = tl.pointer_type(tl.bfloat16 if HALF else tl.float32)
         here = (tl.program_id(0) - tl.load(part + 6)) * BLOCK + tl.arange(0, BLOCK)
         count = tl.load(part + 5)
-        master = tl.load(part).to(tl.pointer_type(tl.float32)) + here
-        grad = tl.load(part + 1).to(tl.pointer_type(tl.float32)) + here
-        mean = tl.load(part + 2).to(kept) + here
-        square = tl.load(part + 3).to(kept) + here
-        model = tl.load(part + 4).to(tl.pointer_type(tl.bfloat16)) + here
+        weight = tl.load(part).to(tl.pointer_type(tl.int16 if SPLIT else tl.float32)) + here
+        rest = tl.load(part + 1).to(tl.pointer_type(tl.int16)) + here
+        grad = tl.load(part + 2).to(tl.pointer_type(tl.float32)) + here
+        mean = tl.load(part + 3).to(kept) + here
+        square = tl.load(part + 4).to(kept) + here
         if EVEN:
             count = tl.multiple_of(count, 16)
-            master = tl.multiple_of(master, 16)
+            weight = tl.multiple_of(weight, 16)
+            rest = tl.multiple_of(rest, 16)
             grad = tl.multiple_of(grad, 16)
             mean = tl.multiple_of(mean, 16)
             square = tl.multiple_of(square, 16)
-            model = tl.multiple_of(model, 16)
         mask = here < count
         g = tl.load(grad, mask=mask, other=0.0) * factor
-        p = tl.load(master, mask=mask, other=0.0) * decay
+        if SPLIT:
+            upper = tl.load(weight, mask=mask, other=0).to(tl.int32) << 16
+            p = (upper + tl.load(rest, mask=mask, other=0).to(tl.int32)).to(tl.float32, bitcast=True) * decay
+        else:
+            p = tl.load(weight, mask=mask, other=0.0) * decay
         m = tl.load(mean, mask=mask, other=0.0).to(tl.float32)
         v = tl.load(square, mask=mask, other=0.0).to(tl.float32)
         m = m + (1.0 - beta1) * (g - m)
@@ -615,30 +620,32 @@ def _adamw(
             v = ((v.to(tl.uint32, bitcast=True) + (bits >> 16)) & 0xFFFF0000).to(tl.float32, bitcast=True)
         tl.store(mean, m.to(mean.dtype.element_ty), mask=mask)
         tl.store(square, v.to(square.dtype.element_ty), mask=mask)
-        tl.store(master, p, mask=mask)
-        if ROUND:
-            tl.store(model, p.to(tl.bfloat16), mask=mask)
+        if SPLIT:
+            whole = p.to(tl.int32, bitcast=True)
+            upper = (whole + 0x8000) >> 16
+            tl.store(weight, upper.to(tl.int16), mask=mask)
+            tl.store(rest, (whole - (upper << 16)).to(tl.int16), mask=mask)
+        else:
+            tl.store(weight, p, mask=mask)
 
 
 def adamw(parts: Sequence[AdamWPart], scale: Tensor, pace: AdamWPace) -> None:
     """See `kitae.kernels.base.AdamWStep`."""
     block, alike = 2048, dict[tuple[bool, bool, bool], list[list[int]]]()
     grads = [part.grad.contiguous() for part in parts]  # of which those that were not live as long as this call
-    for (parameter, master, _, mean, square), grad in zip(parts, grads, strict=True):
-        tensors = (master, grad, mean, square, parameter)
-        assert all(t.is_contiguous() for t in tensors)
-        assert grad.dtype == master.dtype == torch.float32 and (
-            parameter is master or parameter.dtype == torch.bfloat16
-        )
-        line = [*(t.data_ptr() for t in tensors), master.numel()]
-        key = parameter is not master, mean.dtype == torch.bfloat16, all(number % 16 == 0 for number in line)
+    for (parameter, rest, _, mean, square), grad in zip(parts, grads, strict=True):
+        tensors = (parameter, parameter if rest is None else rest, grad, mean, square)
+        assert all(t.is_contiguous() for t in tensors) and grad.dtype == torch.float32
+        assert parameter.dtype == (torch.float32 if rest is None else torch.bfloat16)
+        line = [*(t.data_ptr() for t in tensors), parameter.numel()]
+        key = rest is not None, mean.dtype == torch.bfloat16, all(number % 16 == 0 for number in line)
         alike.setdefault(key, []).append(line)
-    for (rounds, half, even), lines in alike.items():
+    for (divided, half, even), lines in alike.items():
         owners, first = _owners(tuple(line[5] for line in lines), block, scale.device)
         table = np.column_stack([np.array(lines, dtype=np.int64), first])
         _adamw[(len(owners),)](
             send(table, scale.device), owners, scale, pace.rate, *pace.betas, pace.eps, pace.decay, *pace.corrections,
-            salt(pace.step), BLOCK=block, ROUND=rounds, HALF=half, EVEN=even, num_warps=8,
+            salt(pace.step), BLOCK=block, SPLIT=divided, HALF=half, EVEN=even, num_warps=8,
         )  # fmt: skip
 
 

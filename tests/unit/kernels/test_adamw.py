@@ -9,6 +9,7 @@ from torch import Tensor
 from kitae.kernels.adamw import adamw, chances, rounded
 from kitae.kernels.base import AdamWPace, AdamWPart, AdamWStep
 from kitae.kernels.cpu import ops
+from kitae.kernels.masters import split, whole
 
 SETTINGS: dict[str, Any] = {"rate": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
 KERNELS = [adamw]
@@ -20,13 +21,21 @@ ONE = torch.tensor(1.0)
 class State:
     def __init__(self, moments: torch.dtype, *, half: bool = False, size: int = 5003) -> None:
         generator = torch.Generator().manual_seed(3)
-        self.master = torch.randn(size, generator=generator)
-        self.own = self.master.bfloat16() if half else self.master
+        start = torch.randn(size, generator=generator)
+        self.own, self.rest = split(start) if half else (start, None)
         self.mean, self.square = torch.zeros(2, size, dtype=moments)
 
     def step(self, kernel: AdamWStep, grad: Tensor, step: int, scale: Tensor = ONE, **more: Any) -> None:
         pace = AdamWPace(step=step, **SETTINGS | more)
-        kernel([AdamWPart(self.own, self.master, grad, self.mean, self.square)], scale, pace)
+        kernel([AdamWPart(self.own, self.rest, grad, self.mean, self.square)], scale, pace)
+
+    @property
+    def master(self) -> Tensor:
+        return self.own if self.rest is None else whole(self.own, self.rest)
+
+    def copies(self) -> list[Tensor]:
+        tensors = (self.own, self.rest, self.mean, self.square)
+        return [t.clone() for t in tensors if t is not None]
 
 
 def gradients(count: int, size: int = 5003) -> list[Tensor]:
@@ -56,7 +65,6 @@ def test_the_kernel_is_the_plain_one(moments: torch.dtype, half: bool) -> None:
         one.step(adamw, grad, i + 1)
         other.step(ops.adamw, grad, i + 1)
     torch.testing.assert_close(one.master, other.master, rtol=1e-4, atol=1e-4)
-    assert torch.equal(other.own, other.master.to(other.own.dtype))
     if moments == torch.bfloat16:
         for a, b in ((one.mean, other.mean), (one.square, other.square)):
             assert (a == b).float().mean() > 0.99
@@ -64,15 +72,30 @@ def test_the_kernel_is_the_plain_one(moments: torch.dtype, half: bool) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__module__.split(".")[-1])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_a_split_master_is_the_whole_one(moments: torch.dtype, kernel: AdamWStep) -> None:
+    """To the last bit, also of moments, whatever the numbers."""
+    one, other = State(moments), State(moments, half=True)
+    start = torch.cat([one.master[:2000], one.master[2000:4000] * 1e-39, one.master[4000:] * 1e30])
+    start[:4] = torch.tensor([0.0, -0.0, 1 + 2**-8, -1 - 2**-8])
+    one.own.copy_(start)
+    other.own, other.rest = split(start)
+    for i, grad in enumerate(gradients(8)):
+        for state in (one, other):
+            state.step(kernel, grad, i + 1, torch.tensor(0.7), rate=10.0 ** (-2 * (i % 5)))
+        assert torch.equal(one.own.view(torch.int32), other.master.view(torch.int32))
+        assert torch.equal(other.own, split(one.own)[0])
+        assert torch.equal(one.mean, other.mean) and torch.equal(one.square, other.square)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__module__.split(".")[-1])
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(kernel: AdamWStep, factor: float) -> None:
     state = State(torch.bfloat16, half=True)
     state.step(kernel, gradients(1)[0], 1)
-    before = [t.clone() for t in (state.own, state.master, state.mean, state.square)]
+    before = state.copies()
     state.step(kernel, gradients(1)[0], 2, torch.tensor(factor))
-    assert all(
-        torch.equal(a, b) for a, b in zip(before, (state.own, state.master, state.mean, state.square), strict=True)
-    )
+    assert all(torch.equal(a, b) for a, b in zip(before, state.copies(), strict=True))
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__module__.split(".")[-1])

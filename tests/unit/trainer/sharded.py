@@ -150,6 +150,8 @@ def _gradient(parameter: Tensor, master: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
+    if tensor.dtype == torch.int16:  # which gloo does not know
+        tensor = tensor.to(torch.int32)
     return gathered(tensor).detach().clone()
 
 

@@ -1,14 +1,20 @@
 """AdamW on fp32 masters, schedules, clipping, state."""
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from workers import make_worker
+from workers import make_worker, master_of
 
 from kitae.data.packing import Row
+from kitae.kernels.adamw import adamw
+from kitae.kernels.base import AdamWPace, AdamWPart
+from kitae.kernels.masters import Rest
+from kitae.kernels.memory import gradient_of
 from kitae.models.policy import Policy
 from kitae.trainer.base import Conditions, Role
 from kitae.trainer.config import TrainingConfig
@@ -33,8 +39,8 @@ def test_bf16_parameters_follow_fp32_masters() -> None:
         parameter.float().sum().backward()
         optimizer.step()
         assert parameter.grad is None and optimizer.masters[0].grad is None
-    assert torch.allclose(optimizer.masters[0], torch.full((4,), 1 - 50e-4), atol=1e-5)
-    assert (parameter == optimizer.masters[0].bfloat16()).all() and (parameter < 1).all()
+    assert torch.allclose(master_of(optimizer), torch.full((4,), 1 - 50e-4), atol=1e-5)
+    assert (parameter == master_of(optimizer).bfloat16()).all() and (parameter < 1).all()
 
 
 def test_gradients_of_micro_batches_add_up_in_fp32() -> None:
@@ -104,5 +110,118 @@ def test_moments_are_kept_as_asked(before: str, after: str) -> None:
     assert second.state()["exp_avg.w"].dtype == getattr(torch, after)
     learn(parameter, optimizer, 5), learn(other, second, 5)
     if before == after:
-        assert torch.equal(optimizer.masters[0], second.masters[0])
-    torch.testing.assert_close(optimizer.masters[0], second.masters[0], rtol=1e-2, atol=1e-3)
+        assert torch.equal(master_of(optimizer), master_of(second))
+    torch.testing.assert_close(master_of(optimizer), master_of(second), rtol=1e-2, atol=1e-3)
+
+
+TARGET = torch.linspace(-2, 2, 500)
+
+
+def learn(optimizer: Optimizer, steps: int) -> None:
+    """Towards the target, by what the parameter is: so the way that it takes depends on how it is rounded."""
+    (parameter,) = optimizer.parameters
+    for _ in range(steps):
+        (parameter.float() - TARGET).pow(2).sum().backward()
+        assert optimizer.step().applied
+
+
+def optimizer_of(dtype: torch.dtype, *, host: bool = False, moments: str = "float32") -> Optimizer:
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, 500).to(dtype))
+    config = TrainingConfig(lr=3e-4, weight_decay=0.1, clip_norm=3.0, moments=moments)
+    return Optimizer([("w", parameter)], config, 100, host=host)
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_what_a_parameter_lacks_is_as_good_as_a_whole_master(moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit, where parameters of whole ones are rounded to the nearest; of two as near, away from zero."""
+    monkeypatch.setattr("kitae.trainer.optim.training_kernels", lambda *_: None)
+    optimizer = optimizer_of(torch.bfloat16, moments=moments)
+    (parameter,) = optimizer.parameters
+    config, master = optimizer.config, parameter.detach().float()
+    mean, square = torch.zeros(2, 500).to(getattr(torch, moments))
+    for step in range(1, 60):
+        held = parameter.detach().clone()
+        grad = torch.autograd.grad((parameter.float() - TARGET).pow(2).sum(), parameter)[0].float()
+        norm = torch.nn.utils.get_total_norm([grad])
+        scale = torch.where(norm > 3.0, 3.0 / (norm + 1e-6), 1.0)
+        pace = AdamWPace(step, config.lr, config.betas, 1e-8, config.weight_decay)
+        adamw([AdamWPart(master, None, grad, mean, square)], scale, pace)
+        learn(optimizer, 1)
+        assert torch.equal(master_of(optimizer), master)
+        even = (master.view(torch.int32) & 0xFFFF) == 0x8000
+        assert torch.equal(parameter[~even], master.bfloat16()[~even])
+        assert (parameter[even].abs() > master[even].abs()).all() and not torch.equal(parameter, held)
+
+
+def test_bfloat16_needs_two_bytes_for_its_master() -> None:
+    optimizer = optimizer_of(torch.bfloat16)
+    (master,) = optimizer.masters
+    assert isinstance(master, Rest) and master.bits.dtype == torch.int16
+    state = optimizer.state()
+    assert state.keys() == {"weight.w", "rest.w"}
+    assert state["weight.w"].data_ptr() == optimizer.parameters[0].data_ptr()
+    assert optimizer_of(torch.bfloat16, host=True).state().keys() == {"master.w"}
+
+
+KINDS = [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+
+
+@pytest.mark.parametrize("after", KINDS)
+@pytest.mark.parametrize("before", KINDS)
+def test_masters_are_read_in_any_form(before: tuple[torch.dtype, bool], after: tuple[torch.dtype, bool]) -> None:
+    """To the last bit; with the same settings it goes on as if nothing was."""
+    optimizer, second = (optimizer_of(dtype, host=host) for dtype, host in (before, after))
+    learn(optimizer, 20)
+    state = optimizer.state()
+    blank = second.blank(state)
+    assert {name: (t.dtype, t.shape) for name, t in blank.items()} == {
+        name: (t.dtype, t.shape) for name, t in state.items()
+    }
+    for name, tensor in blank.items():
+        tensor.copy_(state[name])
+    second.load_state(blank, 20)
+    assert torch.equal(master_of(second), master_of(optimizer))
+    assert second.parameters[0].dtype == after[0]
+    torch.testing.assert_close(second.parameters[0].float(), master_of(optimizer), rtol=2**-8, atol=0)
+    learn(optimizer, 5), learn(second, 5)
+    if before == after:
+        assert torch.equal(master_of(second), master_of(optimizer))
+        assert torch.equal(second.parameters[0], optimizer.parameters[0])
+
+
+def test_a_parameter_may_move_between_steps() -> None:
+    """As those do that are laid together for a kernel."""
+    still, moved = optimizer_of(torch.bfloat16), optimizer_of(torch.bfloat16)
+    learn(still, 2), learn(moved, 2)
+    (parameter,) = moved.parameters
+    parameter.data = torch.cat([parameter.detach(), torch.zeros(3, dtype=torch.bfloat16)])[:500]
+    learn(still, 2), learn(moved, 2)
+    assert torch.equal(master_of(still), master_of(moved))
+
+
+def test_a_parameter_that_does_not_lie_in_order_learns_as_others_do() -> None:
+    start = torch.linspace(-1, 1, 24).bfloat16().view(4, 6)
+    found = []
+    for given in (start.clone(), start.t().contiguous().t()):
+        parameter = torch.nn.Parameter(given)
+        optimizer = Optimizer([("w", parameter)], TrainingConfig(lr=1e-3), 10)
+        for _ in range(3):
+            parameter.float().pow(2).sum().backward()
+            optimizer.step()
+        found.append(master_of(optimizer))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parameters_are_freed_with_their_optimizer(dtype: torch.dtype) -> None:
+    optimizer = optimizer_of(dtype)
+    learn(optimizer, 1)
+    assert gradient_of(optimizer.parameters[0]) is not None
+    held = [optimizer.parameters[0], optimizer.masters[0]]
+    gone = [weakref.ref(t.bits if isinstance(t, Rest) else t) for t in held]
+    gc.disable()
+    try:
+        del optimizer, held
+        assert [each() for each in gone] == [None, None]
+    finally:
+        gc.enable()

@@ -4,9 +4,12 @@ import asyncio
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Coefficients
 from kitae.algorithms.groups import Candidate, GroupStages
+from kitae.kernels.masters import Rest, whole
 from kitae.models.policy import Policy
 from kitae.observe.meter import Totals
 from kitae.trainer.assemble import reinforced
@@ -14,6 +17,7 @@ from kitae.trainer.base import Column, Conditions, Role
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
 from kitae.trainer.local import LocalTrainer
+from kitae.trainer.optim import Optimizer
 from kitae.trainer.worker import Worker
 from kitae.types import FloatArray, Sample
 
@@ -51,6 +55,12 @@ def forward_backward(
 ) -> Totals:
     _, rows = pack_rows(samples, worker.training, worker.policy.device, worker.policy.dtype)
     return worker.forward_backward(rows, Conditions(version, coefficients or Coefficients()), roles)
+
+
+def master_of(optimizer: Optimizer, number: int = 0) -> Tensor:
+    """In fp32, however it is kept."""
+    master = optimizer.masters[number]
+    return whole(optimizer.parameters[number], master.bits) if isinstance(master, Rest) else master.detach()
 
 
 def column_of(worker: Worker, samples: Sequence[Sample], column: Column = Column.OLD) -> list[FloatArray]:
