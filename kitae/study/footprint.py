@@ -109,7 +109,7 @@ def hold(
     gradients = 4.0 * trained
     parts = {
         "weights": float(model.parameters * size),
-        "masters": trained * 2.0 if size == 2 else 0.0,  # what a weight lacks of fp32
+        **_beyond_weights(config, trained, size),
         "moments": float(trained * moment_bytes(config)),
         # With a single row there are gradients only where activations are gone.
         "gradients": gradients if tokens > row else max(0.0, gradients - passing),
@@ -176,6 +176,13 @@ def _targets(config: RLConfig, model: ModelShape) -> set[str]:
     """Names of the maps that get adapters."""
     targets = config.model.lora_targets
     return set(model.projections) if targets == "all-linear" else {name.strip() for name in targets.split(",")}
+
+
+def _beyond_weights(config: RLConfig, trained: int, size: int) -> dict[str, float]:
+    """What is trained and no weight of the model, or lacks something of fp32."""
+    if config.model.lora_rank:
+        return {"adapters": 4.0 * trained}
+    return {"masters": 2.0 * trained if size == 2 else 0.0}
 
 
 def moment_bytes(config: RLConfig) -> int:

@@ -121,6 +121,8 @@ def test_masters_of_weights_in_bfloat16_take_two_bytes() -> None:
     parts = {dtype: hold(config(), SMOLLM2, CPU, dtype, 4000) for dtype in (torch.float32, torch.bfloat16)}
     assert parts[torch.float32]["masters"] == 0
     assert parts[torch.bfloat16]["masters"] == 2 * SMOLLM2.parameters
+    adapted = hold(config("model.lora_rank=16"), SMOLLM2, CPU, torch.bfloat16, 4000)
+    assert adapted["adapters"] == 4 * 4_884_480 and "masters" not in adapted  # in fp32 whatever the model is in
     critic = hold(config("algorithm.preset=ppo"), SMOLLM2, CPU, torch.bfloat16, 4000)["critic"]
     assert critic == (2 + 2 + 4 + 8) * SMOLLM2.parameters
 
