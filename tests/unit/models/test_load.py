@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, FalconH1Config, Qwen3NextConfig
@@ -16,7 +17,16 @@ from kitae.errors import ModelError
 from kitae.models.classifier import export_scalar
 from kitae.models.config import ModelConfig
 from kitae.models.fuse import fuse
-from kitae.models.load import SMOLLM2, check_model, export_policy, find_model, load_policy, pick_device, pick_dtype
+from kitae.models.load import (
+    SMOLLM2,
+    _read_once,
+    check_model,
+    export_policy,
+    find_model,
+    load_policy,
+    pick_device,
+    pick_dtype,
+)
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.models.tiny import ARCHITECTURES
@@ -232,3 +242,13 @@ def test_bfloat16_is_refused_where_products_of_it_would_take_forever(
     with pytest.raises(ModelError, match="auto or float32 on this processor") if refused else nullcontext():
         assert pick_dtype("bfloat16", torch.device("cpu")) is torch.bfloat16
     assert pick_dtype("float32", torch.device("cpu")) is torch.float32
+
+
+def test_a_gguf_file_is_read_once_and_nothing_of_that_stays() -> None:
+    plain = gguf.get_tensor_name_map
+    with pytest.raises(RuntimeError), _read_once():
+        assert gguf.get_tensor_name_map is not plain
+        first, again = (gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2) for _ in range(2))
+        assert first is again
+        raise RuntimeError
+    assert gguf.get_tensor_name_map is plain
