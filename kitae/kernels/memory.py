@@ -141,16 +141,16 @@ def gradient_of(parameter: "Tensor") -> "Tensor | None":
         return None
     master = _master_of(parameter)
     if master.grad is None:
-        master.grad = torch.zeros_like(parameter, dtype=torch.float32, requires_grad=False)
+        master.grad = torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
     return master.grad
 
 
 def gradient_over(parameters: "Sequence[Tensor]") -> "tuple[Tensor, bool] | None":
     """Of the parameters' masters, the fp32 gradients as one tensor, one after the other along the first dimension, and
-    whether there is something in it yet. None: they have no masters, or their gradients do not lie so."""
+    whether there is something in it yet. None: one has no master or does not learn, or the gradients do not lie so."""
     import torch
 
-    if not all(map(has_master, parameters)):
+    if not all(has_master(p) and p.requires_grad for p in parameters):
         return None
     masters = [_master_of(p) for p in parameters]
     if all(m.grad is None for m in masters):

@@ -84,7 +84,7 @@ def estimate(config: RLConfig) -> Estimate:
 
     generation = generate(t.prompts_per_step, t.group_size, longest)
     half, full = (batch_tokens(config, prompt, length) for length in (longest / 2, longest))
-    models = other_models(config, model.parameters, dtype.itemsize)
+    models = other_models(config, model, dtype.itemsize)
     passes = t.epochs * (2 if "critic" in models else 1) + len(models) / 3
     trained = trained_parameters(config, model)
     row = min(token_budget(t, device, dtype), full)

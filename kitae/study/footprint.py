@@ -117,7 +117,7 @@ def hold(
         "cache": _cache(config, model, device, size),
         **_engines(config, model, device, size),
         **_copies(config, model, device, dtype),
-        **other_models(config, model.parameters, size),
+        **other_models(config, model, size),
         "libraries": _LIBRARIES[device.type],
     }
     return parts if device.type != "cpu" else _in_turns(config, parts)
@@ -190,13 +190,13 @@ def moment_bytes(config: RLConfig) -> int:
     return 4 if config.training.moments == "bfloat16" else 8
 
 
-def other_models(config: RLConfig, parameters: int, size: int) -> dict[str, float]:
+def other_models(config: RLConfig, model: ModelShape, size: int) -> dict[str, float]:
     """What the algorithm wants beside the policy."""
-    a = config.algorithm
+    a, parameters, trained = config.algorithm, model.parameters, trained_parameters(config, model)
     found: dict[str, float] = {}
     if a.kl_coef and a.reference not in (None, "none"):
-        shared = config.model.lora_rank > 0 and a.reference == "frozen"
-        found["reference"] = 0 if shared else parameters * size
+        copied = 4.0 * trained if config.model.lora_rank else parameters * size
+        found["reference"] = copied + (4.0 * trained if a.reference == "ema" else 0.0)
     if isinstance(config, DistilConfig) and config.method.teacher:
         teacher = read_model(config.method.teacher)
         found["teacher"] = (parameters if teacher is None else teacher.parameters) * size

@@ -1,7 +1,7 @@
 """A trainer in this process: one worker, in a thread of its own."""
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -131,19 +131,25 @@ class LocalTrainer:
         await self._run(self._compute, lambda: torch.set_num_threads(count))
 
     async def _change(self, work: Callable[[], T]) -> T:
-        """Something that is saved; so what is being saved is waited for."""
-        async with self._changing:
+        """Something that is saved; so what is being saved is waited for. Once begun, it is waited for itself, whoever
+        is cancelled: half of an update must not be saved."""
+        await self._changing.acquire()
+        try:
             while self._reading:
                 await asyncio.wait(self._reading)
-            return await self._run(self._compute, work)
+        except asyncio.CancelledError:
+            self._changing.release()
+            raise
+        changing = _begun(self._run(self._compute, work))
+        changing.add_done_callback(lambda _: self._changing.release())
+        return await asyncio.shield(changing)
 
     async def _read(self, work: Callable[[], T]) -> T:
         """Beside everything but an update of the weights."""
         async with self._changing:
-            reading = asyncio.ensure_future(self._run(self._look, work))
+            reading = _begun(self._run(self._look, work))
             self._reading.add(reading)
             reading.add_done_callback(self._reading.discard)
-            reading.add_done_callback(lambda done: done.cancelled() or done.exception())  # seen, if by nobody else
         return await asyncio.shield(reading)
 
     async def _run(self, executor: Executor, work: Callable[[], T]) -> T:
@@ -154,3 +160,10 @@ class LocalTrainer:
                 dismiss_team()
 
         return await asyncio.get_running_loop().run_in_executor(executor, alone)
+
+
+def _begun(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    """Whose error is seen, if by nobody else."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task

@@ -25,6 +25,7 @@ from kitae.trainer.config import LearningConfig
 from kitae.trainer.ranks import Alone, Ranks, local
 
 _EPS = 1e-8
+_HOOK = "kitae_hook"
 _KEPT = {"master": torch.float32, "weight": torch.bfloat16, "rest": torch.int16}  # of masters, in one form or the other
 
 
@@ -70,8 +71,7 @@ class Optimizer:
         self.masters = [_copy(p) if host else _master(p) for p in self.parameters]
         self._apart = [host or p.dtype != torch.float32 for p in self.parameters]
         for parameter, master, apart in zip(self.parameters, self.masters, self._apart, strict=True):
-            if apart:
-                parameter.register_post_accumulate_grad_hook(_add_into(master))  # type: ignore[no-untyped-call]
+            _hook(parameter, _add_into(master) if apart else None)
             beside = not host or parameter.device.type == "cpu"
             if beside and not isinstance(parameter, DTensor):
                 set_master(parameter, master)
@@ -240,6 +240,15 @@ def _sharded_like(parameter: Tensor, own: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return own
     return DTensor(own, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _hook(parameter: torch.nn.Parameter, function: Any) -> None:
+    """Instead of that of an optimizer before this one, which would take the gradients."""
+    known = vars(parameter)
+    if (earlier := known.pop(_HOOK, None)) is not None:
+        earlier.remove()
+    if function is not None:
+        known[_HOOK] = parameter.register_post_accumulate_grad_hook(function)  # type: ignore[no-untyped-call]
 
 
 def _add_into(master: Tensor | Rest) -> Any:

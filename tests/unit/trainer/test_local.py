@@ -21,7 +21,7 @@ from kitae.trainer.worker import Worker
 class SlowWorker:
     """Saving and publishing take until they are let go; the rest is done at once. `log` has what has ended."""
 
-    updates = 0
+    updates, slow_update = 0, False
     training = TrainingConfig()
     policy = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
 
@@ -46,7 +46,10 @@ class SlowWorker:
         return Totals()
 
     def optim_step(self) -> Totals:
-        self.log.append("optim_step")
+        if self.slow_update:
+            self.slowly("optim_step")
+        else:
+            self.log.append("optim_step")
         return Totals()
 
     def finish_step(self, step: int) -> None:
@@ -126,6 +129,41 @@ def test_a_save_that_nobody_waits_for_any_more_is_still_waited_for_by_an_update(
         return worker.log
 
     assert asyncio.run(run()) == ["save", "optim_step"]
+
+
+def test_a_save_waits_for_an_update_that_nobody_waits_for_any_more() -> None:
+    """It would have half of it."""
+
+    async def run() -> list[str]:
+        worker, trainer = start()
+        worker.slow_update = True
+        change = await begun(worker, trainer.optim_step())
+        change.cancel()
+        save = asyncio.create_task(trainer.save(Path()))
+        await asyncio.sleep(0.05)
+        assert change.cancelled() and not save.done()
+        worker.go_on.set()
+        await asyncio.wait_for(save, 30)
+        await trainer.close()
+        return worker.log
+
+    assert asyncio.run(run()) == ["optim_step", "save"]
+
+
+def test_an_update_that_is_given_up_before_it_has_begun_is_none() -> None:
+    async def run() -> list[str]:
+        worker, trainer = start()
+        slow = await begun(worker, trainer.save(Path()))
+        change = asyncio.create_task(trainer.optim_step())
+        await asyncio.sleep(0.05)
+        change.cancel()
+        worker.go_on.set()
+        await asyncio.wait_for(slow, 30)
+        await asyncio.wait_for(trainer.finish_step(1), 30)
+        await trainer.close()
+        return worker.log
+
+    assert asyncio.run(run()) == ["save", "finish_step"]
 
 
 def test_a_save_that_fails_does_not_stop_updates() -> None:

@@ -14,7 +14,7 @@ from kitae.data.packing import Row
 from kitae.kernels.adamw import adamw
 from kitae.kernels.base import AdamWPace, AdamWPart
 from kitae.kernels.masters import Rest
-from kitae.kernels.memory import gradient_of
+from kitae.kernels.memory import gradient_of, gradient_over
 from kitae.models.policy import Policy
 from kitae.trainer.base import Conditions, Role
 from kitae.trainer.config import TrainingConfig
@@ -199,6 +199,20 @@ def test_a_parameter_may_move_between_steps() -> None:
     assert torch.equal(master_of(still), master_of(moved))
 
 
+def test_gradients_are_taken_together_of_what_learns_alone() -> None:
+    weights = [torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16)) for _ in range(3)]
+    optimizer = Optimizer([(str(i), w) for i, w in enumerate(weights)], TrainingConfig(), 10)
+    weights[1].requires_grad_(False)
+    assert gradient_over(weights) is None and all(m.grad is None for m in optimizer.masters)
+    weights[1].requires_grad_(True)
+    whole, begun = gradient_over(weights) or (torch.empty(0), True)
+    assert whole.shape == (6, 3) and whole.dtype == torch.float32 and not begun
+    whole.copy_(torch.arange(6)[:, None])
+    assert [gradient_of(w)[0, 0].item() for w in weights] == [0, 2, 4]  # type: ignore[index]
+    again, begun = gradient_over(weights) or (torch.empty(0), False)
+    assert begun and again.data_ptr() == whole.data_ptr()
+
+
 def test_a_parameter_that_does_not_lie_in_order_learns_as_others_do() -> None:
     start = torch.linspace(-1, 1, 24).bfloat16().view(4, 6)
     found = []
@@ -206,10 +220,21 @@ def test_a_parameter_that_does_not_lie_in_order_learns_as_others_do() -> None:
         parameter = torch.nn.Parameter(given)
         optimizer = Optimizer([("w", parameter)], TrainingConfig(lr=1e-3), 10)
         for _ in range(3):
+            gradient_of(parameter)  # as a kernel has made it
             parameter.float().pow(2).sum().backward()
             optimizer.step()
         found.append(master_of(optimizer))
     torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_takes_gradients_from_the_one_before(dtype: torch.dtype) -> None:
+    """A hook of the first would have them otherwise, and the second learn nothing."""
+    first = optimizer_of(dtype)
+    learn(first, 1)
+    second = Optimizer([("w", first.parameters[0])], first.config, 100)
+    learn(second, 1)
+    assert second.state()["step.w"] == 1 and first.masters[0].grad is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
