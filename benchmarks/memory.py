@@ -42,6 +42,12 @@ VARIANTS = {
         "training.prompts_per_step=32",
     ),
     "reference": ("algorithm.reference=frozen", "algorithm.kl_coef=0.01"),
+    "reference that moves": (
+        "algorithm.reference=ema",
+        "algorithm.reference_every=1",
+        "algorithm.reference_mix=0.1",
+        "algorithm.kl_coef=0.01",
+    ),
     "critic": ("algorithm.preset=ppo",),
 }
 
