@@ -63,7 +63,8 @@ class Request:
     `abort` takes. `prior` is what a parked request had sampled: it is continued, not sampled again, and counts towards
     max_tokens. `thread` names a conversation: the prompt of its next request begins with this one and its completion,
     so an engine may keep what it computed until then. `experts_from`: the first position whose experts the caller wants
-    to know, where a mixture of experts is sampled from; None: of none.
+    to know, where a mixture of experts is sampled from; None: of none. `told`: of these, what is known of a parked
+    request: its completion begins with them.
     """
 
     id: str
@@ -74,6 +75,7 @@ class Request:
     prior: Sampled = field(default_factory=Sampled)
     thread: str = ""
     experts_from: int | None = None
+    told: ExpertArray | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,9 @@ class Completion:
     """What the engine sampled: `Completion("17/3", (42, 2), (-.1, -.3), versions=(3, 3), finish="stop")`.
 
     The stop token, or the tokens that complete a stop string, are part of `tokens`. experts: those of positions from
-    `Request.experts_from` up to the last token but one, which is the last that was computed, as they lay in the cache
-    when the last token was drawn; what had to be computed again chose again. None: nobody asked, the engine does not
-    record them, or it was parked: who goes on with it computes all of it, and tells.
+    `Request.experts_from` up to the last token but one, which is the last that was computed, each as it was chosen when
+    it was computed first: what is computed again may choose others. None: nobody asked, or the engine does not record
+    them, or has lost them.
     """
 
     id: str

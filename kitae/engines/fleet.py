@@ -181,8 +181,8 @@ class Fleet:
         if not self._members:
             await self._wait(stay)
         if stay.ending is not None:
-            prior = stay.request.prior
-            return Completion(stay.request.id, prior.tokens, prior.logprobs, prior.versions, stay.ending)
+            prior, told = stay.request.prior, stay.request.told
+            return Completion(stay.request.id, prior.tokens, prior.logprobs, prior.versions, stay.ending, told)
         member = stay.member = self._choose(stay.request, key)
         member.load += 1
         try:
@@ -201,7 +201,9 @@ class Fleet:
             stay.member = None
         if done.finish != "parked" or stay.ending is not None:
             return done
-        stay.request = replace(stay.request, prior=done.sampled)
+        stay.request = replace(
+            stay.request, prior=done.sampled, told=stay.request.told if done.experts is None else done.experts
+        )
         self._lose(member, "it gave up what it was sampling")  # unless it was asked to leave
         return None
 

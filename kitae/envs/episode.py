@@ -34,6 +34,7 @@ from kitae.store.columns import Kept
 from kitae.types import (
     GREEDY,
     Chain,
+    ExpertArray,
     FinishReason,
     Message,
     Prompt,
@@ -129,8 +130,10 @@ class Episode:
         turn = self._recorded[0] if self._recorded else Segment("model", (), (), ())
         ended = self._how_it_ended(turn)
         if ended is None:
-            done = await self._ask(Sampled(turn.tokens, turn.logprobs, turn.versions))
+            done = await self._ask(Sampled(turn.tokens, turn.logprobs, turn.versions), turn.experts)
             turn, ended = Segment("model", done.tokens, done.logprobs, done.versions, experts=done.experts), done.finish
+        elif not self._is_told_whole(turn):
+            turn = replace(turn, experts=None)
         if ended == "parked" and not turn.tokens:
             raise Parked
         if self._recorded:
@@ -148,6 +151,11 @@ class Episode:
             self._transcript.append(as_message(self._said[-1]))
         return ended == "stop"
 
+    def _is_told_whole(self, turn: Segment) -> bool:
+        """Not so if it was parked, went on, and ends now where a copy of it does: that has no experts."""
+        places = self._chain.length + len(turn.tokens) - 1 - self._chain.unrouted
+        return turn.experts is None or len(turn.experts) == places
+
     def _how_it_ended(self, turn: Segment) -> FinishReason | None:
         """How a recorded turn ended; None: it did not. One that was copied right at its last token does not say so."""
         if self._record is None or not self._recorded:
@@ -162,8 +170,8 @@ class Episode:
         used_up = len(turn.tokens) >= self._left or not self._has_room(len(turn.tokens))
         return "length" if used_up else None
 
-    async def _ask(self, prior: Sampled) -> Completion:
-        """Let the engine sample a turn; `prior` is what it had sampled of it."""
+    async def _ask(self, prior: Sampled, told: ExpertArray | None) -> Completion:
+        """Let the engine sample a turn; `prior` is what it had sampled of it, `told` the experts of that."""
         if self._on.running.parking:
             raise Parked
         on, number = self._on, len(self._segments)
@@ -176,6 +184,7 @@ class Episode:
             prior=prior,
             thread=f"{on.label}/{self._group}/{self._index}" if on.limits.turns > 1 else "",
             experts_from=on.experts_from(self._chain, self._index),
+            told=told,
         )
         self.asking = request.id
         try:

@@ -2,7 +2,8 @@
 
 The steps between that checkpoint and the one asked for are trained again, on what the journal says they were trained
 on, with the number of threads that each of them had. On the same machine the difference is 0: nothing of a step depends
-on anything else, not on the engine either, of which there is none here.
+on anything else, not on the engine either, of which there is none here. Several ranks add up in another order than this
+one process: then the difference is rounding.
 """
 
 import asyncio
@@ -55,6 +56,8 @@ def replay(folder: Path, step: int, note: Callable[[str], None]) -> Replay:
                 f"now: {'; '.join(changed)}"
             )
         note(f"loading {config.model.path} at step {frontier.step}")
+        if (ranks := config.cluster.ranks) > 1:
+            note(f"{ranks} ranks trained it, one process rounds otherwise: small differences are no news")
         found = asyncio.run(_train_again(config, journal, frontier.step, state, step, logged, note))
     finally:
         journal.close()

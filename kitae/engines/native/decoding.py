@@ -50,8 +50,9 @@ class Stowed:
 class Decoding:
     """One request on its way. The cache holds all its tokens but the last generated one.
 
-    stowed: where it was preempted, its own pages, if the host had room for them. repeats: its text, where the host
-    guesses.
+    stowed: where it was preempted, its own pages, if the host had room for them. experts: from `request.experts_from`
+    on, those that were chosen before its pages were given back: what is computed again is rounded otherwise, and may
+    choose others. repeats: its text, where the host guesses.
     """
 
     request: Request
@@ -64,6 +65,7 @@ class Decoding:
     pages: list[int] = field(default_factory=list)
     prefix: Prefix | None = None
     stowed: Stowed | None = None
+    experts: ExpertArray | None = None
     repeats: Repeats | None = None
 
     @property
@@ -101,6 +103,6 @@ class Decoding:
         part = slice(start, stop)
         return Sampled(tuple(self.tokens[part]), tuple(self.logprobs[part]), tuple(self.versions[part]))
 
-    def completion(self, finish: FinishReason, experts: ExpertArray | None = None) -> Completion:
+    def completion(self, finish: FinishReason) -> Completion:
         sampled = tuple(self.tokens), tuple(self.logprobs), tuple(self.versions)
-        return Completion(self.request.id, *sampled, finish, experts)
+        return Completion(self.request.id, *sampled, finish, self.experts)

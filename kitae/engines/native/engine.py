@@ -29,7 +29,7 @@ from kitae.kernels.memory import return_freed_memory
 from kitae.kernels.threads import dismiss_team
 from kitae.models.policy import Policy
 from kitae.models.routing import RouterShape
-from kitae.types import ExpertArray, FinishReason
+from kitae.types import FinishReason
 from kitae.weights.probe import Probe
 
 T = TypeVar("T")
@@ -71,6 +71,7 @@ class NativeEngine:
             config.prefill_tokens,
             self.cache.stow,
             int(config.host_memory_gb * 2**30 // self.cache.page_bytes),
+            self._remember if records_experts else None,
         )
         self.runner: ModelRunner = make_runner(policy, self.cache, config)
         self._launched: deque[_Launched] = deque()
@@ -98,9 +99,8 @@ class NativeEngine:
 
         limit = min(request.sampling.max_tokens, self.policy.max_context - len(request.prompt_tokens))
         prior = request.prior
-        sequence = Decoding(
-            request, request.seed, limit, done, list(prior.tokens), list(prior.logprobs), list(prior.versions)
-        )
+        sampled = list(prior.tokens), list(prior.logprobs), list(prior.versions)
+        sequence = Decoding(request, request.seed, limit, done, *sampled, experts=request.told)
         self._commands.put(lambda: self._add(sequence))
         try:
             return await future
@@ -283,17 +283,22 @@ class NativeEngine:
         return any(stop in text for stop in stops)
 
     def _finish(self, sequence: Decoding, finish: FinishReason) -> None:
-        experts = self._experts(sequence, finish)
+        self._remember(sequence)
         self.scheduler.remove(sequence, keep=finish in ("stop", "length"))
         self._sequences.pop(sequence.request.id, None)
-        sequence.done(sequence.completion(finish, experts))
+        sequence.done(sequence.completion(finish))
 
-    def _experts(self, sequence: Decoding, finish: FinishReason) -> ExpertArray | None:
-        """What its caller wants to know of them; nothing of one that has no pages or will be continued."""
-        start = sequence.request.experts_from
-        if start is None or finish == "parked" or not sequence.pages:
-            return None
-        return self.cache.experts_of(sequence.pages, start, sequence.cached)
+    def _remember(self, sequence: Decoding) -> None:
+        """The experts that its tokens were sampled with: those of the first time, if some were computed again since."""
+        start, before = sequence.request.experts_from, sequence.experts
+        if start is None or not sequence.pages:
+            return
+        found = self.cache.experts_of(sequence.pages, start, sequence.cached)
+        if found is None:
+            return
+        if before is not None:
+            found[: len(before)] = before[: len(found)]
+        sequence.experts = found
 
     def _add(self, sequence: Decoding) -> None:
         if self._closed or self._failure is not None:

@@ -36,7 +36,8 @@ class Admission:
 
 
 class Scheduler:
-    """stow: copies pages to the host, which has room for `host_pages` of them."""
+    """stow: copies pages to the host, which has room for `host_pages` of them. leave: hears of a sequence whose pages
+    are about to be taken, to be computed again."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class Scheduler:
         prefill_tokens: int,
         stow: Callable[[list[int]], Stowed] | None = None,
         host_pages: int = 0,
+        leave: Callable[[Decoding], None] | None = None,
     ) -> None:
         self.pool = pool
         self.page_size = page_size
@@ -62,6 +64,7 @@ class Scheduler:
         self.restored = 0
         self.host_pages = host_pages  # that are free
         self._stow = stow
+        self._leave = leave
 
     @property
     def idle(self) -> bool:
@@ -164,6 +167,8 @@ class Scheduler:
 
     def _preempt(self, *, again: bool = False) -> None:
         victim = self.running.pop()
+        if self._leave:
+            self._leave(victim)
         own = victim.pages[victim.prompt_length // self.page_size : self._pages(victim.cached)]
         if self._stow and victim.tokens and not again and 0 < len(own) <= self.host_pages:
             self.host_pages -= len(own)

@@ -32,6 +32,7 @@ def pack_request(number: int, request: Request) -> bytes:
     header = {"generate": number, **names, "seed": request.seed, "sampling": asdict(request.sampling)}
     header["experts_from"] = request.experts_from
     place, arrays = _parts(request.prior)
+    arrays |= {} if request.told is None else {"experts": request.told}
     return pack_frame({**header, **place}, {"prompt": np.asarray(request.prompt_tokens, np.int64), **arrays})
 
 
@@ -59,6 +60,7 @@ def request_of(frame: Frame) -> Request:
         thread=frame.header["thread"],
         prior=sampled_of(frame),
         experts_from=frame.header["experts_from"],
+        told=experts_of(frame),
     )
 
 

@@ -20,6 +20,7 @@ from kitae.engines.native.attention import DecodeAttention
 from kitae.engines.native.cache import KVCache
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.runner import ModelRunner
+from kitae.engines.native.scheduler import Admission
 from kitae.errors import ModelError
 from kitae.models.policy import Policy
 from kitae.models.routing import RouterShape, record_routing, replay_routing
@@ -95,12 +96,15 @@ def assert_all_recorded(policy: Policy, requests: Sequence[Request], use: Use, *
         assert_recorded(policy, request, done)
 
 
-def assert_recorded_in_a_crowd(policy: Policy, **settings: Any) -> None:
+def assert_recorded_in_a_crowd(
+    policy: Policy, *, before: Callable[[NativeEngine], None] = lambda _: None, **settings: Any
+) -> None:
     """With a cache that is too small for all at once."""
     requests = asked(6, length=50)
 
     async def crowded(engine: NativeEngine) -> list[Completion]:
         assert engine.cache.pages == 40
+        before(engine)
         found = await all_of(engine, requests)
         assert engine.stats().preemptions > 0, "the cache was not small enough"
         return found
@@ -129,6 +133,24 @@ def test_after_preemption(host_memory_gb: float, tiny_policy: TinyPolicy) -> Non
     assert_recorded_in_a_crowd(tiny_policy("qwen3_moe"), host_memory_gb=host_memory_gb)
 
 
+def test_what_is_computed_again_chooses_for_nothing_that_was_sampled(tiny_policy: TinyPolicy) -> None:
+    """It is rounded otherwise, and may choose other experts: here it always does."""
+
+    def spoilt(engine: NativeEngine) -> None:
+        plain = engine.runner.prefill
+
+        def prefill(admission: Admission) -> Any:
+            results = plain(admission)
+            for sequence in admission.resumed:
+                assert engine.cache.experts is not None and sequence.stowed is None
+                engine.cache.experts[sequence.pages[sequence.prompt_length // 8 :]] = 99
+            return results
+
+        engine.runner.prefill = prefill  # type: ignore[method-assign]
+
+    assert_recorded_in_a_crowd(tiny_policy("qwen3_moe"), before=spoilt)
+
+
 @pytest.mark.parametrize("host_memory_gb", [0.0, 0.01])
 def test_freed_and_computed_again_or_brought_back(host_memory_gb: float, tiny_policy: TinyPolicy) -> None:
     """With engine.keep_cache = false, in the middle of an answer."""
@@ -146,20 +168,28 @@ def test_freed_and_computed_again_or_brought_back(host_memory_gb: float, tiny_po
 
 
 def test_parked_and_continued(tiny_policy: TinyPolicy) -> None:
-    """Who continues an answer computes all of it, and tells of all of it."""
+    """Who continues an answer computes all of it, and tells of all of it; what is known of it stays as it was."""
     policy, requests = tiny_policy("qwen3_moe"), asked(6, length=80)
 
-    async def interrupted(engine: NativeEngine) -> list[Completion]:
+    async def interrupted(engine: NativeEngine) -> Any:
         running = [asyncio.create_task(engine.generate(r)) for r in requests]
         await until_each_has(engine, requests, 5)
         await engine.park()
         parts = await asyncio.gather(*running)
-        assert all(p.finish == "parked" and p.experts is None for p in parts)
-        return await all_of(engine, [replace(r, prior=p.sampled) for r, p in zip(requests, parts, strict=True)])
+        for request, part in zip(requests, parts, strict=True):
+            assert part.finish == "parked"
+            assert_recorded(policy, request, part)
+        other = [None if p.experts is None else p.experts + 100 for p in parts]
+        again = [replace(r, prior=p.sampled) for r, p in zip(requests, parts, strict=True)]
+        known = [replace(r, id=f"known {r.id}", told=told) for r, told in zip(again, other, strict=True)]
+        return await all_of(engine, again), await all_of(engine, known), other
 
-    for request, done in zip(requests, with_engine(policy, interrupted), strict=True):
-        assert len(done.tokens) == 80
+    again, known, other = with_engine(policy, interrupted)
+    for request, done, same, told in zip(requests, again, known, other, strict=True):
+        assert len(done.tokens) == 80 and done.tokens == same.tokens
         assert_recorded(policy, request, done)
+        expected = [*told, *done.experts[len(told) :]]
+        np.testing.assert_array_equal(same.experts, expected)
 
 
 def test_aborted(tiny_policy: TinyPolicy) -> None:
@@ -179,7 +209,7 @@ def test_aborted(tiny_policy: TinyPolicy) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 def test_a_weight_update_in_flight(recompute: bool, tiny_policy: TinyPolicy) -> None:
-    """Pages that are kept keep the experts of the old weights; what is computed again has those of the new ones."""
+    """What was sampled before has the experts of the old weights, computed again or not."""
     policy, old, requests = tiny_policy("qwen3_moe"), tiny_policy("qwen3_moe"), asked(3, length=80)
     before: dict[str, int] = {}
 
@@ -198,12 +228,9 @@ def test_a_weight_update_in_flight(recompute: bool, tiny_policy: TinyPolicy) -> 
         assert done.experts is not None and set(done.versions) == {0, 1}
         then = recorded(old, tokens[: cut + 1])
         assert (then != recorded(policy, tokens)[:cut]).any(), "the update changes what is chosen"
-        if recompute:
-            assert_recorded(policy, request, done)
-        else:
-            np.testing.assert_array_equal(done.experts[:cut], then)
-            first_layer = recorded(policy, tokens)[:, 0]  # which reads no old keys and values
-            np.testing.assert_array_equal(done.experts[cut:, 0], first_layer[cut:])
+        np.testing.assert_array_equal(done.experts[:cut], then)
+        layers = slice(None) if recompute else slice(1)  # the first reads no old keys and values
+        np.testing.assert_array_equal(done.experts[cut:, layers], recorded(policy, tokens)[cut:, layers])
 
 
 @pytest.mark.parametrize("memory_gb", [0.01, None], ids=["kept", "crowded"])

@@ -20,14 +20,20 @@ from kitae.types import Chain, Message, Rollout
 
 
 class Choosing(Engine):
-    """The expert of a position has the number of its token."""
+    """The expert of a position has the number of its token. told: how many were known of what it goes on with."""
+
+    told = 0
 
     async def generate(self, request: Request) -> Completion:
         done = await super().generate(request)
-        if request.experts_from is None or done.finish == "parked":
+        if request.experts_from is None:
             return done
         computed = (*request.prompt_tokens, *done.tokens)[request.experts_from : -1]
-        return replace(done, experts=np.array(computed, dtype=np.uint8)[:, None, None])
+        experts = np.array(computed, dtype=np.uint8)[:, None, None]
+        told = experts[:0] if request.told is None else request.told
+        assert np.array_equal(told, experts[: len(told)])
+        self.told += len(told)
+        return replace(done, experts=experts)
 
 
 def assert_own(rollout: Rollout) -> None:
@@ -61,7 +67,7 @@ def asking(engine: Engine, clock: Clock | None = None) -> Episodes:
 
 @pytest.mark.parametrize("way", ["park", "kill"])
 def test_wherever_it_was_cut(way: str, tmp_path: Path) -> None:
-    moment = 0
+    moment = told = 0
     while True:
         moment += 1
         journal, clock = Journal(tmp_path / f"{way}-{moment}.sqlite"), Clock(moment)
@@ -73,11 +79,13 @@ def test_wherever_it_was_cut(way: str, tmp_path: Path) -> None:
         (rollout,) = asyncio.run(asking(engine).group(7, PROMPT, 1, journal)).rollouts
         assert_own(rollout)
         for record, request in zip(known, engine.requests, strict=False):
-            assert request.experts_from, "what is on record is not told again"
+            assert request.experts_from or request.told is not None, "what is on record is not told again"
             assert_own(replace(record, chains=(_told(record.chains[0]),)))
         assert_own(journal.rollouts(7)[0])
+        told += engine.told
         journal.close()
     journal.close()
+    assert way == "kill" or told > 0
     assert moment > 12
 
 

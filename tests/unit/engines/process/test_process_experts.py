@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,35 @@ def test_of_a_fleet_one_of_which_is_lost(tiny_folder: Callable[[str], Path]) -> 
 
     found, lost = asyncio.run(asyncio.wait_for(run(), 100))
     assert lost == 1
+    assert_recorded(tiny_folder("qwen3_moe"), requests, found)
+
+
+def test_parked_and_continued(tiny_folder: Callable[[str], Path]) -> None:
+    """What is known stays, also in another process than told it."""
+    requests = asked(400)
+
+    async def run() -> tuple[list[Completion], list[Completion]]:
+        engine = engine_of(tiny_folder("qwen3_moe"))
+        try:
+            running = [asyncio.create_task(engine.generate(r)) for r in requests]
+            while not any(s.tokens for s in engine.progress({}).values()):
+                await asyncio.sleep(0.01)
+            await engine.park()
+            parts = list(await asyncio.gather(*running))
+            told = [None if p.experts is None else p.experts + 100 for p in parts]
+            assert {p.finish for p in parts} == {"parked"} and any(t is not None for t in told)
+            again = zip(requests, parts, told, strict=True)
+            go_on = [replace(r, id=f"on {r.id}", prior=p.sampled, told=t) for r, p, t in again]
+            return parts, list(await asyncio.gather(*map(engine.generate, go_on)))
+        finally:
+            await engine.close()
+
+    parts, found = asyncio.run(asyncio.wait_for(run(), 100))
+    for i, (part, done) in enumerate(zip(parts, found, strict=True)):
+        assert done.experts is not None
+        known = 0 if part.experts is None else len(part.experts)
+        experts = np.concatenate([done.experts[:known] - 100, done.experts[known:]]).astype(np.uint8)
+        found[i] = replace(done, experts=experts)
     assert_recorded(tiny_folder("qwen3_moe"), requests, found)
 
 

@@ -37,6 +37,16 @@ def test_requests_and_results_travel_exactly(
     assert done is not None and done.header == {"done": 7, "finish": "stop"} and wire.sampled_of(done) == prior
 
 
+def test_known_experts_travel() -> None:
+    told = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    got = read(wire.pack_request(7, Request("a", (4, 5), SamplingParams(), 1, experts_from=0, told=told)))
+    assert got is not None
+    request = wire.request_of(got)
+    assert request.told is not None and request.told.dtype == np.uint8 and np.array_equal(request.told, told)
+    plain = read(wire.pack_request(7, Request("a", (4, 5), SamplingParams(), 1, experts_from=0)))
+    assert plain is not None and wire.request_of(plain).told is None
+
+
 def test_half_a_frame_is_none() -> None:
     whole = pack_frame({"tick": True}, {"tokens": np.arange(3)})
     assert all(read(whole[:end]) is None for end in range(len(whole))) and read(whole) is not None
