@@ -13,10 +13,11 @@ from test_turns import Clock, interrupted
 from kitae.algorithms.groups import experts_of
 from kitae.engines.base import Completion, Request
 from kitae.envs.base import Outcome
+from kitae.envs.episode import Episode
 from kitae.envs.groups import Episodes
 from kitae.serving.base import Model
 from kitae.store.journal import Journal
-from kitae.types import Chain, Message, Rollout
+from kitae.types import Chain, Message, Rollout, Segment
 
 
 class Choosing(Engine):
@@ -87,6 +88,36 @@ def test_wherever_it_was_cut(way: str, tmp_path: Path) -> None:
     journal.close()
     assert way == "kill" or told > 0
     assert moment > 12
+
+
+def test_parked_then_copied_and_killed(tmp_path: Path) -> None:
+    """The copy has tokens beyond those whose experts the parked part had."""
+    longer = 0
+    for first in range(1, 13):
+        for second in range(1, 7):
+            journal, clock = Journal(tmp_path / f"{first}-{second}.sqlite"), Clock(first)
+            asyncio.run(interrupted("park", clock, asking(Choosing(clock.tick), clock), 1, journal))
+            again = Clock(second)
+            asyncio.run(interrupted("kill", again, asking(Choosing(again.tick), again), 1, journal))
+            for r in journal.parked(7):
+                (chain,), last = r.chains, r.segments[-1]
+                places = chain.length - 1 - Chain(chain.prompt_tokens, chain.segments[:-1]).unrouted
+                longer += last.source == "model" and last.experts is not None and len(last.experts) < places
+            engine = Choosing()
+            (rollout,) = asyncio.run(asking(engine).group(7, PROMPT, 1, journal)).rollouts
+            assert_own(rollout)
+            journal.close()
+    assert longer > 0
+
+
+@pytest.mark.parametrize(("known", "kept"), [(3, False), (6, True)])
+def test_a_copy_that_ends_the_turn_has_its_experts_or_none(known: int, kept: bool) -> None:
+    """The answer is as long as the settings allow now, so nobody computes what is missing."""
+    experts = np.zeros((known, 1, 1), dtype=np.uint8)
+    turn = Segment("model", (9, 9, 9, 9), (-1.0,) * 4, (0,) * 4, experts=experts)
+    episode = object.__new__(Episode)
+    episode._prompt_tokens, episode._segments = (1, 2, 3), []
+    assert episode._is_told_whole(turn) is kept and episode._is_told_whole(replace(turn, experts=None))
 
 
 def _told(chain: Chain) -> Chain:
