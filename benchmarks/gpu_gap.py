@@ -1,10 +1,11 @@
 """How far the engine's log-probs are from the trainer's on a GPU, for each path and dtype.
 
-    python benchmarks/gpu_gap.py [--sequences 256] [--tokens 64] [--sharpness 6]
+    python benchmarks/gpu_gap.py [--sequences 256] [--tokens 64] [--sharpness 6] [--dtypes bfloat16]
 
 plain    no kernels and no graphs, in the engine and in the trainer (engine.fast=false, model.fuse=false)
 modules  CUDA graphs of the model's own modules, whose norms, MLPs and rotary are fused: what LoRA and others get
 fused    the engine's own decoder, and the fused modules in the trainer: the default
+float8   the same with weights in 8 bits in the engine (engine.weights_dtype=float8)
 
 The engine samples groups of 8 with a model of the shape of Qwen2.5-1.5B; the trainer computes the log-probs of the same
 tokens in packed rows. Weights are random; the last norm is multiplied by `sharpness`, for tokens that are not nearly
@@ -30,7 +31,9 @@ from kitae.types import Sample
 
 
 async def sample(policy: Policy, path: str, requests: list[Request]) -> list[Completion]:
-    engine = NativeEngine(policy, EngineConfig(memory_gb=8, max_batch=len(requests), fast=path != "plain"))
+    weights = "float8" if path == "float8" else "model"
+    config = {"memory_gb": 8, "max_batch": len(requests), "fast": path != "plain", "weights_dtype": weights}
+    engine = NativeEngine(policy, EngineConfig.model_validate(config))
     if path == "modules":
         engine.runner.decoder = None  # type: ignore[attr-defined]
     try:
@@ -71,11 +74,12 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--sharpness", type=float, default=6.0)
+    parser.add_argument("--dtypes", default="bfloat16,float32")
     args = parser.parse_args()
     print(torch.cuda.get_device_name(), "torch", torch.__version__)
     print(f"{'dtype':9} {'path':8} {'mean |gap|':>10} {'99 %':>10} {'largest':>10} {'-log p':>7} {'tokens':>7}")
-    for dtype in (torch.bfloat16, torch.float32):
-        for path in ("plain", "modules", "fused"):
+    for dtype in (getattr(torch, name) for name in args.dtypes.split(",")):
+        for path in ("plain", "modules", "fused", "float8"):
             measure(dtype, path, args)
             torch.cuda.empty_cache()
 

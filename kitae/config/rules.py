@@ -57,6 +57,8 @@ def exact(model: ModelConfig, engine: EngineConfig) -> Iterator[str]:
         yield f"model.exact runs on kernels of its own, got {key} = false, which asks for none"
     if engine.cache_dtype != "model":
         yield f"model.exact needs engine.cache_dtype = 'model', got {engine.cache_dtype!r}: 8 bits are not exact"
+    if engine.weights_dtype != "model":
+        yield f"model.exact needs engine.weights_dtype = 'model', got {engine.weights_dtype!r}: 8 bits are not exact"
     if engine.kind == "process" and not model.device.startswith("cuda"):
         yield (
             "model.exact needs engine.kind = 'native' on a CPU, got 'process': with another number of threads a "

@@ -10,7 +10,7 @@ from kitae.section import Section
 
 _HERE = ("127.0.0.1", "localhost", "::1")
 _OF_STARTED = ("count", "threads", "memory_gb", "max_batch", "prefill_tokens", "fast", "server_args")
-_OF_A_CACHE = ("page_size", "host_memory_gb", "cache_dtype")
+_OF_AN_ENGINE = ("page_size", "host_memory_gb", "cache_dtype", "weights_dtype")
 
 
 class SamplingConfig(Section):
@@ -61,6 +61,12 @@ class EngineConfig(Section):
         "model",
         description="Keys and values in the cache: as the model computes them, or in 8 bits, with a scale for each "
         "head of a token: about half the memory, and log-probs further from the trainer's.",
+    )
+    weights_dtype: Literal["model", "float8"] = Field(
+        "model",
+        description="Weights that sample: the model's own, or copies of those for q, k, v and the MLP in 8 bits. On a "
+        "GPU (Ada, Hopper or later; dense models) their products take about half the time, and log-probs are further "
+        "from the trainer's. A CPU rounds them likewise, and is no faster.",
     )
     host_memory_gb: float = Field(
         0.0,
@@ -123,6 +129,8 @@ class EngineConfig(Section):
     def _without_servers(self) -> Iterator[str]:
         if self.one_kernel and not self.fast:
             yield "engine.one_kernel needs engine.fast = true, got false"
+        if self.weights_dtype == "float8":
+            yield from self._with_eights()
         if self.one_kernel and self.guesses:
             yield (
                 f"engine.one_kernel needs engine.guesses = 0, got {self.guesses}: it has one row of each sequence, and "
@@ -131,6 +139,14 @@ class EngineConfig(Section):
         for name in ("server", "server_args", "urls", "weights_folder"):
             if value := getattr(self, name):
                 yield f"engine.{name} needs engine.kind = 'vllm' or 'sglang', got {value!r} with {self.kind!r}"
+
+    def _with_eights(self) -> Iterator[str]:
+        if not self.fast:
+            yield "engine.weights_dtype = 'float8' needs engine.fast = true, got false"
+        if not self.merge_adapters:
+            yield "engine.weights_dtype = 'float8' needs engine.merge_adapters = true, got false: it has copies"
+        if self.one_kernel:
+            yield "engine.one_kernel needs engine.weights_dtype = 'model', got 'float8': it reads the model's own"
 
     def _about_servers(self) -> Iterator[str]:
         if bool(self.server) == bool(self.urls):
@@ -151,7 +167,7 @@ class EngineConfig(Section):
         for name in _OF_STARTED if self.urls else ():
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 yield f"engine.{name} is for servers that Kitae starts, got {value!r} with engine.urls"
-        for name in _OF_A_CACHE:
+        for name in _OF_AN_ENGINE:
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 yield f"engine.{name} is not set for a server (engine.server_args can), got {value!r}"
         if not self.merge_adapters:

@@ -151,6 +151,8 @@ def _copies(config: RLConfig, model: ModelShape, device: "torch.device", dtype: 
     found = {}
     if adapted:
         found["merged weights"] = float(e.count * dtype.itemsize * model.layers * _merged(config, model))
+    if device.type == "cuda" and e.weights_dtype == "float8":
+        found["weights in 8 bits"] = float(e.count * model.layers * (sum(model.products.values()) - _out(model)))
     if device.type == "cpu":
         if e.cache_dtype == "int8" or not packed.available(dtype):
             return {}
@@ -162,6 +164,11 @@ def _merged(config: RLConfig, model: ModelShape) -> int:
     """Weights of a layer's products that an adapter adds to: if to a part of one, all of it is copied."""
     named = _targets(config, model)
     return sum(size for names, size in model.products.items() if named & names)
+
+
+def _out(model: ModelShape) -> int:
+    """Weights of a layer's output projection, which has no copy in 8 bits."""
+    return model.products[frozenset({"o_proj"})]
 
 
 def trained_parameters(config: RLConfig, model: ModelShape) -> int:

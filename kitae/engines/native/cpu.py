@@ -10,6 +10,7 @@ Mixtures are covered too: the rows of an expert share one read of its weights. M
 import ctypes
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.fused import DecoderLayer, FusedDecoder, Hear, inner_of, router_of, turns_in
 from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Admission
+from kitae.errors import EngineError
+from kitae.kernels import float8
 from kitae.kernels.cpu import packed
 from kitae.kernels.memory import give_back
 from kitae.kernels.norms import NormRule
@@ -34,11 +37,25 @@ _SHORT = 512  # tokens; attention row by row is faster up to about here, in bloc
 
 
 class CpuRunner(ModelRunner):
-    def __init__(self, policy: Policy, cache: KVCache, *, merges: bool = True, guesses: int = 0) -> None:
-        """merges: adapters into the packed copies of their weights."""
+    def __init__(
+        self, policy: Policy, cache: KVCache, *, merges: bool = True, eights: bool = False, guesses: int = 0
+    ) -> None:
+        """merges: adapters into the packed copies of their weights. eights: these are rounded as 8 bits would be."""
         super().__init__(policy, cache, fast=True, guesses=guesses)
-        adapted = policy.model is not policy.base
-        self.decoder = None if adapted and not merges else PackedDecoder.of(policy, cache)
+        self._merges = merges or policy.model is policy.base
+        self._eights = eights
+        self.decoder = self._packed()
+
+    def _packed(self) -> "PackedDecoder | None":
+        found = PackedDecoder.of(self.policy, self.cache) if self._merges else None
+        if self._eights and found is None:
+            raise EngineError(
+                "engine.weights_dtype = 'float8' needs a model that the compiled decoder computes, got "
+                f"{self.policy.source}"
+            )
+        if found is not None and self._eights:
+            found.keep_eights(self.policy)
+        return found
 
     def weights_changed(self) -> None:
         if self.decoder is not None:
@@ -63,7 +80,7 @@ class CpuRunner(ModelRunner):
         if not self.decoder.holds(self.policy):
             self.decoder.free()
             with torch.inference_mode(False):
-                self.decoder = PackedDecoder.of(self.policy, self.cache)
+                self.decoder = self._packed()
         else:
             self.decoder.pack()
 
@@ -130,6 +147,7 @@ class PackedDecoder(FusedDecoder):
     def __init__(self, policy: Policy, cache: KVCache, attentions: Sequence[AttentionCall]) -> None:
         super().__init__(policy, cache, attentions)
         self._head: Any = policy.head
+        self._rounds = False
         self._dtype = policy.dtype
         kv_heads, page_size, dim = cache.keys[0].numbers.shape[1:]
         self._room: dict[str, Tensor] = {}
@@ -154,6 +172,13 @@ class PackedDecoder(FusedDecoder):
         """Whether the policy's parameters are still where they were."""
         return self._addresses == self._find_addresses(policy)
 
+    def keep_eights(self, policy: Policy) -> None:
+        """Round what a GPU keeps in 8 bits as it does; products are those of the type of the model."""
+        if wrong := self._lacks_eights(multiplies=True):
+            raise EngineError(f"engine.weights_dtype = 'float8': {policy.source}: {wrong}")
+        self._rounds = True
+        self._pack()
+
     def pack(self) -> None:
         """Copy the weights as they are now, with what adapters add to them."""
         self.refresh()
@@ -168,7 +193,7 @@ class PackedDecoder(FusedDecoder):
             give_back(matrix.data)
 
     def _pack(self) -> None:
-        for layer, copies in zip(self.layers, self._packed, strict=True):
+        for layer, copies in zip(map(self._as_kept, self.layers), self._packed, strict=True):
             copies["qkv"].fill([layer.qkv])
             copies["out"].fill([layer.out])
             if layer.choice is not None:
@@ -182,6 +207,12 @@ class PackedDecoder(FusedDecoder):
         self._mixtures = [self._describe_mixture(i) for i in range(len(self.layers))]
         self._layers = (packed.Layer * len(self.layers))(*map(self._describe, range(len(self.layers))))
         self.stale = False
+
+    def _as_kept(self, layer: DecoderLayer) -> DecoderLayer:
+        if not self._rounds:
+            return layer
+        qkv, gate_up, down = map(float8.rounded, (layer.qkv, layer.gate_up, layer.down))
+        return replace(layer, qkv=qkv, gate_up=gate_up, down=down)
 
     def hidden(
         self,

@@ -35,6 +35,7 @@ from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.fused import FusedDecoder
 from kitae.engines.native.runner import ModelRunner, Result, agreed, require_finite
 from kitae.engines.native.scheduler import Admission
+from kitae.errors import EngineError
 from kitae.kernels.cuda import decoding, guesses, paged, prompts, training
 from kitae.kernels.exact.attention import Reach
 from kitae.kernels.transfer import send
@@ -66,11 +67,13 @@ class CudaRunner(ModelRunner):
         *,
         merges: bool = True,
         one_kernel: bool = False,
+        eights: bool = False,
         guesses: int = 0,
     ) -> None:
-        """merges: adapters into copies of their weights. one_kernel: for all layers of a few rows."""
+        """merges: adapters into copies of their weights. one_kernel: for all layers of a few rows. eights: weights in 8
+        bits."""
         super().__init__(policy, cache, fast=False, guesses=guesses)
-        self._merges, self._one_kernel = merges, one_kernel
+        self._merges, self._one_kernel, self._eights = merges, one_kernel, eights
         self.decoder = self._fused()
         rows = bucket(max_batch)
         many = max(rows, self.guessed_rows if self.guesses else 0)
@@ -95,7 +98,8 @@ class CudaRunner(ModelRunner):
         self._addresses = self._find_addresses()
 
     def weights_changed(self) -> None:
-        """Parameters that were written in place need nothing; if somebody moved them, start afresh."""
+        """Parameters that were written in place are read there; copies are made again; if somebody moved them, start
+        afresh."""
         if self._addresses != self._find_addresses():
             self._steps.clear()
             self._pool = torch.cuda.graph_pool_handle()  # one whose last graph is gone takes no other
@@ -112,6 +116,13 @@ class CudaRunner(ModelRunner):
         found = FusedDecoder.of(self.policy, self.cache)
         if found is not None and self._one_kernel:
             found.try_resident(self.policy)
+        if self._eights and found is None:
+            raise EngineError(
+                "engine.weights_dtype = 'float8' needs a model that the fused decoder computes, got "
+                f"{self.policy.source}"
+            )
+        if found is not None and self._eights:
+            found.keep_eights(self.policy)
         return found
 
     def _find_addresses(self) -> list[int]:

@@ -16,6 +16,9 @@ def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRu
         raise EngineError("an exact policy runs on kernels of its own, got engine.fast = false, which asks for none")
     if policy.exact and cache.eight_bits:
         raise EngineError("an exact policy needs engine.cache_dtype = 'model', got 'int8': 8 bits are not exact")
+    eights = config.weights_dtype == "float8"
+    if policy.exact and eights:
+        raise EngineError("an exact policy needs engine.weights_dtype = 'model', got 'float8': 8 bits are not exact")
     if config.one_kernel and (policy.exact or policy.device.type != "cuda" or not has_triton()):
         raise EngineError(
             "engine.one_kernel needs a GPU with Triton and a policy that is not exact, got "
@@ -32,9 +35,15 @@ def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRu
             config.max_batch,
             merges=config.merge_adapters,
             one_kernel=config.one_kernel,
+            eights=eights,
             guesses=config.guesses,
         )
     fast = config.fast and not cache.eight_bits  # kernels of a CPU read the model's own dtype
     if fast and policy.device.type == "cpu" and packed.available(policy.dtype):
-        return CpuRunner(policy, cache, merges=config.merge_adapters, guesses=config.guesses)
+        return CpuRunner(policy, cache, merges=config.merge_adapters, eights=eights, guesses=config.guesses)
+    if eights:
+        raise EngineError(
+            "engine.weights_dtype = 'float8' needs kernels of a GPU or of this CPU for what the model and "
+            f"engine.cache_dtype = {config.cache_dtype!r} are in, got {policy.device.type} in {policy.dtype}"
+        )
     return ModelRunner(policy, cache, fast, config.guesses)

@@ -14,7 +14,7 @@ them: they are moved if that was not done when the model was loaded. The paramet
 else, views of the common memory, and the trainer computes the same bits wherever they lie.
 
 Weights with LoRA adapters are copies here, merged with what the adapters add: `refresh` makes them anew when those have
-changed.
+changed. So are weights in 8 bits, if these are asked for, when any have.
 """
 
 import inspect
@@ -28,6 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from kitae.engines.native.cache import KVCache
+from kitae.errors import EngineError
+from kitae.kernels import float8
 from kitae.kernels.memory import give_back, lay_together, take_again
 from kitae.kernels.norms import Norm, NormRule
 from kitae.models import fuse
@@ -37,6 +39,7 @@ from kitae.models.lora import merge_into, plain_part
 from kitae.models.policy import Policy
 
 if TYPE_CHECKING:  # these need Triton
+    from kitae.kernels.cuda.eights import Eights
     from kitae.kernels.cuda.few import Stream
     from kitae.kernels.cuda.prompts import Groups
     from kitae.kernels.cuda.resident import Resident
@@ -145,6 +148,7 @@ class FusedDecoder:
         self.multipliers = multipliers(policy)
         self._plain = is_plain(policy)
         self.resident: Resident | None = None
+        self.eights: list[Eights] = []
         self._counters = torch.zeros(4096, dtype=torch.int32, device=policy.device)
         self.layers: list[DecoderLayer] = []
         self._merged = _Merged()
@@ -157,8 +161,51 @@ class FusedDecoder:
         self.refresh()
 
     def refresh(self) -> None:
-        """Adapters have changed: their weights are merged again, where they are."""
+        """Weights have changed: what is a copy is made again, where it is."""
         self._merged.fill()
+        self._store_eights()
+
+    @torch.inference_mode()
+    def keep_eights(self, policy: Policy) -> None:
+        """From now on compute q, k, v and the MLP with weights in 8 bits."""
+        from kitae.kernels.cuda import eights
+
+        if wrong := self._lacks_eights(eights.has_products(policy.device)):
+            raise EngineError(f"engine.weights_dtype = 'float8': {policy.source}: {wrong}")
+
+        def room(layer: DecoderLayer) -> "Eights":
+            units = (layer.qkv.new_ones((), dtype=torch.float32) for _ in range(3))
+            qkv, gate_up, down = map(eights.room_for, (layer.qkv, layer.gate_up, layer.down))
+            return eights.Eights(qkv, gate_up, down, *units)
+
+        with torch.inference_mode(False):
+            self.eights = [room(layer) for layer in self.layers]
+        self._store_eights()
+        self.try_few(policy)
+
+    def _lacks_eights(self, multiplies: bool) -> str | None:
+        if not multiplies:
+            return "this GPU multiplies no numbers of 8 bits (Ada, Hopper and later do)"
+        if any(layer.choice is not None for layer in self.layers):
+            return "experts have no kernels for weights in 8 bits"
+        if any(layer.first is None or layer.second is None for layer in self.layers):
+            return "its layers have no norm before attention or MLP, which bounds what 8 bits must hold"
+        if sizes := [size for layer in self.layers for size in (*layer.qkv.shape, *layer.down.shape) if size % 16]:
+            return f"products in 8 bits need sizes that are multiples of 16, got {sizes[0]}"
+        return None
+
+    def _store_eights(self) -> None:
+        if not self.eights:
+            return
+        from kitae.kernels.cuda import eights
+
+        for layer, eight in zip(self.layers, self.eights, strict=True):
+            assert layer.first is not None and layer.second is not None
+            eights.store(layer.qkv, eight.qkv)
+            eights.store(layer.gate_up, eight.gate_up)
+            eights.store(layer.down, eight.down)
+            eight.before_qkv.copy_(float8.unit_of_normed(layer.first))
+            eight.before_gate_up.copy_(float8.unit_of_normed(layer.second))
 
     def hidden(
         self,
@@ -178,12 +225,15 @@ class FusedDecoder:
         x = nn.functional.embedding(tokens_T, self.embedding)
         x = x if first == 1.0 else x * first
         pending: Tensor | None = None
+        units: Tensor | None = None  # of the rows of what is pending
         after: Norm | None = None
         for i, layer in enumerate(self.layers):
             keys, values = self.cache.keys[i], self.cache.values[i]
             how = layer.attention
-            x, normed = decoding.add_and_norm(x, pending, after, layer.first, each)
-            qkv = torch.mm(normed, layer.qkv.t())
+            eight = self.eights[i] if self.eights else None
+            unit = None if eight is None else eight.before_qkv
+            x, normed = decoding.add_and_norm(x, pending, after, layer.first, each, units=units, unit=unit)
+            qkv = _queries_keys_values(layer, normed, eight, x.dtype)
             decoding.rotate_and_store(
                 qkv, layer.qkv_bias, layer.norms, *layer.turn, positions_T, slots_T,
                 (keys.numbers, keys.scales), (values.numbers, values.scales), self.heads, layer.rule, layer.pairs,
@@ -193,15 +243,15 @@ class FusedDecoder:
             q, k, v = by_head[: self.heads], by_head[self.heads : -kv_heads], by_head[-kv_heads:]
             mixed = context.attend(i, q, k, v, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks)
             pending = _product(mixed.reshape(len(x), -1), layer.out, layer.out_bias)
-            x, normed = decoding.add_and_norm(x, pending, layer.after[0], layer.second, each)
+            unit = None if eight is None else eight.before_gate_up
+            x, normed = decoding.add_and_norm(x, pending, layer.after[0], layer.second, each, unit=unit)
             if layer.choice is not None:
                 logits = _product(normed, layer.choice.weight, layer.choice.bias)
                 pending = _mix(layer, layer.choice, normed, logits, hear)
             else:
-                gated = decoding.swiglu(torch.mm(normed, layer.gate_up.t()), gelu=layer.gelu)
-                pending = torch.mm(gated, layer.down.t())
+                pending, units = _mlp(layer, normed, eight, x.dtype)
             after = layer.after[1]
-        return decoding.add_and_norm(x, pending, after, self.norm, each)[1]
+        return decoding.add_and_norm(x, pending, after, self.norm, each, units=units)[1]
 
     @property
     def few_rows(self) -> int:
@@ -210,7 +260,7 @@ class FusedDecoder:
 
         if not self._plain:
             return 0
-        return 16 if any(layer.choice is not None for layer in self.layers) else few.MOST
+        return 16 if self.eights or any(layer.choice is not None for layer in self.layers) else few.MOST
 
     @torch.inference_mode()
     def try_few(self, policy: Policy) -> None:
@@ -276,7 +326,7 @@ class FusedDecoder:
             except (TritonError, RuntimeError) as error:
                 return f"cannot be computed here ({error})"
             found = _distance(logits.float(), expected.float(), mixture=mixture)
-            if not found < (1e-3 if exact else 0.1):
+            if not found < (0.2 if self.eights else 1e-3 if exact else 0.1):  # 8 bits are cut in other places
                 return f"differ ({found:.2g})"
         return None
 
@@ -336,7 +386,9 @@ class FusedDecoder:
         stream = few.embed(tokens_B, self.embedding, self.layers[0].before_attention, self._counters)
         for i, (layer, gain) in enumerate(zip(self.layers, gains, strict=True)):
             keys, values, how = self.cache.keys[i], self.cache.values[i], layer.attention
-            qkv = few.normed_product(stream, layer.eps[0], layer.qkv)
+            eight = self.eights[i] if self.eights else None
+            first, unit = (layer.qkv, None) if eight is None else (eight.qkv, eight.before_qkv)
+            qkv = few.normed_product(stream, layer.eps[0], first, unit=unit)
             pages = (keys.numbers, keys.scales), (values.numbers, values.scales)
             begun = None
             if groups is not None and how.window is None:
@@ -351,7 +403,11 @@ class FusedDecoder:
                 begun=begun,
             )  # fmt: skip
             few.add_product(stream, mixed, layer.out, layer.before_mlp)
-            if layer.choice is None:
+            if eight is not None:
+                unit = eight.before_gate_up
+                act = few.normed_product(stream, layer.eps[1], eight.gate_up, gated=True, unit=unit)
+                few.add_product(stream, act, eight.down, gain)
+            elif layer.choice is None:
                 act = few.normed_product(stream, layer.eps[1], layer.gate_up, gated=True)
                 few.add_product(stream, act, layer.down, gain)
             else:
@@ -379,6 +435,28 @@ def _mix(layer: DecoderLayer, choice: _Choice, x_TH: Tensor, logits: Tensor, hea
         hear(choice.number, experts_TK)
     limited = None if choice.limited is None else experts.Limited(*choice.limited)
     return experts.mix(x_TH, gates_TK, experts_TK, layer.gate_up, layer.down, limited)
+
+
+def _queries_keys_values(layer: DecoderLayer, normed: Tensor, eight: "Eights | None", dtype: torch.dtype) -> Tensor:
+    if eight is None:
+        return torch.mm(normed, layer.qkv.t())
+    from kitae.kernels.cuda import eights
+
+    return eights.product(normed, eight.before_qkv, eight.qkv, dtype)
+
+
+def _mlp(
+    layer: DecoderLayer, normed: Tensor, eight: "Eights | None", dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """What an MLP makes of normed rows; in 8 bits its rows are still to be multiplied by units."""
+    from kitae.kernels.cuda import decoding, eights
+
+    if eight is None:
+        gated = decoding.swiglu(torch.mm(normed, layer.gate_up.t()), gelu=layer.gelu)
+        return torch.mm(gated, layer.down.t()), None
+    both = eights.product(normed, eight.before_gate_up, eight.gate_up, dtype)
+    gated, units = eights.gate(both, gelu=layer.gelu)
+    return eights.product(gated, eight.before_down, eight.down, dtype), units
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitae.kernels import float8
 from kitae.kernels.norms import Norm, NormRule
 
 Stored = tuple[Tensor, Tensor | None]  # keys, or values, in pages; if in 8 bits, the scale of each head of a token
@@ -50,14 +51,15 @@ def normed(
 
 @triton.jit
 def _rms_norm(
-    x, y, after, before, total, out, eps_after, eps_before, factor,
+    x, y, y_units, after, before, unit, total, out, eps_after, eps_before, factor,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, AFTER: tl.constexpr,
-    BEFORE: tl.constexpr,
+    BEFORE: tl.constexpr, UNITS: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """total = x + the sum of the PARTS of y; out = the norm of total. PARTS = 0: x alone, no total.
 
     SCALED: the sum is multiplied by `factor` first, and rounded before and after. AFTER: the rule by which the sum is
-    normed before it is added, -1: it is not; BEFORE: that of the norm of total, -1: there is none, and no out.
+    normed before it is added, -1: it is not; BEFORE: that of the norm of total, -1: there is none, and no out. UNITS: a
+    row of y is multiplied by its own. EIGHT: out is in 8 bits, over `unit`.
 
     One program a row, which it holds in one block of BLOCK >= WIDTH columns. One read and one write of the row do the
     addition of the residual, both norms, and the sum over the experts of a token.
@@ -72,6 +74,8 @@ def _rms_norm(
             line = (part * tl.num_programs(0) + row) * WIDTH  # in 64 bits, as row is: all parts of a long prompt
             other += tl.load(y + line + column, mask=mask, other=0.0).to(tl.float32)
         other = other.to(x.dtype.element_ty).to(tl.float32)
+        if UNITS:
+            other *= tl.load(y_units + row)
         if AFTER >= 0:
             other = normed(other, after, column, mask, eps_after, WIDTH, AFTER, x.dtype.element_ty).to(tl.float32)
         if SCALED:
@@ -80,28 +84,34 @@ def _rms_norm(
         tl.store(total + row * WIDTH + column, value, mask=mask)
     if BEFORE >= 0:
         result = normed(value.to(tl.float32), before, column, mask, eps_before, WIDTH, BEFORE, x.dtype.element_ty)
-        tl.store(out + row * WIDTH + column, result, mask=mask)
+        if EIGHT:
+            result = result.to(tl.float32) / tl.load(unit)
+        tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=mask)
 
 
 def add_and_norm(
-    x: Tensor, y: Tensor | None, after: Norm | None, before: Norm | None, factor: float = 1.0
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, y: Tensor | None, after: Norm | None, before: Norm | None, factor: float = 1.0, *,
+    units: Tensor | None = None, unit: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """x + factor * y, and the norm of it, for rows `[T, H]`; without y, x and its norm.
 
     y may come in parts that are still to be added, `[parts, T, H]`. after: a norm of y, before it is added; before: the
-    norm of the sum, which comes twice if there is none.
+    norm of the sum, which comes twice if there is none. units `[T]`: by which rows of y are multiplied first. unit
+    `[]`: the norm is wanted in 8 bits, divided by it.
     """
     if y is None and before is None:
         return x, x
     rows, width = x.shape
     total = x if y is None else torch.empty_like(x)
-    out = total if before is None else torch.empty_like(x)
+    out = total if before is None else torch.empty_like(x, dtype=None if unit is None else float8.KIND)
     block = triton.next_power_of_2(width)
     _rms_norm[(rows,)](
-        x, x if y is None else y, x if after is None else after.weight, x if before is None else before.weight,
-        total, out, 0.0 if after is None else after.eps, 0.0 if before is None else before.eps, factor,
+        x, x if y is None else y, x if units is None else units, x if after is None else after.weight,
+        x if before is None else before.weight, x if unit is None else unit, total, out,
+        0.0 if after is None else after.eps, 0.0 if before is None else before.eps, factor,
         WIDTH=width, BLOCK=block, PARTS=0 if y is None else y.numel() // x.numel(), SCALED=factor != 1.0,
         AFTER=-1 if after is None else int(after.rule), BEFORE=-1 if before is None else int(before.rule),
+        UNITS=units is not None, EIGHT=unit is not None,
         num_warps=min(8, max(1, block // 512)),
     )  # fmt: skip
     return total, out
@@ -116,6 +126,19 @@ def rms_norm(x: Tensor, y: Tensor | None, weight: Tensor, eps: float, factor: fl
 
 
 @triton.jit
+def activated(gate, up, GELU: tl.constexpr, KIND: tl.constexpr):
+    """round(silu(gate)) * up, or GELU by its tanh form.
+
+    No kernel but a part of one.
+    """
+    if GELU:  # (1 + tanh(u)) / 2 = sigmoid(2 u), and 2 u = sqrt(8 / pi) * (x + 0.044715 x³)
+        act = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        act = gate * tl.sigmoid(gate)
+    return (act.to(KIND).to(tl.float32) * up).to(KIND)
+
+
+@triton.jit
 def _swiglu(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
     """out = round(silu(gate)) * up, where gate and up are the halves of a row of `both`. GELU: by its tanh form.
 
@@ -126,12 +149,7 @@ def _swiglu(both, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.conste
     mask = column < WIDTH
     gate = tl.load(both + row * 2 * WIDTH + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(both + row * 2 * WIDTH + WIDTH + column, mask=mask, other=0.0).to(tl.float32)
-    if GELU:  # (1 + tanh(u)) / 2 = sigmoid(2 u), and 2 u = sqrt(8 / pi) * (x + 0.044715 x³)
-        act = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        act = gate * tl.sigmoid(gate)
-    act = act.to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * WIDTH + column, (act * up).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * WIDTH + column, activated(gate, up, GELU, out.dtype.element_ty), mask=mask)
 
 
 def swiglu(both: Tensor, *, gelu: bool = False) -> Tensor:

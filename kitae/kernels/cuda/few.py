@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kitae.kernels.cuda.eights import Eight
+
 MOST = 64  # rows: beyond, cuBLAS is faster
 _BLOCK = 64  # columns of the stream whose squares are added up together
 
@@ -92,11 +94,13 @@ def add_parts(stream: Stream, parts: Tensor, gain: Tensor) -> None:
 
 @triton.jit(do_not_specialize=["rows"])
 def _normed_product(
-    x, squares, weight, out, normed, rows, N, eps,
+    x, squares, weight, weight_unit, unit, out, normed, rows, N, eps,
     K: tl.constexpr, BLOCKS: tl.constexpr, SQUARES: tl.constexpr, R: tl.constexpr, HEIGHT: tl.constexpr,
     BLOCK_K: tl.constexpr, SPLITS: tl.constexpr, GATED: tl.constexpr, KEPT: tl.constexpr,
+    EIGHT: tl.constexpr,
 ):  # fmt: skip
     """out = norm(x) @ weight.T; GATED: swiglu of the product with both halves of the weight. KEPT: norm(x) is written.
+    EIGHT: the weight is in 8 bits, and so is norm(x), over `unit`.
 
     Grid (blocks of columns, SPLITS). A tile has HEIGHT rows of the weight, half of them of each half if GATED, and R
     rows of x, which are times the gain already. A program adds up its share of K; with SPLITS > 1 the shares stay
@@ -112,6 +116,11 @@ def _normed_product(
     size = tl.load(squares + row[:, None] * BLOCKS + block[None, :], mask=real[:, None] & (block < BLOCKS)[None, :],
                    other=0.0)  # fmt: skip
     scale = tl.rsqrt(tl.sum(size, 1) / K + eps)
+    after = scale
+    if EIGHT:
+        own = tl.load(unit)
+        scale = scale / own
+        after = tl.zeros([R], tl.float32) + own * tl.load(weight_unit)
     index = tl.arange(0, HEIGHT)
     column = tl.program_id(0) * COLUMNS + index % COLUMNS
     line = weight + (index // COLUMNS * N + column).to(tl.int64)[:, None] * K
@@ -120,12 +129,14 @@ def _normed_product(
         k = start + tl.arange(0, BLOCK_K)
         w = tl.load(line + k[None, :], mask=(column < N)[:, None] & (k < K)[None, :], other=0.0)
         a = tl.load(x + row[:, None] * K + k[None, :], mask=real[:, None] & (k < K)[None, :], other=0.0)
+        if EIGHT:
+            a = (a.to(tl.float32) * scale[:, None]).to(w.dtype)
         total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
         if KEPT:
             first = real & (tl.program_id(0) == 0)
             value = (a.to(tl.float32) * scale[:, None]).to(kind)
             tl.store(normed + row[:, None] * K + k[None, :], value, mask=first[:, None] & (k < K)[None, :])
-    total = tl.trans(total) * scale[:, None]
+    total = tl.trans(total) * after[:, None]
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(total, [R, 2, COLUMNS]), (0, 2, 1)))
         gate = gate.to(kind).to(tl.float32)
@@ -137,13 +148,15 @@ def _normed_product(
 
 @triton.jit(do_not_specialize=["rows"])
 def _add_product(
-    x, weight, gain, parts, stream, gained, squares, counters, rows, N,
+    x, weight, weight_unit, gain, parts, stream, gained, squares, counters, rows, N,
     K: tl.constexpr, R: tl.constexpr, HEIGHT: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    EIGHT: tl.constexpr,
 ):  # fmt: skip
     """stream += x @ weight.T; the stream times the gain, and the sums of its squares.
 
     Grid (blocks of HEIGHT columns, SPLITS). A program adds up its share of K and writes it to `[SPLITS, rows, N]`. The
-    last of a block of columns adds the shares, in their order.
+    last of a block of columns adds the shares, in their order. EIGHT: the weight is in 8 bits, and so are rows of x,
+    each block of BLOCK_K numbers over its own unit.
     """
     block = tl.program_id(0)
     split = tl.program_id(1)
@@ -157,7 +170,14 @@ def _add_product(
         inside = (column < N)[:, None] & (k < K)[None, :]
         w = tl.load(weight + column.to(tl.int64)[:, None] * K + k[None, :], mask=inside, other=0.0)
         a = tl.load(x + row[:, None] * K + k[None, :], mask=(row < rows)[:, None] & (k < K)[None, :], other=0.0)
-        total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
+        if EIGHT:
+            exact = a.to(tl.float32)
+            unit = tl.maximum(tl.max(tl.abs(exact), 1) / 448.0, 1.0e-30)
+            total += tl.dot(w, tl.trans((exact / unit[:, None]).to(w.dtype))) * unit[None, :]
+        else:
+            total = tl.dot(w, tl.trans(a), total, input_precision="ieee")
+    if EIGHT:
+        total *= tl.load(weight_unit)
     mask = (row < rows)[:, None] & (column < N)[None, :]
     here = row[:, None] * N + column[None, :]
     tl.store(parts + split * rows * N + here, tl.trans(total), mask=mask)
@@ -177,25 +197,30 @@ def _add_product(
 
 
 def normed_product(
-    stream: Stream, eps: float, weight: Tensor, *, gated: bool = False, out: Tensor | None = None
-) -> Tensor:
-    """`norm(x) @ weight.T`; gated: swiglu of the product's halves."""
+    stream: Stream, eps: float, weight: Tensor | Eight, *, gated: bool = False, out: Tensor | None = None,
+    unit: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`norm(x) @ weight.T`; gated: swiglu of the product's halves. unit: of norm(x), if the weight is in 8 bits."""
     x = stream.gained
     count, width = x.shape
-    n, blocks, high = weight.shape[0] // (2 if gated else 1), stream.squares.shape[1], _height(count)
+    numbers, weight_unit = weight if isinstance(weight, Eight) else (weight, x)
+    n, blocks, high = numbers.shape[0] // (2 if gated else 1), stream.squares.shape[1], _height(count)
     if out is None:
         out = torch.empty(count, n, dtype=x.dtype, device=x.device)
     # Many columns are limited by reading, few by the time of one block.
-    if gated:
+    if isinstance(weight, Eight):
+        height, depth, warps, stages = (64, 128, 4, 4) if gated or n > 4096 else (32, 256, 4, 3)
+    elif gated:
         height, depth, warps, stages = (64, 128, 4, 3) if high == 16 else (64, 64, 4, 4)
     elif n > 16384:
         height, depth, warps, stages = (128, 128, 8, 3) if high == 16 else (64, 64, 4, 4)
     else:
         height, depth, warps, stages = (16, 128, 4, 6) if high < 64 else (16, 256, 4, 3)
     _normed_product[(triton.cdiv(n, height // 2 if gated else height), 1)](
-        x, stream.squares, weight, out, x, count, n, eps, K=width, BLOCKS=blocks,
-        SQUARES=triton.next_power_of_2(blocks), R=high, HEIGHT=height, BLOCK_K=depth, SPLITS=1, GATED=gated,
-        KEPT=False, num_warps=warps, num_stages=max(2, stages * 2 // x.element_size()),
+        x, stream.squares, numbers, weight_unit, x if unit is None else unit, out, x, count, n, eps, K=width,
+        BLOCKS=blocks, SQUARES=triton.next_power_of_2(blocks), R=high, HEIGHT=height, BLOCK_K=depth, SPLITS=1,
+        GATED=gated, KEPT=False, EIGHT=unit is not None, num_warps=warps,
+        num_stages=max(2, stages * 2 // x.element_size()),
     )  # fmt: skip
     return out
 
@@ -208,22 +233,25 @@ def normed_parts(stream: Stream, eps: float, weight: Tensor) -> tuple[Tensor, Te
     out = torch.empty(splits, count, n, dtype=torch.float32, device=x.device)
     normed = torch.empty_like(x)
     _normed_product[(triton.cdiv(n, 16), splits)](
-        x, stream.squares, weight, out, normed, count, n, eps, K=width, BLOCKS=blocks,
+        x, stream.squares, weight, x, x, out, normed, count, n, eps, K=width, BLOCKS=blocks,
         SQUARES=triton.next_power_of_2(blocks), R=_height(count), HEIGHT=16, BLOCK_K=512 // x.element_size(),
-        SPLITS=splits, GATED=False, KEPT=True, num_warps=4, num_stages=2,
+        SPLITS=splits, GATED=False, KEPT=True, EIGHT=False, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out, normed
 
 
-def add_product(stream: Stream, x: Tensor, weight: Tensor, gain: Tensor, *, splits: int | None = None) -> None:
+def add_product(stream: Stream, x: Tensor, weight: Tensor | Eight, gain: Tensor, *, splits: int | None = None) -> None:
     """Add `x @ weight.T` to the stream, in place; gain: of the norm that comes next."""
     count, k = x.shape
-    n, blocks = weight.shape[0], stream.squares.shape[1]
-    splits = splits or max(1, min(round(128 / blocks), k // 512, 8))  # programs for all multiprocessors
+    eight = isinstance(weight, Eight)
+    numbers, unit = weight if isinstance(weight, Eight) else (weight, x)
+    n, blocks = numbers.shape[0], stream.squares.shape[1]
+    programs = 8 if eight else round(128 / blocks)  # for all multiprocessors
+    splits = splits or max(1, min(programs, k // 512, 8))
     parts = torch.empty(splits, count, n, dtype=torch.float32, device=x.device)
     _add_product[(blocks, splits)](
-        x, weight, gain, parts, stream.rows, stream.gained, stream.squares, stream.counters, count, n,
-        K=k, R=_height(count), HEIGHT=_BLOCK, BLOCK_K=256 // x.element_size(), SPLITS=splits, num_warps=4,
+        x, numbers, unit, gain, parts, stream.rows, stream.gained, stream.squares, stream.counters, count, n,
+        K=k, R=_height(count), HEIGHT=_BLOCK, BLOCK_K=256 // x.element_size(), SPLITS=splits, EIGHT=eight, num_warps=4,
         num_stages=4 if x.element_size() == 2 else 3,
     )  # fmt: skip
 

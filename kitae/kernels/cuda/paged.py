@@ -261,7 +261,8 @@ def plan_for(pairs: int, row_bytes: int, rows: int, device: torch.device) -> Pla
     if device.type != "cuda":
         return Plan(64, splits, 1)
     limit = 0.9 * getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 96 * 1024)
-    wished = (32, 5) if pairs <= 16 else (64, 5) if pairs <= 256 else (64, 3)
+    wide = 64 if row_bytes <= 256 else 32  # several programs must fit where their number hides waiting
+    wished = (32, 5) if pairs <= 16 else (wide, 5) if pairs <= 256 else (wide, 3)
     choices = [wished, (wished[0], 3), (32, 3), (16, 3), (16, 2)]
     room = limit - (rows - 16) * row_bytes
     block, stages = next((c for c in choices if 2 * c[0] * row_bytes * (c[1] - 1) <= room), choices[-1])
