@@ -84,7 +84,7 @@ class _NormedQKV(torch.autograd.Function):
         dgains: list[Tensor | None] = []
         if of_norms:
             by_head, *gains = of_norms
-            dgains = _norm_heads_backward(dqkv, by_head, HeadNorms(*gains, eps[1]), heads)
+            dgains = _norm_heads_backward(dqkv, by_head, gains, eps[1], heads)
         flat = dqkv.view(len(x), -1)
         normed, inverse_rms = ops.norm_rows(x, gain, eps[0])
         parts = torch.split(flat, [len(w) for w in weights], 1)
@@ -98,13 +98,13 @@ class _NormedQKV(torch.autograd.Function):
 
 
 def _norm_heads_backward(
-    dqkv: Tensor, by_head: Tensor, norms: HeadNorms, heads: Sequence[int]
+    dqkv: Tensor, by_head: Tensor, gains: Sequence[Tensor], eps: float, heads: list[int]
 ) -> list[Tensor | None]:
     """In place of the gradients of queries and keys, those of what enters their norms; returns those of the weights."""
     dgains = []
-    for place, entered, gain in zip(*(torch.split(t, heads, 1)[:2] for t in (dqkv, by_head)), norms[:2], strict=True):
+    for place, entered, gain in zip(*(torch.split(t, heads, 1)[:2] for t in (dqkv, by_head)), gains, strict=True):
         rows = entered.contiguous()
-        _, inverse_rms = ops.norm_rows(rows, gain, norms.eps)
+        _, inverse_rms = ops.norm_rows(rows, gain, eps)
         dx, dgain = ops.rms_norm_gradients(place.contiguous(), rows, gain, inverse_rms)
         place.copy_(dx)
         dgains.append(add_gradient(gain, dgain))

@@ -327,34 +327,32 @@ _HEAD_ROWS = 16  # rows of a head that are in registers together
 
 
 def _norm_heads(
-    qkv: Tensor, norms: HeadNorms, cos: Tensor, sin: Tensor, shape: tuple[int, int, int]
-) -> tuple[Tensor, Tensor]:
+    qkv: Tensor, gains: Sequence[Tensor], eps: float, cos: Tensor, sin: Tensor, shape: tuple[int, int, int]
+) -> Sequence[Tensor]:
     """Queries and keys `[T, heads, D]`, normed and rotated; qkv stays as it is."""
     heads, kv_heads, dim = shape
     out = torch.empty(len(qkv), heads + kv_heads, dim, dtype=qkv.dtype, device=qkv.device)
     _norm_and_rotate[(heads + kv_heads, triton.cdiv(len(qkv), _HEAD_ROWS))](
-        qkv, out, joined([norms.queries, norms.keys]), cos, sin, len(qkv), norms.eps,
+        qkv, out, joined(gains), cos, sin, len(qkv), eps,
         HQ=heads, HKV=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), ROWS=_HEAD_ROWS,
     )  # fmt: skip
-    q, k = torch.split(out, [heads, kv_heads], 1)
-    return q, k
+    return torch.split(out, [heads, kv_heads], 1)
 
 
 def _norm_heads_backward(
-    grads: Sequence[Tensor], qkv: Tensor, norms: HeadNorms, cos: Tensor, sin: Tensor, shape: tuple[int, int, int],
-    dqkv: Tensor,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grads: Sequence[Tensor], dqkv: Tensor, qkv: Tensor, gains: Sequence[Tensor], eps: float, cos: Tensor, sin: Tensor,
+    shape: tuple[int, int, int],
+) -> list[Tensor]:  # fmt: skip
     """Fills dqkv; gradients of the two weights."""
     heads, kv_heads, dim = shape
     every = heads + 2 * kv_heads
     programs = min(triton.cdiv(_PROGRAMS, every), triton.cdiv(len(qkv), _HEAD_ROWS))
     parts = torch.empty(programs, heads + kv_heads, dim, dtype=torch.float32, device=qkv.device)
     _norm_and_rotate_backward[(every, programs)](
-        qkv, *grads, *(g.stride(0) for g in grads), dqkv, joined([norms.queries, norms.keys]), parts, cos, sin,
-        len(qkv), norms.eps, HQ=heads, HKV=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), ROWS=_HEAD_ROWS,
+        qkv, *grads, *(g.stride(0) for g in grads), dqkv, joined(gains), parts, cos, sin, len(qkv), eps,
+        HQ=heads, HKV=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), ROWS=_HEAD_ROWS,
     )  # fmt: skip
-    of_queries, of_keys = torch.split(parts.sum(0), [heads, kv_heads])
-    return of_queries.sum(0).to(qkv.dtype), of_keys.sum(0).to(qkv.dtype)
+    return [part.sum((0, 1)).to(qkv.dtype) for part in torch.split(parts, [heads, kv_heads], 1)]
 
 
 class _NormedQKV(torch.autograd.Function):
@@ -377,7 +375,7 @@ class _NormedQKV(torch.autograd.Function):
         shape = (counts[0], counts[1], dim)
         q, k, v = torch.split(qkv.view(len(x), -1, dim), counts, 1)
         if gains:
-            q, k = _norm_heads(qkv, HeadNorms(*gains, eps[1]), cos, sin, shape)
+            q, k = _norm_heads(qkv, gains, eps[1], cos, sin, shape)
         else:
             _rotate_heads(qkv, cos, sin, shape, [])
         ctx.rest = (eps, shape)
@@ -393,10 +391,10 @@ class _NormedQKV(torch.autograd.Function):
         weight = joined(weights)
         dqkv = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
         of_heads = [g if g.stride(1) == g.shape[2] else g.contiguous() for g in of_heads]
-        dgains: tuple[Tensor, ...] = ()
+        dgains: list[Tensor] = []
         if of_norms:
             qkv, *gains = of_norms
-            dgains = _norm_heads_backward(of_heads, qkv, HeadNorms(*gains, eps[1]), cos, sin, shape, dqkv)
+            dgains = _norm_heads_backward(of_heads, dqkv, qkv, gains, eps[1], cos, sin, shape)
         else:
             _rotate_heads(dqkv, cos, sin, shape, of_heads)
         sizes = [len(w) for w in weights]
