@@ -125,7 +125,7 @@ def test_rounds_where_the_modules_round(rows: int, heads: tuple[int, int], dim: 
     q, k, _ = torch.split(qkv, list(case.counts), 1)
     got = training._norm_heads(qkv.flatten(1), case.heads[:2], EPS, case.cos, case.sin, (*heads, dim))
     for a, b in zip(got, case.normed_and_rotated(q, k), strict=True):
-        assert (a != b).float().mean() < 0.005  # a sum of squares in another order may round elsewhere
+        assert (a != b).sum() <= 1 + 0.005 * a.numel()  # a sum of squares in another order may round elsewhere
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
     assert torch.equal(qkv, before)
 
@@ -187,4 +187,4 @@ def test_a_model_learns_the_same(tied: bool, settings: dict[str, Any], tmp_path:
     expected, got = (gradient(policy(fused), samples, algorithm, **settings) for fused in (False, True))
     assert sum("q_norm" in name or "k_norm" in name for name in got) == 4
     assert sum("embed" in name or "lm_head" in name for name in got) == (1 if tied else 2)
-    assert_same(got, expected)
+    assert_same(got, expected, 5e-5)
