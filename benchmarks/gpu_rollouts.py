@@ -64,6 +64,15 @@ def large_policy(layers: int = 36, device: str = "cuda", dtype: torch.dtype = to
     return _policy(config, device, dtype, "qwen3-8b shape")
 
 
+def normed_policy(layers: int = 28, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Policy:
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=2048, num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=8,
+        head_dim=128, intermediate_size=6144, max_position_embeddings=32768, tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+    )  # fmt: skip
+    return _policy(config, device, dtype, "qwen3-1.7b shape")
+
+
 def huge_policy(layers: int = 64, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Policy:
     config = Qwen2Config(
         vocab_size=152064, hidden_size=5120, num_hidden_layers=layers, num_attention_heads=40, num_key_value_heads=8,

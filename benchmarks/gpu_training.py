@@ -10,19 +10,20 @@ measured rate of bf16 matrix products on an H200.
 
 With `--objective sft` each sequence is a demonstration with a prompt of its own. With `dpo`, groups are pairs that
 share their prompt in the row; the reference is a column, as it is after the first pass over the data. With `--shape
-8b` the shape is that of Qwen3-8B. The peak is shown beside what `kitae train --dry-run` would predict of it.
+qwen3` the shape is that of Qwen3-1.7B, with `8b` that of Qwen3-8B: their queries and keys have norms. The peak is shown
+beside what `kitae train --dry-run` would predict of it.
 """
 
 import argparse
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from gpu_rollouts import FLOPS, large_policy, qwen_policy
+from gpu_rollouts import FLOPS, large_policy, normed_policy, qwen_policy
 from training import forward_backward, make_worker, weighted
 
 from kitae.algorithms.preferences import PREFERENCE_LOSSES
@@ -39,6 +40,12 @@ from kitae.trainer.responses import PLACE, Preference
 from kitae.trainer.start import supervised
 from kitae.trainer.worker import Worker
 from kitae.types import Sample
+
+SHAPES: dict[str, tuple[Callable[..., Policy], int]] = {
+    "1.5b": (qwen_policy, 28),
+    "qwen3": (normed_policy, 28),
+    "8b": (large_policy, 36),
+}  # by --shape: what makes it, and of how many layers
 
 
 def make_samples(tokens: int, rng: random.Random, first_group: int, size: int = 8) -> list[Sample]:
@@ -136,12 +143,13 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--no-fuse", action="store_true")
-    parser.add_argument("--shape", choices=("1.5b", "8b"), default="1.5b")
+    parser.add_argument("--shape", choices=tuple(SHAPES), default="1.5b")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--moments", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--checkpoint", action="store_true", help="recompute activations")
     args = parser.parse_args()
-    policy = large_policy(args.layers or 36) if args.shape == "8b" else qwen_policy(layers=args.layers or 28)
+    made, layers = SHAPES[args.shape]
+    policy = made(layers=args.layers or layers)
     fused = 0 if args.no_fuse else fuse(policy.model, policy.device, policy.dtype)
     config = TrainingConfig(
         token_budget=args.tokens, logit_chunk=args.chunk, moments=args.moments, checkpoint_activations=args.checkpoint

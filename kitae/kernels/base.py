@@ -77,13 +77,29 @@ class Experts(Protocol):
         """
 
 
+class HeadNorms(NamedTuple):
+    """`HeadNorms(of_queries, of_keys, 1e-6)`: weights `[D]` of norms of each head, before it is rotated (Qwen3)."""
+
+    queries: Tensor
+    keys: Tensor
+    eps: float
+
+
 class NormedQkv(Protocol):
     def __call__(
-        self, x: Tensor, norm: tuple[Tensor, float], cos: Tensor, sin: Tensor, dim: int, *modules: Linear
+        self,
+        x: Tensor,
+        norm: tuple[Tensor, float],
+        cos: Tensor,
+        sin: Tensor,
+        dim: int,
+        *modules: Linear,
+        heads: HeadNorms | None = None,
     ) -> tuple[Tensor, ...]:
         """x, and q, k and v `[T, heads, D]` of the norm of x `[T, H]`, q and k rotated; differentiable.
 
-        norm: weight and epsilon. Rows of q, k and v are strided. All three layers have a bias, or none has.
+        norm: weight and epsilon. Rows of q, k and v are strided. All three layers have a bias, or none has. heads: what
+        q and k are normed with before.
         """
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kitae.kernels.base import GateLimits, LayerKernels, ModuleKernels
+from kitae.kernels.base import GateLimits, HeadNorms, LayerKernels, ModuleKernels
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.memory import has_master, lay_together
 from kitae.kernels.norms import Norm, NormRule
@@ -200,7 +200,7 @@ def _direct_linear(module: Any, kernels: ModuleKernels) -> None:
 def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:
     """A decoder layer as `is_llama_layer` knows it; with an adapter in it, it runs as the class defines it."""
     layers = kernels.layers
-    if layers is None or not is_llama_layer(module) or hasattr(module.self_attn, "q_norm"):
+    if layers is None or not is_llama_layer(module) or not _has_known_heads(module.self_attn):
         return False
     seen: dict[str, Any] = {}
 
@@ -229,7 +229,9 @@ def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:
         assert position_embeddings is not None
         cos, sin = (part[0] for part in position_embeddings)
         first, second = ((n.weight, n.variance_epsilon) for n in (self.input_layernorm, self.post_attention_layernorm))
-        x, q, k, v = layers.normed_qkv(hidden_states.squeeze(0), first, cos, sin, attn.head_dim, *qkv)
+        x, q, k, v = layers.normed_qkv(
+            hidden_states.squeeze(0), first, cos, sin, attn.head_dim, *qkv, heads=_head_norms(attn)
+        )
         mixed = kwargs["kitae"].attend(
             seen["layer"], q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1),
             scale=seen["scale"], window=seen["window"], softcap=seen["softcap"], sinks=None,
@@ -246,7 +248,25 @@ def _fuse_layer(module: Any, kernels: ModuleKernels) -> bool:
         lay_together([m.weight for m in linear])
         if linear[0].bias is not None:
             lay_together([m.bias for m in linear])
+    if (norms := _head_norms(attn)) is not None:
+        lay_together([norms.queries, norms.keys])
     return True
+
+
+def _head_norms(attn: Any) -> HeadNorms | None:
+    if not hasattr(attn, "q_norm"):
+        return None
+    return HeadNorms(attn.q_norm.weight, attn.k_norm.weight, attn.q_norm.variance_epsilon)
+
+
+def _has_known_heads(attn: Any) -> bool:
+    """Without norms, or with one of each head that rounds as Llama's do."""
+    if not hasattr(attn, "q_norm"):
+        return True
+    q, k = norm_of(attn.q_norm), norm_of(attn.k_norm)
+    if q is None or k is None or not q.weight.shape == k.weight.shape == (attn.head_dim,):
+        return False
+    return q.eps == k.eps and q.rule == k.rule == NormRule.EARLY
 
 
 def _recomputes_itself(layer: Any) -> bool:

@@ -28,6 +28,7 @@ _PROMPT = 128  # tokens
 _HOLES = {"cpu": 1.3, "cuda": 1.0}  # what activations take with the holes that they leave in the heap
 _LIBRARIES = {"cpu": 0.75e9, "cuda": 0.6e9}  # bytes: interpreter and torch; what CUDA takes for itself
 _FUSED = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "olmo2", "mixtral", "qwen3_moe")
+_NORMED_HEADS = ("qwen3", "qwen3_moe", "olmo2")  # of these
 _PLAIN = 3.4  # how much more is kept where the layers are the modules' own, or have adapters
 
 
@@ -225,11 +226,14 @@ def room(device: "torch.device") -> float:
 def _kept(config: RLConfig, model: ModelShape, device: "torch.device", size: int) -> float:
     """Bytes of activations that a token leaves for the backward pass.
 
-    Of a fused layer: what enters it, queries, keys and values, what attention gives, what enters the MLP, gate and up.
+    Of a fused layer: what enters it, queries, keys and values, what attention gives, what enters the MLP, gate and up;
+    also what enters norms of queries and keys.
     Where they are computed again, what enters each layer, and one layer's. Experts have no adapters, so on a CPU they
     are fused beside them.
     """
     wide = (model.heads + 2 * model.kv_heads) * model.head_dim
+    if model.kind in _NORMED_HEADS:
+        wide += (model.heads + model.kv_heads) * model.head_dim
     attention, mlp = size * (3 * model.hidden + wide), size * 2 * model.inner
     if config.training.checkpoint_activations:
         return size * model.hidden * model.layers + _PLAIN * (attention + mlp)

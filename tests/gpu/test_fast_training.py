@@ -85,7 +85,7 @@ def test_an_impossible_token_adds_nothing_to_entropy_and_gradient() -> None:
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
-@pytest.mark.parametrize("architecture", ["qwen2", "mistral", "gemma3"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "mistral", "gemma3"])
 def test_bf16_gradient_is_as_near_to_the_exact_one_as_plain_torch(
     architecture: str, share_prompts: bool, tmp_path: Path
 ) -> None:
@@ -241,7 +241,7 @@ def test_layers_of_the_llama_family_are_one_function(architecture: str, tiny_pol
     policy = tiny_policy(architecture, device="cuda")
     layers = list(policy.decoder.layers)  # type: ignore[attr-defined]
     fused = [getattr(layer.forward, "__module__", "") == "kitae.models.fuse" for layer in layers]
-    assert all(fused) if architecture in ("llama", "qwen2", "mistral") else not any(fused)
+    assert all(fused) if architecture in ("llama", "qwen2", "mistral", "qwen3") else not any(fused)
     row = torch.arange(5, 45, device="cuda")
     expected = tiny_policy(architecture, device="cuda", fuse=False).score(row)
     torch.testing.assert_close(policy.score(row), expected, atol=1e-4, rtol=0)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitae.kernels.base import LayerKernels, ModuleKernels, SoftmaxKernels, SpanKernels, TrainingKernels
+from kitae.kernels.base import HeadNorms, LayerKernels, ModuleKernels, SoftmaxKernels, SpanKernels, TrainingKernels
 from kitae.kernels.cpu import ops
 from kitae.kernels.cpu.experts import experts
 from kitae.kernels.cpu.gradients import add_product, weight_gradient
@@ -41,32 +41,52 @@ def _side_by_side(parts: Sequence[Tensor]) -> Tensor:
 
 
 class _NormedQKV(torch.autograd.Function):
-    """Keeps the rows, which are also an output, for the way around the attention."""
+    """Keeps the rows, which are also an output, for the way around the attention.
+
+    Where heads have norms, what enters those is kept beside queries and keys; values lie in it.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tensor, dim: int, *parameters: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        gain: Tensor,
+        eps: tuple[float, float],
+        cos: Tensor,
+        sin: Tensor,
+        dim: int,
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        weights, biases = [w for w in parameters[:3] if w is not None], parameters[3:]
+        weights, biases = [w for w in parameters[:3] if w is not None], parameters[3:6]
+        gains = [p for p in parameters[6:] if p is not None]
         x = x.contiguous()
-        qkv = _project(ops.norm_rows(x, gain, eps)[0], weights, biases)
+        by_head = _project(ops.norm_rows(x, gain, eps[0])[0], weights, biases).view(len(x), -1, dim)
         heads = [len(w) // dim for w in weights]
-        by_head = qkv.view(len(x), -1, dim)
-        ops.rotate(by_head, cos, sin, heads[0] + heads[1])
-        keep(ctx, x, gain, cos, sin, *weights, *biases)
+        q, k, v = torch.split(by_head, heads, 1)
+        if gains:
+            q, k = (ops.norm_rows(y.contiguous(), g, eps[1])[0] for y, g in zip((q, k), gains, strict=True))
+            for y in (q, k):
+                ops.rotate(y, cos, sin, y.shape[1])
+        else:
+            ops.rotate(by_head, cos, sin, heads[0] + heads[1])
+        keep(ctx, x, gain, cos, sin, *weights, *biases, *((by_head, *gains) if gains else ()))
         ctx.rest = (eps, heads)
-        return x.view_as(x), *torch.split(by_head, heads, 1)
+        return x.view_as(x), q, k, v
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         around, *of_heads = grads
         x, gain, cos, sin, *parameters = kept(ctx)
-        weights, biases = parameters[:3], parameters[3:]
+        weights, biases, of_norms = parameters[:3], parameters[3:6], parameters[6:]
         eps, heads = ctx.rest
         dqkv = _side_by_side(of_heads)
         ops.rotate(dqkv, cos, sin, heads[0] + heads[1], back=True)
+        dgains: list[Tensor | None] = []
+        if of_norms:
+            by_head, *gains = of_norms
+            dgains = _norm_heads_backward(dqkv, by_head, gains, eps[1], heads)
         flat = dqkv.view(len(x), -1)
-        normed, inverse_rms = ops.norm_rows(x, gain, eps)
+        normed, inverse_rms = ops.norm_rows(x, gain, eps[0])
         parts = torch.split(flat, [len(w) for w in weights], 1)
         dweights = [
             weight_gradient(w, part, normed) if needed else None
@@ -74,19 +94,41 @@ class _NormedQKV(torch.autograd.Function):
         ]
         dbiases = [_bias_gradient(b, part) for b, part in zip(biases, parts, strict=True)]
         dx, dgain = ops.rms_norm_gradients(torch.mm(flat, joined(weights)), x, gain, inverse_rms, around.contiguous())
-        return dx, add_gradient(gain, dgain), None, None, None, None, *dweights, *dbiases
+        return dx, add_gradient(gain, dgain), None, None, None, None, *dweights, *dbiases, *dgains
+
+
+def _norm_heads_backward(
+    dqkv: Tensor, by_head: Tensor, gains: Sequence[Tensor], eps: float, heads: list[int]
+) -> list[Tensor | None]:
+    """In place of the gradients of queries and keys, those of what enters their norms; returns those of the weights."""
+    dgains = []
+    for place, entered, gain in zip(*(torch.split(t, heads, 1)[:2] for t in (dqkv, by_head)), gains, strict=True):
+        rows = entered.contiguous()
+        _, inverse_rms = ops.norm_rows(rows, gain, eps)
+        dx, dgain = ops.rms_norm_gradients(place.contiguous(), rows, gain, inverse_rms)
+        place.copy_(dx)
+        dgains.append(add_gradient(gain, dgain))
+    return dgains
 
 
 def normed_qkv(
-    x: Tensor, norm: tuple[Tensor, float], cos: Tensor, sin: Tensor, dim: int, *modules: torch.nn.Linear
+    x: Tensor,
+    norm: tuple[Tensor, float],
+    cos: Tensor,
+    sin: Tensor,
+    dim: int,
+    *modules: torch.nn.Linear,
+    heads: HeadNorms | None = None,
 ) -> tuple[Tensor, ...]:
     """x, and q, k and v `[T, heads, D]` of the norm of x `[T, H]`, q and k rotated; differentiable.
 
-    norm: weight and epsilon. Rows of q, k and v are strided. All three layers have a bias, or none has.
+    norm: weight and epsilon. Rows of q, k and v are strided. All three layers have a bias, or none has. heads: what q
+    and k are normed with before.
     """
-    parameters = [*(m.weight for m in modules), *(m.bias for m in modules)]
+    gains, head_eps = ((), 0.0) if heads is None else ((heads.queries, heads.keys), heads.eps)
+    parameters = [*(m.weight for m in modules), *(m.bias for m in modules), *gains]
     out: tuple[Tensor, ...] = _NormedQKV.apply(  # type: ignore[no-untyped-call]
-        x, *norm, cos.contiguous(), sin.contiguous(), dim, *parameters
+        x, norm[0], (norm[1], head_eps), cos.contiguous(), sin.contiguous(), dim, *parameters
     )
     return out
 

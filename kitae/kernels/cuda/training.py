@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kitae.kernels.adamw import salt
-from kitae.kernels.base import AdamWPace, AdamWPart, LayerKernels, ModuleKernels, TrainingKernels
+from kitae.kernels.base import AdamWPace, AdamWPart, HeadNorms, LayerKernels, ModuleKernels, TrainingKernels
 from kitae.kernels.cuda import decoding, spans
 from kitae.kernels.linears import shared_input
 from kitae.kernels.memory import gradient_over, joined, keep, kept
@@ -232,54 +232,194 @@ def _rotate_heads(out: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, int, 
     )  # fmt: skip
 
 
+@triton.jit
+def _norm_and_rotate(
+    qkv, out, gains, cos, sin, rows, eps,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm and rotary of each head of queries and keys, rounded where the modules round.
+
+    Grid (heads, blocks of ROWS rows): the halves of a head as two tiles `[ROWS, HALF]`. Out of place: the gradient of
+    the norm needs what came in. gains: the weight for queries, then the one for keys.
+    """
+    head = tl.program_id(0)
+    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    lane = tl.arange(0, HALF)[None, :]
+    near = lane < D // 2
+    mask = (row < rows) & near
+    kind = out.dtype.element_ty
+    low = qkv + (row * (HQ + 2 * HKV) + head) * D + lane
+    a = tl.load(low, mask=mask, other=0.0).to(tl.float32)
+    b = tl.load(low + D // 2, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+    gain = gains + tl.where(head < HQ, 0, D) + lane
+    gain_a = tl.load(gain, mask=near, other=0.0).to(tl.float32)
+    gain_b = tl.load(gain + D // 2, mask=near, other=0.0).to(tl.float32)
+    a = (gain_a * (a * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+    b = (gain_b * (b * scale).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+    c = tl.load(cos + row * D + lane, mask=mask, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * D + lane, mask=mask, other=0.0).to(tl.float32)
+    new_a = (a * c).to(kind).to(tl.float32) - (b * s).to(kind).to(tl.float32)
+    new_b = (b * c).to(kind).to(tl.float32) + (a * s).to(kind).to(tl.float32)
+    place = out + (row * (HQ + HKV) + head) * D + lane
+    tl.store(place, new_a.to(kind), mask=mask)
+    tl.store(place + D // 2, new_b.to(kind), mask=mask)
+
+
+@triton.jit
+def _norm_and_rotate_backward(
+    qkv, q, k, v, q_row, k_row, v_row, out, gains, dgains, cos, sin, rows, eps,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The gradients q, k and v rotated back and taken through the norms, side by side, and parts of those of the gains.
+
+    Grid (heads, programs). Each program walks over every so-many-th block of ROWS rows of one head, and adds up its
+    part of the gradient of its gain in registers; the parts `[programs, heads of q and k, D]` are summed outside. No
+    atomics, so the result is always the same. 1 / rms is made again from the row. Values are copied.
+    """
+    head = tl.program_id(0)
+    lane = tl.arange(0, HALF)[None, :]
+    near = lane < D // 2
+    kind = out.dtype.element_ty
+    gain = gains + tl.where(head < HQ, 0, D) + lane
+    gain_a = tl.load(gain, mask=near, other=0.0).to(tl.float32)
+    gain_b = tl.load(gain + D // 2, mask=near, other=0.0).to(tl.float32)
+    total_a = tl.zeros([ROWS, HALF], tl.float32)
+    total_b = tl.zeros([ROWS, HALF], tl.float32)
+    for first in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        mask = (row < rows) & near
+        if head < HQ:
+            source = q + row * q_row + head * D
+        elif head < HQ + HKV:
+            source = k + row * k_row + (head - HQ) * D
+        else:
+            source = v + row * v_row + (head - HQ - HKV) * D
+        a = tl.load(source + lane, mask=mask, other=0.0).to(tl.float32)
+        b = tl.load(source + lane + D // 2, mask=mask, other=0.0).to(tl.float32)
+        low = (row * (HQ + 2 * HKV) + head) * D + lane
+        if head < HQ + HKV:
+            c = tl.load(cos + row * D + lane, mask=mask, other=0.0).to(tl.float32)
+            s = tl.load(sin + row * D + lane, mask=mask, other=0.0).to(tl.float32)
+            grad_a = ((a * c).to(kind).to(tl.float32) + (b * s).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+            grad_b = ((b * c).to(kind).to(tl.float32) - (a * s).to(kind).to(tl.float32)).to(kind).to(tl.float32)
+            x = tl.load(qkv + low, mask=mask, other=0.0).to(tl.float32)
+            y = tl.load(qkv + low + D // 2, mask=mask, other=0.0).to(tl.float32)
+            scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / D + eps)[:, None]
+            x *= scale
+            y *= scale
+            total_a += grad_a * x.to(kind).to(tl.float32)
+            total_b += grad_b * y.to(kind).to(tl.float32)
+            a = grad_a * gain_a
+            b = grad_b * gain_b
+            mean = ((tl.sum(a * x, 1) + tl.sum(b * y, 1)) / D)[:, None]
+            a = (a - x * mean) * scale
+            b = (b - y * mean) * scale
+        tl.store(out + low, a.to(kind), mask=mask)
+        tl.store(out + low + D // 2, b.to(kind), mask=mask)
+    if head < HQ + HKV:
+        part = dgains + (tl.program_id(1) * (HQ + HKV) + head) * D + lane
+        tl.store(part, tl.sum(total_a, 0)[None, :], mask=near)
+        tl.store(part + D // 2, tl.sum(total_b, 0)[None, :], mask=near)
+
+
+_HEAD_ROWS = 16  # rows of a head that are in registers together
+
+
+def _norm_heads(
+    qkv: Tensor, gains: Sequence[Tensor], eps: float, cos: Tensor, sin: Tensor, shape: tuple[int, int, int]
+) -> Sequence[Tensor]:
+    """Queries and keys `[T, heads, D]`, normed and rotated; qkv stays as it is."""
+    heads, kv_heads, dim = shape
+    out = torch.empty(len(qkv), heads + kv_heads, dim, dtype=qkv.dtype, device=qkv.device)
+    _norm_and_rotate[(heads + kv_heads, triton.cdiv(len(qkv), _HEAD_ROWS))](
+        qkv, out, joined(gains), cos, sin, len(qkv), eps,
+        HQ=heads, HKV=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), ROWS=_HEAD_ROWS,
+    )  # fmt: skip
+    return torch.split(out, [heads, kv_heads], 1)
+
+
+def _norm_heads_backward(
+    grads: Sequence[Tensor], dqkv: Tensor, qkv: Tensor, gains: Sequence[Tensor], eps: float, cos: Tensor, sin: Tensor,
+    shape: tuple[int, int, int],
+) -> list[Tensor]:  # fmt: skip
+    """Fills dqkv; gradients of the two weights."""
+    heads, kv_heads, dim = shape
+    every = heads + 2 * kv_heads
+    programs = min(triton.cdiv(_PROGRAMS, every), triton.cdiv(len(qkv), _HEAD_ROWS))
+    parts = torch.empty(programs, heads + kv_heads, dim, dtype=torch.float32, device=qkv.device)
+    _norm_and_rotate_backward[(every, programs)](
+        qkv, *grads, *(g.stride(0) for g in grads), dqkv, joined(gains), parts, cos, sin, len(qkv), eps,
+        HQ=heads, HKV=kv_heads, D=dim, HALF=triton.next_power_of_2(dim // 2), ROWS=_HEAD_ROWS,
+    )  # fmt: skip
+    return [part.sum((0, 1)).to(qkv.dtype) for part in torch.split(parts, [heads, kv_heads], 1)]
+
+
 class _NormedQKV(torch.autograd.Function):
     """Keeps the rows, and makes their norm again in the backward pass.
 
     The rows are also an output, for the way around the attention: what comes back there is added by the same kernel.
+    Where heads have norms, what enters those is kept beside queries and keys; values lie in it.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gain: Tensor, eps: float, cos: Tensor, sin: Tensor, dim: int, *parameters: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        weights, biases = parameters[:3], parameters[3:]
+        ctx: Any, x: Tensor, gain: Tensor, eps: tuple[float, float], cos: Tensor, sin: Tensor, dim: int,
+        *parameters: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        weights, biases, gains = parameters[:3], parameters[3:6], [p for p in parameters[6:] if p is not None]
         weight = joined([w for w in weights if w is not None])
         bias = joined([b for b in biases if b is not None]) if biases[0] is not None else None
-        qkv = torch.nn.functional.linear(decoding.rms_norm(x, None, gain, eps)[1], weight, bias)
-        heads = [len(w) // dim for w in weights if w is not None]
-        ctx.rest = (eps, (heads[0], heads[1], dim))
-        _rotate_heads(qkv, cos, sin, ctx.rest[1], [])
-        keep(ctx, x, gain, cos, sin, *weights)
-        return x.view_as(x), *torch.split(qkv.view(len(x), -1, dim), heads, 1)
+        qkv = torch.nn.functional.linear(decoding.rms_norm(x, None, gain, eps[0])[1], weight, bias)
+        counts = [len(w) // dim for w in weights if w is not None]
+        shape = (counts[0], counts[1], dim)
+        q, k, v = torch.split(qkv.view(len(x), -1, dim), counts, 1)
+        if gains:
+            q, k = _norm_heads(qkv, gains, eps[1], cos, sin, shape)
+        else:
+            _rotate_heads(qkv, cos, sin, shape, [])
+        ctx.rest = (eps, shape)
+        keep(ctx, x, gain, cos, sin, *weights, *((qkv, *gains) if gains else ()))
+        return x.view_as(x), q, k, v
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         around, *of_heads = grads
-        x, gain, cos, sin, *weights = kept(ctx)
+        x, gain, cos, sin, *parameters = kept(ctx)
+        weights, of_norms = parameters[:3], parameters[3:]
         eps, shape = ctx.rest
         weight = joined(weights)
         dqkv = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-        _rotate_heads(dqkv, cos, sin, shape, [g if g.stride(1) == g.shape[2] else g.contiguous() for g in of_heads])
+        of_heads = [g if g.stride(1) == g.shape[2] else g.contiguous() for g in of_heads]
+        dgains: list[Tensor] = []
+        if of_norms:
+            qkv, *gains = of_norms
+            dgains = _norm_heads_backward(of_heads, dqkv, qkv, gains, eps[1], cos, sin, shape)
+        else:
+            _rotate_heads(dqkv, cos, sin, shape, of_heads)
         sizes = [len(w) for w in weights]
         dweights: tuple[Tensor | None, ...] = (None,) * 3
-        dbiases = torch.split(dqkv.sum(0), sizes) if any(ctx.needs_input_grad[9:]) else dweights
+        dbiases = torch.split(dqkv.sum(0), sizes) if any(ctx.needs_input_grad[9:12]) else dweights
         if any(ctx.needs_input_grad[6:9]):
-            dweight = _weight_gradient(weights, dqkv, decoding.rms_norm(x, None, gain, eps)[1])
+            dweight = _weight_gradient(weights, dqkv, decoding.rms_norm(x, None, gain, eps[0])[1])
             dweights = dweights if dweight is None else torch.split(dweight, sizes)
-        dx, dgain = _norm_gradients(torch.mm(dqkv, weight), x, gain, eps, around)
-        return dx, dgain, None, None, None, None, *dweights, *dbiases
+        dx, dgain = _norm_gradients(torch.mm(dqkv, weight), x, gain, eps[0], around)
+        return dx, dgain, None, None, None, None, *dweights, *dbiases, *dgains
 
 
 def normed_qkv(
-    x: Tensor, norm: tuple[Tensor, float], cos: Tensor, sin: Tensor, dim: int, *modules: torch.nn.Linear
-) -> tuple[Tensor, ...]:
+    x: Tensor, norm: tuple[Tensor, float], cos: Tensor, sin: Tensor, dim: int, *modules: torch.nn.Linear,
+    heads: HeadNorms | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """x, and q, k and v `[T, heads, D]` of the norm of x `[T, H]`, q and k rotated; differentiable.
 
-    norm: weight and epsilon. Rows of q, k and v are strided. All three layers have a bias, or none has.
+    norm: weight and epsilon. Rows of q, k and v are strided. All three layers have a bias, or none has. heads: what q
+    and k are normed with before.
     """
-    parameters = [*(m.weight for m in modules), *(m.bias for m in modules)]
+    gains, head_eps = ((), 0.0) if heads is None else ((heads.queries, heads.keys), heads.eps)
+    parameters = [*(m.weight for m in modules), *(m.bias for m in modules), *gains]
     out: tuple[Tensor, ...] = _NormedQKV.apply(  # type: ignore[no-untyped-call]
-        x, *norm, cos.contiguous(), sin.contiguous(), dim, *parameters
+        x, norm[0], (norm[1], head_eps), cos.contiguous(), sin.contiguous(), dim, *parameters
     )
     return out
 

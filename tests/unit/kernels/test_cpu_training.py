@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kitae.kernels.base import HeadNorms
 from kitae.kernels.cpu import ops, training
 from kitae.kernels.cpu.build import cpu_library
 from kitae.kernels.memory import set_master
@@ -40,6 +41,61 @@ def test_norm_queries_keys_and_values(bias: bool, dim: int) -> None:
     got = training.normed_qkv(x, (gain, 1e-6), cos, sin, dim, *modules)
     grads = [torch.randn_like(t) for t in expected]
     assert_same_gradients(got, expected, [x, gain, *(p for m in modules for p in m.parameters())], grads)
+
+
+def heads_by_modules(
+    x: Tensor, gain: Tensor, norms: HeadNorms, cos: Tensor, sin: Tensor, dim: int, modules: list[torch.nn.Linear]
+) -> tuple[Tensor, ...]:
+    """As Qwen3's modules compute and round it."""
+
+    def norm(y: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = y.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(y.dtype)
+
+    q, k, v = (m(norm(x, gain, 1e-6)).view(len(x), -1, dim) for m in modules)
+    q, k = norm(q, norms.queries, norms.eps), norm(k, norms.keys, norms.eps)
+    return x, rotated(q, cos, sin), rotated(k, cos, sin), v
+
+
+def heads_and_inputs(
+    dim: int, heads: tuple[int, int], bias: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, HeadNorms, Tensor, Tensor, list[torch.nn.Linear]]:
+    torch.manual_seed(0)
+    counts = heads[0], heads[1], heads[1]
+    modules = [torch.nn.Linear(WIDTH, n * dim, bias=bias, dtype=dtype) for n in counts]
+    x, gain = (torch.randn(*shape, dtype=dtype).requires_grad_() for shape in ((ROWS, WIDTH), (WIDTH,)))
+    norms = HeadNorms(*(torch.randn(dim, dtype=dtype).requires_grad_() for _ in range(2)), 1e-3)
+    cos, sin = (torch.randn(ROWS, dim).to(dtype) for _ in range(2))
+    return x, gain, norms, cos, sin, modules
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("dim", "heads"), [(64, (6, 2)), (80, (5, 1)), (128, (3, 3)), (24, (7, 7))])
+def test_norms_of_heads(dim: int, heads: tuple[int, int], bias: bool) -> None:
+    x, gain, norms, cos, sin, modules = heads_and_inputs(dim, heads, bias, torch.float32)
+    expected = heads_by_modules(x, gain, norms, cos, sin, dim, modules)
+    got = training.normed_qkv(x, (gain, 1e-6), cos, sin, dim, *modules, heads=norms)
+    grads = [torch.randn_like(t) for t in expected]
+    inputs = [x, gain, norms.queries, norms.keys, *(p for m in modules for p in m.parameters())]
+    assert_same_gradients(got, expected, inputs, grads)
+
+
+def test_norms_of_heads_round_like_the_modules_in_bfloat16() -> None:
+    """Values to the bit but for sums in another order, and gradients as near to those in fp32."""
+    x, gain, norms, cos, sin, modules = heads_and_inputs(64, (6, 2), True, torch.bfloat16)
+    inputs = [x, gain, norms.queries, norms.keys, *(p for m in modules for p in m.parameters())]
+    plain = heads_by_modules(x, gain, norms, cos, sin, 64, modules)
+    got = training.normed_qkv(x, (gain, 1e-6), cos, sin, 64, *modules, heads=norms)
+    for a, b in zip(got, plain, strict=True):
+        assert (a != b).float().mean() < 0.02
+    grads = [torch.randn_like(t) for t in plain]
+    found = [torch.autograd.grad(out, inputs, grads) for out in (got, plain)]
+    for t in inputs:
+        t.data = t.data.float()
+    exact = heads_by_modules(x, gain, norms, cos.float(), sin.float(), 64, modules)
+    wanted = torch.autograd.grad(exact, inputs, [g.float() for g in grads])
+    for a, b, c in zip(*found, wanted, strict=True):
+        assert (a.float() - c).norm() < 1.2 * (b.float() - c).norm() + 1e-3 * c.norm()
 
 
 @pytest.mark.parametrize("in_order", [True, False])

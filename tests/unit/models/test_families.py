@@ -195,6 +195,34 @@ def test_an_mlp_with_limits_is_another(name: str, made: Callable[[str], Path]) -
         assert is_llama_layer(policy.decoder.layers[0])
 
 
+class LateRMSNorm(torch.nn.Module):
+    """As Qwen3's, but rounded once, after the weight."""
+
+    def __init__(self, size: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = torch.nn.Parameter(torch.ones(size)), eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+        return normed.to(x.dtype)
+
+
+@pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("change", ["none", "rule", "epsilon"])
+def test_a_layer_with_other_norms_of_heads_stays_in_parts(change: str, made: Callable[[str], Path]) -> None:
+    """What a probe in float32, of few rows, need not show."""
+    policy = load(made("qwen3"), fused=False)
+    layer = policy.decoder.layers[0]  # type: ignore[index, union-attr]
+    attn: Any = layer.self_attn
+    if change == "rule":
+        attn.q_norm, attn.k_norm = LateRMSNorm(attn.head_dim), LateRMSNorm(attn.head_dim)
+    if change == "epsilon":
+        attn.k_norm.variance_epsilon *= 2
+    fuse(policy.model, policy.device, policy.dtype)
+    assert ("forward" in vars(layer)) == (change == "none")
+
+
 def test_what_a_norm_computes_is_found_by_trying() -> None:
     rules = {
         "llama": NormRule.EARLY,

@@ -1,6 +1,7 @@
 """The memory of a run: what it grows with, against what runs have taken, and what is said where it does not fit."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,12 @@ def test_near_what_a_gpu_has_taken(tokens: int, budget: int, chunk: int, measure
 )
 def test_what_is_held_counts(settings: tuple[str, ...], more: float) -> None:
     assert size(config(*settings)) - size(config()) == pytest.approx(more, rel=0.01)
+
+
+def test_what_enters_norms_of_queries_and_keys_is_kept_too() -> None:
+    c = config("training.token_budget=1000")
+    normed, plain = (hold(c, replace(QWEN, kind=kind), CUDA, torch.bfloat16, 4000) for kind in ("qwen3", "qwen2"))
+    assert normed["activations"] - plain["activations"] == pytest.approx(1000 * 28 * (12 + 2) * 128 * 2)
 
 
 def test_adapters_are_counted_as_they_are() -> None:
