@@ -199,6 +199,21 @@ def test_true_is_no_number_in_so_many_words() -> None:
         (with_(engine=HERE | {"merge_adapters": False}), "engine.merge_adapters = false is for Kitae's own engines"),
         (with_(engine=HERE | {"one_kernel": True}), "engine.one_kernel is for Kitae's own engines"),
         (with_(engine=HERE | {"guesses": 2}), "engine.guesses is for Kitae's own engines"),
+        (with_(engine=HERE | {"weights_dtype": "float8"}), "engine.weights_dtype is not set for a server"),
+        (with_(engine={"weights_dtype": "int8"}), "engine.weights_dtype: input should be 'model' or 'float8'"),
+        (with_(engine={"weights_dtype": "float8", "fast": False}), "'float8' needs engine.fast = true, got false"),
+        (
+            with_(engine={"weights_dtype": "float8", "merge_adapters": False}),
+            "'float8' needs engine.merge_adapters = true, got false",
+        ),
+        (
+            with_(engine={"weights_dtype": "float8", "one_kernel": True, "guesses": 0}),
+            "engine.one_kernel needs engine.weights_dtype = 'model', got 'float8'",
+        ),
+        (
+            with_(engine={"weights_dtype": "float8"}, model={"exact": True}),
+            "model.exact needs engine.weights_dtype = 'model', got 'float8': 8 bits are not exact",
+        ),
         (with_(engine={"one_kernel": True, "fast": False}), "engine.one_kernel needs engine.fast = true"),
         (with_(engine={"one_kernel": True}), "engine.one_kernel needs engine.guesses = 0"),
         (with_(engine=HERE, model={"exact": True}), "model.exact needs Kitae's own kernels in the engine"),

@@ -18,11 +18,13 @@ from kitae.engines.native.cpu import CpuRunner, PackedDecoder
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.runner import ModelRunner
 from kitae.errors import EngineError
+from kitae.kernels import float8
 from kitae.kernels.cpu import packed
 from kitae.models.agreement import gap
 from kitae.models.attention import SelfAttention
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
+from kitae.models.lora import merged_state
 from kitae.models.policy import Policy
 from kitae.models.routing import record_routing
 from kitae.models.tiny import ARCHITECTURES, MIXTURES, make_tiny
@@ -471,6 +473,62 @@ def test_adapters_are_merged_into_the_copies(architecture: str, targets: str, lo
     for merged, plain in zip(generate(policy, requests("a")), beside, strict=True):
         assert merged.tokens == plain.tokens
         torch.testing.assert_close(torch.tensor(merged.logprobs), torch.tensor(plain.logprobs), atol=2e-5, rtol=1e-5)
+
+
+def round_as_eights(policy: Policy) -> None:
+    """Weights become what 8 bits keep of them: those of one product together."""
+    decoder: Any = policy.decoder
+    for layer in decoder.layers:
+        attn, mlp = layer.self_attn, layer.mlp
+        for parts in ([attn.q_proj, attn.k_proj, attn.v_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]):
+            whole = float8.rounded(torch.cat([m.weight for m in parts]))
+            for module, part in zip(parts, whole.split([len(m.weight) for m in parts]), strict=True):
+                module.weight.data.copy_(part)
+
+
+@pytest.mark.parametrize("lora", [0, 4])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma3"])
+def test_weights_in_8_bits_are_rounded_copies(architecture: str, lora: int, load: Load) -> None:
+    """Also after an update, and with adapters, which are merged first; the policy's own stay as they are."""
+    policy = load(architecture, lora_rank=lora)
+    change(policy, 1, False)
+    before = [p.clone() for p in policy.model.parameters()]
+
+    async def use() -> list[Completion]:
+        engine = NativeEngine(policy, EngineConfig(memory_gb=0.02, weights_dtype="float8"))
+        try:
+            await asyncio.gather(*(engine.generate(r) for r in requests("first")))
+            change(policy, 2, False)
+            await engine.update_weights(WeightUpdate(1))
+            return list(await asyncio.gather(*(engine.generate(r) for r in requests("b"))))
+        finally:
+            await engine.close()
+
+    eight = asyncio.run(use())
+    for parameter, was in zip(policy.model.parameters(), before, strict=True):
+        parameter.data.copy_(was)
+    change(policy, 2, False)
+    plain = generate(policy, requests("b"))
+    merged = load(architecture)
+    merged.base.load_state_dict(merged_state(policy), strict=False)
+    round_as_eights(merged)
+    for got, expected, other in zip(eight, generate(merged, requests("b")), plain, strict=True):
+        assert got.tokens == expected.tokens
+        torch.testing.assert_close(torch.tensor(got.logprobs), torch.tensor(expected.logprobs), atol=2e-5, rtol=1e-5)
+        assert got.logprobs != other.logprobs
+
+
+def test_who_has_no_copies_in_8_bits_is_told_so(load: Load) -> None:
+    def refused(architecture: str, **settings: Any) -> str:
+        policy = load(architecture, exact=settings.pop("exact", False))
+        config = {"memory_gb": 0.02, "weights_dtype": "float8", **settings}
+        with pytest.raises(EngineError) as caught:
+            NativeEngine(policy, EngineConfig.model_validate(config))
+        return str(caught.value)
+
+    assert "experts have no kernels" in refused("qwen3_moe")
+    assert "engine.cache_dtype = 'int8'" in refused("llama", cache_dtype="int8")
+    assert "an exact policy needs engine.weights_dtype" in refused("llama", exact=True)
 
 
 @each_dtype

@@ -19,6 +19,7 @@ SOURCES = [
     "kitae/kernels/cpu/decoder.h",
     "kitae/kernels/cpu/spans.h",
     "kitae/kernels/cuda/decoding.py",
+    "kitae/kernels/cuda/eights.py",
     "kitae/kernels/cuda/experts.py",
     "kitae/kernels/cuda/few.py",
     "kitae/kernels/cuda/guesses.py",

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[3]
 TRITON = {
     "kitae.kernels.cuda.decoding",
     "kitae.kernels.cuda.experts",
+    "kitae.kernels.cuda.eights",
     "kitae.kernels.cuda.few",
     "kitae.kernels.cuda.guesses",
     "kitae.kernels.cuda.paged",
