@@ -55,6 +55,8 @@ ELSEWHERE = {
     "bf16": "model.dtype",
     "lora_r": "model.lora_rank",
     "gpu_memory_utilization": "engine.memory_gb",
+    "quantization": "engine.weights_dtype",
+    "kv_cache_dtype": "engine.cache_dtype",
     "max_num_seqs": "engine.max_batch",
     "output_dir": "run.dir",
     "run_name": "run.name",

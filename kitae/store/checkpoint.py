@@ -9,10 +9,10 @@ import asyncio
 import hashlib
 import json
 import shutil
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from kitae.errors import CorruptError, DiskFullError, StoreError
 from kitae.store.disk import flush, is_full
@@ -63,7 +63,7 @@ class Checkpoints:
         try:
             scratch.mkdir(parents=True)
             await write(scratch)
-            await _to_its_end(asyncio.to_thread(self._commit, frontier, scratch, target))
+            await _to_its_end(partial(self._commit, frontier, scratch, target))
         except BaseException as error:
             shutil.rmtree(scratch, ignore_errors=True)
             if is_full(error):
@@ -74,7 +74,7 @@ class Checkpoints:
                 ) from error
             raise
         for name in self.names()[: -self.keep]:
-            shutil.rmtree(self.folder / name)
+            self._remove(name)
         return target
 
     def _commit(self, frontier: Frontier, scratch: Path, target: Path) -> None:
@@ -108,7 +108,14 @@ class Checkpoints:
         """Remove checkpoints of a future that a resume from an older one gives up."""
         for name in self.names():
             if step_of(name) > step:
-                shutil.rmtree(self.folder / name)
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        """Its name goes first: who is killed between two files leaves nothing that looks like a checkpoint."""
+        scratch = self.folder / f"{_SCRATCH}{name}"
+        shutil.rmtree(scratch, ignore_errors=True)
+        (self.folder / name).rename(scratch)
+        shutil.rmtree(scratch)
 
     def clear_leftovers(self) -> None:
         """Remove what a killed process had begun to write. The folder must be locked: nobody else is writing."""
@@ -116,14 +123,21 @@ class Checkpoints:
             shutil.rmtree(scratch)
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Who is cancelled here leaves only after it: a thread goes on, and what it works on must stay as it is."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise
+async def _to_its_end(work: Callable[[], None]) -> None:
+    """In a thread. Who is cancelled meanwhile, once or again, leaves only after it: what it works on must stay.
+
+    Not a task: those that are left are all cancelled when a loop is closed.
+    """
+    working = asyncio.get_running_loop().run_in_executor(None, work)
+    stopped: asyncio.CancelledError | None = None
+    while not working.done():
+        try:
+            await asyncio.wait({working})
+        except asyncio.CancelledError as error:
+            stopped = error
+    working.result()
+    if stopped is not None:
+        raise stopped
 
 
 def _verify(folder: Path) -> str | None:

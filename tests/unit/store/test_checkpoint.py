@@ -101,10 +101,12 @@ def test_a_write_that_fails_leaves_no_trace(checkpoints: Checkpoints, error: Bas
     assert checkpoints.load()[0].step == 1
 
 
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("closes", [False, True], ids=["cancelled", "its loop is closed"])
 def test_a_save_that_is_cancelled_leaves_all_or_nothing(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    times: int, closes: bool, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that completes it goes on; nothing may be taken away from under it."""
+    """The thread that completes it goes on; nothing may be taken away from under it, however often it is asked to."""
     flushing, go_on = threading.Event(), threading.Event()
 
     def slow_flush(path: Path) -> None:
@@ -118,11 +120,15 @@ def test_a_save_that_is_cancelled_leaves_all_or_nothing(
     async def cancel() -> None:
         saving = asyncio.create_task(checkpoints.save(Frontier(1, 2), written))
         await asyncio.to_thread(flushing.wait, 10)
-        saving.cancel()
-        await asyncio.sleep(0.05)
+        for _ in range(times):
+            saving.cancel()
+            await asyncio.sleep(0.05)
         there = {p.name for p in checkpoints.folder.glob("*/*")}
-        go_on.set()
         assert there == {"weights.bin", "frontier.json", "manifest.json"}
+        if closes:  # which cancels all tasks
+            threading.Timer(0.2, go_on.set).start()
+            return
+        go_on.set()
         with pytest.raises(asyncio.CancelledError):
             await saving
 
@@ -130,6 +136,30 @@ def test_a_save_that_is_cancelled_leaves_all_or_nothing(
     asyncio.run(cancel())
     assert checkpoints.load()[0].step == 1
     assert [p.name for p in checkpoints.folder.iterdir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize("how", ["too many", "given up"])
+def test_a_removal_that_is_killed_leaves_nothing_that_looks_like_a_checkpoint(
+    how: str, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(checkpoints, step)
+    remove = shutil.rmtree
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if path.exists():
+            (path / "manifest.json").unlink()
+            raise KeyboardInterrupt
+        remove(path, ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        save(checkpoints, 3) if how == "too many" else checkpoints.forget_after(1)
+    monkeypatch.undo()
+    assert checkpoints.names() == (["step-000002", "step-000003"] if how == "too many" else ["step-000001"])
+    assert checkpoints.load()[0].step == (3 if how == "too many" else 1)
+    checkpoints.clear_leftovers()
+    assert sorted(p.name for p in checkpoints.folder.iterdir()) == checkpoints.names()
 
 
 def test_what_a_killed_save_left_is_ignored_and_replaced(checkpoints: Checkpoints) -> None:
