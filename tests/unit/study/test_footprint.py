@@ -188,6 +188,17 @@ def test_what_adapters_are_merged_into(settings: tuple[str, ...], copied: int) -
     assert parts.get("merged weights", 0) == copied
 
 
+@pytest.mark.parametrize(("settings", "engines"), [((), 1), (("engine.kind=process", "engine.count=2"), 2)])
+def test_copies_in_8_bits(settings: tuple[str, ...], engines: int) -> None:
+    """Of q, k, v and the MLP, a byte each; a CPU has its packed copies anyway."""
+    chosen = config("engine.weights_dtype=float8", *settings)
+    copied = engines * 30 * 576 * (576 + 2 * 192 + 3 * 1536)
+    assert hold(chosen, SMOLLM2, CUDA, torch.bfloat16, 4000)["weights in 8 bits"] == copied
+    plain = config(*settings)
+    assert hold(chosen, SMOLLM2, CPU, torch.float32, 4000) == hold(plain, SMOLLM2, CPU, torch.float32, 4000)
+    assert "weights in 8 bits" not in hold(plain, SMOLLM2, CUDA, torch.bfloat16, 4000)
+
+
 def test_exact_engines_and_servers_pack_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kitae.kernels.cpu.packed.available", lambda dtype: True)
     without = (("model.exact=true",), ("engine.fast=false",), ("engine.cache_dtype=int8",), SERVED)
