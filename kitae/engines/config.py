@@ -107,6 +107,12 @@ class EngineConfig(Section):
         return self
 
     @property
+    def rounding(self) -> dict[str, str]:
+        """What it keeps in fewer bits than the model does: `{"cache_dtype": "int8"}`. It changes answers."""
+        kept = {"weights_dtype": self.weights_dtype, "cache_dtype": self.cache_dtype}
+        return {name: dtype for name, dtype in kept.items() if dtype != "model"}
+
+    @property
     def serves(self) -> bool:
         """Whether it is a server of other people."""
         return self.kind in ("vllm", "sglang")

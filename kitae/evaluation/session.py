@@ -281,6 +281,7 @@ def _identity(model: ModelConfig, folder: Path, suite: Suite, settings: Evaluati
         "weights": fingerprint(folder),
         "dtype": str(pick_dtype(model.dtype, pick_device(model.device))).removeprefix("torch."),
         "exact": model.exact,
+        **settings.engine.rounding,
         **how_asked(suite, settings.eval, settings.seed),
     }
 

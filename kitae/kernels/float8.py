@@ -12,7 +12,13 @@ from kitae.kernels.norms import Norm, NormRule
 
 KIND = torch.float8_e4m3fn
 LARGEST = 448.0
+GPUS = "needs a GPU that multiplies numbers of 8 bits (Ada, Hopper or later)"
 _SMALLEST = 1e-30  # of a unit, so that zeros can be divided by it
+
+
+def has_products(device: torch.device) -> bool:
+    """Whether it is a GPU that multiplies 8 bits."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def unit_of(weight: Tensor) -> Tensor:

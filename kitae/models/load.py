@@ -242,6 +242,14 @@ def check_mixture(config: ModelConfig, setting: str) -> None:
     routers_of(model)
 
 
+def check_dense(config: ModelConfig, setting: str) -> None:
+    """Refuse a setting for models without experts where the model is a mixture, as far as that is known."""
+    from kitae.models.routing import is_router
+
+    if (model := _skeleton(config)) is not None and any(map(is_router, model.modules())):
+        raise ModelError(f"{setting} needs a model without experts, got {config.path!r} ({type(model).__name__})")
+
+
 def check_adapters(config: ModelConfig) -> None:
     """Refuse `lora_targets` that the model does not have or that would learn nothing, without its weights."""
     import torch

@@ -5,9 +5,9 @@ engine told, but for rounding. Tokens of older versions are compared as well, wi
 have moved since.
 
 Found: tokens that another model made up, log-probs that nobody sampled with, weights that are older than they are said
-to be, as far as the difference shows above rounding (0.005 nats on average in fp32, 0.25 in bf16) or, for older tokens,
-above the margin of 1 nat. Not found: weights that are a few small steps old, and an engine that has the right weights
-and their log-probs, but draws its tokens in another way.
+to be, as far as the difference shows above rounding (0.005 nats on average in fp32; 0.25 in bf16, or where the engine
+keeps weights or its cache in 8 bits) or, for older tokens, above the margin of 1 nat. Not found: weights that are a few
+small steps old, and an engine that has the right weights and their log-probs, but draws its tokens in another way.
 """
 
 import math
@@ -27,6 +27,7 @@ from kitae.types import Group, Rollout, Sample, Score
 _OLD_MARGIN = 1.0  # nats, on average, that log-probs may have moved since an older version
 _USUAL = 0.05  # share
 _MEAN = 0.5  # of what the probe allows for its worst token
+_ROUNDED = 0.5  # what it allows in bfloat16: also what 8 bits in the engine, which no probe sees, may do in fp32
 _STREAM = 0x5907  # of random numbers
 
 
@@ -70,7 +71,7 @@ class SpotCheck:
             share = _USUAL if config.engine.urls else 0.0
         if not share:
             return None
-        tolerance = _MEAN * probe_tolerance
+        tolerance = _MEAN * max(probe_tolerance, _ROUNDED if config.engine.rounding else 0.0)
         return cls(learner.trainer, engine, tell, share=share, tolerance=tolerance, seed=config.run.seed)
 
     async def examine(self, step: int, version: int, groups: Sequence[Group]) -> tuple[list[Group], dict[str, float]]:

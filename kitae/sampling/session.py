@@ -39,7 +39,7 @@ from kitae.types import Group, Prompt
 Note = Callable[[str], None]
 
 _SETTINGS = ("model", "data", "env", "sampling")
-_SINGLE = ("run.seed", "verifier.name", "verifier.params")
+_SINGLE = ("run.seed", "verifier.name", "verifier.params", "engine.weights_dtype", "engine.cache_dtype")
 """What decides which prompts are asked and how answers are sampled and judged: it must stay while a file is sampled."""
 
 

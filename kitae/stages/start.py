@@ -75,13 +75,16 @@ def check(config: Root) -> None:
 
 
 def _check_structure(config: Root) -> None:
-    """Whether the model has experts where a setting is about them, the layers that are to get adapters, and a GPU."""
-    from kitae.models.load import check_adapters, check_mixture, pick_device
+    """Whether the model has experts where a setting is about them, the layers that are to get adapters, and what the
+    engine needs."""
+    from kitae.engines.native.checks import check_engine
+    from kitae.models.load import check_adapters, check_mixture
 
     check_adapters(config.model)
-    if isinstance(config, RLConfig) and config.engine.one_kernel and pick_device(config.model.device).type != "cuda":
-        raise ConfigError("engine.one_kernel needs a GPU, got none, or model.device = 'cpu'")
-    if isinstance(config, RLConfig) and (setting := config.algorithm.of_mixtures):
+    if not isinstance(config, RLConfig):
+        return
+    check_engine(config.engine, config.model, here=config.cluster.backend == "none")
+    if setting := config.algorithm.of_mixtures:
         check_mixture(config.model, setting)
 
 

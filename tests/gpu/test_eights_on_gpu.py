@@ -206,10 +206,8 @@ def test_the_decoder_with_weights_in_8_bits(
     architecture: str, tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the modules with weights that were rounded: rows are in 8 bits besides."""
-    from kitae.kernels.cuda import eights
-
     if INTERPRETED:
-        monkeypatch.setattr(eights, "has_products", lambda device: True)
+        monkeypatch.setattr(float8, "has_products", lambda device: True)
     policy = tiny(tiny_folder(architecture))
     cache = KVCache(policy, 0.01, 16)
     found = FusedDecoder.of(policy, cache)
@@ -301,21 +299,19 @@ def test_a_row_does_not_depend_on_its_neighbours(tiny_folder: TinyFolder) -> Non
 def test_models_without_kernels_for_8_bits_are_refused(
     tiny_folder: TinyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kitae.kernels.cuda import eights
-
     def refused(architecture: str, **change: Any) -> str:
         policy = tiny(tiny_folder(architecture))
         found = FusedDecoder.of(policy, KVCache(policy, 0.01, 16))
         assert found is not None
         found.layers[-1] = replace(found.layers[-1], **change)
-        with pytest.raises(EngineError, match=r"engine.weights_dtype = 'float8': ") as caught:
+        with pytest.raises(EngineError, match=r"engine.weights_dtype = 'float8'") as caught:
             found.keep_eights(policy)
         assert not found.eights
         return str(caught.value)
 
-    monkeypatch.setattr(eights, "has_products", lambda device: True)
+    monkeypatch.setattr(float8, "has_products", lambda device: True)
     assert "experts have no kernels" in refused("qwen3_moe")
     assert "no norm before" in refused("llama", second=None)
     assert "multiples of 16, got 72" in refused("llama", down=torch.zeros(64, 72))
-    monkeypatch.setattr(eights, "has_products", lambda device: False)
+    monkeypatch.setattr(float8, "has_products", lambda device: False)
     assert "Hopper" in refused("llama")

@@ -20,9 +20,8 @@ from kitae.engines.native.attention import ExactAttention, PrefillAttention
 from kitae.engines.native.cache import KVCache
 from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.fused import DecoderLayer, FusedDecoder, Hear, inner_of, router_of, turns_in
-from kitae.engines.native.runner import ModelRunner, Result
+from kitae.engines.native.runner import ModelRunner, Result, refuse_eights
 from kitae.engines.native.scheduler import Admission
-from kitae.errors import EngineError
 from kitae.kernels import float8
 from kitae.kernels.cpu import packed
 from kitae.kernels.memory import give_back
@@ -49,10 +48,7 @@ class CpuRunner(ModelRunner):
     def _packed(self) -> "PackedDecoder | None":
         found = PackedDecoder.of(self.policy, self.cache) if self._merges else None
         if self._eights and found is None:
-            raise EngineError(
-                "engine.weights_dtype = 'float8' needs a model that the compiled decoder computes, got "
-                f"{self.policy.source}"
-            )
+            refuse_eights(self.policy, "compiled")
         if found is not None and self._eights:
             found.keep_eights(self.policy)
         return found
@@ -174,8 +170,7 @@ class PackedDecoder(FusedDecoder):
 
     def keep_eights(self, policy: Policy) -> None:
         """Round what a GPU keeps in 8 bits as it does; products are those of the type of the model."""
-        if wrong := self._lacks_eights(multiplies=True):
-            raise EngineError(f"engine.weights_dtype = 'float8': {policy.source}: {wrong}")
+        self._require_eights(policy)
         self._rounds = True
         self._pack()
 

@@ -33,9 +33,8 @@ from kitae.engines.native.attention import ExactAttention, PrefillAttention
 from kitae.engines.native.cache import KVCache
 from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.fused import FusedDecoder
-from kitae.engines.native.runner import ModelRunner, Result, agreed, require_finite
+from kitae.engines.native.runner import ModelRunner, Result, agreed, refuse_eights, require_finite
 from kitae.engines.native.scheduler import Admission
-from kitae.errors import EngineError
 from kitae.kernels.cuda import decoding, guesses, paged, prompts, training
 from kitae.kernels.exact.attention import Reach
 from kitae.kernels.transfer import send
@@ -117,10 +116,7 @@ class CudaRunner(ModelRunner):
         if found is not None and self._one_kernel:
             found.try_resident(self.policy)
         if self._eights and found is None:
-            raise EngineError(
-                "engine.weights_dtype = 'float8' needs a model that the fused decoder computes, got "
-                f"{self.policy.source}"
-            )
+            refuse_eights(self.policy, "fused")
         if found is not None and self._eights:
             found.keep_eights(self.policy)
         return found

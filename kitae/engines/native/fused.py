@@ -170,8 +170,9 @@ class FusedDecoder:
         """From now on compute q, k, v and the MLP with weights in 8 bits."""
         from kitae.kernels.cuda import eights
 
-        if wrong := self._lacks_eights(eights.has_products(policy.device)):
-            raise EngineError(f"engine.weights_dtype = 'float8': {policy.source}: {wrong}")
+        if not float8.has_products(policy.device):
+            raise EngineError(f"engine.weights_dtype = 'float8' {float8.GPUS}, got {policy.device}")
+        self._require_eights(policy)
 
         def room(layer: DecoderLayer) -> "Eights":
             units = (layer.qkv.new_ones((), dtype=torch.float32) for _ in range(3))
@@ -183,16 +184,17 @@ class FusedDecoder:
         self._store_eights()
         self.try_few(policy)
 
-    def _lacks_eights(self, multiplies: bool) -> str | None:
-        if not multiplies:
-            return "this GPU multiplies no numbers of 8 bits (Ada, Hopper and later do)"
+    def _require_eights(self, policy: Policy) -> None:
+        """That the layers are of a kind whose weights can be kept in 8 bits."""
+        wrong = None
         if any(layer.choice is not None for layer in self.layers):
-            return "experts have no kernels for weights in 8 bits"
-        if any(layer.first is None or layer.second is None for layer in self.layers):
-            return "its layers have no norm before attention or MLP, which bounds what 8 bits must hold"
-        if sizes := [size for layer in self.layers for size in (*layer.qkv.shape, *layer.down.shape) if size % 16]:
-            return f"products in 8 bits need sizes that are multiples of 16, got {sizes[0]}"
-        return None
+            wrong = "experts have no kernels for weights in 8 bits"
+        elif any(layer.first is None or layer.second is None for layer in self.layers):
+            wrong = "its layers have no norm before attention or MLP, which bounds what 8 bits must hold"
+        elif sizes := [size for layer in self.layers for size in (*layer.qkv.shape, *layer.down.shape) if size % 16]:
+            wrong = f"products in 8 bits need sizes that are multiples of 16, got {sizes[0]}"
+        if wrong is not None:
+            raise EngineError(f"engine.weights_dtype = 'float8': {policy.source}: {wrong}")
 
     def _store_eights(self) -> None:
         if not self.eights:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -186,6 +187,14 @@ def agreed(
         kept += [*logprobs[row : row + right], *[0.0] * (width - right)]
         row += len(text)
     return tokens, kept
+
+
+def refuse_eights(policy: Policy, decoder: str) -> NoReturn:
+    """Of a policy that no decoder computes, or whose weights are broken: those agree with nothing."""
+    require_finite(all(bool(p.isfinite().all()) for p in policy.model.parameters()))
+    raise EngineError(
+        f"engine.weights_dtype = 'float8' needs a model that the {decoder} decoder computes, got {policy.source}"
+    )
 
 
 def require_finite(finite: bool) -> None:

@@ -35,11 +35,6 @@ class Eights(NamedTuple):
     before_down: Tensor
 
 
-def has_products(device: torch.device) -> bool:
-    """Whether a GPU multiplies 8 bits: Ada, Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def room_for(weight: Tensor) -> Eight:
     return Eight(torch.empty_like(weight, dtype=float8.KIND), weight.new_empty((), dtype=torch.float32))
 

@@ -46,8 +46,8 @@ def last_error(console: Sequence[str]) -> str:
     looks_at="`logp_gap`, `staleness_max`",
     when="on samples of the policy itself (staleness 0), the log-probs differ by more than 0.15 a token over the "
     f"last {WINDOW} steps; or by more than 0.06, and four times as much as at first",
-    advice='model.exact = true makes them equal; model.dtype = "float32" brings them closer; algorithm.correction = '
-    '"tis" weighs the rest',
+    advice='model.exact = true makes them equal; engine.weights_dtype and engine.cache_dtype = "model", or '
+    'model.dtype = "float32", bring them closer; algorithm.correction = "tis" weighs the rest',
 )
 def engine_gap(seen: Seen) -> str | None:
     fresh = Seen([row for row in seen.steps if not row.get("staleness_max")])
@@ -58,7 +58,8 @@ def engine_gap(seen: Seen) -> str | None:
     if last <= 0.15 and not grew:
         return None
     before = f", {ends[0]:.4f} at first" if ends else ""
-    return sentence(f"{last:.4f} nats a token over {fresh.span()}{before}", seen.setting("model.dtype"))
+    keys = [key for key in ("engine.weights_dtype", "engine.cache_dtype") if seen.settings.get(key) != "model"]
+    return sentence(f"{last:.4f} nats a token over {fresh.span()}{before}", *map(seen.setting, ["model.dtype", *keys]))
 
 
 @rule(

@@ -238,6 +238,28 @@ def test_settings_for_experts_are_refused_with_a_model_that_has_none(
 
 
 @pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["train", "dry-run"])
+@pytest.mark.parametrize(
+    ("architecture", "override", "message"),
+    [
+        ("qwen3_moe", "engine.guesses=0", "needs a model without experts, got '{model}' (Qwen3MoeForCausalLM)"),
+        ("llama", "engine.cache_dtype=int8", "needs engine.cache_dtype = 'model' on a CPU, got 'int8'"),
+        ("llama", "training.steps=2", "needs compiled kernels for torch.float32 on a CPU, got none"),
+    ],
+)
+def test_weights_in_8_bits_that_nothing_can_sample_with_are_refused(
+    architecture: str, override: str, message: str, more: tuple[str, ...], cli: Cli, tmp_path: Path,
+    tiny_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Before the model is loaded, and before there is a run folder."""
+    model = tiny_folder(architecture)
+    settings = f"model.path={model}", "model.device=cpu", "model.dtype=float32", "engine.weights_dtype=float8", override
+    monkeypatch.setattr("kitae.kernels.cpu.packed.available", lambda dtype: "compiled" not in message)
+    found = failure(cli("train", "quickstart", *settings, *more))
+    assert found.startswith("engine.weights_dtype = 'float8' " + message.format(model=model))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["train", "dry-run"])
 @pytest.mark.parametrize("recipe", ["lora", "sft"])
 @pytest.mark.parametrize(
     ("targets", "wrong"), [("q_proj,lm_head", "leave the head out, got 'q_proj,lm_head'"), ("q_prj", "got 'q_prj'")]

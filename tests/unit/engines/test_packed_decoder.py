@@ -526,6 +526,10 @@ def test_who_has_no_copies_in_8_bits_is_told_so(load: Load) -> None:
             NativeEngine(policy, EngineConfig.model_validate(config))
         return str(caught.value)
 
+    broken = load("qwen3")
+    broken.base.model.norm.weight.data[3] = float("nan")
+    with pytest.raises(EngineError, match="not finite"):
+        NativeEngine(broken, EngineConfig(memory_gb=0.02, weights_dtype="float8"))
     assert "experts have no kernels" in refused("qwen3_moe")
     assert "engine.cache_dtype = 'int8'" in refused("llama", cache_dtype="int8")
     assert "an exact policy needs engine.weights_dtype" in refused("llama", exact=True)

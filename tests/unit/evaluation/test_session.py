@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.errors import ConfigError, ModelError
 from kitae.evaluation import session
@@ -102,6 +103,21 @@ def test_what_is_kept_is_not_asked_again(
     greedy = Heard()
     evaluate_models(entrants[:1], suites[1:], EvaluationSettings(), tmp_path, greedy)
     assert greedy.notes, "other settings are asked anew"
+
+
+@pytest.mark.parametrize("settings", [{"weights_dtype": "float8"}, {"cache_dtype": "int8"}])
+def test_an_engine_that_rounds_has_answers_of_its_own(
+    settings: dict[str, Any], entrants: list[Entrant], suites: list[Suite], tmp_path: Path
+) -> None:
+    def answers(engine: EngineConfig, folder: str) -> list[Any]:
+        found = evaluate_models(entrants[:1], suites[1:], replace(SAMPLED, engine=engine), tmp_path / folder)
+        return numbers(found)
+
+    rounded = EngineConfig.model_validate(settings)
+    first, then = answers(EngineConfig(), "one"), answers(rounded, "one")
+    assert (first, then) == (answers(EngineConfig(), "two"), answers(rounded, "three"))
+    folders = [len(list((tmp_path / name).rglob("*.sqlite"))) for name in ("one", "two", "three")]
+    assert folders[0] == folders[1] + folders[2]
 
 
 def test_an_evaluation_that_was_cut_off_goes_on(

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from kitae.algorithms.config import AlgorithmConfig
+from kitae.config.root import RLConfig
 from kitae.engines.base import Completion, Engine, Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
@@ -107,6 +109,16 @@ def too_new(done: Completion) -> Completion:
 
 
 LIES = [forged_tokens, forged_logprobs, one_forged_logprob, no_number, too_new]
+
+
+@pytest.mark.parametrize("settings", [{"weights_dtype": "float8"}, {"cache_dtype": "int8"}])
+def test_an_engine_that_rounds_may_differ_as_bfloat16_does(settings: dict[str, str]) -> None:
+    config = RLConfig.model_validate(
+        {"data": {"task": "sort"}, "engine": {"kind": "process", "spot_check": 1.0, **settings}}
+    )
+    learner: Any = SimpleNamespace(trainer=None)
+    check = SpotCheck.of(config, learner, Two([]), probe_tolerance(torch.float32), None)  # type: ignore[arg-type]
+    assert check is not None and check._tolerance == probe_tolerance(torch.bfloat16) / 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -105,6 +105,10 @@ def test_a_file_is_not_overwritten_and_keeps_its_settings(config: RLConfig, tmp_
     other = override_config(config, ["sampling.temperature=0.5"])
     with pytest.raises(ConfigChangedError, match=r"sampling\.temperature: was 1\.0, is 0\.5"):
         sample_file(other, order(), output)
+    for name, dtype in (("weights_dtype", "float8"), ("cache_dtype", "int8")):
+        rounded = override_config(config, [f"engine.{name}={dtype}"])
+        with pytest.raises(ConfigChangedError, match=rf"engine\.{name}: was 'model', is '{dtype}'"):
+            sample_file(rounded, order(), output)
     sample_file(override_config(config, ["engine.max_batch=8"]), order(prompts=1), output)
     with pytest.raises(StoreError, match=r"all\.jsonl exists already"):
         sample_file(config, order(), output)
