@@ -66,7 +66,7 @@ class EngineConfig(Section):
         "model",
         description="Weights that sample: the model's own, or copies of those for q, k, v and the MLP in 8 bits. On a "
         "GPU (Ada, Hopper or later; dense models) their products take about half the time, and log-probs are further "
-        "from the trainer's. A CPU rounds them likewise, and is no faster.",
+        "from the trainer's. A CPU rounds them likewise, and is no faster. Held-out scores are of what samples.",
     )
     host_memory_gb: float = Field(
         0.0,
