@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kitae.observe.plots import load_pyplot
-from kitae.store.run import Metrics
+from kitae.store.run_folder import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
 COLUMNS = ("recipe", "seed", "step", "reward", "calls", "held_out")

@@ -56,11 +56,11 @@ class Lengths:
 
 def train(settings: list[str], median: int) -> None:
     """One run, in this process."""
-    from kitae.config.load import load_config
+    from kitae.config.recipe import load_config
     from kitae.observe.observer import Silent
-    from kitae.pipeline import assembly, session
-    from kitae.pipeline.prepare import prepare
-    from kitae.store.run import RunStore
+    from kitae.run import assembly, rl_session
+    from kitae.run.prepare import prepare
+    from kitae.store.run_folder import RunStore
 
     start = assembly.start_engine
 
@@ -70,7 +70,7 @@ def train(settings: list[str], median: int) -> None:
     assembly.start_engine = start_with_lengths
     config = load_config(ROOT / "kitae" / "recipes" / "quickstart.toml", settings)
     sources = prepare(config, print)
-    session.train(RunStore.create(config), sources, Silent())
+    rl_session.train(RunStore.create(config), sources, Silent())
 
 
 def measure(name: str, settings: list[str], arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -37,18 +37,18 @@ import numpy as np
 import torch
 from training import prepared
 
-from kitae.config.load import parse_config
+from kitae.config.recipe import parse_config
 from kitae.data.packing import pack
 from kitae.engines.base import Request, Sampled, SamplingParams
-from kitae.engines.process.wire import kept, pack_request, pack_sampled, sampled_of
-from kitae.processes.frames import pack_frame, read_frame
+from kitae.engines.process.engine_frames import kept, pack_request, pack_sampled, sampled_of
 from kitae.store.columns import ColumnWriter, Filed, Kept, KeptText
 from kitae.store.journal import Journal
 from kitae.study.simulate import Hardware, LogNormal, Schedule, Times, Work, simulate
-from kitae.trainer.sending import samples_to_wire
+from kitae.trainer.sample_wire import samples_to_wire
 from kitae.types import Group, Message, Prompt, Rollout, Runs, Sample, Score, Segment
-from kitae.verifiers.hosts import wired
-from kitae.weights.start import make_publisher, make_receiver
+from kitae.verifiers.remote_pool import wired
+from kitae.weights.transports import make_publisher, make_receiver
+from kitae.workers.frames import pack_frame, read_frame
 
 PROMPT = 128
 CHARACTERS = 4  # of a token

@@ -23,10 +23,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
-from kitae.engines.native.cpu import PackedDecoder
+from kitae.engines.native.cpu_runner import PackedDecoder
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.fused import inner_of, router_of
-from kitae.models import attention
+from kitae.models import attention_seam
 from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
 
@@ -55,9 +55,9 @@ def policy_of(family: str, sizes: dict[str, Any], dtype: torch.dtype) -> Policy:
         wanted["intermediate_size"] = wanted["moe_intermediate_size"]
     known = AutoConfig.for_model(family)
     config = AutoConfig.for_model(family, **{name: value for name, value in wanted.items() if hasattr(known, name)})
-    attention.register()
+    attention_seam.register()
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_seam.NAME)
     policy = Policy(model.eval(), None, family)
     fuse(policy.model, policy.device, policy.dtype)
     return policy

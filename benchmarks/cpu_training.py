@@ -19,11 +19,11 @@ import torch
 from training import forward_backward, make_worker, prepared
 
 from kitae.data.packing import Span
-from kitae.kernels.threads import dismiss_team
+from kitae.kernels.openmp import dismiss_team
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy, pick_dtype
-from kitae.trainer.attention import PackedAttention
 from kitae.trainer.config import TrainingConfig
+from kitae.trainer.packed_attention import PackedAttention
 from kitae.types import Group, Prompt, Rollout, Score, Segment
 
 CPU = torch.device("cpu")

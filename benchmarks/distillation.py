@@ -29,26 +29,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from kitae.algorithms.groups import GroupStages
-from kitae.config.load import parse_config
+from kitae.algorithms.group_stages import GroupStages
+from kitae.config.recipe import parse_config
 from kitae.config.root import DistilConfig
-from kitae.data.prompts import PromptStream, eval_prompts, open_stream
+from kitae.data.prompt_stream import PromptStream, eval_prompts, open_stream
 from kitae.engines.native.engine import NativeEngine
-from kitae.envs.groups import Episodes
-from kitae.envs.registry import open_world
-from kitae.envs.surroundings import Running
+from kitae.envs.environment_registry import open_world
+from kitae.envs.episode_context import Running
+from kitae.envs.rollouts import Episodes
 from kitae.evaluation.measure import Evaluation, evaluate
 from kitae.evaluation.statistics import compare
 from kitae.models.facts import ModelFacts
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
-from kitae.pipeline.prepare import make_episodes, make_pool, prepare
-from kitae.pipeline.weight_sync import WeightSync
+from kitae.rl.weight_sync import WeightSync
+from kitae.run.prepare import make_episodes, make_pool, prepare
 from kitae.trainer.base import Batch
 from kitae.trainer.learner import Learnt
 from kitae.trainer.objectives import Likelihood
-from kitae.trainer.start import local_trainer, make_learner, supervised
-from kitae.trainer.teacher import Teacher
+from kitae.trainer.start_trainer import local_trainer, make_learner, supervised
+from kitae.trainer.teacher.frozen_teacher import Teacher
 from kitae.types import Group, Prompt, Sample
 from kitae.verifiers.pool import VerifierPool
 from kitae.weights.probe import probe_tolerance

@@ -23,7 +23,7 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from kitae.kernels.memory import keep_freed_memory, return_freed_memory, set_master
+from kitae.kernels.allocation import keep_freed_memory, return_freed_memory, set_master
 from kitae.models.fuse import fuse
 
 

@@ -37,7 +37,7 @@ import numpy as np
 from kitae.models.upcycle import upcycle
 from kitae.observe.plots import load_pyplot
 from kitae.store.journal import Journal
-from kitae.store.run import Metrics
+from kitae.store.run_folder import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
 BASE = ("pipeline.refill=false", "eval.prompts=256", "eval.every=20", "checkpoint.every=1000", "training.steps=80")

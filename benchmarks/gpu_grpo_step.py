@@ -28,11 +28,11 @@ import torch
 from gpu_rollouts import FLOPS, huge_policy, large_policy, qwen_policy
 from gpu_training import operations, shape_of
 
-from kitae.config.load import parse_config
+from kitae.config.recipe import parse_config
 from kitae.config.root import RLConfig
 from kitae.engines.native.engine import NativeEngine
-from kitae.envs.registry import open_world
-from kitae.kernels.memory import loaded
+from kitae.envs.environment_registry import open_world
+from kitae.kernels.allocation import loaded
 from kitae.models.config import ModelConfig
 from kitae.models.facts import ModelFacts
 from kitae.models.fuse import fuse
@@ -41,15 +41,15 @@ from kitae.models.policy import Policy
 from kitae.observe import timeline
 from kitae.observe.meter import Totals
 from kitae.observe.observer import Silent
-from kitae.observe.report import StepReport
-from kitae.pipeline.loops import Pipeline, Stopped
-from kitae.pipeline.prepare import make_episodes, make_pool
-from kitae.pipeline.weight_sync import WeightSync
-from kitae.store.checkpoint import Frontier
-from kitae.store.run import RunStore
-from kitae.study.footprint import batch_tokens, hold
+from kitae.observe.step_report import StepReport
+from kitae.rl.loops import Pipeline, Stopped
+from kitae.rl.weight_sync import WeightSync
+from kitae.run.prepare import make_episodes, make_pool
+from kitae.store.checkpoints import Frontier
+from kitae.store.run_folder import RunStore
+from kitae.study.memory_estimate import batch_tokens, hold
 from kitae.trainer.base import Batch
-from kitae.trainer.start import local_trainer, make_learner
+from kitae.trainer.start_trainer import local_trainer, make_learner
 from kitae.types import Message, Prompt, Sample
 from kitae.weights.probe import probe_tolerance
 

@@ -19,8 +19,8 @@ import torch
 from gpu_rollouts import BYTES, large_policy, qwen_policy
 from torch import Tensor
 
-from kitae.engines.native.cache import KVCache
 from kitae.engines.native.fused import FusedDecoder
+from kitae.engines.native.page_cache import KVCache
 from kitae.kernels.cuda import resident
 from kitae.kernels.cuda.build import CudaKernel
 from kitae.models.fuse import fuse

@@ -37,7 +37,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3Con
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
-from kitae.models import attention
+from kitae.models import attention_seam
 from kitae.models.config import ModelConfig
 from kitae.models.fuse import fuse
 from kitae.models.lora import add_lora
@@ -143,10 +143,10 @@ def family_policy(
 
 
 def _policy(config: Any, device: str, dtype: torch.dtype, name: str) -> Policy:
-    attention.register()
+    attention_seam.register()
     with torch.device(device):
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention.NAME)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention_seam.NAME)
     return Policy(model.eval(), None, name)
 
 
@@ -205,7 +205,7 @@ def floor(work: Workload, policy: Policy) -> float:
 def windows(policy: Policy) -> list[float]:
     """Of each layer, as many tokens as its attention may reach."""
     positions = torch.arange(2, device=policy.device)
-    context = attention.SelfAttention(positions)
+    context = attention_seam.SelfAttention(positions)
     with torch.inference_mode():
         policy.hidden(torch.zeros_like(positions), positions, context)
     return [math.inf if asked.window is None else asked.window for asked in context.asked]
@@ -308,7 +308,7 @@ def main() -> None:
     parser.add_argument("--apart", action="store_true", help="prompts are read for each of their samples")
     args = parser.parse_args()
     if args.apart:
-        from kitae.engines.native.cuda import CudaRunner
+        from kitae.engines.native.gpu_runner import CudaRunner
 
         CudaRunner.worth_sharing = sys.maxsize
     if args.family:

@@ -29,7 +29,7 @@ from kitae.data.packing import Span
 from kitae.kernels.base import SpanTable
 from kitae.kernels.cuda import spans
 from kitae.kernels.cuda.spans import Tile, Tiles
-from kitae.trainer.attention import PackedAttention
+from kitae.trainer.packed_attention import PackedAttention
 
 TOKENS = 16384
 SETTINGS = {

@@ -27,18 +27,18 @@ from gpu_rollouts import FLOPS, large_policy, normed_policy, qwen_policy
 from training import forward_backward, make_worker, weighted
 
 from kitae.algorithms.preferences import PREFERENCE_LOSSES
-from kitae.config.load import parse_config
+from kitae.config.recipe import parse_config
 from kitae.config.root import RLConfig
 from kitae.data.packing import lay_out, pack
 from kitae.models.fuse import fuse
 from kitae.models.policy import Policy
-from kitae.study.footprint import hold
-from kitae.study.shape import ModelShape
+from kitae.study.memory_estimate import hold
+from kitae.study.model_shape import ModelShape
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.objectives import Likelihood
 from kitae.trainer.responses import PLACE, Preference
-from kitae.trainer.start import supervised
-from kitae.trainer.worker import Worker
+from kitae.trainer.start_trainer import supervised
+from kitae.trainer.training_worker import Worker
 from kitae.types import Sample
 
 SHAPES: dict[str, tuple[Callable[..., Policy], int]] = {

@@ -30,15 +30,15 @@ from training import prepared
 
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
-from kitae.engines.native.cache import PagePool
-from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.engine import NativeEngine
+from kitae.engines.native.page_cache import PagePool
 from kitae.engines.native.scheduler import Scheduler
+from kitae.engines.native.sequence import Decoding
 from kitae.models.config import ModelConfig
 from kitae.models.fuse import fuse
 from kitae.models.load import load_policy, pick_device
 from kitae.observe.plots import load_pyplot
-from kitae.pipeline.buffer import Buffer, Harvest
+from kitae.rl.buffer import Buffer, SlotResult
 from kitae.store.journal import Journal
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
@@ -144,7 +144,7 @@ async def pass_buffer(rollouts: int) -> float:
     groups = rollouts // GROUP
     size = max(1, groups // 16)
     buffer = Buffer(size, max_staleness=1)
-    nothing = Harvest(Group(0, Prompt("0", (), ""), ()), ())
+    nothing = SlotResult(Group(0, Prompt("0", (), ""), ()), ())
 
     async def produce() -> None:
         for number in range(groups // size * size):

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kitae.observe.plots import load_pyplot
-from kitae.store.run import Metrics
+from kitae.store.run_folder import Metrics
 
 DOCS = Path(__file__).parent.parent / "docs"
 NUMBERS = ("held_out", "reward", "entropy", "length", "logp_gap")

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kitae.config.load import load_config, override_config
 from kitae.config.locate import find_recipe
+from kitae.config.recipe import load_config, override_config
 from kitae.config.root import RLConfig, reinforcement
-from kitae.evaluation.session import Entrant, EvaluationSettings, evaluate_models
+from kitae.evaluation.run_suites import Entrant, EvaluationSettings, evaluate_models
 from kitae.evaluation.suites import KNOWN, Suite, find_suites
 from kitae.models.load import trained_model
-from kitae.store.run import is_run
+from kitae.store.run_folder import is_run
 
 
 def main() -> None:

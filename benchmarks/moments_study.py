@@ -39,16 +39,16 @@ import torch
 from findings import cell, interval, read_lines
 from torch import Tensor
 
-from kitae.config.load import parse_config
+from kitae.config.recipe import parse_config
 from kitae.config.root import StageConfig
 from kitae.kernels.adamw import adamw
 from kitae.kernels.base import AdamWPace, AdamWPart, AdamWStep
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_tokenizer
-from kitae.stages.data import StageData
-from kitae.stages.registry import make_method
+from kitae.offline.example_batches import StageData
+from kitae.offline.methods import make_method
 from kitae.trainer import optim
-from kitae.trainer.start import supervised
+from kitae.trainer.start_trainer import supervised
 from kitae.types import FloatArray
 
 DOCS = Path(__file__).parent.parent / "docs"

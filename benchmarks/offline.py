@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from kitae.algorithms.distillation import generalised_jsd
-from kitae.config.load import parse_config
+from kitae.config.recipe import parse_config
 from kitae.config.root import StageConfig
 from kitae.data.chat import Chat
 from kitae.data.examples import Conversation
@@ -37,15 +37,15 @@ from kitae.models.policy import Policy
 from kitae.observe.meter import Meter
 from kitae.observe.observer import Silent
 from kitae.observe.progress import peak_memory_gb
-from kitae.stages import session
-from kitae.stages.base import Item, sample_of
-from kitae.stages.data import StageData
-from kitae.store.run import RunStore
+from kitae.offline.base import Item, sample_of
+from kitae.offline.example_batches import StageData
+from kitae.run import offline_session
+from kitae.store.run_folder import RunStore
 from kitae.trainer.base import Batch, Conditions
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import MicroBatch, attention
 from kitae.trainer.objectives import Scored
-from kitae.trainer.start import supervised
+from kitae.trainer.start_trainer import supervised
 from kitae.types import Message
 
 WORDS = (
@@ -184,7 +184,7 @@ def train(args: argparse.Namespace) -> None:
             losses, weights, seconds = distil(args)
         else:
             config = settings(args, folder)
-            result = session.train(RunStore.create(config), StageData(config), clock)
+            result = offline_session.train(RunStore.create(config), StageData(config), clock)
             lines = [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
             steps = [line for line in lines if line["kind"] == "step"]
             losses, seconds = [s["loss"] for s in steps], [s["step_seconds"] - s.get("save_seconds", 0) for s in steps]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kitae.kernels import float8
-from kitae.models.attention import SelfAttention
+from kitae.models.attention_seam import SelfAttention
 from kitae.models.config import ModelConfig
 from kitae.models.fuse import norm_of
 from kitae.models.load import load_policy

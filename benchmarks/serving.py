@@ -111,14 +111,14 @@ async def through(
 async def measure(args: argparse.Namespace) -> None:
     import uvicorn
 
+    from kitae.clients.addresses import address_of, listen
     from kitae.engines.base import Request, SamplingParams
     from kitae.engines.config import EngineConfig
     from kitae.engines.native.engine import NativeEngine
     from kitae.models.config import ModelConfig
     from kitae.models.load import load_policy
-    from kitae.remote.hosts import address_of, listen
-    from kitae.serving.scoring import TextScorer
-    from kitae.serving.start import ServerSettings, app_of
+    from kitae.serving.start_server import ServerSettings, app_of
+    from kitae.serving.text_scoring import TextScorer
 
     policy = load_policy(ModelConfig(path=MODEL))
     engine, scorer = NativeEngine(policy, EngineConfig(memory_gb=2.0)), TextScorer(policy)

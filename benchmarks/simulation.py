@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from kitae.clock import VirtualLoop, now
-from kitae.config.load import parse_config
+from kitae.config.recipe import parse_config
 from kitae.config.root import RLConfig
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.fake import FakeEngine, Pace
@@ -35,10 +35,10 @@ from kitae.engines.native.sampler import stream_seed
 from kitae.models.tiny import make_tiny
 from kitae.observe import timeline
 from kitae.observe.observer import Silent
-from kitae.pipeline.prepare import prepare
-from kitae.pipeline.session import train
+from kitae.run.prepare import prepare
+from kitae.run.rl_session import train
 from kitae.store.journal import Journal
-from kitae.store.run import Metrics, RunStore
+from kitae.store.run_folder import Metrics, RunStore
 from kitae.study.simulate import Hardware, Schedule, Times, Work, simulate
 
 PUBLISHED = 46_100  # tokens/s: docs/performance.md, log-normal lengths of 16 to 2,048

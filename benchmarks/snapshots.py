@@ -14,10 +14,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from kitae.engines.base import Request, SamplingParams
-from kitae.engines.native.decoding import Decoding
 from kitae.engines.native.engine import NativeEngine
+from kitae.engines.native.sequence import Decoding
 from kitae.envs.episode import Episode
-from kitae.envs.groups import Episodes
+from kitae.envs.rollouts import Episodes
 from kitae.envs.single_turn import SingleTurn
 from kitae.store.journal import Journal
 from kitae.types import Prompt, Rollout
@@ -39,7 +39,7 @@ async def measure(count: int, tokens: int, grown: int, folder: Path) -> None:
     episodes = Episodes(cast(Any, engine), unused, unused, unused, SamplingParams(), 0)
     for i, sequence in enumerate(sequences):
         prompt = Prompt("p", (), None)
-        begun = Rollout.of(i // 8, i % 8, (1,) * 200, (), "parked", "")
+        begun = Rollout.of(i // 8, i % 8, (1,) * 200, (), "suspended", "")
         episode = Episode(episodes, SingleTurn(prompt), i // 8, i % 8, prompt, begun)
         episode.asking = sequence.request.id
         episodes.running.episodes[episode.id] = episode
@@ -47,7 +47,7 @@ async def measure(count: int, tokens: int, grown: int, folder: Path) -> None:
     for copy in ("all of them", f"{grown:,} tokens more"):
         before = sum(p.stat().st_size for p in folder.iterdir())
         began = time.perf_counter()
-        written = asyncio.ensure_future(journal.extend_parked(*episodes.grown(32)))
+        written = asyncio.ensure_future(journal.extend_suspended(*episodes.grown(32)))
         await asyncio.sleep(0)  # here the rows are made; the writing is another thread's
         stood = time.perf_counter() - began
         await written

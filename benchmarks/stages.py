@@ -18,11 +18,11 @@ from training import GRPO, forward_backward, make_worker, prepared
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control
-from kitae.algorithms.groups import Candidate, GroupStages
+from kitae.algorithms.group_stages import Candidate, GroupStages
 from kitae.algorithms.loss import PolicyLoss
+from kitae.algorithms.loss_tokens import TokenBatch
 from kitae.algorithms.presets import BASE
 from kitae.algorithms.stages import STAGES
-from kitae.algorithms.tokens import TokenBatch
 from kitae.data.packing import lay_out
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy

@@ -21,11 +21,11 @@ from training import make_worker, prepared
 
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
-from kitae.observe.tokens import TokenChoice, TokenFiles, with_samples
+from kitae.observe.token_numbers import TokenChoice, TokenFiles, with_samples
 from kitae.trainer.base import Conditions, Role
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
-from kitae.trainer.worker import Worker
+from kitae.trainer.training_worker import Worker
 from kitae.types import Sample
 
 

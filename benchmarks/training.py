@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.groups import Candidate, GroupStages
+from kitae.algorithms.group_stages import Candidate, GroupStages
 from kitae.models.policy import Policy
-from kitae.trainer.assemble import reinforced
 from kitae.trainer.base import Column, Conditions, Role
+from kitae.trainer.build_worker import reinforced
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
-from kitae.trainer.worker import Worker
+from kitae.trainer.training_worker import Worker
 from kitae.types import FloatArray, Group, Sample
 
 GRPO = AlgorithmConfig(preset="grpo")

@@ -27,7 +27,7 @@ from statistics import median
 
 import httpx
 
-from kitae.config.load import parse_config
+from kitae.config.recipe import parse_config
 from kitae.store.journal import BRIEF, Journal
 from kitae.types import Message, Prompt, Rollout, Score, Segment
 

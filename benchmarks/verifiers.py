@@ -43,9 +43,9 @@ HANGING_MATH = """
 from contextlib import nullcontext
 
 from kitae.verifiers.base import repeatable
-from kitae.processes.interrupts import foreign
+from kitae.workers.interruptible_calls import foreign
 from kitae.verifiers.math import math
-from kitae.verifiers.registry import VERIFIERS
+from kitae.verifiers.verifier_registry import VERIFIERS
 
 math(*VERIFIERS["math"].example, {})  # loads what it needs, as the pool does for the verifier itself
 

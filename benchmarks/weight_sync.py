@@ -33,17 +33,17 @@ from training import forward_backward, make_worker, prepared
 from kitae.engines.base import Engine, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.fleet import Fleet
-from kitae.engines.process.engine import ProcessEngine
+from kitae.engines.process.process_engine import ProcessEngine
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.worker import Worker
+from kitae.trainer.training_worker import Worker
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 from kitae.weights.base import Address, Manifest, Mode
-from kitae.weights.memory import MemoryPublisher
 from kitae.weights.probe import score_probe
-from kitae.weights.relay import Relay
-from kitae.weights.start import PUBLISHERS, make_publisher, make_receiver
+from kitae.weights.relay_server import Relay
+from kitae.weights.shared_memory import MemoryPublisher
+from kitae.weights.transports import PUBLISHERS, make_publisher, make_receiver
 
 PROMPTS = ("17 + 25 = ", "The capital of France is", "Write a haiku about rain.", "Sort: 5, 3, 9, 1.")
 GROUP, TOKENS = 4, 48

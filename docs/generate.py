@@ -4,9 +4,9 @@
     python docs/generate.py --check    change nothing; exit with 1 and name the pages that differ
 
 Imports no torch. Sections, keys, defaults and limits come from `kitae.config`, methods and stages from
-`kitae.algorithms`, tasks from `kitae.data.tasks`, verifiers from `kitae.verifiers.registry`, rules of the diagnosis
-from `kitae.observe.diagnosis`, what recipes did from `kitae.config.measured`. The numbers of methods on one batch come
-from tests/data/golden_presets.json, which a test compares with the code.
+`kitae.algorithms`, tasks from `kitae.data.tasks`, verifiers from `kitae.verifiers.verifier_registry`, rules of the
+diagnosis from `kitae.observe.diagnosis`, what recipes did from `kitae.config.measured`. The numbers of methods on one
+batch come from tests/data/golden_presets.json, which a test compares with the code.
 """
 
 import argparse
@@ -29,8 +29,8 @@ from kitae.config.measured import by_hardware, duration, measurements
 from kitae.config.root import ROOTS, RLConfig
 from kitae.data.tasks import TASKS
 from kitae.observe.diagnosis import RULES
-from kitae.observe.tokens import COLUMNS as TOKEN_COLUMNS
-from kitae.verifiers.registry import VERIFIERS
+from kitae.observe.token_numbers import COLUMNS as TOKEN_COLUMNS
+from kitae.verifiers.verifier_registry import VERIFIERS
 
 DOCS = Path(__file__).parent
 BEGIN, END = "<!-- generated: {} -->", "<!-- end of generated -->"

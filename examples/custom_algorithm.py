@@ -24,7 +24,7 @@ import numpy as np
 from torch import Tensor
 
 from kitae.algorithms.advantages import GroupRewards
-from kitae.algorithms.tokens import TokenBatch
+from kitae.algorithms.loss_tokens import TokenBatch
 from kitae.types import FloatArray
 
 
@@ -44,8 +44,8 @@ def rare_success(group: GroupRewards, *, power: float = 0.5) -> FloatArray:
 def soft_clip(ratio_N: Tensor, tokens: TokenBatch, *, width: float) -> Tensor:
     """−A w tanh((r − 1) / w): the gradient is −A at r = 1 and fades as r leaves 1 ± w, on both sides.
 
-    `tokens` has advantage_N, logp_N and more (kitae/algorithms/tokens.py). A gate returns the loss of each token; the
-    aggregation weights come later. Let gradients reach ratio_N or tokens.logp_N, or nothing is learnt.
+    `tokens` has advantage_N, logp_N and more (kitae/algorithms/loss_tokens.py). A gate returns the loss of each
+    token; the aggregation weights come later. Let gradients reach ratio_N or tokens.logp_N, or nothing is learnt.
     """
     return -tokens.advantage_N * width * ((ratio_N - 1) / width).tanh()
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from kitae.errors import KitaeError as KitaeError
     from kitae.evaluation.measure import Evaluation as Evaluation
     from kitae.observe.observer import Observer as Observer
-    from kitae.sampling.select import Selection as Selection
-    from kitae.stages.base import Method as Method
-    from kitae.store.run import Result as Result
+    from kitae.offline.answer_selection import Selection as Selection
+    from kitae.offline.base import Method as Method
+    from kitae.store.run_folder import Result as Result
     from kitae.trainer.base import Trainer as Trainer
     from kitae.types import Group as Group
     from kitae.types import Message as Message
@@ -37,14 +37,14 @@ _HOMES = {
     **dict.fromkeys(("train", "resume", "evaluate", "sample", "sample_to_file", "load"), "kitae.api"),
     **dict.fromkeys(("Prompt", "Message", "Rollout", "Group", "Score"), "kitae.types"),
     **dict.fromkeys(("Environment", "Observation"), "kitae.envs.base"),
-    "Result": "kitae.store.run",
+    "Result": "kitae.store.run_folder",
     "Evaluation": "kitae.evaluation.measure",
-    "Selection": "kitae.sampling.select",
+    "Selection": "kitae.offline.answer_selection",
     "KitaeError": "kitae.errors",
     "Engine": "kitae.engines.base",
     "ScoreFunction": "kitae.verifiers.base",
     "Trainer": "kitae.trainer.base",
-    "Method": "kitae.stages.base",
+    "Method": "kitae.offline.base",
     "Observer": "kitae.observe.observer",
 }
 """What is promised, and where it lives."""

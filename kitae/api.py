@@ -15,20 +15,19 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
-from kitae.config.load import make_config, model_settings, read_recipe
 from kitae.config.locate import find_recipe, find_run
+from kitae.config.recipe import make_config, model_settings, read_recipe
 from kitae.config.root import RLConfig, Root, reinforcement
 from kitae.engines.base import SamplingParams
 from kitae.errors import ConfigError, Interrupted
 from kitae.evaluation.measure import Evaluation
-from kitae.evaluation.session import evaluate_on, evaluate_own
+from kitae.evaluation.run_suites import evaluate_on, evaluate_own
 from kitae.evaluation.targets import asked_suites, is_model, suite_names, without_recipe
 from kitae.models.load import trained_model
 from kitae.observe.observer import Audience, Observer
-from kitae.pipeline.interrupts import stop_elsewhere
-from kitae.sampling.model import Asked, LoadedModel
-from kitae.sampling.select import Keep, Selection
-from kitae.sampling.session import (
+from kitae.offline.answer_selection import Keep, Selection
+from kitae.offline.loaded_model import Asked, LoadedModel
+from kitae.offline.sampling import (
     SampleOrder,
     SampleWatcher,
     Tally,
@@ -37,9 +36,10 @@ from kitae.sampling.session import (
     sample_file,
     sample_groups,
 )
-from kitae.stages.run import audience_of, begin, go_on
-from kitae.stages.start import check
-from kitae.store.run import Result, is_run, read_config
+from kitae.run.build import check
+from kitae.run.interrupts import stop_elsewhere
+from kitae.run.launch import audience_of, begin, go_on
+from kitae.store.run_folder import Result, is_run, read_config
 from kitae.types import Group
 
 T = TypeVar("T")

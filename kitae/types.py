@@ -27,11 +27,11 @@ BoolArray = npt.NDArray[np.bool_]
 ExpertArray = npt.NDArray[np.uint8] | npt.NDArray[np.int16]
 """Of consecutive positions, the experts that a pass chose in each layer that mixes them: `[positions, L, K]`."""
 
-FinishReason = Literal["stop", "length", "abort", "parked"]
+FinishReason = Literal["stop", "length", "abort", "suspended"]
 """stop: a stop token or stop string; length: max_tokens, the context or the turns are used up; abort: cancelled by the
-caller; parked: interrupted, to be continued later."""
+caller; suspended: interrupted, to be continued later."""
 
-Status = Literal["complete", "parked", "failed"]
+Status = Literal["complete", "suspended", "failed"]
 
 
 SampleKey = tuple[int, int, int]
@@ -287,8 +287,8 @@ class Rollout:
     `Rollout(17, 3, (Chain((1, 5, 9), (Segment("model", …),)),), finish="stop", text="56, 34, 12", score=Score(1.0))`
     Most episodes have one chain; one whose context was rewritten on the way has several, and counts once all the same.
     finish: how the last turn of the model ended. text: what the model said, its turns with an empty line between them.
-    status: complete; parked, to be continued (where the last turn has ended, with the environment's answer); or failed,
-    because its environment did, which its score then says.
+    status: complete; suspended, to be continued (where the last turn has ended, with the environment's answer); or
+    failed, because its environment did, which its score then says.
     transcript: who said what, prompt included; empty where there is nothing beyond the messages of the prompt and one
     answer.
     """

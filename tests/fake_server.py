@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from kitae.remote import client
-from kitae.remote.client import close_clients
+from kitae.clients import http_client
+from kitae.clients.http_client import close_clients
 
 KEY = "sk-Zr8-very-secret/0123456789+abc"
 
@@ -131,7 +131,7 @@ def run_tidily(body: Coroutine[Any, Any, Any]) -> None:
         asyncio.run(body)
         gc.collect()
     assert [str(w.message) for w in caught] == []
-    assert client._LIFETIMES == {}
+    assert http_client._LIFETIMES == {}
 
 
 def script(*replies: Reply) -> Handler:

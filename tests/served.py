@@ -16,16 +16,16 @@ from kitae.engines.base import Sampled
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
-from kitae.serving.answers import Voice
+from kitae.serving.admission import Places
 from kitae.serving.app import make_app, model_routes
 from kitae.serving.base import Answer, Ask, Heard, with_ids
-from kitae.serving.counters import Counters
-from kitae.serving.desk import Desk, Manners
-from kitae.serving.places import Places
-from kitae.serving.scoring import TextScorer
-from kitae.serving.spelling import Spelling
-from kitae.serving.start import ServerSettings, app_of
-from kitae.serving.text import tells_early
+from kitae.serving.handlers import Desk, Manners
+from kitae.serving.responses import Voice
+from kitae.serving.server_metrics import Counters
+from kitae.serving.start_server import ServerSettings, app_of
+from kitae.serving.streamed_text import tells_early
+from kitae.serving.text_scoring import TextScorer
+from kitae.serving.token_text import Spelling
 
 ADD = {
     "type": "function",

@@ -25,8 +25,8 @@ from starlette.routing import Route
 
 from kitae.engines.base import Completion, Request, Sampled, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
-from kitae.engines.http.files import Written
 from kitae.engines.native.engine import NativeEngine
+from kitae.engines.servers.tensor_files import Written
 from kitae.models.policy import Policy
 
 _TICK = 0.02  # seconds between two pieces of a stream

@@ -18,14 +18,14 @@ from kitae.weights.base import Address, Manifest, Mode, Receiver
 from kitae.weights.broadcast import BroadcastPublisher
 from kitae.weights.chunks import delta_chunks, image_chunks
 from kitae.weights.downloads import Haste
-from kitae.weights.file import FilePublisher
-from kitae.weights.http import HttpPublisher
+from kitae.weights.file_transport import FilePublisher
+from kitae.weights.http_transport import HttpPublisher
 from kitae.weights.ipc import IpcPublisher, IpcReceiver
-from kitae.weights.memory import MemoryPublisher
 from kitae.weights.publisher import ShelfPublisher
-from kitae.weights.relay import Relay, RelayPublisher
-from kitae.weights.start import make_receiver
+from kitae.weights.relay_server import Relay, RelayPublisher
+from kitae.weights.shared_memory import MemoryPublisher
 from kitae.weights.stores import FolderStore, HeapStore, NamedShelf
+from kitae.weights.transports import make_receiver
 
 KINDS = ("memory", "file", "http", "relay", "broadcast", "ipc")
 DELTAS = tuple(kind for kind in KINDS if kind != "ipc")

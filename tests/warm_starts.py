@@ -30,14 +30,14 @@ from pathlib import Path
 from typing import Any, Self
 
 IMPORTS = (
-    "kitae.pipeline.session", "kitae.cli.training", "kitae.trainer.rank", "kitae.stages.rank",
-    "kitae.engines.process.serve", "kitae.engines.native.engine", "kitae.trainer.teaching", "kitae.verifiers.host",
-    "peft", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.auto.modeling_auto", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
-    "torch.distributed.checkpoint", "matplotlib.pyplot", "warm_loading",
+    "kitae.run.rl_session", "kitae.cli.training", "kitae.trainer.parallel.rank_process", "kitae.offline.offline_rank",
+    "kitae.engines.process.engine_main", "kitae.engines.native.engine", "kitae.trainer.teacher.teacher_main",
+    "kitae.verifiers.pool_process", "peft", "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3", "transformers.models.auto.modeling_auto", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "torch.distributed.checkpoint", "matplotlib.pyplot", "warm_loading",
 )  # fmt: skip
-POSTS = ("from kitae.cluster.worker import", "from kitae.trainer.teaching import")
-VERIFIERS = ("from kitae.verifiers.worker import", "from kitae.verifiers.scoring import")
+POSTS = ("from kitae.workers.worker_main import", "from kitae.trainer.teacher.teacher_main import")
+VERIFIERS = ("from kitae.verifiers.child_main import", "from kitae.verifiers.reward_model_process import")
 _LIMIT = 2**20  # bytes of an order
 _FILES = 64  # descriptors of an order
 _PR_SET_CHILD_SUBREAPER = 36

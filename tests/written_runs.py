@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kitae.config.load import parse_config
+from kitae.config.recipe import parse_config
 from kitae.config.root import RLConfig
 from kitae.store.columns import FOLDER, ColumnWriter, Kept, column_files
-from kitae.store.run import RunStore
+from kitae.store.run_folder import RunStore
 from kitae.types import Chain, Message, Prompt, Rollout, Runs, Score, Segment
 
 HOSTILE = "<script>document.title='broken in'</script><img src=x onerror=\"document.title='broken in'\">"

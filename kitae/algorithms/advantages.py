@@ -16,8 +16,8 @@ from math import comb
 import numpy as np
 
 from kitae.algorithms.filters import has_variance
-from kitae.algorithms.rewards import Wide, narrow
-from kitae.algorithms.traits import Trait, has
+from kitae.algorithms.requirements import Trait, has
+from kitae.algorithms.reward_shaping import Wide, narrow
 from kitae.types import FloatArray, IntArray
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from kitae.algorithms.traits import Trait, has
+from kitae.algorithms.requirements import Trait, has
 from kitae.types import IntArray
 
 Weights = npt.NDArray[np.float64]

@@ -10,8 +10,8 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from kitae.algorithms.presets import PRESETS
+from kitae.algorithms.requirements import Trait, traits_of
 from kitae.algorithms.stages import STAGES, keyword_settings
-from kitae.algorithms.traits import Trait, traits_of
 from kitae.errors import ConfigError
 from kitae.plugins import is_plugin, nearest
 from kitae.section import Section

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from kitae.algorithms.loss_tokens import TokenBatch, bounded_exp, log_ratio
 from kitae.algorithms.regularisers import k3
-from kitae.algorithms.tokens import TokenBatch, bounded_exp, log_ratio
-from kitae.algorithms.traits import Trait, has
+from kitae.algorithms.requirements import Trait, has
 
 if TYPE_CHECKING:
     from torch import Tensor

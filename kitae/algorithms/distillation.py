@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kitae.errors import ConfigError, ModelError
-from kitae.kernels.memory import gradient_of
+from kitae.kernels.allocation import gradient_of
 from kitae.models.logprobs import Head, add_product, chunk_logits
 
 _LOWEST = -1e30  # of a log-prob: 0 times infinity is no number

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kitae.algorithms.traits import Trait, has
+from kitae.algorithms.requirements import Trait, has
 from kitae.types import BoolArray, FloatArray
 
 _TOLERANCE = 1e-6

@@ -1,8 +1,8 @@
 """The functions of one algorithm, ready to call: settings filled in, a user's own loaded, what they need known."""
 
 from kitae.algorithms.config import AlgorithmConfig, refuse_unread
+from kitae.algorithms.requirements import Trait, traits_of
 from kitae.algorithms.stages import Function, resolve_stages
-from kitae.algorithms.traits import Trait, traits_of
 
 
 class Functions:

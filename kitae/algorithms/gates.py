@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from kitae.algorithms.tokens import TokenBatch
-from kitae.algorithms.traits import Trait, has
+from kitae.algorithms.loss_tokens import TokenBatch
+from kitae.algorithms.requirements import Trait, has
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,11 +14,11 @@ from torch import Tensor
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Coefficients, Signal
 from kitae.algorithms.functions import Functions
+from kitae.algorithms.loss_tokens import TokenBatch, bounded_exp, log_ratio
 from kitae.algorithms.ratios import ANCHORS, interpolated
 from kitae.algorithms.regularisers import k3
-from kitae.algorithms.returned import brief
-from kitae.algorithms.tokens import TokenBatch, bounded_exp, log_ratio
-from kitae.algorithms.traits import Trait
+from kitae.algorithms.requirements import Trait
+from kitae.algorithms.stage_results import brief
 from kitae.errors import ConfigError
 from kitae.observe.meter import Meter
 

@@ -20,8 +20,8 @@ from kitae.algorithms.filters import FILTERS
 from kitae.algorithms.gates import GATES
 from kitae.algorithms.ratios import RATIOS
 from kitae.algorithms.regularisers import REGULARISERS
-from kitae.algorithms.rewards import SHAPINGS
-from kitae.algorithms.traits import Trait, traits_of
+from kitae.algorithms.requirements import Trait, traits_of
+from kitae.algorithms.reward_shaping import SHAPINGS
 from kitae.errors import ConfigError
 from kitae.plugins import is_plugin, load_function, nearest
 

@@ -13,12 +13,12 @@ from kitae.config.locate import find_chain
 from kitae.errors import Interrupted
 
 if TYPE_CHECKING:
-    from kitae.chains.plan import ChainPlan
+    from kitae.chains.chain_file import ChainPlan
 
 
 def chain(file: str, output: Path | None, rounds: int | None, status: bool) -> None:
-    from kitae.chains.plan import read_chain
-    from kitae.chains.session import inspect_chain, run_chain
+    from kitae.chains.chain_file import read_chain
+    from kitae.chains.chain_runner import inspect_chain, run_chain
 
     found = read_chain(find_chain(file), output, rounds)
     inspect_chain(found)
@@ -35,8 +35,8 @@ def chain(file: str, output: Path | None, rounds: int | None, status: bool) -> N
 
 def _print(found: "ChainPlan") -> None:
     """Where it stands."""
-    from kitae.chains.record import read_record
-    from kitae.chains.report import HEADER, cells, final_model, lines_of
+    from kitae.chains.chain_folder import read_record
+    from kitae.chains.chain_report import HEADER, cells, final_model, lines_of
 
     lines = lines_of(found, *read_record(found))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kitae.data.calls import CLOSE, OPEN, template_of
 from kitae.data.chat import Chat, as_message
+from kitae.data.tool_calls import CLOSE, OPEN, template_of
 from kitae.errors import DataError
-from kitae.study.shape import count_parameters
+from kitae.study.model_shape import count_parameters
 from kitae.types import Message, Tool, ToolCall
 
 if TYPE_CHECKING:

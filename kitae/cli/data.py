@@ -9,18 +9,18 @@ from pathlib import Path
 import numpy as np
 
 from kitae.cli.text import table
-from kitae.config.load import load_config
 from kitae.config.locate import find_recipe
+from kitae.config.recipe import load_config
 from kitae.config.root import RLConfig, Root, StageConfig
 from kitae.data.chat import Chat
+from kitae.data.data_files import local_file
 from kitae.data.examples import Example, found_shapes, held_out_examples, open_examples, texts_of
 from kitae.data.overlap import Passage, duplicates, known_from, passages
-from kitae.data.prompts import eval_prompts, open_stream
+from kitae.data.prompt_stream import eval_prompts, open_stream
 from kitae.data.rendering import Rendered, Renderer
-from kitae.data.rows import local_file
 from kitae.errors import DataError
 from kitae.models.load import load_tokenizer
-from kitae.stages.registry import shape_of
+from kitae.offline.methods import shape_of
 from kitae.types import Prompt
 
 _GENERATED = 256  # problems of a task that has no end

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kitae.errors import KitaeError
 from kitae.observe import diagnosis
-from kitae.store.look import RunView, look
+from kitae.store.run_summary import RunView, look
 
 _WIDTH = 100
 _MARGIN = 9

@@ -14,7 +14,7 @@ def report() -> None:
     import torch
     import transformers
 
-    from kitae.kernels.cpu.build import cpu_library
+    from kitae.kernels.cpu.compile_cpp import cpu_library
     from kitae.models.load import SMOLLM2, find_model, pick_device, pick_dtype
     from kitae.paths import cache_dir
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import get_args
 
-from kitae.envs.registry import WORLDS
+from kitae.envs.environment_registry import WORLDS
 from kitae.section import Section
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kitae.cli.text import table
-from kitae.config.load import load_config, override_config
 from kitae.config.locate import find_recipe, find_run
+from kitae.config.recipe import load_config, override_config
 from kitae.config.root import RLConfig, reinforcement
 from kitae.errors import ConfigError, Interrupted, StoreError
 
 if TYPE_CHECKING:
-    from kitae.evaluation.session import Entrant, EvaluationReport, EvaluationWatcher
+    from kitae.evaluation.run_suites import Entrant, EvaluationReport, EvaluationWatcher
     from kitae.evaluation.suites import Suite
 
 _OVERRIDE = re.compile(r"[\w.]*=")
@@ -56,7 +56,7 @@ def evaluate(
     base = _base(wanted, configs)
     asked = _suites(wanted, base, own=any(configs))
     entrants = [_entrant(wanted, target, config, base) for target, config in zip(targets, configs, strict=True)]
-    from kitae.evaluation.session import EvaluationSettings, evaluate_models
+    from kitae.evaluation.run_suites import EvaluationSettings, evaluate_models
 
     settings = EvaluationSettings(base.eval, base.engine, base.run.seed)
     with _watching() as watcher:
@@ -97,7 +97,7 @@ def _config(wanted: Wanted, target: str) -> RLConfig | None:
     """The settings of a run or recipe; None: the target is a model."""
     from kitae.evaluation.targets import is_model
     from kitae.models.load import trained_model
-    from kitae.store.run import is_run, read_config
+    from kitae.store.run_folder import is_run, read_config
 
     if len(wanted.targets) > 1 and (wanted.model or any(o.startswith("model.path") for o in wanted.overrides)):
         raise ConfigError(f"--model and model.path replace the model of one target, got {len(wanted.targets)} targets")
@@ -125,7 +125,7 @@ def _base(wanted: Wanted, configs: Sequence[RLConfig | None]) -> RLConfig:
     if first.eval.prompts == 0:
         raise ConfigError("eval.prompts must be at least 1 for an evaluation, got 0")
     if any(configs):
-        from kitae.stages.start import check
+        from kitae.run.build import check
 
         check(first)
     return first
@@ -142,8 +142,8 @@ def _suites(wanted: Wanted, base: RLConfig, *, own: bool) -> "list[Suite]":
 
 
 def _entrant(wanted: Wanted, target: str, config: RLConfig | None, base: RLConfig) -> "Entrant":
-    from kitae.evaluation.session import Entrant
-    from kitae.store.run import is_run
+    from kitae.evaluation.run_suites import Entrant
+    from kitae.store.run_folder import is_run
 
     folder = find_run(Path(target))
     if config is None:
@@ -158,7 +158,7 @@ def _watching() -> "Iterator[EvaluationWatcher]":
     from rich.console import Console
 
     from kitae.evaluation.measure import Evaluation
-    from kitae.evaluation.session import EvaluationWatcher
+    from kitae.evaluation.run_suites import EvaluationWatcher
 
     console = Console(stderr=True)
     with console.status("preparing") as status:

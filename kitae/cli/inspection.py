@@ -15,12 +15,12 @@ def plot(run: Path, output: Path | None) -> None:
 
 
 def replay(run: Path, step: int | None) -> None:
-    from kitae.store.look import look
+    from kitae.store.run_summary import look
 
     wanted = look(run).step if step is None else step
     if wanted == 0:
         raise StoreError(f"{run} has no finished step to replay")
-    from kitae.pipeline.replay import replay as compute
+    from kitae.run.recompute_step import replay as compute
 
     found = compute(run, wanted, print)
     rows = [["", "logged", "again", "difference"]]

@@ -7,13 +7,13 @@ from kitae.config.root import RLConfig, Root, StageConfig
 from kitae.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kitae.study.estimate import Estimate, Range
-    from kitae.study.footprint import Footprint
+    from kitae.study.memory_estimate import Footprint
+    from kitae.study.time_estimate import Estimate, Range
 
 
 def preview(config: Root, full: bool) -> None:
     if isinstance(config, RLConfig):
-        from kitae.study.estimate import estimate
+        from kitae.study.time_estimate import estimate
 
         print(summary(config))
         found = estimate(config)

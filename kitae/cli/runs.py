@@ -10,8 +10,8 @@ from typing import Any
 from kitae.cli.text import as_size, as_time, table
 from kitae.config.root import RLConfig, StageConfig
 from kitae.errors import ConfigError, KitaeError, StoreError
-from kitae.store.look import RunView, find_runs, look, size_of
-from kitae.store.scale import ask_for
+from kitae.store.engine_count import ask_for
+from kitae.store.run_summary import RunView, find_runs, look, size_of
 
 _AFTER = "held out after"
 _LAST = 5  # steps whose mean is the reward at the end
@@ -198,8 +198,8 @@ def _consequence(run: RunView, weights_only: bool, paths: Sequence[Path]) -> str
 
 def _remove(run: RunView, paths: Sequence[Path], weights_only: bool) -> None:
     """Older checkpoints go only if the last one is sound."""
-    from kitae.store.checkpoint import Checkpoints
-    from kitae.store.run import lock
+    from kitae.store.checkpoints import Checkpoints
+    from kitae.store.run_folder import lock
 
     with lock(run.folder):
         if not weights_only and run.checkpoints:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kitae.errors import Interrupted
 
 if TYPE_CHECKING:
-    from kitae.sampling.session import SampleWatcher, Tally
+    from kitae.offline.sampling import SampleWatcher, Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def sample(
     as_json: bool,
 ) -> None:
     from kitae import api
-    from kitae.sampling.select import Selection
+    from kitae.offline.answer_selection import Selection
 
     select = Selection(**asdict(chosen))
     with watching() as watcher:
@@ -85,7 +85,7 @@ def watching() -> "Iterator[SampleWatcher]":
     """Shows on the error output how far it is."""
     from rich.console import Console
 
-    from kitae.sampling.session import SampleWatcher
+    from kitae.offline.sampling import SampleWatcher
 
     console = Console(stderr=True)
     with console.status("preparing") as status:

@@ -7,8 +7,8 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from kitae.config.load import model_settings
 from kitae.config.locate import find_run
+from kitae.config.recipe import model_settings
 from kitae.errors import ConfigError, Interrupted
 
 _SECTIONS = ("model", "engine")
@@ -34,9 +34,9 @@ def serve(
             raise ConfigError(f"kitae serve takes settings of {' and '.join(_SECTIONS)}, got {override!r}")
     path = find_run(Path(target))
     config = model_settings(str(path) if path.exists() else target, overrides)
-    from kitae.serving.desk import Manners
-    from kitae.serving.start import ServerSettings
-    from kitae.serving.start import serve as start
+    from kitae.serving.handlers import Manners
+    from kitae.serving.start_server import ServerSettings
+    from kitae.serving.start_server import serve as start
 
     settings = ServerSettings(
         name or Path(target).name if path.exists() else name or target,

@@ -78,7 +78,7 @@ def _resolved(run: Path, journal: Journal, wanted: RolloutFilter) -> RolloutFilt
 
 def _refuse_other_kinds(run: Path) -> None:
     from kitae.config.root import reinforcement
-    from kitae.store.run import read_config
+    from kitae.store.run_folder import read_config
 
     if (run / "config.json").is_file():
         reinforcement(read_config(run), "kitae show")
@@ -175,7 +175,7 @@ class _Advantages:
 
     def __init__(self, run: Path, journal: Journal) -> None:
         from kitae.config.root import RLConfig
-        from kitae.store.run import read_config
+        from kitae.store.run_folder import read_config
 
         self._journal = journal
         config = read_config(run) if (run / "config.json").is_file() else None
@@ -194,7 +194,7 @@ class _Advantages:
     def _compute(self, step: int) -> dict[tuple[int, int], float]:
         if self._config is None:
             return {}
-        from kitae.algorithms.groups import GroupStages
+        from kitae.algorithms.group_stages import GroupStages
 
         try:
             stages = GroupStages(self._config.algorithm, self._config.sampling.max_tokens)

@@ -9,8 +9,8 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kitae.config.load import load_config
 from kitae.config.locate import find_recipe
+from kitae.config.recipe import load_config
 from kitae.config.root import reinforcement
 from kitae.errors import ConfigError
 from kitae.plugins import nearest
@@ -51,7 +51,7 @@ def simulate(
     if lengths is None:
         lengths = f"lognormal:median={max(1, most // _TAIL)}"
     from kitae.cli.projection import scale_table
-    from kitae.config.load import override_config
+    from kitae.config.recipe import override_config
     from kitae.study.scale import Projection, project
     from kitae.study.simulate import Work, study
 
@@ -166,7 +166,7 @@ def _size(config: "RLConfig", scale: bool, parameters: float | None) -> float | 
         raise ConfigError(f"--parameters must be a number of at least 1, got {parameters:g}")
     if parameters is not None or not scale:
         return parameters
-    from kitae.study.shape import read_model
+    from kitae.study.model_shape import read_model
 
     found = read_model(config.model.path)
     if found is None:

@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from kitae.cli.text import as_size
-from kitae.config.load import load_config
 from kitae.config.locate import find_recipe
+from kitae.config.recipe import load_config
 from kitae.config.root import RLConfig, Root
 from kitae.errors import Interrupted, KitaeError
-from kitae.observe.console import Console
 from kitae.observe.observer import Observer
+from kitae.observe.run_log import Console
 
 if TYPE_CHECKING:
-    from kitae.store.run import Result
+    from kitae.store.run_folder import Result
 
 
 def train(recipe: str, overrides: list[str], dry_run: bool, full: bool) -> None:
     config = load_config(find_recipe(recipe), overrides)
     if dry_run:
         from kitae.cli.preview import preview
-        from kitae.stages.start import check
+        from kitae.run.build import check
 
         check(config)
         preview(config, full)
@@ -39,7 +39,7 @@ def train(recipe: str, overrides: list[str], dry_run: bool, full: bool) -> None:
 def _warn_of_memory(config: RLConfig, screen: "Screen") -> None:
     """It is an estimate: who knows better may go on."""
     from kitae.cli.preview import shortage
-    from kitae.study.footprint import glance
+    from kitae.study.memory_estimate import glance
 
     needs = glance(config)
     if needs is not None and not needs.fits:
@@ -107,7 +107,7 @@ class Screen:
 def _report(result: "Result", config: Root) -> list[str]:
     from kitae.observe.diagnosis import diagnose
     from kitae.observe.progress import peak_memory_gb
-    from kitae.store.look import look, size_of
+    from kitae.store.run_summary import look, size_of
 
     folder, before, after = result.folder, result.before, result.after
     try:

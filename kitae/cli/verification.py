@@ -11,16 +11,16 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from kitae.config.load import load_config
 from kitae.config.locate import find_recipe
+from kitae.config.recipe import load_config
 from kitae.config.root import reinforcement
-from kitae.data.prompts import open_stream
+from kitae.data.prompt_stream import open_stream
 from kitae.errors import DataError, VerifierError
 from kitae.types import Prompt, Score
-from kitae.verifiers.calls import check_params
 from kitae.verifiers.pool import VerifierPool
 from kitae.verifiers.pool import validate as find_bad_gold
-from kitae.verifiers.registry import VERIFIERS, resolve
+from kitae.verifiers.score_calls import check_params
+from kitae.verifiers.verifier_registry import VERIFIERS, resolve
 
 _GENERATED = 256  # problems of a task that has no end
 _AHEAD = 16_384  # rows under way at most: many may hang without holding up the others

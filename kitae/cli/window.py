@@ -12,7 +12,7 @@ def show(places: Sequence[Path], host: str, port: int, open_browser: bool) -> No
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"kitae ui needs {' and '.join(missing)}: pip install 'kitae[ui]'")
-    from kitae.ui.server import serve
+    from kitae.ui.ui_server import serve
 
     def ready(address: str) -> None:
         print(f"runs at {address}  (Ctrl-C ends)", flush=True)

@@ -11,7 +11,6 @@ from pydantic import model_validator
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.preferences import preference_complaints
-from kitae.cluster.config import ClusterConfig
 from kitae.config import rules
 from kitae.data.config import EXAMPLE_SOURCES, SOURCES, DataConfig, ExamplesConfig, usual_verifier
 from kitae.engines.config import EngineConfig, SamplingConfig
@@ -19,9 +18,7 @@ from kitae.envs.config import EnvConfig
 from kitae.errors import ConfigError
 from kitae.models.config import ModelConfig
 from kitae.observe.config import ObserveConfig
-from kitae.pipeline.config import EvalConfig, PipelineConfig
-from kitae.section import Section
-from kitae.stages.config import (
+from kitae.offline.config import (
     DistilFileMethod,
     DistilMethod,
     DPOMethod,
@@ -33,9 +30,12 @@ from kitae.stages.config import (
     StageEval,
     StageTraining,
 )
+from kitae.rl.config import EvalConfig, PipelineConfig
+from kitae.section import Section
 from kitae.store.config import CheckpointConfig, RunConfig
 from kitae.trainer.config import LearningConfig, TrainingConfig
 from kitae.verifiers.config import VerifierConfig
+from kitae.workers.config import ClusterConfig
 
 
 class Root(Section):

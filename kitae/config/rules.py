@@ -7,17 +7,17 @@ got; a root names the rules that hold for it. What one section says wrong about 
 from collections.abc import Iterator
 
 from kitae.algorithms.config import AlgorithmConfig, needs_group
+from kitae.algorithms.requirements import Trait
 from kitae.algorithms.stages import STAGES
-from kitae.algorithms.traits import Trait
-from kitae.cluster.config import ClusterConfig
 from kitae.engines.config import EngineConfig, SamplingConfig
 from kitae.envs.config import EnvConfig
 from kitae.models.config import ModelConfig
-from kitae.pipeline.config import EvalConfig, PipelineConfig
+from kitae.offline.config import DistilMethod, MethodConfig
 from kitae.plugins import is_plugin
-from kitae.stages.config import DistilMethod, MethodConfig
+from kitae.rl.config import EvalConfig, PipelineConfig
 from kitae.trainer.config import TrainingConfig
 from kitae.verifiers.config import VerifierConfig
+from kitae.workers.config import ClusterConfig
 
 
 def groups(a: AlgorithmConfig, t: TrainingConfig) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kitae.data.calls import CLOSE, OPEN, CallReader, special_ids
+from kitae.data.tool_calls import CLOSE, OPEN, CallReader, special_ids
 from kitae.errors import DataError
 from kitae.types import Message, Tool, ToolCall, Turn
 
@@ -207,7 +207,7 @@ class Chat:
 
     @property
     def family(self) -> str:
-        """How the model writes calls of tools: see `kitae.data.calls`."""
+        """How the model writes calls of tools: see `kitae.data.tool_calls`."""
         return self._reader.family
 
     @cached_property

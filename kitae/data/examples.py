@@ -23,11 +23,11 @@ from typing import Any, Literal
 
 from kitae.data.chat import text_of
 from kitae.data.config import ExamplesConfig
+from kitae.data.data_files import DataRow, File, check_unicode, clip, hub_files, listed, local_file, sift
 from kitae.data.epochs import Epochs, Mixture
 from kitae.data.layouts import Layout, find_layout, lay_out
 from kitae.data.messages import SYSTEM, read_message, read_messages, read_tools
 from kitae.data.overlap import find_overlap
-from kitae.data.rows import DataRow, File, check_unicode, clip, hub_files, listed, local_file, sift
 from kitae.errors import DataError
 from kitae.types import Message, Tool
 

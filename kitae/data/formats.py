@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from kitae.data.boxes import last_boxed
-from kitae.data.rows import explained
+from kitae.data.data_files import explained
 from kitae.errors import DataError
 from kitae.plugins import is_plugin, load_function, nearest
 

@@ -11,8 +11,8 @@ to a mapping with the columns that `kitae.data.examples` knows (text, prompt, co
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kitae.data.data_files import clip, explained
 from kitae.data.messages import from_json
-from kitae.data.rows import clip, explained
 from kitae.errors import DataError
 from kitae.plugins import is_plugin, load_function, nearest
 

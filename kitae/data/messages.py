@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kitae.data.rows import clip
+from kitae.data.data_files import clip
 from kitae.errors import DataError
 from kitae.plugins import nearest
 from kitae.types import Message, Tool, ToolCall

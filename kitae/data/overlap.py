@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kitae.data.rows import DataRow, File, local_file, read_rows
+from kitae.data.data_files import DataRow, File, local_file, read_rows
 from kitae.types import IntArray
 
 Deduplicate = Literal["none", "exact", "near"]

@@ -19,8 +19,8 @@ import numpy as np
 
 from kitae.data.chat import Chat, joined, text_of
 from kitae.data.config import ExamplesConfig
+from kitae.data.data_files import clip
 from kitae.data.examples import Conversation, Example, ExampleStream, after_user
-from kitae.data.rows import clip
 from kitae.errors import DataError
 from kitae.types import BoolArray, IntArray, Message
 

@@ -15,7 +15,7 @@ from string import ascii_lowercase
 from typing import Any, Literal
 
 from kitae.data.instructions import draw_instructions
-from kitae.data.puzzles import draw_countdown, draw_knights_and_knaves
+from kitae.data.puzzle_tasks import draw_countdown, draw_knights_and_knaves
 from kitae.errors import DataError
 from kitae.types import Message
 

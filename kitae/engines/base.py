@@ -60,10 +60,11 @@ class Request:
     Requests with a `share` key and the same prompt compute that prompt once; those with the same key are kept together
     where there are several engines. `seed` names the random stream: the same seed draws the same numbers whatever else
     is in the batch (the logits may differ by rounding). `id` must be unique among the requests in flight; it is what
-    `abort` takes. `prior` is what a parked request had sampled: it is continued, not sampled again, and counts towards
-    max_tokens. `thread` names a conversation: the prompt of its next request begins with this one and its completion,
-    so an engine may keep what it computed until then. `experts_from`: the first position whose experts the caller wants
-    to know, where a mixture of experts is sampled from; None: of none. `told`: of these, what is known of a parked
+    `abort` takes. `prior` is what a suspended request had sampled: it is continued, not sampled again, and counts
+    towards max_tokens. `thread` names a conversation: the prompt of its next request begins with this one and its
+    completion, so an engine may keep what it computed until then. `experts_from`: the first position whose experts
+    the caller wants to know, where a mixture of experts is sampled from; None: of none. `told`: of these, what is
+    known of a suspended
     request: its completion begins with them.
     """
 
@@ -144,8 +145,8 @@ class Capabilities:
     shares_weights: it samples from the trainer's own parameters: it must stand still while they change, and a weight
     update is a version number alone. Other engines load what a manifest says.
     scores: its `probe` gives log-probs of the weights that it has of its own.
-    seeded: the same request gives the same tokens whatever else is in flight, also when it is parked and continued or
-    its holder is lost, but for a draw that rounding decides.
+    seeded: the same request gives the same tokens whatever else is in flight, also when it is suspended and continued
+    or its holder is lost, but for a draw that rounding decides.
     stop_strings: it ends a response at a stop string. One that does not knows tokens alone.
     """
 
@@ -173,9 +174,9 @@ class Engine(Protocol):
     `generate` raises `RequestError` when the request itself is impossible (empty, or longer than the context or the
     cache); other requests go on. `pause` returns when no step is running and starts no new one until `resume`;
     requests wait meanwhile. `abort` ends a request early: its `generate` returns what was sampled so far with finish
-    "abort". `park` ends all requests in flight that way, with finish "parked": a request with that `prior` continues
-    one. `progress` is what each request in flight could be continued from, as far as this side knows, without the first
-    tokens of which the caller says by id how many it has; a request keeps what it has once told.
+    "abort". `suspend` ends all requests in flight that way, with finish "suspended": a request with that `prior`
+    continues one. `progress` is what each request in flight could be continued from, as far as this side knows,
+    without the first tokens of which the caller says by id how many it has; a request keeps what it has once told.
 
     `update_weights` takes effect between two decoding steps, and returns the version that is served; tokens sampled
     later carry it. It refuses a manifest that does not fit with `EngineError`, and goes on as before. It raises
@@ -196,7 +197,7 @@ class Engine(Protocol):
     async def pause(self) -> None: ...
     async def resume(self) -> None: ...
     async def abort(self, request_id: str) -> None: ...
-    async def park(self) -> None: ...
+    async def suspend(self) -> None: ...
     def progress(self, known: Mapping[str, int]) -> dict[str, Sampled]: ...
     def stats(self) -> EngineStats: ...
     async def close(self) -> None: ...

@@ -3,7 +3,7 @@
     engine = FakeEngine(lambda request: tokenizer.encode("42"))
     engine = FakeEngine(lambda request: (7,) * 512, Pace(step=0.0016, sequence=6.4e-6, prefill=150_000))
 
-It keeps the contract of `Engine`: versions, pause, park, abort, per-request errors and, with a receiver, weights. It
+It keeps the contract of `Engine`: versions, pause, suspend, abort, per-request errors and, with a receiver, weights. It
 knows no text, so stop strings are ignored, and it scores nothing.
 
 Its work costs an event for each change of what runs, not for each token: between two changes all steps take equally
@@ -180,9 +180,9 @@ class FakeEngine:
         if request_id in self._flights:
             self._end_early([self._flights[request_id]], "abort")
 
-    async def park(self) -> None:
+    async def suspend(self) -> None:
         self._check_open()
-        self._end_early(list(self._flights.values()), "parked")
+        self._end_early(list(self._flights.values()), "suspended")
 
     def progress(self, known: Mapping[str, int]) -> dict[str, Sampled]:
         self._advance()

@@ -2,11 +2,11 @@
 for all of them.
 
     request ──► the idlest engine ── done ─────────────────────────────► completion
-                    ▲                 │ parked: its engine leaves, or is lost
+                    ▲                 │ suspended: its engine leaves, or is lost
                     └── continued ◄───┘
                         from what it has, on another engine; where there is none it waits for one
 
-A request ends once: an engine that has parked one, or is lost, is never heard again.
+A request ends once: an engine that has suspended one, or is lost, is never heard again.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kitae.engines.base import Capabilities, Completion, Engine, EngineStats, Request, Sampled, WeightUpdate
-from kitae.engines.ledger import Ending
+from kitae.engines.requests_in_flight import Ending
 from kitae.errors import EngineError, EngineLost, RequestError, WeightsDamaged
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _MOST_THREADS = 100_000  # that are remembered
-_FAREWELLS, _MOMENT = 100, 0.05  # times, and seconds between them, that an engine which leaves is asked to park
+_FAREWELLS, _MOMENT = 100, 0.05  # times, and seconds between them, that an engine which leaves is asked to suspend
 
 log = logging.getLogger("kitae")
 
@@ -120,7 +120,7 @@ class Fleet:
         self._remove(member)
         with suppress(EngineLost):  # and its requests with it: they go on too
             for _ in range(_FAREWELLS):
-                await engine.park()
+                await engine.suspend()
                 if not member.load:
                     break
                 await asyncio.sleep(_MOMENT)
@@ -199,7 +199,7 @@ class Fleet:
         finally:
             member.load -= 1
             stay.member = None
-        if done.finish != "parked" or stay.ending is not None:
+        if done.finish != "suspended" or stay.ending is not None:
             return done
         stay.request = replace(
             stay.request, prior=done.sampled, told=stay.request.told if done.experts is None else done.experts
@@ -263,11 +263,11 @@ class Fleet:
         except EngineLost as error:
             self._lose(stay.member, str(error))
 
-    async def park(self) -> None:
+    async def suspend(self) -> None:
         for stay in self._stays.values():
-            stay.ending = "parked"
+            stay.ending = "suspended"
         self._tell()
-        await self._all(lambda engine: engine.park())
+        await self._all(lambda engine: engine.suspend())
 
     def progress(self, known: Mapping[str, int]) -> dict[str, Sampled]:
         between = {

@@ -16,11 +16,10 @@ from kitae.data.chat import as_message
 from kitae.engines.base import Completion, Request, Sampled
 from kitae.engines.native.sampler import stream_seed
 from kitae.envs.base import Environment, Observation, Opening
-from kitae.envs.single_turn import SingleTurn
-from kitae.envs.surroundings import (
+from kitae.envs.episode_context import (
+    EpisodeContext,
     Failure,
-    Parked,
-    Surroundings,
+    Suspended,
     is_its_own,
     noted,
     read_messages,
@@ -29,6 +28,7 @@ from kitae.envs.surroundings import (
     shortened,
     told,
 )
+from kitae.envs.single_turn import SingleTurn
 from kitae.errors import DataError, RequestError
 from kitae.store.columns import Kept
 from kitae.types import (
@@ -58,7 +58,7 @@ class Episode:
 
     def __init__(
         self,
-        on: Surroundings,
+        on: EpisodeContext,
         environment: Environment,
         group: int,
         index: int,
@@ -76,7 +76,7 @@ class Episode:
         self._recorded = deque(record.segments if record else ())  # what is left of it: the model's turns and answers
         self._prompt_tokens = record.chains[0].prompt_tokens if record else ()
         self._segments: list[Segment] = []
-        self._finish: FinishReason = "parked"  # until the model has ended a turn
+        self._finish: FinishReason = "suspended"  # until the model has ended a turn
         self._tools: tuple[Tool, ...] = ()
         self._said: list[Turn] = []
         self._unread: Unread | None = None  # what was said, where it is not in `_said`
@@ -89,23 +89,23 @@ class Episode:
         return f"{self._group}/{self._index}"
 
     async def run(self) -> Rollout:
-        """The rollout: complete, failed or parked. Raises `RequestError` or `DataError` where the prompt is impossible,
-        and errors that are the run's own."""
+        """The rollout: complete, failed or suspended. Raises `RequestError` or `DataError` where the prompt is
+        impossible, and errors that are the run's own."""
         self._on.running.episodes[self.id] = self
         failure = ""
-        parked = False
+        suspended = False
         try:
             await self._start()
             while await self._say() and await self._hear():
                 pass
-        except Parked:
-            parked = True
+        except Suspended:
+            suspended = True
         except Failure as problem:
             failure = f"environment: {problem}"
         finally:
             self.complaint = await self._on.close(self._environment, self.id)
             del self._on.running.episodes[self.id]
-        if parked:
+        if suspended:
             finish = self._record.finish if self._record and self._recorded else self._finish
             return self._unfinished([*self._segments, *self._recorded], finish)
         return self._failed(failure) if failure else self._complete()
@@ -134,14 +134,14 @@ class Episode:
             turn, ended = Segment("model", done.tokens, done.logprobs, done.versions, experts=done.experts), done.finish
         elif not self._is_told_whole(turn):
             turn = replace(turn, experts=None)
-        if ended == "parked" and not turn.tokens:
-            raise Parked
+        if ended == "suspended" and not turn.tokens:
+            raise Suspended
         if self._recorded:
             self._recorded.popleft()
         self._segments.append(turn)
         self._finish = ended
-        if ended == "parked":
-            raise Parked
+        if ended == "suspended":
+            raise Suspended
         if type(self._environment) is SingleTurn and isinstance(turn.tokens, Kept):  # one made of it may listen
             self._unread = turn.tokens.text  # who judges it reads it where it lies
         if self._unread is not None:
@@ -152,7 +152,7 @@ class Episode:
         return ended == "stop"
 
     def _is_told_whole(self, turn: Segment) -> bool:
-        """Not so if it was parked, went on, and ends now where a copy of it does: that has no experts."""
+        """Not so if it was suspended, went on, and ends now where a copy of it does: that has no experts."""
         places = self._chain.length + len(turn.tokens) - 1 - self._chain.unrouted
         return turn.experts is None or len(turn.experts) == places
 
@@ -172,8 +172,8 @@ class Episode:
 
     async def _ask(self, prior: Sampled, told: ExpertArray | None) -> Completion:
         """Let the engine sample a turn; `prior` is what it had sampled of it, `told` the experts of that."""
-        if self._on.running.parking:
-            raise Parked
+        if self._on.running.suspending:
+            raise Suspended
         on, number = self._on, len(self._segments)
         request = Request(
             id=f"{on.label}/{self._group}/{self._index}/{number}",
@@ -267,8 +267,8 @@ class Episode:
     async def _call(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
         """A call of the environment, in the time that it has. What goes wrong in it is a failure of the episode, unless
         it is the run's own error."""
-        if self._on.running.parking:
-            raise Parked
+        if self._on.running.suspending:
+            raise Suspended
         seconds = self._on.limits.seconds
         deadline = asyncio.timeout(seconds)
         try:
@@ -283,8 +283,8 @@ class Episode:
                 raise
             if not deadline.expired():
                 raise Failure(f"{name} raised {told(error)}") from error
-            if self._on.running.parking:
-                raise Parked from None
+            if self._on.running.suspending:
+                raise Suspended from None
             raise Failure(f"{name} took longer than {seconds:g} s") from error
         finally:
             self._deadline = None
@@ -314,7 +314,7 @@ class Episode:
             self._finish = self._record.finish
             if self._recorded[-1].source == "model":
                 self._transcript.append(as_message(self._said[-1]))
-        self._finish = "abort" if self._finish == "parked" else self._finish
+        self._finish = "abort" if self._finish == "suspended" else self._finish
         return self._ended("failed", noted(Score.error(reason), self.complaint))
 
     def _ended(self, status: Status, score: Score | None) -> Rollout:
@@ -329,7 +329,7 @@ class Episode:
         read = tuple(self._transcript[: self._read])
         transcript = () if read == self._prompt.messages else read
         chains = (Chain(self._prompt_tokens, tuple(segments)),)
-        return Rollout(self._group, self._index, chains, finish, "", None, "parked", transcript)
+        return Rollout(self._group, self._index, chains, finish, "", None, "suspended", transcript)
 
     # Copies of it while it grows.
 
@@ -348,7 +348,7 @@ class Episode:
         if news.tokens:
             known = self.copied_of_turn
             segments.append(Segment("model", news.tokens, news.logprobs, news.versions))
-            finish, end = "parked", end + known + len(news.tokens)
+            finish, end = "suspended", end + known + len(news.tokens)
         elif segments and segments[-1].source == "model":
             last = segments.pop()
             known = max(0, self._copied - (end - len(last.tokens)))

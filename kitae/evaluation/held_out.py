@@ -25,7 +25,7 @@ from kitae.evaluation.statistics import Difference, compare
 from kitae.evaluation.storage import Answers
 from kitae.store.disk import write_whole
 from kitae.store.journal import Journal
-from kitae.store.look import RunView
+from kitae.store.run_summary import RunView
 from kitae.types import GREEDY, Prompt, Rollout
 
 FOLDER = "evaluations"

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kitae.envs.base import World
-from kitae.envs.groups import Episodes
-from kitae.envs.registry import limits_of
-from kitae.envs.surroundings import Judge, Running
+from kitae.envs.environment_registry import limits_of
+from kitae.envs.episode_context import Judge, Running
+from kitae.envs.rollouts import Episodes
 from kitae.errors import DataError, RequestError, root_cause
 from kitae.evaluation.statistics import Interval, interval_of, is_binary, maj_at_k, pass_at_k
 from kitae.evaluation.suites import Scoring, Suite
 from kitae.evaluation.votes import find_vote
-from kitae.pipeline.config import EvalConfig
+from kitae.rl.config import EvalConfig
 from kitae.store.journal import Journal
 from kitae.types import Group, Prompt, Rollout
 

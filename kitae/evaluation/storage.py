@@ -18,10 +18,10 @@ from typing import Any
 from kitae.data.chat import as_dict
 from kitae.errors import StoreError
 from kitae.evaluation.suites import Suite
-from kitae.pipeline.config import EvalConfig
 from kitae.plugins import is_plugin
+from kitae.rl.config import EvalConfig
 from kitae.store.journal import Journal
-from kitae.store.run import lock
+from kitae.store.run_folder import lock
 from kitae.types import Group, Prompt
 
 _SOURCE = {"path", "eval_path", "hub", "hub_files", "hub_eval_files", "skip_bad_rows"}

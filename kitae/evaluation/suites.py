@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kitae.config.load import load_config
+from kitae.config.recipe import load_config
 from kitae.config.root import RLConfig, reinforcement
 from kitae.data.config import SOURCES, DataConfig
-from kitae.data.prompts import eval_prompts, open_stream
+from kitae.data.prompt_stream import eval_prompts, open_stream
 from kitae.data.tasks import TASKS
 from kitae.envs.config import EnvConfig
 from kitae.errors import ConfigError, DataError

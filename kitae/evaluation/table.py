@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from kitae.evaluation.measure import Evaluation, Marks
-from kitae.evaluation.session import Comparison, EvaluationReport
+from kitae.evaluation.run_suites import Comparison, EvaluationReport
 from kitae.evaluation.statistics import Interval
 
 _NONE = "–"

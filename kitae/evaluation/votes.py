@@ -9,9 +9,9 @@ from decimal import Decimal, InvalidOperation
 from functools import partial
 from typing import Any
 
-from kitae.verifiers.answers import DEFAULT_ORDER, find_answers, parse_order
+from kitae.verifiers.final_answer import DEFAULT_ORDER, find_answers, parse_order
 from kitae.verifiers.math.cleanup import text_key
-from kitae.verifiers.text import after_thought, final_number, only_number
+from kitae.verifiers.plain_text import after_thought, final_number, only_number
 
 _LONGEST = 300  # characters; what is longer is no answer that two samples share
 _DIGITS = 300

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kitae.kernels.memory import keep, kept
+from kitae.kernels.allocation import keep, kept
 
 WeightGradient = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 """(weight, gradient of the outputs, rows of the input) → gradient of the weight; None: it was added elsewhere."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kitae.errors import ModelError
-from kitae.models import attention
-from kitae.models.attention import AttentionCall, SelfAttention
+from kitae.models import attention_seam
+from kitae.models.attention_seam import AttentionCall, SelfAttention
 
 _PROBE = 12  # tokens
 _OWN = "eager"
@@ -75,7 +75,7 @@ def _with_its_own(model: Any, tokens: Tensor, positions: Tensor) -> Tensor | Non
     except (AttributeError, ImportError, RuntimeError, ValueError):
         return None
     finally:
-        model.set_attn_implementation(attention.NAME)
+        model.set_attn_implementation(attention_seam.NAME)
 
 
 def gap(ours: Tensor, theirs: Tensor) -> float:

@@ -131,7 +131,7 @@ def load_scalar(config: ModelConfig, seed: int = 0) -> "ScalarModel":
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from kitae.models import attention
+    from kitae.models import attention_seam
     from kitae.models.policy import Policy
     from kitae.models.scalar import ScalarModel
 
@@ -144,7 +144,7 @@ def load_scalar(config: ModelConfig, seed: int = 0) -> "ScalarModel":
             whole, found = AutoModelForSequenceClassification.from_pretrained(
                 folder,
                 dtype=pick_dtype(config.dtype, device),
-                attn_implementation=attention.NAME,
+                attn_implementation=attention_seam.NAME,
                 output_loading_info=True,
             )
             with torch.device("meta"):

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from kitae.errors import ModelError
 from kitae.kernels.base import ModuleKernels
 from kitae.kernels.devices import training_kernels
-from kitae.kernels.exact.attention import Reach, as_pages, attend
-from kitae.kernels.exact.products import MANY, TILE, linear
+from kitae.kernels.exact.exact_attention import Reach, as_pages, attend
+from kitae.kernels.exact.exact_products import MANY, TILE, linear
 from kitae.kernels.exact.support import missing
-from kitae.models.attention import AttentionContext
+from kitae.models.attention_seam import AttentionContext
 from kitae.models.fuse import fuse_with
 from kitae.models.logprobs import HeadTransform
 from kitae.models.policy import Policy

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kitae.kernels.allocation import has_master, lay_together
 from kitae.kernels.base import GateLimits, HeadNorms, LayerKernels, ModuleKernels
 from kitae.kernels.devices import training_kernels
-from kitae.kernels.memory import has_master, lay_together
 from kitae.kernels.norms import Norm, NormRule
-from kitae.models.attention import masked_attention
+from kitae.models.attention_seam import masked_attention
 from kitae.models.lora import plain_part
 from kitae.models.routing import is_router, takes_largest
 

@@ -14,7 +14,7 @@ from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
 from kitae.models.quiet import quiet_transformers
 from kitae.paths import cache_dir
-from kitae.store.run import is_run
+from kitae.store.run_folder import is_run
 
 if TYPE_CHECKING:
     import torch
@@ -298,13 +298,13 @@ def load_tokenizer(config: ModelConfig) -> tuple[Any, Any]:
 
 def ready_device(config: ModelConfig) -> "torch.device":
     """The device that a model is loaded onto, once all is prepared for that."""
-    from kitae.kernels.memory import keep_freed_memory
-    from kitae.models import attention
+    from kitae.kernels.allocation import keep_freed_memory
+    from kitae.models import attention_seam
 
     device = pick_device(config.device)
     if device.type == "cpu":
         keep_freed_memory()
-    attention.register()
+    attention_seam.register()
     return device
 
 
@@ -313,7 +313,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     import torch
     from transformers import AutoModelForCausalLM
 
-    from kitae.models import attention
+    from kitae.models import attention_seam
     from kitae.models.policy import Policy
 
     folder = find_model(config.path)
@@ -322,7 +322,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     try:
         with quiet_transformers():
             model = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=pick_dtype(config.dtype, device), attn_implementation=attention.NAME
+                folder, dtype=pick_dtype(config.dtype, device), attn_implementation=attention_seam.NAME
             )
             tokenizer = _load_tokenizer(config.path, folder)
     except (OSError, ValueError, KeyError) as error:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kitae.errors import DataError
+from kitae.kernels.allocation import gradient_of
 from kitae.kernels.devices import training_kernels
-from kitae.kernels.exact.products import product
-from kitae.kernels.memory import gradient_of
+from kitae.kernels.exact.exact_products import product
 
 _LOWEST = -1e30  # of a factor of a probability: 0 times infinity is no number
 

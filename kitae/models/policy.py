@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from kitae.errors import ModelError
 from kitae.models.agreement import gap
-from kitae.models.attention import AttentionContext, SelfAttention
+from kitae.models.attention_seam import AttentionContext, SelfAttention
 from kitae.models.logprobs import Head, HeadTransform, token_logprobs
 
 

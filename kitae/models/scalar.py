@@ -7,7 +7,7 @@ token is read from the state that predicts it, before the token is known.
 import torch
 from torch import Tensor
 
-from kitae.models.attention import AttentionContext
+from kitae.models.attention_seam import AttentionContext
 from kitae.models.policy import Policy
 
 

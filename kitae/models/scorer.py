@@ -18,7 +18,7 @@ from kitae.data.packing import Row, Span, lay_out, pack
 from kitae.data.rendering import Rendered, Renderer
 from kitae.errors import DataError
 from kitae.kernels.transfer import send
-from kitae.models.attention import causal_mask, masked_attention
+from kitae.models.attention_seam import causal_mask, masked_attention
 from kitae.models.scalar import ScalarModel
 from kitae.types import Message, Sample
 

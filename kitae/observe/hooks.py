@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kitae.errors import KitaeError, RemoteError
-from kitae.observe.aside import Aside, Note
 from kitae.observe.config import ObserveConfig
+from kitae.observe.side_thread import Aside, Note
 
 Event = Literal["finish", "crash", "diagnosis"]
 

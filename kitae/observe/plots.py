@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from kitae.errors import StoreError
-from kitae.store.run import Metrics
+from kitae.store.run_folder import Metrics
 
 CURVES = {
     "length": "response length (tokens)",

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kitae.errors import ConfigError
-from kitae.observe.aside import Aside, Note
 from kitae.observe.config import TrackerName
 from kitae.observe.observer import Reported, Silent
+from kitae.observe.side_thread import Aside, Note
 
 CLOSE_SECONDS = 20.0
 FILE = "trackers.json"

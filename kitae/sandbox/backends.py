@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from kitae.sandbox.boot import BOOT
-from kitae.sandbox.orders import Limits
+from kitae.sandbox.sandbox_jobs import Limits
 
 NOBODY = 65534
 WORK = "/box"

@@ -50,7 +50,7 @@ from kitae.sandbox.backends import (
 )
 from kitae.sandbox.boot import inside_code
 from kitae.sandbox.inside.usage import Clock
-from kitae.sandbox.orders import Limits, Order, complete_order, packed
+from kitae.sandbox.sandbox_jobs import Limits, Order, complete_order, packed
 from kitae.sandbox.seccomp import filter_fd
 
 SandboxChoice = Literal["auto", "bwrap", "unshare", "none"]

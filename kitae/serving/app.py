@@ -12,12 +12,12 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kitae.clients.addresses import host_name, is_loopback, means
 from kitae.errors import ConfigError
-from kitae.remote.hosts import host_name, is_loopback, means
-from kitae.serving.counters import Counters
-from kitae.serving.desk import Desk, no_responses
-from kitae.serving.http import Handler, endpoint, json_response, refusal_of
+from kitae.serving.handlers import Desk, no_responses
+from kitae.serving.http_bodies import Handler, endpoint, json_response, refusal_of
 from kitae.serving.refusals import Refused
+from kitae.serving.server_metrics import Counters
 
 _OPEN = ("/health",)
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kitae.data.rows import clip
+from kitae.data.data_files import clip
 from kitae.plugins import nearest
 from kitae.serving.refusals import Refused
 

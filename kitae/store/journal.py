@@ -7,7 +7,7 @@ may lose the last commits, never one before `sync` returned; a checkpoint is mad
     prompts   what was asked, by group id; the slot of the buffer it was issued into, and the version served then
     rollouts  what was sampled and how it was scored; tokens, log-probs and versions exactly as the engine gave them, or
               where they lie in files beside the journal (`kitae.store.columns`); its experts, where they are wanted
-    parked    what was sampled of responses that are not complete, in pieces: each has the tokens from `start` on
+    suspended    what was sampled of responses that are not complete, in pieces: each has the tokens from `start` on
     fates     what became of each group, one row per group, never two: trained at a step; sampled and dropped with a
               reason; or skipped with a reason, without having been sampled to the end
     events    what happened to the run: starts, resumes, errors
@@ -29,7 +29,7 @@ from typing import Any
 from kitae.errors import CorruptError, DiskFullError, StoreError
 from kitae.store.columns import FOLDER, Kept, column_files
 from kitae.store.disk import flush
-from kitae.store.rows import (
+from kitae.store.journal_rows import (
     arrays_of,
     experts_to_blob,
     extended,
@@ -59,7 +59,7 @@ CREATE TABLE IF NOT EXISTS rollouts (
     value REAL, outcome TEXT NOT NULL, components TEXT NOT NULL, detail TEXT NOT NULL, status TEXT NOT NULL,
     transcript TEXT NOT NULL, experts BLOB NOT NULL,
     PRIMARY KEY (group_id, sample)) WITHOUT ROWID;
-CREATE TABLE IF NOT EXISTS parked (
+CREATE TABLE IF NOT EXISTS suspended (
     group_id INTEGER NOT NULL, sample INTEGER NOT NULL, start INTEGER NOT NULL, prompt_tokens BLOB NOT NULL,
     chains TEXT NOT NULL, tokens BLOB NOT NULL, logprobs BLOB NOT NULL, versions BLOB NOT NULL, finish TEXT NOT NULL,
     transcript TEXT NOT NULL, experts BLOB NOT NULL, PRIMARY KEY (group_id, sample, start)) WITHOUT ROWID;
@@ -82,7 +82,7 @@ LENGTH = "(length(tokens) / 4 + filed_length(chains))"
 _LAST = "experts"  # column of a rollout
 _CLOSE_LIMIT = 60.0  # seconds for what is still to be written
 _ADD_FATE = "INSERT INTO fates VALUES (?,?,?,?)"
-_ADD_PIECE = "INSERT INTO parked VALUES (?,?,?,?,?,?,?,?,?,?,?)"
+_ADD_PIECE = "INSERT INTO suspended VALUES (?,?,?,?,?,?,?,?,?,?,?)"
 
 Statement = tuple[str, tuple[Any, ...]]
 
@@ -143,23 +143,23 @@ class Journal:
         await self._write([("INSERT INTO prompts VALUES (?,?,?,?,?,?,?,?)", row), *fate])
 
     async def add_rollout(self, rollout: Rollout) -> None:
-        """A complete rollout takes the place of what was parked of it."""
+        """A complete rollout takes the place of what was suspended of it."""
         where = (rollout.group, rollout.index)
         await self._write(
             [
                 ("INSERT INTO rollouts VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", rollout_to_row(self._own(rollout))),
-                ("DELETE FROM parked WHERE group_id = ? AND sample = ?", where),
+                ("DELETE FROM suspended WHERE group_id = ? AND sample = ?", where),
             ]
         )
 
-    async def park(self, *rollouts: Rollout) -> None:
+    async def suspend(self, *rollouts: Rollout) -> None:
         """Keep what was sampled so far of rollouts that are not complete, instead of what was kept before."""
-        await self._write([statement for r in rollouts for statement in _park(self._own(r))])
+        await self._write([statement for r in rollouts for statement in _suspend(self._own(r))])
 
-    async def extend_parked(self, *news: tuple[Rollout, int]) -> None:
+    async def extend_suspended(self, *news: tuple[Rollout, int]) -> None:
         """Add to what is kept of rollouts. Each is given without the first tokens of its last turn, and their number;
         where that is 0, all of it is new and takes the place of what was kept."""
-        found = [_extend(self._own(r), known) if known else _park(self._own(r)) for r, known in news]
+        found = [_extend(self._own(r), known) if known else _suspend(self._own(r)) for r, known in news]
         await self._write([statement for statements in found for statement in statements])
 
     async def update_score(self, rollout: Rollout) -> None:
@@ -176,8 +176,8 @@ class Journal:
     async def skip(self, step: int, groups: Sequence[int], reason: str) -> None:
         """Close groups that will not be trained on, or not even sampled to the end."""
         fates = [(_ADD_FATE, (group, step, "skipped", reason)) for group in groups]
-        parked = [("DELETE FROM parked WHERE group_id = ?", (group,)) for group in groups]
-        await self._write([*fates, *parked])
+        suspended = [("DELETE FROM suspended WHERE group_id = ?", (group,)) for group in groups]
+        await self._write([*fates, *suspended])
 
     async def skip_slot(self, step: int, slot: int, reason: str) -> None:
         """Close all that was issued into a slot and has no fate."""
@@ -185,8 +185,8 @@ class Journal:
             "INSERT INTO fates SELECT group_id, ?, 'skipped', ? FROM prompts WHERE slot = ? "
             "AND group_id NOT IN (SELECT group_id FROM fates)"
         )
-        parked = "DELETE FROM parked WHERE group_id IN (SELECT group_id FROM prompts WHERE slot = ?)"
-        await self._write([(fates, (step, reason, slot)), (parked, (slot,))])
+        suspended = "DELETE FROM suspended WHERE group_id IN (SELECT group_id FROM prompts WHERE slot = ?)"
+        await self._write([(fates, (step, reason, slot)), (suspended, (slot,))])
 
     async def add_event(self, kind: str, detail: str = "") -> None:
         await self._write([_event(kind, detail)])
@@ -205,7 +205,7 @@ class Journal:
 
     def _forgetting(self, step: int) -> list[Statement]:
         statements: list[Statement] = [("DELETE FROM fates WHERE step > ? AND fate != 'skipped'", (step,))]
-        for table in ("rollouts", "parked"):
+        for table in ("rollouts", "suspended"):
             sql = (
                 f"SELECT group_id, sample, chains, versions FROM {table} WHERE group_id NOT IN "
                 "(SELECT group_id FROM fates WHERE step <= ? OR fate = 'skipped')"
@@ -240,13 +240,13 @@ class Journal:
             if problem := problem_of(r):
                 yield ("DELETE FROM rollouts WHERE group_id = ? AND sample = ?", (group, r.index)), problem
         try:
-            parked = self.parked(group)
+            suspended = self.suspended(group)
         except StoreError as error:  # pieces that were put together had to be read
-            yield ("DELETE FROM parked WHERE group_id = ?", (group,)), str(error)
+            yield ("DELETE FROM suspended WHERE group_id = ?", (group,)), str(error)
             return
-        for r in parked:
+        for r in suspended:
             if problem := problem_of(r):
-                yield ("DELETE FROM parked WHERE group_id = ? AND sample = ?", (group, r.index)), problem
+                yield ("DELETE FROM suspended WHERE group_id = ? AND sample = ?", (group, r.index)), problem
 
     async def sync(self) -> None:
         """Return when all that was written before is on the disk, and would survive a loss of power."""
@@ -328,13 +328,26 @@ class Journal:
         rows = self._reader.execute("SELECT * FROM rollouts WHERE group_id = ? ORDER BY sample", (group,))
         return [rollout_of_row(row, self.columns) for row in rows]
 
-    def parked(self, group: int) -> list[Rollout]:
-        """What there is of incomplete rollouts. Their finish is "parked" where the last turn has not ended."""
-        rows = self._reader.execute("SELECT * FROM parked WHERE group_id = ? ORDER BY sample, start", (group,))
+    def suspended(self, group: int) -> list[Rollout]:
+        """What there is of incomplete rollouts. Their finish is "suspended" where the last turn has not ended."""
+        rows = self._reader.execute("SELECT * FROM suspended WHERE group_id = ? ORDER BY sample, start", (group,))
         found: dict[int, Rollout] = {}
         for _, sample, start, *piece, finish, transcript, experts in rows:
             if not start:
-                row = (group, sample, *piece, finish, "", None, "error", "{}", "parked", "parked", transcript, experts)
+                row = (
+                    group,
+                    sample,
+                    *piece,
+                    finish,
+                    "",
+                    None,
+                    "error",
+                    "{}",
+                    "suspended",
+                    "suspended",
+                    transcript,
+                    experts,
+                )
                 found[sample] = rollout_of_row(row, self.columns)
             else:
                 found[sample] = extended(found[sample], last_of_piece(piece, experts, self.columns), finish)
@@ -356,7 +369,7 @@ class Journal:
     def _oldest(self, groups: Sequence[int]) -> int | None:
         """The version of the oldest token that a model sampled for these groups."""
         found = set[int]()
-        for table in ("rollouts", "parked"):
+        for table in ("rollouts", "suspended"):
             marks = ",".join("?" * len(groups))
             sql = f"SELECT chains, versions FROM {table} WHERE group_id IN ({marks})"
             for chains, blob in self._reader.execute(sql, tuple(groups)):
@@ -432,12 +445,12 @@ class Journal:
         return {prompt: (group, fmean(scores)) for prompt, (group, scores) in values.items()}
 
     def counts(self) -> dict[str, int]:
-        names = ("prompts", "rollouts", "parked", "fates")
+        names = ("prompts", "rollouts", "suspended", "fates")
         return {n: int(self._reader.execute(f"SELECT count(*) FROM {n}").fetchone()[0]) for n in names}
 
     def files(self) -> set[str]:
         """Names of those beside this journal (`kitae.store.columns`) that it refers to."""
-        rows = self._reader.execute("SELECT chains FROM rollouts UNION ALL SELECT chains FROM parked")
+        rows = self._reader.execute("SELECT chains FROM rollouts UNION ALL SELECT chains FROM suspended")
         return {name for (chains,) in rows for name in files_of(chains)}
 
     def events(self) -> list[tuple[float, str, str]]:
@@ -520,10 +533,10 @@ def _event(kind: str, detail: str) -> Statement:
     return "INSERT INTO events VALUES (?,?,?)", (time.time(), kind, detail)
 
 
-def _park(r: Rollout) -> list[Statement]:
+def _suspend(r: Rollout) -> list[Statement]:
     piece = (r.group, r.index, 0, *rollout_to_row(r)[2:8], messages_to_text(r.transcript), experts_to_blob(r.segments))
     return [
-        ("DELETE FROM parked WHERE group_id = ? AND sample = ?", (r.group, r.index)),
+        ("DELETE FROM suspended WHERE group_id = ? AND sample = ?", (r.group, r.index)),
         (_ADD_PIECE, piece),
     ]
 

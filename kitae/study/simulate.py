@@ -18,25 +18,25 @@ from statistics import NormalDist
 from typing import Any
 
 from kitae.algorithms.control import Control
-from kitae.algorithms.groups import GroupStages
+from kitae.algorithms.group_stages import GroupStages
 from kitae.clock import VirtualLoop, now
-from kitae.config.load import override_config
+from kitae.config.recipe import override_config
 from kitae.config.root import RLConfig, reinforcement
 from kitae.data.chat import Chat
-from kitae.data.prompts import PromptStream
+from kitae.data.prompt_stream import PromptStream
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.fake import FakeEngine, Pace
 from kitae.engines.fleet import Fleet
 from kitae.envs.base import EpisodeLimits
-from kitae.envs.groups import Episodes
+from kitae.envs.rollouts import Episodes
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import ConfigError
 from kitae.observe.observer import Reported, Silent
-from kitae.pipeline.loops import Pipeline
-from kitae.pipeline.weight_sync import WeightSync
-from kitae.store.checkpoint import Frontier
+from kitae.rl.loops import Pipeline
+from kitae.rl.weight_sync import WeightSync
+from kitae.store.checkpoints import Frontier
 from kitae.store.journal import NoJournal
-from kitae.store.run import RunStore
+from kitae.store.run_folder import RunStore
 from kitae.trainer.learner import Learner, Learnt, at_once
 from kitae.types import Group, Message, Prompt, Score, Unread
 

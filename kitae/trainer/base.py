@@ -14,7 +14,7 @@ from kitae.algorithms.control import Coefficients
 from kitae.observe.meter import Totals
 from kitae.types import FloatArray, Sample, SampleKey
 from kitae.weights.base import Manifest, Mode
-from kitae.weights.board import Board
+from kitae.weights.published_version import Board
 
 THREADS = "kitae-trainer"
 """How the names of a trainer's threads begin, where it has any: the watchdog looks whether they move."""
@@ -119,7 +119,7 @@ class Trainer(Protocol):
     async def open_board(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> Board:
         """Before the first `publish`: engines with weights of their own find there what was published last.
 
-        settings: of the transport (`kitae.weights.start`); a host is that of whoever publishes, if it has one."""
+        settings: of the transport (`kitae.weights.transports`); a host is that of whoever publishes, if it has one."""
 
     async def publish(self, version: int, *, in_full: bool = False) -> Manifest | None: ...
     async def probe(self) -> tuple[float, ...]: ...

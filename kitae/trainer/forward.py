@@ -11,13 +11,13 @@ from torch import Tensor
 
 from kitae.data.packing import Observed, Row, Span, lay_out, pack
 from kitae.kernels.transfer import send
-from kitae.models.attention import AttentionContext
+from kitae.models.attention_seam import AttentionContext
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
-from kitae.trainer.attention import PackedAttention
-from kitae.trainer.collectives import together
 from kitae.trainer.config import LearningConfig
-from kitae.trainer.sequence import RowPart, SplitAttention
+from kitae.trainer.packed_attention import PackedAttention
+from kitae.trainer.parallel.collectives import together
+from kitae.trainer.parallel.sequence_parallel import RowPart, SplitAttention
 from kitae.types import FloatArray, Sample, SampleKey
 
 

@@ -16,10 +16,10 @@ from typing import TypeVar
 import numpy as np
 
 from kitae.algorithms.control import Control
-from kitae.algorithms.groups import Candidate, GroupStages, replace_samples
+from kitae.algorithms.group_stages import Candidate, GroupStages, replace_samples
 from kitae.clock import now
 from kitae.observe.meter import Totals, average
-from kitae.observe.tokens import Columns, TokenChoice, with_samples
+from kitae.observe.token_numbers import Columns, TokenChoice, with_samples
 from kitae.trainer.base import Batch, Column, Conditions, Mark, Role, Trainer
 from kitae.trainer.config import TrainingConfig
 from kitae.types import Group, Sample, SampleKey

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kitae.algorithms.loss import PolicyLoss
-from kitae.algorithms.tokens import TokenBatch
+from kitae.algorithms.loss_tokens import TokenBatch
 from kitae.models.logprobs import Head
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel

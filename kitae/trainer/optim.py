@@ -17,12 +17,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from kitae.kernels.adamw import adamw
+from kitae.kernels.allocation import set_master
 from kitae.kernels.base import AdamWPace, AdamWPart, AdamWStep
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.masters import Rest, split, whole
-from kitae.kernels.memory import set_master
+from kitae.trainer.collective_ops import Alone, Ranks, local
 from kitae.trainer.config import LearningConfig
-from kitae.trainer.ranks import Alone, Ranks, local
 
 _EPS = 1e-8
 _HOOK = "kitae_hook"

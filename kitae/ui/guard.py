@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse, RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kitae.remote.hosts import host_name, is_loopback, means
+from kitae.clients.addresses import host_name, is_loopback, means
 
 HEADERS = {
     "content-security-policy": (

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kitae.errors import StoreError
-from kitae.store.run import is_run
+from kitae.store.run_folder import is_run
 
 
 class Library:

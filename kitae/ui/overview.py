@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from kitae.errors import KitaeError
-from kitae.observe.report import PARTS
+from kitae.observe.step_report import PARTS
 from kitae.store.journal import Journal
-from kitae.store.look import RunView
-from kitae.ui import prompts
+from kitae.store.run_summary import RunView
+from kitae.ui import prompt_history
 from kitae.ui.library import file_of
 from kitae.ui.records import (
     ConsoleEnd,
@@ -80,7 +80,7 @@ def detail(key: str, run: Path, tables: Tables) -> RunDetail:
         phases=[name for part in (*PARTS, "other") if (name := f"{part}_seconds") in steps],
         settings=settings_of(run),
         events=_events(run),
-        rollouts=prompts.count_rollouts(run),
+        rollouts=prompt_history.count_rollouts(run),
     )
 
 
@@ -111,7 +111,7 @@ def compare(found: Sequence[tuple[str, Path]], tables: Tables) -> RunComparison:
     keys = dict.fromkeys(key for flat in settings for key in flat if key not in ("run.name", "run.dir"))
     differing = [key for key in keys if any(flat.get(key) != settings[0].get(key) for flat in settings)]
     names = [tables.names(run)[0] for _, run in found]
-    rates = [prompts.last_rates(run) for _, run in found]
+    rates = [prompt_history.last_rates(run) for _, run in found]
     return RunComparison(
         runs=[summary(key, run, tables) for key, run in found],
         metrics=list(dict.fromkeys(name for columns in names for name in columns)),

@@ -165,7 +165,7 @@ class GroupView:
     reason: str
     version: int
     samples: list[SampleView]
-    parked: int
+    suspended: int
     previous: int | None
     next: int | None
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from kitae.errors import StoreError
-from kitae.observe.tokens import read_tokens
+from kitae.observe.token_numbers import read_tokens
 from kitae.store.journal import Journal
 from kitae.types import Chain, Message, Rollout
-from kitae.ui import words
+from kitae.ui import decoded_tokens
 from kitae.ui.queries import brief_table, reading
 from kitae.ui.records import ChainTokens, GroupView, SampleTokens, SampleView, TurnView
 
@@ -21,7 +21,7 @@ def group(run: Path, number: int) -> GroupView:
         prompt = journal.prompt(number)
         if prompt is None:
             raise StoreError(f"{run.name} has no group {number}")
-        rollouts, parked = journal.rollouts(number), len(journal.parked(number))
+        rollouts, suspended = journal.rollouts(number), len(journal.suspended(number))
     finally:
         journal.close()
     with reading(run) as db:
@@ -41,7 +41,7 @@ def group(run: Path, number: int) -> GroupView:
         reason=fate[2] if fate else "",
         version=version,
         samples=[_sample(rollout) for rollout in rollouts],
-        parked=parked,
+        suspended=suspended,
         previous=before,
         next=after,
     )
@@ -117,7 +117,7 @@ def _chain(run: Path, chain: Chain, noted: Mapping[str, Sequence[float]]) -> tup
         if (laid_out := _laid_out(values, by_model, len(chain.prompt_tokens))) is not None:
             columns[name] = laid_out
     all_tokens = [*chain.prompt_tokens, *own]
-    found = words.pieces(run, all_tokens)
+    found = decoded_tokens.pieces(run, all_tokens)
     pieces = found if found is not None else [f"{token} " for token in all_tokens]
     cut = len(chain.prompt_tokens)
     return ChainTokens(pieces[:cut], own, pieces[cut:], by_model, columns), found is not None

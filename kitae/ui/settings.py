@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kitae.errors import KitaeError
-from kitae.store.look import RunView
+from kitae.store.run_summary import RunView
 from kitae.ui.library import file_of
 from kitae.ui.records import Setting
 

@@ -63,8 +63,8 @@ def repeatable(function: FunctionT) -> FunctionT:
     """Declare that a check may be interrupted at any point and made again from its start.
 
     The function has no effects, and keeps nothing between calls that an exception could leave half done, but where
-    `foreign` of `kitae.processes.interrupts` says so. A check that takes longer than most is then put off until the
-    others have their scores, at the cost of a moment instead of a process.
+    `foreign` of `kitae.workers.interruptible_calls` says so. A check that takes longer than most is then put off
+    until the others have their scores, at the cost of a moment instead of a process.
     """
     function.repeatable = True  # type: ignore[attr-defined]
     return function

@@ -29,8 +29,8 @@ from kitae.errors import VerifierError
 from kitae.plugins import is_plugin, nearest
 from kitae.types import Score
 from kitae.verifiers.base import TimeoutMeaning, Verifier
-from kitae.verifiers.calls import call_score, check_params, try_example
-from kitae.verifiers.text import inside_tag
+from kitae.verifiers.plain_text import inside_tag
+from kitae.verifiers.score_calls import call_score, check_params, try_example
 
 _KEYS = ("name", "label", "weight", "gate", "clip", "inside", "params")
 

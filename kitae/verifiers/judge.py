@@ -23,9 +23,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from kitae.clients.http_client import ask
+from kitae.clients.service import Service
 from kitae.errors import RemoteError, VerifierError
-from kitae.remote.client import ask
-from kitae.remote.service import Service
 from kitae.types import Score
 from kitae.verifiers.options import service_options
 

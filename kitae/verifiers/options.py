@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from kitae.remote.service import Service
+from kitae.clients.service import Service
 
 ScoreT = TypeVar("ScoreT", bound=Callable[..., Any])
 

@@ -29,17 +29,17 @@ from time import monotonic
 from types import MappingProxyType
 from typing import Any, Self
 
+from kitae.clients.http_client import close_clients
 from kitae.errors import StoreError, VerifierError
 from kitae.plugins import is_plugin
-from kitae.processes.chores import Chores
-from kitae.processes.serve import MAX_CONTROL
-from kitae.processes.template import Template
-from kitae.processes.worker import OutOfTimeError, WorkerDied, WorkerProcess
-from kitae.remote.client import close_clients
 from kitae.types import Prompt, Score, Unread
 from kitae.verifiers.base import TimeoutMeaning
-from kitae.verifiers.calls import as_score, check_params
-from kitae.verifiers.registry import VERIFIERS
+from kitae.verifiers.score_calls import as_score, check_params
+from kitae.verifiers.verifier_registry import VERIFIERS
+from kitae.workers.background_tasks import Chores
+from kitae.workers.templates.template import Template
+from kitae.workers.templates.template_main import MAX_CONTROL
+from kitae.workers.templates.worker_handle import OutOfTimeError, WorkerDied, WorkerProcess
 
 _PATIENCE = 2.5  # times the usual duration, after which a check is set aside
 _SHORTEST, _LONGEST, _FIRST = 0.015, 0.5, 5.0  # seconds between which that lies; the first check may have to import
@@ -105,7 +105,7 @@ class VerifierPool:
         self._prints = _Prints(name, self._note)
         self._setup: dict[str, Any] = {"name": name, "params": self._params}
         self._template = Template(
-            "kitae.verifiers.worker",
+            "kitae.verifiers.child_main",
             self._setup,
             read=Loaded.of,
             hear=self._prints.hear,

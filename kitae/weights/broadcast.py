@@ -32,9 +32,9 @@ from torch._C._distributed_c10d import Store
 from kitae.weights.base import Address, Manifest, Mode
 from kitae.weights.chunks import Chunk, delta_chunks, image_chunks
 from kitae.weights.downloads import Downloads, Haste
-from kitae.weights.groups import Backend, BroadcastGroup, host_store, join_store
-from kitae.weights.http import HttpPublisher
+from kitae.weights.http_transport import HttpPublisher
 from kitae.weights.layout import LIMIT
+from kitae.weights.process_group import Backend, BroadcastGroup, host_store, join_store
 from kitae.weights.receiver import PullReceiver
 
 _PATIENCE = 10.0  # seconds that a round waits for its last member

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from kitae.errors import EngineError
 from kitae.weights.base import Address, Bucket, Manifest, Mode
-from kitae.weights.cuda import CudaMemory
+from kitae.weights.bucket_server import ChunkServer, Shop
+from kitae.weights.cuda_memory import CudaMemory
 from kitae.weights.downloads import Downloads, Haste
 from kitae.weights.layout import LIMIT, starts
 from kitae.weights.publisher import ShelfPublisher
 from kitae.weights.receiver import PullReceiver
-from kitae.weights.serving import ChunkServer, Shop
 
 
 class DeviceMemory(Protocol):

@@ -17,10 +17,10 @@ from kitae.errors import EngineError
 from kitae.models.whole import whole
 from kitae.weights.base import Bucket, Entry, Manifest, Mode
 from kitae.weights.bits import bits, copy, integers, raw
-from kitae.weights.board import Gate
 from kitae.weights.checksum import Checksum
 from kitae.weights.delta import Encoder, changed_positions
 from kitae.weights.layout import LIMIT, lay_out, pieces
+from kitae.weights.published_version import Gate
 
 
 class Shelf(Protocol):
@@ -44,7 +44,7 @@ class Shelf(Protocol):
 
 
 class ShelfPublisher:
-    """Implements `kitae.weights.base.Publisher` but for `address`, and `kitae.weights.board.Board`.
+    """Implements `kitae.weights.base.Publisher` but for `address`, and `kitae.weights.published_version.Board`.
 
     mode: "full" always sends everything; "delta" sends what changed where no more than the share `dense` of all values
     did. On one machine "full" is faster: copying everything costs less than looking for what changed. A delta is for

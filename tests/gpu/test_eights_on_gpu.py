@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
-from kitae.engines.native.cache import KVCache
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.fused import FusedDecoder
+from kitae.engines.native.page_cache import KVCache
 from kitae.errors import EngineError
 from kitae.kernels import float8
 from kitae.kernels.devices import has_triton
 from kitae.kernels.norms import Norm, NormRule
-from kitae.models.attention import SelfAttention
+from kitae.models.attention_seam import SelfAttention
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
@@ -79,13 +79,13 @@ def near(got: Tensor, expected: Tensor, most: float) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(48, 32), (176, 80)])
 def test_weights_are_kept_as_the_plain_code_rounds_them(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    from kitae.kernels.cuda import eights
+    from kitae.kernels.cuda import float8_products
 
     weight = made(*shape, dtype=dtype)
-    kept = eights.room_for(weight)
-    eights.store(weight, kept)
+    kept = float8_products.room_for(weight)
+    float8_products.store(weight, kept)
     assert torch.equal((kept.numbers.float() * kept.unit).to(dtype), float8.rounded(weight))
-    eights.store(weight.zero_(), kept)
+    float8_products.store(weight.zero_(), kept)
     assert not kept.numbers.float().any()
 
 
@@ -125,12 +125,12 @@ def test_no_normed_row_overflows() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gelu", [False, True])
 def test_gated_rows_have_units_of_their_own(dtype: torch.dtype, gelu: bool) -> None:
-    from kitae.kernels.cuda import decoding, eights
+    from kitae.kernels.cuda import decoding, float8_products
 
     both = made(6, 2 * 144, dtype=dtype)
     both[1] *= 100
     both[2] = 0
-    eight, units = eights.gate(both, gelu=gelu)
+    eight, units = float8_products.gate(both, gelu=gelu)
     plain = decoding.swiglu(both, gelu=gelu)
     torch.testing.assert_close(units[:2], plain[:2].float().abs().amax(1) / float8.LARGEST, rtol=1e-5, atol=0)
     for row in range(6):
@@ -141,12 +141,12 @@ def test_gated_rows_have_units_of_their_own(dtype: torch.dtype, gelu: bool) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_product_in_8_bits(dtype: torch.dtype) -> None:
-    from kitae.kernels.cuda import eights
+    from kitae.kernels.cuda import float8_products
 
     rows, weight = made(7, 64, dtype=dtype), made(48, 64, dtype=dtype, seed=1)
-    unit, kept = float8.unit_of(rows), eights.room_for(weight)
-    eights.store(weight, kept)
-    got = eights.product((rows.float() / unit).to(float8.KIND), unit, kept, dtype)
+    unit, kept = float8.unit_of(rows), float8_products.room_for(weight)
+    float8_products.store(weight, kept)
+    got = float8_products.product((rows.float() / unit).to(float8.KIND), unit, kept, dtype)
     assert got.dtype == dtype
     near(got, as_eights(rows, unit) @ float8.rounded(weight.float()).t(), 1e-2)
 
@@ -154,31 +154,31 @@ def test_a_product_in_8_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("count", "width", "n"), [(1, 64, 96), (3, 192, 48), (16, 128, 80)])
 def test_kernels_for_a_few(dtype: torch.dtype, count: int, width: int, n: int) -> None:
-    from kitae.kernels.cuda import eights, few
+    from kitae.kernels.cuda import float8_products, small_batch
 
     x, gain = 3 * made(count, width, dtype=dtype), made(width, dtype=dtype, seed=1).abs() + 0.1
     squares = (x.float() ** 2).view(count, -1, 64).sum(-1)
     zeros = torch.zeros(4096, dtype=torch.int32, device=DEVICE)
-    stream = few.Stream(x.clone(), x * gain, squares, zeros)
+    stream = small_batch.Stream(x.clone(), x * gain, squares, zeros)
     unit = float8.unit_of_normed(Norm(gain, 1e-6))
     rows = as_eights((x * gain).float() * torch.rsqrt(squares.sum(1) / width + 1e-6)[:, None], unit)
 
     for gated in (False, True):
         weight = made(2 * n if gated else n, width, dtype=dtype, seed=2)
-        kept = eights.room_for(weight)
-        eights.store(weight, kept)
+        kept = float8_products.room_for(weight)
+        float8_products.store(weight, kept)
         expected = rows @ (kept.numbers.float() * kept.unit).t()
         if gated:
             gate, up = expected.chunk(2, 1)
             expected = torch.nn.functional.silu(gate) * up
-        near(few.normed_product(stream, 1e-6, kept, gated=gated, unit=unit), expected, 0.02)
+        near(small_batch.normed_product(stream, 1e-6, kept, gated=gated, unit=unit), expected, 0.02)
 
     inner = 1024  # in two parts
     act, down = made(count, inner, dtype=dtype, seed=3), made(width, inner, dtype=dtype, seed=4)
     act[0] *= 1000
-    kept = eights.room_for(down)
-    eights.store(down, kept)
-    few.add_product(stream, act, kept, gain)
+    kept = float8_products.room_for(down)
+    float8_products.store(down, kept)
+    small_batch.add_product(stream, act, kept, gain)
     added = act.float() @ (kept.numbers.float() * kept.unit).t()
     near(stream.rows.float() - x.float(), added, 0.04)
     near(stream.gained, stream.rows.float() * gain.float(), 5e-3)

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
-from kitae.engines.native.cache import KVCache
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.fused import FusedDecoder
-from kitae.models import attention
+from kitae.engines.native.page_cache import KVCache
+from kitae.models import attention_seam
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
@@ -70,7 +70,7 @@ def test_same_tokens_as_the_plain_path(architecture: str, tiny_policy: TinyPolic
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "gemma3"])
 def test_bf16_rounds_no_worse_than_the_modules(architecture: str, tmp_path: Path) -> None:
     """A deeper model with heads of 64: what both paths report against one exact pass with the same weights."""
-    from kitae.models.attention import causal_mask, masked_attention
+    from kitae.models.attention_seam import causal_mask, masked_attention
 
     make_tiny(tmp_path, architecture, hidden=256, layers=8)
     policy = load_policy(ModelConfig(path=str(tmp_path), dtype="bfloat16", device="cuda"))
@@ -196,8 +196,8 @@ def test_weights_written_in_flight_reach_the_graphs(tiny_policy: TinyPolicy) -> 
 
 
 @pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "keep"])
-def test_updates_in_flight_and_parking_leave_mixed_rows_alone(recompute: bool, tiny_policy: TinyPolicy) -> None:
-    """Groups, greedy and filtered rows: the weights get new numbers, then all is parked and continued elsewhere."""
+def test_updates_in_flight_and_suspending_leave_mixed_rows_alone(recompute: bool, tiny_policy: TinyPolicy) -> None:
+    """Groups, greedy and filtered rows: the weights get new numbers, then all is suspended and continued elsewhere."""
     policy = tiny_policy("qwen2")
     requests = mixed_requests()
     whole = generate(policy, requests)
@@ -210,16 +210,16 @@ def test_updates_in_flight_and_parking_leave_mixed_rows_alone(recompute: bool, t
             await engine.update_weights(WeightUpdate(version, recompute=recompute))
         while engine.stats().generated_tokens < 350:
             await asyncio.sleep(0.0005)
-        await engine.park()
+        await engine.suspend()
         return [await task for task in tasks]
 
     parts = with_engine(policy, interrupted)
-    assert sum(p.finish == "parked" for p in parts) > len(parts) // 2
+    assert sum(p.finish == "suspended" for p in parts) > len(parts) // 2
     assert all(list(p.versions) == sorted(p.versions) for p in parts) and {v for p in parts for v in p.versions} > {
         0,
         3,
     }
-    rest = [(i, replace(r, prior=parts[i].sampled)) for i, r in enumerate(requests) if parts[i].finish == "parked"]
+    rest = [(i, replace(r, prior=parts[i].sampled)) for i, r in enumerate(requests) if parts[i].finish == "suspended"]
     done = list(parts)
     for (i, _), completion in zip(rest, generate(policy, [r for _, r in rest]), strict=True):
         done[i] = completion
@@ -312,7 +312,7 @@ def test_engine_config_plain_uses_no_graphs(tiny_policy: TinyPolicy) -> None:
 
 def wide_policy(architecture: str) -> Policy:
     """Random, in bfloat16, with heads that the kernel for all layers takes."""
-    attention.register()
+    attention_seam.register()
     norms = {"qwen3": {"head_dim": 128}}.get(architecture, {})
     shape = {
         "vocab_size": 1000, "hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8,
@@ -321,7 +321,7 @@ def wide_policy(architecture: str) -> Policy:
     torch.manual_seed(0)
     with torch.device("cuda"):
         config = AutoConfig.for_model(architecture, **shape)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention.NAME)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention_seam.NAME)
     for parameter in model.parameters():
         parameter.data.mul_(4) if parameter.ndim > 1 else parameter.data.add_(0.2 * torch.randn_like(parameter))
     return Policy(model.eval(), None, architecture)

@@ -126,8 +126,8 @@ def test_bf16_gradient_is_as_near_to_the_exact_one_as_plain_torch(
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("side_by_side", [True, False])
 def test_norm_queries_keys_and_values(bias: bool, side_by_side: bool) -> None:
+    from kitae.kernels.allocation import lay_together
     from kitae.kernels.cuda import training
-    from kitae.kernels.memory import lay_together
 
     rows, width, dim = 70, 96, 24
     modules = [torch.nn.Linear(width, n * dim, bias=bias, device="cuda") for n in (6, 2, 2)]
@@ -182,8 +182,8 @@ def test_one_of_two_products_may_be_frozen(frozen: int) -> None:
 @pytest.mark.parametrize("side_by_side", [True, False])
 def test_products_add_to_gradients_of_masters(side_by_side: bool, dtype: torch.dtype) -> None:
     """In fp32, from the first row on, also where one weight got something by another way before."""
+    from kitae.kernels.allocation import gradient_of, lay_together, set_master
     from kitae.kernels.cuda import training
-    from kitae.kernels.memory import gradient_of, lay_together, set_master
 
     rows, width, dim = 70, 96, 24
     modules = [torch.nn.Linear(width, n * dim, bias=False, device="cuda", dtype=dtype) for n in (6, 2, 2)]

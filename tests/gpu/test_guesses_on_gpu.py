@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kitae.engines.base import SamplingParams
-from kitae.engines.native.repeats import Repeats
+from kitae.engines.native.ngram_speculation import Repeats
 
 sys.path.append(str(Path(__file__).parents[1] / "unit/engines"))
 from test_fast_engine import mixed_requests
@@ -48,7 +48,7 @@ def test_without_room_for_their_kernels_nobody_guesses(
 ) -> None:
     from triton.runtime.errors import OutOfResources
 
-    from kitae.kernels.cuda import guesses
+    from kitae.kernels.cuda import speculation
 
     def too_large(*_: object) -> None:
         raise OutOfResources(300_000, 232_448, "shared memory")
@@ -56,7 +56,7 @@ def test_without_room_for_their_kernels_nobody_guesses(
     policy = tiny_policy("llama")
     requests = [Request(f"{i}", (i + 3, *range(5, 30)), SamplingParams(0.0, 40), i) for i in range(3)]
     plain, steps = ask(policy, requests, guesses=0)
-    monkeypatch.setattr(guesses, "begin", too_large)
+    monkeypatch.setattr(speculation, "begin", too_large)
     done, as_many = ask(policy, requests)
     assert [c.tokens for c in done] == [c.tokens for c in plain] and as_many >= steps
 
@@ -126,7 +126,7 @@ def test_attention_of_several_rows_of_a_sequence(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_device_guesses_and_keeps_what_the_host_would(seed: int) -> None:
-    from kitae.kernels.cuda import decoding, guesses
+    from kitae.kernels.cuda import decoding, speculation
 
     rng, batch, trash = random.Random(seed), 6, 99999
     per = rng.choice([2, 4, 5])
@@ -142,13 +142,13 @@ def test_the_device_guesses_and_keeps_what_the_host_would(seed: int) -> None:
         row[decoding.STOP] = rng.randrange(60)
     before = state.clone()
     on_device = [t.cuda() for t in (state, table, texts)]
-    made = guesses.begin(*on_device, per, PAGE, trash)
+    made = speculation.begin(*on_device, per, PAGE, trash)
     tokens, _, slots, lengths = (t.cpu().view(batch, per) for t in made)
     drawn = tokens.roll(-1, 1).int()
     wrong = torch.tensor([[rng.random() < 0.2 or i == per - 1 for i in range(per)] for _ in range(batch)])
     drawn[wrong] = torch.tensor([rng.randrange(60) for _ in range(int(wrong.sum()))], dtype=torch.int32)
     out = torch.stack((drawn.flatten(), torch.zeros(batch * per, dtype=torch.int32))).cuda()
-    guesses.keep_agreed(on_device[0], on_device[2], made[0], made[3], out)
+    speculation.keep_agreed(on_device[0], on_device[2], made[0], made[3], out)
     state, texts, kept_rows = on_device[0].cpu(), on_device[2].cpu(), out[0].cpu().view(batch, per).tolist()
     for i, text in enumerate(known):
         _, _, count, limit, _, active = before[i, :6].tolist()

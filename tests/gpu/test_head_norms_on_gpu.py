@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from kitae.algorithms.config import AlgorithmConfig
+from kitae.kernels.allocation import lay_together
 from kitae.kernels.base import HeadNorms
 from kitae.kernels.devices import has_triton
-from kitae.kernels.memory import lay_together
 from kitae.models.config import ModelConfig
 from kitae.models.fuse import fuse_with
 from kitae.models.load import load_policy

@@ -17,11 +17,11 @@ import torch
 
 from kitae.engines.base import Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
-from kitae.engines.process.engine import ProcessEngine
+from kitae.engines.process.process_engine import ProcessEngine
 from kitae.errors import WeightsDamaged
 from kitae.models.config import ModelConfig
 from kitae.models.policy import Policy
-from kitae.weights.cuda import CudaMemory
+from kitae.weights.cuda_memory import CudaMemory
 from kitae.weights.ipc import IpcPublisher
 from kitae.weights.probe import score_probe
 

@@ -6,8 +6,8 @@ import torch
 
 from kitae.engines.base import SamplingParams
 from kitae.engines.native import sampler
-from kitae.engines.native.cache import Pages
-from kitae.models.attention import causal_mask, masked_attention
+from kitae.engines.native.page_cache import Pages
+from kitae.models.attention_seam import causal_mask, masked_attention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -133,7 +133,7 @@ def test_norms_and_rotary_of_queries_and_keys(
 @pytest.mark.parametrize("rows", [1, 7, 16, 17, 64])
 def test_products_of_a_few_rows(rows: int, dtype: torch.dtype) -> None:
     """The stream, products that norm what they read, and products that add to it; counters are zeros again."""
-    from kitae.kernels.cuda import decoding, few
+    from kitae.kernels.cuda import decoding, small_batch
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda").to(dtype)
@@ -141,26 +141,26 @@ def test_products_of_a_few_rows(rows: int, dtype: torch.dtype) -> None:
     table, gain, weight, back = randn(50, 1000), randn(1000), randn(600, 1000) / 30, randn(1000, 300) / 17
     counters = torch.zeros(64, dtype=torch.int32, device="cuda")
     tokens = torch.randint(50, (rows,), device="cuda")
-    stream = few.embed(tokens, table, gain, counters)
+    stream = small_batch.embed(tokens, table, gain, counters)
     assert torch.equal(stream.rows, table[tokens])
     for _ in range(2):
         normed = decoding.rms_norm(stream.rows, None, gain, 1e-6)[1]
-        close(few.normed_product(stream, 1e-6, weight), normed @ weight.t(), dtype)
-        parts, kept = few.normed_parts(stream, 1e-6, weight)
+        close(small_batch.normed_product(stream, 1e-6, weight), normed @ weight.t(), dtype)
+        parts, kept = small_batch.normed_parts(stream, 1e-6, weight)
         close(kept, normed, dtype)
         close(parts.sum(0), normed @ weight.t(), dtype)
-        act = few.normed_product(stream, 1e-6, weight, gated=True)
+        act = small_batch.normed_product(stream, 1e-6, weight, gated=True)
         close(act, decoding.swiglu(normed @ weight.t()), dtype)
         for splits in (1, 4):
             expected = stream.rows.float() + act.float() @ back.float().t()
             gain = randn(1000)
-            few.add_product(stream, act, back, gain, splits=splits)
+            small_batch.add_product(stream, act, back, gain, splits=splits)
             close(stream.rows, expected, dtype)
             close(stream.gained, stream.rows.float() * gain.float(), dtype)
             close(stream.squares.sum(-1), stream.rows.float().pow(2).sum(-1), torch.float32)
     parts = torch.randn(3, rows, 1000, device="cuda")
     expected = stream.rows.float() + parts.sum(0)
-    few.add_parts(stream, parts, gain)
+    small_batch.add_parts(stream, parts, gain)
     close(stream.rows, expected, dtype)
     close(stream.gained, stream.rows.float() * gain.float(), dtype)
     close(stream.squares.sum(-1), stream.rows.float().pow(2).sum(-1), torch.float32)
@@ -168,15 +168,15 @@ def test_products_of_a_few_rows(rows: int, dtype: torch.dtype) -> None:
 
 
 def test_the_sum_of_parts_does_not_depend_on_who_comes_last() -> None:
-    from kitae.kernels.cuda import few
+    from kitae.kernels.cuda import small_batch
 
     counters = torch.zeros(64, dtype=torch.int32, device="cuda")
     table = torch.randn(50, 1536, device="cuda").bfloat16()
     x, weight = (torch.randn(shape, device="cuda").bfloat16() for shape in ((5, 8960), (1536, 8960)))
     found = []
     for _ in range(30):
-        stream = few.embed(torch.arange(5, device="cuda"), table, table[0], counters)
-        few.add_product(stream, x, weight, table[0])
+        stream = small_batch.embed(torch.arange(5, device="cuda"), table, table[0], counters)
+        small_batch.add_product(stream, x, weight, table[0])
         found.append(stream.rows)
     assert all(torch.equal(rows, found[0]) for rows in found)
 
@@ -229,25 +229,25 @@ def test_attention_that_turns_its_rows_itself(dtype: torch.dtype, splits: int, h
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_the_largest_gates_of_a_softmax(dtype: torch.dtype, renormalise: bool) -> None:
-    from kitae.kernels.cuda import experts
+    from kitae.kernels.cuda import expert_decoding
 
     logits = torch.randn(70, 60, device="cuda").to(dtype)
-    gates, chosen = experts.route(logits, 6, renormalise, dtype)
+    gates, chosen = expert_decoding.route(logits, 6, renormalise, dtype)
     expected = logits.float().softmax(-1).topk(6).values
     torch.testing.assert_close(gates, expected / expected.sum(-1, keepdim=True) if renormalise else expected)
     assert all(len(set(row)) == 6 for row in chosen.tolist())
     if dtype == torch.float32:
         pieces = torch.stack([logits * 0.25, logits * 0.75])
-        assert torch.equal(experts.route(pieces, 6, renormalise, dtype)[1], chosen)
+        assert torch.equal(expert_decoding.route(pieces, 6, renormalise, dtype)[1], chosen)
     again = logits.float().softmax(-1).gather(1, chosen.long())
     torch.testing.assert_close(again, expected, msg="ties may be chosen otherwise, but weigh the same")
 
 
 def test_logits_that_are_not_finite_choose_experts_that_exist() -> None:
-    from kitae.kernels.cuda import experts
+    from kitae.kernels.cuda import expert_decoding
 
     logits = torch.full((4, 60), float("nan"), device="cuda")
-    chosen = experts.route(logits, 6, True, torch.float32)[1]
+    chosen = expert_decoding.route(logits, 6, True, torch.float32)[1]
     assert chosen.min() >= 0 and chosen.max() < 60
 
 
@@ -257,7 +257,7 @@ def test_logits_that_are_not_finite_choose_experts_that_exist() -> None:
 )
 def test_products_of_experts(tokens: int, count: int, top: int, dtype: torch.dtype) -> None:
     """Alone, sorted, with experts that nobody chose, and in blocks of every size."""
-    from kitae.kernels.cuda import decoding, experts
+    from kitae.kernels.cuda import decoding, expert_decoding
 
     width, inner = 200, 144
     x = torch.randn(tokens, width, device="cuda", dtype=dtype)
@@ -265,13 +265,13 @@ def test_products_of_experts(tokens: int, count: int, top: int, dtype: torch.dty
     down = torch.randn(count, width, inner, device="cuda", dtype=dtype) / 12
     logits = torch.randn(tokens, count, device="cuda", dtype=dtype)
     logits[:, 1] = -30
-    gates, chosen = experts.route(logits, top, True, dtype)
+    gates, chosen = expert_decoding.route(logits, top, True, dtype)
     expected = torch.zeros(top, tokens, width, device="cuda")
     for expert in range(count):
         token, slot = (chosen == expert).nonzero(as_tuple=True)
         made = decoding.swiglu(x[token] @ gate_up[expert].t()) @ down[expert].t() if len(token) else x[token]
         expected[slot, token] = made.float() * gates[token, slot, None]
-    close(experts.mix(x, gates, chosen, gate_up, down), expected, dtype)
+    close(expert_decoding.mix(x, gates, chosen, gate_up, down), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -280,7 +280,7 @@ def test_products_of_limited_experts(tokens: int, count: int, top: int, dtype: t
     """Those of gpt-oss, by its own function for what is gated, which reaches its limits here."""
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-    from kitae.kernels.cuda import experts
+    from kitae.kernels.cuda import expert_decoding
 
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=DEVICE).to(dtype)
@@ -290,17 +290,17 @@ def test_products_of_limited_experts(tokens: int, count: int, top: int, dtype: t
 
     width, inner = 200, 144
     x, gate_up, down = randn(tokens, width), randn(count, width, 2 * inner) / 8, randn(count, inner, width) / 12
-    limited = experts.Limited(randn(count, 2 * inner), randn(count, width), Own.alpha, Own.limit)
+    limited = expert_decoding.Limited(randn(count, 2 * inner), randn(count, width), Own.alpha, Own.limit)
     logits = randn(tokens, count)
     logits[:, 1] = -30
-    gates, chosen = experts.route(logits, top, True, dtype)
+    gates, chosen = expert_decoding.route(logits, top, True, dtype)
     expected = torch.zeros(top, tokens, width, device=DEVICE)
     for expert in range(count):
         token, slot = (chosen == expert).nonzero(as_tuple=True)
         both = x[token] @ gate_up[expert] + limited.gate_up_bias[expert]
         made = GptOssExperts._apply_gate(Own, both) @ down[expert] + limited.down_bias[expert]
         expected[slot, token] = made.float() * gates[token, slot, None]
-    close(experts.mix(x, gates, chosen, gate_up, down, limited), expected, dtype)
+    close(expert_decoding.mix(x, gates, chosen, gate_up, down, limited), expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

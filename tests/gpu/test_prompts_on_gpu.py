@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from kitae.engines.base import Completion, EngineStats, Request, SamplingParams, WeightUpdate
-from kitae.engines.native.cache import Pages
 from kitae.engines.native.engine import NativeEngine
+from kitae.engines.native.page_cache import Pages
 from kitae.kernels.devices import has_triton
 from kitae.models.policy import Policy
 
@@ -57,7 +57,7 @@ def test_what_samples_share_is_computed_once(
     dtype: torch.dtype, how: str, eight_bits: bool, splits: int, heads: int, per: int
 ) -> None:
     """splits: of what is shared, and of what is not."""
-    from kitae.kernels.cuda import decoding, paged, prompts
+    from kitae.kernels.cuda import decoding, paged, shared_prompts
 
     torch.manual_seed(0)
     pages = SEQUENCES * 14
@@ -82,15 +82,15 @@ def test_what_samples_share_is_computed_once(
     settings: dict[str, Any] = {"scale": 0.3, "softcap": softcap}
     sides = [made(dtype, eight_bits, pages) for _ in range(2)]
     stored = [(side.numbers, side.scales) for side in sides]
-    groups = prompts.Groups(
+    groups = shared_prompts.Groups(
         torch.tensor([*GROUPS, (0, 0, 0)], dtype=torch.int32, device=DEVICE),
         torch.tensor(PROMPTS, dtype=torch.int32, device=DEVICE),
-        prompts.most(heads, KV_HEADS, per),
+        shared_prompts.most(heads, KV_HEADS, per),
     )
     of_queries = None if norms is None else (norms[0], norms[2])
-    begun = prompts.begin(
+    begun = shared_prompts.begin(
         qkv, *stored, heads, table, groups, **settings, splits=splits, block=16,
-        turn=prompts.Turning(bias, of_queries, turn[0], turn[1], positions),
+        turn=shared_prompts.Turning(bias, of_queries, turn[0], turn[1], positions),
     )  # fmt: skip
     counters = torch.zeros(64, dtype=torch.int32, device=DEVICE)
     turned = paged.turn_and_attend(
@@ -100,7 +100,7 @@ def test_what_samples_share_is_computed_once(
     decoding.rotate_and_store(qkv, bias, norms, *turn, positions, slots, *stored, heads)
     q = qkv.view(SEQUENCES * per, -1, DIM)[:, :heads]
     expected = paged.attend(q, *stored, table, lengths, **settings, sinks=sinks, splits=1, block=16)
-    begun = prompts.begin(q, *stored, heads, table, groups, **settings, splits=splits, block=16)
+    begun = shared_prompts.begin(q, *stored, heads, table, groups, **settings, splits=splits, block=16)
     got = paged.attend(q, *stored, table, lengths, **settings, sinks=sinks, begun=begun, splits=splits, block=16)
     for found in (got, turned.view_as(expected)):
         error = (found[there] - expected[there]).float().norm() / expected[there].float().norm()
@@ -127,7 +127,7 @@ def answers(
     policy: Policy, monkeypatch: pytest.MonkeyPatch, worth: int, modules: bool = False, **settings: Any
 ) -> tuple[list[Completion], set[tuple[int, int, bool]], EngineStats]:
     """With the steps that were computed: their sequences, rows of each, and whether they shared."""
-    from kitae.engines.native.cuda import CudaRunner
+    from kitae.engines.native.gpu_runner import CudaRunner
 
     monkeypatch.setattr(CudaRunner, "worth_sharing", worth)
 
@@ -187,7 +187,7 @@ def test_samples_before_and_after_an_update_share_no_pages(
     tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same prompt, computed by two versions of the weights, among neighbours."""
-    from kitae.engines.native.cuda import CudaRunner
+    from kitae.engines.native.gpu_runner import CudaRunner
 
     policy = tiny_policy("llama")
     first, second = (tuple(r for r in grouped_requests(90) if r.id[0] == "4")[part] for part in (slice(4), slice(4, 8)))
@@ -220,27 +220,27 @@ def test_without_room_for_its_kernel_prompts_are_read_for_each(
 ) -> None:
     from triton.runtime.errors import OutOfResources
 
-    from kitae.kernels.cuda import prompts
+    from kitae.kernels.cuda import shared_prompts
 
     def too_large(*_: object, **__: object) -> None:
         raise OutOfResources(300_000, 232_448, "shared memory")
 
     policy = tiny_policy("llama")
     apart, *_ = answers(policy, monkeypatch, sys.maxsize, guesses=0)
-    monkeypatch.setattr(prompts, "begin", too_large)
+    monkeypatch.setattr(shared_prompts, "begin", too_large)
     together, steps, _ = answers(policy, monkeypatch, 0, guesses=0)
     assert not any(shares for *_, shares in steps) and differing(together, apart) <= 1
 
 
 @on_gpu
 def test_nor_in_a_step_that_is_no_graph(tiny_policy: TinyPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kitae.engines.native.cuda import CudaRunner
+    from kitae.engines.native.gpu_runner import CudaRunner
 
     monkeypatch.setattr(CudaRunner, "_step_for", lambda self, *key: ungraphed(*key))
     test_without_room_for_its_kernel_prompts_are_read_for_each(tiny_policy, monkeypatch)
 
 
 def ungraphed(batch: int, width: int, shares: bool) -> Any:
-    from kitae.engines.native.cuda import _Step
+    from kitae.engines.native.gpu_runner import _Step
 
     return _Step(batch, width, shares)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kitae.kernels.masters import whole
 from kitae.models.load import export_policy
-from kitae.trainer.mesh import OFFLOADS, Offload, Parallel
+from kitae.trainer.parallel.mesh import OFFLOADS, Offload, Parallel
 
 sys.path.append(str(Path(__file__).parents[1] / "unit/trainer"))
 from sharded import GRPO, SHAPES, Case, Crew, check, one_rank, rows_of, train

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kitae.data.packing import Span
 from kitae.kernels.devices import has_triton
-from kitae.trainer import attention
-from kitae.trainer.attention import PackedAttention, _Spans
+from kitae.trainer import packed_attention
+from kitae.trainer.packed_attention import PackedAttention, _Spans
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -215,7 +215,7 @@ def test_16_bits_are_as_near_to_fp32_as_plain_torch(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_with_softcaps_and_sinks_have_them(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """No loop over spans. Plain rows in half precision have them too, and what flash attention gives."""
-    monkeypatch.setattr(attention, "masked_attention", None)
+    monkeypatch.setattr(packed_attention, "masked_attention", None)
     row = ROWS["shared prompts"]
     x, sinks = (t.to(dtype) for t in inputs(row, (4, 2), 32))
     for softcap, given in ((3.0, None), (None, sinks), (3.0, sinks)):

@@ -170,13 +170,13 @@ METHODS = (
 def _points(steps: int) -> list[tuple[Any, str, int]]:
     """Functions of a run at which a fault may strike, with about how often they are called."""
 
-    from kitae.pipeline import session
-    from kitae.pipeline.weight_sync import WeightSync
-    from kitae.store.checkpoint import Checkpoints
+    from kitae.rl.weight_sync import WeightSync
+    from kitae.run import rl_session
+    from kitae.store.checkpoints import Checkpoints
     from kitae.store.journal import Journal
-    from kitae.store.run import Metrics, RunStore
+    from kitae.store.run_folder import Metrics, RunStore
     from kitae.trainer.learner import Learner
-    from kitae.trainer.worker import Worker
+    from kitae.trainer.training_worker import Worker
 
     return [
         (Journal, "add_prompt", steps * PROMPTS),
@@ -196,8 +196,8 @@ def _points(steps: int) -> list[tuple[Any, str, int]]:
         (Checkpoints, "forget_after", 1),
         (RunStore, "begin", 1),
         (Metrics, "append", steps),
-        (session, "evaluate", 2),
-        (session, "export_policy", 1),
+        (rl_session, "evaluate", 2),
+        (rl_session, "export_policy", 1),
     ]
 
 
@@ -212,10 +212,13 @@ def strike(kind: str, rng: random.Random, steps: int, folder: Path) -> None:
         time.time = lambda: real() + (jumps if rng.random() < 0.5 else 0.0)
     elif kind == "delay an update":
         _around(
-            "kitae.engines.process.engine:ProcessEngine", "update_weights", rng.randint(0, steps), _delay(rng.random())
+            "kitae.engines.process.process_engine:ProcessEngine",
+            "update_weights",
+            rng.randint(0, steps),
+            _delay(rng.random()),
         )
     elif kind == "corrupt an update":
-        _around("kitae.weights.memory:MemoryPublisher", "publish", rng.randint(1, steps), _corrupt)
+        _around("kitae.weights.shared_memory:MemoryPublisher", "publish", rng.randint(1, steps), _corrupt)
     else:
         if kind == "cut the power":
             _remember_what_lasts(folder)
@@ -239,7 +242,7 @@ def _now(kind: str, folder: Path) -> None:
         subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {me}"])
         os.kill(me, signal.SIGSTOP)
     elif kind in ("kill a verifier", "kill the engine"):
-        mark = "kitae.engines.process.serve" if "engine" in kind else "kitae.verifiers"
+        mark = "kitae.engines.process.engine_main" if "engine" in kind else "kitae.verifiers"
         found = [(pid, _command(pid)) for pid in _descendants(me)]  # others have the names of their imports in theirs
         victims = [pid for pid, command in found if mark in command and "forkserver" not in command]
         for pid in victims[-1:]:
@@ -249,7 +252,7 @@ def _now(kind: str, folder: Path) -> None:
 
 def _remember_what_lasts(folder: Path) -> None:
     """Whatever is flushed survives the cut: note the sizes."""
-    from kitae.store import journal, run
+    from kitae.store import journal, run_folder
 
     lock = threading.Lock()
 
@@ -262,7 +265,7 @@ def _remember_what_lasts(folder: Path) -> None:
 
         return flush_and_note
 
-    journal.flush, run.flush = noting(journal.flush), noting(run.flush)
+    journal.flush, run_folder.flush = noting(journal.flush), noting(run_folder.flush)
 
 
 def _generation(path: Path) -> str:
@@ -471,7 +474,7 @@ class Trial:
     def _check(self, steps: int) -> None:
         from test_async import check_ledger
 
-        from kitae.pipeline.evaluate import evaluation_due
+        from kitae.rl.evaluations import evaluation_due
 
         config = toy_config(self.folder, *self.plan.settings, f"training.steps={steps}")
         fates = check_ledger(self.run, config)

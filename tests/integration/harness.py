@@ -5,12 +5,12 @@ from typing import Any
 
 from commands import Command
 
-from kitae.config.load import load_config
+from kitae.config.recipe import load_config
 from kitae.config.root import RLConfig
 from kitae.observe.observer import Silent
-from kitae.pipeline.prepare import prepare
-from kitae.pipeline.session import Result, train
-from kitae.store.run import Metrics, RunStore
+from kitae.run.prepare import prepare
+from kitae.run.rl_session import Result, train
+from kitae.store.run_folder import Metrics, RunStore
 
 HERE = Path(__file__).parent
 RECIPE = HERE / "toy.toml"

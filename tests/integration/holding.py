@@ -29,17 +29,17 @@ LIMIT = 120.0  # seconds that a process is held, at most
 
 POINTS: dict[str, tuple[tuple[str, str], ...]] = {
     "start": (
-        ("kitae.trainer.rank", "_join"),
-        ("kitae.engines.process.serve", "Server.__init__"),
-        ("kitae.verifiers.host", "_serve"),
-        ("kitae.weights.relay", "make_relay"),
+        ("kitae.trainer.parallel.rank_process", "_join"),
+        ("kitae.engines.process.engine_main", "Server.__init__"),
+        ("kitae.verifiers.pool_process", "_serve"),
+        ("kitae.weights.relay_server", "make_relay"),
     ),
     "generate": (("kitae.engines.native.engine", "NativeEngine._append"),),
-    "learn": (("kitae.trainer.trained", "Trained.forward_backward"),),
-    "update": (("kitae.trainer.ranks", "Distributed.norm"),),
+    "learn": (("kitae.trainer.trainable_model", "Trained.forward_backward"),),
+    "update": (("kitae.trainer.collective_ops", "Distributed.norm"),),
     "publish": (("kitae.models.whole", "whole"),),
     "fetch": (("kitae.weights.receiver", "PullReceiver._load"), ("stand_in", "StandIn._load")),
-    "save": (("kitae.trainer.rank", "Rank._end_save"),),
+    "save": (("kitae.trainer.parallel.rank_process", "Rank._end_save"),),
 }
 """Where a process can be held, beside "score": functions, before they are called."""
 

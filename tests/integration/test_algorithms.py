@@ -13,13 +13,13 @@ from kitae.algorithms.catalogue import settings
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES
-from kitae.config.load import load_config
+from kitae.config.recipe import load_config
 from kitae.errors import ConfigError
 from kitae.observe.observer import Silent
-from kitae.pipeline.prepare import prepare
-from kitae.pipeline.session import train
+from kitae.run.prepare import prepare
+from kitae.run.rl_session import train
 from kitae.store.journal import Journal
-from kitae.store.run import RunStore
+from kitae.store.run_folder import RunStore
 
 RIGHT_OR_WRONG = f"verifier.name={HERE / 'toy.py'}:any_digit"
 SHORT = ("eval.prompts=0", "checkpoint.every=100")

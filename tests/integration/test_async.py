@@ -15,15 +15,15 @@ from harness import RECIPE, VERIFIER, finish, kitae, rows, run_toy, toy_config
 from test_resume import kill_when, rollouts_written
 
 from kitae.config.root import RLConfig
-from kitae.engines.native.cpu import CpuRunner
+from kitae.engines.native.cpu_runner import CpuRunner
 from kitae.engines.native.engine import NativeEngine
 from kitae.errors import StoreError
 from kitae.kernels.cpu import packed
 from kitae.models.tiny import make_tiny
 from kitae.observe import timeline
-from kitae.pipeline.replay import replay
+from kitae.run.recompute_step import replay
 from kitae.store.journal import Journal
-from kitae.trainer.worker import Worker
+from kitae.trainer.training_worker import Worker
 
 pytestmark = pytest.mark.usefixtures("warm_posts")
 
@@ -51,7 +51,7 @@ def check_ledger(run: Path, config: RLConfig) -> Counter[str]:
         ids = [group for group, *_ in fates]
         assert ids == list(range(len(ids))), "skipped or closed twice"
         assert journal.pending() == [] and journal.counts()["prompts"] == len(ids)
-        assert journal.counts()["parked"] == 0
+        assert journal.counts()["suspended"] == 0
         for group, step, fate, _ in fates:
             rollouts = [r for r in journal.rollouts(group) if r.index >= 0]  # the greedy one comes on top
             if fate == "skipped":
@@ -235,15 +235,15 @@ def test_a_killed_run_keeps_what_was_sampled_of_long_responses(tmp_path: Path) -
     )
     process = kitae("train", str(RECIPE), f"run.dir={tmp_path}", *settings)
     run = tmp_path / "toy-001"
-    kill_when(process, lambda: parked_tokens(run) > 2000)
+    kill_when(process, lambda: suspended_tokens(run) > 2000)
     journal = Journal(run / "journal.sqlite", read_only=True)
-    parked = [r for g in range(24) for r in journal.parked(g)]
+    suspended = [r for g in range(24) for r in journal.suspended(g)]
     journal.close()
-    assert parked
+    assert suspended
     finish(kitae("resume", str(run)))
     check_ledger(run, toy_config(tmp_path, *settings))
     journal = Journal(run / "journal.sqlite", read_only=True)
-    for part in parked:
+    for part in suspended:
         (whole,) = [r for r in journal.rollouts(part.group) if r.index == part.index]
         length = part.response_length
         assert length >= 32 and whole.segments[0].tokens[:length] == part.segments[0].tokens
@@ -251,20 +251,20 @@ def test_a_killed_run_keeps_what_was_sampled_of_long_responses(tmp_path: Path) -
     journal.close()
 
 
-def parked_tokens(run: Path) -> int:
+def suspended_tokens(run: Path) -> int:
     if not (run / "journal.sqlite").exists():
         return 0
     try:
         journal = Journal(run / "journal.sqlite", read_only=True)
         try:
-            return sum(r.response_length for g in range(24) for r in journal.parked(g))
+            return sum(r.response_length for g in range(24) for r in journal.suspended(g))
         finally:
             journal.close()
     except (StoreError, sqlite3.Error):  # it is being made
         return 0
 
 
-def test_what_is_being_sampled_is_parked_on_ctrl_c(tmp_path: Path) -> None:
+def test_what_is_being_sampled_is_suspended_on_ctrl_c(tmp_path: Path) -> None:
     """Half a response is worth keeping: it is continued, its log-probs are those it was sampled with."""
     settings = (VERIFIER, *STALE, "training.steps=3", "sampling.max_tokens=300", "engine.max_batch=16")
     process = kitae("train", str(RECIPE), f"run.dir={tmp_path}", *settings)
@@ -276,14 +276,14 @@ def test_what_is_being_sampled_is_parked_on_ctrl_c(tmp_path: Path) -> None:
     output = finish(process, status=130)
     assert re.search(r"stopped after step \d+; everything is saved", output), output
     journal = Journal(run / "journal.sqlite", read_only=True)
-    parked = {(r.group, r.index): r for g in range(24) for r in journal.parked(g)}
+    suspended = {(r.group, r.index): r for g in range(24) for r in journal.suspended(g)}
     done = journal.counts()["rollouts"]
     journal.close()
-    assert parked and all(0 < r.response_length < 300 for r in parked.values())
+    assert suspended and all(0 < r.response_length < 300 for r in suspended.values())
     finish(kitae("resume", str(run)))
     check_ledger(run, toy_config(tmp_path, *settings))
     journal = Journal(run / "journal.sqlite", read_only=True)
-    for (group, index), part in parked.items():
+    for (group, index), part in suspended.items():
         (whole,) = [r for r in journal.rollouts(group) if r.index == index]
         length = part.response_length
         assert whole.segments[0].tokens[:length] == part.segments[0].tokens

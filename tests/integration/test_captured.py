@@ -48,7 +48,7 @@ def test_chains_are_trained_on_and_failures_cost_one_sample(whole: Path) -> None
 def test_a_killed_run_resumes_to_the_same_numbers(moment: int, whole: Path, tmp_path: Path) -> None:
     process = kitae("train", str(RECIPE), VERIFIER, f"run.dir={tmp_path}", *SETTINGS)
     run, deadline = tmp_path / "toy-001", time.time() + 100
-    while count(run, "rollouts") < moment or not count(run, "parked"):
+    while count(run, "rollouts") < moment or not count(run, "suspended"):
         assert process.poll() is None and time.time() < deadline
         time.sleep(0.002)
     process.send_signal(signal.SIGKILL)
@@ -58,7 +58,7 @@ def test_a_killed_run_resumes_to_the_same_numbers(moment: int, whole: Path, tmp_
     assert [told(r) for r in rollouts_of(run)] == [told(r) for r in rollouts_of(whole)]
     assert before == [told(r) for r in rollouts_of(run)][: len(before)]
     assert_same_metrics(run, whole)
-    assert count(run, "parked") == 0
+    assert count(run, "suspended") == 0
     assert not _agents(), "no program is left"
 
 

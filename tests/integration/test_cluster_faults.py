@@ -34,10 +34,10 @@ from kitae.store.journal import Journal
 pytestmark = pytest.mark.slow
 
 DUTIES = {
-    "rank": "kitae.trainer.rank",
-    "engine": "kitae.engines.process.serve",
-    "verifier host": "kitae.verifiers.host",
-    "relay": "kitae.weights.relay",
+    "rank": "kitae.trainer.parallel.rank_process",
+    "engine": "kitae.engines.process.engine_main",
+    "verifier host": "kitae.verifiers.pool_process",
+    "relay": "kitae.weights.relay_server",
     "server": "vllm.entrypoints.openai.api_server",
 }
 """Modules that their processes run."""
@@ -438,10 +438,10 @@ ON_RAY = [f"cluster.pools.{pool}={FAR}" for pool in ("trainer", "engines", "veri
 
 @pytest.fixture
 def nodes(trial: Callable[..., Trial]) -> Iterator[Any]:
-    """With the surroundings of the trial. The controller's node has no place for anybody else."""
+    """With the episode_context of the trial. The controller's node has no place for anybody else."""
     if find_spec("ray") is None:
         pytest.skip("ray is not installed: pip install 'kitae[cluster]'")
-    from kitae.cluster.ray.nodes import OwnNodes
+    from kitae.workers.ray.local_nodes import OwnNodes
 
     own = OwnNodes.start(1)
     for _ in range(2):

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from harness import RECIPE, VERIFIER, rows
 
-from kitae.config.load import load_config
+from kitae.config.recipe import load_config
 
 FILES = Path(__file__).parents[2] / "examples" / "cluster"
 

@@ -104,9 +104,9 @@ def test_an_interrupted_run_resumes_to_the_same_numbers(
     process.send_signal(number)
     process.ended(timeout=100)
     before = [told(r) for r in rollouts_of(run)]
-    assert count(run, "parked") > 0 or number == signal.SIGKILL, "what is being said is kept"
+    assert count(run, "suspended") > 0 or number == signal.SIGKILL, "what is being said is kept"
     finish(kitae("resume", str(run)))
     assert [told(r) for r in rollouts_of(run)] == [told(r) for r in rollouts_of(whole)]
     assert_same_metrics(run, whole)
     assert before == [told(r) for r in rollouts_of(run)][: len(before)]
-    assert count(run, "parked") == 0
+    assert count(run, "suspended") == 0

@@ -14,16 +14,16 @@ import pytest
 from harness import EXACT, RECIPE, VERIFIER, assert_ledger_balances, finish, kitae, rows, run_toy, toy_config
 
 from kitae.api import resume
-from kitae.cluster import link
-from kitae.engines import start
+from kitae.engines import start_engine
 from kitae.errors import CorruptError
-from kitae.pipeline.replay import replay
-from kitae.processes.frames import Frame, pack_frame
+from kitae.run.recompute_step import replay
 from kitae.store.columns import ColumnFiles, Contents, Filed, Kept, KeptText
 from kitae.store.journal import Journal
-from kitae.store.rows import problem_of
+from kitae.store.journal_rows import problem_of
 from kitae.ui.queries import RolloutFilter, rollouts
 from kitae.ui.samples import group
+from kitae.workers import connection
+from kitae.workers.frames import Frame, pack_frame
 
 pytestmark = pytest.mark.usefixtures("warm_posts")
 
@@ -46,7 +46,7 @@ class Traffic:
 @contextmanager
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
     found = Traffic()
-    read_frame, send, read = link.read_frame, link.Link.send, ColumnFiles._read
+    read_frame, send, read = connection.read_frame, connection.Link.send, ColumnFiles._read
 
     async def heard(reader: asyncio.StreamReader) -> Frame | None:
         frame = await read_frame(reader)
@@ -54,7 +54,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
             found.bytes += len(pack_frame(frame.header, frame.arrays))
         return frame
 
-    def told(self: link.Link, frame: bytes) -> None:
+    def told(self: connection.Link, frame: bytes) -> None:
         found.bytes += len(frame)
         send(self, frame)
 
@@ -63,8 +63,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
         return read(self, filed)
 
     with monkeypatch.context() as patched:
-        patched.setattr(link, "read_frame", heard)
-        patched.setattr(link.Link, "send", told)
+        patched.setattr(connection, "read_frame", heard)
+        patched.setattr(connection.Link, "send", told)
         patched.setattr(ColumnFiles, "_read", looked)
         yield found
 
@@ -91,7 +91,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Made:
 def value(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """The long answers come to the controller."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(start, "ProcessEngine", partial(_by_value, start.ProcessEngine))
+        monkeypatch.setattr(start_engine, "ProcessEngine", partial(_by_value, start_engine.ProcessEngine))
         return made(tmp_path_factory.mktemp("value"), LONG)
 
 

@@ -11,8 +11,8 @@ import book
 import pytest
 
 from kitae.cli import main
-from kitae.config.load import load_config
-from kitae.data.prompts import eval_prompts, open_stream
+from kitae.config.recipe import load_config
+from kitae.data.prompt_stream import eval_prompts, open_stream
 
 pytestmark = pytest.mark.usefixtures("warm_posts")
 

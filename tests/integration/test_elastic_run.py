@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from harness import RECIPE, VERIFIER, assert_ledger_balances, finish, kitae, rows
 
-from kitae.store.run import read_config
+from kitae.store.run_folder import read_config
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def finish_and_check(command: Any, run: Path) -> str:
     output += finish(kitae("resume", str(run), f"training.steps={more}", "cluster.patience=60"))
     assert [row["step"] for row in steps(run)] == list(range(1, more + 1))
     assert_ledger_balances(run, read_config(run))  # type: ignore[arg-type]
-    until(lambda: not processes("kitae.engines.process.serve"), "the end of all engines")
+    until(lambda: not processes("kitae.engines.process.engine_main"), "the end of all engines")
     return output
 
 
@@ -74,7 +74,7 @@ def test_from_one_to_three_to_one_and_a_loss(run: Path) -> None:
         until(lambda: len(steps(run)) > 2, "a step")
         assert "shall have 3 engines, now" in finish(kitae("scale", str(run), "3"))
         until(lambda: serving(run) == 3, "serving with 3")
-        os.kill(processes("kitae.engines.process.serve")[0], signal.SIGKILL)
+        os.kill(processes("kitae.engines.process.engine_main")[0], signal.SIGKILL)
         until(lambda: sum(row["engine_restarts"] for row in steps(run)) == 1, "the loss")
         until(lambda: serving(run) == 3, "serving with 3 again")
         finish(kitae("scale", str(run), "1"))
@@ -91,7 +91,7 @@ def test_from_one_to_three_to_one_and_a_loss(run: Path) -> None:
 def nodes() -> Iterator[Any]:
     if find_spec("ray") is None:
         pytest.skip("ray is not installed: pip install 'kitae[cluster]'")
-    from kitae.cluster.ray.nodes import OwnNodes
+    from kitae.workers.ray.local_nodes import OwnNodes
 
     own = OwnNodes.start(3)
     yield own
@@ -134,4 +134,4 @@ def test_all_parts_on_three_nodes_that_are_started_here(run: Path) -> None:
     assert [row["reward"] for row in alone] == [row["reward"] for row in together]
     for a, b in zip(alone, together, strict=True):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
-    assert not list(Path("/tmp").glob("kitae-ray-*")) and not processes("kitae.trainer.rank")
+    assert not list(Path("/tmp").glob("kitae-ray-*")) and not processes("kitae.trainer.parallel.rank_process")

@@ -13,13 +13,13 @@ from harness import HERE, RECIPE, VERIFIER, assert_same_metrics, finish, kitae, 
 from test_conversations import SETTINGS as TALKS
 from test_conversations import count, rollouts_of, told
 
-from kitae.algorithms.groups import experts_of
+from kitae.algorithms.group_stages import experts_of
 from kitae.data.packing import NO_RECORD
 from kitae.errors import KitaeError
 from kitae.observe.observer import Silent
-from kitae.pipeline.prepare import prepare
-from kitae.pipeline.session import train
-from kitae.store.run import RunStore
+from kitae.run.prepare import prepare
+from kitae.run.rl_session import train
+from kitae.store.run_folder import RunStore
 from kitae.types import GREEDY, Chain
 
 pytestmark = pytest.mark.usefixtures("warm_posts")
@@ -119,7 +119,7 @@ def test_resumed_equals_uninterrupted(tiny_folder: TinyFolder, tmp_path: Path) -
 @pytest.mark.parametrize(
     "number",
     [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
-    ids=["killed", "parked"],
+    ids=["killed", "suspended"],
 )
 def test_a_killed_run_of_several_turns_goes_on_with_all_experts(
     number: signal.Signals, tiny_folder: TinyFolder, tmp_path: Path
@@ -128,7 +128,7 @@ def test_a_killed_run_of_several_turns_goes_on_with_all_experts(
     finish(kitae("train", str(RECIPE), VERIFIER, f"run.dir={tmp_path / 'whole'}", *settings))
     process = kitae("train", str(RECIPE), VERIFIER, f"run.dir={tmp_path}", *settings)
     whole, run, deadline = tmp_path / "whole" / "toy-001", tmp_path / "toy-001", time.time() + 100
-    while count(run, "rollouts") < 40 or not count(run, "parked"):
+    while count(run, "rollouts") < 40 or not count(run, "suspended"):
         assert process.poll() is None and time.time() < deadline
         time.sleep(0.002)
     process.send_signal(number)

@@ -13,7 +13,7 @@ from transport_rigs import Rig
 
 from kitae.engines.base import Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
-from kitae.engines.process.engine import ProcessEngine
+from kitae.engines.process.process_engine import ProcessEngine
 from kitae.errors import EngineError, WeightsDamaged
 from kitae.models.config import ModelConfig
 from kitae.models.policy import Policy

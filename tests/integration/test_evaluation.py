@@ -15,11 +15,11 @@ from kitae.cli import evaluation
 from kitae.cli.runs import compare
 from kitae.evaluation.held_out import answers_at, pair
 from kitae.observe.observer import Silent
-from kitae.pipeline.prepare import prepare
-from kitae.pipeline.session import train
+from kitae.run.prepare import prepare
+from kitae.run.rl_session import train
 from kitae.store.journal import Journal
-from kitae.store.look import look
-from kitae.store.run import RunStore
+from kitae.store.run_folder import RunStore
+from kitae.store.run_summary import look
 
 FEW = ("training.steps=2", "eval.prompts=4", "verifier.check_gold=false")
 

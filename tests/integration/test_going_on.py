@@ -21,14 +21,14 @@ from test_resume import rollouts_written
 from kitae.errors import ConfigError, DataError, StoreError, VerifierError
 from kitae.models.load import find_model
 from kitae.observe.observer import Silent
-from kitae.pipeline import evaluate as run_evaluations
-from kitae.pipeline.loops import Pipeline
-from kitae.pipeline.prepare import prepare
-from kitae.pipeline.replay import replay
-from kitae.pipeline.session import Result, train
-from kitae.store.checkpoint import Checkpoints
+from kitae.rl import evaluations as run_evaluations
+from kitae.rl.loops import Pipeline
+from kitae.run.prepare import prepare
+from kitae.run.recompute_step import replay
+from kitae.run.rl_session import Result, train
+from kitae.store.checkpoints import Checkpoints
 from kitae.store.journal import Journal
-from kitae.store.run import RunStore
+from kitae.store.run_folder import RunStore
 from kitae.trainer.learner import Learner
 
 
@@ -281,7 +281,7 @@ def test_responses_that_wait_for_a_verdict_are_saved(tmp_path: Path) -> None:
 def test_the_second_ctrl_c_does_not_wait_for_the_step(tmp_path: Path) -> None:
     """The trainer's thread is in a step that takes a minute."""
     script = (
-        "import time; from kitae.trainer.worker import Worker; from pathlib import Path\n"
+        "import time; from kitae.trainer.training_worker import Worker; from pathlib import Path\n"
         f"def learn(*_, **__): Path({str(tmp_path / 'learning')!r}).touch(); time.sleep(60)\n"
         "Worker.forward_backward = learn\n"
         "from kitae.cli.main import run; run()"
@@ -602,7 +602,7 @@ def test_a_shorter_run_does_not_sample_what_nobody_needs(tmp_path: Path, monkeyp
 
 
 def test_a_stop_gives_no_slot_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the run parks, the batch that it was waiting for is still taken: slots go, and nothing is trained."""
+    """While the run suspends, the batch that it was waiting for is still taken: slots go, and nothing is trained."""
     settings = (
         score_file(tmp_path, f"import time; time.sleep(1.5 if str(reference).startswith('1') else 0.2); {PARITY}"),
         "verifier.workers=16",

@@ -13,17 +13,17 @@ from test_going_on import crash_at, go_on, score_file
 
 from kitae.cli import diagnosis, runs
 from kitae.errors import ConfigError
+from kitae.observe.attach_observers import watched
 from kitae.observe.config import ObserveConfig
 from kitae.observe.diagnosis import RULES, diagnose
 from kitae.observe.observer import Silent
-from kitae.observe.report import StepReport
-from kitae.observe.tokens import FOLDER, read_tokens, recorded_steps
-from kitae.observe.watching import watched
-from kitae.pipeline.prepare import prepare
-from kitae.pipeline.session import train
+from kitae.observe.step_report import StepReport
+from kitae.observe.token_numbers import FOLDER, read_tokens, recorded_steps
+from kitae.run.prepare import prepare
+from kitae.run.rl_session import train
 from kitae.store.journal import Journal
-from kitae.store.look import look
-from kitae.store.run import RunStore
+from kitae.store.run_folder import RunStore
+from kitae.store.run_summary import look
 
 SHORT = ("training.steps=6", "checkpoint.every=2", "eval.prompts=0", "sampling.max_tokens=6")
 RECORDED = (*SHORT, "observe.tokens=0.3", "training.minibatches=2", "training.epochs=2")
@@ -140,7 +140,7 @@ def test_metrics_while_a_run_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_tracker_that_hangs_does_not_slow_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from kitae.observe import trackers, watching
+    from kitae.observe import attach_observers, trackers
 
     class Hangs:
         def start(self, *_: object) -> str:
@@ -153,7 +153,7 @@ def test_a_tracker_that_hangs_does_not_slow_a_run(tmp_path: Path, monkeypatch: p
         def finish(self, status: str) -> None:
             raise AssertionError
 
-    monkeypatch.setitem(watching.TRACKERS, "wandb", (Hangs, "json"))  # type: ignore[arg-type]
+    monkeypatch.setitem(attach_observers.TRACKERS, "wandb", (Hangs, "json"))  # type: ignore[arg-type]
     monkeypatch.setattr(trackers.Tracked.close, "__defaults__", (0.2,))
     began = time.perf_counter()
     folder, notes = watch(tmp_path, *SHORT, 'observe.trackers=["wandb"]', "observe.tokens=0")

@@ -47,7 +47,7 @@ def children(pid: int) -> list[int]:
             try:
                 parent = int(re.search(r"PPid:\t(\d+)", (entry / "status").read_text()).group(1))  # type: ignore[union-attr]
                 command = (entry / "cmdline").read_bytes()  # what is forked with its imports done has their names in it
-                if parent == pid and b"kitae.trainer.rank" in command and b"forkserver" not in command:
+                if parent == pid and b"kitae.trainer.parallel.rank_process" in command and b"forkserver" not in command:
                     found.append(int(entry.name))
             except (OSError, AttributeError):
                 continue

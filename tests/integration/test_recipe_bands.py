@@ -6,7 +6,7 @@ import pytest
 
 from kitae.api import train
 from kitae.config.measured import falls_short, measurements
-from kitae.store.run import Metrics
+from kitae.store.run_folder import Metrics
 
 pytestmark = pytest.mark.slow
 

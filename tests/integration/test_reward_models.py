@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from harness import RECIPE, finish, kitae, rows, run_toy
 
-from kitae.config.load import load_config
+from kitae.config.recipe import load_config
 from kitae.observe.observer import Silent
-from kitae.stages.start import prepare
-from kitae.store.run import RunStore
+from kitae.run.build import prepare
+from kitae.store.run_folder import RunStore
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ import pytest
 
 from kitae.sandbox.backends import packages_path
 from kitae.types import Score
-from kitae.verifiers.code import verifier as code_module
-from kitae.verifiers.code.verifier import code
+from kitae.verifiers.code import code_verifier as code_module
+from kitae.verifiers.code.code_verifier import code
 from kitae.verifiers.pool import VerifierPool
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -936,7 +936,7 @@ def test_everything_dies_with_the_worker(reference: Any) -> None:
     marker = f"kitae-orphan-{os.getpid()}-{time.monotonic_ns()}"
     source = f"import os\nos.execv('/bin/sh', ['sh', '-c', 'sleep 300; :', {marker!r}])"
     program = (
-        "import sys; from kitae.verifiers.code.verifier import code\n"
+        "import sys; from kitae.verifiers.code.code_verifier import code\n"
         f"code({source!r}, {reference!r}, {{}}, time_limit=60.0, total_limit=100.0)"
     )
     worker = subprocess.Popen([sys.executable, "-c", program])

@@ -10,10 +10,10 @@ from harness import rows, run_config
 from transformers import AutoModelForCausalLM
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.config.load import load_config
 from kitae.config.locate import find_recipe
+from kitae.config.recipe import load_config
 from kitae.data.chat import Chat
-from kitae.data.prompts import open_stream
+from kitae.data.prompt_stream import open_stream
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
@@ -21,11 +21,11 @@ from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
 from kitae.models.load import SMOLLM2, find_model, load_policy
 from kitae.models.policy import Policy
-from kitae.pipeline.replay import replay
-from kitae.trainer.assemble import reinforced
+from kitae.run.recompute_step import replay
 from kitae.trainer.base import Column
+from kitae.trainer.build_worker import reinforced
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.local import LocalTrainer
+from kitae.trainer.local_trainer import LocalTrainer
 from kitae.types import Sample
 
 

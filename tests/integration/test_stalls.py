@@ -14,7 +14,7 @@ from kitae.engines.native.engine import NativeEngine
 from kitae.errors import StalledError
 from kitae.store.journal import Journal
 from kitae.trainer.base import Column
-from kitae.trainer.worker import Worker
+from kitae.trainer.training_worker import Worker
 from kitae.verifiers.pool import VerifierPool
 
 SETTINGS = ("training.steps=3", "checkpoint.every=1", "eval.prompts=0", "pipeline.max_staleness=1")

@@ -21,11 +21,11 @@ from kitae.config.root import RLConfig
 from kitae.errors import ConfigError, ModelError, RemoteError
 from kitae.models.tiny import make_tiny
 from kitae.observe.observer import Silent
-from kitae.pipeline.prepare import prepare
-from kitae.pipeline.replay import replay
-from kitae.pipeline.session import train
-from kitae.processes.status import family_of, state_of
-from kitae.store.run import RunStore
+from kitae.run.prepare import prepare
+from kitae.run.recompute_step import replay
+from kitae.run.rl_session import train
+from kitae.store.run_folder import RunStore
+from kitae.workers.process_status import family_of, state_of
 
 SHORT = ("eval.prompts=0", "training.steps=4", "checkpoint.every=2")
 
@@ -150,7 +150,7 @@ def test_a_teacher_in_its_own_process_teaches_the_same_also_after_its_end(distil
 
 def _is_teacher(pid: int) -> bool:
     try:
-        return b"from kitae.trainer.teaching import" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"from kitae.trainer.teacher.teacher_main import" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return False
 
@@ -271,7 +271,7 @@ def test_stages_of_ones_own_that_read_no_teacher(distil: Config, tmp_path: Path)
     message = refused(ConfigError, distil(f"algorithm.advantage={own}:plain"))
     assert message == "method.loss = 'reverse-kl' must be what the stages read, got stages that read none of a teacher"
     own.write_text(
-        "from kitae.algorithms.traits import needs\n\n\n@needs('teacher', 'tokens')\n"
+        "from kitae.algorithms.requirements import needs\n\n\n@needs('teacher', 'tokens')\n"
         "def taught(sequence):\n    return sequence.logp_teacher_T\n"
     )
     message = refused(ConfigError, toy_config(tmp_path / "rl", f"algorithm.advantage={own}:taught"))

@@ -9,15 +9,15 @@ import torch
 from harness import HERE, RECIPE, assert_ledger_balances, assert_same_metrics, rows, run_config, run_toy, toy_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kitae.config.load import load_config
+from kitae.config.recipe import load_config
 from kitae.errors import DataError, VerifierError
-from kitae.evaluation.session import Entrant, EvaluationSettings, evaluate_models
+from kitae.evaluation.run_suites import Entrant, EvaluationSettings, evaluate_models
 from kitae.evaluation.suites import own_suite
 from kitae.observe.observer import Silent
-from kitae.pipeline.prepare import prepare
-from kitae.pipeline.session import train
+from kitae.run.prepare import prepare
+from kitae.run.rl_session import train
 from kitae.store.journal import Journal
-from kitae.store.run import RunStore
+from kitae.store.run_folder import RunStore
 from kitae.trainer.optim import Optimizer, Update
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 from harness import toy_config
 
 from kitae.observe.observer import Silent
-from kitae.pipeline.prepare import prepare
-from kitae.pipeline.session import train
-from kitae.store.run import RunStore
+from kitae.run.prepare import prepare
+from kitae.run.rl_session import train
+from kitae.store.run_folder import RunStore
 
 LOUD = """
 def score(response, reference, context):

@@ -19,8 +19,8 @@ from kitae.engines.base import Request, SamplingParams
 from kitae.engines.fake import FakeEngine
 from kitae.envs.base import Agent, EpisodeLimits, Observation, Opening, Outcome, World
 from kitae.envs.config import EnvConfig
-from kitae.envs.groups import Episodes
-from kitae.envs.registry import open_world
+from kitae.envs.environment_registry import open_world
+from kitae.envs.rollouts import Episodes
 from kitae.models.load import find_model
 from kitae.serving.base import Answer, Ask, Heard, Model
 from kitae.types import Chain, Message, Prompt, Rollout, Score, Turn

@@ -8,8 +8,8 @@ from captured import CLEAN, HERE, Captured, episode, interpreter
 
 from kitae.data.tasks import find_task
 from kitae.envs.config import EnvConfig
-from kitae.envs.registry import open_world
-from kitae.envs.verifiers.world import VerifiersWorld
+from kitae.envs.environment_registry import open_world
+from kitae.envs.prime_verifiers.prime_world import VerifiersWorld
 from kitae.errors import ConfigError
 from kitae.types import Message, Prompt
 

@@ -16,18 +16,18 @@ import torch
 
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
-from kitae.engines.http.engine import ServerEngine
-from kitae.engines.http.line import Line
-from kitae.engines.http.start import start_servers
-from kitae.engines.http.vllm import VLLM
+from kitae.engines.servers.server_client import Line
+from kitae.engines.servers.server_engine import ServerEngine
+from kitae.engines.servers.start_servers import start_servers
+from kitae.engines.servers.vllm import VLLM
 from kitae.errors import EngineError
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.models.tiny import make_tiny
-from kitae.processes.status import family_of
-from kitae.weights.memory import MemoryPublisher
 from kitae.weights.probe import score_probe
+from kitae.weights.shared_memory import MemoryPublisher
+from kitae.workers.process_status import family_of
 
 PYTHON = Path(__file__).parents[2] / ".venv-servers/vllm/bin/python"
 PROMPT = tuple((i * 13) % 250 + 3 for i in range(300))
@@ -170,14 +170,14 @@ def test_requests_in_flight_go_on_over_an_update(run: Callable[..., Any], traine
     run(body())
 
 
-def test_what_is_parked_is_continued(run: Callable[..., Any], trained: Trained) -> None:
+def test_what_is_suspended_is_continued(run: Callable[..., Any], trained: Trained) -> None:
     async def body() -> None:
         prompt = PROMPT[:40]
         tasks = [asyncio.create_task(trained.engine.generate(ask(f"{i}", LONG, prompt, seed=i))) for i in range(3)]
         await everybody_has(trained.engine, 3, 20)
-        await trained.engine.park()
+        await trained.engine.suspend()
         parts = [await task for task in tasks]
-        assert {p.finish for p in parts} == {"parked"} and all(20 <= len(p.tokens) < LONG for p in parts)
+        assert {p.finish for p in parts} == {"suspended"} and all(20 <= len(p.tokens) < LONG for p in parts)
         then = trained.version
         await trained.step()
         for i, part in enumerate(parts):

@@ -12,41 +12,47 @@ MOST_IMPORTS = 22  # of one module
 
 FLOORS = (
     ("cli", "ui", "study"),
-    ("chains", "sampling"),
-    ("stages", "pipeline", "evaluation"),
+    ("chains",),
+    ("run",),
+    ("offline", "rl", "evaluation"),
     ("envs", "serving", "trainer", "verifiers"),
-    ("engines", "algorithms", "sandbox", "remote"),
+    ("engines", "algorithms", "sandbox", "clients"),
     ("weights", "models"),
     ("observe", "store"),
-    ("data", "kernels", "cluster", "processes"),
+    ("data", "kernels", "workers"),
 )
 """A room may import those on floors below its own; settings (`*/config.py`, `config/`) stand beside the house."""
 
 BESIDE = {
     ("cli", "ui"),
     ("cli", "study"),
-    ("chains", "sampling"),
-    ("stages", "pipeline"),
-    ("stages", "evaluation"),
-    ("pipeline", "evaluation"),
+    ("rl", "evaluation"),
+    ("rl", "run"),
+    ("offline", "run"),
+    ("offline", "rl"),
+    ("offline", "evaluation"),
     ("envs", "serving"),
     ("serving", "verifiers"),
     ("weights", "models"),
     ("observe", "store"),
-    ("cluster", "processes"),
 }
 """Who may import whom on one floor."""
 
 CONCRETE = {
     "kitae.engines.native.engine",
-    "kitae.engines.process.engine",
-    "kitae.trainer.local",
-    "kitae.trainer.worker",
-    "kitae.weights.memory",
+    "kitae.engines.process.process_engine",
+    "kitae.trainer.local_trainer",
+    "kitae.trainer.training_worker",
+    "kitae.weights.shared_memory",
 }
 """What the loops know by its protocol alone."""
 
-PUTS_TOGETHER = {"kitae.pipeline.session", "kitae.stages.session", "kitae.stages.rank"}
+PUTS_TOGETHER = {
+    "kitae.run.rl_session",
+    "kitae.run.offline_session",
+    "kitae.offline.offline_rank",
+    "kitae.offline.loaded_model",
+}
 
 
 @cache
@@ -115,7 +121,7 @@ def test_the_loops_know_engines_trainers_and_transports_by_their_protocols() -> 
         f"{name} imports {other}"
         for name, others in imports().items()
         for other in others & CONCRETE
-        if room(name) in ("pipeline", "stages") and name not in PUTS_TOGETHER
+        if room(name) in ("rl", "offline", "run") and name not in PUTS_TOGETHER
     ]
     assert not found, "\n".join(found)
 
@@ -136,7 +142,7 @@ def test_one_folder_alone_knows_ray() -> None:
         return found
 
     found = {name for name, path in modules().items() if "ray" in imported(path)}
-    assert found and all(name.startswith("kitae.cluster.ray.") for name in found), f"these import ray: {found}"
+    assert found and all(name.startswith("kitae.workers.ray.") for name in found), f"these import ray: {found}"
 
 
 def test_no_module_must_know_everybody() -> None:

@@ -116,7 +116,7 @@ export interface GroupView {
   reason: string;
   version: number;
   samples: SampleView[];
-  parked: number;
+  suspended: number;
   previous: number | null;
   next: number | null;
 }

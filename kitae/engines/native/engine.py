@@ -19,14 +19,14 @@ import torch
 
 from kitae.engines.base import Capabilities, Completion, EngineStats, Request, Sampled, WeightUpdate
 from kitae.engines.config import EngineConfig
-from kitae.engines.native.cache import KVCache, PagePool
-from kitae.engines.native.decoding import Decoding
-from kitae.engines.native.devices import make_runner
+from kitae.engines.native.choose_runner import make_runner
+from kitae.engines.native.page_cache import KVCache, PagePool
 from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Scheduler
+from kitae.engines.native.sequence import Decoding
 from kitae.errors import EngineError, RequestError
-from kitae.kernels.memory import return_freed_memory
-from kitae.kernels.threads import dismiss_team
+from kitae.kernels.allocation import return_freed_memory
+from kitae.kernels.openmp import dismiss_team
 from kitae.models.policy import Policy
 from kitae.models.routing import RouterShape
 from kitae.types import FinishReason
@@ -123,8 +123,8 @@ class NativeEngine:
     async def abort(self, request_id: str) -> None:
         await self._command(lambda: self._abort(request_id))
 
-    async def park(self) -> None:
-        await self._command(self._park)
+    async def suspend(self) -> None:
+        await self._command(self._suspend)
 
     def progress(self, known: Mapping[str, int]) -> dict[str, Sampled]:
         return {s.request.id: s.progress(known.get(s.request.id, 0)) for s in self.in_flight()}
@@ -324,9 +324,9 @@ class NativeEngine:
         if (sequence := self._sequences.get(request_id)) is not None:
             self._finish(sequence, "abort")
 
-    def _park(self) -> None:
+    def _suspend(self) -> None:
         for sequence in list(self._sequences.values()):
-            self._finish(sequence, "parked")
+            self._finish(sequence, "suspended")
 
     def _update(self, update: WeightUpdate) -> int:
         if update.manifest is not None:

@@ -27,22 +27,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kitae.engines.native.cache import KVCache
+from kitae.engines.native.page_cache import KVCache
 from kitae.errors import EngineError
 from kitae.kernels import float8
-from kitae.kernels.memory import give_back, lay_together, take_again
+from kitae.kernels.allocation import give_back, lay_together, take_again
 from kitae.kernels.norms import Norm, NormRule
 from kitae.models import fuse
 from kitae.models.agreement import gap
-from kitae.models.attention import AttentionCall, AttentionContext, SelfAttention
+from kitae.models.attention_seam import AttentionCall, AttentionContext, SelfAttention
 from kitae.models.lora import merge_into, plain_part
 from kitae.models.policy import Policy
 
 if TYPE_CHECKING:  # these need Triton
-    from kitae.kernels.cuda.eights import Eights
-    from kitae.kernels.cuda.few import Stream
-    from kitae.kernels.cuda.prompts import Groups
+    from kitae.kernels.cuda.float8_products import Eights
     from kitae.kernels.cuda.resident import Resident
+    from kitae.kernels.cuda.shared_prompts import Groups
+    from kitae.kernels.cuda.small_batch import Stream
 
 log = logging.getLogger("kitae")
 
@@ -168,7 +168,7 @@ class FusedDecoder:
     @torch.inference_mode()
     def keep_eights(self, policy: Policy) -> None:
         """From now on compute q, k, v and the MLP with weights in 8 bits."""
-        from kitae.kernels.cuda import eights
+        from kitae.kernels.cuda import float8_products
 
         if not float8.has_products(policy.device):
             raise EngineError(f"engine.weights_dtype = 'float8' {float8.GPUS}, got {policy.device}")
@@ -176,8 +176,8 @@ class FusedDecoder:
 
         def room(layer: DecoderLayer) -> "Eights":
             units = (layer.qkv.new_ones((), dtype=torch.float32) for _ in range(3))
-            qkv, gate_up, down = map(eights.room_for, (layer.qkv, layer.gate_up, layer.down))
-            return eights.Eights(qkv, gate_up, down, *units)
+            qkv, gate_up, down = map(float8_products.room_for, (layer.qkv, layer.gate_up, layer.down))
+            return float8_products.Eights(qkv, gate_up, down, *units)
 
         with torch.inference_mode(False):
             self.eights = [room(layer) for layer in self.layers]
@@ -199,13 +199,13 @@ class FusedDecoder:
     def _store_eights(self) -> None:
         if not self.eights:
             return
-        from kitae.kernels.cuda import eights
+        from kitae.kernels.cuda import float8_products
 
         for layer, eight in zip(self.layers, self.eights, strict=True):
             assert layer.first is not None and layer.second is not None
-            eights.store(layer.qkv, eight.qkv)
-            eights.store(layer.gate_up, eight.gate_up)
-            eights.store(layer.down, eight.down)
+            float8_products.store(layer.qkv, eight.qkv)
+            float8_products.store(layer.gate_up, eight.gate_up)
+            float8_products.store(layer.down, eight.down)
             eight.before_qkv.copy_(float8.unit_of_normed(layer.first))
             eight.before_gate_up.copy_(float8.unit_of_normed(layer.second))
 
@@ -258,11 +258,11 @@ class FusedDecoder:
     @property
     def few_rows(self) -> int:
         """Up to how many rows `logits_of_few` is used; 0 where it does not compute what the model needs."""
-        from kitae.kernels.cuda import few
+        from kitae.kernels.cuda import small_batch
 
         if not self._plain:
             return 0
-        return 16 if self.eights or any(layer.choice is not None for layer in self.layers) else few.MOST
+        return 16 if self.eights or any(layer.choice is not None for layer in self.layers) else small_batch.MOST
 
     @torch.inference_mode()
     def try_few(self, policy: Policy) -> None:
@@ -369,34 +369,34 @@ class FusedDecoder:
         What `hidden` and a product with the weight of the head compute, in fewer kernels. A table with fewer rows is
         that of sequences which have several neighbouring ones. groups: of sequences that begin alike.
         """
-        from kitae.kernels.cuda import few, resident
+        from kitae.kernels.cuda import resident, small_batch
 
         if self.resident is not None and len(tokens_B) == len(table) <= resident.MOST:
             gained, squares = self.resident.stream(tokens_B, positions_B, slots_B, table, lengths_B)
-            stream = few.Stream(gained, gained, squares, self._counters)
+            stream = small_batch.Stream(gained, gained, squares, self._counters)
         else:
             stream = self._stream_of_few(tokens_B, positions_B, slots_B, table, lengths_B, hear, groups)
-        few.normed_product(stream, self.norm.eps, head, out=logits)
+        small_batch.normed_product(stream, self.norm.eps, head, out=logits)
 
     def _stream_of_few(
         self, tokens_B: Tensor, positions_B: Tensor, slots_B: Tensor, table: Tensor, lengths_B: Tensor,
         hear: Hear | None, groups: "Groups | None",
     ) -> "Stream":  # fmt: skip
-        from kitae.kernels.cuda import few, paged, prompts
+        from kitae.kernels.cuda import paged, shared_prompts, small_batch
 
         gains = [layer.before_attention for layer in self.layers[1:]] + [self.norm.weight]
-        stream = few.embed(tokens_B, self.embedding, self.layers[0].before_attention, self._counters)
+        stream = small_batch.embed(tokens_B, self.embedding, self.layers[0].before_attention, self._counters)
         for i, (layer, gain) in enumerate(zip(self.layers, gains, strict=True)):
             keys, values, how = self.cache.keys[i], self.cache.values[i], layer.attention
             eight = self.eights[i] if self.eights else None
             first, unit = (layer.qkv, None) if eight is None else (eight.qkv, eight.before_qkv)
-            qkv = few.normed_product(stream, layer.eps[0], first, unit=unit)
+            qkv = small_batch.normed_product(stream, layer.eps[0], first, unit=unit)
             pages = (keys.numbers, keys.scales), (values.numbers, values.scales)
             begun = None
             if groups is not None and how.window is None:
                 norm = None if layer.norms is None else (layer.norms[0], layer.norms[2])
-                turn = prompts.Turning(layer.qkv_bias, norm, *layer.turn, positions_B)
-                begun = prompts.begin(
+                turn = shared_prompts.Turning(layer.qkv_bias, norm, *layer.turn, positions_B)
+                begun = shared_prompts.begin(
                     qkv, *pages, self.heads, table, groups, scale=how.scale, softcap=how.softcap, turn=turn
                 )
             mixed = paged.turn_and_attend(
@@ -404,17 +404,17 @@ class FusedDecoder:
                 lengths_B, self._counters, scale=how.scale, window=how.window, softcap=how.softcap, sinks=how.sinks,
                 begun=begun,
             )  # fmt: skip
-            few.add_product(stream, mixed, layer.out, layer.before_mlp)
+            small_batch.add_product(stream, mixed, layer.out, layer.before_mlp)
             if eight is not None:
                 unit = eight.before_gate_up
-                act = few.normed_product(stream, layer.eps[1], eight.gate_up, gated=True, unit=unit)
-                few.add_product(stream, act, eight.down, gain)
+                act = small_batch.normed_product(stream, layer.eps[1], eight.gate_up, gated=True, unit=unit)
+                small_batch.add_product(stream, act, eight.down, gain)
             elif layer.choice is None:
-                act = few.normed_product(stream, layer.eps[1], layer.gate_up, gated=True)
-                few.add_product(stream, act, layer.down, gain)
+                act = small_batch.normed_product(stream, layer.eps[1], layer.gate_up, gated=True)
+                small_batch.add_product(stream, act, layer.down, gain)
             else:
-                parts, normed = few.normed_parts(stream, layer.eps[1], layer.choice.weight)
-                few.add_parts(stream, _mix(layer, layer.choice, normed, parts, hear), gain)
+                parts, normed = small_batch.normed_parts(stream, layer.eps[1], layer.choice.weight)
+                small_batch.add_parts(stream, _mix(layer, layer.choice, normed, parts, hear), gain)
         return stream
 
 
@@ -430,35 +430,35 @@ class _Alone:
 
 def _mix(layer: DecoderLayer, choice: _Choice, x_TH: Tensor, logits: Tensor, hear: Hear | None) -> Tensor:
     """logits: of the router, `[T, E]`, or in parts `[parts, T, E]`."""
-    from kitae.kernels.cuda import experts
+    from kitae.kernels.cuda import expert_decoding
 
-    gates_TK, experts_TK = experts.route(logits, choice.top_k, choice.renormalise, x_TH.dtype)
+    gates_TK, experts_TK = expert_decoding.route(logits, choice.top_k, choice.renormalise, x_TH.dtype)
     if hear is not None:
         hear(choice.number, experts_TK)
-    limited = None if choice.limited is None else experts.Limited(*choice.limited)
-    return experts.mix(x_TH, gates_TK, experts_TK, layer.gate_up, layer.down, limited)
+    limited = None if choice.limited is None else expert_decoding.Limited(*choice.limited)
+    return expert_decoding.mix(x_TH, gates_TK, experts_TK, layer.gate_up, layer.down, limited)
 
 
 def _queries_keys_values(layer: DecoderLayer, normed: Tensor, eight: "Eights | None", dtype: torch.dtype) -> Tensor:
     if eight is None:
         return torch.mm(normed, layer.qkv.t())
-    from kitae.kernels.cuda import eights
+    from kitae.kernels.cuda import float8_products
 
-    return eights.product(normed, eight.before_qkv, eight.qkv, dtype)
+    return float8_products.product(normed, eight.before_qkv, eight.qkv, dtype)
 
 
 def _mlp(
     layer: DecoderLayer, normed: Tensor, eight: "Eights | None", dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """What an MLP makes of normed rows; in 8 bits its rows are still to be multiplied by units."""
-    from kitae.kernels.cuda import decoding, eights
+    from kitae.kernels.cuda import decoding, float8_products
 
     if eight is None:
         gated = decoding.swiglu(torch.mm(normed, layer.gate_up.t()), gelu=layer.gelu)
         return torch.mm(gated, layer.down.t()), None
-    both = eights.product(normed, eight.before_gate_up, eight.gate_up, dtype)
-    gated, units = eights.gate(both, gelu=layer.gelu)
-    return eights.product(gated, eight.before_down, eight.down, dtype), units
+    both = float8_products.product(normed, eight.before_gate_up, eight.gate_up, dtype)
+    gated, units = float8_products.gate(both, gelu=layer.gelu)
+    return float8_products.product(gated, eight.before_down, eight.down, dtype), units
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from kitae.engines.native import sampler
-from kitae.engines.native.attention import DecodeAttention, ExactAttention, PrefillAttention, Stretch
-from kitae.engines.native.cache import KVCache
-from kitae.engines.native.decoding import Decoding
+from kitae.engines.native.page_cache import KVCache
+from kitae.engines.native.paged_attention import DecodeAttention, ExactAttention, PrefillAttention, Stretch
 from kitae.engines.native.scheduler import Admission
+from kitae.engines.native.sequence import Decoding
 from kitae.errors import EngineError
 from kitae.kernels.devices import decoding_kernels
-from kitae.kernels.exact.attention import Reach
+from kitae.kernels.exact.exact_attention import Reach
 from kitae.models.policy import Policy
 from kitae.models.routing import is_router, routers_of, routing_told
 

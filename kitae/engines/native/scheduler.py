@@ -15,8 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kitae.engines.base import EngineStats
-from kitae.engines.native.cache import PagePool
-from kitae.engines.native.decoding import Decoding, Lease, Prefix, PrefixKey, Stowed
+from kitae.engines.native.page_cache import PagePool
+from kitae.engines.native.sequence import Decoding, Lease, Prefix, PrefixKey, Stowed
 from kitae.errors import RequestError
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kitae.data.arguments import function_of
 from kitae.data.messages import SYSTEM
+from kitae.data.tool_arguments import function_of
 from kitae.envs.base import Observation, Opening
 from kitae.types import Message, Prompt, Tool, ToolCall, Turn
 

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from kitae.envs.helpers import Helper, HelperLost, Helpers
+from kitae.envs.episode_processes import Helper, HelperLost, Helpers
 from kitae.envs.tools.base import ToolRefusal, describe
 from kitae.errors import KitaeWarning, SandboxError
-from kitae.processes.serve import Answer, serve
-from kitae.sandbox.console import PythonConsole
-from kitae.sandbox.orders import Limits
+from kitae.sandbox.python_console import PythonConsole
+from kitae.sandbox.sandbox_jobs import Limits
 from kitae.sandbox.session import SandboxChoice, find_backend
 from kitae.types import ToolCall
+from kitae.workers.templates.template_main import Answer, serve
 
 _LONGEST = 50_000  # characters of code
 _SLACK = 30.0  # seconds to start a sandbox, beyond those of the code

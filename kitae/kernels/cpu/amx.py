@@ -6,7 +6,7 @@ from ctypes import c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kitae.kernels.cpu.build import cpu_library
+from kitae.kernels.cpu.compile_cpp import cpu_library
 
 _TILE, _DEPTH = 16, 32
 _SLAB_ROWS, _SLAB_DEPTH = 2048, 1024  # as in amx.h

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kitae.kernels.allocation import gradient_of
 from kitae.kernels.cpu import amx
-from kitae.kernels.memory import gradient_of
 
 
 def add_product(total: Tensor, dy: Tensor, x: Tensor) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kitae.kernels.adamw import one_by_one, salt
+from kitae.kernels.allocation import add_gradient, keep, kept
 from kitae.kernels.base import AdamWPace, AdamWPart, DecodingKernels, GateLimits, SpanTable
-from kitae.kernels.cpu.build import cpu_library
-from kitae.kernels.memory import add_gradient, keep, kept
+from kitae.kernels.cpu.compile_cpp import cpu_library
 
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 _HEAD_DIMS = {0, 16, 32, 64, 80, 96, 128, 256}  # what decode_attention is compiled for; 0: not asked
@@ -300,7 +300,7 @@ def exact_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """See `kitae.kernels.exact.attention.attend`."""
+    """See `kitae.kernels.exact.exact_attention.attend`."""
     heads, rows, dim = q.shape
     out = torch.empty(rows, heads, dim, dtype=q.dtype)
     assert runs.dtype == torch.int64 and table.dtype == torch.int32

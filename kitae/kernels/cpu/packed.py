@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kitae.kernels.allocation import take_again
 from kitae.kernels.cpu import amx
-from kitae.kernels.cpu.build import cpu_library
-from kitae.kernels.memory import take_again
+from kitae.kernels.cpu.compile_cpp import cpu_library
 from kitae.kernels.norms import Norm
 
 _DEPTH = {torch.float32: 16, torch.bfloat16: 32}  # the summed dimension must be a multiple: lines of 64 bytes

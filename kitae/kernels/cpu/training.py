@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kitae.kernels.allocation import add_gradient, gradient_of, joined, keep, kept
 from kitae.kernels.base import HeadNorms, LayerKernels, ModuleKernels, SoftmaxKernels, SpanKernels, TrainingKernels
 from kitae.kernels.cpu import ops
-from kitae.kernels.cpu.experts import experts
+from kitae.kernels.cpu.expert_training import experts
 from kitae.kernels.cpu.gradients import add_product, weight_gradient
 from kitae.kernels.linears import shared_input
-from kitae.kernels.memory import add_gradient, gradient_of, joined, keep, kept
 
 
 def _bias_gradient(bias: Tensor | None, dy: Tensor) -> Tensor | None:

@@ -1,9 +1,9 @@
 """Triton kernels of the decoding step on a GPU, and tensor-level doors to them.
 
-Import this module only where Triton is (`kitae.engines.native.cuda` does): CPU machines need none. Each kernel rounds
-where the Hugging Face module it stands for rounds, so that both agree to the last bits of the dtype. Legend: T rows
-(tokens of a prompt, or one token for each of B sequences), Hq query heads, Hkv key-value heads, G = Hq / Hkv, D head
-dimension, V vocabulary.
+Import this module only where Triton is (`kitae.engines.native.gpu_runner` does): CPU machines need none. Each kernel
+rounds where the Hugging Face module it stands for rounds, so that both agree to the last bits of the dtype. Legend: T
+rows (tokens of a prompt, or one token for each of B sequences), Hq query heads, Hkv key-value heads, G = Hq / Hkv, D
+head dimension, V vocabulary.
 """
 
 import torch

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kitae.kernels.adamw import salt
+from kitae.kernels.allocation import gradient_over, joined, keep, kept
 from kitae.kernels.base import AdamWPace, AdamWPart, HeadNorms, LayerKernels, ModuleKernels, TrainingKernels
 from kitae.kernels.cuda import decoding, spans
 from kitae.kernels.linears import shared_input
-from kitae.kernels.memory import gradient_over, joined, keep, kept
 from kitae.kernels.transfer import send
 
 _PROGRAMS = 1056  # of kernels that walk over rows: eight on each multiprocessor of a large GPU

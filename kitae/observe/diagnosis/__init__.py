@@ -11,15 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from kitae.errors import KitaeError, StoreError
-from kitae.observe.console import FILE
-from kitae.observe.diagnosis import answers, learning, machinery
+from kitae.observe.diagnosis import answer_rules, learning_rules, machinery_rules
 from kitae.observe.diagnosis.base import Finding, Reply, Rule, Seen
+from kitae.observe.run_log import FILE
 from kitae.observe.timeline import read as read_timeline
 from kitae.store.journal import Journal
-from kitae.store.look import RunView, look
+from kitae.store.run_summary import RunView, look
 from kitae.types import Group, Rollout
 
-RULES: tuple[Rule, ...] = (*machinery.RULES[:1], *learning.RULES, *answers.RULES, *machinery.RULES[1:])
+RULES: tuple[Rule, ...] = (
+    *machinery_rules.RULES[:1],
+    *learning_rules.RULES,
+    *answer_rules.RULES,
+    *machinery_rules.RULES[1:],
+)
 """In the order in which findings are told, those that are bad first."""
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from kitae.sandbox.inside.wire import Node
-    from kitae.sandbox.orders import Order
+    from kitae.sandbox.sandbox_jobs import Order
 
 NAME = "candidate"  # the module name of the code
 KINDS = ("class", "method", "generator", "coroutine", "object")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from kitae.sandbox.inside.usage import Usage
-    from kitae.sandbox.orders import Job
+    from kitae.sandbox.sandbox_jobs import Job
 
 
 def check(fd: int, usage: Usage, job: Job, report: Callable[[str, str], None]) -> None:

@@ -25,7 +25,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kitae.sandbox.orders import FullOrder
+    from kitae.sandbox.sandbox_jobs import FullOrder
 
 _NOBODY = 65534
 _TICK = 0.02  # seconds between two looks at a silent program's clock

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from kitae.ui.report.markup import Markup, element, empty, joined
-from kitae.ui.report.numbers import number
+from kitae.ui.report.number_text import number
 
 MOST_POINTS = 200
 _WIDTH, _HEIGHT = 420.0, 180.0

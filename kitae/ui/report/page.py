@@ -19,8 +19,8 @@ from kitae.store.disk import write_whole
 from kitae.ui.records import GroupView, LaneView, SampleView, Setting
 from kitae.ui.report import curves
 from kitae.ui.report.markup import Markup, element, joined
-from kitae.ui.report.numbers import chance, duration, fixed, interval, number
-from kitae.ui.report.told import BeforeAfter, Shown, Told, tell
+from kitae.ui.report.number_text import chance, duration, fixed, interval, number
+from kitae.ui.report.report_data import BeforeAfter, Shown, Told, tell
 
 MOST_BYTES = 2_000_000
 _LONG_TEXT = 1500  # characters of an answer

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from kitae.sandbox.orders import Names
+from kitae.sandbox.sandbox_jobs import Names
 
 SETTLE = "__settle__()"
 _SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

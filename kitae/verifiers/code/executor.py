@@ -21,11 +21,11 @@ import itertools
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from kitae.clients.http_client import ask
+from kitae.clients.service import Service
 from kitae.errors import RemoteError, VerifierError
-from kitae.remote.client import ask
-from kitae.remote.service import Service
 from kitae.sandbox.boot import PACKAGES, inside_sources
-from kitae.sandbox.orders import Limits, complete_order, packed
+from kitae.sandbox.sandbox_jobs import Limits, complete_order, packed
 from kitae.sandbox.session import Report
 from kitae.types import Score
 from kitae.verifiers.code.extraction import Source

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kitae.verifiers.text import after_thought
+from kitae.verifiers.plain_text import after_thought
 
 _FENCE_RE = re.compile(r"^([ \t>]*)(`{3,}|~{3,})[ \t]*\{?\.?([\w+#-]*)(.*)$")
 _LATE_FENCE_RE = re.compile(r"(?<!`)(`{3,})([\w+#-]*)[ \t]*$")  # after other text on its line

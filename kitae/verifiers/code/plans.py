@@ -6,7 +6,7 @@ from typing import Any
 
 from kitae.errors import VerifierError
 from kitae.sandbox.backends import find_program
-from kitae.sandbox.orders import Job, Limits, Order
+from kitae.sandbox.sandbox_jobs import Job, Limits, Order
 from kitae.types import Score
 from kitae.verifiers.code.analysis import as_assert, names_of, settled, visible_setup
 from kitae.verifiers.code.extraction import Source, defines, extract_code

@@ -20,7 +20,7 @@ import unicodedata
 from collections import Counter
 from itertools import pairwise
 
-from kitae.verifiers.instructions.arguments import Check, Count, Position
+from kitae.verifiers.instructions.instruction_arguments import Check, Count, Position
 from kitae.verifiers.instructions.sentences import first_words, plain_words, sentences, words
 from kitae.verifiers.instructions.verbs import starts_with_verb
 

@@ -17,7 +17,7 @@ import re
 import warnings
 from functools import lru_cache
 
-from kitae.verifiers.instructions.arguments import BadArgument, Check, Count, Letter, Position, Relation
+from kitae.verifiers.instructions.instruction_arguments import BadArgument, Check, Count, Letter, Position, Relation
 from kitae.verifiers.instructions.language import is_language, known_languages
 from kitae.verifiers.instructions.sentences import plain_words, sentences, words
 

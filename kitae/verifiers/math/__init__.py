@@ -43,6 +43,6 @@ Not covered: answers that must be solved to be compared (x² = 4 for ±2), diffe
 than the reference has, dates in other spellings.
 """
 
-from kitae.verifiers.math.verifier import math, same_answer
+from kitae.verifiers.math.math_verifier import math, same_answer
 
 __all__ = ["math", "same_answer"]

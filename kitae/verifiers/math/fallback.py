@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-from kitae.processes.interrupts import foreign
 from kitae.verifiers.math.cleanup import tidy
+from kitae.verifiers.math.lexer import COMMANDS
 from kitae.verifiers.math.numbers import DIGITS, Point
 from kitae.verifiers.math.reading import LIMIT_RE
-from kitae.verifiers.math.tokens import COMMANDS
+from kitae.workers.interruptible_calls import foreign
 
 _MAX_FALLBACK = 500  # characters that math-verify may read
 _MAX_SECONDS = 2.0  # of processor time

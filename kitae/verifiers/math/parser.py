@@ -6,7 +6,7 @@ for brackets that are nested too deep.
 
 from fractions import Fraction
 
-from kitae.verifiers.math.tokens import END, Cursor, Depth, Token
+from kitae.verifiers.math.lexer import END, Cursor, Depth, Token
 from kitae.verifiers.math.tree import (
     UNKNOWN_FUNCTIONS,
     Node,

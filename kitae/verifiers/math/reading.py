@@ -8,11 +8,11 @@ from contextlib import suppress
 from functools import lru_cache
 
 from kitae.verifiers.math.cleanup import tidy
+from kitae.verifiers.math.lexer import split_tokens
+from kitae.verifiers.math.number_words import digits_for_words
 from kitae.verifiers.math.parser import Parser
-from kitae.verifiers.math.tokens import split_tokens
 from kitae.verifiers.math.tree import Node, Unreadable, negated, number_node
 from kitae.verifiers.math.units import is_known_unit
-from kitae.verifiers.math.words import digits_for_words
 
 _GROUPED_RE = re.compile(r"(?<![0-9.,])([1-9][0-9]{0,2})((?:(?:\{,\}|,)[0-9]{3})+)(?![0-9]|,[0-9])")
 _SPACED_RE = re.compile(r"(?<![0-9.,/])([0-9]{1,3})((?: [0-9]{3})+)(?![0-9/])")

@@ -18,8 +18,8 @@ from objective import Objective
 from torch import Tensor
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.groups import Candidate
-from kitae.algorithms.tokens import TokenBatch
+from kitae.algorithms.group_stages import Candidate
+from kitae.algorithms.loss_tokens import TokenBatch
 from kitae.data.packing import lay_out
 from kitae.observe.meter import Meter
 from kitae.trainer.forward import MicroBatch

@@ -16,7 +16,7 @@ import torch
 from objective import Objective
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.algorithms.groups import replace_samples
+from kitae.algorithms.group_stages import replace_samples
 from kitae.algorithms.presets import PRESETS
 from kitae.data.packing import lay_out
 from kitae.observe.meter import Meter

@@ -8,10 +8,10 @@ from torch import Tensor
 from kitae.algorithms.advantages import ADVANTAGES
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control, Signal
-from kitae.algorithms.groups import Candidate, GroupStages
+from kitae.algorithms.group_stages import Candidate, GroupStages
 from kitae.algorithms.loss import PolicyLoss
-from kitae.algorithms.tokens import TokenBatch
-from kitae.algorithms.traits import Trait, traits_of
+from kitae.algorithms.loss_tokens import TokenBatch
+from kitae.algorithms.requirements import Trait, traits_of
 from kitae.observe.meter import Kind, Meter, Sum, Totals
 from kitae.types import Sample
 

@@ -20,8 +20,8 @@ from kitae.algorithms.control import Control
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
-from kitae.trainer.assemble import reinforced
 from kitae.trainer.base import Conditions, Role
+from kitae.trainer.build_worker import reinforced
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
 from kitae.types import Sample

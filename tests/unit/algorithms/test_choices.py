@@ -32,7 +32,7 @@ from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.corrections import CORRECTIONS
 from kitae.algorithms.covariance import covariance_ranks
 from kitae.algorithms.regularisers import REGULARISERS
-from kitae.algorithms.rewards import StepRewards
+from kitae.algorithms.reward_shaping import StepRewards
 from kitae.algorithms.stages import STAGES
 
 CLIPPED = [-1.2, -0.7, 0.8, 1.1, 1.5, 4.0]  # losses of PPO's clip at 0.2

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.presets import BASE, PRESETS
 from kitae.algorithms.stages import STAGES, keyword_settings
-from kitae.config.load import load_config, override_config, parse_config
+from kitae.config.recipe import load_config, override_config, parse_config
 from kitae.config.root import RLConfig
 from kitae.errors import ConfigError
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kitae.algorithms.distillation import divergence, generalised_jsd, reverse_kl_advantage
 from kitae.errors import ConfigError, ModelError
-from kitae.kernels.memory import set_master
+from kitae.kernels.allocation import set_master
 from kitae.models.logprobs import Head, HeadTransform
 
 BETAS = [0.0, 0.1, 0.5, 0.9, 1.0]

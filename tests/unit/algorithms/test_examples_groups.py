@@ -25,8 +25,8 @@ from fixture_p import (
 
 from kitae.algorithms.advantages import SequenceRewards, gae
 from kitae.algorithms.filters import has_variance
-from kitae.algorithms.rewards import Moments, overlong_penalty
-from kitae.pipeline.buffer import Buffer, Harvest
+from kitae.algorithms.reward_shaping import Moments, overlong_penalty
+from kitae.rl.buffer import Buffer, SlotResult
 from kitae.trainer.objectives import value_loss
 from kitae.types import Group, Rollout, Score, Segment
 
@@ -346,7 +346,7 @@ def test_slots_of_the_buffer() -> None:
 
         async def train() -> None:
             for slot in buffer.open[:32]:
-                buffer.put(slot, Harvest(None, ()))
+                buffer.put(slot, SlotResult(None, ()))
             await buffer.take()
             buffer.train(buffer.version + 1)
             buffer.release(buffer.version)

@@ -25,11 +25,11 @@ from torch import Tensor
 from kitae.algorithms.advantages import ADVANTAGES, GroupRewards, whiten
 from kitae.algorithms.corrections import CORRECTIONS
 from kitae.algorithms.filters import has_variance
+from kitae.algorithms.loss_tokens import TokenBatch, log_ratio
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.regularisers import REGULARISERS, k3
-from kitae.algorithms.rewards import Moments
+from kitae.algorithms.reward_shaping import Moments
 from kitae.algorithms.stages import STAGES, keyword_settings
-from kitae.algorithms.tokens import TokenBatch, log_ratio
 from kitae.errors import ConfigError, VerifierError
 from kitae.types import Chain, Segment
 

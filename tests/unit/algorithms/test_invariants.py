@@ -58,23 +58,23 @@ from kitae.algorithms.config import AlgorithmConfig, needs_group
 from kitae.algorithms.control import Coefficients
 from kitae.algorithms.corrections import CORRECTIONS
 from kitae.algorithms.gates import clip, geometric_clip, mask, weight_clip
-from kitae.algorithms.groups import Candidate
+from kitae.algorithms.group_stages import Candidate
 from kitae.algorithms.loss import PolicyLoss
+from kitae.algorithms.loss_tokens import TokenBatch
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.ratios import ANCHORS
 from kitae.algorithms.regularisers import REGULARISERS
 from kitae.algorithms.stages import keyword_settings
-from kitae.algorithms.tokens import TokenBatch
 from kitae.models.policy import Policy
 from kitae.observe.meter import Meter
-from kitae.trainer.assemble import reinforced
 from kitae.trainer.base import Column, Conditions
+from kitae.trainer.build_worker import reinforced
+from kitae.trainer.collective_ops import Alone
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
-from kitae.trainer.local import LocalTrainer
+from kitae.trainer.local_trainer import LocalTrainer
 from kitae.trainer.objectives import PolicyGradient
-from kitae.trainer.ranks import Alone
-from kitae.trainer.trained import Trained
+from kitae.trainer.trainable_model import Trained
 from kitae.types import Group, Sample
 
 fast = settings(deadline=None, max_examples=40)

@@ -25,7 +25,7 @@ from objective import Objective
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.stages import STAGES
-from kitae.config.load import parse_config
+from kitae.config.recipe import parse_config
 from kitae.errors import ConfigError
 
 Write = Callable[[str], str]

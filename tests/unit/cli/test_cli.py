@@ -19,11 +19,11 @@ from kitae.algorithms.preferences import PREFERENCE_LOSSES
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES
 from kitae.cli import inspection, main
-from kitae.config.load import parse_config
-from kitae.pipeline.replay import Replay
-from kitae.store.checkpoint import Frontier
+from kitae.config.recipe import parse_config
+from kitae.run.recompute_step import Replay
+from kitae.store.checkpoints import Frontier
 from kitae.store.journal import Journal
-from kitae.store.run import Metrics, RunStore
+from kitae.store.run_folder import Metrics, RunStore
 from kitae.types import Message, Prompt, Rollout, Score, Segment, ToolCall
 
 COMMANDS = (
@@ -302,7 +302,7 @@ def test_what_cannot_work_is_found_before_the_run_folder_is_made(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("kitae.study.footprint.free_memory", lambda: None)  # a busy machine is another message
+    monkeypatch.setattr("kitae.study.memory_estimate.free_memory", lambda: None)  # a busy machine is another message
     for folder in ("broken", "run"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text("{}")
@@ -549,7 +549,7 @@ def test_replay_says_same_or_differs(cli: Cli, trained: Callable[..., Path], mon
         asked.append(step)
         return Replay(step, step - 1, {"loss": (0.5, 0.5 if step == 3 else 0.75)})
 
-    monkeypatch.setattr("kitae.pipeline.replay.replay", fake)
+    monkeypatch.setattr("kitae.run.recompute_step.replay", fake)
     result = cli("replay", run)
     assert result.status == 0 and result.out.splitlines()[-1].startswith("same: step 3, from the checkpoint of step 2")
     result = cli("replay", run, "--step", 2)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kitae.chains.report import HEADER, StageLine, cells
+from kitae.chains.chain_report import HEADER, StageLine, cells
 from kitae.cli.text import table
 
 ROWS = [["stage", "status", "rows", "time"], ["01-sft", "finished", "1,024", "12 s"], ["02-rl", "begun", "–", "–"]]

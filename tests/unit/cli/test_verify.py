@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kitae.cli import main
-from kitae.verifiers.registry import VERIFIERS
+from kitae.verifiers.verifier_registry import VERIFIERS
 
 Verify = Callable[..., tuple[int, str, str]]
 

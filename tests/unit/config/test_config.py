@@ -20,7 +20,7 @@ import kitae
 from kitae.algorithms.presets import PRESETS
 from kitae.algorithms.stages import STAGES, keyword_settings
 from kitae.config.hints import ELSEWHERE
-from kitae.config.load import load_config, override_config, parse_config
+from kitae.config.recipe import load_config, override_config, parse_config
 from kitae.config.root import RLConfig
 from kitae.data.tasks import TASKS
 from kitae.errors import ConfigError
@@ -546,5 +546,5 @@ def test_a_setting_that_nothing_reads_would_be_found() -> None:
 
 
 def test_importing_settings_is_cheap() -> None:
-    code = "import sys, kitae.config.load; print({'torch', 'transformers', 'sympy', 'pyarrow'} & set(sys.modules))"
+    code = "import sys, kitae.config.recipe; print({'torch', 'transformers', 'sympy', 'pyarrow'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

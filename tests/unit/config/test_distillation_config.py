@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from kitae.config.load import override_config, parse_config
+from kitae.config.recipe import override_config, parse_config
 from kitae.config.root import DistilConfig, RLConfig
 from kitae.errors import ConfigError
-from kitae.stages.config import JSD
+from kitae.offline.config import JSD
 
 
 def resolve(method: dict[str, Any], **sections: Any) -> DistilConfig:

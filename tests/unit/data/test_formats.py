@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kitae.config.load import load_config
+from kitae.config.recipe import load_config
 from kitae.config.root import RLConfig
 from kitae.data.config import DataConfig
 from kitae.data.formats import FORMATS, Exercise, find_reader, read_row
-from kitae.data.prompts import eval_prompts, open_stream
+from kitae.data.prompt_stream import eval_prompts, open_stream
 from kitae.errors import ConfigError, DataError
 from kitae.verifiers.pool import VerifierPool, validate
 

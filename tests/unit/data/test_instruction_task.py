@@ -8,7 +8,7 @@ import pytest
 
 from kitae.data.instructions import FAMILIES, draw_instructions
 from kitae.data.tasks import TASKS
-from kitae.verifiers.instructions.verifier import KINDS, instructions
+from kitae.verifiers.instructions.instruction_verifier import KINDS, instructions
 
 BUILDERS = [build for family in FAMILIES for build in family]
 

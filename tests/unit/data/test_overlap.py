@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitae.data.config import DataConfig, ExamplesConfig
+from kitae.data.data_files import File
 from kitae.data.examples import open_examples
 from kitae.data.overlap import Passage, duplicates, find_overlap, known_from, normal, passages
-from kitae.data.prompts import eval_prompts, open_stream
-from kitae.data.rows import File
+from kitae.data.prompt_stream import eval_prompts, open_stream
 from kitae.errors import DataError
 
 LONG = "Natalia sold clips to 48 of her friends in April and then she sold half as many clips in May so how"

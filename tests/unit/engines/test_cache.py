@@ -6,11 +6,11 @@ import pytest
 import torch
 from test_native_engine import TinyPolicy, generate, pages_gb, prompts, with_engine
 
-from kitae.config.load import parse_config
+from kitae.config.recipe import parse_config
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
-from kitae.engines.native.cache import KVCache, Pages
 from kitae.engines.native.engine import NativeEngine
+from kitae.engines.native.page_cache import KVCache, Pages
 from kitae.errors import ConfigError, EngineError, ModelError
 from kitae.models.routing import RouterShape
 

@@ -22,16 +22,16 @@ from kitae.engines.base import Completion, Engine, EngineStats, Request, Sampled
 from kitae.engines.config import EngineConfig
 from kitae.engines.fake import FakeEngine, Pace
 from kitae.engines.fleet import Fleet
-from kitae.engines.http.start import start_servers
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.process.engine import ProcessEngine
+from kitae.engines.process.process_engine import ProcessEngine
+from kitae.engines.servers.start_servers import start_servers
 from kitae.errors import EngineError, RequestError, WeightsDamaged
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.weights.base import Manifest
-from kitae.weights.memory import MemoryPublisher, MemoryReceiver
 from kitae.weights.probe import Probe, score_probe
+from kitae.weights.shared_memory import MemoryPublisher, MemoryReceiver
 
 pytestmark = pytest.mark.usefixtures("warm_posts")
 
@@ -314,16 +314,16 @@ def test_abort_before_the_first_token(subject: Subject, run: Callable[..., Any])
     run(body())
 
 
-def test_what_is_parked_can_be_continued(subject: Subject, run: Callable[..., Any]) -> None:
+def test_what_is_suspended_can_be_continued(subject: Subject, run: Callable[..., Any]) -> None:
     engine = subject.engine
 
     async def body() -> None:
         requests = several(3, subject.long)
         plain = await asyncio.gather(*map(engine.generate, requests))
         async with flying(engine, requests) as tasks:
-            await engine.park()
+            await engine.suspend()
             parts = [await task for task in tasks]
-        assert {p.finish for p in parts} == {"parked"} and all(0 < len(p.tokens) < subject.long for p in parts)
+        assert {p.finish for p in parts} == {"suspended"} and all(0 < len(p.tokens) < subject.long for p in parts)
         await subject.update(2)
         again = [replace(r, prior=p.sampled) for r, p in zip(requests, parts, strict=True)]
         for whole, part, done in zip(plain, parts, await asyncio.gather(*map(engine.generate, again)), strict=True):
@@ -530,7 +530,7 @@ def test_close_fails_what_is_pending_and_refuses_what_comes(subject: Subject, ru
             await task
         for late in (
             engine.generate(ask("b")), engine.update_weights(WeightUpdate(1)), engine.pause(), engine.resume(),
-            engine.park(),
+            engine.suspend(),
         ):  # fmt: skip
             with pytest.raises(EngineError, match="closed"):
                 await late

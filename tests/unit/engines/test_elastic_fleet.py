@@ -20,7 +20,7 @@ def answer(request: Request) -> tuple[int, ...]:
 
 
 class Mortal(FakeEngine):
-    """Dies when it is told to, as an engine does whose process is lost: what it sampled is parked, the rest raises."""
+    """Dies when it is told to, as an engine does whose process is lost: what it sampled is suspended."""
 
     def __init__(self) -> None:
         super().__init__(answer, Pace(step=1.0))
@@ -28,7 +28,7 @@ class Mortal(FakeEngine):
 
     async def die(self) -> None:
         self.dead = True
-        await super().park()
+        await super().suspend()
 
     def _alive(self) -> None:
         if self.dead:
@@ -162,8 +162,8 @@ def test_without_any_engine_requests_wait_for_one_but_not_for_ever() -> None:
         assert now() - began == pytest.approx(60)
         waiting = asyncio.create_task(fleet.generate(request(8)))
         await asyncio.sleep(1)
-        await fleet.park()
-        assert (await waiting).finish == "parked" and (await waiting).tokens == ()
+        await fleet.suspend()
+        assert (await waiting).finish == "suspended" and (await waiting).tokens == ()
         waiting = asyncio.create_task(fleet.generate(request(8)))
         await asyncio.sleep(1)
         await fleet.close()

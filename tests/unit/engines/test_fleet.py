@@ -91,8 +91,8 @@ def test_everything_else_is_for_all() -> None:
         assert (await tasks[0]).finish == "abort" and (await tasks[0]).versions == (0, 0, 0, 1, 1)
         with pytest.raises(RequestError, match="'1' is in flight already"):
             await engine.generate(request("1"))
-        await engine.park()
-        assert [(await t).finish for t in tasks[1:]] == ["parked"] * 3
+        await engine.suspend()
+        assert [(await t).finish for t in tasks[1:]] == ["suspended"] * 3
         assert engine.stats().version == 1
         await engine.close()
         with pytest.raises(EngineError, match="closed"):

@@ -11,9 +11,9 @@ import torch
 
 from kitae.engines.base import Completion
 from kitae.engines.native import engine
-from kitae.engines.native.decoding import Decoding
-from kitae.engines.native.repeats import LONGEST, Repeats
+from kitae.engines.native.ngram_speculation import LONGEST, Repeats
 from kitae.engines.native.runner import Result
+from kitae.engines.native.sequence import Decoding
 
 sys.path.append(str(Path(__file__).parent))
 import test_native_engine

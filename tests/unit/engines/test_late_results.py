@@ -9,10 +9,10 @@ import pytest
 
 from kitae.engines.config import EngineConfig
 from kitae.engines.native import engine
-from kitae.engines.native.cache import KVCache
-from kitae.engines.native.decoding import Decoding
+from kitae.engines.native.page_cache import KVCache
 from kitae.engines.native.runner import ModelRunner, Result
 from kitae.engines.native.scheduler import Admission
+from kitae.engines.native.sequence import Decoding
 from kitae.models.policy import Policy
 
 sys.path.append(str(Path(__file__).parent))

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kitae.engines.native.cache import KVCache
 from kitae.engines.native.fused import FusedDecoder, _known
-from kitae.models.attention import SelfAttention
+from kitae.engines.native.page_cache import KVCache
+from kitae.models.attention_seam import SelfAttention
 from kitae.models.fuse import is_llama_layer
 from kitae.models.lora import import_peft, merged_state, plain_part
 from kitae.models.policy import Policy

@@ -272,10 +272,10 @@ def test_a_freed_cache_changes_nothing_but_memory(tiny_policy: TinyPolicy) -> No
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_parked_and_recomputed_sequences_go_on_as_if_nothing_had_happened(
+def test_suspended_and_recomputed_sequences_go_on_as_if_nothing_had_happened(
     architecture: str, tiny_policy: TinyPolicy
 ) -> None:
-    """Parked in the middle and continued, by the same engine or another, or recomputed in flight: the same tokens.
+    """Suspended in the middle and continued, by the same engine or another, or recomputed in flight: the same tokens.
 
     But for a draw that falls on the border of two tokens: the same sums are rounded in another order.
     """
@@ -293,18 +293,18 @@ def test_parked_and_recomputed_sequences_go_on_as_if_nothing_had_happened(
         await until(engine, 30)
         await engine.update_weights(WeightUpdate(0, recompute=True))
         await until(engine, 60)
-        await engine.park()
+        await engine.suspend()
         return [await task for task in tasks]
 
-    parked = with_engine(tiny_policy(architecture), interrupted, page_size=4)
-    assert {p.finish for p in parked} == {"parked"} and all(0 < len(p.tokens) < 60 for p in parked)
+    suspended = with_engine(tiny_policy(architecture), interrupted, page_size=4)
+    assert {p.finish for p in suspended} == {"suspended"} and all(0 < len(p.tokens) < 60 for p in suspended)
     continued = generate(
         tiny_policy(architecture),
-        [replace(r, prior=p.sampled) for r, p in zip(requests, parked, strict=True)],
+        [replace(r, prior=p.sampled) for r, p in zip(requests, suspended, strict=True)],
         page_size=4,
     )
     different = 0
-    for one, other, part in zip(whole, continued, parked, strict=True):
+    for one, other, part in zip(whole, continued, suspended, strict=True):
         assert other.finish == "length" and len(other.tokens) == 60
         assert other.logprobs[: len(part.tokens)] == part.logprobs, "what was sampled is not computed again"
         pairs = enumerate(zip(one.tokens, other.tokens, strict=True))

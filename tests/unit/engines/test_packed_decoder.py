@@ -13,15 +13,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
-from kitae.engines.native.cache import KVCache
-from kitae.engines.native.cpu import CpuRunner, PackedDecoder
+from kitae.engines.native.cpu_runner import CpuRunner, PackedDecoder
 from kitae.engines.native.engine import NativeEngine
+from kitae.engines.native.page_cache import KVCache
 from kitae.engines.native.runner import ModelRunner
 from kitae.errors import EngineError
 from kitae.kernels import float8
 from kitae.kernels.cpu import packed
 from kitae.models.agreement import gap
-from kitae.models.attention import SelfAttention
+from kitae.models.attention_seam import SelfAttention
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.lora import merged_state

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kitae.algorithms.groups import experts_of
+from kitae.algorithms.group_stages import experts_of
 from kitae.data.packing import NO_RECORD
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
-from kitae.engines.native.attention import DecodeAttention
-from kitae.engines.native.cache import KVCache
 from kitae.engines.native.engine import NativeEngine
+from kitae.engines.native.page_cache import KVCache
+from kitae.engines.native.paged_attention import DecodeAttention
 from kitae.engines.native.runner import ModelRunner
 from kitae.engines.native.scheduler import Admission
 from kitae.errors import ModelError
@@ -167,17 +167,17 @@ def test_freed_and_computed_again_or_brought_back(host_memory_gb: float, tiny_po
     assert_all_recorded(policy, requests, paused, keep_cache=False, host_memory_gb=host_memory_gb)
 
 
-def test_parked_and_continued(tiny_policy: TinyPolicy) -> None:
+def test_suspended_and_continued(tiny_policy: TinyPolicy) -> None:
     """Who continues an answer computes all of it, and tells of all of it; what is known of it stays as it was."""
     policy, requests = tiny_policy("qwen3_moe"), asked(6, length=80)
 
     async def interrupted(engine: NativeEngine) -> Any:
         running = [asyncio.create_task(engine.generate(r)) for r in requests]
         await until_each_has(engine, requests, 5)
-        await engine.park()
+        await engine.suspend()
         parts = await asyncio.gather(*running)
         for request, part in zip(requests, parts, strict=True):
-            assert part.finish == "parked"
+            assert part.finish == "suspended"
             assert_recorded(policy, request, part)
         other = [None if p.experts is None else p.experts + 100 for p in parts]
         again = [replace(r, prior=p.sampled) for r, p in zip(requests, parts, strict=True)]

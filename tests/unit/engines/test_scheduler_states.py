@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitae.engines.base import Request, SamplingParams
-from kitae.engines.native.cache import PagePool
-from kitae.engines.native.decoding import Decoding, Stowed
+from kitae.engines.native.page_cache import PagePool
 from kitae.engines.native.scheduler import Scheduler
+from kitae.engines.native.sequence import Decoding, Stowed
 from kitae.errors import RequestError
 
 Held = list[tuple[int, int, int] | None]  # (epoch, position, token); epoch: counts updates that compute all anew

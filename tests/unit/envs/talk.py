@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Request, Sampled, SamplingParams
 from kitae.envs.base import Observation, Opening
-from kitae.envs.groups import Episodes
+from kitae.envs.rollouts import Episodes
 from kitae.errors import RequestError
 from kitae.types import Message, Prompt, Rollout, Score, Turn
 
@@ -49,7 +49,7 @@ class Engine:
         self.requests = list[Request]()
         self.answers = dict[str, Completion]()
         self.flights = dict[str, Sampled]()
-        self.parking = False
+        self.suspending = False
 
     async def generate(self, request: Request) -> Completion:
         self.requests.append(request)
@@ -63,8 +63,8 @@ class Engine:
                 self.tick()
                 await asyncio.sleep(0)
                 await asyncio.sleep(0)
-                if self.parking:
-                    return self._end(request, s, "parked")
+                if self.suspending:
+                    return self._end(request, s, "suspended")
                 token, logprob = next_token(request.seed, request.prompt_tokens + s.tokens, len(s.tokens))
                 s = Sampled((*s.tokens, token), (*s.logprobs, logprob), (*s.versions, 3))
                 if token in request.sampling.stop_tokens:
@@ -78,8 +78,8 @@ class Engine:
         done = self.answers[request.id] = Completion(request.id, s.tokens, s.logprobs, s.versions, finish)
         return done
 
-    async def park(self) -> None:
-        self.parking = True
+    async def suspend(self) -> None:
+        self.suspending = True
 
     def progress(self, known: Mapping[str, int]) -> dict[str, Sampled]:
         return {id: s.after(known.get(id, 0)) for id, s in self.flights.items()}

@@ -13,7 +13,7 @@ from kitae.engines.base import Completion, Request, Sampled, SamplingParams
 from kitae.engines.fake import FakeEngine
 from kitae.envs.base import Observation
 from kitae.envs.episode import Episode
-from kitae.envs.groups import Episodes
+from kitae.envs.rollouts import Episodes
 from kitae.envs.single_turn import SingleTurn
 from kitae.store.columns import ColumnWriter, KeptText
 from kitae.store.journal import Journal
@@ -134,7 +134,7 @@ class Growing:
         self.request = request
         await self.done.wait()
         s = self.sampled
-        return Completion(request.id, s.tokens, s.logprobs, s.versions, "parked")
+        return Completion(request.id, s.tokens, s.logprobs, s.versions, "suspended")
 
     @property
     def sampled(self) -> Sampled:
@@ -158,11 +158,11 @@ def test_only_what_grew_is_copied(tmp_path: Path) -> None:
         for _ in range(6):
             grown = episodes.grown(15)
             sizes.append([(len(r.segments[-1].tokens), known) for r, known in grown])
-            await journal.extend_parked(*grown)
+            await journal.extend_suspended(*grown)
         assert sizes == [[], [(20, 0)], [], [(20, 20)], [], [(20, 40)]], "and not what is not worth it"
         assert engine.asked == [0, 0, 20, 20, 40, 40]
-        (parked,) = journal.parked(7)
-        assert parked.segments[0].tokens == tuple(range(60))
+        (suspended,) = journal.suspended(7)
+        assert suspended.segments[0].tokens == tuple(range(60))
         engine.done.set()
         await sampling
         assert episodes.running.episodes == {}
@@ -170,11 +170,11 @@ def test_only_what_grew_is_copied(tmp_path: Path) -> None:
         engine = Growing()
         engine.tokens = 60
         episodes = episodes_of(engine, None)
-        sampling = asyncio.create_task(Episode(episodes, SingleTurn(PROMPT), 7, 0, PROMPT, parked).run())
+        sampling = asyncio.create_task(Episode(episodes, SingleTurn(PROMPT), 7, 0, PROMPT, suspended).run())
         await asyncio.sleep(0)
         assert engine.request.prior.tokens == tuple(range(60))
-        await journal.extend_parked(*episodes.grown(5))
-        assert engine.asked == [60] and journal.parked(7)[0].segments[0].tokens == tuple(range(70))
+        await journal.extend_suspended(*episodes.grown(5))
+        assert engine.asked == [60] and journal.suspended(7)[0].segments[0].tokens == tuple(range(70))
         engine.done.set()
         await sampling
 

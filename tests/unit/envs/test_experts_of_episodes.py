@@ -10,11 +10,11 @@ from talk import PROMPT, Engine, Fickle, Recorder, talks
 from test_agent import ASKED, Acting, after, begin, say
 from test_turns import Clock, interrupted
 
-from kitae.algorithms.groups import experts_of
+from kitae.algorithms.group_stages import experts_of
 from kitae.engines.base import Completion, Request
 from kitae.envs.base import Outcome
 from kitae.envs.episode import Episode
-from kitae.envs.groups import Episodes
+from kitae.envs.rollouts import Episodes
 from kitae.serving.base import Model
 from kitae.store.journal import Journal
 from kitae.types import Chain, Message, Rollout, Segment
@@ -66,7 +66,7 @@ def asking(engine: Engine, clock: Clock | None = None) -> Episodes:
     return talks(engine, lambda prompt: Fickle(prompt, tick), Recorder(), experts=True)
 
 
-@pytest.mark.parametrize("way", ["park", "kill"])
+@pytest.mark.parametrize("way", ["suspend", "kill"])
 def test_wherever_it_was_cut(way: str, tmp_path: Path) -> None:
     moment = told = 0
     while True:
@@ -75,7 +75,7 @@ def test_wherever_it_was_cut(way: str, tmp_path: Path) -> None:
         asyncio.run(interrupted(way, clock, asking(Choosing(clock.tick), clock), 1, journal))
         if not clock.struck.is_set():
             break
-        known = [r for r in journal.parked(7) if any(s.experts is not None for s in r.segments)]
+        known = [r for r in journal.suspended(7) if any(s.experts is not None for s in r.segments)]
         engine = Choosing()
         (rollout,) = asyncio.run(asking(engine).group(7, PROMPT, 1, journal)).rollouts
         assert_own(rollout)
@@ -90,16 +90,16 @@ def test_wherever_it_was_cut(way: str, tmp_path: Path) -> None:
     assert moment > 12
 
 
-def test_parked_then_copied_and_killed(tmp_path: Path) -> None:
-    """The copy has tokens beyond those whose experts the parked part had."""
+def test_suspended_then_copied_and_killed(tmp_path: Path) -> None:
+    """The copy has tokens beyond those whose experts the suspended part had."""
     longer = 0
     for first in range(1, 13):
         for second in range(1, 7):
             journal, clock = Journal(tmp_path / f"{first}-{second}.sqlite"), Clock(first)
-            asyncio.run(interrupted("park", clock, asking(Choosing(clock.tick), clock), 1, journal))
+            asyncio.run(interrupted("suspend", clock, asking(Choosing(clock.tick), clock), 1, journal))
             again = Clock(second)
             asyncio.run(interrupted("kill", again, asking(Choosing(again.tick), again), 1, journal))
-            for r in journal.parked(7):
+            for r in journal.suspended(7):
                 (chain,), last = r.chains, r.segments[-1]
                 places = chain.length - 1 - Chain(chain.prompt_tokens, chain.segments[:-1]).unrouted
                 longer += last.source == "model" and last.experts is not None and len(last.experts) < places

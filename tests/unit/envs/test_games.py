@@ -7,8 +7,8 @@ from collections import Counter
 
 import pytest
 
+from kitae.envs.games.game_world import Games, seed_of
 from kitae.envs.games.guess import Guess
-from kitae.envs.games.world import Games, seed_of
 from kitae.errors import ConfigError
 from kitae.types import Message, Prompt, Turn
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kitae.envs.helpers import HelperLost
-from kitae.envs.mcp.world import Mcp, ServerFailed
+from kitae.envs.episode_processes import HelperLost
+from kitae.envs.mcp.mcp_world import Mcp, ServerFailed
 from kitae.errors import ConfigError
 from kitae.types import Message, Prompt, ToolCall, Turn
 

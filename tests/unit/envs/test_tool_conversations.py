@@ -12,13 +12,13 @@ from talk import Recorder, check_requests
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, SamplingParams
 from kitae.envs.base import EpisodeLimits, Outcome
-from kitae.envs.groups import Episodes
+from kitae.envs.rollouts import Episodes
 from kitae.envs.tools.base import ToolEpisode, describe
 from kitae.envs.tools.calculator import Calculator
-from kitae.serving.answers import Teller, Voice
 from kitae.serving.fields import Fields
-from kitae.serving.orders import read_chat
-from kitae.serving.spelling import Spelling
+from kitae.serving.requests import read_chat
+from kitae.serving.responses import Teller, Voice
+from kitae.serving.token_text import Spelling
 from kitae.types import Message, Prompt, Score, ToolCall
 
 PROMPT = Prompt("p", (Message("user", "What is 6 * 7?"),), "42", {"question": "What is 6 * 7?"})

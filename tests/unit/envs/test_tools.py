@@ -12,10 +12,10 @@ import pytest
 
 from kitae.envs.base import Observation
 from kitae.envs.tools.base import ToolEpisode, describe, readable, shortened
-from kitae.envs.tools.world import Tools
+from kitae.envs.tools.tool_world import Tools
 from kitae.errors import ConfigError
-from kitae.processes.status import family_of
 from kitae.types import Message, Prompt, ToolCall, Turn
+from kitae.workers.process_status import family_of
 
 PROMPT = Prompt("p", (Message("user", "What is 6 * 7?"),), "42")
 needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
@@ -176,7 +176,7 @@ def test_the_event_loop_goes_on_and_nothing_is_left():
 def test_all_processes_end_with_a_run_that_is_killed():
     script = (
         "import asyncio, os\n"
-        "from kitae.envs.tools.world import Tools\n"
+        "from kitae.envs.tools.tool_world import Tools\n"
         "from kitae.types import Message, Prompt, ToolCall, Turn\n"
         "async def main():\n"
         "    async with Tools({'tools': ['python'], 'python': {'time_limit': 100}}) as world:\n"

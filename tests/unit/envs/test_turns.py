@@ -20,8 +20,8 @@ from kitae.engines.base import Completion, Request
 from kitae.engines.native.sampler import stream_seed
 from kitae.envs.base import EpisodeLimits, Observation, Opening
 from kitae.envs.episode import Episode
-from kitae.envs.groups import Episodes
-from kitae.envs.surroundings import Parked
+from kitae.envs.episode_context import Suspended
+from kitae.envs.rollouts import Episodes
 from kitae.errors import DataError, EngineError, RequestError, StoreError
 from kitae.store.journal import Journal
 from kitae.types import Group, Message, Prompt, Rollout, Score, Turn
@@ -384,22 +384,22 @@ class Clock:
 
 
 async def interrupted(way: str, clock: Clock, episodes: Episodes, size: int, journal: Journal | None) -> Group | None:
-    """A group that is interrupted when the clock strikes: parked, or copied as it is then and killed. None: it was."""
+    """A group that is interrupted when the clock strikes: suspended, or copied and killed. None: it was."""
 
     async def interrupt() -> None:
         await clock.struck.wait()
-        if way == "park":
-            await episodes.park()
+        if way == "suspend":
+            await episodes.suspend()
         elif journal is not None:
             news = episodes.grown(1)
             group.cancel()
-            await journal.extend_parked(*news)
+            await journal.extend_suspended(*news)
 
     group = asyncio.create_task(episodes.group(7, PROMPT, size, journal))
     interrupting = asyncio.create_task(interrupt())
     try:
         return await group
-    except (Parked, asyncio.CancelledError):
+    except (Suspended, asyncio.CancelledError):
         await interrupting
         return None
     finally:
@@ -416,7 +416,7 @@ async def one_cut(way: str, moment: int, journal: Journal, environment: Any) -> 
     return clock.struck.is_set()
 
 
-@pytest.mark.parametrize("way", ["park", "kill"])
+@pytest.mark.parametrize("way", ["suspend", "kill"])
 def test_an_episode_goes_on_from_its_record_wherever_it_was_cut(way: str, tmp_path: Path) -> None:
     """At each token and in each call of an environment that never answers the same twice."""
     seen = set[tuple[int, str]]()
@@ -427,7 +427,7 @@ def test_an_episode_goes_on_from_its_record_wherever_it_was_cut(way: str, tmp_pa
         if not asyncio.run(one_cut(way, moment, journal, Fickle)):
             journal.close()
             break
-        record = next(iter(journal.parked(7)), None)
+        record = next(iter(journal.suspended(7)), None)
         judge, engine = Recorder(), Engine()
         group = asyncio.run(talks(engine, Fickle, judge).group(7, PROMPT, 1, journal))
         (rollout,) = group.rollouts
@@ -448,12 +448,12 @@ def test_an_episode_goes_on_from_its_record_wherever_it_was_cut(way: str, tmp_pa
         assert spoken == Fickle.made[-1].heard == ["".join(map(chr, t.tokens[:-1])) for t in turns]
         observed = [m.content for m in rollout.transcript if m.role == "tool"]
         assert observed == ["".join(map(chr, s.tokens[1:])) for s in rollout.segments if s.source == "environment"]
-        assert judge.asked[0][1]["transcript"][-1]["content"] == spoken[-1] and journal.counts()["parked"] == 0
+        assert judge.asked[0][1]["transcript"][-1]["content"] == spoken[-1] and journal.counts()["suspended"] == 0
         journal.close()
-    assert moment > 12 and {s for s, _ in seen} == {1, 2, 3, 4, 5} and {f for _, f in seen} == {"parked", "stop"}
+    assert moment > 12 and {s for s, _ in seen} == {1, 2, 3, 4, 5} and {f for _, f in seen} == {"suspended", "stop"}
 
 
-def test_a_single_answer_is_parked_as_before(tmp_path: Path) -> None:
+def test_a_single_answer_is_suspended_as_before(tmp_path: Path) -> None:
     class Single(Fickle):
         turns = 1
 
@@ -461,9 +461,9 @@ def test_a_single_answer_is_parked_as_before(tmp_path: Path) -> None:
             return Opening(self.prompt.messages)
 
     journal = Journal(tmp_path / "journal.sqlite")
-    asyncio.run(one_cut("park", 2, journal, Single))
-    (record,) = journal.parked(7)
-    assert (record.finish, record.transcript, len(record.segments)) == ("parked", (), 1)
+    asyncio.run(one_cut("suspend", 2, journal, Single))
+    (record,) = journal.suspended(7)
+    assert (record.finish, record.transcript, len(record.segments)) == ("suspended", (), 1)
     whole = run(talks(Engine(), Single, Recorder()))
     group = asyncio.run(talks(Engine(), Single, Recorder()).group(7, PROMPT, 1, journal))
     assert group.rollouts[0] == replace(whole, score=Score(1.0))
@@ -471,7 +471,7 @@ def test_a_single_answer_is_parked_as_before(tmp_path: Path) -> None:
 
 
 def recorded(*answers: Any, **settings: Any) -> Rollout:
-    """An episode that was parked while the environment thought about the turn after these answers."""
+    """An episode that was suspended while the environment thought about the turn after these answers."""
 
     async def body() -> Rollout:
         script = Script(*answers, hang)
@@ -479,7 +479,7 @@ def recorded(*answers: Any, **settings: Any) -> Rollout:
         episode = asyncio.create_task(Episode(episodes, episodes.make(PROMPT), 7, 0, PROMPT).run())
         while len(script.heard) <= len(answers):
             await asyncio.sleep(0)
-        await episodes.park()
+        await episodes.suspend()
         return await episode
 
     return asyncio.run(body())
@@ -487,7 +487,7 @@ def recorded(*answers: Any, **settings: Any) -> Rollout:
 
 def test_an_environment_is_not_waited_for_when_the_run_stops() -> None:
     record = recorded(MORE)
-    assert (record.status, record.finish) == ("parked", "stop")
+    assert (record.status, record.finish) == ("suspended", "stop")
     assert [s.source for s in record.segments] == ["model", "environment", "model"]
 
 
@@ -517,14 +517,14 @@ def test_rewards_on_record_count_and_not_those_given_again() -> None:
 
 def test_a_turn_that_was_copied_at_its_last_token_is_not_sampled_further() -> None:
     whole = run(talks(Engine(), Script(DONE), Recorder()))
-    copied = replace(whole, finish="parked", status="parked", text="")
+    copied = replace(whole, finish="suspended", status="suspended", text="")
     engine, script = Engine(), Script(DONE)
     assert run(talks(engine, script, Recorder()), copied) == whole and engine.requests == []
     assert script.heard == [whole.text]
 
     used_up = replace(SAMPLING, max_tokens=2)
     whole = run(talks(Engine(), Script(), Recorder(), sampling=used_up))
-    copied = replace(whole, finish="parked", status="parked", text="")
+    copied = replace(whole, finish="suspended", status="suspended", text="")
     assert whole.finish == "length"
     assert run(talks(Engine(), Script(), Recorder(), sampling=used_up), copied) == whole
 
@@ -540,7 +540,7 @@ def test_a_turn_that_ended_without_a_stop_token_is_known_to_have_ended() -> None
     assert engine.requests == [] and rollout.chains == record.chains and len(script.heard) == 2
 
 
-@pytest.mark.parametrize("finish", ["stop", "parked"])
+@pytest.mark.parametrize("finish", ["stop", "suspended"])
 def test_a_run_that_stops_again_before_it_got_anywhere_keeps_the_record(finish: Any) -> None:
     record = replace(recorded(MORE, MORE), finish=finish)
     for script in (Script(opening=hang), Script(hang), Script(MORE, hang)):
@@ -551,7 +551,7 @@ def test_a_run_that_stops_again_before_it_got_anywhere_keeps_the_record(finish: 
             while script.answers[:1] not in ([], [hang]) or not (script.heard or script.opening is hang):
                 await asyncio.sleep(0)
             assert episodes.grown(1) == [], "there is nothing new"
-            await episodes.park()
+            await episodes.suspend()
             return await episode
 
         assert asyncio.run(body()) == record
@@ -572,19 +572,23 @@ def test_only_what_is_new_of_a_conversation_is_copied(tmp_path: Path) -> None:
         shapes = [(len(r.segments), len(r.segments[-1].tokens), known, r.finish) for r, known in copies]
         one, two = (len(engine.answers[f"train/7/0/{n}"].tokens) for n in (0, 2))
         assert shapes == [
-            *((1, 1, known, "parked") for known in range(one - 1)),
+            *((1, 1, known, "suspended") for known in range(one - 1)),
             (2, len("\ngo on"), 0, "stop"),  # the end of a turn comes with what was answered to it
-            *((3, 1, known, "parked") for known in range(two - 1)),
+            *((3, 1, known, "suspended") for known in range(two - 1)),
             (3, 1, two - 1, "stop"),
         ]
         for rollout, known in copies:
-            await journal.extend_parked((rollout, known))
-            (found,) = journal.parked(7)
+            await journal.extend_suspended((rollout, known))
+            (found,) = journal.suspended(7)
             assert len(found.segments[-1].tokens) == known + len(rollout.segments[-1].tokens)
             assert (found.finish, found.transcript) == (rollout.finish, rollout.transcript)
-        await episodes.park()
-        parked = await episode
-        assert (found.chains, found.finish, found.transcript) == (parked.chains, parked.finish, parked.transcript)
+        await episodes.suspend()
+        suspended = await episode
+        assert (found.chains, found.finish, found.transcript) == (
+            suspended.chains,
+            suspended.finish,
+            suspended.transcript,
+        )
 
     asyncio.run(body())
     journal.close()
@@ -607,7 +611,7 @@ def test_a_stop_string_ends_a_turn_that_has_to_be_closed() -> None:
     episodes = Episodes(Chatty(), Listening(Tokenizer()), Recorder(), script, sampling, 0)  # type: ignore[arg-type]
     rollout = run(episodes)
     assert script.heard == ["one", "one"] and rollout.text == "one\n\none" and closings == [False]
-    begun = replace(rollout, chains=(replace(rollout.chains[0], segments=rollout.segments[:1]),), finish="parked")
+    begun = replace(rollout, chains=(replace(rollout.chains[0], segments=rollout.segments[:1]),), finish="suspended")
     script.answers, script.heard = [DONE], []
     assert run(episodes, begun).text == "one" and script.heard == ["one"]
 
@@ -622,7 +626,7 @@ WAYS = ["none", "raise", "hang", "flood", "nonsense", "error", "refuse"]
     turns=st.integers(1, 4),
     way=st.sampled_from(WAYS),
     at=st.integers(1, 4),
-    moments=st.lists(st.tuples(st.sampled_from(["park", "kill"]), st.integers(1, 40)), max_size=3),
+    moments=st.lists(st.tuples(st.sampled_from(["suspend", "kill"]), st.integers(1, 40)), max_size=3),
     journalled=st.booleans(),
     seed=st.integers(0, 99),
 )
@@ -674,5 +678,5 @@ def test_any_episode_however_often_interrupted(
             assert all(s.tokens[-1] == STOP for s in rollout.segments if s.source == "model")
         if journal is not None:
             assert [r.chains for r in journal.rollouts(7)] == [r.chains for r in group.rollouts]
-            assert journal.counts()["parked"] == 0
+            assert journal.counts()["suspended"] == 0
             journal.close()

@@ -9,7 +9,7 @@ from written_runs import WrittenRun
 
 from kitae.evaluation.held_out import answers_at, answers_of, forget_after, keep_examples, last_results, pair
 from kitae.evaluation.statistics import compare
-from kitae.store.look import RunView
+from kitae.store.run_summary import RunView
 from kitae.types import Message, Prompt, Rollout, Score, Segment
 
 

@@ -14,13 +14,13 @@ from kitae.data.chat import Chat
 from kitae.data.config import DataConfig
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.fake import FakeEngine
-from kitae.envs.groups import Episodes
-from kitae.envs.registry import Simple
+from kitae.envs.environment_registry import Simple
+from kitae.envs.rollouts import Episodes
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import EngineError, RequestError
 from kitae.evaluation.measure import Evaluation, evaluate, measure, suite_episodes
 from kitae.evaluation.suites import MATHS, Scoring, Suite
-from kitae.pipeline.config import EvalConfig
+from kitae.rl.config import EvalConfig
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 from kitae.verifiers.pool import VerifierPool
 

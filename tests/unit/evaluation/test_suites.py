@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kitae.config.load import parse_config
+from kitae.config.recipe import parse_config
 from kitae.config.root import RLConfig
 from kitae.data.config import DataConfig
 from kitae.errors import ConfigError, DataError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kitae.kernels.cpu import build
+from kitae.kernels.cpu import compile_cpp
 
 X86 = """processor : {0}
 model name : Xeon
@@ -66,13 +66,13 @@ def test_what_is_lacking_is_said_and_nothing_fails(
     monkeypatch.setenv("KITAE_CACHE", str(tmp_path / "cache"))
     lacks(monkeypatch, tmp_path)
     with caplog.at_level(logging.WARNING, "kitae"):
-        assert build.cpu_library.__wrapped__() is None
+        assert compile_cpp.cpu_library.__wrapped__() is None
     assert said in caplog.text
 
 
 def told(tmp_path: Path, text: str) -> str:
     (tmp_path / "cpuinfo").write_text(text)
-    return build._processor(tmp_path / "cpuinfo")
+    return compile_cpp._processor(tmp_path / "cpuinfo")
 
 
 def test_processors_that_can_do_other_things_share_no_kernels(tmp_path: Path) -> None:
@@ -86,4 +86,4 @@ def test_cores_of_one_kind_share_them(tmp_path: Path) -> None:
 
 
 def test_a_system_that_tells_nothing_is_no_error(tmp_path: Path) -> None:
-    assert isinstance(build._processor(tmp_path / "nothing"), str)
+    assert isinstance(compile_cpp._processor(tmp_path / "nothing"), str)

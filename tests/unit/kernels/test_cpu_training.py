@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kitae.kernels.allocation import set_master
 from kitae.kernels.base import HeadNorms
 from kitae.kernels.cpu import ops, training
-from kitae.kernels.cpu.build import cpu_library
-from kitae.kernels.memory import set_master
+from kitae.kernels.cpu.compile_cpp import cpu_library
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
 ROWS, WIDTH, DIM = 70, 96, 32

@@ -8,7 +8,7 @@ import torch
 from kitae.kernels import devices
 from kitae.kernels.base import TrainingKernels
 from kitae.kernels.cpu import amx
-from kitae.kernels.cpu.build import cpu_library
+from kitae.kernels.cpu.compile_cpp import cpu_library
 from kitae.kernels.devices import decoding_kernels, training_kernels
 
 CPU = torch.device("cpu")

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kitae.kernels.exact.attention import Reach, as_pages, attend, with_gradient_of
-from kitae.kernels.exact.products import linear, product
-from kitae.models.attention import causal_mask, masked_attention
+from kitae.kernels.exact.exact_attention import Reach, as_pages, attend, with_gradient_of
+from kitae.kernels.exact.exact_products import linear, product
+from kitae.models.attention_seam import causal_mask, masked_attention
 
 DTYPES = [torch.float32, torch.bfloat16]
 DEVICE = "cpu"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kitae.kernels.cpu import ops
-from kitae.kernels.cpu.build import cpu_library
+from kitae.kernels.cpu.compile_cpp import cpu_library
 from kitae.models.logprobs import HeadTransform, _row_gradients, _row_statistics
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from kitae.kernels.cpu import build, packed
+from kitae.kernels.cpu import compile_cpp, packed
 from kitae.kernels.norms import Norm, NormRule
 
 pytestmark = pytest.mark.skipif(not packed.available(torch.float32), reason="no C++ compiler")
@@ -21,7 +21,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES)
 def test_fields_of_shared_structs_have_the_order_and_kinds_of_cpp(ours: type[ctypes.Structure]) -> None:
     """All are eight bytes wide, so equal order means equal offsets."""
     body = re.search(
-        rf"^struct {ours.__name__} {{(.*?)^}};", build.SOURCE.with_name("decoder.h").read_text(), re.S | re.M
+        rf"^struct {ours.__name__} {{(.*?)^}};", compile_cpp.SOURCE.with_name("decoder.h").read_text(), re.S | re.M
     )
     assert body is not None
     kinds = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
@@ -39,7 +39,7 @@ def test_a_struct_of_another_size_is_refused(name: str, monkeypatch: pytest.Monk
     class Shorter(ctypes.Structure):
         _fields_ = getattr(packed, name)._fields_[:-1]
 
-    library = build.cpu_library()
+    library = compile_cpp.cpu_library()
     assert library is not None
     packed._check_sizes(library)
     monkeypatch.setattr(packed, name, Shorter)

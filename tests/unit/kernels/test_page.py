@@ -19,16 +19,16 @@ SOURCES = [
     "kitae/kernels/cpu/decoder.h",
     "kitae/kernels/cpu/spans.h",
     "kitae/kernels/cuda/decoding.py",
-    "kitae/kernels/cuda/eights.py",
-    "kitae/kernels/cuda/experts.py",
-    "kitae/kernels/cuda/few.py",
-    "kitae/kernels/cuda/guesses.py",
+    "kitae/kernels/cuda/float8_products.py",
+    "kitae/kernels/cuda/expert_decoding.py",
+    "kitae/kernels/cuda/small_batch.py",
+    "kitae/kernels/cuda/speculation.py",
     "kitae/kernels/cuda/paged.py",
-    "kitae/kernels/cuda/prompts.py",
+    "kitae/kernels/cuda/shared_prompts.py",
     "kitae/kernels/cuda/resident.cu",
     "kitae/kernels/cuda/spans.py",
     "kitae/kernels/cuda/training.py",
-    "kitae/kernels/exact/cuda.py",
+    "kitae/kernels/exact/exact_gpu.py",
 ]
 
 

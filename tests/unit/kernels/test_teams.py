@@ -12,9 +12,9 @@ import torch
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
-from kitae.kernels.threads import dismiss_team
+from kitae.kernels.openmp import dismiss_team
 from kitae.models.policy import Policy
-from kitae.trainer.local import LocalTrainer
+from kitae.trainer.local_trainer import LocalTrainer
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
 X = torch.ones(2**20)

@@ -9,17 +9,17 @@ import pytest
 ROOT = Path(__file__).parents[3]
 TRITON = {
     "kitae.kernels.cuda.decoding",
-    "kitae.kernels.cuda.experts",
-    "kitae.kernels.cuda.eights",
-    "kitae.kernels.cuda.few",
-    "kitae.kernels.cuda.guesses",
+    "kitae.kernels.cuda.expert_decoding",
+    "kitae.kernels.cuda.float8_products",
+    "kitae.kernels.cuda.small_batch",
+    "kitae.kernels.cuda.speculation",
     "kitae.kernels.cuda.paged",
-    "kitae.kernels.cuda.prompts",
+    "kitae.kernels.cuda.shared_prompts",
     "kitae.kernels.cuda.spans",
     "kitae.kernels.cuda.training",
-    "kitae.kernels.exact.cuda",
+    "kitae.kernels.exact.exact_gpu",
 }
-FOR_GPUS = TRITON | {"kitae.engines.native.cuda"}  # imported only where Triton is
+FOR_GPUS = TRITON | {"kitae.engines.native.gpu_runner"}  # imported only where Triton is
 
 
 def module(path: Path) -> str:

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kitae.errors import ModelError
-from kitae.models import attention
+from kitae.models import attention_seam
 from kitae.models.agreement import check_attention
 
 
@@ -18,10 +18,10 @@ def loaded(tiny_folder: Callable[[str], Path]) -> Callable[..., Any]:
     """`loaded("qwen2", sliding_window=64)`: a tiny model with other settings and random weights."""
 
     def load(family: str, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
-        attention.register()
+        attention_seam.register()
         config = AutoConfig.from_pretrained(tiny_folder(family), **settings)
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=dtype).eval()
+        return AutoModelForCausalLM.from_config(config, attn_implementation=attention_seam.NAME, dtype=dtype).eval()
 
     return load
 
@@ -31,7 +31,7 @@ def loaded(tiny_folder: Callable[[str], Path]) -> Callable[..., Any]:
 def test_models_that_agree_stay_as_they_are(family: str, dtype: torch.dtype, loaded: Callable[..., Any]) -> None:
     model = loaded(family, dtype)
     check_attention(model, family)
-    assert model.config._attn_implementation == attention.NAME
+    assert model.config._attn_implementation == attention_seam.NAME
 
 
 def test_every_layer_with_a_window_must_hand_it_on(loaded: Callable[..., Any]) -> None:

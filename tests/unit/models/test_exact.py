@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kitae.algorithms.config import AlgorithmConfig
-from kitae.config.load import load_config
+from kitae.config.recipe import load_config
 from kitae.engines.base import Completion, EngineStats, Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
@@ -21,14 +21,14 @@ from kitae.models.exact import check
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
 from kitae.observe.meter import Meter
-from kitae.trainer.assemble import reinforced
 from kitae.trainer.base import Column, Conditions
+from kitae.trainer.build_worker import reinforced
+from kitae.trainer.collective_ops import Alone
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import MicroBatch, pack_rows
-from kitae.trainer.local import LocalTrainer
+from kitae.trainer.local_trainer import LocalTrainer
 from kitae.trainer.objectives import Scored
-from kitae.trainer.ranks import Alone
-from kitae.trainer.trained import Trained
+from kitae.trainer.trainable_model import Trained
 from kitae.types import Sample
 
 TinyPolicy = Callable[..., Policy]
@@ -160,7 +160,7 @@ def test_the_probe_finds_a_module_that_looks_at_its_neighbours(tiny_policy: Tiny
 
 
 def test_a_copy_of_an_exact_policy_uses_its_own_weights(tiny_policy: TinyPolicy) -> None:
-    from kitae.trainer.reference import _frozen_copy
+    from kitae.trainer.reference_policy import _frozen_copy
 
     policy = tiny_policy(exact=True)
     copy = _frozen_copy(policy)

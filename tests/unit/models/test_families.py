@@ -20,13 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
-from kitae.engines.native.cache import KVCache
-from kitae.engines.native.cpu import PackedDecoder
+from kitae.engines.native.cpu_runner import PackedDecoder
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.fused import _known, is_plain
+from kitae.engines.native.page_cache import KVCache
 from kitae.errors import KitaeError
 from kitae.kernels.cpu import packed
-from kitae.kernels.cpu.build import cpu_library
+from kitae.kernels.cpu.compile_cpp import cpu_library
 from kitae.kernels.norms import NormRule
 from kitae.models.config import ModelConfig
 from kitae.models.fuse import fuse, is_llama_layer, norm_of

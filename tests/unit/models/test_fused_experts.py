@@ -11,10 +11,10 @@ from torch import Tensor
 
 from kitae.errors import ModelError
 from kitae.kernels.base import ModuleKernels
-from kitae.kernels.cpu import experts as kernel
-from kitae.kernels.cpu.build import cpu_library
+from kitae.kernels.cpu import expert_training as kernel
+from kitae.kernels.cpu.compile_cpp import cpu_library
 from kitae.kernels.devices import training_kernels
-from kitae.models.attention import SelfAttention
+from kitae.models.attention_seam import SelfAttention
 from kitae.models.fuse import fuse, fuse_with, unfuse
 from kitae.models.policy import Policy
 from kitae.models.routing import record_routing, replay_routing

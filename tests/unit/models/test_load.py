@@ -142,7 +142,7 @@ def test_export_loads_anywhere_and_computes_the_same(
     )
     again = load_policy(ModelConfig(path=str(tmp_path / "out"), dtype="float32"))
     tokens = torch.arange(3, 20)
-    from kitae.models.attention import SelfAttention
+    from kitae.models.attention_seam import SelfAttention
 
     positions = torch.arange(17)
     with torch.no_grad():

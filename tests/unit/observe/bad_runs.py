@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kitae.config.load import load_config
+from kitae.config.recipe import load_config
 from kitae.errors import KitaeError
 from kitae.observe.diagnosis import see
 from kitae.observe.diagnosis.base import Reply, Row, Seen
@@ -136,9 +136,9 @@ BAD = {
 def make(name: str, folder: Path) -> tuple[Path, str]:
     """The run folder, and the command that makes such a one."""
     from kitae.cli.training import _run  # what the command line does with a run, its console log included
-    from kitae.observe.console import Console
-    from kitae.pipeline.prepare import prepare
-    from kitae.store.run import RunStore
+    from kitae.observe.run_log import Console
+    from kitae.run.prepare import prepare
+    from kitae.store.run_folder import RunStore
 
     bad = BAD[name]
     own = folder / "own.py"

@@ -13,9 +13,9 @@ from kitae.algorithms.stages import STAGES
 from kitae.config.root import ROOTS, RLConfig
 from kitae.observe.diagnosis import RULES, findings
 from kitae.observe.diagnosis.base import LOSSES, Finding, Rule, Seen
-from kitae.observe.diagnosis.live import LIVE, LiveDiagnosis
-from kitae.observe.diagnosis.machinery import last_error
-from kitae.observe.report import StepReport
+from kitae.observe.diagnosis.live_rules import LIVE, LiveDiagnosis
+from kitae.observe.diagnosis.machinery_rules import last_error
+from kitae.observe.step_report import StepReport
 
 BY_NAME = {rule.name: rule for rule in RULES}
 GOOD = ("quickstart", "lora", "ifeval", "knights-and-knaves", "sort", "arithmetic")

@@ -13,7 +13,7 @@ import pytest
 from kitae.errors import KitaeError, RemoteError
 from kitae.observe.config import ObserveConfig
 from kitae.observe.hooks import Hooks, call
-from kitae.processes.status import state_of
+from kitae.workers.process_status import state_of
 
 CONTENT = {"event": "crash", "run": "runs/toy-001", "message": "EngineError: it's gone", "step": 7}
 

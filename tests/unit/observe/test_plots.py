@@ -9,7 +9,7 @@ import pytest
 from kitae.errors import StoreError
 from kitae.evaluation.statistics import interval_of
 from kitae.observe.plots import load_pyplot, plot_run
-from kitae.store.run import Metrics
+from kitae.store.run_folder import Metrics
 
 
 def fabricate(folder: Path, rows: list[dict[str, Any]]) -> None:

@@ -12,10 +12,10 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from kitae.config.load import parse_config
+from kitae.config.recipe import parse_config
 from kitae.config.root import RLConfig
 from kitae.observe.progress import LiveProgress, Progress, _cell, make_progress, peak_memory_gb
-from kitae.observe.report import StepReport
+from kitae.observe.step_report import StepReport
 
 ROW = {
     "kind": "step",

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from kitae.observe.prometheus import MetricsServer
-from kitae.observe.report import StepReport
+from kitae.observe.step_report import StepReport
 
 
 @pytest.fixture

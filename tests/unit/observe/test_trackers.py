@@ -11,7 +11,7 @@ import pytest
 
 from kitae.errors import ConfigError
 from kitae.observe import trackers
-from kitae.observe.report import StepReport
+from kitae.observe.step_report import StepReport
 from kitae.observe.trackers import TRACKERS, Numbers, Tracked, check_installed, numbers_of
 
 ROW = {"kind": "step", "step": 1, "reward": 0.25, "entropy": float("nan"), "first_error": "", "loss": None, "errors": 3}

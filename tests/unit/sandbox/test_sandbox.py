@@ -17,9 +17,9 @@ from kitae.sandbox import backends
 from kitae.sandbox import session as session_module
 from kitae.sandbox.backends import Backend, find_program
 from kitae.sandbox.inside.usage import Usage
-from kitae.sandbox.orders import Limits, Order
+from kitae.sandbox.sandbox_jobs import Limits, Order
 from kitae.sandbox.session import Report, find_backend, open_session
-from kitae.verifiers.code.verifier import code
+from kitae.verifiers.code.code_verifier import code
 
 needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 unprotected = pytest.mark.filterwarnings("ignore::kitae.errors.KitaeWarning")
@@ -199,7 +199,7 @@ def test_a_fork_makes_a_namespace_of_its_own() -> None:
 @needs_sandbox
 def test_a_bomb_next_door_does_not_starve_honest_threads() -> None:
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    program = f"from kitae.verifiers.code.verifier import code\ncode({bomb!r}, {ASSERTS!r}, {{}}, time_limit=2.0)"
+    program = f"from kitae.verifiers.code.code_verifier import code\ncode({bomb!r}, {ASSERTS!r}, {{}}, time_limit=2.0)"
     honest = (
         "import threading\ndef f(x):\n    ts = [threading.Thread(target=lambda: None) for _ in range(20)]\n"
         "    [t.start() for t in ts]; [t.join() for t in ts]\n    return x + 1"

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from kitae.sandbox.console import PythonConsole
-from kitae.sandbox.orders import Limits
+from kitae.sandbox.python_console import PythonConsole
+from kitae.sandbox.sandbox_jobs import Limits
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 

@@ -12,6 +12,8 @@ import uvicorn
 from served import client_of, post, refusal
 from starlette.applications import Starlette
 
+from kitae.clients.addresses import address_of, listen
+from kitae.clients.http_client import close_clients
 from kitae.data.chat import Chat
 from kitae.data.messages import read_messages
 from kitae.models.classifier import export_scalar, load_scalar
@@ -19,11 +21,9 @@ from kitae.models.config import ModelConfig
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.models.scorer import Scorer
-from kitae.remote.client import close_clients
-from kitae.remote.hosts import address_of, listen
-from kitae.serving.start import ServerSettings, is_reward_model, open_rewards
+from kitae.serving.start_server import ServerSettings, is_reward_model, open_rewards
 from kitae.types import Message
-from kitae.verifiers.registry import VERIFIERS
+from kitae.verifiers.verifier_registry import VERIFIERS
 
 QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 6 times 7?"}]
 

@@ -5,7 +5,7 @@ import asyncio
 import uvicorn
 from uvicorn.server import ServerState
 
-from kitae.serving.server import bounded
+from kitae.serving.running_server import bounded
 
 
 async def _slow(scope: object, receive: object, send: object) -> None:

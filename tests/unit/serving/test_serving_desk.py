@@ -17,11 +17,11 @@ from kitae.data.chat import Chat
 from kitae.engines.base import SamplingParams
 from kitae.engines.native.engine import NativeEngine
 from kitae.models.policy import Policy
+from kitae.serving.admission import Places
 from kitae.serving.app import chat_routes, make_app
-from kitae.serving.counters import Counters
-from kitae.serving.desk import Desk, Manners
-from kitae.serving.places import Places
+from kitae.serving.handlers import Desk, Manners
 from kitae.serving.refusals import Refused
+from kitae.serving.server_metrics import Counters
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]

@@ -13,7 +13,7 @@ from kitae.engines.native.engine import NativeEngine
 from kitae.errors import RequestError
 from kitae.models.policy import Policy
 from kitae.serving.base import Ask
-from kitae.serving.model import EngineModel
+from kitae.serving.engine_model import EngineModel
 from kitae.types import Message
 
 HELLO = (Message("user", "Hello"),)

@@ -9,7 +9,7 @@ import torch
 
 from kitae.errors import RequestError
 from kitae.models.policy import Policy
-from kitae.serving.scoring import ScoredText, TextScorer
+from kitae.serving.text_scoring import ScoredText, TextScorer
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])

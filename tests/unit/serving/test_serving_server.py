@@ -17,9 +17,10 @@ import pytest
 from served import client_of
 
 from kitae.errors import ConfigError
+from kitae.serving import start_server
+from kitae.serving.admission import Places
 from kitae.serving.app import KeyGuard, make_app
-from kitae.serving.counters import Counters
-from kitae.serving.places import Places
+from kitae.serving.server_metrics import Counters
 
 CHAT = "/v1/chat/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}
@@ -95,9 +96,8 @@ def test_what_is_wrong_is_said_before_a_model_loads(
     arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from kitae.cli.main import run
-    from kitae.serving import start
 
-    monkeypatch.setattr(start, "load_policy", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(start_server, "load_policy", lambda *_: pytest.fail("a model was loaded"))
     monkeypatch.setattr(sys, "argv", ["kitae", "serve", *arguments])
     with pytest.raises(SystemExit) as stop:
         run()

@@ -13,15 +13,15 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from kitae.data.calls import template_of
 from kitae.data.chat import Chat
+from kitae.data.tool_calls import template_of
 from kitae.engines.base import Sampled, SamplingParams
-from kitae.serving.answers import Choice, Teller, Telling
 from kitae.serving.base import Answer, Ask
-from kitae.serving.orders import AnswerOrder
 from kitae.serving.refusals import Refused
-from kitae.serving.spelling import Spelling
-from kitae.serving.text import GrowingAnswer, SpokenText
+from kitae.serving.requests import AnswerOrder
+from kitae.serving.responses import Choice, Teller, Telling
+from kitae.serving.streamed_text import GrowingAnswer, SpokenText
+from kitae.serving.token_text import Spelling
 from kitae.types import Message
 
 THINKING = QWEN.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")

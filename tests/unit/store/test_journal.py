@@ -149,7 +149,7 @@ def test_prompts_come_back(journal: Journal) -> None:
     asyncio.run(write())
     assert journal.prompt(17) == PROMPT
     assert journal.prompt(18) is None
-    assert journal.counts() == {"prompts": 1, "rollouts": 0, "parked": 0, "fates": 0}
+    assert journal.counts() == {"prompts": 1, "rollouts": 0, "suspended": 0, "fates": 0}
 
 
 def test_what_is_pending_comes_back_by_slot(journal: Journal) -> None:
@@ -171,7 +171,9 @@ def test_a_pending_slot_is_as_old_as_its_oldest_token(journal: Journal) -> None:
         await journal.add_rollout(rollout(1))  # versions 3 and 4
         spoken = Segment("model", (5,), (-0.5,), (7,))
         await journal.add_rollout(replace(rollout(2), chains=(Chain((1, 2, 3), (spoken, Segment.observed((8, 9)))),)))
-        await journal.park(replace(rollout(3), chains=(Chain((1, 2, 3), (spoken,)),), finish="parked", score=None))
+        await journal.suspend(
+            replace(rollout(3), chains=(Chain((1, 2, 3), (spoken,)),), finish="suspended", score=None)
+        )
         await journal.add_rollout(replace(rollout(4), chains=(Chain((1, 2, 3), (Segment("model", (), (), ()),)),)))
 
     asyncio.run(write())
@@ -190,24 +192,26 @@ def test_unfinished_responses_are_kept_in_pieces(journal: Journal) -> None:
 
     def piece(start: int, end: int) -> Rollout:
         part = Segment("model", whole.tokens[start:end], whole.logprobs[start:end], whole.versions[start:end])
-        return Rollout.of(6, 1, (1, 2, 3), (*before, part), "parked", "")
+        return Rollout.of(6, 1, (1, 2, 3), (*before, part), "suspended", "")
 
     async def write() -> None:
-        await journal.extend_parked((piece(0, 4), 0), (replace(piece(0, 2), index=0), 0))
-        await journal.extend_parked((piece(4, 5), 4))
-        await journal.extend_parked((piece(5, 10), 5))
+        await journal.extend_suspended((piece(0, 4), 0), (replace(piece(0, 2), index=0), 0))
+        await journal.extend_suspended((piece(4, 5), 4))
+        await journal.extend_suspended((piece(5, 10), 5))
 
     asyncio.run(write())
-    short, found = journal.parked(6)
+    short, found = journal.suspended(6)
     assert (
-        found.segments == (*before, whole) and found.chains[0].prompt_tokens == (1, 2, 3) and found.finish == "parked"
+        found.segments == (*before, whole)
+        and found.chains[0].prompt_tokens == (1, 2, 3)
+        and found.finish == "suspended"
     )
     assert short.segments[-1].tokens == (10, 11)
-    assert journal.counts()["parked"] == 4
-    asyncio.run(journal.park(piece(0, 7)))  # all of it at once takes the place of the pieces
-    assert journal.parked(6)[1].segments[-1].tokens == whole.tokens[:7] and journal.counts()["parked"] == 2
+    assert journal.counts()["suspended"] == 4
+    asyncio.run(journal.suspend(piece(0, 7)))  # all of it at once takes the place of the pieces
+    assert journal.suspended(6)[1].segments[-1].tokens == whole.tokens[:7] and journal.counts()["suspended"] == 2
     asyncio.run(journal.add_rollout(rollout(6, 1)))
-    assert [r.index for r in journal.parked(6)] == [0]
+    assert [r.index for r in journal.suspended(6)] == [0]
 
 
 async def _filed(journal: Journal, tokens: int, version: int, text: str | None = None) -> Segment:
@@ -263,7 +267,7 @@ def test_it_knows_the_files_that_it_refers_to(journal: Journal) -> None:
         await journal.add_rollout(
             Rollout.of(0, 2, (1,), (whole, Segment.observed((7,)), whole), "stop", "", Score(1.0))
         )
-        await journal.park(Rollout.of(0, 3, (1,), (half,), "parked", "", None, "parked"))
+        await journal.suspend(Rollout.of(0, 3, (1,), (half,), "suspended", "", None, "suspended"))
         await _filed(journal, 3, 3)
         return [_file(s) for s in (empty, half, whole)]
 
@@ -296,14 +300,14 @@ def test_what_lies_elsewhere_is_kept_with_its_values(journal: Journal, tmp_path:
 def test_pieces_in_files_come_back_as_one_answer(journal: Journal) -> None:
     async def body() -> None:
         first, second = await _filed(journal, 40, 3), await _filed(journal, 70, 4)
-        parked = Rollout.of(7, 0, (1, 2), (first,), "parked", "", None, "parked")
-        await journal.extend_parked((parked, 0))
-        await journal.extend_parked((replace(parked, chains=(Chain((1, 2), (second,)),)), 40))
+        suspended = Rollout.of(7, 0, (1, 2), (first,), "suspended", "", None, "suspended")
+        await journal.extend_suspended((suspended, 0))
+        await journal.extend_suspended((replace(suspended, chains=(Chain((1, 2), (second,)),)), 40))
         values = Segment("model", (9,), (-1.0,), (5,))
-        await journal.extend_parked((replace(parked, chains=(Chain((1, 2), (values,)),), finish="stop"), 110))
+        await journal.extend_suspended((replace(suspended, chains=(Chain((1, 2), (values,)),), finish="stop"), 110))
 
     asyncio.run(body())
-    (found,) = journal.parked(7)
+    (found,) = journal.suspended(7)
     assert found.finish == "stop" and found.chains[0].prompt_tokens == (1, 2)
     assert found.segments[0].tokens == (*range(40), *range(70), 9)
     assert tuple(found.segments[0].versions) == (3,) * 40 + (4,) * 70 + (5,)
@@ -315,14 +319,16 @@ def test_age_and_forgetting_know_versions_without_reading(journal: Journal) -> N
         for index, version in enumerate((2, 6)):
             segment = await _filed(journal, 5, version, "")
             await journal.add_rollout(Rollout.of(0, index, (1,), (segment,), "stop", "", Score(1.0)))
-        await journal.park(Rollout.of(0, 2, (1,), (await _filed(journal, 5, 7),), "parked", "", None, "parked"))
+        await journal.suspend(
+            Rollout.of(0, 2, (1,), (await _filed(journal, 5, 7),), "suspended", "", None, "suspended")
+        )
         for path in journal.columns.folder.iterdir():
             path.unlink()
         assert journal.pending()[0].oldest == 2
         await journal.begin("{}", (), forget_after=5)
 
     asyncio.run(body())
-    assert [r.index for r in journal.rollouts(0)] == [0] and not journal.parked(0)
+    assert [r.index for r in journal.rollouts(0)] == [0] and not journal.suspended(0)
 
 
 def test_answers_that_cannot_be_read_are_given_up_before_they_are_trained(journal: Journal) -> None:
@@ -334,11 +340,11 @@ def test_answers_that_cannot_be_read_are_given_up_before_they_are_trained(journa
                 await journal.add_rollout(Rollout.of(group, index, (1,), (segment,), "stop", "", Score(1.0)))
         await journal.add_fates(3, [0], [])
         for index in (2, 3):
-            await journal.park(_parked(2, index, await _filed(journal, 5, 2)))
+            await journal.suspend(_suspended(2, index, await _filed(journal, 5, 2)))
         longer = await _filed(journal, 5, 2)
-        await journal.park(_parked(1, 2, longer))
-        await journal.extend_parked((_parked(1, 2, Segment("model", (9,), (-1.0,), (3,))), 5))  # not in a file
-        for lost in (*journal.rollouts(0)[:1], *journal.rollouts(1)[1:], *journal.parked(2)[:1]):
+        await journal.suspend(_suspended(1, 2, longer))
+        await journal.extend_suspended((_suspended(1, 2, Segment("model", (9,), (-1.0,), (3,))), 5))  # not in a file
+        for lost in (*journal.rollouts(0)[:1], *journal.rollouts(1)[1:], *journal.suspended(2)[:1]):
             (journal.columns.folder / _file(lost.segments[0])).unlink()
         path = journal.columns.folder / _file(longer)  # of the answer that goes on elsewhere
         path.write_bytes(b"x" * path.stat().st_size)
@@ -351,31 +357,31 @@ def test_answers_that_cannot_be_read_are_given_up_before_they_are_trained(journa
     problems = asyncio.run(body())
     assert len(problems) == 3 and "cannot be read" in problems[0] and "must have the checksum" in problems[1]
     assert [len(journal.rollouts(group)) for group in (0, 1, 2)] == [2, 1, 2], "what was trained stays in the books"
-    assert [[r.index for r in journal.parked(group)] for group in (1, 2)] == [[], [3]]
+    assert [[r.index for r in journal.suspended(group)] for group in (1, 2)] == [[], [3]]
     assert [detail for _, kind, detail in journal.events() if kind == "unreadable"] == problems
     assert asyncio.run(journal.drop_unreadable()) == []
 
 
-def _parked(group: int, index: int, segment: Segment) -> Rollout:
-    return Rollout.of(group, index, (1,), (segment,), "parked", "", None, "parked")
+def _suspended(group: int, index: int, segment: Segment) -> Rollout:
+    return Rollout.of(group, index, (1,), (segment,), "suspended", "", None, "suspended")
 
 
-def test_a_conversation_is_parked_with_all_that_was_said(journal: Journal) -> None:
+def test_a_conversation_is_suspended_with_all_that_was_said(journal: Journal) -> None:
     said = Segment("model", (1, 2, 3, 4), (-0.5,) * 4, (3,) * 4, reward=0.5)
     answer = Segment.observed((9,))
     before = (Message("user", "2 + 2"), Message("assistant", "4"), Message("tool", "go on", name="t"))
 
-    def parked(segments: tuple[Segment, ...], finish: FinishReason) -> Rollout:
-        return Rollout(6, 1, (Chain((1, 2), segments),), finish, "", None, "parked", before)
+    def suspended(segments: tuple[Segment, ...], finish: FinishReason) -> Rollout:
+        return Rollout(6, 1, (Chain((1, 2), segments),), finish, "", None, "suspended", before)
 
     async def write() -> None:
-        await journal.extend_parked((parked((said, answer), "stop"), 0))
-        (found,) = journal.parked(6)
+        await journal.extend_suspended((suspended((said, answer), "stop"), 0))
+        (found,) = journal.suspended(6)
         assert (found.segments, found.finish, found.transcript) == ((said, answer), "stop", before)
         turn = replace(said, reward=None)
-        await journal.extend_parked((parked((said, answer, cut(turn, 0, 3)), "parked"), 0))
-        await journal.extend_parked((parked((said, answer, cut(turn, 3, 4)), "stop"), 3))  # it is the end of the turn
-        (found,) = journal.parked(6)
+        await journal.extend_suspended((suspended((said, answer, cut(turn, 0, 3)), "suspended"), 0))
+        await journal.extend_suspended((suspended((said, answer, cut(turn, 3, 4)), "stop"), 3))  # the end of the turn
+        (found,) = journal.suspended(6)
         assert (found.segments, found.finish, found.transcript) == ((said, answer, turn), "stop", before)
 
     asyncio.run(write())
@@ -414,18 +420,20 @@ def test_what_was_synced_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
     journal.close()
 
 
-def test_a_parked_rollout_is_kept_until_it_is_complete(journal: Journal) -> None:
+def test_a_suspended_rollout_is_kept_until_it_is_complete(journal: Journal) -> None:
     async def write() -> None:
-        await journal.park(replace(rollout(3, 1), finish="parked", score=None))
+        await journal.suspend(replace(rollout(3, 1), finish="suspended", score=None))
         longer = (Segment("model", (5, 6), (-0.5, -0.25), (0, 1)),)
-        await journal.park(replace(rollout(3, 1), chains=(Chain((1, 2, 3), longer),), finish="parked", score=None))
+        await journal.suspend(
+            replace(rollout(3, 1), chains=(Chain((1, 2, 3), longer),), finish="suspended", score=None)
+        )
 
     asyncio.run(write())
-    (found,) = journal.parked(3)
-    assert (found.index, found.finish, found.segments[0].tokens) == (1, "parked", (5, 6))
+    (found,) = journal.suspended(3)
+    assert (found.index, found.finish, found.segments[0].tokens) == (1, "suspended", (5, 6))
     assert found.segments[0].versions == (0, 1) and journal.rollouts(3) == []
     asyncio.run(journal.add_rollout(rollout(3, 1)))
-    assert journal.parked(3) == [] and len(journal.rollouts(3)) == 1
+    assert journal.suspended(3) == [] and len(journal.rollouts(3)) == 1
 
 
 def test_an_unscored_rollout_is_an_error_and_never_a_zero(journal: Journal) -> None:
@@ -485,7 +493,7 @@ def test_forgotten_steps_take_what_their_weights_sampled_with_them(journal: Jour
     async def write() -> None:
         for group, version in enumerate((0, 1, 1, 2, 2)):
             await journal.add_rollout(sampled_by(version, group))
-        await journal.park(sampled_by(1, 5), sampled_by(2, 6))
+        await journal.suspend(sampled_by(1, 5), sampled_by(2, 6))
         await journal.add_fates(1, trained=[0], dropped=[])
         await journal.add_fates(2, trained=[1], dropped=[(2, "errors")])
         assert journal.last_step() == 2
@@ -496,14 +504,14 @@ def test_forgotten_steps_take_what_their_weights_sampled_with_them(journal: Jour
     asyncio.run(write())
     assert journal.groups(step=2) == [(1, 2, "trained", ""), (2, 2, "trained", "")]
     assert [len(journal.rollouts(g)) for g in range(5)] == [1, 1, 1, 0, 0]
-    assert [len(journal.parked(g)) for g in (5, 6)] == [1, 0]
+    assert [len(journal.suspended(g)) for g in (5, 6)] == [1, 0]
 
 
 def test_what_was_skipped_stays_skipped(journal: Journal) -> None:
     async def write() -> None:
         for group in range(6):
             await journal.add_prompt(group, prompt(group), 0, slot=group // 2)
-        await journal.park(rollout(1), rollout(2))
+        await journal.suspend(rollout(1), rollout(2))
         await journal.skip_slot(3, 0, "overdue")
         await journal.skip(3, [4], "spare")
         await journal.add_fates(5, trained=[3, 5], dropped=[])
@@ -512,7 +520,7 @@ def test_what_was_skipped_stays_skipped(journal: Journal) -> None:
     asyncio.run(write())
     assert journal.groups() == [(0, 3, "skipped", "overdue"), (1, 3, "skipped", "overdue"), (4, 3, "skipped", "spare")]
     assert [(s.number, s.groups) for s in journal.pending()] == [(1, (2, 3)), (2, (5,))]
-    assert journal.parked(1) == [] and len(journal.parked(2)) == 1
+    assert journal.suspended(1) == [] and len(journal.suspended(2)) == 1
 
 
 def test_pass_rates_are_those_of_the_last_visit(journal: Journal) -> None:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitae.errors import StoreError
-from kitae.processes.frames import pack_frame, unpack_frame
 from kitae.store.journal import Journal
 from kitae.types import Chain, ExpertArray, FinishReason, Rollout, Segment
+from kitae.workers.frames import pack_frame, unpack_frame
 
 FIRST = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)
 LATER = (300 + np.arange(5 * 3 * 2)).astype(np.int16).reshape(5, 3, 2)
@@ -59,26 +59,26 @@ def test_a_rollout_has_them_turn_by_turn(journal: Journal) -> None:
     assert_experts(found, FIRST, None, None, None, None, LATER)
 
 
-def test_what_is_parked_has_them_and_may_grow(journal: Journal) -> None:
+def test_what_is_suspended_has_them_and_may_grow(journal: Journal) -> None:
     """A turn is copied as it grows, without experts; its last piece has those of all of it."""
-    began = rollout(turn(2, FIRST), Segment.observed((8, 9)), turn(1), finish="parked")
-    asyncio.run(journal.park(began))
-    assert_experts(journal.parked(7)[0], FIRST, None, None)
-    asyncio.run(journal.extend_parked((rollout(*began.segments[:2], turn(2), finish="parked"), 1)))
-    assert_experts(journal.parked(7)[0], FIRST, None, None)
-    asyncio.run(journal.extend_parked((rollout(*began.segments[:2], turn(1, LATER)), 3)))
-    (found,) = journal.parked(7)
+    began = rollout(turn(2, FIRST), Segment.observed((8, 9)), turn(1), finish="suspended")
+    asyncio.run(journal.suspend(began))
+    assert_experts(journal.suspended(7)[0], FIRST, None, None)
+    asyncio.run(journal.extend_suspended((rollout(*began.segments[:2], turn(2), finish="suspended"), 1)))
+    assert_experts(journal.suspended(7)[0], FIRST, None, None)
+    asyncio.run(journal.extend_suspended((rollout(*began.segments[:2], turn(1, LATER)), 3)))
+    (found,) = journal.suspended(7)
     assert [len(s.tokens) for s in found.segments] == [2, 2, 4] and found.finish == "stop"
     assert_experts(found, FIRST, None, LATER)
-    asyncio.run(journal.extend_parked((rollout(*found.segments, Segment.observed((8,))), 0)))
-    assert_experts(journal.parked(7)[0], FIRST, None, LATER, None)
+    asyncio.run(journal.extend_suspended((rollout(*found.segments, Segment.observed((8,))), 0)))
+    assert_experts(journal.suspended(7)[0], FIRST, None, LATER, None)
 
 
 def test_nothing_is_stored_where_there_are_none(journal: Journal) -> None:
     asyncio.run(journal.add_rollout(rollout(turn(2))))
-    asyncio.run(journal.park(rollout(turn(2), finish="parked", index=1)))
+    asyncio.run(journal.suspend(rollout(turn(2), finish="suspended", index=1)))
     connection = sqlite3.connect(journal.path)
-    sizes = [connection.execute(f"SELECT length(experts) FROM {t}").fetchall() for t in ("rollouts", "parked")]
+    sizes = [connection.execute(f"SELECT length(experts) FROM {t}").fetchall() for t in ("rollouts", "suspended")]
     connection.close()
     assert sizes == [[(0,)], [(0,)]]
 

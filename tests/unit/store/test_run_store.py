@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kitae.config.load import parse_config
+from kitae.config.recipe import parse_config
 from kitae.config.root import RLConfig
 from kitae.errors import ConfigChangedError, ConfigError, StoreError
-from kitae.store.run import Metrics, RunStore, read_config
+from kitae.store.run_folder import Metrics, RunStore, read_config
 
 
 def config_in(folder: Path, **training: Any) -> RLConfig:
@@ -87,7 +87,7 @@ def test_a_second_opening_is_refused_until_the_first_is_closed(config: RLConfig)
 def test_the_lock_is_of_the_process_and_goes_with_it(config: RLConfig) -> None:
     folder = started(config)
     code = (
-        "import sys; from pathlib import Path; from kitae.store.run import RunStore\n"
+        "import sys; from pathlib import Path; from kitae.store.run_folder import RunStore\n"
         "store = RunStore.open(Path(sys.argv[1])); print('open', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
@@ -232,7 +232,7 @@ def test_a_full_disk_is_said_so(tmp_path: Path) -> None:
 import json, resource, sys
 from pathlib import Path
 from kitae.errors import KitaeError
-from kitae.store.run import Metrics
+from kitae.store.run_folder import Metrics
 metrics = Metrics(Path(sys.argv[1]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 try:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from kitae.study.shape import ModelShape, read_model
+from kitae.study.model_shape import ModelShape, read_model
 
 TinyFolder = Callable[[str], Path]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kitae.config.load import parse_config
+from kitae.config.recipe import parse_config
 from kitae.study.scale import Delivery, Links, deliveries, project, scaled
 from kitae.study.simulate import Hardware, LogNormal, Schedule, Steady, Times, Work
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from kitae.config.load import parse_config
+from kitae.config.recipe import parse_config
 from kitae.config.root import RLConfig
 from kitae.errors import ConfigError
 from kitae.observe.timeline import read
-from kitae.store.run import Metrics
+from kitae.store.run_folder import Metrics
 from kitae.study.simulate import Hardware, LogNormal, Schedule, Times, Work, simulate, study
 
 EXACT = Times(step=0.01, sequence=0.001, prefill=1000, train=500, fixed=0.2, sync=0.3, verify=0.05)

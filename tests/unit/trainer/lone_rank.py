@@ -6,7 +6,7 @@ import socket
 import time
 from typing import Any
 
-from kitae.processes.frames import pack_frame
+from kitae.workers.frames import pack_frame
 
 
 def main(setup: dict[str, Any], stream: socket.socket) -> None:

@@ -24,10 +24,10 @@ from kitae.observe.meter import Totals
 from kitae.trainer.base import Column, Conditions, Role
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import token_budget
-from kitae.trainer.mesh import Mesh, Parallel
 from kitae.trainer.optim import Optimizer
-from kitae.trainer.sharding import shard
-from kitae.trainer.worker import Worker
+from kitae.trainer.parallel.mesh import Mesh, Parallel
+from kitae.trainer.parallel.sharding import shard
+from kitae.trainer.training_worker import Worker
 from kitae.types import FloatArray, Sample, SampleKey
 
 CPU = torch.device("cpu")

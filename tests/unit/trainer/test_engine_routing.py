@@ -16,7 +16,7 @@ from workers import make_worker, weighted
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control
-from kitae.algorithms.groups import GroupStages, experts_of
+from kitae.algorithms.group_stages import GroupStages, experts_of
 from kitae.data.packing import NO_RECORD, lay_out, pack
 from kitae.engines.base import Request, SamplingParams
 from kitae.engines.config import EngineConfig
@@ -27,7 +27,7 @@ from kitae.models.routing import is_router, replayed_gates
 from kitae.models.tiny import MIXTURES
 from kitae.trainer.base import Batch, Column, Conditions
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.local import LocalTrainer
+from kitae.trainer.local_trainer import LocalTrainer
 from kitae.types import Chain, ExpertArray, Group, Message, Prompt, Rollout, Sample, Score, Segment
 
 TinyPolicy = Callable[..., Policy]

@@ -13,12 +13,12 @@ from workers import column_of, forward_backward, make_worker, weighted
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.data.packing import Span
 from kitae.kernels.cpu import amx, ops
-from kitae.kernels.cpu.build import cpu_library
+from kitae.kernels.cpu.compile_cpp import cpu_library
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
-from kitae.trainer.attention import PackedAttention, _Spans
 from kitae.trainer.base import Column, Role
 from kitae.trainer.config import TrainingConfig
+from kitae.trainer.packed_attention import PackedAttention, _Spans
 
 pytestmark = pytest.mark.skipif(cpu_library() is None, reason="no C++ compiler")
 TinyPolicy = Callable[..., Policy]

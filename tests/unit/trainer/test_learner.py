@@ -14,7 +14,7 @@ from workers import column_of, forward_backward, make_worker
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control
-from kitae.algorithms.groups import GroupStages
+from kitae.algorithms.group_stages import GroupStages
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
@@ -24,10 +24,10 @@ from kitae.trainer.base import Column, Role
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
 from kitae.trainer.learner import Learner, Learnt
-from kitae.trainer.local import LocalTrainer
+from kitae.trainer.local_trainer import LocalTrainer
 from kitae.trainer.objectives import value_loss
-from kitae.trainer.reference import Reference
-from kitae.trainer.worker import Worker
+from kitae.trainer.reference_policy import Reference
+from kitae.trainer.training_worker import Worker
 from kitae.types import FloatArray, Group, Message, Prompt, Rollout, Sample, Score, Segment
 
 TinyPolicy = Callable[..., Policy]

@@ -16,11 +16,11 @@ from kitae.data.packing import Row, lay_out
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.trainer.base import Conditions, Role
+from kitae.trainer.collective_ops import Alone
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
 from kitae.trainer.objectives import Likelihood
-from kitae.trainer.ranks import Alone
-from kitae.trainer.trained import Trained
+from kitae.trainer.trainable_model import Trained
 from kitae.types import Sample
 
 TinyPolicy = Callable[..., Policy]

@@ -12,14 +12,14 @@ from workers import make_worker, master_of
 
 from kitae.data.packing import Row
 from kitae.kernels.adamw import adamw
+from kitae.kernels.allocation import gradient_of, gradient_over
 from kitae.kernels.base import AdamWPace, AdamWPart
 from kitae.kernels.masters import Rest
-from kitae.kernels.memory import gradient_of, gradient_over
 from kitae.models.policy import Policy
 from kitae.trainer.base import Conditions, Role
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.optim import Optimizer, learning_rate
-from kitae.trainer.worker import Worker
+from kitae.trainer.training_worker import Worker
 
 
 def test_schedules() -> None:

@@ -12,16 +12,16 @@ import pytest
 from test_gradient import make_samples
 
 from kitae.algorithms.control import Coefficients, Signal
-from kitae.algorithms.groups import sample_of
+from kitae.algorithms.group_stages import sample_of
 from kitae.data.packing import lay_out, pack
 from kitae.errors import CorruptError
 from kitae.observe.meter import Kind, Sum, Totals
-from kitae.processes.frames import Frame, pack_frame, read_frame
 from kitae.store.columns import ColumnWriter, column_files
 from kitae.trainer.base import Conditions, Mark
-from kitae.trainer.sending import samples_of_wire, samples_to_wire
-from kitae.trainer.wire import conditions_of, totals_of_wire, totals_to_wire
+from kitae.trainer.parallel.rank_frames import conditions_of, totals_of_wire, totals_to_wire
+from kitae.trainer.sample_wire import samples_of_wire, samples_to_wire
 from kitae.types import Chain, Late, Rollout, Runs, Sample, Score, Segment, spliced
+from kitae.workers.frames import Frame, pack_frame, read_frame
 
 
 def sent(frame: bytes) -> Frame:

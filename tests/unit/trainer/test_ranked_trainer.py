@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kitae.cluster.local import LocalCluster
-from kitae.config.load import parse_config
+from kitae.config.recipe import parse_config
 from kitae.errors import TrainerError, TrainerLost
-from kitae.trainer.ranked import RankedTrainer
+from kitae.trainer.parallel.distributed_trainer import RankedTrainer
+from kitae.workers.subprocesses import LocalCluster
 
 
 def alive(mark: str) -> list[str]:

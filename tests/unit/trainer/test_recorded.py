@@ -10,12 +10,12 @@ from workers import column_of, make_worker, weighted
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.models.policy import Policy
 from kitae.trainer.base import Batch, Conditions, Role
+from kitae.trainer.collective_ops import Alone
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
-from kitae.trainer.local import LocalTrainer
+from kitae.trainer.local_trainer import LocalTrainer
 from kitae.trainer.objectives import Likelihood
-from kitae.trainer.ranks import Alone
-from kitae.trainer.trained import Trained
+from kitae.trainer.trainable_model import Trained
 
 SHAPES = [(0, 5, 3), (0, 5, 9), (1, 12, 1), (1, 12, 7), (2, 30, 20), (3, 1, 4)]
 CLIPPED = AlgorithmConfig(preset="grpo", clip_low=0.2, clip_high=0.2)

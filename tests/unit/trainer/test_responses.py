@@ -16,11 +16,11 @@ from kitae.algorithms.preferences import PREFERENCE_LOSSES, PairBatch, RatedBatc
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
 from kitae.trainer.base import Conditions
+from kitae.trainer.collective_ops import Alone
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import pack_rows
-from kitae.trainer.ranks import Alone
 from kitae.trainer.responses import PLACE, Preference, Rated, ScoredPairs
-from kitae.trainer.trained import Trained
+from kitae.trainer.trainable_model import Trained
 from kitae.types import Sample
 
 TinyPolicy = Callable[..., Policy]

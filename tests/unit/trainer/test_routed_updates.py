@@ -19,7 +19,7 @@ from kitae.models.policy import Policy
 from kitae.models.routing import RouterLoad, record_routing, replay_routing
 from kitae.trainer.base import Batch, Column, Conditions, Role
 from kitae.trainer.config import TrainingConfig
-from kitae.trainer.local import LocalTrainer
+from kitae.trainer.local_trainer import LocalTrainer
 from kitae.types import Sample
 
 TinyPolicy = Callable[..., Policy]

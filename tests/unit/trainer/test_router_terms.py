@@ -14,7 +14,7 @@ from workers import forward_backward, make_worker, weighted
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.data.packing import NO_RECORD, lay_out
 from kitae.errors import ModelError
-from kitae.models.attention import SelfAttention
+from kitae.models.attention_seam import SelfAttention
 from kitae.models.policy import Policy
 from kitae.models.router_terms import RouterCoefficients, RouterTerms, chosen_shares
 from kitae.models.routing import RouterShape, hanging, record_routing, routers_of

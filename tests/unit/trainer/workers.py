@@ -8,17 +8,17 @@ from torch import Tensor
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Coefficients
-from kitae.algorithms.groups import Candidate, GroupStages
+from kitae.algorithms.group_stages import Candidate, GroupStages
 from kitae.kernels.masters import Rest, whole
 from kitae.models.policy import Policy
 from kitae.observe.meter import Totals
-from kitae.trainer.assemble import reinforced
 from kitae.trainer.base import Column, Conditions, Role
+from kitae.trainer.build_worker import reinforced
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
-from kitae.trainer.local import LocalTrainer
+from kitae.trainer.local_trainer import LocalTrainer
 from kitae.trainer.optim import Optimizer
-from kitae.trainer.worker import Worker
+from kitae.trainer.training_worker import Worker
 from kitae.types import FloatArray, Sample
 
 

@@ -6,10 +6,10 @@ import pytest
 from starlette.testclient import TestClient
 from written_runs import WrittenRun
 
-from kitae.remote.hosts import host_name
+from kitae.clients.addresses import host_name
 from kitae.ui.guard import HEADERS, Door
 from kitae.ui.library import Library
-from kitae.ui.server import make_app
+from kitae.ui.ui_server import make_app
 
 LOCAL = "http://127.0.0.1:7007"
 

@@ -9,7 +9,7 @@ from written_runs import HOSTILE, WrittenRun, damage, rollout
 
 from kitae.errors import CorruptError, StoreError
 from kitae.observe.diagnosis import diagnose
-from kitae.observe.tokens import TokenFiles
+from kitae.observe.token_numbers import TokenFiles
 from kitae.store.journal import Journal
 from kitae.types import Chain, Message, Prompt, Rollout, Score, Segment, ToolCall
 from kitae.ui import samples
@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Path:
 def test_a_group_has_its_prompt_its_samples_and_its_neighbours(run: Path) -> None:
     view = samples.group(run, 0)
     assert (view.prompt_id, view.reference, view.fate, view.step) == ("reverse/0", "answer 0", "trained", 1)
-    assert (view.previous, view.next, view.parked) == (None, 1, 0)
+    assert (view.previous, view.next, view.suspended) == (None, 1, 0)
     right, failed = view.samples
     assert (right.value, right.components, right.text, right.versions) == (0.0, {"exact": 0.0}, HOSTILE, [0])
     assert (failed.value, failed.outcome, failed.detail) == (None, "error", "exit 0 in 'x1'")

@@ -16,10 +16,10 @@ from kitae.sandbox.inside.port import CheckerPort, Gone
 from kitae.sandbox.inside.usage import Usage
 from kitae.types import Score
 from kitae.verifiers.code.analysis import visible_setup
+from kitae.verifiers.code.code_verifier import code
 from kitae.verifiers.code.extraction import extract_code
 from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio, read_tests
 from kitae.verifiers.code.verdicts import same_output
-from kitae.verifiers.code.verifier import code
 
 needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
 PYTHON = ("python", "py", "python3")

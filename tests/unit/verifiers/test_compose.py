@@ -9,8 +9,8 @@ from kitae.errors import VerifierError
 from kitae.types import Score
 from kitae.verifiers.base import Verifier
 from kitae.verifiers.compose import Composition
-from kitae.verifiers.registry import VERIFIERS, resolve
-from kitae.verifiers.shape import tags
+from kitae.verifiers.response_shape import tags
+from kitae.verifiers.verifier_registry import VERIFIERS, resolve
 
 compose = Composition(resolve)
 GOOD = "<think>2 + 2</think><answer>4</answer>"

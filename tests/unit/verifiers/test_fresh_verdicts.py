@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kitae.verifiers.registry import VERIFIERS
+from kitae.verifiers.verifier_registry import VERIFIERS
 
 ROWS = [
     json.loads(line)

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from kitae.cluster.base import Duty, PostError
-from kitae.cluster.local import LocalCluster
 from kitae.errors import VerifierError
 from kitae.store.columns import ColumnWriter, KeptText, column_files
 from kitae.types import Prompt, Score
-from kitae.verifiers import hosts as hosts_module
+from kitae.verifiers import remote_pool as hosts_module
 from kitae.verifiers.config import VerifierConfig
-from kitae.verifiers.hosts import HostedPool
 from kitae.verifiers.pool import VerifierPool
+from kitae.verifiers.remote_pool import HostedPool
+from kitae.workers.base import Duty, PostError
+from kitae.workers.subprocesses import LocalCluster
 
 pytestmark = pytest.mark.usefixtures("warm_posts", "warm_verifiers")
 

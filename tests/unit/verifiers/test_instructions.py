@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kitae.types import Score
-from kitae.verifiers.instructions.verifier import KINDS, instructions
+from kitae.verifiers.instructions.instruction_verifier import KINDS, instructions
 
 AFRICA = [f"{letter}{other}" for letter in "YXWVUTSRQPONMLKJIHGFEDCBA" for other in "zyx"]
 CAPITALS = (

@@ -17,7 +17,7 @@ from fake_server import KEY, FakeServer, Handler, Reply, Request, run, run_tidil
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitae.remote.service import Service
+from kitae.clients.service import Service
 from kitae.types import Score
 from kitae.verifiers.judge import RUBRICS, Grade, judge, read_verdict, reward_model, shorten
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from kitae.verifiers.registry import VERIFIERS
+from kitae.verifiers.verifier_registry import VERIFIERS
 
 LENGTH = 50_000
 SECONDS = 2.0  # of processor time; what is linear takes a twentieth of it

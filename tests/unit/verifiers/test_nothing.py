@@ -1,7 +1,7 @@
 """A verifier for runs that learn from something else than rewards."""
 
 from kitae.types import Score
-from kitae.verifiers.registry import resolve
+from kitae.verifiers.verifier_registry import resolve
 
 
 def test_every_response_scores_nothing_and_no_reference_is_held_against_it() -> None:

@@ -11,7 +11,7 @@ from kitae.errors import VerifierError
 from kitae.types import Score
 from kitae.verifiers.code.languages import LANGUAGES
 from kitae.verifiers.pool import VerifierPool
-from kitae.verifiers.registry import VERIFIERS
+from kitae.verifiers.verifier_registry import VERIFIERS
 
 needs_sandbox = pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs a sandbox")
 

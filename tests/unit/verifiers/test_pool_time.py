@@ -73,7 +73,7 @@ def worker_pids() -> list[int]:
 
 @pytest.mark.parametrize("verifier", ["math", "number"])
 def test_a_frozen_worker_is_replaced_and_the_check_repeated(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kitae.processes.worker._INDULGENCE", 2)
+    monkeypatch.setattr("kitae.workers.templates.worker_handle._INDULGENCE", 2)
 
     async def body() -> tuple[Score, VerifierPool]:
         async with VerifierPool(verifier, workers=1, timeout=0.5) as pool:
@@ -87,7 +87,7 @@ def test_a_frozen_worker_is_replaced_and_the_check_repeated(verifier: str, monke
 
 
 def test_frozen_twice_is_an_error_and_never_a_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kitae.processes.worker._INDULGENCE", 2)
+    monkeypatch.setattr("kitae.workers.templates.worker_handle._INDULGENCE", 2)
 
     async def freeze() -> None:
         while True:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitae.verifiers.puzzles import countdown, knights_knaves
+from kitae.verifiers.puzzle_checks import countdown, knights_knaves
 
 PEOPLE = {"Alice": "knight", "Bob": "knave", "Carol": "knight"}
 RIGHT = "Alice is a knight, Bob is a knave, Carol is a knight"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kitae.verifiers.text import after_thought, choice, exact, f1, normalised, number, regex, tokens
+from kitae.verifiers.plain_text import after_thought, choice, exact, f1, normalised, number, regex, tokens
 
 
 @pytest.mark.parametrize(

@@ -362,7 +362,7 @@ def test_a_template_that_does_not_answer_is_replaced(hostile: str, monkeypatch: 
         assert await pool.score("fine", None) == Score(1.0)
         return template
 
-    monkeypatch.setattr("kitae.processes.template._ANSWER_LIMIT", 0.5)
+    monkeypatch.setattr("kitae.workers.templates.template._ANSWER_LIMIT", 0.5)
     template, _ = run(test, hostile, workers=1)
     assert is_gone(int(template))
 

@@ -7,8 +7,8 @@ import pytest
 from kitae.errors import VerifierError
 from kitae.types import Score
 from kitae.verifiers.base import Verifier
-from kitae.verifiers.calls import call_score, check_params
-from kitae.verifiers.registry import VERIFIERS, resolve
+from kitae.verifiers.score_calls import call_score, check_params
+from kitae.verifiers.verifier_registry import VERIFIERS, resolve
 
 USER_FILE = """
 from dataclasses import dataclass
@@ -51,15 +51,15 @@ def test_every_example_scores_1(verifier: Verifier) -> None:
 
 def test_import_is_cheap() -> None:
     heavy = "{'sympy', 'math_verify', 'torch', 'pydantic'}"
-    code = f"import sys, kitae.verifiers.registry, kitae.verifiers.pool; print({heavy} & set(sys.modules))"
+    code = f"import sys, kitae.verifiers.verifier_registry, kitae.verifiers.pool; print({heavy} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
 
 
 def test_a_worker_for_a_function_of_a_file_imports_no_built_in_check(user_file: Path) -> None:
     code = (
-        "import sys; from kitae.verifiers.worker import load; "
+        "import sys; from kitae.verifiers.child_main import load; "
         f"greeting, _ = load({{'name': '{user_file}:length', 'params': {{}}}}); "
-        "print(greeting['on_timeout'], 'kitae.verifiers.registry' in sys.modules)"
+        "print(greeting['on_timeout'], 'kitae.verifiers.verifier_registry' in sys.modules)"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).split() == ["error", "False"]
 

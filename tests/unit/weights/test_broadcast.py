@@ -22,7 +22,7 @@ from kitae.errors import EngineError
 from kitae.weights.base import Bucket, Manifest
 from kitae.weights.broadcast import BroadcastPublisher, BroadcastReceiver, _header, _receive
 from kitae.weights.chunks import Chunk, image_chunks
-from kitae.weights.groups import BroadcastGroup, host_store, join_store
+from kitae.weights.process_group import BroadcastGroup, host_store, join_store
 from kitae.weights.publisher import checksum_of
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kitae.errors import EngineError
 from kitae.weights.base import Bucket
+from kitae.weights.bucket_server import ChunkServer, Shop
 from kitae.weights.chunks import Chunk
 from kitae.weights.downloads import Downloads, Haste
 from kitae.weights.publisher import checksum_of
-from kitae.weights.serving import ChunkServer, Shop
 
 DATA = torch.randint(0, 256, (300_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 CHUNK = Chunk("image", 0, Bucket(len(DATA), checksum_of(DATA)), ((0, len(DATA)),))

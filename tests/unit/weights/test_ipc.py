@@ -5,7 +5,7 @@ import torch
 from transport_rigs import HostMemory, weights, zeros
 
 from kitae.errors import EngineError
-from kitae.weights.cuda import CudaMemory
+from kitae.weights.cuda_memory import CudaMemory
 from kitae.weights.ipc import IpcPublisher, IpcReceiver
 
 

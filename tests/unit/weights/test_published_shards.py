@@ -12,7 +12,7 @@ from transport_rigs import change, same, weights, zeros
 
 from kitae.models.whole import walk, whole
 from kitae.weights import publisher as publisher_module
-from kitae.weights.http import HttpPublisher, HttpReceiver
+from kitae.weights.http_transport import HttpPublisher, HttpReceiver
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from transport_rigs import DELTAS, KINDS, Rig, bits, change, rig, same, weights,
 
 from kitae.errors import EngineError
 from kitae.weights.base import Address, Manifest
-from kitae.weights.start import make_publisher, make_receiver
+from kitae.weights.transports import make_publisher, make_receiver
 
 
 @pytest.fixture(params=KINDS)

@@ -27,7 +27,7 @@ export function Group({ run, group, query }: { run: RunDetail; group: number; qu
     <>
       <div class="bar group">
         <h2>Group {view.group} <span class="muted small">{view.prompt_id}</span></h2>
-        <span class="muted small">{fate(view)} · asked at version {view.version}{view.parked > 0 && ` · ${view.parked} still being sampled`}</span>
+        <span class="muted small">{fate(view)} · asked at version {view.version}{view.suspended > 0 && ` · ${view.suspended} still being sampled`}</span>
         <span class="grow" />
         {view.previous !== null && <a class="button" href={GROUP_PAGE(key, view.previous)} aria-keyshortcuts="[">← {view.previous}</a>}
         {view.next !== null && <a class="button" href={GROUP_PAGE(key, view.next)} aria-keyshortcuts="]">{view.next} →</a>}

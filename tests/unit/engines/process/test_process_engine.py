@@ -21,24 +21,24 @@ import pytest
 import torch
 import warm_starts
 
-from kitae.cluster import process as process_module
-from kitae.cluster.link import Deadlines
 from kitae.data.chat import Chat
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.fleet import Fleet
 from kitae.engines.native.engine import NativeEngine
-from kitae.engines.process import engine as engine_module
-from kitae.engines.process.engine import ProcessEngine
+from kitae.engines.process import process_engine as engine_module
+from kitae.engines.process.process_engine import ProcessEngine
 from kitae.errors import EngineError, EngineLost, RequestError, WeightsDamaged
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy, load_tokenizer
 from kitae.models.policy import Policy
-from kitae.pipeline.weight_sync import WeightSync
+from kitae.rl.weight_sync import WeightSync
 from kitae.store.columns import Kept
 from kitae.weights.base import Manifest
-from kitae.weights.memory import MemoryPublisher
 from kitae.weights.probe import Probe, score_probe
+from kitae.weights.shared_memory import MemoryPublisher
+from kitae.workers import remote_process as process_module
+from kitae.workers.connection import Deadlines
 
 pytestmark = pytest.mark.usefixtures("warm_posts")
 
@@ -165,7 +165,7 @@ def test_same_answers_as_the_native_engine(engine: ProcessEngine, policy: Policy
 def test_filed_answers_are_those_that_would_have_come(
     model: ModelConfig, publisher: MemoryPublisher, run: Run[Any], tmp_path: Path
 ) -> None:
-    """In plain torch: with kernels, answers end before anybody can park them."""
+    """In plain torch: with kernels, answers end before anybody can suspend them."""
     slow = CONFIG.model_copy(update={"fast": False})
     filing, engine = (
         ProcessEngine(model, slow, publisher, threads=1, name=name, columns=columns)
@@ -180,19 +180,19 @@ def test_filed_answers_are_those_that_would_have_come(
             assert isinstance(a.tokens, Kept) and (a.tokens, a.versions) == (b.tokens, b.versions)
             assert list(a.logprobs) == pytest.approx(list(b.logprobs), abs=1e-5), "who else samples may round them"
             assert a.finish == b.finish and str(a.tokens.text) == chat.read(b.tokens).text
-        parked = run(_parked(filing, asked[:2]))
-        assert all(isinstance(p.tokens, Kept) and 0 < len(p.tokens) < 150 for p in parked)
-        more = [replace(r, prior=p.sampled) for r, p in zip(asked, parked, strict=False)]
+        suspended = run(_suspended(filing, asked[:2]))
+        assert all(isinstance(p.tokens, Kept) and 0 < len(p.tokens) < 150 for p in suspended)
+        more = [replace(r, prior=p.sampled) for r, p in zip(asked, suspended, strict=False)]
         assert tokens(run(_all(filing.generate(r) for r in more))) == tokens(came[:2])
         assert {path.name for path in tmp_path.iterdir()} == {kept[0].tokens.stretches[0][0].file}
     finally:
         run(_all(e.close() for e in (filing, engine)))
 
 
-async def _parked(engine: ProcessEngine, asked: list[Request]) -> list[Completion]:
+async def _suspended(engine: ProcessEngine, asked: list[Request]) -> list[Completion]:
     sampling = [asyncio.create_task(engine.generate(r)) for r in asked]
     await until_generated(engine, 40)
-    await engine.park()
+    await engine.suspend()
     return await asyncio.gather(*sampling)
 
 
@@ -598,10 +598,10 @@ def test_close_while_it_starts(
     async def body() -> BaseException | None:
         engine = ProcessEngine(model, CONFIG, publisher)
         task = asyncio.create_task(engine.generate(requests(1)[0]))
-        parked = asyncio.create_task(engine.generate(requests(1, name="p")[0]))
+        suspended = asyncio.create_task(engine.generate(requests(1, name="p")[0]))
         await asyncio.sleep(0.3)
         await engine.abort("p0")
-        assert (await parked).finish == "abort"
+        assert (await suspended).finish == "abort"
         await engine.close()
         await engine.close()
         await asyncio.gather(task, return_exceptions=True)
@@ -622,8 +622,8 @@ def test_the_process_dies_with_its_owner(model: ModelConfig, warm_server: warm_s
         import asyncio, os, warm_starts
         from kitae.engines.config import EngineConfig
         from kitae.models.config import ModelConfig
-        from kitae.engines.process.engine import ProcessEngine
-        from kitae.weights.memory import MemoryPublisher
+        from kitae.engines.process.process_engine import ProcessEngine
+        from kitae.weights.shared_memory import MemoryPublisher
 
         warm = warm_starts.Server.forked()
         asyncio.create_subprocess_exec = warm.instead_of(asyncio.create_subprocess_exec, warm_starts.POSTS)
@@ -665,7 +665,7 @@ def test_the_process_dies_with_its_owner(model: ModelConfig, warm_server: warm_s
 STUCK = """
 import os, socket, sys, time
 sys.path[:] = sys.argv[2:]
-from kitae.processes.frames import pack_frame
+from kitae.workers.frames import pack_frame
 names = "version prompt_tokens prompt_tokens_shared generated_tokens preemptions running waiting busy_seconds"
 life = {"stats": dict.fromkeys(names.split(), 1), "rests": RESTS}
 stream = socket.socket(fileno=os.dup(0))

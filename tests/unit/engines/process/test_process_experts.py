@@ -15,13 +15,13 @@ import torch
 from kitae.engines.base import Completion, Request, SamplingParams
 from kitae.engines.config import EngineConfig
 from kitae.engines.fleet import Fleet
-from kitae.engines.process.engine import ProcessEngine
+from kitae.engines.process.process_engine import ProcessEngine
 from kitae.errors import EngineError
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.routing import record_routing
 from kitae.store.columns import Kept
-from kitae.weights.board import EmptyBoard
+from kitae.weights.published_version import EmptyBoard
 
 pytestmark = pytest.mark.usefixtures("warm_posts")
 
@@ -87,7 +87,7 @@ def test_of_a_fleet_one_of_which_is_lost(tiny_folder: Callable[[str], Path]) -> 
     assert_recorded(tiny_folder("qwen3_moe"), requests, found)
 
 
-def test_parked_and_continued(tiny_folder: Callable[[str], Path]) -> None:
+def test_suspended_and_continued(tiny_folder: Callable[[str], Path]) -> None:
     """What is known stays, also in another process than told it."""
     requests = asked(400)
 
@@ -97,10 +97,10 @@ def test_parked_and_continued(tiny_folder: Callable[[str], Path]) -> None:
             running = [asyncio.create_task(engine.generate(r)) for r in requests]
             while not any(s.tokens for s in engine.progress({}).values()):
                 await asyncio.sleep(0.01)
-            await engine.park()
+            await engine.suspend()
             parts = list(await asyncio.gather(*running))
             told = [None if p.experts is None else p.experts + 100 for p in parts]
-            assert {p.finish for p in parts} == {"parked"} and any(t is not None for t in told)
+            assert {p.finish for p in parts} == {"suspended"} and any(t is not None for t in told)
             again = zip(requests, parts, told, strict=True)
             go_on = [replace(r, id=f"on {r.id}", prior=p.sampled, told=t) for r, p, t in again]
             return parts, list(await asyncio.gather(*map(engine.generate, go_on)))

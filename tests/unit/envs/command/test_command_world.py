@@ -14,14 +14,14 @@ from kitae.data.chat import Chat
 from kitae.engines.base import SamplingParams
 from kitae.engines.fake import FakeEngine
 from kitae.envs.base import EpisodeLimits
-from kitae.envs.command.world import CommandWorld
+from kitae.envs.command.command_world import CommandWorld
 from kitae.envs.config import EnvConfig
-from kitae.envs.groups import Episodes
-from kitae.envs.registry import open_world
+from kitae.envs.environment_registry import open_world
+from kitae.envs.rollouts import Episodes
 from kitae.errors import ConfigError
 from kitae.models.tiny import _tokenizer
-from kitae.processes.status import family_of, state_of
 from kitae.types import Group, Message, Prompt, Score
+from kitae.workers.process_status import family_of, state_of
 
 PROMPT = Prompt("p/1", (Message("user", "2 + 2"),), "4", {"question": "2 + 2"})
 

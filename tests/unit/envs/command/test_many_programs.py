@@ -14,11 +14,11 @@ from kitae.engines.base import SamplingParams
 from kitae.engines.fake import FakeEngine
 from kitae.envs.base import EpisodeLimits
 from kitae.envs.config import EnvConfig
-from kitae.envs.groups import Episodes
-from kitae.envs.registry import open_world
+from kitae.envs.environment_registry import open_world
+from kitae.envs.rollouts import Episodes
 from kitae.models.tiny import _tokenizer
-from kitae.processes.status import family_of, state_of
 from kitae.types import Group, Message, Prompt
+from kitae.workers.process_status import family_of, state_of
 
 SHELL = """
 ask() { curl -sf "$OPENAI_BASE_URL/chat/completions" -H 'Content-Type: application/json' -d "$1"; }

@@ -1,0 +1,326 @@
+"""The stages on groups, which the driver computes in numpy: S1 shaping → S2 filter → S3 advantage, and S7 aggregation.
+
+What they give travels with the samples: advantages, and the weight of each token in everything that one optimizer step
+trains on. S4 to S6 and S8 are in `loss`.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from kitae.algorithms.advantages import GroupRewards, SequenceRewards, whiten
+from kitae.algorithms.config import AlgorithmConfig
+from kitae.algorithms.covariance import covariance_ranks
+from kitae.algorithms.functions import Functions
+from kitae.algorithms.requirements import Trait
+from kitae.algorithms.reward_shaping import Moments, StepRewards
+from kitae.algorithms.stage_results import numbers
+from kitae.data.packing import NO_RECORD
+from kitae.errors import VerifierError
+from kitae.types import BoolArray, Chain, ExpertArray, FloatArray, Group, Rollout, Sample, spliced
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A judged rollout on its way to the trainer, with a sample for each of its chains.
+
+    `Candidate((Sample(…),), score=1.0, reward=0.8, baseline=None, kept=True)`
+    score: raw; reward: shaped; baseline: the shaped reward of the greedy response, where one was made; kept: whether it
+    is trained on, or only counts in the statistics of its group. Columns are those of the loss tokens of all chains.
+    """
+
+    samples: tuple[Sample, ...]
+    score: float
+    reward: float
+    baseline: float | None
+    kept: bool
+
+    @property
+    def group(self) -> int:
+        return self.samples[0].group
+
+    @property
+    def index(self) -> int:
+        return self.samples[0].index
+
+    @property
+    def loss_tokens(self) -> int:
+        return sum(s.loss_tokens for s in self.samples)
+
+    def column(self, name: str) -> FloatArray:
+        return np.concatenate([s.loss(name) for s in self.samples])
+
+    def with_column(self, name: str, values_N: FloatArray) -> "Candidate":
+        cuts = np.cumsum([s.loss_tokens for s in self.samples])[:-1]
+        parts = zip(self.samples, np.split(values_N, cuts), strict=True)
+        return replace(self, samples=tuple(s.with_columns(**{name: s.spread(part)}) for s, part in parts))
+
+
+class GroupStages:
+    """`GroupStages(config, max_tokens=64)`; `reward_moments` is all that moves from step to step."""
+
+    def __init__(self, config: AlgorithmConfig, max_tokens: int) -> None:
+        self.config = config
+        self.max_tokens = max_tokens
+        self._functions = Functions(config, max_tokens)
+        self.reward_moments = Moments()
+
+    # What the functions ask of the rest of a run.
+
+    @property
+    def wants_greedy(self) -> bool:
+        return Trait.GREEDY in self._functions.traits
+
+    @property
+    def wants_values(self) -> bool:
+        return Trait.VALUES in self._functions.traits
+
+    @property
+    def wants_reference(self) -> bool:
+        """Where a function needs one and the settings name none, it is the frozen one."""
+        return self.config.reference not in (None, "none") or Trait.REFERENCE in self._functions.traits
+
+    @property
+    def wants_teacher(self) -> bool:
+        """Whether log-probs of a teacher are read."""
+        return Trait.TEACHER in self._functions.traits
+
+    @property
+    def kl_in_reward(self) -> bool:
+        return self.wants_reference and bool(self.config.kl_coef) and self.config.kl_in == "reward"
+
+    @property
+    def wants_old(self) -> bool:
+        """Whether advantages read log-probs of π_old, beside those of the reference or of a teacher."""
+        return self.kl_in_reward or bool((Trait.REFERENCE | Trait.TEACHER) & self._functions.of("advantage"))
+
+    # S1 to S3.
+
+    def drop_reason(self, group: Group) -> str | None:
+        """Why a group is not trained on, or None if it is."""
+        valid = self._judged(group)
+        if not valid or (self.wants_greedy and not _judged(group.greedy)):
+            return "errors" if not group.valid or valid else "truncated"
+        keep_G, reason = self._filter(valid)
+        return None if keep_G.any() else reason
+
+    def candidates(self, groups: Sequence[Group], dropped: Sequence[Group] = ()) -> list[Candidate]:
+        """S1 and S2 on the groups of a step. Rollouts whose verifier failed are left out.
+
+        The groups that were dropped are part of the statistics that rewards are normalised by, and of nothing else.
+        """
+        rows = [(group, r) for group in groups for r in self._judged(group)]
+        greedy = [(group, group.greedy) for group in groups if group.greedy is not None] if self.wants_greedy else []
+        others = [r for group in dropped for r in self._judged(group)]
+        rewards_B = self._shape([r for _, r in rows], [r for _, r in greedy], others)
+        baselines = {group.id: float(b) for (group, _), b in zip(greedy, rewards_B[len(rows) :], strict=False)}
+        kept_B = [keep for group in groups for keep in self._filter(self._judged(group))[0]]
+        return [
+            self._candidate(rollout, reward=float(reward), baseline=baselines.get(group.id), kept=bool(kept))
+            for (group, rollout), reward, kept in zip(rows, rewards_B[: len(rows)], kept_B, strict=True)
+        ]
+
+    def _candidate(self, rollout: Rollout, *, reward: float, baseline: float | None, kept: bool) -> Candidate:
+        samples = tuple(sample_of(rollout, number, chain) for number, chain in enumerate(rollout.chains))
+        if self.config.routing == "engine":
+            pairs = zip(samples, rollout.chains, strict=True)
+            samples = tuple(replace(s, experts=experts_of(chain)) for s, chain in pairs)
+        trained = kept and any(s.mask_T.any() for s in samples)
+        return Candidate(samples, _value(rollout), reward, baseline, trained)
+
+    def advantages(self, candidates: Sequence[Candidate], kl_coef: float = 0.0) -> list[Candidate]:
+        """S3: those that are kept, with their advantages, and returns where there is a critic.
+
+        Where the KL penalty is part of the reward, or values are wanted, they must carry π_old, π_ref and values.
+        """
+        kept = [c for c in candidates if c.kept]
+        if Trait.TOKENS in self._functions.of("advantage"):
+            found = {(c.group, c.index): self._token_advantages(c, kl_coef) for c in kept}
+        else:
+            found = self._group_advantages(candidates, kl_coef)
+        if self.wants_values:
+            kept = [c.with_column("return", found[c.group, c.index] + c.column("value")) for c in kept]
+        whitening, ddof = self.config.whiten or "none", self.config.advantage_ddof or 0
+        white = whiten([found[c.group, c.index] for c in kept], whitening, ddof)
+        return [c.with_column("advantage", a_N) for c, a_N in zip(kept, white, strict=True)]
+
+    def group_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Groups of a step whose advantages are 0 because one sample is no baseline."""
+        compares = Trait.PEERS in self._functions.of("advantage")
+        short = sum(len(self._judged(g)) < 2 for g in groups) if compares else 0
+        return {"groups_too_small": float(short)}
+
+    def _judged(self, group: Group) -> list[Rollout]:
+        drops = self.config.truncation == "drop"
+        return [r for r in group.valid if not (drops and r.finish == "length")]
+
+    def _filter(self, judged: Sequence[Rollout]) -> tuple[BoolArray, str]:
+        """S2: which samples of a group are trained on, and what left none of them, where that is so."""
+        scores_G = _scores(judged)
+        keep_G = np.ones(len(judged), dtype=bool)
+        for name, function in self._functions.several("filter").items():
+            keep_G &= numbers("filter", function(scores_G), len(scores_G)) != 0
+            if not keep_G.any():
+                return keep_G, name
+        if self.config.truncation == "mask":
+            keep_G &= np.array([r.finish != "length" for r in judged], dtype=bool)
+        return keep_G, "truncated"
+
+    def _shape(self, rollouts: Sequence[Rollout], greedy: Sequence[Rollout], others: Sequence[Rollout]) -> FloatArray:
+        """S1. Greedy responses are shaped like the others, but are no part of the statistics."""
+        rows = [*rollouts, *greedy, *others]
+        if self.config.shaping is None:  # the advantage reads no rewards
+            return _scores(rows)
+        truncated_B = np.array([r.finish == "length" for r in rows], dtype=bool)
+        scores_B = _scores(rows)
+        if self.config.truncation == "reward":
+            assert self.config.truncation_reward is not None
+            scores_B = np.where(truncated_B, np.float32(self.config.truncation_reward), scores_B)
+        step = StepRewards(
+            scores_B=scores_B,
+            lengths_B=np.array([r.response_length for r in rows], dtype=np.int64),
+            truncated_B=truncated_B,
+            groups_B=np.array([r.group for r in rows], dtype=np.int64),
+            max_tokens=self.max_tokens,
+        )
+        rewards_B = numbers("shaping", self._functions.one("shaping")(step), len(rows))
+        if self.config.reward_norm == "none":
+            return rewards_B
+        sampled = np.concatenate([rewards_B[: len(rollouts)], rewards_B[len(rollouts) + len(greedy) :]])
+        if self.config.reward_norm == "batch":
+            return Moments().add(sampled).normalise(rewards_B)
+        self.reward_moments = self.reward_moments.add(sampled)
+        return self.reward_moments.normalise(rewards_B)
+
+    def _group_advantages(self, candidates: Sequence[Candidate], kl_coef: float) -> dict[tuple[int, int], FloatArray]:
+        groups: dict[int, list[Candidate]] = {}
+        for c in candidates:
+            groups.setdefault(c.group, []).append(c)
+        found = {}
+        for members in groups.values():
+            rewards = [c.reward - (float(_penalty(c, kl_coef).sum()) if self.kl_in_reward else 0.0) for c in members]
+            group = GroupRewards(
+                rewards_G=np.array(rewards, dtype=np.float32),
+                scores_G=np.array([c.score for c in members], dtype=np.float32),
+                lengths_G=np.array([c.loss_tokens for c in members], dtype=np.int64),
+                greedy=members[0].baseline,
+            )
+            advantages_G = numbers("advantage", self._functions.one("advantage")(group), len(members))
+            for c, a in zip(members, advantages_G, strict=True):
+                found[c.group, c.index] = np.full(c.loss_tokens, a, dtype=np.float32)
+        return found
+
+    def _token_advantages(self, c: Candidate, kl_coef: float) -> FloatArray:
+        rewards_N = np.zeros(c.loss_tokens, dtype=np.float32)
+        if len(rewards_N):
+            rewards_N[-1] = c.reward
+        if self.kl_in_reward:
+            rewards_N = rewards_N - _penalty(c, kl_coef)
+        wants = self._functions.of("advantage")
+        sequence = SequenceRewards(
+            rewards_N,
+            c.column("value") if self.wants_values else None,
+            c.baseline,
+            logp_old_T=c.column("logp_old") if (Trait.REFERENCE | Trait.TEACHER) & wants else None,
+            logp_ref_T=c.column("logp_ref") if Trait.REFERENCE in wants else None,
+            logp_teacher_T=c.column("logp_teacher") if Trait.TEACHER in wants else None,
+        )
+        return numbers("advantage", self._functions.one("advantage")(sequence), c.loss_tokens)
+
+    # S7, on what one optimizer step trains on.
+
+    def weighted(self, candidates: Sequence[Candidate]) -> tuple[Sample, ...]:
+        """The samples of an optimizer step. A rollout counts once, whatever number of chains it has."""
+        lengths_B = np.array([c.loss_tokens for c in candidates], dtype=np.int64)
+        groups_B = np.array([c.group for c in candidates], dtype=np.int64)
+        aggregate = self._functions.one("aggregation")
+        weights_B = numbers("aggregation", aggregate(lengths_B, groups_B), len(candidates))
+        if Trait.COVARIANCE in self._functions.traits:
+            ranks = covariance_ranks(
+                [c.column("logp_mu") for c in candidates], [c.column("advantage") for c in candidates]
+            )
+            candidates = [c.with_column("cov_rank", r_N) for c, r_N in zip(candidates, ranks, strict=True)]
+        return tuple(
+            replace(s, weight_T=s.spread(np.float32(w)))
+            for c, w in zip(candidates, weights_B, strict=True)
+            for s in c.samples
+            if s.loss_tokens
+        )
+
+    def state(self) -> dict[str, Any]:
+        return {"reward_moments": asdict(self.reward_moments)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.reward_moments = Moments(**state["reward_moments"])
+
+
+def replace_samples(candidates: Iterable[Candidate], samples: Iterable[Sample]) -> list[Candidate]:
+    """The candidates with samples that know more, by their keys; what is not given stays as it was."""
+    by_key = {s.key: s for s in samples}
+    return [replace(c, samples=tuple(by_key.get(s.key, s) for s in c.samples)) for c in candidates]
+
+
+def _penalty(c: Candidate, kl_coef: float) -> FloatArray:
+    """β k1 of each loss token, with π_old: it is part of the reward, not differentiated."""
+    old_N, ref_N = c.column("logp_old"), c.column("logp_ref")
+    with np.errstate(invalid="ignore"):  # of two infinities
+        d_N = np.where((old_N == ref_N) & np.isinf(old_N), np.float32(0), old_N - ref_N)
+    return np.float32(kl_coef) * d_N
+
+
+def _judged(rollout: Rollout | None) -> bool:
+    return rollout is not None and rollout.score is not None and rollout.score.valid
+
+
+def _value(rollout: Rollout) -> float:
+    assert rollout.score is not None
+    return rollout.score.value
+
+
+def _scores(rollouts: Sequence[Rollout]) -> FloatArray:
+    scores = [_value(r) for r in rollouts]
+    if too_large := [x for x in scores if abs(x) > _LARGEST]:
+        raise VerifierError(f"a score must be a number within ± {_LARGEST:.2g}, got {too_large[0]:g}")
+    return np.array(scores, dtype=np.float32)
+
+
+def sample_of(rollout: Rollout, number: int, chain: Chain) -> Sample:
+    """One chain of a judged rollout, with what the engine said of its tokens."""
+    prompt = np.array(chain.prompt_tokens, dtype=np.int64)
+    blank, own = np.zeros(len(prompt)), chain.segments
+    mask_T = np.concatenate([blank, *(np.full(len(s.tokens), s.source == "model") for s in own)]) > 0
+    versions_T = spliced([blank, *(s.versions for s in own)], np.float32)
+    return Sample(
+        group=rollout.group,
+        index=rollout.index,
+        chain=number,
+        tokens_T=spliced([prompt, *(s.tokens for s in own)], np.int64),
+        prompt_length=len(prompt),
+        mask_T=mask_T,
+        weight_T=np.zeros(len(mask_T), dtype=np.float32),
+        columns={
+            "logp_mu": spliced(
+                [blank, *(s.logprobs if s.source == "model" else (0.0,) * len(s.tokens) for s in own)], np.float32
+            ),
+            "version": np.where(mask_T, versions_T, np.float32(0)),
+            "score": np.where(mask_T, np.float32(_value(rollout)), np.float32(0)),
+        },
+    )
+
+
+def experts_of(chain: Chain) -> ExpertArray | None:
+    """Those that the engine told of all positions but the last; of one that was told twice, those of the pass that its
+    next token was drawn from. None: it told nothing."""
+    known = list(chain.routed)
+    if not known:
+        return None
+    if len(known[0][1]) == chain.length - 1:
+        return known[0][1]
+    experts_TLK = np.full((chain.length - 1, *known[0][1].shape[1:]), NO_RECORD, dtype=np.int16)
+    for start, own in reversed(known):
+        experts_TLK[start : start + len(own)] = own
+    return experts_TLK

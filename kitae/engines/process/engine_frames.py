@@ -1,0 +1,81 @@
+"""What travels between an engine's process and its owner: requests and sampled tokens in frames.
+
+What was sampled travels as numbers, or as the place where it lies (`kitae.store.columns`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kitae.engines.base import Request, Sampled, SamplingParams
+from kitae.store.columns import Kept, Stretch, column_files, record_of, stretches_of
+from kitae.types import ExpertArray, Runs
+from kitae.workers.frames import Array, Frame, pack_frame
+
+
+def pack_sampled(header: Mapping[str, Any], sampled: Sampled, experts: ExpertArray | None = None) -> bytes:
+    """Experts travel as numbers in any case."""
+    place, arrays = _parts(sampled)
+    return pack_frame({**header, **place}, arrays if experts is None else {**arrays, "experts": experts})
+
+
+def kept(folder: Path, stretches: tuple[Stretch, ...], versions: Runs) -> Sampled:
+    """What lies in a folder, unread."""
+    return Sampled(*column_files(folder).kept(stretches), versions)
+
+
+def pack_request(number: int, request: Request) -> bytes:
+    names = {"id": request.id, "share": request.share, "thread": request.thread}
+    header = {"generate": number, **names, "seed": request.seed, "sampling": asdict(request.sampling)}
+    header["experts_from"] = request.experts_from
+    place, arrays = _parts(request.prior)
+    arrays |= {} if request.told is None else {"experts": request.told}
+    return pack_frame({**header, **place}, {"prompt": np.asarray(request.prompt_tokens, np.int64), **arrays})
+
+
+def sampled_of(frame: Frame) -> Sampled:
+    if "folder" in frame.header:
+        header = frame.header
+        return kept(Path(header["folder"]), stretches_of(header["stretches"]), Runs(header["versions"]))
+    tokens, logprobs, versions = (tuple(frame.arrays[n].tolist()) for n in ("tokens", "logprobs", "versions"))
+    return Sampled(tokens, logprobs, versions)
+
+
+def experts_of(frame: Frame) -> ExpertArray | None:
+    return frame.arrays.get("experts")
+
+
+def request_of(frame: Frame) -> Request:
+    given = frame.header["sampling"].items()
+    sampling: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in given}
+    return Request(
+        id=frame.header["id"],
+        prompt_tokens=tuple(frame.arrays["prompt"].tolist()),
+        sampling=SamplingParams(**sampling),
+        seed=frame.header["seed"],
+        share=frame.header["share"],
+        thread=frame.header["thread"],
+        prior=sampled_of(frame),
+        experts_from=frame.header["experts_from"],
+        told=experts_of(frame),
+    )
+
+
+def _parts(sampled: Sampled) -> tuple[dict[str, Any], dict[str, Array]]:
+    """For the header and for the arrays of a frame."""
+    if isinstance(sampled.tokens, Kept):
+        folder, stretches = str(sampled.tokens.files.folder), record_of(sampled.tokens.stretches)
+        return {"folder": folder, "stretches": stretches, "versions": Runs.of(sampled.versions).runs}, {}
+    return {}, _arrays(sampled)
+
+
+def _arrays(sampled: Sampled) -> dict[str, Array]:
+    """Of Python's own numbers: exact."""
+    return {
+        "tokens": np.asarray(sampled.tokens, np.int64),
+        "logprobs": np.asarray(sampled.logprobs, np.float64),
+        "versions": np.asarray(sampled.versions, np.int64),
+    }

@@ -1,0 +1,147 @@
+"""From the settings to a running engine: the one place that knows every kind."""
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kitae.engines.base import Engine
+from kitae.engines.config import EngineConfig
+from kitae.engines.fleet import Fleet
+from kitae.engines.native.engine import NativeEngine
+from kitae.engines.process.process_engine import ProcessEngine
+from kitae.engines.servers.start_servers import start_servers
+from kitae.errors import root_cause
+from kitae.models.config import ModelConfig
+from kitae.models.load import pick_device
+from kitae.models.policy import Policy
+from kitae.weights.published_version import Board, EmptyBoard
+from kitae.workers.base import Cluster
+
+POOL = "engines"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOrder:
+    """What an engine is made from: `EngineOrder(config.model, config.engine, version=3, board=publisher)`.
+
+    model: what an engine with weights of its own loads, and serves until it is sent others. policy: what the native
+    engine samples from. board: where the others read what was published; None: nothing ever is. cluster: who finds a
+    place for them; None: they are on this machine, on cores that the trainer leaves. patience: seconds that a fleet on
+    a cluster waits for an engine when it has lost all. columns: where engines on a cluster file what they sample.
+    records_experts: of a mixture, for requests that want to know them; servers of other people do not.
+    """
+
+    model: ModelConfig
+    config: EngineConfig
+    version: int = 0
+    policy: Policy | None = None
+    board: Board | None = None
+    cluster: Cluster | None = None
+    patience: float = 300.0
+    columns: Path | None = None
+    records_experts: bool = False
+
+
+async def start_engine(order: EngineOrder) -> Engine:
+    """The caller closes it. On a cluster it is a fleet, which others may join (`start_one`)."""
+    return await KINDS[order.config.kind](order)
+
+
+async def start_one(order: EngineOrder, number: int) -> Engine:
+    """One more engine for a fleet on a cluster; number: another than those before have. `EngineError` if it cannot
+    start, or there is no place for it."""
+    engine = _process(order, number, ())
+    try:
+        await engine.start()
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+async def _native(order: EngineOrder) -> Engine:
+    """In this process, on the policy's own weights."""
+    assert order.policy is not None, "the native engine samples from a policy"
+    return NativeEngine(order.policy, order.config, order.version, records_experts=order.records_experts)
+
+
+async def _processes(order: EngineOrder) -> Engine:
+    """In processes of their own."""
+    shares = _own_cores(order.model, order.config) if order.cluster is None else [[]] * order.config.count
+    engines = [_process(order, number, cores) for number, cores in enumerate(shares)]
+    alone = len(engines) == 1 and order.cluster is None
+    return await start_together(engines, engines[0] if alone else Fleet(engines, order.patience))
+
+
+def _process(order: EngineOrder, number: int, cores: Sequence[int]) -> ProcessEngine:
+    return ProcessEngine(
+        order.model,
+        order.config,
+        order.board or EmptyBoard(),
+        threads=len(cores) or order.config.threads or None,
+        cores=cores or None,
+        version=order.version,
+        cluster=order.cluster,
+        pool=POOL,
+        name=f"engine {number}",
+        once=order.cluster is not None,
+        columns=order.columns if order.cluster is not None else None,
+        records_experts=order.records_experts,
+    )
+
+
+async def start_together(engines: Sequence[ProcessEngine], engine: Engine) -> Engine:
+    """All of them, which are `engine` together, or none: what one fails with is raised after the others have been
+    closed."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for each in engines:
+                tasks.create_task(each.start())
+    except BaseException as error:
+        await engine.close()
+        if isinstance(error, BaseExceptionGroup):
+            raise root_cause(error) from None
+        raise
+    return engine
+
+
+async def _servers(order: EngineOrder) -> Engine:
+    """Behind servers of other people, that run or are started here."""
+    cores = _own_cores(order.model, order.config) if order.config.server else []
+    return await start_servers(order.model, order.config, order.board or EmptyBoard(), order.version, cores)
+
+
+KINDS: dict[str, Callable[[EngineOrder], Awaitable[Engine]]] = {
+    "native": _native,
+    "process": _processes,
+    "vllm": _servers,
+    "sglang": _servers,
+}
+
+
+def _own_cores(model: ModelConfig, config: EngineConfig) -> list[list[int]]:
+    """Those of each engine on this machine; the trainer computes with the others from now on."""
+    available = sorted(os.sched_getaffinity(0)) if pick_device(model.device).type == "cpu" else []
+    rest, shares = share_cores(available, config.count, config.threads)
+    if rest:
+        torch.set_num_threads(len(rest))
+    return shares
+
+
+def share_cores(cores: Sequence[int], engines: int, threads: int) -> tuple[list[int], list[list[int]]]:
+    """The cores of the trainer and of each engine: `threads` for an engine (0: half of all for all of them), from the
+    end; at least one is left for the trainer, and where there are too few, engines share theirs.
+
+    Nothing is assigned (empty lists) where there are not two cores.
+    """
+    if len(cores) < 2:
+        return [], [[]] * engines
+    each = threads or max(1, len(cores) // 2 // engines)
+    used = min(each * engines, len(cores) - 1)
+    rest, own = list(cores[: len(cores) - used]), cores[len(cores) - used :]
+    each = min(each, used)
+    return rest, [sorted(own[(i * each + j) % used] for j in range(each)) for i in range(engines)]

@@ -1,0 +1,74 @@
+"""The process that runs an agent program for one episode, and ends with everything that the program has started.
+
+setup  {}                                                      greeting  {}
+job    {"command": ["python", "agent.py"], "folder", "variables", "input", "keep"}
+answer {"status": 0, "words": "the end of what it printed"}, or {"refused": "why it could not be started"}
+"""
+
+import ctypes
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping
+from typing import IO, Any
+
+from kitae.workers.die_with_parent import tie
+from kitae.workers.templates.template_main import Answer, serve
+
+_PR_SET_PDEATHSIG = 1
+_LAST_WORDS = 1.0  # seconds for what was printed to be read
+
+
+def main() -> None:
+    serve(load)
+
+
+def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
+    return {}, run
+
+
+def run(job: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Run the program to its end. It stays in the process group of this process, by which both are killed. What it
+    leaves behind is found by whoever kills this process; should the run be killed, by this process."""
+    tie()
+    try:
+        program = subprocess.Popen(
+            job["command"],
+            cwd=job["folder"],
+            env=job["variables"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509  this process has no other threads yet
+        )
+    except OSError as error:
+        return {"refused": str(error)}
+    assert program.stdin is not None and program.stdout is not None
+    words = bytearray()
+    threading.Thread(target=_write, args=(program.stdin, job["input"].encode()), daemon=True).start()
+    reading = threading.Thread(target=_read, args=(program.stdout, words, job["keep"]), daemon=True)
+    reading.start()
+    status = program.wait()
+    reading.join(_LAST_WORDS)  # something that it left behind may hold the pipe
+    return {"status": status, "words": bytes(words).decode("utf-8", "replace")}
+
+
+def _read(pipe: IO[bytes], words: bytearray, keep: int) -> None:
+    """Keeps the end of what is printed, however much that is."""
+    while part := pipe.read(2**16):
+        words += part
+        del words[:-keep]
+
+
+def _write(pipe: IO[bytes], text: bytes) -> None:
+    """A program need not read what it is given."""
+    try:
+        pipe.write(text)
+        pipe.close()
+    except OSError:
+        pass
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,263 @@
+"""Agent programs of any language, as they are: each episode has a base URL of its own, at which the policy answers.
+
+A program is started for each episode. It talks to its URL as to OpenAI's API; its end, or a reward that it posts, ends
+the episode. What it is given:
+
+    OPENAI_BASE_URL, OPENAI_API_KEY   where the policy answers; most clients read these
+    OPENAI_MODEL                      a name for it; any other is taken too
+    KITAE_EPISODE_URL                 POST {"reward": 1.0, "detail": "…"} to it + "/reward", GET it + "/prompt"
+    standard input                    the prompt as JSON: id, question, messages, reference, context
+    {question}, {base_url}, {model}   in the words of the command, are replaced
+"""
+
+import asyncio
+import json
+import os
+import secrets
+import shlex
+import shutil
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
+
+from kitae.clients.addresses import address_of, listen
+from kitae.data.chat import Chat
+from kitae.data.data_files import clip
+from kitae.envs.base import Outcome
+from kitae.envs.episode_processes import HelperLost, Helpers
+from kitae.envs.params import read_params
+from kitae.errors import ConfigError
+from kitae.section import Section
+from kitae.serving.admission import Places
+from kitae.serving.app import chat_routes, make_app, name_routes
+from kitae.serving.base import Model
+from kitae.serving.fields import is_number
+from kitae.serving.handlers import Desk, Manners
+from kitae.serving.http_bodies import endpoint, json_response, read_fields
+from kitae.serving.refusals import Refused
+from kitae.serving.responses import Voice
+from kitae.serving.running_server import serving
+from kitae.serving.server_metrics import Counters
+from kitae.serving.streamed_text import tells_early
+from kitae.serving.token_text import Spelling
+from kitae.types import Prompt
+
+_HOST = "127.0.0.1"
+_NAME = "policy"
+_MOST_ASKS = 10_000  # in flight: episodes have limits of their own
+_FOREVER = 1e9  # seconds: how long an agent may take is the episode's affair
+_HINTS = ("reasoning_effort", "verbosity")  # how to answer is the policy's choice, as how to sample is the run's
+_EPISODES = "/episodes/{token}"
+
+
+class CommandParams(Section):
+    """Settings of agent programs."""
+
+    command: str = Field(description="The program of an episode and its arguments, as in a shell: python agent.py.")
+    folder: str = Field(".", description="The folder in which it runs.")
+    variables: dict[str, str] = Field(default_factory=dict, description="Variables of its environment.")
+    keep: int = Field(2000, ge=1, description="Characters of its output that are kept to explain a failure.")
+
+
+class CommandWorld:
+    """The server at which all programs of a run ask, and the processes that they run in."""
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        self.params = read_params(CommandParams, params, "command")
+        self.words = _split(self.params.command)
+        if not Path(self.params.folder).is_dir():
+            raise ConfigError(f"env.params.folder must be a folder, got {self.params.folder!r}")
+        program = self.words[0]
+        found = shutil.which(program, path=self.params.variables.get("PATH")) or "/" in program
+        if not found or ("/" in program and not (Path(self.params.folder) / program).exists()):
+            raise ConfigError(f"env.command must begin with a program that exists, got {program!r}")
+        self.starting = asyncio.Semaphore(max(2, os.cpu_count() or 1))
+        self.helpers = Helpers("kitae.envs.command.agent_process", {}, "agent", ConfigError)
+        self._agents: dict[str, CommandAgent] = {}
+        self._stack = AsyncExitStack()
+        self._url = ""
+
+    async def __aenter__(self) -> Self:
+        await self._stack.enter_async_context(self.helpers)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+        self._url = ""
+
+    def make(self, prompt: Prompt) -> "CommandAgent":
+        return CommandAgent(self, prompt)
+
+    async def admit(self, agent: "CommandAgent", chat: Chat) -> str:
+        """The address of an episode; the server starts with the first."""
+        if not self._url:
+            taken = listen(_HOST, 0)
+            self._stack.callback(taken.close)
+            self._url = address_of(taken, _HOST)
+            await self._stack.enter_async_context(serving(self._app(chat), taken))
+        self._agents[agent.token] = agent
+        return f"{self._url}/episodes/{agent.token}"
+
+    def dismiss(self, agent: "CommandAgent") -> None:
+        self._agents.pop(agent.token, None)
+
+    def _app(self, chat: Chat) -> Starlette:
+        places = Places(_MOST_ASKS)
+        counters = Counters(places)
+        voice = Voice(_NAME, chat, Spelling(chat.tokenizer), tells_early(chat.tokenizer))
+        manners = Manners(tries=1, answer_anyway=True, any_name=True, ignored=_HINTS)
+        desk = Desk(lambda request: self._find(request).model, voice, places, manners=manners)
+        own = [
+            Route("/prompt", endpoint(self._prompt, counters), methods=["GET"]),
+            Route("/reward", endpoint(self._reward, counters), methods=["POST"]),
+        ]
+        asked = [*chat_routes(desk, counters), *name_routes(_NAME, 0, counters)]
+        routes = [Mount(_EPISODES, routes=[*asked, *own])]
+        return make_app(routes, counters, name=_NAME, context=0, host=_HOST)
+
+    def _find(self, request: Request) -> "CommandAgent":
+        agent = self._agents.get(request.path_params["token"])
+        if agent is None:
+            raise Refused("there is no such episode, or it is over", 404)
+        return agent
+
+    async def _prompt(self, request: Request) -> Response:
+        return json_response(self._find(request).told)
+
+    async def _reward(self, request: Request) -> Response:
+        agent = self._find(request)
+        fields = await read_fields(request)
+        reward, detail = fields.take("reward"), fields.text("detail")
+        fields.finish()
+        if not is_number(reward):
+            raise Refused(f"reward must be a finite number, got {clip(repr(reward))}", param="reward")
+        return json_response({"ended": True, "reward": agent.reward(Outcome(float(reward), detail))})
+
+
+class CommandAgent:
+    """One program, from its start to its end."""
+
+    def __init__(self, world: CommandWorld, prompt: Prompt) -> None:
+        self.token = secrets.token_urlsafe(18)
+        self._world, self._prompt = world, prompt
+        self._helper = world.helpers.hire()
+        self._posted: asyncio.Future[Outcome] | None = None
+        self._model: Model | None = None
+        self._starting = False
+
+    @property
+    def model(self) -> Model:
+        """The program has started, now that it asks."""
+        assert self._model is not None
+        self._has_started()
+        return self._model
+
+    async def enter(self) -> None:
+        """A program takes its time to begin: as many of them as there are processors do so at once."""
+        await self._world.starting.acquire()
+        self._starting = True
+
+    def _has_started(self) -> None:
+        if self._starting:
+            self._starting = False
+            self._world.starting.release()
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The prompt as a program gets it."""
+        p = self._prompt
+        return {
+            "id": p.id,
+            "question": str(p.context.get("question", p.messages[-1].content if p.messages else "")),
+            "messages": [{"role": m.role, "content": m.content} for m in p.messages],
+            "reference": p.reference,
+            "context": dict(p.context),
+        }
+
+    async def run(self, model: Model) -> Outcome:
+        self._model = model
+        self._posted = asyncio.get_running_loop().create_future()
+        url = await self._world.admit(self, model.chat)
+        running = asyncio.ensure_future(self._helper.ask(self._job(url), _FOREVER))
+        awaited: tuple[asyncio.Future[Any], ...] = (running, self._posted)
+        try:
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            return self._posted.result() if self._posted.done() else _outcome(running.result())
+        except HelperLost as loss:
+            raise RuntimeError(f"the program was lost: {loss}") from None
+        finally:
+            self._has_started()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    def reward(self, outcome: Outcome) -> float | None:
+        """The first one counts; that one is told."""
+        assert self._posted is not None  # the program has its address from there
+        if not self._posted.done():
+            self._posted.set_result(outcome)
+        return self._posted.result().reward
+
+    async def close(self) -> None:
+        self._has_started()
+        self._world.dismiss(self)
+        await self._helper.close()
+
+    def _job(self, url: str) -> dict[str, Any]:
+        params, told = self._world.params, self.told
+        base = f"{url}/v1"
+        spoken = {"{question}": told["question"], "{base_url}": base, "{model}": _NAME}
+        variables = {
+            **os.environ,
+            **params.variables,
+            **_reached_directly({**os.environ, **params.variables}),
+            "OPENAI_BASE_URL": base,
+            "OPENAI_API_KEY": self.token,
+            "OPENAI_MODEL": _NAME,
+            "KITAE_EPISODE_URL": url,
+        }
+        return {
+            "command": [_replaced(word, spoken) for word in self._world.words],
+            "folder": params.folder,
+            "variables": variables,
+            "input": json.dumps(told),
+            "keep": params.keep,
+        }
+
+
+def _outcome(answer: Mapping[str, Any]) -> Outcome:
+    """Of a program that has ended without posting a reward."""
+    if "refused" in answer:
+        raise RuntimeError(f"the program could not be started: {answer['refused']}")
+    if answer["status"]:
+        said = " ".join(answer["words"].split())[-400:]
+        raise RuntimeError(f"the program ended with status {answer['status']}: {said or 'it printed nothing'}")
+    return Outcome()
+
+
+def _reached_directly(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables by which clients do not ask a proxy for this machine."""
+    known = {name: variables.get(name, "") for name in ("no_proxy", "NO_PROXY")}
+    return {name: ",".join(filter(None, (hosts, _HOST))) for name, hosts in known.items()}
+
+
+def _replaced(word: str, spoken: Mapping[str, str]) -> str:
+    for mark, text in spoken.items():
+        word = word.replace(mark, text)
+    return word
+
+
+def _split(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as problem:
+        raise ConfigError(f"env.command cannot be split into words: {problem}, got {command!r}") from None
+    if not words:
+        raise ConfigError(f"env.command must name a program, got {command!r}")
+    return words

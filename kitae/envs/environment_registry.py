@@ -1,0 +1,99 @@
+"""The environments that a recipe can name."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from kitae.envs.base import Agent, Environment, EpisodeLimits, World
+from kitae.envs.config import EnvConfig
+from kitae.envs.games.game_world import Games
+from kitae.envs.mcp.mcp_world import Mcp
+from kitae.envs.single_turn import SingleTurn
+from kitae.envs.tools.tool_world import Tools
+from kitae.errors import ConfigError
+from kitae.plugins import is_plugin, load_function, nearest
+from kitae.types import Prompt
+
+Params = Mapping[str, Any]
+
+
+class Simple:
+    """A world in which episodes share nothing: `Simple(SingleTurn)` makes one by `SingleTurn(prompt, **params)`."""
+
+    def __init__(self, kind: Callable[..., Environment | Agent], params: Params | None = None) -> None:
+        self._kind = kind
+        self._params = dict(params or {})
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    def make(self, prompt: Prompt) -> Environment | Agent:
+        return self._kind(prompt, **self._params)
+
+
+def _single(params: Params) -> World:
+    """One question, one answer."""
+    if params:
+        raise ConfigError(f"env.params: the environment 'single' takes none, got {', '.join(params)}")
+    return Simple(SingleTurn)
+
+
+def _command(params: Params) -> World:
+    """A program of yours, which asks the model over HTTP."""
+    try:
+        from kitae.envs.command.command_world import CommandWorld
+    except ImportError as missing:
+        raise ConfigError(f"env.name = 'command' needs kitae[serve]: {missing}") from None
+    return CommandWorld(params)
+
+
+def _verifiers(params: Params) -> World:
+    try:
+        from kitae.envs.prime_verifiers.prime_world import VerifiersWorld
+    except ImportError as missing:
+        raise ConfigError(f"env.name = 'verifiers' needs kitae[serve]: {missing}") from None
+    return VerifiersWorld(params)
+
+
+WORLDS: dict[str, Callable[[Params], World]] = {
+    "single": _single,
+    "tools": Tools,
+    "games": Games,
+    "mcp": Mcp,
+    "command": _command,
+    "verifiers": _verifiers,
+}
+
+
+def open_world(config: EnvConfig) -> World:
+    """The world that a recipe names; its params are checked here."""
+    if is_plugin(config.name):
+        return _own(config)
+    if config.name not in WORLDS:
+        known = ", ".join(WORLDS)
+        hint = nearest(config.name, WORLDS)
+        raise ConfigError(f"env.name must be one of {known}, or file.py:Class, got {config.name!r}{hint}")
+    params = {**config.params, "command": config.command} if config.command else config.params
+    return WORLDS[config.name](params)
+
+
+def limits_of(config: EnvConfig, context: int | None = None) -> EpisodeLimits:
+    """`context` is how many tokens the model can read."""
+    turns = 1 if config.name == "single" else config.turns
+    return EpisodeLimits(turns, config.seconds, config.tokens, context)
+
+
+def _own(config: EnvConfig) -> World:
+    kind = load_function(config.name, "environment", ("prompt",), ConfigError)
+    wanted = ("enter", "run") if hasattr(kind, "run") else ("start", "step")
+    for method in (*wanted, "close"):
+        if not inspect.iscoroutinefunction(getattr(kind, method, None)):
+            raise ConfigError(f"env.name {config.name!r} must have `async def {method}`, got none")
+    try:
+        inspect.signature(kind).bind(None, **config.params)
+    except TypeError as problem:
+        raise ConfigError(f"env.params do not fit {config.name!r}: {problem}") from None
+    return Simple(kind, config.params)

@@ -1,0 +1,161 @@
+"""The environment `games`: the model plays, the game gives the rewards.
+
+A prompt of the data is a seed, and a seed is a game: `data.task = "episodes"` makes them. Games of other packages run
+in processes of their own, one for each episode.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol, Self
+
+from pydantic import Field, JsonValue
+
+from kitae.envs.base import Observation, Opening
+from kitae.envs.episode_processes import Helper, Helpers
+from kitae.envs.games.base import Game, Move
+from kitae.envs.games.guess import Guess
+from kitae.envs.params import read_params
+from kitae.envs.tools.base import readable, shortened
+from kitae.errors import ConfigError
+from kitae.section import Section
+from kitae.types import Message, Prompt, Turn
+
+OWN: dict[str, Callable[[int, Mapping[str, Any]], Game]] = {"guess": Guess}
+"""Games that need no process: they are quick, and keep nothing but themselves."""
+
+PACKAGES = {"textarena": "TextArena", "gymnasium": "Gymnasium"}
+
+
+class GamesParams(Section):
+    """Of the environment `games`."""
+
+    game: str = Field(description="guess, textarena:NAME or gymnasium:NAME.")
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="Options of the game itself.")
+    system: str = Field("", description="A system message before the game.")
+    examples: tuple[tuple[str, ...], ...] = Field(
+        (), description="Games to show first: what the game and the player said in each, by turns."
+    )
+    seconds: float = Field(20.0, gt=0, description="Seconds that a move may take the game.")
+    output: int = Field(4000, ge=50, description="Characters that a game may say at once; the middle is cut.")
+
+
+class Player(Protocol):
+    """A game as an episode plays it."""
+
+    async def start(self) -> str: ...
+    async def move(self, said: str) -> Move: ...
+    async def close(self) -> None: ...
+
+
+class GameEpisode:
+    """An `Environment`. Each move has a reward, 0 for most, so that a game that is cut off counts as far as it went."""
+
+    def __init__(self, player: Player, params: GamesParams) -> None:
+        self._player, self._params = player, params
+
+    async def start(self) -> Opening:
+        messages = [Message("system", self._params.system)] if self._params.system else []
+        for example in self._params.examples:
+            messages += [Message("user" if n % 2 == 0 else "assistant", said) for n, said in enumerate(example)]
+        return Opening((*messages, Message("user", self._shown(await self._player.start()))))
+
+    async def step(self, turn: Turn) -> Observation:
+        move = await self._player.move(turn.text)
+        return Observation((Message("user", self._shown(move.text)),), done=move.done, reward=move.reward)
+
+    async def close(self) -> None:
+        await self._player.close()
+
+    def _shown(self, text: str) -> str:
+        return shortened(readable(text), self._params.output)
+
+
+class _Here:
+    """A `Player` of one of our own games."""
+
+    def __init__(self, game: Game) -> None:
+        self._game = game
+
+    async def start(self) -> str:
+        return self._game.start()
+
+    async def move(self, said: str) -> Move:
+        return self._game.move(said)
+
+    async def close(self) -> None:
+        pass
+
+
+class _Elsewhere:
+    """A `Player` of a game in a helper process. One that is lost fails the episode: it cannot be played on."""
+
+    def __init__(self, helper: Helper, seed: int, seconds: float) -> None:
+        self._helper, self._seed, self._seconds = helper, seed, seconds
+
+    async def start(self) -> str:
+        answer = await self._helper.ask({"seed": self._seed}, self._seconds)
+        return _told(answer).text
+
+    async def move(self, said: str) -> Move:
+        return _told(await self._helper.ask({"said": said}, self._seconds))
+
+    async def close(self) -> None:
+        await self._helper.close()
+
+
+class GameFailed(Exception):
+    """A game raised an exception."""
+
+
+def _told(answer: Mapping[str, Any]) -> Move:
+    if "problem" in answer:
+        raise GameFailed(answer["problem"])
+    return Move(answer["text"], answer["reward"], answer["done"])
+
+
+class Games:
+    """Games that the model plays for rewards.
+
+    A `World`. The package of the game is imported once, in the template of the helpers.
+    """
+
+    params: ClassVar = GamesParams
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        self._params = read_params(GamesParams, params, "games")
+        package, _, name = self._params.game.partition(":")
+        self._helpers: Helpers | None = None
+        if package in PACKAGES and name:
+            setup = {"package": package, "name": name, "options": self._params.options}
+            self._helpers = Helpers("kitae.envs.games.game_process", setup, "game", ConfigError)
+        elif self._params.game not in OWN:
+            raise ConfigError(
+                f"env.params.game must be {', '.join(OWN)}, textarena:NAME or gymnasium:NAME, got {self._params.game!r}"
+            )
+        else:
+            OWN[self._params.game](0, self._params.options)  # complains about options
+
+    async def __aenter__(self) -> Self:
+        if self._helpers is not None:
+            await self._helpers.__aenter__()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._helpers is not None:
+            await self._helpers.__aexit__(None, None, None)
+
+    def make(self, prompt: Prompt) -> GameEpisode:
+        seed = seed_of(prompt)
+        if self._helpers is not None:
+            return GameEpisode(_Elsewhere(self._helpers.hire(), seed, self._params.seconds), self._params)
+        return GameEpisode(_Here(OWN[self._params.game](seed, self._params.options)), self._params)
+
+
+def seed_of(prompt: Prompt) -> int:
+    """The seed that the data gives: in the context, or as the reference; else one that depends on the prompt's id."""
+    for found in (prompt.context.get("seed"), prompt.reference):
+        if isinstance(found, int) and not isinstance(found, bool):
+            return found
+        if isinstance(found, str) and found.isdecimal() and len(found) < 19:
+            return int(found)
+    return int.from_bytes(hashlib.sha256(prompt.id.encode()).digest()[:4], "big")

@@ -1,0 +1,157 @@
+"""The processes that speak with MCP servers, through the official package; see `kitae.envs.episode_processes`.
+
+    setup  {"command", "env", "cwd"}      greeting  {"tools"}: as JSON schemas of functions
+    job    {"name", "arguments"}          answer    {"text", "refused"}, or {"problem"}
+
+Each process starts a server of its own, on a tether, and keeps one session with it. A server that writes without end
+meets the memory limit of its process, which then ends, and the server with it.
+"""
+
+import asyncio
+import os
+import resource
+import shutil
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from kitae.errors import ConfigError
+from kitae.workers.die_with_parent import tethered
+from kitae.workers.templates.template_main import Answer, serve
+
+_MEMORY = 2**31  # bytes
+_PAGES = 1_000  # of a list of tools
+_LONGEST = 100_000  # characters of an answer that travel
+_CLOSED = -32000  # the code of an error by which the package says that the connection is closed
+
+
+def main() -> None:
+    serve(load)
+
+
+def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
+    """The tools of a server that was started once for that, and is gone again."""
+    try:
+        import mcp  # noqa: F401
+    except ImportError:
+        raise ConfigError("the environment 'mcp' needs a package: pip install 'kitae[mcp]'") from None
+    command = setup["command"]
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"env.params.command: there is no program {command[0]!r}")
+    try:
+        tools = asyncio.run(_tools(setup))
+    except BaseException as problem:
+        raise ConfigError(f"env.params.command: {' '.join(command)!r} is no MCP server: {_why(problem)}") from None
+    if not tools:
+        raise ConfigError(f"env.params.command: {' '.join(command)!r} must have tools, got none")
+    return {"tools": tools}, _Line(setup).answer
+
+
+class _Line:
+    """The session of one process, opened at the first job."""
+
+    def __init__(self, setup: Mapping[str, Any]) -> None:
+        self._setup = setup
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._jobs: asyncio.Queue[tuple[Mapping[str, Any], asyncio.Future[Mapping[str, Any]]]]
+
+    def answer(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
+        if self._loop is None:
+            resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+            self._loop = asyncio.new_event_loop()
+            self._jobs = asyncio.Queue()
+            self._task = self._loop.create_task(self._talk())
+        return self._loop.run_until_complete(self._ask(job))
+
+    async def _ask(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
+        answered: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
+        await self._jobs.put((job, answered))
+        either: set[asyncio.Future[Any]] = {answered, self._task}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if answered.done():
+            return answered.result()
+        return {"problem": f"the session ended: {_why(self._task.exception())}"}
+
+    async def _talk(self) -> None:
+        """One task opens the session and asks: what the package begins in a task it must also end there."""
+        async with AsyncExitStack() as stack:
+            session = await _session(stack, self._setup)
+            while True:
+                job, answered = await self._jobs.get()
+                answered.set_result(await _called(session, job))
+
+
+async def _called(session: Any, job: Mapping[str, Any]) -> Mapping[str, Any]:
+    import mcp
+
+    refusals: type[Exception] = mcp.MCPError if hasattr(mcp, "MCPError") else mcp.McpError  # its name since version 2
+    try:
+        result = await session.call_tool(job["name"], job["arguments"])
+    except refusals as refusal:
+        code = getattr(getattr(refusal, "error", refusal), "code", None)
+        if code == _CLOSED:
+            return {"problem": f"the server is gone: {refusal}"[:1000]}
+        return {"text": str(refusal)[:_LONGEST], "refused": True}
+    found = result.model_dump(by_alias=True, mode="json")
+    return {"text": _text(found.get("content") or [])[:_LONGEST], "refused": bool(found.get("isError"))}
+
+
+def _text(content: list[Any]) -> str:
+    """What of an answer is text; of the rest, what it is."""
+    shown = []
+    for part in content:
+        kind = part.get("type")
+        if kind == "text":
+            shown.append(str(part.get("text", "")))
+        elif kind == "resource" and "text" in part.get("resource", {}):
+            shown.append(str(part["resource"]["text"]))
+        else:
+            shown.append(f"[{kind}]")
+    return "\n".join(shown)
+
+
+async def _tools(setup: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    from mcp.types import PaginatedRequestParams
+
+    tools: list[Mapping[str, Any]] = []
+    async with AsyncExitStack() as stack:
+        session = await _session(stack, setup)
+        cursor = None
+        for _ in range(_PAGES):
+            params = PaginatedRequestParams(cursor=cursor) if cursor else None
+            found = (await session.list_tools(params=params)).model_dump(by_alias=True, mode="json")
+            tools += [_function(tool) for tool in found["tools"]]
+            cursor = found.get("nextCursor")
+            if not cursor:
+                break
+    return tools
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A tool in the shape that chat templates know."""
+    inside = {
+        "name": tool["name"],
+        "description": tool.get("description") or "",
+        "parameters": tool.get("inputSchema") or {"type": "object", "properties": {}},
+    }
+    return {"type": "function", "function": inside}
+
+
+async def _session(stack: AsyncExitStack, setup: Mapping[str, Any]) -> Any:
+    from mcp import ClientSession, StdioServerParameters
+    from mcp.client.stdio import stdio_client
+
+    program, *arguments = tethered(setup["command"])
+    environment = {**os.environ, **setup["env"]}
+    server = StdioServerParameters(command=program, args=arguments, env=environment, cwd=setup["cwd"] or None)
+    silent = stack.enter_context(open(os.devnull, "w"))  # noqa: SIM115 - the stack closes it
+    read, write = await stack.enter_async_context(stdio_client(server, errlog=silent))
+    session = await stack.enter_async_context(ClientSession(read, write))
+    await session.initialize()
+    return session
+
+
+def _why(problem: BaseException | None) -> str:
+    while isinstance(problem, BaseExceptionGroup):
+        problem = problem.exceptions[0]
+    return f"{type(problem).__name__}: {problem}"[:1000] if problem else "it is over"

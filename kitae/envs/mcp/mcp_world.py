@@ -1,0 +1,102 @@
+"""The environment `mcp`: a question of the data, and the tools of an MCP server to answer it with."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import Field
+
+from kitae.envs.episode_processes import Helper, Helpers
+from kitae.envs.params import read_params
+from kitae.envs.tools.base import ToolEpisode, ToolRefusal
+from kitae.errors import ConfigError
+from kitae.section import Section
+from kitae.types import Prompt, Tool, ToolCall
+
+
+class McpParams(Section):
+    """Of the environment `mcp`."""
+
+    command: tuple[str, ...] = Field(min_length=1, description="The program that is the server, and its arguments.")
+    env: dict[str, str] = Field(default_factory=dict, description="Variables that the server has beside ours.")
+    cwd: str = Field("", description="The folder in which it runs.")
+    tools: tuple[str, ...] = Field((), description="Which of its tools the model may call; none: all.")
+    shared: bool = Field(False, description="One server for all episodes, instead of one for each.")
+    seconds: float = Field(30.0, gt=0, description="Seconds for each call; a server that takes longer is ended.")
+    output: int = Field(2000, ge=50, description="Characters of an answer of a tool, at most; the middle is cut.")
+
+
+class ServerFailed(Exception):
+    """The server did not answer; the episode cannot be played on."""
+
+
+class Mcp:
+    """A question of the data, and the tools of an MCP server to answer it with.
+
+    A `World`. The tools are listed once, when it is opened.
+    """
+
+    params: ClassVar = McpParams
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        self._params = read_params(McpParams, params, "mcp")
+        setup = {"command": list(self._params.command), "env": self._params.env, "cwd": self._params.cwd}
+        self._helpers = Helpers("kitae.envs.mcp.mcp_process", setup, "speaker with an MCP server", ConfigError)
+        self._tools: tuple[Tool, ...] = ()
+        self._common: _Server | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._helpers.__aenter__()
+        found = {tool["function"]["name"]: tool for tool in self._helpers.greeting["tools"]}
+        wanted = self._params.tools or tuple(found)
+        if missing := [name for name in wanted if name not in found]:
+            await self._helpers.__aexit__(None, None, None)
+            raise ConfigError(f"env.params.tools: the server has no tool {missing[0]!r}; it has {', '.join(found)}")
+        self._tools = tuple(found[name] for name in wanted)
+        if self._params.shared:
+            self._common = _Server(self._helpers.hire(), self._params.seconds)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._helpers.__aexit__(None, None, None)
+
+    def make(self, prompt: Prompt) -> ToolEpisode:
+        server = self._common or _Server(self._helpers.hire(), self._params.seconds)
+        hands = [_ServerTool(tool, server, closes=self._common is None) for tool in self._tools]
+        return ToolEpisode(prompt, hands, self._params.output)
+
+
+class _Server:
+    """A session with a server, asked one thing at a time."""
+
+    def __init__(self, helper: Helper, seconds: float) -> None:
+        self._helper, self._seconds = helper, seconds
+        self._lock = asyncio.Lock()
+
+    async def ask(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
+        async with self._lock:
+            return await self._helper.ask(job, self._seconds)
+
+    async def close(self) -> None:
+        await self._helper.close()
+
+
+class _ServerTool:
+    """A `Hand` on one tool of a server."""
+
+    def __init__(self, tool: Tool, server: _Server, closes: bool) -> None:
+        self.tool = tool
+        self._server, self._closes = server, closes
+
+    async def call(self, call: ToolCall) -> str:
+        answer = await self._server.ask({"name": call.name, "arguments": dict(call.arguments)})
+        if "problem" in answer:
+            await self._server.close()
+            raise ServerFailed(answer["problem"])
+        if answer["refused"]:
+            raise ToolRefusal(answer["text"])
+        return str(answer["text"])
+
+    async def close(self) -> None:
+        if self._closes:
+            await self._server.close()

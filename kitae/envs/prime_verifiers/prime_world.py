@@ -1,0 +1,98 @@
+"""The environment `verifiers`: episodes of Prime Intellect's environments, each in the interpreter that has them.
+
+The tasks are the environment's own. `data.task = "episodes"` gives each episode a seed, and the seed is the number of a
+task; seeds that are held out lead to tasks that are. Data of your own may name a task by its number, as `seed`.
+"""
+
+import asyncio
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, JsonValue
+
+from kitae.data.tasks import find_task
+from kitae.envs.command.command_world import CommandAgent, CommandWorld
+from kitae.envs.games.game_world import seed_of
+from kitae.envs.params import read_params
+from kitae.errors import ConfigError
+from kitae.section import Section
+from kitae.types import Prompt
+
+_ADAPTER = Path(__file__).with_name("adapter.py")
+_LOADING = 600.0  # seconds: an environment may fetch its data
+
+
+class VerifiersParams(Section):
+    """Settings of the environment `verifiers`."""
+
+    environment: str = Field(description="The environment as its package names it: gsm8k, or a module of the folder.")
+    python: str = Field(description="The interpreter that has verifiers and the environment: .venv/bin/python.")
+    args: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Of the environment: settings of its taskset, or arguments of its loader."
+    )
+    settings: dict[str, JsonValue] = Field(
+        default_factory=dict, description="Further settings of an environment of verifiers.v1: { agent = { … } }."
+    )
+    folder: str = Field(".", description="The folder in which it runs.")
+    variables: dict[str, str] = Field(default_factory=dict, description="Variables of its environment.")
+
+
+class VerifiersWorld(CommandWorld):
+    """Agent programs that are all the adapter. sizes: how many tasks each split has."""
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        given = read_params(VerifiersParams, params, "verifiers")
+        if shutil.which(given.python) is None:
+            raise ConfigError(f"env.params.python must be an interpreter, got {given.python!r}")
+        order = {"environment": given.environment, "args": given.args, "settings": given.settings}
+        variables = {"PYTHONPATH": "", **given.variables, "KITAE_VERIFIERS": json.dumps(order)}
+        python = str(Path(given.python).absolute()) if os.sep in given.python else given.python
+        super().__init__(
+            {"command": shlex.join([python, str(_ADAPTER)]), "folder": given.folder, "variables": variables}
+        )
+        self.sizes: Mapping[str, int] = {}
+
+    async def __aenter__(self) -> Self:
+        self.sizes = await self._check()
+        return await super().__aenter__()
+
+    def make(self, prompt: Prompt) -> CommandAgent:
+        return CommandAgent(self, replace(prompt, context={**prompt.context, "task": task_of(prompt)}))
+
+    async def _check(self) -> dict[str, int]:
+        """Load the environment once, before a model is loaded."""
+        program = await asyncio.create_subprocess_exec(
+            *self.words,
+            "--check",
+            cwd=self.params.folder,
+            env={**os.environ, **self.params.variables},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            said, _ = await asyncio.wait_for(program.communicate(), _LOADING)
+        except TimeoutError:
+            raise ConfigError(f"env.params.environment must load within {_LOADING:g} s") from None
+        finally:
+            if program.returncode is None:
+                program.kill()
+        lines = said.decode("utf-8", "replace").strip().splitlines() or ["it printed nothing"]
+        if program.returncode:
+            raise ConfigError(f"the environment of env.params cannot be loaded: {lines[-1]}")
+        sizes: dict[str, int] = json.loads(lines[-1])
+        return sizes
+
+
+def task_of(prompt: Prompt) -> dict[str, Any]:
+    """Which task an episode plays: `{"number": 17, "split": "train"}`; with the split "", of all tasks as they are."""
+    episodes, question = find_task("episodes"), str(prompt.context.get("question", ""))
+    number = seed_of(prompt)
+    split = episodes.split_of(question) if question == f"Episode {number}" else ""
+    return {"number": number, "split": split}

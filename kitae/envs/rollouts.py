@@ -1,0 +1,134 @@
+"""All episodes of one prompt: sampled, journalled, judged."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from kitae.clock import now
+from kitae.data.chat import as_dict
+from kitae.engines.base import Sampled
+from kitae.envs.agent_episode import AgentEpisode
+from kitae.envs.base import Agent
+from kitae.envs.episode import Episode
+from kitae.envs.episode_context import EpisodeContext, Suspended, noted
+from kitae.errors import root_cause
+from kitae.store.journal import Journal
+from kitae.types import GREEDY, Group, Message, Prompt, Rollout, Unread
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes(EpisodeContext):
+    """Runs the episodes of prompts. `span` hears when a group was sampled ("generate") and judged ("verify")."""
+
+    span: Callable[[str, float, float], None] = lambda part, start, end: None
+
+    async def group(
+        self, group: int, prompt: Prompt, size: int, journal: Journal | None = None, *, greedy: bool = False
+    ) -> Group:
+        """All samples of one prompt, and the greedy response if asked for, which has the index `GREEDY`.
+
+        Those that the journal has already are taken from there, never sampled again, and those that it has in part are
+        continued. Complete ones are journalled before they are judged; those without a verdict, or that could not be
+        judged, are judged (once more). An episode that failed stays so. Raises `RequestError` or `DataError` if the
+        prompt is impossible, and `Suspended` if the run is stopping.
+        """
+        known = {r.index: r for r in journal.rollouts(group)} if journal else {}
+        suspended = {r.index: r for r in journal.suspended(group)} if journal else {}
+        sampled, judged = [now()], list[float]()
+
+        async def one(index: int) -> Rollout:
+            rollout, complaint = known.get(index), ""
+            if rollout is not None and _is_settled(rollout):
+                return rollout
+            if rollout is None:
+                episode = self._begin(group, index, prompt, suspended.get(index))
+                rollout, complaint = await self._sample(episode, journal), episode.complaint
+            sampled.append(now())
+            if not _is_settled(rollout):
+                rollout = await self._judge(rollout, prompt, complaint, judged, journal)
+            return rollout
+
+        async def unless_suspended(index: int) -> Rollout | None:
+            try:
+                return await one(index)
+            except Suspended:  # the others must be journalled too
+                return None
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(unless_suspended(index)) for index in range(size)]
+                best = tasks.create_task(unless_suspended(GREEDY)) if greedy else None
+        except BaseExceptionGroup as problem:
+            raise root_cause(problem) from None
+        results = [task.result() for task in running]
+        last = best.result() if best else None
+        complete = tuple(r for r in results if r is not None)
+        if len(complete) < size or (best and last is None):
+            raise Suspended
+        if len(sampled) > 1:
+            self.span("generate", sampled[0], max(sampled))
+        if judged:
+            self.span("verify", sampled[1], max(judged))
+        return Group(group, prompt, complete, last)
+
+    def _begin(self, group: int, index: int, prompt: Prompt, record: Rollout | None) -> Episode | AgentEpisode:
+        environment = self.make(prompt)
+        if isinstance(environment, Agent):
+            return AgentEpisode(self, environment, group, index, prompt, record)
+        return Episode(self, environment, group, index, prompt, record)
+
+    async def _sample(self, episode: Episode | AgentEpisode, journal: Journal | None) -> Rollout:
+        """Run an episode to its end, and journal it."""
+        rollout = await episode.run()
+        if rollout.status == "suspended":
+            if journal and rollout.response_length:
+                await journal.suspend(rollout)
+            raise Suspended
+        if journal:
+            with self.waiting("the journal", rollout.id):
+                await journal.add_rollout(rollout)
+        return rollout
+
+    async def _judge(
+        self, rollout: Rollout, prompt: Prompt, complaint: str, judged: list[float], journal: Journal | None
+    ) -> Rollout:
+        assert self.verifier is not None, f"rollout {rollout.id} has no reward, and there is no verifier"
+        context = prompt.context
+        if prompt.messages != (Message("user", str(context.get("question"))),):  # the question is not all that was said
+            context = {**context, "prompt_messages": [as_dict(m) for m in prompt.messages]}
+        if rollout.transcript:
+            context = {**context, "transcript": [as_dict(m) for m in rollout.transcript]}
+        with self.waiting("the verifier", rollout.id):
+            score = await self.verifier.score(_last_turn(rollout), prompt.reference, context)
+        judged.append(now())
+        rollout = replace(rollout, score=noted(score, complaint))
+        if journal:
+            with self.waiting("the journal", rollout.id):
+                await journal.update_score(rollout)
+        return rollout
+
+    async def suspend(self) -> None:
+        """End all episodes as soon as possible, to be continued in another run; their groups raise `Suspended`."""
+        self.running.suspending = True
+        for episode in list(self.running.episodes.values()):
+            episode.interrupt()
+        await self.engine.suspend()
+
+    def grown(self, least: int) -> list[tuple[Rollout, int]]:
+        """What the journal does not have yet of the episodes under way, if it is at least so many tokens; as
+        `Journal.extend_suspended` wants it. It counts as copied."""
+        asking = {e.asking: e.copied_of_turn for e in self.running.episodes.values() if e.asking}
+        sampled = self.engine.progress(asking)
+        found = (e.grown(sampled.get(e.asking, Sampled()), least) for e in self.running.episodes.values())
+        return [news for news in found if news is not None]
+
+
+def _last_turn(rollout: Rollout) -> str | Unread:
+    """What the verifier judges: the model's last word."""
+    said = [m for m in rollout.transcript if m.role == "assistant"]
+    return said[-1].content if said else rollout.text
+
+
+def _is_settled(rollout: Rollout) -> bool:
+    """Whether its score is what it will stay."""
+    return rollout.status == "failed" or (rollout.score is not None and rollout.score.valid)

@@ -1,0 +1,87 @@
+"""Everybody who watches a run: the progress on the screen, and who else the settings ask for."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from kitae.config.root import Root
+from kitae.observe.config import ObserveConfig
+from kitae.observe.diagnosis.base import Finding
+from kitae.observe.diagnosis.live_rules import LiveDiagnosis
+from kitae.observe.hooks import Hooks
+from kitae.observe.machine import note_machine
+from kitae.observe.observer import Observer, Reported, Several, Silent
+from kitae.observe.prometheus import MetricsServer
+from kitae.observe.trackers import TRACKERS, Tracked
+from kitae.store.run_folder import Metrics
+
+
+@contextmanager
+def watched(config: Root, observe: ObserveConfig, run: Path, screen: Observer) -> Iterator[Observer]:
+    """Tells trackers, server and hooks how the run ended when the block ends, by an error or not."""
+    note_machine(run)
+    end = _End()
+    hooks = Hooks(observe, run, screen.note)
+    observers: list[Observer] = [screen, end]
+    with ExitStack() as stack:
+        stack.callback(hooks.close)
+        server = _server(observe, run, screen)
+        if server is not None:
+            stack.callback(server.close)
+            observers.append(server)
+        trackers = [
+            Tracked(name, TRACKERS[name][0](), run, observe.project, config.flat(), screen.note)
+            for name in observe.trackers
+        ]
+        observers += trackers
+
+        def tell(step: int, found: Sequence[Finding]) -> None:
+            more = f"; and {len(found) - 1} more" if len(found) > 1 else ""
+            screen.note(f"diagnosis: {found[0].line}{more}. Advice: kitae diagnose {run}")
+            for finding in found:
+                hooks.tell("diagnosis", finding.line, step=step, **asdict(finding))
+                if server is not None:
+                    server.found(finding.rule)
+
+        if observe.diagnose:
+            rows = Metrics(run / "metrics.jsonl").rows()
+            observers.append(LiveDiagnosis(config.flat(), rows, tell))
+        try:
+            yield Several(*observers)
+        except Exception as error:
+            end.how = "crashed"
+            message = f"{type(error).__name__}: {error}"
+            hooks.tell("crash", message, step=end.last, status=end.how)
+            raise
+        else:
+            hooks.tell("finish", f"{end.how} after step {end.last}", step=end.last, status=end.how)
+        finally:
+            for tracker in trackers:
+                tracker.close(end.how)
+
+
+def _server(observe: ObserveConfig, run: Path, screen: Observer) -> MetricsServer | None:
+    if not observe.metrics_port:
+        return None
+    try:
+        server = MetricsServer(run, observe.metrics_host, observe.metrics_port)
+    except OSError as error:
+        screen.note(f"no /metrics for this run: observe.metrics_port {observe.metrics_port} cannot be used: {error}")
+        return None
+    screen.note(f"metrics for Prometheus: http://{observe.metrics_host}:{server.port}/metrics")
+    return server
+
+
+class _End(Silent):
+    """How far the run came, and how it ended. A run that ends without a word was stopped by its user."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self.how = "stopped"
+
+    def step(self, report: Reported) -> None:
+        self.last = report.step
+
+    def finished(self, folder: Path) -> None:
+        self.how = "finished"

@@ -1,0 +1,134 @@
+"""A model that answers: loaded once, asked as often as you like, from scripts and notebooks alike."""
+
+import asyncio
+import math
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Self, TypeVar
+
+from kitae.data.chat import Chat
+from kitae.data.messages import read_messages
+from kitae.engines.base import SamplingParams
+from kitae.engines.config import EngineConfig
+from kitae.engines.native.engine import NativeEngine
+from kitae.envs.base import EpisodeLimits
+from kitae.envs.rollouts import Episodes
+from kitae.envs.single_turn import SingleTurn
+from kitae.errors import ConfigError, EngineError, root_cause
+from kitae.models.config import ModelConfig
+from kitae.models.load import check_model, load_policy
+from kitae.types import Group, Message, Prompt, Score, Unread
+
+T = TypeVar("T")
+Asked = str | Sequence[Mapping[str, Any]]
+"""A question as text, or chat messages: `[{"role": "user", "content": "Reverse 1, 2, 3"}]`."""
+
+
+class LoadedModel:
+    """`with load("smollm2-135m") as model: model.generate("Reverse 12, 34, 56", n=4)`.
+
+    The engine runs in a thread of its own with an event loop of its own, so any thread may ask, also one whose event
+    loop is running. policy: the torch module, with `policy.tokenizer` and `policy.base`, the transformers model.
+    """
+
+    def __init__(self, config: ModelConfig, engine: EngineConfig, seed: int = 0) -> None:
+        check_model(config)
+        self.policy = load_policy(config, seed)
+        self.path = config.path
+        self._chat = Chat(self.policy.tokenizer, self.policy.base.generation_config)
+        self._turn = asyncio.Lock()  # of threads that ask together: what they ask has the same ids
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kitae-model", daemon=True)
+        self._thread.start()
+        self._engine: NativeEngine = self._wait(self._start(engine))
+
+    def generate(
+        self,
+        prompt: Asked,
+        n: int = 1,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        stop: Sequence[str] = (),
+        seed: int = 0,
+    ) -> list[str]:
+        """n answers to one prompt. Temperature 0 takes the likeliest token; the same seed gives the same answers."""
+        params = SamplingParams(temperature, max_tokens, top_p, top_k, min_p, stop_strings=tuple(stop))
+        (group,) = self.sample([prompt], n, params, seed=seed)
+        return [str(rollout.text) for rollout in group.rollouts]
+
+    def sample(self, prompts: Sequence[Asked], n: int, params: SamplingParams, *, seed: int = 0) -> list[Group]:
+        """n answers to each prompt, with their tokens and log-probs; nobody judges them."""
+        if n < 1:
+            raise ConfigError(f"n must be at least 1, got {n}")
+        _check(params)
+        asked = [Prompt(f"prompt/{i}", as_messages(p), None) for i, p in enumerate(prompts)]
+        params = replace(params, stop_tokens=self._chat.stop_tokens)
+        return self._wait(self._sample(asked, n, params, seed))
+
+    async def _start(self, config: EngineConfig) -> NativeEngine:
+        return NativeEngine(self.policy, config)
+
+    async def _sample(self, prompts: Sequence[Prompt], n: int, params: SamplingParams, seed: int) -> list[Group]:
+        limits = EpisodeLimits(turns=1, context=self.policy.max_context)
+        episodes = Episodes(self._engine, self._chat, _Nobody(), SingleTurn, params, seed, label="ask", limits=limits)
+        async with self._turn:
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    asked = [tasks.create_task(episodes.group(i, prompt, n)) for i, prompt in enumerate(prompts)]
+            except BaseExceptionGroup as problem:
+                raise root_cause(problem) from None
+        return [_unjudged(task.result()) for task in asked]
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise EngineError(f"the model {self.path} is closed: load it again")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._wait(self._engine.close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _check(params: SamplingParams) -> None:
+    """What recipes refuse by their types, callers may say all the same."""
+    for name, good, rule in (
+        ("temperature", 0 <= params.temperature < math.inf, "at least 0, and finite"),
+        ("max_tokens", params.max_tokens >= 1, "at least 1"),
+        ("top_p", 0 < params.top_p <= 1, "above 0 and at most 1"),
+        ("top_k", params.top_k >= 0, "at least 0"),
+        ("min_p", 0 <= params.min_p < 1, "at least 0 and below 1"),
+        ("stop", all(params.stop_strings), "texts that are not empty"),
+    ):
+        if not good:
+            got = params.stop_strings if name == "stop" else getattr(params, name)
+            raise ConfigError(f"{name} must be {rule}, got {got!r}")
+
+
+class _Nobody:
+    """Stands where a verifier would."""
+
+    async def score(self, response: str | Unread, reference: Any, context: Mapping[str, Any]) -> Score:
+        return Score.error("nobody judges these answers")
+
+
+def _unjudged(group: Group) -> Group:
+    return replace(group, rollouts=tuple(replace(r, score=None) for r in group.rollouts))
+
+
+def as_messages(prompt: Asked) -> tuple[Message, ...]:
+    return (Message("user", prompt),) if isinstance(prompt, str) else read_messages(list(prompt))

@@ -1,0 +1,120 @@
+"""The loop of a stage: a batch of examples, an update, a report; now and then a checkpoint and an evaluation.
+
+Which examples a step trains on depends on its number alone. So a run that goes on from a checkpoint repeats the steps
+after it exactly, and needs no journal for that.
+"""
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
+from kitae.clock import now
+from kitae.config.root import StageConfig
+from kitae.evaluation.held_out import keep_examples
+from kitae.evaluation.statistics import interval_of
+from kitae.observe.observer import Observer
+from kitae.observe.step_report import Lap, StageReport
+from kitae.observe.timeline import Timeline
+from kitae.offline.base import Item, Method
+from kitae.offline.example_batches import StageData
+from kitae.rl.loops import Stopped
+from kitae.store.checkpoints import Frontier
+from kitae.store.run_folder import RunStore
+from kitae.trainer.base import Mark, Trainer
+
+
+class StageLoop:
+    """Trains from the frontier to the last step; `stop` ends it between two of them."""
+
+    def __init__(
+        self,
+        config: StageConfig,
+        store: RunStore,
+        method: Method,
+        trainer: Trainer,
+        data: StageData,
+        observer: Observer,
+        frontier: Frontier,
+    ) -> None:
+        self.config = config
+        self.store = store
+        self.method = method
+        self.trainer = trainer
+        self.data = data
+        self.observer = observer
+        self.frontier = frontier
+        self.timeline = Timeline(store.folder)
+        self._seconds: dict[str, float] = {}  # of the lap
+        self._stopping = False
+
+    def stop(self) -> None:
+        self._stopping = True
+
+    async def run(self) -> None:
+        steps, began = self.config.training.steps, now()
+        first = self.frontier.step + 1
+        coming = asyncio.create_task(asyncio.to_thread(self.data.batch, first)) if first <= steps else None
+        for step in range(first, steps + 1):
+            if self._stopping:
+                raise Stopped
+            assert coming is not None
+            items = await self._timed("wait", coming)
+            coming = asyncio.create_task(asyncio.to_thread(self.data.batch, step + 1)) if step < steps else None
+            with self.timeline.span("train", step):
+                report = await self._learn(step, items)
+            end = now()
+            report = report.timed(Lap(end - began, self._seconds))
+            began, self._seconds = end, {}
+            self.store.metrics.append(report.row())
+            self.observer.step(report)
+            if step % self.config.checkpoint.every == 0 or step == steps:
+                self.observer.status(f"step {step}: saving a checkpoint")
+                with self.timeline.span("save", step):
+                    await self._timed("save", self.save())
+            if self.evaluation_due(step):
+                with self.timeline.span("evaluate", step):
+                    await self._timed("evaluate", self.evaluate(step))
+
+    def evaluation_due(self, step: int) -> bool:
+        """Whether a run evaluates after this step, on its way: not before the first one, nor after the last."""
+        every = self.config.eval.every
+        return bool(every) and step % every == 0 and 0 < step < self.config.training.steps
+
+    async def save(self) -> None:
+        await self.store.sync()
+        await self.store.checkpoints.save(self.frontier, self.trainer.save)
+
+    async def evaluate(self, step: int) -> dict[str, Any] | None:
+        """Once per step: a resumed run finds what is in the metrics already."""
+        if not self.data.held_out:
+            return None
+        for row in self.store.metrics.rows("eval"):
+            if row["step"] == step:
+                return row
+        self.observer.status(f"evaluating on {len(self.data.held_out)} held-out examples")
+        values = await self.method.evaluate(self.trainer, self.data.held_out)
+        digests = [item.digest for item in self.data.held_out]
+        keep_examples(self.store.folder, step, dict(zip(digests, values.tolist(), strict=True)))
+        found = interval_of(values)
+        row = {"kind": "eval", "step": step, "avg": found.mean, "avg_low": found.low, "avg_high": found.high}
+        row["examples"] = len(self.data.held_out)
+        self.store.metrics.append(row)
+        self.observer.evaluated(row)
+        return row
+
+    async def _learn(self, step: int, items: list[Item]) -> StageReport:
+        batch = await self._timed("annotate", self.method.batch(self.trainer, items))
+        totals = await self._timed("train", self.trainer.forward_backward(batch))
+        totals += await self._timed("update", self.trainer.optim_step())
+        await self.trainer.finish_step(step)
+        self.frontier = Frontier(step, self.trainer.updates)
+        if totals[Mark.SKIPPED]:
+            self.observer.note(f"step {step}: a gradient was not finite; the weights were left as they were")
+        return StageReport(step, self.data.epoch(step), len(items), batch.loss_tokens, totals.numbers())
+
+    async def _timed(self, part: str, work: Awaitable[Any]) -> Any:
+        began = now()
+        try:
+            return await work
+        finally:
+            self._seconds[part] = self._seconds.get(part, 0.0) + now() - began

@@ -1,0 +1,265 @@
+"""Prompts into slots, and what becomes of each: sample, score, journal, filter, perhaps refill.
+
+    feed      takes a free slot, issues the next prompt of the stream              waits for: a slot
+    rollouts  one task per slot, until there is a slot_result to put into the buffer   waits for: engine, verifier, disk
+
+Beside them, one task copies unfinished responses into the journal now and then. A cancelled slot leaves no trace but
+journalled rollouts, which a resumed run takes up again; a suspended one also journals what was sampled in part.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from kitae.config.root import RLConfig
+from kitae.data.prompt_stream import PromptStream
+from kitae.envs.episode_context import Suspended
+from kitae.envs.rollouts import Episodes
+from kitae.errors import DataError, RequestError
+from kitae.observe.observer import Observer
+from kitae.rl.buffer import Buffer, Slot, SlotResult
+from kitae.rl.curriculum import Curriculum
+from kitae.rl.watchdog import Watch
+from kitae.store.journal import Journal, PendingSlot
+from kitae.types import Group
+
+_PARK_LIMIT = 10.0  # seconds
+_WORTH_A_COPY = 32  # tokens that a response must have grown by
+
+
+@dataclass(frozen=True, slots=True)
+class GivenUp:
+    """Slots that a batch did not wait for, and groups that it had no need of."""
+
+    overdue: int = 0
+    spare: int = 0
+
+
+class Issuing:
+    """drop_reason: why a group is not trained on, or None if it is. wants_greedy: whether groups need that response."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        journal: Journal,
+        stream: PromptStream,
+        episodes: Episodes,
+        buffer: Buffer,
+        curriculum: Curriculum,
+        observer: Observer,
+        watch: Watch,
+        *,
+        drop_reason: Callable[[Group], str | None],
+        wants_greedy: bool,
+    ) -> None:
+        self.cursor, self.issued = journal.issued()
+        self.overdue = 0  # slots given up since the last batch
+        self.spare = 0  # groups that were asked and not needed since then
+        self.config = config
+        self._journal = journal
+        self._stream = stream
+        self._episodes = episodes
+        self._buffer = buffer
+        self._curriculum = curriculum
+        self._observer = observer
+        self._watch = watch
+        self._drop_reason = drop_reason
+        self._wants_greedy = wants_greedy
+        self._wanted = asyncio.Semaphore(0)  # slots that are to be issued
+        self._given_up: set[Slot] = set()  # and not in the journal yet
+        self._lock = asyncio.Lock()
+        self._fills: dict[Slot, asyncio.Task[None]] = {}
+        self._refills_left = self._refill_limit
+        self._finished = 0  # rollouts since the last batch
+
+    @property
+    def _refill_limit(self) -> int:
+        return int(self.config.pipeline.max_refill * self.config.training.prompts_per_step)
+
+    @property
+    def _next_step(self) -> int:
+        return self._buffer.version + 1
+
+    async def feed(self, tasks: asyncio.TaskGroup) -> None:
+        """First the slots that an interrupted run had issued and not trained, then new ones, as many as are wanted."""
+        needed = (self.config.training.steps - self._buffer.version) * self._buffer.size
+        resumed = await self._resumed(needed)
+        for _ in range(needed - len(resumed)):
+            self._wanted.release()
+        for pending in resumed:
+            with self._watch.waits("feed", "a free slot"):
+                slot = await self._buffer.reserve(pending.number, pending.oldest)
+            self._refills_left -= max(0, pending.asked - self._width(slot))
+            self._start(tasks, slot, list(pending.groups), pending.asked)
+        while True:
+            with self._watch.waits("feed", "nothing: all prompts are issued"):
+                await self._wanted.acquire()
+            with self._watch.waits("feed", "a free slot"):
+                slot = await self._buffer.reserve(self.issued)
+            self.issued += 1
+            self._start(tasks, slot, [], 0)
+
+    async def snapshots(self) -> None:
+        """Copy what grows into the journal: a killed run loses no more of a response than it sampled since."""
+        while True:
+            await asyncio.sleep(self.config.pipeline.snapshot_seconds)
+            if grown := self._episodes.grown(_WORTH_A_COPY):
+                await self._journal.extend_suspended(*grown)
+
+    def taken(self, rollouts: int) -> GivenUp:
+        """A batch with so many rollouts was taken; what was given up for it."""
+        self._finished -= rollouts
+        self._refills_left = self._refill_limit
+        given_up, self.overdue, self.spare = GivenUp(self.overdue, self.spare), 0, 0
+        return given_up
+
+    def give_up(self, slot: Slot) -> None:
+        """A batch goes without this slot; another takes its place, once the journal knows."""
+        self._given_up.add(slot)
+        self.overdue += 1
+        self._fills[slot].cancel()
+
+    async def suspend(self) -> None:
+        """Journal what is being sampled. What is complete is there already; verdicts that are still out after a while
+        are asked for again on resume."""
+        await self._episodes.suspend()
+        if self._fills:
+            await asyncio.wait(self._fills.values(), timeout=_PARK_LIMIT)
+
+    def cancel(self) -> None:
+        for task in self._fills.values():
+            task.cancel()
+
+    async def _resumed(self, needed: int) -> list[PendingSlot]:
+        """The slots to take up again, at most as many as are needed. One that cannot be trained in time is skipped: a
+        batch had given it up, and the journal did not hear of it any more."""
+        kept: list[PendingSlot] = []
+        found, version = self._journal.pending(), self._buffer.version
+        for slot in sorted(found, key=lambda s: version if s.oldest is None else s.oldest):
+            trained_at = version + len(kept) // self._buffer.size
+            if slot.oldest is not None and slot.oldest + self._buffer.bound < trained_at:
+                await self._journal.skip_slot(self._next_step, slot.number, "overdue")
+            elif len(kept) < needed:
+                kept.append(slot)
+        return sorted(kept, key=lambda s: s.number)
+
+    async def _issue(self, slot: Slot) -> int:
+        """A new group for the slot, in the journal before it counts. A slot that is given up meanwhile gets it all the
+        same: halfway, the journal might have a group that nobody knows of."""
+        issuing = asyncio.ensure_future(self._issue_next(slot))
+        try:
+            return await asyncio.shield(issuing)
+        except asyncio.CancelledError:
+            if slot in self._given_up:
+                await asyncio.wait({issuing})
+            issuing.cancel()
+            raise
+
+    async def _issue_next(self, slot: Slot) -> int:
+        async with self._lock:
+            while True:
+                group_id = self.cursor
+                prompt = self._stream.at(group_id)
+                skipped = self._curriculum.skips(group_id, prompt)
+                with self._watch.waits("feed", "the journal"):
+                    await self._journal.add_prompt(group_id, prompt, slot.version, slot.number, skipped)
+                self.cursor += 1
+                if not skipped:
+                    return group_id
+
+    def _start(self, tasks: asyncio.TaskGroup, slot: Slot, group_ids: list[int], had: int) -> None:
+        task = self._fills[slot] = tasks.create_task(self._fill(tasks, slot, group_ids, had))
+        task.add_done_callback(lambda _: self._fills.pop(slot))
+
+    def _width(self, slot: Slot) -> int:
+        """How many groups a slot asks at once: over all slots, `oversample` on average."""
+        share = self.config.pipeline.oversample
+        return int((slot.number + 1) * share) - int(slot.number * share)
+
+    async def _fill(self, tasks: asyncio.TaskGroup, slot: Slot, group_ids: list[int], had: int) -> None:
+        """Groups of prompts until one is worth training on.
+
+        group_ids: those that it had before an interruption, and that have no fate; had: how many there were in all.
+
+        They are judged in the order in which they were issued, however early a later one is ready: short answers have
+        no advantage. Those behind the first that is worth it are spare; so it is where an interrupted run had replaced
+        a group that is worth it now (its verifier works again, say).
+        """
+        width = self._width(slot)
+        new, paid = max(0, width - had), max(0, had - width)  # prompts that may be issued; that have replaced another
+        dropped: list[tuple[Group, str]] = []
+        asked: dict[int, asyncio.Task[Group | None]] = {}
+        try:
+            while True:
+                while len(asked) < width and (group_ids or new):
+                    if not group_ids:
+                        group_ids.append(await self._issue(slot))
+                        new -= 1
+                    asked[group_ids[0]] = tasks.create_task(self._ask(group_ids[0]))
+                    group_ids.pop(0)
+                if not asked:
+                    self._buffer.put(slot, SlotResult(None, tuple(dropped)))
+                    return
+                group = await asked[first := next(iter(asked))]
+                if group is None:  # the run is stopping
+                    await asyncio.wait(asked.values())
+                    return
+                del asked[first]
+                self._curriculum.hear(group)
+                reason = self._drop_reason(group)
+                if reason is None:
+                    await self._leave(asked, group_ids)
+                    self._buffer.put(slot, SlotResult(group, tuple(dropped)))
+                    return
+                dropped.append((group, reason))
+                if paid:
+                    paid -= 1
+                elif self.config.pipeline.refill and self._refills_left > 0:
+                    self._refills_left -= 1
+                    new += 1
+        except asyncio.CancelledError:
+            await _ended(asked.values())
+            if slot not in self._given_up:
+                raise
+            await self._journal.skip_slot(self._next_step, slot.number, "overdue")
+            self._given_up.remove(slot)
+            self._wanted.release()
+
+    async def _leave(self, asked: dict[int, asyncio.Task[Group | None]], unasked: list[int]) -> None:
+        """Groups of a slot that has what it needs."""
+        if spare := [*asked, *unasked]:
+            ended = await _ended(asked.values())
+            self._finished -= sum(len(group.rollouts) for group in ended)
+            self.spare += len(spare)
+            await self._journal.skip(self._next_step, spare, "spare")
+
+    async def _ask(self, group_id: int) -> Group | None:
+        """None: the run is stopping, and the journal has all of it. An error ends the run, whoever waits for whom."""
+        try:
+            return await self._run_group(group_id)
+        except Suspended:
+            return None
+
+    async def _run_group(self, group_id: int) -> Group:
+        prompt = self._stream.at(group_id)
+        size = self.config.training.group_size
+        try:
+            group = await self._episodes.group(group_id, prompt, size, self._journal, greedy=self._wants_greedy)
+        except (RequestError, DataError) as problem:
+            # The prompt itself is impossible (longer than the context, say, or one that the chat template refuses): its
+            # group is lost, the others go on.
+            await self._journal.add_event("bad prompt", f"{prompt.id}: {problem}")
+            self._observer.note(f"prompt {prompt.id} was skipped: {problem}")
+            group = Group(group_id, prompt, ())
+        self._finished += len(group.rollouts)
+        expected = self._buffer.slots * size
+        self._observer.status(f"step {self._next_step}: {self._finished}/{expected} rollouts")
+        return group
+
+
+async def _ended(tasks: Collection[asyncio.Task[Group | None]]) -> list[Group]:
+    """Call them off; the groups of those that were complete."""
+    for task in tasks:
+        task.cancel()
+    found = await asyncio.gather(*tasks, return_exceptions=True)
+    return [group for group in found if isinstance(group, Group)]

@@ -1,0 +1,334 @@
+"""The loops of a run. On-policy training is `max_staleness = 0` of the same loops that run ahead with more.
+
+    feed, rollouts  see `issue`
+    train           takes a batch of slots, updates the weights                waits for: a batch (see `buffer`)
+    settle          hands the new version to the engine, frees its slots,      waits for: the engine, the disk
+                    reports, saves, evaluates; one task for each step
+
+Before the first update of a batch the train loop waits until the step before has settled, and lets an engine that uses
+the trainer's own weights stand still until it is told the new version: no token is sampled from weights that have no
+version. With `max_staleness = 0` it waits for settling at once; with more, the next batch is annotated and its gradient
+computed meanwhile. An evaluation is of one version: while it runs, the engine gets no other.
+
+A cancelled loop leaves no trace but journalled rollouts, which a resumed run takes up again. A watchdog knows what each
+loop waits for (`watch`).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+from kitae.clock import now
+from kitae.config.root import RLConfig
+from kitae.data.prompt_stream import PromptStream
+from kitae.engines.base import Engine
+from kitae.envs.rollouts import Episodes
+from kitae.errors import root_cause
+from kitae.observe.observer import Observer
+from kitae.observe.step_report import BatchStats, StepReport
+from kitae.observe.timeline import Timeline
+from kitae.observe.token_numbers import TokenFiles
+from kitae.rl import reporting
+from kitae.rl.buffer import Buffer, SlotResult
+from kitae.rl.curriculum import Curriculum
+from kitae.rl.evaluations import evaluation_due
+from kitae.rl.issue import GivenUp, Issuing
+from kitae.rl.spot_check import SpotCheck
+from kitae.rl.watchdog import Watch, whereabouts
+from kitae.rl.weight_sync import WeightSync
+from kitae.store.checkpoints import Frontier
+from kitae.store.run_folder import RunStore
+from kitae.trainer.base import THREADS
+from kitae.trainer.learner import Learner, Learnt
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A batch to train on. new: not one that is trained again after a crash; logged: the metrics have it already."""
+
+    step: int
+    slot_results: Sequence[SlotResult]
+    waited: float = 0.0
+    given_up: GivenUp = field(default_factory=GivenUp)
+    new: bool = True
+    logged: bool = False
+
+    @cached_property
+    def sampled(self) -> BatchStats:
+        return reporting.sampled(self.slot_results)
+
+    @property
+    def trained(self) -> list[int]:
+        return [h.group.id for h in self.slot_results if h.group]
+
+    @property
+    def dropped(self) -> list[tuple[int, str]]:
+        return [(g.id, reason) for h in self.slot_results for g, reason in h.dropped]
+
+
+class Stopped(Exception):
+    """The user asked to stop; the frontier is consistent and can be saved."""
+
+
+class Pipeline:
+    """evaluate: the evaluation of a step, which the metrics then have."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        store: RunStore,
+        stream: PromptStream,
+        episodes: Episodes,
+        engine: Engine,
+        learner: Learner,
+        weights: WeightSync,
+        observer: Observer,
+        frontier: Frontier,
+        evaluate: Callable[[int], Awaitable[object]],
+    ) -> None:
+        t, p = config.training, config.pipeline
+        self.config = config
+        self.store = store
+        self.engine = engine
+        self.learner = learner
+        self.weights = weights
+        self.observer = observer
+        self.frontier = frontier
+        self._state = learner.state()
+        self.evaluate = evaluate
+        self.spot_check = SpotCheck.of(config, learner, engine, weights.tolerance, self._refused)
+        self.timeline = Timeline(store.folder)
+        self.tokens = TokenFiles(store.folder, config.observe.tokens_mb, observer.note)
+        self.tokens.forget_after(max(frontier.step, store.journal.last_step()))
+        self.watch = Watch(p.stall_limit, self._pulse, store.folder / "stalled.txt")
+        self.buffer = Buffer(t.prompts_per_step, p.max_staleness, frontier.step)
+        rates = store.journal.pass_rates() if Curriculum.active(p) else {}
+        self.issuing = Issuing(
+            config,
+            store.journal,
+            stream,
+            replace(
+                episodes,
+                span=lambda part, start, end: self.timeline.add(part, self.buffer.served, start, end),
+                waiting=lambda what, which: self.watch.waits("a rollout", what, lambda: which),
+            ),
+            self.buffer,
+            Curriculum(p, config.run.seed, rates),
+            observer,
+            self.watch,
+            drop_reason=learner.groups.drop_reason,
+            wants_greedy=learner.groups.wants_greedy,
+        )
+        if p.overdue == "drop":
+            self.buffer.on_overdue = self.issuing.give_up
+        # Where the trainer needs the memory of the cache, engine and trainer take turns.
+        self._beside = p.max_staleness > 0 and config.engine.keep_cache
+        self._settling: asyncio.Task[None] | None = None
+        self._evaluating: asyncio.Task[None] | None = None
+        self._after: dict[str, float] = {}  # seconds that followed the last report, and that training waited for
+        self._stop = asyncio.Event()
+
+    async def run(self) -> None:
+        """Train up to the configured number of steps, or raise what went wrong."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                endless = [tasks.create_task(self.watch.guard(), name="watch")]
+                laps = reporting.Laps(self.engine)
+                await self._catch_up(tasks, laps)
+                endless.append(tasks.create_task(self.issuing.feed(tasks), name="feed"))
+                endless.append(tasks.create_task(self.issuing.snapshots(), name="snapshots"))
+                await tasks.create_task(self._train_loop(tasks, laps), name="train")
+                for task in endless:
+                    task.cancel()
+                self.issuing.cancel()  # of a run that was made shorter, some slots are left
+        except BaseExceptionGroup as group:
+            raise root_cause(group) from None
+
+    def stop(self) -> None:
+        """Stop at the next safe point; `run` then raises `Stopped`."""
+        self._stop.set()
+
+    async def save(self) -> None:
+        """Checkpoint the frontier, once the disk has the journal of it. No update is made meanwhile."""
+        frontier, state = self.frontier, self._state
+        await self.store.sync()
+        await self.store.checkpoints.save(frontier, lambda folder: self.learner.save(folder, state))
+
+    def _pulse(self) -> object:
+        """Changes while the engine or the trainer works."""
+        stats = self.engine.stats()
+        return stats.generated_tokens, stats.prompt_tokens, stats.restarts, whereabouts(THREADS)
+
+    # Train.
+
+    async def _catch_up(self, tasks: asyncio.TaskGroup, laps: reporting.Laps) -> None:
+        """Train the steps again that the journal has and the checkpoint has not: same groups, same weights.
+
+        So what was sampled by those weights is as old as it says, and verdicts are not asked for again.
+        """
+        last = self.store.journal.last_step()
+        if last > self.frontier.step:
+            self.observer.note(
+                f"training steps {self.frontier.step + 1} to {last} again, on what the journal has of them"
+            )
+        logged = {row["step"] for row in self.store.metrics.rows("step")}
+        for step in range(self.frontier.step + 1, last + 1):
+            if self._stop.is_set():
+                raise Stopped
+            groups, dropped = self.store.journal.batch(step)
+            slot_results = [SlotResult(g, ()) for g in groups] + [SlotResult(None, (each,)) for each in dropped]
+            await self._train(tasks, laps, _Work(step, slot_results, new=False, logged=step in logged))
+            await self._settled()
+
+    async def _train_loop(self, tasks: asyncio.TaskGroup, laps: reporting.Laps) -> None:
+        for step in range(self.frontier.step + 1, self.config.training.steps + 1):
+            began = now()
+            with self.watch.waits("train", "a batch", self._what_is_missing):
+                slots = await self.or_stop(self.buffer.take())
+            work = _Work(step, [slot.result for slot in slots if slot.result], waited=now() - began)
+            work = replace(work, given_up=self.issuing.taken(work.sampled.rollouts))
+            reporting.check_errors(step, work.sampled, self.config.verifier.max_error_share)
+            await self._train(tasks, laps, work)
+        await self._settled()
+        await self._evaluated()
+
+    async def _train(self, tasks: asyncio.TaskGroup, laps: reporting.Laps, work: "_Work") -> None:
+        """One step, from a batch to a version that is being settled."""
+        step = work.step
+        ages = reporting.staleness(work.slot_results, self.buffer.version, self.buffer.bound)
+        learnt = await self._learn(work)
+        await asyncio.to_thread(self.tokens.write, step, learnt.tokens)
+        if work.new:
+            if learnt.skipped:
+                self.observer.note(f"step {step}: a gradient was not finite; those weights were left as they were")
+            with self.watch.waits("train", "the journal"):
+                await self.store.journal.add_fates(step, work.trained, work.dropped)
+        self._advance(Frontier(step, self.learner.updates))
+        parts, self._after = {**self._after, "wait": work.waited, **learnt.seconds}, {}
+        lap = laps.lap(parts) if self._beside else None
+
+        def describe(sync: Mapping[str, float]) -> StepReport:
+            """Called when the version is served; the lap ends then, unless training has gone on meanwhile."""
+            timed = lap or laps.lap({**parts, "sync": sync["sync_seconds"]})
+            return reporting.step_report(step, work.sampled, ages, learnt, timed, work.given_up, sync)
+
+        self._settling = tasks.create_task(self._settle(tasks, step, describe, work.logged), name="settle")
+        if not self._beside:
+            with self.watch.waits("train", f"the sync of version {step}"):
+                await self._settled()  # the next batch is taken by the version that the engine serves
+                await self._evaluated()
+
+    def _advance(self, frontier: Frontier) -> None:
+        self.frontier = frontier
+        self._state = self.learner.state()
+        self.buffer.train(frontier.step)
+
+    async def _learn(self, work: "_Work") -> Learnt:
+        """The updates of a step. By id, so that the order of arrival does not matter."""
+        step = work.step
+        groups = sorted((h.group for h in work.slot_results if h.group), key=lambda g: g.id)
+        rest = sorted((g for h in work.slot_results for g, _ in h.dropped), key=lambda g: g.id)
+        self.observer.status(f"step {step}: training on {len(groups)} groups")
+        if not self._beside and self.engine.capabilities.shares_weights:
+            await self.engine.pause()  # its memory is free for all of the step, not only for the update
+        with self.timeline.span("train", step), self.watch.waits("train", f"the trainer to learn step {step}"):
+            checked: Mapping[str, float] = {}
+            if self.spot_check is not None and work.new:
+                groups, checked = await self.spot_check.examine(step, self.buffer.version, groups)
+            learnt = await self.learner.learn(step, groups, rest, self._hold)
+            return replace(learnt, numbers={**learnt.numbers, **checked})
+
+    async def _refused(self, sentence: str) -> None:
+        """An engine, over what it sampled."""
+        self.observer.note(sentence)
+        await self.store.journal.add_event("engine refused", sentence)
+
+    async def _hold(self) -> None:
+        """Before weights change: the step before has settled, and an engine that samples from them stands still."""
+        await self._settled()
+        if self.engine.capabilities.shares_weights:
+            await self._evaluated()
+            await self.engine.pause()
+
+    def _what_is_missing(self) -> str:
+        """For the watchdog: which groups a batch waits for."""
+        awaited = sorted(slot.number for slot in self.buffer.awaited)
+        shown = ", ".join(map(str, awaited[:8])) + (" …" if len(awaited) > 8 else "")
+        ready = sum(slot.result is not None for slot in self.buffer.open)
+        return f"{ready} groups are ready, {self.buffer.size} are needed; slots {shown or 'none'} are awaited"
+
+    async def or_stop(self, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for `work`, or raise `Stopped` when the user asks first."""
+        task = asyncio.ensure_future(work)
+        stop = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if stop.done():
+                task.cancel()
+                await asyncio.wait({task})  # verdicts that come in now must not make a batch, which may give up slots
+                await self._settled()
+                await self._leave_evaluation()
+                await self.issuing.suspend()
+                raise Stopped
+            return await task
+        finally:
+            task.cancel()
+            stop.cancel()
+
+    # Settle.
+
+    async def _settle(
+        self,
+        tasks: asyncio.TaskGroup,
+        step: int,
+        describe: Callable[[Mapping[str, float]], StepReport],
+        logged: bool,
+    ) -> None:
+        """What follows the updates of a step."""
+        await self._evaluated()
+        with self.timeline.span("sync", step), self.watch.waits("settle", f"the engine to serve version {step}"):
+            sync = await self.weights.hand_over(step)
+        made = describe(sync)
+        self.buffer.release(step)
+        if not logged:
+            self.store.metrics.append(made.row())
+            self.observer.step(made)
+        if step % self.config.checkpoint.every == 0 or step == self.config.training.steps:
+            self.observer.status(f"step {step}: saving a checkpoint")
+            with self._following("save", step), self.watch.waits("settle", "the checkpoint"):
+                await self.save()
+        if evaluation_due(self.config, step) and step < self.config.training.steps:
+            self._evaluating = tasks.create_task(self._evaluate(step), name="evaluate")
+
+    async def _evaluate(self, step: int) -> None:
+        with self._following("evaluate", step), self.watch.waits("settle", "the evaluation"):
+            await self.evaluate(step)
+
+    @contextmanager
+    def _following(self, part: str, step: int) -> Iterator[None]:
+        """Where training waits for it, it is a part of the next lap."""
+        began = now()
+        with self.timeline.span(part, step):
+            yield
+        if not self._beside:
+            self._after[part] = now() - began
+
+    async def _settled(self) -> None:
+        """Wait until the last step has settled. What went wrong there ends the run, and is not raised here too."""
+        if self._settling is not None:
+            await asyncio.wait({self._settling})
+
+    async def _evaluated(self) -> None:
+        if self._evaluating is not None:
+            await asyncio.wait({self._evaluating})
+
+    async def _leave_evaluation(self) -> None:
+        """It is made again when the run goes on from here; suspended, its answers would be of no use."""
+        if self._evaluating is not None:
+            self._evaluating.cancel()
+            await self._evaluated()

@@ -1,1 +1,0 @@
-"""Answers of a model, verified, as data: rejection sampling."""

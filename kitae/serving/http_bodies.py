@@ -1,0 +1,159 @@
+"""HTTP around the answers: reading bodies, errors as JSON, streams of events, and clients that go away.
+
+A client that closes its connection takes its request back: whoever works for it is cancelled.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kitae.errors import EngineError, KitaeError, RequestError, root_cause
+from kitae.serving.fields import Fields
+from kitae.serving.refusals import Refused
+from kitae.serving.server_metrics import Counters
+
+T = TypeVar("T")
+Json = dict[str, Any]
+Handler = Callable[[Request], Awaitable[Response]]
+
+_MOST_BYTES = 8 * 2**20  # of a body
+_GONE = 499  # the status that nobody reads
+_DONE = b"data: [DONE]\n\n"
+_log = logging.getLogger("kitae.serving")
+
+
+class GoneError(Exception):
+    """The client did not wait."""
+
+
+async def read_fields(request: Request) -> Fields:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a page of somebody else cannot send this without asking first
+        raise Refused(f"the content-type must be application/json, got {kind or 'none'}", 415)
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MOST_BYTES:
+            raise Refused(f"a body must have at most {_MOST_BYTES} bytes, got more", 413)
+    return Fields.read(bytes(body))
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """What `work` returns or raises; it is cancelled, and `GoneError` raised, when the client closes the connection."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_wait_for_end(receive))
+    try:
+        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise GoneError
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _wait_for_end(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return Response(text.encode("utf-8", "replace"), status, headers, "application/json")
+
+
+class EventStream(Response):
+    """Server-sent events; `events` has given its first already, so that what fails at once has a status of its own.
+
+    A failure on the way is the last event, as an error.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[Json, None], first: Json, gone: Callable[[], None]) -> None:
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._first, self._left = events, first, gone
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._send(send))
+        except GoneError:
+            self._left()
+        finally:
+            await self._events.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await _send_part(send, _event(self._first))
+        try:
+            async for event in self._events:
+                await _send_part(send, _event(event))
+            await _send_part(send, _DONE)
+        except Exception as error:
+            await _send_part(send, _event(refusal_of(error).as_json()))
+        await send({"type": "http.response.body", "body": b""})
+
+
+async def _send_part(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _event(body: Json) -> bytes:
+    text = json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return f"data: {text}\n\n".encode("utf-8", "replace")
+
+
+def refusal_of(error: BaseException) -> Refused:
+    """What a client is told of an error. One of the server's own is logged, and only its kind is told."""
+    if isinstance(error, BaseExceptionGroup):
+        error = root_cause(error)
+    match error:
+        case Refused():
+            return error
+        case RequestError():
+            return Refused(str(error))
+        case EngineError():
+            return Refused(str(error), 503, code="engine_error")
+        case KitaeError():
+            return Refused(str(error))
+        case HTTPException():
+            return Refused(error.detail, error.status_code)
+    _log.error("a request failed", exc_info=error)
+    return Refused(f"the server failed: {type(error).__name__}", 500)
+
+
+def endpoint(handler: Handler, counters: Counters) -> Handler:
+    """Errors become JSON, and requests are counted."""
+
+    async def answer(request: Request) -> Response:
+        began, path = time.monotonic(), place_of(request)
+        try:
+            response = await handler(request)
+        except GoneError:
+            counters.gone(path)
+            response = Response(status_code=_GONE)
+        except Exception as error:
+            refused = refusal_of(error)
+            response = json_response(refused.as_json(), refused.status, refused.headers)
+        counters.count(path, response.status_code, time.monotonic() - began)
+        return response
+
+    return answer
+
+
+def place_of(request: Request) -> str:
+    """The path as the routes have it: `/episodes/{token}/v1/chat/completions`. Names in it may be secrets."""
+    path = str(request.scope["path"])
+    for name, value in request.path_params.items():
+        path = path.replace(str(value), f"{{{name}}}")
+    return path

@@ -1,0 +1,295 @@
+"""Answers in the shape of OpenAI's API, whole or in pieces; the pieces joined are the whole.
+
+Beyond that API, an answer says which version of the policy spoke (`version`, and in `system_fingerprint`), why a call
+could not be read (`problem`), and on demand (`return_token_ids`) the tokens themselves, with a version each.
+
+Log-probs of sampled tokens are those of the distribution that they were drawn from. Where others are told beside them,
+of the likeliest tokens or of the prompt, all come from one pass over the text, so that they can be compared: at the
+temperature of the request, before top-k, top-p and min-p.
+"""
+
+import codecs
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kitae.data.chat import Chat
+from kitae.engines.base import Sampled
+from kitae.serving.base import Answer
+from kitae.serving.requests import AnswerOrder
+from kitae.serving.streamed_text import GrowingAnswer
+from kitae.serving.text_scoring import ScoredText
+from kitae.serving.token_text import Spelling
+from kitae.types import ToolCall, Turn
+
+Json = dict[str, Any]
+
+_LOWEST = -9999.0  # what OpenAI's API writes for a log-prob that JSON has no number for
+
+
+@dataclass(frozen=True, slots=True)
+class Voice:
+    """What is needed to tell tokens as text: `Voice("smollm2-135m", chat, Spelling(tokenizer), early=True)`.
+
+    name: of the model, as clients know it. early: see `kitae.serving.streamed_text.tells_early`.
+    """
+
+    name: str
+    chat: Chat
+    spelling: Spelling
+    early: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One answer of an order, with the log-probs of prompt and answer where somebody must see them."""
+
+    index: int
+    answer: Answer
+    scored: ScoredText | None = None
+
+
+class Teller:
+    """Makes the JSON of one order."""
+
+    def __init__(self, order: AnswerOrder, voice: Voice) -> None:
+        self.order, self.voice = order, voice
+        self._created = int(time.time())
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        version = max((_version(c.answer) for c in choices), default=-1)
+        body = self._head(version, pieces=False) | {
+            "choices": [self._choice(c) for c in choices],
+            "usage": self.usage([c.answer for c in choices]),
+        }
+        if self.order.token_ids and self.order.kind == "chat":
+            body["prompt_token_ids"] = list(choices[0].answer.prompt_tokens)
+        return body
+
+    def usage(self, answers: Sequence[Answer]) -> Json:
+        """A prompt counts once, however many answers it has."""
+        prompts = sum(len(a.prompt_tokens) for a in answers[:: self.order.choices])
+        sampled = sum(len(a.sampled.tokens) for a in answers)
+        return {"prompt_tokens": prompts, "completion_tokens": sampled, "total_tokens": prompts + sampled}
+
+    def piece(self, choice: Json, version: int) -> Json:
+        """A part of an answer, as an event of a stream."""
+        unknown = {"usage": None} if self.order.usage else {}
+        return self._head(version, pieces=True) | {"choices": [choice]} | unknown
+
+    def last(self, answers: Sequence[Answer]) -> Json:
+        """The event that says what it cost."""
+        version = max((_version(a) for a in answers), default=-1)
+        return self._head(version, pieces=True) | {"choices": [], "usage": self.usage(answers)}
+
+    def pieces_of(self, choice: Choice) -> list[Json]:
+        """A whole answer as events: for orders of which nothing can be told before the end."""
+        whole = self._choice(choice)
+        finish, version = whole.pop("finish_reason"), _version(choice.answer)
+        if self.order.kind == "text":
+            return [self.piece(whole | {"finish_reason": finish}, version)]
+        message = whole.pop("message")
+        calls = [call | {"index": i} for i, call in enumerate(message.get("tool_calls", ()))]
+        delta = message | ({"tool_calls": calls} if calls else {})
+        if self.order.token_ids:
+            whole["prompt_token_ids"] = list(choice.answer.prompt_tokens)
+        return [self.piece({"delta": delta, "finish_reason": finish, **whole}, version)]
+
+    def _head(self, version: int, *, pieces: bool) -> Json:
+        kind = "text_completion" if self.order.kind == "text" else "chat.completion" + (".chunk" if pieces else "")
+        return {
+            "id": self.order.id,
+            "object": kind,
+            "created": self._created,
+            "model": self.voice.name,
+            "system_fingerprint": f"kitae-{version}" if version >= 0 else "kitae",
+        }
+
+    def _choice(self, choice: Choice) -> Json:
+        answer, index = choice.answer, choice.index
+        if self.order.kind == "text":
+            said = {"text": self._echoed(index) + answer.turn.text, "logprobs": self._text_logprobs(choice)}
+        else:
+            told = self._chat_logprobs(answer, choice.scored) if self.order.logprobs else None
+            said = {"message": self.message(answer.turn), "logprobs": told}
+        return {"index": index, **said, "finish_reason": finish_of(answer), **self.extras(answer)}
+
+    def extras(self, answer: Answer) -> Json:
+        found: Json = {"version": _version(answer)}
+        if answer.turn.problem:
+            found["problem"] = answer.turn.problem
+        if self.order.token_ids:
+            found |= {"token_ids": list(answer.sampled.tokens), "versions": list(answer.sampled.versions)}
+            if self.order.kind == "text":
+                found["prompt_token_ids"] = list(answer.prompt_tokens)
+        return found
+
+    def message(self, turn: Turn) -> Json:
+        message: Json = {"role": "assistant", "content": turn.told if turn.told or not turn.calls else None}
+        if turn.reasoning:
+            message["reasoning_content"] = turn.reasoning
+        if turn.calls:
+            message["tool_calls"] = [_call(call) for call in turn.calls]
+        return message
+
+    def _echoed(self, index: int) -> str:
+        return self.order.prompt_texts[index // self.order.choices] if self.order.echo else ""
+
+    # Log-probs.
+
+    def _chat_logprobs(self, answer: Answer, scored: ScoredText | None) -> Json:
+        first, sampled = len(answer.prompt_tokens) - 1, answer.sampled
+        if scored is None:
+            return {"content": self.entries(sampled, ((),) * len(sampled.tokens)), "refusal": None}
+        compared = replace(sampled, logprobs=scored.logprobs[first:])
+        return {"content": self.entries(compared, scored.top[first:]), "refusal": None}
+
+    def entries(self, sampled: Sampled, tops: Sequence[Sequence[tuple[int, float]]]) -> list[Json]:
+        return [
+            self._entry(token, logprob) | {"top_logprobs": [self._entry(*one) for one in top]}
+            for token, logprob, top in zip(sampled.tokens, sampled.logprobs, tops, strict=True)
+        ]
+
+    def _entry(self, token: int, logprob: float) -> Json:
+        spelling = self.voice.spelling
+        return {"token": spelling.text(token), "logprob": _finite(logprob), "bytes": spelling.bytes(token)}
+
+    def _text_logprobs(self, choice: Choice) -> Json | None:
+        if not self.order.logprobs:
+            return None
+        answer, scored = choice.answer, choice.scored
+        prompt, tokens = answer.prompt_tokens, [*answer.sampled.tokens]
+        own = answer.sampled.logprobs if scored is None else scored.logprobs[len(prompt) - 1 :]
+        logprobs: list[float | None] = [*map(_finite, own)]
+        tops: list[Json | None] | None = None
+        if scored and self.order.top:
+            tops = self._tops(tokens, own, scored.top[len(prompt) - 1 :])
+        if scored and self.order.echo:
+            known, places = scored.logprobs[: len(prompt) - 1], scored.top[: len(prompt) - 1]
+            tops = None if tops is None else [None, *self._tops(prompt[1:], known, places), *tops]
+            tokens, logprobs = [*prompt, *tokens], [None, *map(_finite, known), *logprobs]
+        offsets = Offsets(self.voice.spelling)
+        return {
+            "tokens": [self.voice.spelling.text(token) for token in tokens],
+            "token_logprobs": logprobs,
+            "top_logprobs": tops,
+            "text_offset": offsets.after(tokens),
+        }
+
+    def _tops(
+        self, tokens: Sequence[int], logprobs: Sequence[float], places: Sequence[Sequence[tuple[int, float]]]
+    ) -> list[Json | None]:
+        return [self._top(*one) for one in zip(tokens, logprobs, places, strict=True)]
+
+    def _top(self, token: int, logprob: float, top: Sequence[tuple[int, float]]) -> Json:
+        """By text. Of tokens with the same one, the likelier is told."""
+        found: Json = {}
+        for one, value in (*top, (token, logprob)):
+            text = self.voice.spelling.text(one)
+            found[text] = max(found.get(text, _LOWEST), _finite(value))
+        return found
+
+
+@dataclass(slots=True)
+class Offsets:
+    """Where in its text each token begins, in characters."""
+
+    spelling: Spelling
+    _decoder: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+    _length: int = 0
+
+    def after(self, tokens: Sequence[int]) -> list[int]:
+        found = []
+        for token in tokens:
+            found.append(self._length)
+            if not self.spelling.is_special(token):
+                self._length += len(self._decoder.decode(bytes(self.spelling.bytes(token))))
+        return found
+
+
+class Telling:
+    """One answer as it comes: `hear` tokens, then `end` it; both give events."""
+
+    def __init__(self, teller: Teller, index: int) -> None:
+        self._teller, self._index = teller, index
+        order, voice = teller.order, teller.voice
+        ask = order.asks[index]
+        self._growing = GrowingAnswer(voice.chat, voice.spelling, ask.sampling.stop_strings, ask.tools, voice.early)
+        self._offsets = Offsets(voice.spelling)
+        self._pending = Sampled()  # heard, not told as tokens
+        self._first = True
+        self._version = -1
+
+    def hear(self, news: Sampled) -> list[Json]:
+        self._pending = self._pending.then(news)
+        self._version = news.versions[-1]
+        text = self._growing.hear(news.tokens)
+        return [self._event(self._said(text), None)] if text else []
+
+    def end(self, answer: Answer) -> list[Json]:
+        teller, turn = self._teller, answer.turn
+        self._version = _version(answer)
+        if teller.order.kind == "text":
+            said = self._said(self._growing.end(turn.text))
+        else:
+            message = teller.message(turn)
+            rest = self._growing.end(message["content"] or "")
+            said = self._said(rest) if rest or not turn.calls else {"delta": {}}
+            said["delta"] |= {key: message[key] for key in ("reasoning_content",) if key in message}
+            if turn.calls:
+                said["delta"]["tool_calls"] = [c | {"index": i} for i, c in enumerate(message["tool_calls"])]
+        told = {key: value for key, value in teller.extras(answer).items() if key in ("version", "problem")}
+        return [self._event(said, finish_of(answer), told, answer)]
+
+    def _said(self, text: str) -> Json:
+        return {"text": text} if self._teller.order.kind == "text" else {"delta": {"content": text}}
+
+    def _event(self, said: Json, finish: str | None, extras: Json | None = None, answer: Answer | None = None) -> Json:
+        order = self._teller.order
+        tokens, self._pending = self._pending, Sampled()
+        choice = {"index": self._index, **said, "logprobs": self._logprobs(tokens), "finish_reason": finish}
+        choice |= extras or {}
+        if order.token_ids:
+            choice |= {"token_ids": list(tokens.tokens), "versions": list(tokens.versions)}
+            if answer is not None:
+                choice["prompt_token_ids"] = list(answer.prompt_tokens)
+        if self._first:
+            self._first = False
+            if order.kind == "chat":
+                choice["delta"] = {"role": "assistant", **choice["delta"]}
+            elif order.echo:
+                choice["text"] = order.prompt_texts[self._index // order.choices] + choice["text"]
+        return self._teller.piece(choice, self._version)
+
+    def _logprobs(self, tokens: Sampled) -> Json | None:
+        if not self._teller.order.logprobs:
+            return None
+        if self._teller.order.kind == "chat":
+            return {"content": self._teller.entries(tokens, ((),) * len(tokens.tokens)), "refusal": None}
+        return {
+            "tokens": [self._teller.voice.spelling.text(token) for token in tokens.tokens],
+            "token_logprobs": [*map(_finite, tokens.logprobs)],
+            "top_logprobs": None,
+            "text_offset": self._offsets.after(tokens.tokens),
+        }
+
+
+def finish_of(answer: Answer) -> str:
+    if answer.turn.calls:
+        return "tool_calls"
+    return "length" if answer.finish == "length" else "stop"
+
+
+def _call(call: ToolCall) -> Json:
+    named = {"name": call.name, "arguments": json.dumps(dict(call.arguments), ensure_ascii=False)}
+    return {"id": call.id, "type": "function", "function": named}
+
+
+def _version(answer: Answer) -> int:
+    return answer.sampled.versions[-1] if answer.sampled.versions else -1
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _LOWEST)

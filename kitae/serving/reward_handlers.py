@@ -1,0 +1,103 @@
+"""What the address of a reward model answers: scores of answers, by the process that verifiers use too.
+
+    POST /v1/score
+    {"messages": [{"role": "user", "content": "Hello"}], "response": "Hello!"}         one answer
+    {"messages": [… the last of them the assistant's]}                                 the same
+    {"items": [{"messages": […], "response": "…"}, …]}                                 several
+    {"text_1": "Hello", "text_2": "Hello!"}                                  a question and an answer, as texts
+
+    {"data": [{"index": 0, "score": 0.71}, …]}
+
+Answers that come within a few milliseconds of each other are scored as one batch, whoever asks. Of several, one that
+cannot be scored has `"error"` in place of its score; one that is alone is refused.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from kitae.data.data_files import clip
+from kitae.serving.admission import Places
+from kitae.serving.fields import Fields
+from kitae.serving.http_bodies import endpoint, json_response, read_fields, unless_gone
+from kitae.serving.refusals import Refused
+from kitae.serving.server_metrics import Counters
+from kitae.verifiers.reward_model_verifier import RewardService
+
+Talk = tuple[list[Any], str]
+"""Messages, and the response to them."""
+
+_MOST_ITEMS = 1024
+
+
+class RewardDesk:
+    def __init__(self, service: RewardService, name: str, places: Places) -> None:
+        self._service, self._name, self._places = service, name, places
+
+    async def score(self, request: Request) -> Response:
+        fields = await read_fields(request)
+        model = fields.text("model")
+        if model and model != self._name:
+            raise Refused(f"there is no model {model!r} here, only {self._name!r}", 404, param="model")
+        talks, alone = _talks(fields)
+        fields.ignore("user")
+        fields.finish()
+        with self._places.take(len(talks)):
+            work = asyncio.gather(*(self._one(*talk) for talk in talks))
+            found = await unless_gone(request.receive, work)
+        if alone and "error" in found[0]:
+            raise Refused(found[0]["error"])
+        rows = [{"index": i, "object": "score", **one} for i, one in enumerate(found)]
+        return json_response({"object": "list", "model": self._name, "data": rows})
+
+    async def _one(self, messages: list[Any], response: str) -> dict[str, Any]:
+        found = await self._service.score(response, None, {"prompt_messages": messages})
+        return {"score": found.components["reward_raw"]} if found.valid else {"error": found.detail}
+
+
+def reward_routes(desk: RewardDesk, counters: Counters) -> list[BaseRoute]:
+    async def elsewhere(_: Request) -> Response:
+        raise Refused("this server serves a reward model: it answers at /v1/score alone", 404)
+
+    others = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+    return [
+        Route("/v1/score", endpoint(desk.score, counters), methods=["POST"]),
+        *(Route(path, endpoint(elsewhere, counters), methods=["POST"]) for path in others),
+    ]
+
+
+def _talks(fields: Fields) -> tuple[list[Talk], bool]:
+    """And whether there is but one, by itself."""
+    items = fields.take("items")
+    if items is not None:
+        if not isinstance(items, list) or not 0 < len(items) <= _MOST_ITEMS:
+            raise Refused(f"items must be a list of 1 to {_MOST_ITEMS} objects, got {clip(repr(items))}", param="items")
+        return [_talk(item, f"items[{i}]") for i, item in enumerate(items)], False
+    question, answer = fields.take("text_1"), fields.take("text_2")
+    if question is not None or answer is not None:
+        if not isinstance(question, str) or not isinstance(answer, str):
+            raise Refused("text_1 and text_2 must both be texts", param="text_1")
+        return [([{"role": "user", "content": question}], answer)], True
+    talk = {"messages": fields.take("messages"), "response": fields.take("response")}
+    return [_talk(talk, "the body")], True
+
+
+def _talk(item: Any, where: str) -> Talk:
+    messages = item.get("messages") if isinstance(item, Mapping) else None
+    if not isinstance(messages, list) or not messages:
+        raise Refused(f"{where} must have messages, a list, got {clip(repr(messages))}", param="messages")
+    if extra := sorted(item.keys() - {"messages", "response"}):
+        raise Refused(f"{where}: unknown field {extra[0]!r}", param=extra[0])
+    response = item.get("response")
+    if response is None:
+        last = messages[-1]
+        if not isinstance(last, Mapping) or last.get("role") != "assistant" or len(messages) < 2:
+            raise Refused(f"{where} must have a response, or end with a message of the assistant", param="response")
+        messages, response = messages[:-1], last.get("content")
+    if not isinstance(response, str):
+        raise Refused(f"{where}: the response must be a text, got {clip(repr(response))}", param="response")
+    return messages, response

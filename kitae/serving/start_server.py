@@ -1,0 +1,127 @@
+"""From a model to a running server: load it, start its engine, serve until Ctrl-C, and put everything away."""
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from starlette.applications import Starlette
+
+from kitae.clients.addresses import address_of, listen
+from kitae.data.chat import Chat
+from kitae.engines.base import Engine
+from kitae.engines.config import EngineConfig
+from kitae.engines.start_engine import EngineOrder, start_engine
+from kitae.kernels.allocation import loaded
+from kitae.models.config import ModelConfig
+from kitae.models.load import check_model, find_model, load_policy
+from kitae.models.policy import Policy
+from kitae.serving.admission import Places
+from kitae.serving.app import check_key, make_app, model_routes
+from kitae.serving.engine_model import EngineModel
+from kitae.serving.handlers import Desk, Manners
+from kitae.serving.responses import Voice
+from kitae.serving.reward_handlers import RewardDesk, reward_routes
+from kitae.serving.running_server import run_server
+from kitae.serving.server_metrics import Counters
+from kitae.serving.streamed_text import tells_early
+from kitae.serving.text_scoring import TextScorer
+from kitae.serving.token_text import Spelling
+from kitae.verifiers.reward_model_verifier import RewardService
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """`ServerSettings("smollm2-135m", port=8000)`.
+
+    name: by which clients know the model. key: that they must send; needed where others can reach the server. queue:
+    answers that may be under way, those that wait for the engine included; who comes then is told to try again.
+    """
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    key: str = ""
+    queue: int = 512
+    manners: Manners = field(default_factory=Manners)
+
+
+Ready = Callable[[str, str], None]
+"""Is told the address, and the path at which the model answers."""
+
+
+async def serve(model: ModelConfig, engine: EngineConfig, settings: ServerSettings, ready: Ready) -> None:
+    """Until a signal: raises `Interrupted`. What is wrong with model, address or key is said before the model loads."""
+    check_key(settings.host, settings.key)
+    folder = find_model(model.path)
+    assert folder is not None
+    rewards = is_reward_model(folder)
+    if not rewards:
+        check_model(model)
+    taken = listen(settings.host, settings.port)
+    opened = open_rewards(model, settings) if rewards else open_model(model, engine, settings)
+    try:
+        async with opened as app:
+            ready(address_of(taken, settings.host), "/v1/score" if rewards else "/v1/chat/completions")
+            with loaded():
+                await run_server(app, taken)
+    finally:
+        taken.close()
+
+
+def is_reward_model(folder: Path) -> bool:
+    """By its config alone."""
+    kinds = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
+    return str(kinds[0]).endswith("ForSequenceClassification")
+
+
+@asynccontextmanager
+async def open_model(model: ModelConfig, config: EngineConfig, settings: ServerSettings) -> AsyncIterator[Starlette]:
+    """The app of a language model, with its engine."""
+    policy = load_policy(model)
+    engine = await start_engine(EngineOrder(model, config, policy=policy))
+    scorer = TextScorer(policy)
+    try:
+        yield app_of(policy, engine, scorer, settings)
+    finally:
+        await scorer.close()
+        await engine.close()
+
+
+def app_of(policy: Policy, engine: Engine, scorer: TextScorer, settings: ServerSettings) -> Starlette:
+    chat = Chat(policy.tokenizer, policy.base.generation_config)
+    voice = Voice(settings.name, chat, Spelling(policy.tokenizer), tells_early(policy.tokenizer))
+    places, model = Places(settings.queue), EngineModel(engine, chat)
+    counters = Counters(places, engine.stats)
+    desk = Desk(lambda request: model, voice, places, scorer, settings.manners, counters.gone)
+
+    async def healthy() -> None:
+        """An engine that is closed, or whose thread has died, raises."""
+        await engine.abort("nobody")
+
+    return make_app(
+        model_routes(desk, counters),
+        counters,
+        name=settings.name,
+        context=policy.max_context,
+        host=settings.host,
+        key=settings.key,
+        healthy=healthy,
+    )
+
+
+@asynccontextmanager
+async def open_rewards(model: ModelConfig, settings: ServerSettings) -> AsyncIterator[Starlette]:
+    """The app of a reward model, with its process."""
+    service = RewardService(model=model.path, device=model.device, dtype=model.dtype)
+    await service.start()
+    try:
+        places = Places(settings.queue)
+        counters = Counters(places)
+        routes = reward_routes(RewardDesk(service, settings.name, places), counters)
+        yield make_app(
+            routes, counters, name=settings.name, context=0, host=settings.host, key=settings.key
+        )  # fmt: skip
+    finally:
+        await service.close()

@@ -1,0 +1,295 @@
+"""The run folder: everything about a run, in one place.
+
+config.json      the resolved settings
+journal.sqlite   prompts, rollouts, scores, fates, events
+columns/         what engines on a cluster sampled; the journal says where in there
+metrics.jsonl    one line per step; evaluations have "kind": "eval", and "suite" where it is not the run's own task
+timeline.jsonl   who worked when
+tokens/          numbers of single tokens, of a share of the samples
+evaluations/     answers to held-out prompts, of each evaluation
+console.log      what was on the screen
+machine.json     the machine that last worked on it, and the versions
+checkpoints/     the last few frontiers
+model/           the trained model, loadable by transformers
+plot.png         reward, length, entropy over steps
+"""
+
+import fcntl
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kitae.errors import ConfigChangedError, DiskFullError, StoreError
+from kitae.store.checkpoints import Checkpoints
+from kitae.store.disk import flush, is_full
+from kitae.store.journal import Journal
+
+if TYPE_CHECKING:
+    from kitae.config.root import Root
+
+# What makes settings of files is imported where that is done: who only looks at runs, as the window's first page does,
+# would wait for it longer than for anything else.
+
+LEARNING = (
+    "training.lr",
+    "training.schedule",
+    "training.warmup_steps",
+    "training.weight_decay",
+    "training.clip_norm",
+    "training.moments",
+)
+"""Settings without which a past step cannot be trained again as it was."""
+
+CHANGEABLE = (
+    *LEARNING,
+    "model.device",
+    "training.steps",
+    "training.token_budget",
+    "training.logit_chunk",
+    "training.checkpoint_activations",
+    "method.teacher_place",
+    "method.teacher_device",
+    "method.teacher_threads",
+    "verifier.workers",
+    "verifier.timeout",
+    "verifier.max_error_share",
+    "verifier.check_gold",
+    "pipeline.in_flight",
+    "pipeline.stall_limit",
+    "pipeline.snapshot_seconds",
+    "pipeline.max_refill",
+    "pipeline.oversample",
+    "engine.*",
+    "cluster.*",
+    "checkpoint.*",
+    "eval.every",
+    "eval.suites",
+    "eval.data",
+    "observe.*",
+)
+"""Settings that a resumed run may change: what its journal says does not depend on them. Not among them is what decides
+which prompts are asked, how answers are sampled and scored, what a step is made of, or how old a sample may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a run ended: `Result(folder, stopped_by=None, step=15, before={"avg": 0.48, …}, after={"avg": 1.0, …})`.
+
+    stopped_by: the signal that ended it before its last step, or None. before, after: its evaluations on what is held
+    out, or None where nothing is.
+    """
+
+    folder: Path
+    stopped_by: int | None
+    step: int
+    before: dict[str, Any] | None
+    after: dict[str, Any] | None
+
+    @property
+    def model(self) -> Path:
+        """The folder of the trained model, once the run is finished."""
+        return self.folder / "model"
+
+    @property
+    def metrics(self) -> "list[dict[str, Any]]":
+        """The lines of metrics.jsonl: one for each step, with "kind": "step", and one for each evaluation, "eval"."""
+        return Metrics(self.folder / "metrics.jsonl").rows()
+
+
+class RunStore:
+    """A run open for writing. One process at a time: the folder is locked."""
+
+    def __init__(self, folder: Path, config: "Root", journal: Journal | None = None) -> None:
+        self.folder = folder
+        self.config = config
+        self.changes: dict[str, str] = {}  # settings that are not as the run had them, by key
+        self._lock = lock(folder)
+        try:
+            self.journal = journal or Journal(folder / "journal.sqlite")
+        except StoreError:
+            self._lock.close()
+            raise
+        self.checkpoints = Checkpoints(folder / "checkpoints", config.checkpoint.keep)
+        self.checkpoints.clear_leftovers()
+        shutil.rmtree(folder / ".model.partial", ignore_errors=True)  # of a killed export
+        self.metrics = Metrics(folder / "metrics.jsonl")
+
+    @staticmethod
+    def create(config: "Root") -> "RunStore":
+        """A new folder: the run's name and the first free number."""
+        parent = Path(config.run.dir)
+        for number in range(1, 100_000):
+            folder = parent / f"{config.run.name}-{number:03d}"
+            try:
+                folder.mkdir(parents=True)
+                (folder / "config.json").write_text(config.to_json())
+                flush(folder / "config.json")
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise StoreError(f"cannot make the run folder {folder}: {error}") from error
+            return RunStore(folder, config)
+        raise StoreError(f"no free run number for {config.run.name!r} in {parent}")
+
+    @staticmethod
+    def open(folder: Path, overrides: Iterable[str] = ()) -> "RunStore":
+        """An existing run, with some settings changed if they may be (`CHANGEABLE`), by `overrides` or in config.json.
+
+        Nothing is written before `begin`.
+        """
+        from kitae.config.recipe import override_config, parse_config
+
+        config = read_config(folder)
+        if wanted := list(overrides):
+            config = override_config(config, wanted)
+        store = RunStore(folder, config)
+        try:
+            original = store.journal.meta("config")
+            store.changes = _differences(parse_config(json.loads(original)), config) if original is not None else {}
+            if refused := [text for key, text in store.changes.items() if not _is_changeable(key)]:
+                raise ConfigChangedError(
+                    "a run keeps most of its settings; these were changed and cannot be:\n  "
+                    + "\n  ".join(refused)
+                    + f"\nThese can: {', '.join(CHANGEABLE)}. For the others start a new run, from this one's model if "
+                    f"you like: kitae train … model.path={folder}"
+                )
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    async def begin(self, step: int, forget: bool = False) -> None:
+        """The run goes on from this step; changed settings are recorded. forget: what came after it is given up.
+
+        A process that is killed in here leaves settings that count as changed again, or fewer checkpoints; never a
+        checkpoint of what is forgotten.
+        """
+        scratch = self.folder / ".config.partial"
+        scratch.write_text(self.config.to_json())
+        flush(scratch)
+        os.replace(scratch, self.folder / "config.json")
+        self.checkpoints.forget_after(step)
+        events = [("start", f"step {step}"), *([("forgot", f"after step {step}")] if forget else [])]
+        events += [("changed", f"after step {step}: {text}") for text in self.changes.values()]
+        await self.journal.begin(self.config.to_json(), events, step if forget else None)
+        self.metrics.rewind(max(step, self.journal.last_step()))
+
+    async def sync(self) -> None:
+        """Return when journal and metrics would survive a loss of power."""
+        await self.journal.sync()
+        self.metrics.sync()
+
+    def close(self) -> None:
+        self.journal.close()
+        self._lock.close()
+
+
+class Metrics:
+    """Append-only lines of JSON."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def append(self, row: dict[str, Any]) -> None:
+        try:
+            with self.path.open("a") as file:
+                file.write(json.dumps({k: _finite(v) for k, v in row.items()}, allow_nan=False) + "\n")
+        except OSError as error:
+            kind = DiskFullError if is_full(error) else StoreError
+            raise kind(f"cannot write {self.path}: {error}; the steps before are safe") from error
+
+    def rows(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """All complete lines, or those of one kind: "step" or "eval"."""
+        if not self.path.exists():
+            return []
+        rows = []
+        for line in self.path.read_text().splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue  # a line cut off by a crash
+        return [r for r in rows if kind is None or r["kind"] == kind]
+
+    def sync(self) -> None:
+        if self.path.exists():
+            flush(self.path)
+
+    def rewind(self, step: int) -> None:
+        """Drop the lines of steps after a checkpoint; they will be written again."""
+        kept = [r for r in self.rows() if r["step"] <= step]
+        scratch = self.path.with_suffix(".partial")
+        scratch.write_text("".join(json.dumps(r) + "\n" for r in kept))
+        flush(scratch)
+        os.replace(scratch, self.path)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: what is not a number is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def is_run(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and (folder / "journal.sqlite").is_file()
+
+
+def read_config(folder: Path) -> "Root":
+    from kitae.config.recipe import parse_config
+
+    path = folder / "config.json"
+    try:
+        return parse_config(json.loads(path.read_text()))
+    except (FileNotFoundError, NotADirectoryError):
+        raise StoreError(f"{folder} is not a run folder: it has no config.json") from None
+    except ValueError as error:
+        raise StoreError(f"{path} is not valid JSON: {error}") from None
+
+
+def _differences(before: "Root", now: "Root") -> dict[str, str]:
+    """`{"training.lr": "training.lr: was 1e-05, is 1e-06"}`"""
+    old, new = before.flat(), now.flat()
+    return {key: f"{key}: was {old[key]!r}, is {new[key]!r}" for key in old if old[key] != new.get(key)}
+
+
+def changes_of_learning(journal: Journal, step: int) -> list[str]:
+    """What was recorded about changes after this step, without which the steps from there on were trained otherwise:
+    `["after step 20: training.lr: was 1e-05, is 1e-06"]`."""
+    found: list[tuple[int, str]] = []
+    for _, kind, detail in journal.events():
+        if kind == "forgot":
+            found = [(after, text) for after, text in found if after <= int(detail.rpartition(" ")[2])]
+        elif kind == "changed" and (change := _CHANGE.match(detail)) is not None and change[2] in LEARNING:
+            found.append((int(change[1]), detail))
+    return [text for after, text in found if after > step]
+
+
+_CHANGE = re.compile(r"after step (\d+): ([\w.]+):")
+
+
+def _is_changeable(key: str) -> bool:
+    return key in CHANGEABLE or f"{key.partition('.')[0]}.*" in CHANGEABLE
+
+
+def lock(folder: Path) -> Any:
+    """An open file; closing it gives the run free for another process."""
+    try:
+        file = (folder / ".lock").open("w")
+    except OSError as error:
+        raise StoreError(f"cannot write to the run folder {folder}: {error}") from error
+    for _ in range(_LOCK_TRIES):  # who only looks whether a run is locked holds the lock for an instant
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except OSError:
+            time.sleep(_LOCK_PAUSE)
+    file.close()
+    raise StoreError(f"another process is working in {folder}; wait for it or stop it first")
+
+
+_LOCK_TRIES, _LOCK_PAUSE = 5, 0.02

@@ -1,0 +1,169 @@
+"""A trainer in this process: one worker, in a thread of its own."""
+
+import asyncio
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from kitae.data.packing import with_experts
+from kitae.kernels.openmp import dismiss_team
+from kitae.observe.meter import Kind, Totals
+from kitae.trainer.base import THREADS, Batch, Column, OutsideTeacher
+from kitae.trainer.forward import pack_rows, split_rows
+from kitae.trainer.training_worker import Worker
+from kitae.types import Sample
+from kitae.weights.base import Manifest, Mode
+from kitae.weights.probe import score_probe
+from kitae.weights.published_version import Board
+from kitae.weights.transports import OwnPublisher, make_publisher
+
+T = TypeVar("T")
+
+
+class LocalTrainer:
+    """Implements `kitae.trainer.base.Trainer`. teacher: one outside this process, beside what is computed."""
+
+    def __init__(self, worker: Worker, teacher: OutsideTeacher | None = None) -> None:
+        self.worker = worker
+        self._teacher = teacher
+        self._restarts = 0  # of the teacher, that are reported
+        self._publisher: OwnPublisher | None = None  # for engines with weights of their own
+        threads = torch.get_num_threads()  # a thread begins with as many as there are cores
+        self._compute = ThreadPoolExecutor(1, THREADS, initializer=torch.set_num_threads, initargs=(threads,))
+        self._look = ThreadPoolExecutor(2, f"{THREADS}-reads", torch.set_num_threads, (threads,))
+        self._reading: set[asyncio.Future[Any]] = set()
+        self._changing = asyncio.Lock()
+
+    @property
+    def updates(self) -> int:
+        return self.worker.updates
+
+    async def start(self) -> None:
+        dismiss_team()  # of the thread that has made the model
+        if self._teacher is not None:
+            await self._teacher.start()
+
+    async def annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
+        if self._teacher is None or Column.TEACHER not in columns:
+            return await self._run(self._compute, lambda: self._annotate(samples, columns))
+        own = [column for column in columns if column is not Column.TEACHER]
+        computing = self._run(self._compute, lambda: self._annotate(samples, own))
+        if self._teacher.takes_turns:
+            annotated, taught = await computing, await self._teacher.score(samples)
+        else:
+            annotated, taught = await asyncio.gather(computing, self._teacher.score(samples))
+        pairs = zip(annotated, taught, strict=True)
+        return [s.with_columns(**{Column.TEACHER.value: s.spread(logp_N)}) for s, logp_N in pairs]
+
+    def _annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
+        parts, rows = pack_rows(samples, self.worker.training, self.worker.policy.device, self.worker.policy.dtype)
+        found = self.worker.annotate(rows, columns)
+        annotated = {s.key: s for s in samples}
+        for part, experts_TLK in zip(parts, found.pop(Column.EXPERTS, []), strict=False):
+            routed = with_experts(part, experts_TLK, self.worker.training.share_prompts)
+            annotated |= {s.key: s for s in routed}
+        for column, values in found.items():
+            for key, own_N in split_rows(parts, values).items():
+                s = annotated[key]
+                annotated[key] = s.with_columns(**{column.value: s.spread(own_N)})
+        return [annotated[s.key] for s in samples]
+
+    async def forward_backward(self, batch: Batch) -> Totals:
+        totals = await self._run(self._compute, lambda: self._forward_backward(batch))
+        return totals + self._lost_teachers()
+
+    def _forward_backward(self, batch: Batch) -> Totals:
+        worker = self.worker
+        policy = worker.policy
+        _, rows = pack_rows(batch.samples, worker.training, policy.device, policy.dtype, observed=batch.observed)
+        return worker.forward_backward(rows, batch.conditions, batch.roles)
+
+    def _lost_teachers(self) -> Totals:
+        """Since the last batch."""
+        if self._teacher is None:
+            return Totals()
+        before, self._restarts = self._restarts, self._teacher.restarts
+        return Totals.of(Kind.COUNT, teacher_restarts=self._restarts - before)
+
+    async def optim_step(self) -> Totals:
+        return await self._change(self.worker.optim_step)
+
+    async def finish_step(self, step: int) -> None:
+        await self._change(lambda: self.worker.finish_step(step))
+
+    async def save(self, folder: Path) -> None:
+        await self._read(lambda: self.worker.save(folder))
+
+    async def export(self, folder: Path) -> None:
+        await self._read(lambda: self.worker.export(folder))
+
+    async def load(self, folder: Path) -> None:
+        await self._run(self._compute, lambda: self.worker.load(folder))
+
+    async def open_board(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> Board:
+        self._publisher = await asyncio.to_thread(make_publisher, transport, mode, **settings)
+        return self._publisher
+
+    async def publish(self, version: int, *, in_full: bool = False) -> Manifest | None:
+        publisher = self._publisher
+        if publisher is None:
+            return None
+        return await self._read(lambda: publisher.publish(version, self.worker.weights(), in_full=in_full))
+
+    async def probe(self) -> tuple[float, ...]:
+        return await self._read(lambda: score_probe(self.worker.policy))
+
+    async def close(self) -> None:
+        if self._teacher is not None:
+            await self._teacher.close()
+        if self._publisher is not None:
+            await asyncio.to_thread(self._publisher.close)
+        self._compute.shutdown(wait=False)
+        self._look.shutdown(wait=False)
+
+    async def use_threads(self, count: int) -> None:
+        """With others, sums are added up in another order."""
+        if self._teacher is not None:
+            self._teacher.use_threads(count)
+        await self._run(self._compute, lambda: torch.set_num_threads(count))
+
+    async def _change(self, work: Callable[[], T]) -> T:
+        """Something that is saved; so what is being saved is waited for. Once begun, it is waited for itself, whoever
+        is cancelled: half of an update must not be saved."""
+        await self._changing.acquire()
+        try:
+            while self._reading:
+                await asyncio.wait(self._reading)
+        except asyncio.CancelledError:
+            self._changing.release()
+            raise
+        changing = _begun(self._run(self._compute, work))
+        changing.add_done_callback(lambda _: self._changing.release())
+        return await asyncio.shield(changing)
+
+    async def _read(self, work: Callable[[], T]) -> T:
+        """Beside everything but an update of the weights."""
+        async with self._changing:
+            reading = _begun(self._run(self._look, work))
+            self._reading.add(reading)
+            reading.add_done_callback(self._reading.discard)
+        return await asyncio.shield(reading)
+
+    async def _run(self, executor: Executor, work: Callable[[], T]) -> T:
+        def alone() -> T:
+            try:
+                return work()
+            finally:
+                dismiss_team()
+
+        return await asyncio.get_running_loop().run_in_executor(executor, alone)
+
+
+def _begun(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+    """Whose error is seen, if by nobody else."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return task

@@ -1,0 +1,294 @@
+"""A trainer in many processes: ranks at posts of a cluster, each with a shard of the models, and their driver here.
+
+What one process computes with all rows, the ranks compute with some rows each. Every call goes to all of them, in the
+same order (`kitae.trainer.parallel.rank_process`). The trainer is lost with any of its ranks: what the others hold of
+the weights is no use without it. Whoever drives the run goes on from the last checkpoint and the journal.
+"""
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+import kitae.errors as errors
+from kitae.config.root import Root
+from kitae.data.packing import pack
+from kitae.errors import KitaeError, TrainerError, TrainerLost, root_cause
+from kitae.observe.meter import Totals
+from kitae.trainer.base import Batch, Column, OutsideTeacher
+from kitae.trainer.forward import split_rows, token_budget
+from kitae.trainer.parallel.rank_frames import totals_of_wire
+from kitae.trainer.sample_wire import samples_to_wire
+from kitae.types import Sample, SampleKey
+from kitae.weights.base import Address, Manifest, Mode
+from kitae.weights.published_version import Board, Gate
+from kitae.workers.base import Cluster, Duty
+from kitae.workers.connection import Deadlines, Link, PostLost
+from kitae.workers.frames import Array, Frame
+
+POOL = "trainer"
+
+_LIMITS = Deadlines(start=1800.0, answer=3600.0, silence=120.0, close=10.0)
+_AFTERMATH = 2.0  # seconds in which the others may say what happened to them too
+_meetings = itertools.count()
+
+
+class RankedTrainer:
+    """Implements `kitae.trainer.base.Trainer`. Nothing runs before `start`.
+
+    module: whose `main` is a rank (`kitae.trainer.parallel.rank_process.run_rank`). teacher: one outside the ranks,
+    which is asked while they compute.
+    """
+
+    def __init__(
+        self,
+        config: Root,
+        module: str,
+        cluster: Cluster,
+        teacher: OutsideTeacher | None = None,
+        *,
+        threads: int = 1,
+        limits: Deadlines = _LIMITS,
+    ) -> None:
+        c = config.cluster
+        self._config = config
+        self._module = module
+        self._cluster = cluster
+        self._teacher = teacher
+        self._threads = threads
+        self._limits = limits
+        self._peers = c.tensor * c.sequence
+        self._links: list[Link] = []
+        self._turn, self._saving = asyncio.Lock(), asyncio.Lock()
+        self._board: RankBoard | None = None
+        self.updates = 0
+
+    async def start(self) -> None:
+        """All ranks, or none: `TrainerError` with what one of them refuses, `TrainerLost` where one ends instead."""
+        if self._teacher is not None:
+            await self._teacher.start()
+        store = TCPStore(self._cluster.host, 0, is_master=True, wait_for_workers=False)
+        self._store = store  # where ranks meet: it lives as long as they do
+        meeting = f"{os.getpid()}-{next(_meetings)}"
+        size = self._config.cluster.ranks
+        shared = {
+            "config": self._config.given(), "host": self._cluster.host, "port": store.port, "meeting": meeting,
+            "size": size, "threads": self._threads,
+        }  # fmt: skip
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                starting = [tasks.create_task(self._start_rank({**shared, "rank": n})) for n in range(size)]
+        except BaseExceptionGroup as problem:
+            for task in starting:
+                if not task.cancelled() and task.exception() is None:
+                    await task.result().end()
+            cause = root_cause(problem)
+            if isinstance(cause, PostLost):
+                raise TrainerLost(f"a rank of the trainer could not start: {cause}") from None
+            raise cause from None
+        self._links = [task.result() for task in starting]
+        self.updates = self._links[0].greeting["updates"]
+
+    async def _start_rank(self, setup: Mapping[str, Any]) -> Link:
+        name = f"rank {setup['rank']} of the trainer"
+        environment = {} if self._cluster.remote else {"GLOO_SOCKET_IFNAME": "lo"}
+        duty = Duty(name, self._module, setup, POOL, self._threads, environment=environment)
+        return await Link.start(self._cluster, duty, self._limits, TrainerError)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the ranks."""
+        return [link.pid for link in self._links]
+
+    # What the driver asks.
+
+    async def annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]:
+        own = [column for column in columns if column is not Column.TEACHER]
+        if self._teacher is None or len(own) == len(columns):
+            return await self._annotate(samples, own)
+        annotated, taught = await asyncio.gather(self._annotate(samples, own), self._teacher.score(samples))
+        pairs = zip(annotated, taught, strict=True)
+        return [s.with_columns(**{Column.TEACHER.value: s.spread(logp_N)}) for s, logp_N in pairs]
+
+    async def _annotate(self, samples: Sequence[Sample], columns: Sequence[Column]) -> list[Sample]:
+        if not columns:
+            return list(samples)
+        rows = self._pack(samples)
+        found = await self._on_rows("annotate", rows, wanted=[column.name for column in columns])
+        annotated = {s.key: s for s in samples}
+        for column in columns:
+            values = [found[n % self._data].arrays[f"{n // self._data}:{column.name}"] for n in range(len(rows))]
+            for key, own_N in split_rows(rows, values).items():
+                s = annotated[key]
+                annotated[key] = s.with_columns(**{column.value: s.spread(own_N)})
+        return [annotated[s.key] for s in samples]
+
+    async def forward_backward(self, batch: Batch) -> Totals:
+        given = {"conditions": asdict(batch.conditions), "roles": [role.name for role in batch.roles]}
+        found = await self._on_rows("forward_backward", self._pack(batch.samples), batch.observed, **given)
+        return _totals(found[0])
+
+    async def optim_step(self) -> Totals:
+        reply = await self._first("optim_step")
+        self.updates = reply.header["updates"]
+        return _totals(reply)
+
+    async def finish_step(self, step: int) -> None:
+        await self._first("finish_step", step=step)
+
+    async def open_board(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> Board:
+        reply = await self._first("open_board", transport=transport, mode=mode, settings=dict(settings))
+        found = reply.header["address"]
+        self._board = RankBoard(Address(found["kind"], found["settings"]))
+        return self._board
+
+    async def publish(self, version: int, *, in_full: bool = False) -> Manifest | None:
+        board = self._board
+        if board is None:
+            return None
+        async with board.change():
+            reply = await self._first("publish", version=version, in_full=in_full)
+            board.manifest = Manifest.of(reply.header["manifest"])
+        return board.manifest
+
+    async def probe(self) -> tuple[float, ...]:
+        return tuple((await self._first("probe")).header["logprobs"])
+
+    async def save(self, folder: Path) -> None:
+        """The ranks compute again as soon as they have copied their state."""
+        async with self._saving:
+            await self._first("begin_save", folder=str(folder.absolute()))
+            links = list(self._links)
+            await self._gather(links, [asyncio.create_task(_ask(link, "end_save", {}, {})) for link in links])
+
+    async def load(self, folder: Path) -> None:
+        self.updates = (await self._first("load", folder=str(folder.absolute()))).header["updates"]
+
+    async def export(self, folder: Path) -> None:
+        await self._first("export", folder=str(folder.absolute()))
+
+    async def use_threads(self, count: int) -> None:
+        pass  # nothing is computed here
+
+    async def close(self) -> None:
+        if self._teacher is not None:
+            await self._teacher.close()
+        links, self._links = self._links, []
+        if any(link.lost is not None for link in links) or self._turn.locked():
+            await asyncio.gather(*(link.end() for link in links))
+        else:
+            await asyncio.gather(*(link.close() for link in links))
+
+    # How it is asked.
+
+    @property
+    def _data(self) -> int:
+        """Ranks, or groups of them, with rows of their own."""
+        return len(self._links) // self._peers
+
+    def _pack(self, samples: Sequence[Sample]) -> list[list[Sample]]:
+        """The samples of each row; as many rows as there are ranks with their own, or a multiple of that."""
+        t, greeting = self._config.training, self._links[0].greeting
+        device, dtype = torch.device(greeting["device"]), getattr(torch, greeting["dtype"])
+        return pack(samples, token_budget(t, device, dtype), t.share_prompts, multiple=self._data)
+
+    async def _on_rows(
+        self, op: str, rows: Sequence[Sequence[Sample]], observed: Collection[SampleKey] = (), **fields: Any
+    ) -> list[Frame]:
+        """Each group of peers has every so-manieth row; the answers of the groups."""
+        wired = [samples_to_wire(rows[place :: self._data], observed) for place in range(self._data)]
+        calls = [wired[number // self._peers] for number in range(len(self._links))]
+        found = await self._all(op, [({**header, **fields}, arrays) for header, arrays in calls])
+        return found[:: self._peers]
+
+    async def _first(self, op: str, **fields: Any) -> Frame:
+        """The answer of the first rank, when all have answered."""
+        return (await self._all(op, [(fields, {})] * len(self._links)))[0]
+
+    async def _all(self, op: str, calls: Sequence[tuple[Mapping[str, Any], Mapping[str, Array]]]) -> list[Frame]:
+        """Ask all ranks, one question at a time. Where one fails, the others wait for it in vain: all are ended."""
+        if not self._links:
+            raise TrainerError("the trainer is closed")
+        asking = asyncio.create_task(self._exchange(op, calls))
+        asking.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, if by nobody else
+        return await asyncio.shield(asking)  # who is cancelled does not wait, but the ranks go on together
+
+    async def _exchange(self, op: str, calls: Sequence[tuple[Mapping[str, Any], Mapping[str, Array]]]) -> list[Frame]:
+        async with self._turn:
+            links = list(self._links)
+            asked = [
+                asyncio.create_task(_ask(link, op, fields, arrays))
+                for link, (fields, arrays) in zip(links, calls, strict=True)
+            ]
+            return await self._gather(links, asked)
+
+    async def _gather(self, links: Sequence[Link], asked: "Sequence[asyncio.Task[Frame]]") -> list[Frame]:
+        done, waiting = await asyncio.wait(asked, return_when=asyncio.FIRST_EXCEPTION)
+        if all(task.exception() is None for task in done):
+            return [task.result() for task in asked]
+        if waiting:
+            await asyncio.wait(waiting, timeout=_AFTERMATH)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        error = _worst(links, asked)
+        await asyncio.gather(*(link.end() for link in links))
+        raise error
+
+
+class RankBoard:
+    """Implements `kitae.weights.published_version.Board` for a publisher on a rank. manifest: of what it published
+    last.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self.address = address
+        self.manifest: Manifest | None = None
+        self._gate = Gate()
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[Manifest | None]:
+        async with self._gate.held():
+            yield self.manifest
+
+    @asynccontextmanager
+    async def change(self) -> AsyncIterator[None]:
+        async with self._gate.closing():
+            yield
+
+
+class _Refused(Exception):
+    """A rank answered with an error."""
+
+
+async def _ask(link: Link, op: str, fields: Mapping[str, Any], arrays: Mapping[str, Array]) -> Frame:
+    reply = await link.ask(op, arrays, **fields)
+    if "error" in reply.header:
+        kind = getattr(errors, reply.header["kind"], None)
+        text = reply.header["error"]
+        raise kind(text) if isinstance(kind, type) and issubclass(kind, KitaeError) else _Refused(text)
+    return reply
+
+
+def _worst(links: Sequence[Link], asked: "Sequence[asyncio.Task[Frame]]") -> KitaeError:
+    """What went wrong first, of all that followed from it: an error of the run, a lost rank, or a failed one."""
+    found = {n: task.exception() for n, task in enumerate(asked) if task.done() and not task.cancelled()}
+    for error in found.values():
+        if isinstance(error, KitaeError):
+            return error
+    for number, error in found.items():
+        if isinstance(error, PostLost):
+            return TrainerLost(f"rank {number} of the trainer was lost: {links[number].obituary}")
+    number, error = next((n, e) for n, e in found.items() if e is not None)
+    return TrainerLost(f"rank {number} of the trainer failed: {error}{links[number].last_words}")
+
+
+def _totals(reply: Frame) -> Totals:
+    return totals_of_wire(reply.header, reply.arrays)

@@ -1,0 +1,246 @@
+"""The process of one rank: its shards of the models, and the driver's calls, one after the other.
+
+The driver sends every call to all ranks in the same order, and each is computed before the next begins. So the ranks
+meet in the same collective operations without any other agreement. A call that fails on one rank leaves the others
+waiting for it: the driver ends them all.
+"""
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kitae.errors import KitaeError
+from kitae.kernels.allocation import loaded
+from kitae.trainer.parallel.rank_frames import Arrays, Header, conditions_of, totals_to_wire
+from kitae.trainer.sample_wire import samples_of_wire
+from kitae.workers.frames import Frame, pack_frame, read_frame
+
+if TYPE_CHECKING:
+    from kitae.config.root import Root
+    from kitae.data.packing import Row
+    from kitae.trainer.parallel.mesh import Mesh
+    from kitae.trainer.training_worker import Worker
+    from kitae.weights.transports import OwnPublisher
+
+_TICK = 0.25  # seconds
+_PATIENCE = timedelta(minutes=30)  # of a collective operation: the slowest rank may be loading a model
+
+Reply = tuple[Header, Arrays]
+
+
+def main(setup: dict[str, Any], stream: socket.socket) -> None:
+    """Of a run of reinforcement learning, at a post (`kitae.workers.worker_main`)."""
+
+    def make(config: "Root", mesh: "Mesh") -> "Worker":
+        from kitae.config.root import reinforcement
+        from kitae.trainer.build_worker import sharded_worker
+
+        return sharded_worker(reinforcement(config, "a rank of a trainer"), mesh)
+
+    run_rank(setup, stream, make)
+
+
+def run_rank(setup: dict[str, Any], stream: socket.socket, make: "Callable[[Root, Mesh], Worker]") -> None:
+    """make: what this rank has of the models, once it has met the others."""
+    try:
+        own = stream.getsockname()
+        rank = Rank(_join(setup, make), setup["rank"], own[0] if isinstance(own, tuple) else "")
+    except KitaeError as error:
+        stream.sendall(pack_frame({"refused": str(error)}))
+        return
+    with loaded():
+        asyncio.run(_serve(rank, stream))
+    os._exit(0)  # a clean exit of all that is loaded takes a second
+
+
+def _join(setup: dict[str, Any], make: "Callable[[Root, Mesh], Worker]") -> "Worker":
+    """Meet the other ranks, and load and shard the models with them."""
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    from kitae.config.recipe import parse_config
+    from kitae.models.load import pick_device
+    from kitae.trainer.parallel.mesh import Mesh, Parallel
+
+    warnings.filterwarnings(
+        "ignore", "FSDP2-wrapped module", UserWarning
+    )  # layers return views; nothing writes to them
+    config = parse_config(setup["config"])
+    torch.set_num_threads(setup["threads"])
+    device = pick_device(config.model.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    store = TCPStore(setup["host"], setup["port"], is_master=False, timeout=_PATIENCE)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend, store=PrefixStore(setup["meeting"], store), timeout=_PATIENCE, world_size=setup["size"],
+        rank=setup["rank"],
+    )  # fmt: skip
+    c = config.cluster
+    mesh = Mesh(Parallel(c.ranks, c.tensor, c.sequence, c.expert, c.offload), device)
+    return make(config, mesh)
+
+
+async def _serve(rank: "Rank", stream: socket.socket) -> None:
+    reader, writer = await asyncio.open_connection(sock=stream)
+    writer.write(pack_frame({"ready": True, **rank.facts()}))
+    ticks = asyncio.create_task(_tick(writer))
+    compute, beside = ThreadPoolExecutor(1, "kitae-trainer"), ThreadPoolExecutor(1, "kitae-trainer-saves")
+
+    async def answer(frame: Frame, where: ThreadPoolExecutor) -> None:
+        header, arrays = await asyncio.get_running_loop().run_in_executor(where, rank.answer, frame)
+        writer.write(pack_frame({"re": frame.header["call"], **header}, arrays))
+
+    saving: set[asyncio.Task[None]] = set()
+    with suppress(ConnectionError):
+        while (frame := await read_frame(reader)) is not None and frame.header["op"] != "close":
+            if frame.header["op"] == "end_save":  # the files are written while the next step is computed
+                saving.add(asyncio.create_task(answer(frame, beside)))
+            else:
+                await answer(frame, compute)
+    ticks.cancel()
+    rank.close()
+    if frame is not None:
+        writer.write(pack_frame({"re": frame.header["call"]}))
+        with suppress(ConnectionError):
+            await writer.drain()
+
+
+async def _tick(writer: asyncio.StreamWriter) -> None:
+    while True:
+        await asyncio.sleep(_TICK)
+        writer.write(pack_frame({"tick": True}))
+
+
+class Rank:
+    """What the driver may ask of a worker: an operation for each call of `kitae.trainer.base.Trainer`."""
+
+    def __init__(self, worker: "Worker", number: int, host: str) -> None:
+        """host: the address of this machine that others can reach; "": they are on it."""
+        import torch
+
+        self.worker = worker
+        self.number = number
+        self._host = host
+        self._publisher: OwnPublisher | None = None
+        self._saving: Callable[[], None] = lambda: None
+        self._threads = torch.get_num_threads()  # a thread begins with as many as there are cores
+        self._operations: dict[str, Callable[[Header, Arrays], Reply]] = {
+            "annotate": self._annotate,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "finish_step": self._finish_step,
+            "open_board": self._open_board,
+            "publish": self._publish,
+            "probe": self._probe,
+            "begin_save": self._begin_save,
+            "end_save": self._end_save,
+            "load": self._load,
+            "export": self._export,
+        }
+
+    def facts(self) -> Header:
+        policy = self.worker.policy
+        dtype = str(policy.dtype).removeprefix("torch.")
+        return {"device": policy.device.type, "dtype": dtype, "updates": self.worker.updates}
+
+    def answer(self, frame: Frame) -> Reply:
+        """In a thread."""
+        import torch
+
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
+        operation = self._operations[frame.header["op"]]
+        try:
+            return operation(frame.header, dict(frame.arrays))
+        except KitaeError as error:
+            return {"error": str(error), "kind": type(error).__name__}, {}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}", "kind": ""}, {}
+
+    def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
+
+    def _rows(self, header: Header, arrays: Arrays) -> "list[Row]":
+        from kitae.data.packing import lay_out
+
+        parts, observed = samples_of_wire(header, arrays)
+        return [lay_out(part, self.worker.training.share_prompts, observed) for part in parts]
+
+    def _annotate(self, header: Header, arrays: Arrays) -> Reply:
+        from kitae.trainer.base import Column
+
+        rows = self._rows(header, arrays)
+        found = self.worker.annotate(rows, [Column[name] for name in header["wanted"]])
+        return {}, {f"{n}:{column.name}": v for column, values in found.items() for n, v in enumerate(values)}
+
+    def _forward_backward(self, header: Header, arrays: Arrays) -> Reply:
+        from kitae.trainer.base import Role
+
+        rows, roles = self._rows(header, arrays), [Role[name] for name in header["roles"]]
+        totals = self.worker.forward_backward(rows, conditions_of(header["conditions"]), roles)
+        return totals_to_wire(totals) if self.number == 0 else ({}, {})
+
+    def _optim_step(self, header: Header, arrays: Arrays) -> Reply:
+        told, numbers = totals_to_wire(self.worker.optim_step())
+        return {**told, "updates": self.worker.updates}, numbers
+
+    def _finish_step(self, header: Header, arrays: Arrays) -> Reply:
+        self.worker.finish_step(header["step"])
+        return {}, {}
+
+    def _open_board(self, header: Header, arrays: Arrays) -> Reply:
+        from dataclasses import asdict
+
+        from kitae.weights.transports import make_publisher
+
+        if self.number:
+            return {}, {}
+        settings = header["settings"]
+        if self._host and "host" in settings:
+            settings["host"] = self._host
+        self._publisher = make_publisher(header["transport"], header["mode"], **settings)
+        return {"address": asdict(self._publisher.address)}, {}
+
+    def _publish(self, header: Header, arrays: Arrays) -> Reply:
+        """The first rank publishes; the others give their shards, in the same order."""
+        from kitae.models.whole import walk
+
+        weights = self.worker.weights()
+        if self._publisher is None:
+            walk(weights.values())
+            return {}, {}
+        manifest = self._publisher.publish(header["version"], weights, in_full=header["in_full"])
+        return {"manifest": manifest.record()}, {}
+
+    def _probe(self, header: Header, arrays: Arrays) -> Reply:
+        from kitae.weights.probe import score_probe
+
+        return {"logprobs": score_probe(self.worker.policy)}, {}
+
+    def _begin_save(self, header: Header, arrays: Arrays) -> Reply:
+        """Returns when the state is copied."""
+        self._saving = self.worker.begin_save(Path(header["folder"]))
+        return {}, {}
+
+    def _end_save(self, header: Header, arrays: Arrays) -> Reply:
+        self._saving()
+        return {}, {}
+
+    def _load(self, header: Header, arrays: Arrays) -> Reply:
+        self.worker.load(Path(header["folder"]))
+        return {"updates": self.worker.updates}, {}
+
+    def _export(self, header: Header, arrays: Arrays) -> Reply:
+        self.worker.export(Path(header["folder"]))
+        return {}, {}

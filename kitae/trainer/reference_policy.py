@@ -1,0 +1,107 @@
+"""The reference policy of a KL term: the initial model, kept as it was or refreshed from time to time.
+
+What is not trained is shared with the policy, the rest is copied in the dtype of the computation: all weights, or with
+LoRA the adapters, which start as nothing. Without a KL term there is none.
+
+In one process it has modules of its own: the engine may be sampling from the policy's while the reference is computed,
+so nothing about those may change, not even for a moment. Sharded modules serve no engine, so there the reference is a
+copy of this rank's shards, which change places with the policy's while it is computed.
+"""
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from kitae.algorithms.config import AlgorithmConfig
+from kitae.data.packing import Row
+from kitae.models.policy import Policy
+from kitae.trainer.collective_ops import local
+from kitae.trainer.config import LearningConfig
+from kitae.trainer.objectives import Scored
+from kitae.trainer.trainable_model import outputs
+from kitae.types import FloatArray
+
+
+class Reference:
+    """Make it before the policy is trained or a checkpoint is loaded: it starts as the policy is then."""
+
+    def __init__(
+        self, policy: Policy, algorithm: AlgorithmConfig, training: LearningConfig, temperature: float
+    ) -> None:
+        self.algorithm = algorithm
+        named = dict(policy.model.named_parameters())
+        self._in_turn = any(isinstance(p, DTensor) for p in named.values())
+        self._policy = policy if self._in_turn else _frozen_copy(policy)
+        self._scores = Scored(self._policy, training, temperature)
+        if self._in_turn:
+            self._pairs = [(n, p, p.detach().clone()) for n, p in named.items() if p.requires_grad]
+        else:
+            own = self._policy.model.parameters()
+            self._pairs = [(n, p, q) for (n, p), q in zip(named.items(), own, strict=True) if p is not q]
+        # A running average in bf16 would stand still: what a refresh adds is less than the rounding.
+        self._averages = [q.float().clone() for _, _, q in self._pairs] if algorithm.reference == "ema" else []
+
+    def outputs(self, rows: Sequence[Row]) -> list[FloatArray]:
+        """Its log-probs of the loss tokens of each row."""
+        with self._turn():
+            return outputs(self._scores, rows)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self._in_turn:
+            self._change_places()
+        try:
+            yield
+        finally:
+            if self._in_turn:
+                self._change_places()
+
+    @torch.no_grad()
+    def _change_places(self) -> None:
+        """Bit by bit, without a second copy of everything."""
+        for _, live, mine in self._pairs:
+            kept = local(live).clone()
+            local(live).copy_(local(mine))
+            local(mine).copy_(kept)
+
+    def finish_step(self, step: int) -> None:
+        """Refresh the reference where that is due."""
+        kind, every = self.algorithm.reference, self.algorithm.reference_every
+        if kind not in ("ema", "reset") or every is None or step % every:
+            return
+        with torch.no_grad():
+            for i, (_, live, mine) in enumerate(self._pairs):
+                if kind == "ema":
+                    assert self.algorithm.reference_mix is not None
+                    mine.copy_(self._averages[i].lerp_(live.float(), self.algorithm.reference_mix))
+                else:
+                    mine.copy_(live)
+
+    def state(self) -> dict[str, Tensor]:
+        """By name. A frozen reference needs none: it is the model that the run started from."""
+        if self.algorithm.reference not in ("ema", "reset"):
+            return {}
+        values = self._averages or [q for _, _, q in self._pairs]
+        return {n: v.detach() for (n, _, _), v in zip(self._pairs, values, strict=True)}
+
+    def blank(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Tensors for a state, to be filled and given to `load_state`."""
+        return {name: torch.empty_like(tensor) for name, tensor in self.state().items() if name in names}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        for i, (name, _, mine) in enumerate(self._pairs if state else []):
+            local(mine).copy_(local(state[name]))
+            if self._averages:
+                local(self._averages[i]).copy_(local(state[name]))
+
+
+def _frozen_copy(policy: Policy) -> Policy:
+    """The same function from modules of its own; parameters that are not trained are the policy's."""
+    kept = {id(p): p for p in policy.model.parameters() if not p.requires_grad}
+    model = copy.deepcopy(policy.model, kept).requires_grad_(False).eval()
+    return Policy(model, policy.tokenizer, policy.source, exact=policy.exact)

@@ -1,0 +1,165 @@
+"""One rank: the models it holds, or its shards of them, and what it does with rows. Synchronous, in one thread."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from kitae.data.packing import Row
+from kitae.models.classifier import export_scalar
+from kitae.models.load import export_policy
+from kitae.models.policy import Policy
+from kitae.models.scalar import ScalarModel
+from kitae.observe.meter import Kind, Totals
+from kitae.trainer.base import Column, Conditions, Role
+from kitae.trainer.collective_ops import Alone, Distributed, Ranks
+from kitae.trainer.config import LearningConfig
+from kitae.trainer.model_state import begin_save, load, save
+from kitae.trainer.objectives import Reading
+from kitae.trainer.reference_policy import Reference
+from kitae.trainer.trainable_model import Trained, outputs
+
+T = TypeVar("T")
+
+_UPDATES, _REFERENCE = "updates", "reference"
+
+
+class Worker:
+    """trained: the models that learn, of which the policy is one. Models may be sharded already.
+
+    teacher: what gives its log-probs, where one is read.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        training: LearningConfig,
+        trained: Mapping[Role, Trained],
+        *,
+        reference: Reference | None = None,
+        teacher: Reading | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.policy = policy
+        self.training = training
+        self.trained = trained
+        self.reference = reference
+        self.teacher = teacher
+        self.ranks = ranks or Alone()
+
+    @property
+    def updates(self) -> int:
+        return self.trained[Role.POLICY].optimizer.updates
+
+    def annotate(self, rows: Sequence[Row], columns: Collection[Column]) -> dict[Column, list[Any]]:
+        """For each column, the numbers of the loss tokens of each row; experts of all positions, `[T, L, K]`."""
+        found: dict[Column, list[Any]] = {}
+        if Column.EXPERTS in columns:
+            found[Column.OLD], found[Column.EXPERTS] = self.trained[Role.POLICY].routed_outputs(rows)
+        for column in [each for each in columns if each not in found]:
+            if column is Column.REFERENCE:
+                assert self.reference is not None, "there is no reference"
+                found[column] = self.reference.outputs(rows)
+            elif column is Column.TEACHER:
+                assert self.teacher is not None, "there is no teacher"
+                found[column] = outputs(self.teacher, rows)
+            else:
+                role = Role.POLICY if column is Column.OLD else Role.CRITIC
+                found[column] = self.trained[role].outputs(_for(role, rows))
+        return found
+
+    def forward_backward(self, rows: Sequence[Row], conditions: Conditions, roles: Collection[Role]) -> Totals:
+        totals = Totals.of(Kind.MAX, threads=torch.get_num_threads())  # libraries add up in an order that depends on it
+        for role in roles:
+            totals += self.trained[role].forward_backward(_for(role, rows), conditions)
+        totals += _device_memory(self.policy.device)
+        return self.ranks.together(totals)
+
+    def optim_step(self) -> Totals:
+        """Of every model that has gradients."""
+        totals = Totals()
+        for trained in self.trained.values():
+            if trained.pending:
+                totals += trained.optim_step()
+        return totals
+
+    def finish_step(self, step: int) -> None:
+        if self.reference:
+            self.reference.finish_step(step)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The trainable parameters by name, as the modules hold them: shared memory, not copies."""
+        optimizer = self.trained[Role.POLICY].optimizer
+        return dict(zip(optimizer.names, (p.detach() for p in optimizer.parameters), strict=True))
+
+    def save(self, folder: Path) -> None:
+        self.begin_save(folder)()
+
+    def begin_save(self, folder: Path) -> Callable[[], None]:
+        """What it returns waits for the end; where models are sharded, they may be trained on meanwhile."""
+        if isinstance(self.ranks, Distributed):
+            return begin_save(self._state(), folder, self.ranks.saving)
+        save(self._state(), folder)
+        return lambda: None
+
+    def export(self, folder: Path) -> None:
+        """What is trained, as a folder that other programs load. All ranks must call it."""
+        model = self.trained[Role.POLICY].objective.model
+        if isinstance(model, ScalarModel):
+            export_scalar(model, folder)
+        else:
+            export_policy(self.policy, folder)
+
+    def load(self, folder: Path) -> None:
+        """What one process or any number of ranks have saved. All ranks must call it."""
+        group = self.ranks.saving if isinstance(self.ranks, Distributed) else None
+        self._load_state(load(folder, self._blank, group))
+
+    def _state(self) -> dict[str, Tensor]:
+        """All of it, flat: `{"policy.master.model.norm.weight": …, "policy.updates": …, "reference.…": …}`."""
+        state = dict[str, Tensor]()
+        for role, trained in self.trained.items():
+            state |= _under(role.value, trained.optimizer.state())
+            state[f"{role.value}.{_UPDATES}"] = torch.tensor(trained.optimizer.updates)
+        return state | (_under(_REFERENCE, self.reference.state()) if self.reference else {})
+
+    def _blank(self, names: Collection[str]) -> dict[str, Tensor]:
+        state = dict[str, Tensor]()
+        for role, trained in self.trained.items():
+            state |= _under(role.value, trained.optimizer.blank(_below(role.value, dict.fromkeys(names))))
+            state[f"{role.value}.{_UPDATES}"] = torch.tensor(0)
+        if self.reference:
+            state |= _under(_REFERENCE, self.reference.blank(_below(_REFERENCE, dict.fromkeys(names))))
+        return state
+
+    def _load_state(self, state: Mapping[str, Tensor]) -> None:
+        for role, trained in self.trained.items():
+            own = _below(role.value, state)
+            trained.optimizer.load_state(own, int(own[_UPDATES]))
+        if self.reference:
+            self.reference.load_state(_below(_REFERENCE, state))
+
+
+def _for(role: Role, rows: Sequence[Row]) -> Sequence[Row]:
+    """The experts that rows say are the policy's; others choose for themselves."""
+    return rows if role is Role.POLICY else [replace(row, experts_TLK=None) for row in rows]
+
+
+def _under(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
+    return {f"{prefix}.{name}": value for name, value in values.items()}
+
+
+def _below(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
+    """The inverse, of what is there."""
+    return {n.removeprefix(f"{prefix}."): value for n, value in values.items() if n.startswith(f"{prefix}.")}
+
+
+def _device_memory(device: torch.device) -> Totals:
+    """The largest share of a GPU's memory that tensors of this process have taken so far."""
+    if device.type != "cuda":
+        return Totals()
+    _, total = torch.cuda.mem_get_info(device)
+    return Totals.of(Kind.MAX, device_memory_share=torch.cuda.max_memory_allocated(device) / total)

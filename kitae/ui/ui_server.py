@@ -1,0 +1,185 @@
+"""The server: addresses, what they answer, and the program around it. It reads; there is nothing that writes."""
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Route
+from starlette.staticfiles import StaticFiles
+
+from kitae.clients.addresses import address_of, is_loopback, listen
+from kitae.errors import ConfigError, KitaeError
+from kitae.ui import live_events, overview, prompt_history, queries, samples, schedule
+from kitae.ui.guard import Door, Guard
+from kitae.ui.library import Library
+from kitae.ui.tables import Tables
+
+STATIC = Path(__file__).parent / "static"
+_COMPARED = range(2, 7)
+_LAST_WORDS = 1  # seconds for open connections when the server is stopped
+_FOREVER = "public, max-age=31536000, immutable"  # the names of assets say what is in them
+
+T = TypeVar("T")
+
+
+class Window:
+    """The answers. Each takes a request and returns records; `_json` makes a response of them."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._tables = Tables()
+
+    def routes(self) -> list[BaseRoute]:
+        one = "/api/runs/{run}"
+        return [
+            Route("/", _page),
+            Route("/api/runs", _json(self._runs)),
+            Route("/api/live", self._live),
+            Route("/api/compare", _json(self._compare)),
+            Route(one, _json(self._run)),
+            Route(f"{one}/series", _json(self._series)),
+            Route(f"{one}/rollouts", _json(self._rollouts)),
+            Route(f"{one}/groups/{{group:int}}", _json(self._group)),
+            Route(f"{one}/groups/{{group:int}}/tokens/{{sample}}", _json(self._tokens)),
+            Route(f"{one}/prompts", _json(self._prompts)),
+            Route(f"{one}/errors", _json(lambda request: queries.errors(self._folder(request)))),
+            Route(f"{one}/timeline", _json(self._timeline)),
+            Route(f"{one}/console", _json(lambda request: overview.console(self._folder(request)))),
+            Route(f"{one}/diagnosis", _json(self._diagnosis)),
+        ]
+
+    def _folder(self, request: Request) -> Path:
+        return self._library.find(request.path_params["run"])
+
+    def _runs(self, request: Request) -> Any:
+        found = [overview.summary(key, run, self._tables) for key, run in self._library.runs().items()]
+        return sorted(found, key=lambda run: -run.changed)
+
+    def _run(self, request: Request) -> Any:
+        return overview.detail(request.path_params["run"], self._folder(request), self._tables)
+
+    def _series(self, request: Request) -> Any:
+        names = [name for name in request.query_params.get("names", "").split(",") if name]
+        return self._tables.series(self._folder(request), names)
+
+    def _rollouts(self, request: Request) -> Any:
+        asked = request.query_params
+        wanted = queries.RolloutFilter(
+            step=_given(asked.get("step"), int),
+            reward_min=_given(asked.get("reward_min"), float),
+            reward_max=_given(asked.get("reward_max"), float),
+            length_min=_given(asked.get("length_min"), int),
+            length_max=_given(asked.get("length_max"), int),
+            finish=asked.get("finish", ""),
+            verdict=asked.get("verdict", ""),
+            status=asked.get("status", ""),
+            fate=asked.get("fate", ""),
+            prompt=asked.get("prompt", ""),
+            text=asked.get("text", ""),
+            order=asked.get("order", "newest"),
+        )
+        return queries.rollouts(self._folder(request), wanted, _given(asked.get("after"), queries.PageCursor.read))
+
+    def _group(self, request: Request) -> Any:
+        return samples.group(self._folder(request), request.path_params["group"])
+
+    def _tokens(self, request: Request) -> Any:
+        sample = _given(request.path_params["sample"], int)
+        return samples.tokens(self._folder(request), request.path_params["group"], sample if sample is not None else 0)
+
+    def _prompts(self, request: Request) -> Any:
+        asked = request.query_params
+        at = max(0, _given(asked.get("at"), int) or 0)
+        return prompt_history.history(self._folder(request), asked.get("kind", ""), at)
+
+    def _timeline(self, request: Request) -> Any:
+        asked = request.query_params
+        steps = min(64, max(1, _given(asked.get("steps"), int) or schedule.STEPS))
+        return schedule.schedule(self._folder(request), _given(asked.get("last"), int), steps)
+
+    def _diagnosis(self, request: Request) -> Any:
+        from kitae.ui import findings  # the rules know settings and algorithms, for which no other page need wait
+
+        return findings.diagnosis(self._folder(request))
+
+    def _compare(self, request: Request) -> Any:
+        keys = [key for key in request.query_params.get("runs", "").split(",") if key]
+        if len(keys) not in _COMPARED:
+            raise ConfigError(f"compare takes {_COMPARED.start} to {_COMPARED.stop - 1} runs, got {len(keys)}")
+        return overview.compare([(key, self._library.find(key)) for key in keys], self._tables)
+
+    async def _live(self, request: Request) -> Response:
+        return StreamingResponse(live_events.news(self._library), media_type="text/event-stream")
+
+
+def _page(request: Request) -> Response:
+    return FileResponse(STATIC / "index.html", headers={"cache-control": "no-cache"})
+
+
+def _given(text: str | None, kind: Callable[[str], T]) -> T | None:
+    if text is None or text == "":
+        return None
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"a number is needed, got {text!r}") from None
+
+
+def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    """An endpoint that runs in a thread of its own; an error of Kitae's is a JSON object with its text."""
+
+    def endpoint(request: Request) -> Response:
+        try:
+            body, status = answer(request), 200
+        except KitaeError as error:
+            body, status = {"error": str(error)}, 404
+        text = json.dumps(body, default=_plain, allow_nan=False, separators=(",", ":"))
+        return Response(text, status, media_type="application/json")
+
+    return endpoint
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    if not is_dataclass(record):
+        raise TypeError(f"{type(record).__name__} is no record of the API")
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
+class _Assets(StaticFiles):
+    async def get_response(self, path: str, scope: Any) -> Response:
+        response = await super().get_response(path, scope)
+        response.headers["cache-control"] = _FOREVER
+        return response
+
+
+def make_app(library: Library, door: Door) -> Starlette:
+    routes = Window(library).routes()
+    app = Starlette(routes=routes, middleware=[Middleware(Guard, door=door)])
+    app.mount("/assets", _Assets(directory=STATIC / "assets"))
+    return app
+
+
+def serve(places: Sequence[Path], host: str, port: int, ready: Callable[[str], None]) -> None:
+    """Until Ctrl-C. `ready` gets the address, token included, when the port is taken."""
+    library = Library(places)
+    door = Door(host, "" if is_loopback(host) else secrets.token_urlsafe(24))
+    taken = listen(host, port)
+    ready(f"{address_of(taken, host)}/{f'?token={door.token}' if door.token else ''}")
+    config = uvicorn.Config(
+        make_app(library, door),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        server_header=False,
+        timeout_graceful_shutdown=_LAST_WORDS,
+    )
+    uvicorn.Server(config).run(sockets=[taken])

@@ -1,0 +1,74 @@
+"""The processes in which score functions run, so that one that hangs or crashes takes nothing with it.
+
+The template loads the verifier once; workers are forked from it (see `kitae.workers.templates.template`).
+
+    setup  {"name", "params"}                                    greeting  {"on_timeout", "repeatable", "warnings"}
+    job    {"allowance", "response", "reference", "context"}     answer    {"score", "seconds", "spoilt"}
+
+`seconds` is processor time; an `allowance` of it, if any, is all that the check may use now: the score is null where
+that was not enough.
+
+Covered: a score function may print, read stdin, raise, exit, crash, or return nonsense, and the answer is a true score
+or an error. Not covered: malice. The function runs with the rights of the user, on their files and network.
+"""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from time import process_time
+from typing import Any
+
+from kitae.errors import KitaeWarning, VerifierError
+from kitae.plugins import is_plugin
+from kitae.verifiers.base import Verifier
+from kitae.verifiers.own import own
+from kitae.verifiers.score_calls import call_score, check_params, try_example
+from kitae.workers.interruptible_calls import CutShort, briefly, is_spoilt
+from kitae.workers.templates.template_main import Answer, serve
+
+_MAX_WORDS = 10_000  # characters of all warnings
+
+
+def main() -> None:
+    serve(load)
+
+
+def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
+    """The verifier with its params, proven by its example: what the pool must know of it, and what a worker does."""
+    params = setup["params"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", KitaeWarning)
+        verifier = _named(setup["name"])
+        check_params(verifier, params)
+        if verifier.prepare is not None:
+            verifier = verifier.prepare(params)
+        if problem := try_example(verifier, params):
+            raise VerifierError(f"verifier {verifier.name!r} {problem}")
+    said = "\n".join(str(warning.message) for warning in caught if issubclass(warning.category, KitaeWarning))
+    greeting = {
+        "on_timeout": verifier.on_timeout,
+        "repeatable": verifier.repeatable,
+        "warnings": said[:_MAX_WORDS].splitlines(),
+    }
+    return greeting, partial(_answer, verifier, params)
+
+
+def _named(name: str) -> Verifier:
+    if is_plugin(name):
+        return own(name)
+    from kitae.verifiers.verifier_registry import (
+        resolve,  # two thirds of a start, which functions of the user's do without
+    )
+
+    return resolve(name)
+
+
+def _answer(verifier: Verifier, params: dict[str, Any], job: Mapping[str, Any]) -> Mapping[str, Any]:
+    began = process_time()
+    check = partial(call_score, verifier.score, job["response"], job["reference"], job["context"], params)
+    try:
+        score = asdict(briefly(job["allowance"], check) if job["allowance"] else check())
+    except CutShort:
+        score = None
+    return {"score": score, "seconds": process_time() - began, "spoilt": is_spoilt()}

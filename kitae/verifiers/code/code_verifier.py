@@ -1,0 +1,136 @@
+"""The `code` verifier: runs a program against its tests in a sandbox of this machine."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kitae.errors import SandboxError, VerifierError
+from kitae.sandbox.inside.usage import Clock
+from kitae.sandbox.sandbox_jobs import Limits, Order, packed
+from kitae.sandbox.session import Report, SandboxChoice, Session, open_session
+from kitae.types import Score
+from kitae.verifiers.code.extraction import Source
+from kitae.verifiers.code.languages import LANGUAGES
+from kitae.verifiers.code.plans import COMPILE_LIMIT, plan, prepare, program
+from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio
+from kitae.verifiers.code.verdicts import Verdict, all_failed, complaint, judge_case, take_verdicts, total_score
+
+_SLACK = 5.0  # seconds that the sandbox may need beyond the candidate's limit
+_NATIVE_STACK = 256  # MiB
+
+
+def code(
+    response: str,
+    reference: Any,
+    context: Mapping[str, Any],
+    *,
+    language: str = "python",
+    reward: Literal["all", "rate"] = "all",
+    time_limit: float = 4.0,
+    total_limit: float = 9.0,
+    memory_mb: int = 1024,
+    sandbox: SandboxChoice = "auto",
+    packages: bool = False,
+) -> Score:
+    """1 where the code in the response passes all tests; with `reward="rate"`, the share that it passes.
+
+    `time_limit`: seconds of processor time per test, and twice that on the clock; loading the code counts as a test.
+    `total_limit`: seconds for the whole check; tests that do not get their turn count as failed. It must be less than
+    the pool's own timeout: for references with many or slow cases raise both, as `kitae verify code --timeout 60
+    --option total_limit=55` does. `packages`: let
+    Python code import what is installed beside Kitae. Asserts and check functions are for Python alone.
+    """
+    prepared = prepare(response, reference, language, reward)
+    if isinstance(prepared, Score):
+        return prepared
+    source, tests = prepared
+    limits = Limits(
+        time_limit=time_limit,
+        memory_mb=memory_mb,
+        limit_address_space=not LANGUAGES[language].reserves,
+        stack_mb=_NATIVE_STACK if LANGUAGES[language].native else 0,
+    )
+    run = _Run(limits, sandbox, packages, total_limit, Clock())
+    try:
+        if isinstance(tests, Stdio):
+            verdicts = list(_run_cases(run, language, source, tests))
+        else:
+            verdicts = _run_tests(run, source, tests)
+    except (VerifierError, SandboxError) as error:
+        return Score.error(str(error))
+    return total_score(verdicts, reward)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    limits: Limits
+    sandbox: SandboxChoice
+    packages: bool
+    total_limit: float
+    clock: Clock
+
+    @property
+    def left(self) -> float:
+        return self.total_limit - self.clock.read()
+
+    def open(self, order: Order) -> Session:
+        session = open_session(self.sandbox, order, self.limits, self.packages)
+        try:
+            ready = session.hear(_SLACK * 4, self.clock)
+        except EOFError:
+            ready = None
+        if ready is None or ready.status != "ready":
+            words = session.last_words()
+            session.close()
+            raise SandboxError(f"the sandbox did not start: {words or 'no answer'}")
+        return session
+
+    def hear(self, session: Session, limit: float | None = None) -> Report:
+        """The warden's next report; "timeout" where it or the whole check is late, "gone" where it has ended."""
+        patience = 2 * (self.limits.time_limit if limit is None else limit) + _SLACK
+        left = self.left
+        try:
+            report = session.hear(max(0.0, min(patience, left)), self.clock)
+        except EOFError:
+            return Report("gone", "the sandbox ended", b"")
+        if report is None:
+            return Report("timeout", "no time left for the check" if left < patience else "no answer in time", b"")
+        return report
+
+    def reports(self, session: Session) -> Iterator[Report]:
+        while True:
+            yield self.hear(session)
+
+
+def _run_tests(run: _Run, source: Source, tests: Asserts | CheckFunction) -> list[Verdict]:
+    """One verdict per test. A test that hangs or kills the candidate costs a sandbox; the next begins in a new one."""
+    order, job = plan(source, tests, run.limits.time_limit)
+    verdicts: list[Verdict] = []
+    waiting = job["tests"]
+    while waiting and run.left > 0:
+        with run.open(order) as session:
+            with suppress(EOFError):  # the first report says so too
+                session.send(packed({**job, "tests": waiting}))
+            found, waiting = take_verdicts(run.reports(session), waiting)
+            verdicts += found
+    return verdicts + all_failed(waiting, "no time left for the check")
+
+
+def _run_cases(run: _Run, language: str, source: Source, tests: Stdio) -> Iterator[Verdict]:
+    total = len(tests.cases)
+    with run.open(program(language, source, run.limits)) as session:
+        loaded = run.hear(session, COMPILE_LIMIT)
+        if loaded.status != "loaded":
+            yield from all_failed(tests.cases, f"does not compile: {complaint(loaded)}")
+            return
+        for number, (stdin, stdout) in enumerate(tests.cases, 1):
+            try:
+                session.send(stdin.encode(errors="surrogatepass"))
+                report = run.hear(session)
+            except EOFError:
+                report = Report("gone", "the sandbox ended", b"")
+            yield judge_case(report, stdout, f"case {number} of {total}")
+            if report.status == "gone" or run.left <= 0:
+                yield from all_failed(tests.cases[number:], complaint(report))
+                return

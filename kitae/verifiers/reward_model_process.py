@@ -1,0 +1,61 @@
+"""The process in which a reward model runs, so that neither its work nor its end touches the run.
+
+The other end is a `kitae.workers.templates.model_process.ModelProcess`.
+
+    setup  {"path", "device", "dtype", "threads"}               greeting  {}
+    job    {"talks": [{"messages": […], "response": "…"}, …]}   answer    {"results": [{"score"} or {"error"}, …]}
+
+Messages are as in OpenAI's API. A job is a batch of any size; each of its talks gets a score or the reason why it has
+none. What stands in front of it (a verifier, a server) collects what arrives together.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kitae.data.chat import Chat
+from kitae.data.messages import read_messages
+from kitae.errors import DataError
+from kitae.models.config import ModelConfig
+from kitae.models.model_in_template import forked
+from kitae.types import Message
+from kitae.workers.templates.template_main import Answer, serve
+
+if TYPE_CHECKING:
+    from kitae.models.scorer import Scorer
+
+
+def main() -> None:
+    serve(load)
+
+
+def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
+    config = ModelConfig(path=setup["path"], device=setup["device"], dtype=setup["dtype"])
+    return {}, partial(_answer, forked(config.device, partial(_open, config)), setup["threads"])
+
+
+def _open(config: ModelConfig) -> "Scorer":
+    from kitae.models.classifier import load_scalar
+    from kitae.models.scorer import Scorer
+
+    model = load_scalar(config)
+    return Scorer(model, Chat(model.policy.tokenizer, model.policy.base.generation_config))
+
+
+def _answer(open_scorer: "Callable[[], Scorer]", threads: int, job: Mapping[str, Any]) -> Mapping[str, Any]:
+    import torch
+
+    torch.set_num_threads(threads)  # here and not in the template: a fork has none but its own
+    scorer = open_scorer()
+    read = [_read(talk) for talk in job["talks"]]
+    scores = iter(scorer.score([talk for talk in read if not isinstance(talk, DataError)]))
+    found = [talk if isinstance(talk, DataError) else next(scores) for talk in read]
+    return {"results": [{"error": str(x)} if isinstance(x, DataError) else {"score": x} for x in found]}
+
+
+def _read(talk: Mapping[str, Any]) -> tuple[Message, ...] | DataError:
+    """The response may be empty, which no other answer of a conversation is."""
+    try:
+        return (*read_messages(talk["messages"]), Message("assistant", talk["response"]))
+    except DataError as error:
+        return error

@@ -1,0 +1,112 @@
+"""Calling a score function: its params are checked before, its result after, and whatever it does is a score."""
+
+import asyncio
+import inspect
+import traceback
+from collections.abc import Mapping
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from kitae.errors import VerifierError
+from kitae.plugins import nearest
+from kitae.types import Score
+from kitae.verifiers.base import ScoreFunction, Verifier
+from kitae.workers.interruptible_calls import CutShort
+
+_MAX_DETAIL = 1_000  # characters of an explanation that travel back
+_MAX_COMPONENTS, _MAX_NAME = 1_000, 200  # of a score; characters
+_MAX_NUMBER = 1e15  # of a score: the squares of a group's rewards still have a finite sum in 32 bits
+
+
+def check_params(verifier: Verifier, params: Mapping[str, Any]) -> None:
+    """Refuse params that the score function does not take, or lacks."""
+    signature = inspect.signature(verifier.score)
+    try:
+        signature.bind("", None, {}, **params)
+    except TypeError as error:
+        valid = [p.name for p in signature.parameters.values()][3:]
+        takes = f"takes {', '.join(valid)}" if valid else "takes none"
+        hint = next((h for key in params if key not in valid and (h := nearest(key, valid))), "")
+        raise VerifierError(f"params of verifier {verifier.name!r}: {error}; it {takes}{hint}") from None
+
+
+def call_score(function: ScoreFunction, response: str, reference: Any, context: Any, params: dict[str, Any]) -> Score:
+    """Call a score function; whatever it does, the result is a finite score or an error that says what it did."""
+    try:
+        result: Any = function(response, reference, context, **params)
+        return as_score(asyncio.run(result) if inspect.iscoroutine(result) else result)
+    except CutShort:
+        raise
+    except BaseException as error:  # SystemExit too: a score function must not end the worker
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        return _refused(f"{type(error).__name__}: {_words_of(error)}"[:_MAX_DETAIL] + f" ({where})")
+
+
+def as_score(result: Any) -> Score:
+    """What a score function returned, as a score that nothing later stumbles over: here every score passes."""
+    if isinstance(result, Mapping):
+        components = dict(result)
+        key = next((key for key in ("score", "value") if key in components), None)
+        if key is None:
+            names = ", ".join(map(str, components)) or "none"
+            return _refused(f"a dict of a score function must have the key 'score', got the keys {names}")
+        result = Score(components.pop(key), {name: x for name, x in components.items() if _is_number(x)})
+    if _is_number(result):
+        result = Score(result)
+    if not isinstance(result, Score):
+        kind = type(result).__name__
+        return _refused(f"a score function must return a Score, a float, a bool or a dict with 'score', got {kind}")
+    outcome: str = result.outcome
+    if outcome == "error":
+        return _refused(str(result.detail) or "an error without a reason")
+    if outcome != "scored":
+        return _refused(f"the outcome of a score must be 'scored' or 'error', got {outcome!r}")
+    if len(result.components) > _MAX_COMPONENTS or any(len(str(name)) > _MAX_NAME for name in result.components):
+        rule = f"at most {_MAX_COMPONENTS} components with names of at most {_MAX_NAME} characters"
+        return _refused(f"a score must have {rule}, got {len(result.components)}")
+    for name, number in (("value", result.value), *result.components.items()):
+        if not _is_number(number) or not abs(_plain(number)) <= _MAX_NUMBER:
+            rule = f"must be a finite number, at most {_MAX_NUMBER:g} in size"
+            return _refused(f"the {name} of a score {rule}, got {repr(_plain(number))[:100]}")
+    components = {_text(name): float(_plain(number)) for name, number in result.components.items()}
+    return Score(float(_plain(result.value)), components, detail=_text(result.detail))
+
+
+def _refused(reason: str) -> Score:
+    return Score.error(_text(reason, 2 * _MAX_DETAIL))
+
+
+def _text(value: Any, longest: int = _MAX_DETAIL) -> str:
+    """As text that every file and database takes: lone surrogates have no UTF-8."""
+    return str(value)[:longest].encode("utf-8", "backslashreplace").decode()
+
+
+def _is_number(value: Any) -> bool:
+    """Also what numpy and torch take for one: their bools, and arrays without a dimension."""
+    return isinstance(_plain(value), Real)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if getattr(value, "shape", None) == () else value
+
+
+def _words_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"its message raised {type(problem).__name__}"
+
+
+def try_example(verifier: Verifier, params: Mapping[str, Any]) -> str:
+    """What is wrong with the score of the verifier's example under these params, if anything is."""
+    example = verifier.example_for(params)
+    if example is None:
+        return ""
+    score = call_score(verifier.score, *example, {}, dict(params))
+    fits = callable(verifier.example) or not params  # else the params may ask for more than the example has
+    if score.valid and (score.value == 1 or not fits):
+        return ""
+    got = f"{score.value:g} {score.detail}".rstrip() if score.valid else score.detail
+    return f"must score its example, got {got} for {example[0]!r} with params {dict(params)}"

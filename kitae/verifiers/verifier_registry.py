@@ -1,0 +1,115 @@
+"""Verifiers by name: the built-in ones, and any function in a file of the user's own.
+
+Importing this module is cheap: what a verifier needs (sympy, for one) is imported by its first check.
+"""
+
+from typing import Any
+
+from kitae.errors import VerifierError
+from kitae.plugins import is_plugin, nearest
+from kitae.verifiers.base import ScoredPair, Verifier
+from kitae.verifiers.code.code_verifier import code
+from kitae.verifiers.code.executor import remote_code
+from kitae.verifiers.compose import Composition
+from kitae.verifiers.gym_scores import gym
+from kitae.verifiers.instructions.instruction_verifier import instructions
+from kitae.verifiers.judge import judge, reward_model
+from kitae.verifiers.math import math
+from kitae.verifiers.nothing import nothing
+from kitae.verifiers.own import own
+from kitae.verifiers.plain_text import choice, exact, f1, normalised, number, regex
+from kitae.verifiers.puzzle_checks import countdown, knights_knaves
+from kitae.verifiers.response_shape import json_schema, language, length, repetition, tags
+from kitae.verifiers.reward_model_verifier import prepare as prepare_reward
+
+_PYTHON = (
+    "```python\ndef double(x):\n    return 2 * x\n```",
+    {"tests": {"kind": "asserts", "asserts": ["assert double(4) == 8"], "setup": ""}},
+)
+_PRINTS_1 = {
+    "bash": "echo 1",
+    "javascript": "console.log(1)",
+    "ruby": "puts 1",
+    "perl": "print 1",
+    "php": "<?php echo 1;",
+    "lua": "print(1)",
+    "c": '#include <stdio.h>\nint main(void) { puts("1"); return 0; }',
+    "cpp": "#include <iostream>\nint main() { std::cout << 1; }",
+    "java": "public class Main { public static void main(String[] args) { System.out.println(1); } }",
+    "go": 'package main\nimport "fmt"\nfunc main() { fmt.Println(1) }',
+    "rust": 'fn main() { println!("1"); }',
+}
+_PUZZLE = {"numbers": [3, 7, 25], "target": 46}
+_FOLLOWED = (  # the first two need a language detector, the third a table of verbs: large, and so loaded only once
+    "use the plain words of the english language",
+    {
+        "instructions": [
+            {"id": "language:response_language", "kwargs": {"language": "en"}},
+            {"id": "change_case:english_lowercase", "kwargs": {}},
+            {"id": "words:start_verb", "kwargs": {}},
+            {"id": "punctuation:no_comma", "kwargs": {}},
+        ]
+    },
+)
+
+
+def _program(language: str = "python", **_: Any) -> ScoredPair:
+    if language not in _PRINTS_1:
+        return _PYTHON
+    tests = {"kind": "stdio", "cases": [{"stdin": "", "stdout": "1"}]}
+    return f"```{language}\n{_PRINTS_1[language]}\n```", {"tests": tests}
+
+
+def _choice(letters: str = "ABCD", **_: Any) -> ScoredPair:
+    letter = str(letters)[-1:].upper()
+    return f"The answer is ({letter}).", letter
+
+
+def resolve(name: str) -> Verifier:
+    """The verifier called `name`: a key of `VERIFIERS`, or `path/to/file.py:function`.
+
+    The file of the user is executed: call this where it may do so, as the workers of the pool do.
+    """
+    if name in VERIFIERS:
+        return VERIFIERS[name]
+    if not is_plugin(name):
+        hint = nearest(name, VERIFIERS)
+        raise VerifierError(f"a verifier is one of {', '.join(VERIFIERS)} or file.py:function, got {name!r}{hint}")
+    return own(name)
+
+
+_composition = Composition(resolve)
+
+VERIFIERS: dict[str, Verifier] = {
+    verifier.name: verifier
+    for verifier in (
+        Verifier("exact", exact, "wrong", ("56, 34, 12\n", "56, 34, 12"), repeatable=True),
+        Verifier("normalised", normalised, "wrong", ("The Eiffel Tower.", "eiffel tower"), repeatable=True),
+        Verifier("number", number, "wrong", ("$1,234.00", "1234"), repeatable=True),
+        Verifier("math", math, "wrong", (r"So it is $\boxed{\int_0^1 x\,dx}$.", "1/2"), repeatable=True),
+        Verifier("code", code, "error", _program, gold=False),
+        Verifier("remote_code", remote_code, "error", gold=False),
+        Verifier("f1", f1, "wrong", ("the cat sat", "A cat sat."), repeatable=True),
+        Verifier("regex", regex, "wrong", ("Order 66", "[0-9]+"), gold=False, repeatable=True),
+        Verifier("choice", choice, "wrong", _choice, repeatable=True),
+        Verifier("json_schema", json_schema, "wrong", ('So: {"age": 36}', '{"required": ["age"]}'), gold=False),
+        Verifier("instructions", instructions, "wrong", _FOLLOWED, gold=False, repeatable=True),
+        Verifier("tags", tags, "wrong", ("<think>2 + 2</think><answer>4</answer>", ""), gold=False, repeatable=True),
+        Verifier("length", length, "wrong", ("short", ""), gold=False, repeatable=True),
+        Verifier("repetition", repetition, "wrong", ("no word comes twice here", ""), gold=False, repeatable=True),
+        Verifier("language", language, "wrong", ("plain words in the English language", ""), gold=False),
+        Verifier(
+            "knights_knaves",
+            knights_knaves,
+            "wrong",
+            ("Alice is a knight, Bob is a knave.", {"Alice": "knight", "Bob": "knave"}),
+            repeatable=True,
+        ),
+        Verifier("countdown", countdown, "wrong", ("25 + 3 × 7 = 46", _PUZZLE), repeatable=True),
+        Verifier("gym", gym, "wrong"),
+        Verifier("none", nothing, "wrong", gold=False, repeatable=True),
+        Verifier("judge", judge, "error", gold=False),
+        Verifier("reward_model", reward_model, "error", gold=False, prepare=prepare_reward, right_is_one=False),
+        Verifier("compose", _composition, "error", gold=False, prepare=_composition.prepare),
+    )
+}

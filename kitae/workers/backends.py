@@ -1,0 +1,23 @@
+"""From the settings to a cluster: the one place that knows the back-ends."""
+
+from collections.abc import Mapping
+
+from kitae.workers.base import Cluster
+from kitae.workers.config import ClusterConfig
+from kitae.workers.demand import counts_of
+from kitae.workers.subprocesses import LocalCluster
+
+
+async def open_cluster(config: ClusterConfig, counts: Mapping[str, int] | None = None) -> Cluster | None:
+    """Where the parts of a run find places; None: it is all one process. The caller closes it.
+
+    counts: processes of each pool that must have a place from the start; None: as the settings say. `ConfigError` where
+    there is no such cluster, or it cannot give what is asked for.
+    """
+    if config.backend == "none":
+        return None
+    if config.backend == "local":
+        return LocalCluster()
+    from kitae.workers.ray.ray_cluster import RayCluster
+
+    return await RayCluster.open(config, counts_of(config) if counts is None else counts)

@@ -1,0 +1,78 @@
+"""The cluster seam: processes somewhere, each at a *post*, with one connection to the controller.
+
+The controller, which is the process of `kitae train`, says what is to run and in which pool; the back-end finds a
+place for it, starts it there and says how it ended. What the two sides tell each other (`kitae.workers.frames`) is no
+affair of the back-end. Tensors never go through it.
+"""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Duty:
+    """What runs at a post: `Duty("engine 0", "kitae.engines.process.engine_main", {"model": {…}}, pool="engines")`.
+
+    module: has `main(setup, stream)`, which is called there with the setup and a connected socket. setup: JSON. threads
+    and cores: of processors; None: as many as the place gives. descriptors: files that it inherits, at a post on this
+    machine alone.
+    """
+
+    name: str
+    module: str
+    setup: Mapping[str, Any]
+    pool: str = ""
+    threads: int | None = None
+    cores: tuple[int, ...] | None = None
+    descriptors: tuple[int, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class PostError(Exception):
+    """A post could not be had; the message says why. What it means is for whoever wanted it."""
+
+
+class Post(Protocol):
+    """A process that was started for a duty.
+
+    `wait` returns when the process is gone, and says how it ended; `words` is the end of what it wrote, for messages.
+    `kill` ends it at once, wherever it is, and all that it has started. where: the machine, for messages.
+    """
+
+    where: str
+    pid: int
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    @property
+    def words(self) -> str: ...
+    def kill(self) -> None: ...
+    async def wait(self) -> str: ...
+
+
+class Cluster(Protocol):
+    """`start` gives a post once its process is connected; `PostError` where there is none to be had, in time.
+
+    host: the address at which posts reach this process. remote: whether they may be on other machines, which know
+    nothing of this one's memory and files. `close` ends all that is left.
+    """
+
+    remote: bool
+
+    @property
+    def host(self) -> str: ...
+
+    async def start(self, duty: Duty) -> Post: ...
+    async def close(self) -> None: ...
+
+
+async def end_posts(posts: Iterable[Post]) -> None:
+    """All at once; it returns when their processes are gone."""
+    left = list(posts)
+    for post in left:
+        post.kill()
+    for post in left:
+        await post.wait()
+        post.writer.transport.abort()

@@ -1,0 +1,163 @@
+"""What the pools of a run ask of a cluster, and whether its machines can give it. Pure: back-ends act on it.
+
+A *room* is a set of bundles that are found together or not at all; processes have seats in its bundles. Pools that are
+beside another share its room. A bundle is on one machine.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import floor
+
+from kitae.workers.config import POOLS, ClusterConfig, PoolConfig
+
+_GB = 10**9
+_TINY = 0.001  # of a core: a bundle must ask for something
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """`Demand(cpus=2, gpus=1, memory=8e9)`: of one process, a bundle or a machine; memory in bytes."""
+
+    cpus: float = 0.0
+    gpus: float = 0.0
+    memory: float = 0.0
+
+    def __add__(self, other: "Demand") -> "Demand":
+        return Demand(self.cpus + other.cpus, self.gpus + other.gpus, self.memory + other.memory)
+
+    def __mul__(self, times: int) -> "Demand":
+        return Demand(self.cpus * times, self.gpus * times, self.memory * times)
+
+    @classmethod
+    def of(cls, pool: PoolConfig) -> "Demand":
+        return cls(pool.cpus, pool.gpus, pool.memory_gb * _GB)
+
+    def times_in(self, other: "Demand") -> int:
+        """How often this fits into another."""
+        pairs = ((self.cpus, other.cpus), (self.gpus, other.gpus), (self.memory, other.memory))
+        return min((floor(have / need + 1e-6) for need, have in pairs if need > 0), default=10**9)
+
+    @property
+    def bundle(self) -> "Demand":
+        """The same, but not nothing."""
+        return self if self.cpus or self.gpus or self.memory else Demand(cpus=_TINY)
+
+    def __str__(self) -> str:
+        parts = [f"{self.cpus:g} CPUs", f"{self.gpus:g} GPUs"]
+        return ", ".join([*parts, f"{self.memory / _GB:.3g} GB"] if self.memory else parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Supplier:
+    """`Supplier("10.0.0.3", Demand(8, 1, 64e9), free=Demand(6, 1, 64e9), labels={"accelerator": "h200"})`."""
+
+    name: str
+    total: Demand
+    free: Demand
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def fits(self, labels: Mapping[str, str]) -> bool:
+        return all(self.labels.get(key) == value for key, value in labels.items())
+
+    def __str__(self) -> str:
+        free = "" if self.free == self.total else f" (free: {self.free})"
+        labels = ", ".join(f"{key}={value}" for key, value in self.labels.items() if not key.startswith("ray.io/"))
+        return f"{self.name}: {self.total}{free}" + (f"; labels {labels}" if labels else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """`Room("trainer", "spread", (Demand(2),) * 4, {}, seats={"trainer": (0, 1, 2, 3), "engines": (0, 1)})`.
+
+    seats: for each pool, the bundle of each of its processes. here: on the controller's machine.
+    """
+
+    name: str
+    place: str
+    bundles: tuple[Demand, ...]
+    labels: Mapping[str, str]
+    seats: Mapping[str, tuple[int, ...]]
+    here: bool = False
+
+    def __str__(self) -> str:
+        each = " or ".join(dict.fromkeys(map(str, self.bundles)))
+        pools = " and ".join(f"cluster.pools.{pool} ({len(seats)} processes)" for pool, seats in self.seats.items())
+        labels = ", ".join(f"{key}={value}" for key, value in self.labels.items())
+        number = f"{len(self.bundles)} × ({each})" if len(self.bundles) > 1 else each
+        where = " on the controller's machine" if self.here else f", place = {self.place!r}"
+        return f"{pools}: {number}{where}" + (f", labels {labels}" if labels else "")
+
+
+def counts_of(config: ClusterConfig) -> dict[str, int]:
+    """How many processes each pool has from the start. On other machines, a trainer is always one of them."""
+    return {
+        "trainer": config.ranks if config.ranks > 1 or config.backend == "ray" else 0,
+        "engines": config.engines,
+        "verifiers": config.verifiers,
+    }
+
+
+def rooms_of(config: ClusterConfig, counts: Mapping[str, int]) -> tuple[Room, ...]:
+    """The rooms of all pools that have processes, the trainer's first."""
+    hosts: dict[str, list[str]] = {}
+    for name in POOLS:
+        if counts.get(name):
+            beside = pool_of(config, name).beside
+            hosts.setdefault(beside if counts.get(beside) else name, []).append(name)
+    return tuple(_room(config, host, guests, counts) for host, guests in sorted(hosts.items(), key=_order))
+
+
+def lone_room(config: ClusterConfig, pool: str) -> Room:
+    """For one more process of a pool."""
+    asked = pool_of(config, pool)
+    return Room(pool, "pack", (Demand.of(asked).bundle,), asked.labels, {pool: (0,)})
+
+
+def pool_of(config: ClusterConfig, name: str) -> PoolConfig:
+    return config.pools.get(name) or PoolConfig()
+
+
+def _order(item: tuple[str, list[str]]) -> int:
+    return POOLS.index(item[0])
+
+
+def _room(config: ClusterConfig, host: str, pools: Sequence[str], counts: Mapping[str, int]) -> Room:
+    asked, size = pool_of(config, host), counts[host]
+    seats = {name: tuple(i % size for i in range(counts[name])) for name in pools}
+    bundles = [Demand()] * size
+    for name, taken in seats.items():
+        for seat in taken:
+            bundles[seat] += Demand.of(pool_of(config, name))
+    labels = {key: value for name in pools for key, value in pool_of(config, name).labels.items()}
+    return Room(host, asked.place, tuple(b.bundle for b in bundles), labels, seats, here=bool(asked.beside))
+
+
+def hopeless(room: Room, machines: Iterable[Supplier]) -> str:
+    """Why the machines could not give it even if all of them were idle; nothing: they could."""
+    machines = list(machines)
+    right = [machine for machine in machines if machine.fits(room.labels)]
+    if not right:
+        missing = ", ".join(f"{key}={value}" for key, value in room.labels.items())
+        return f"no machine has the labels {missing}"
+    least = min(room.bundles, key=lambda bundle: (bundle.gpus, bundle.cpus, bundle.memory))
+    room_for = [least.times_in(machine.total) for machine in right]
+    with_labels = " with those labels" if room.labels else ""
+    if not any(room_for):
+        return f"no machine{with_labels} has {least}"
+    number = len(room.bundles)
+    if room.place == "strict-pack" and max(room_for) < number:
+        return f"no one machine{with_labels} has {number} × ({least}), which place = 'strict-pack' asks for"
+    if room.place == "strict-spread" and sum(map(bool, room_for)) < number:
+        able = sum(map(bool, room_for))
+        return (
+            f"place = 'strict-spread' asks for {number} machines{with_labels}, {able} of {len(machines)} have {least}"
+        )
+    if sum(room_for) < number:
+        return f"all machines{with_labels} together have {sum(room_for)} × ({least}), needed are {number}"
+    return ""
+
+
+def refusal(room: Room, machines: Sequence[Supplier], why: str) -> str:
+    """The demand, what is wrong with it, and the supply."""
+    supply = "\n".join(f"  {machine}" for machine in machines) or "  no machine"
+    return f"the cluster cannot give what is asked for: {why}\ndemand\n  {room}\nsupply\n{supply}"

@@ -1,0 +1,149 @@
+"""Places for processes on the nodes of a Ray cluster: bundles of placement groups, found, used again, given back."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kitae.workers.base import Duty, PostError
+from kitae.workers.config import ClusterConfig
+from kitae.workers.demand import Demand, Room, Supplier, hopeless, lone_room, pool_of, refusal
+
+_POLL = 0.2  # seconds between two looks at a place that is awaited
+
+
+@dataclass(frozen=True, slots=True)
+class RayPlace:
+    """For one process: `RayPlace("engines", group, bundle=0)`; lone: its group is for it alone, and ends with it."""
+
+    pool: str
+    group: Any
+    bundle: int
+    lone: bool = False
+
+
+class RayPlaces:
+    """fixed: the cluster does not grow, so a demand that it cannot meet is refused at once."""
+
+    def __init__(self, config: ClusterConfig, ray: Any, *, fixed: bool) -> None:
+        self._config = config
+        self._ray = ray
+        self._fixed = fixed
+        self._free: dict[str, list[RayPlace]] = {}
+        self._groups: set[Any] = set()
+        self._closed = False
+
+    def machines(self) -> list[Supplier]:
+        """The nodes that live, with what they have and what of it is free."""
+        from ray._private.state import available_resources_per_node  # nothing public tells it by node
+
+        free = available_resources_per_node()
+        return [
+            Supplier(
+                f"{node['NodeManagerAddress']} [{node['NodeID'][:8]}]",
+                _supply(node["Resources"]),
+                _supply(free.get(node["NodeID"], {})),
+                node["Labels"],
+            )
+            for node in self._ray.nodes()
+            if node["Alive"]
+        ]
+
+    async def find(self, rooms: Sequence[Room], deadline: float) -> None:
+        """Places for all rooms, or `PostError`: those that were found already stay until the cluster is closed."""
+        if self._fixed:
+            machines = self.machines()
+            for room in rooms:
+                if why := hopeless(room, machines):
+                    raise PostError(refusal(room, machines, why))
+        groups = [self._reserve(room) for room in rooms]
+        for room, group in zip(rooms, groups, strict=True):
+            await self._settle(room, group, deadline)
+            for pool, bundles in room.seats.items():
+                self._free.setdefault(pool, []).extend(RayPlace(pool, group, bundle) for bundle in bundles)
+
+    def _reserve(self, room: Room) -> Any:
+        labels = dict(room.labels)
+        if room.here:
+            labels["ray.io/node-id"] = self._ray.get_runtime_context().get_node_id()
+        group = self._ray.util.placement_group(
+            [_resources(bundle) for bundle in room.bundles],
+            strategy=room.place.replace("-", "_").upper(),
+            bundle_label_selector=[labels] * len(room.bundles) if labels else None,
+        )
+        self._groups.add(group)
+        return group
+
+    async def _settle(self, room: Room, group: Any, deadline: float) -> None:
+        """`group.ready` would be simpler, but waits for a process of Ray's, too, which takes long on a busy machine."""
+        while self._table(group)["state"] != "CREATED":
+            if asyncio.get_running_loop().time() > deadline:
+                self._release(group)
+                machines = self.machines()
+                why = hopeless(room, machines) or f"too little of it is free, within {self._config.patience:g} s"
+                raise PostError(refusal(room, machines, why))
+            await asyncio.sleep(_POLL)
+
+    def _table(self, group: Any) -> Mapping[str, Any]:
+        if self._closed:
+            raise PostError("the cluster is closed")
+        found: Mapping[str, Any] = self._ray.util.placement_group_table(group)
+        return found
+
+    async def take(self, duty: Duty) -> RayPlace:
+        """A place on a node that lives: one that is free, or one more."""
+        deadline = asyncio.get_running_loop().time() + self._config.patience
+        free = self._free.setdefault(duty.pool, [])
+        if not free:
+            room = lone_room(self._config, duty.pool)
+            await self.find([room], deadline)
+            return replace(self._free[duty.pool].pop(), lone=True)
+        place = free.pop(next((i for i, place in enumerate(free) if self._stands(place)), 0))
+        try:
+            await self._until_it_stands(duty, place, deadline)
+        except BaseException:
+            self.give_back(place)
+            raise
+        return place
+
+    async def _until_it_stands(self, duty: Duty, place: RayPlace, deadline: float) -> None:
+        """Ray finds another node for a bundle whose node is gone."""
+        while not self._stands(place):
+            if asyncio.get_running_loop().time() > deadline:
+                asked = replace(lone_room(self._config, place.pool), place=pool_of(self._config, place.pool).place)
+                why = f"no place for {duty.name}, whose node is gone, within {self._config.patience:g} s"
+                raise PostError(refusal(asked, self.machines(), why))
+            await asyncio.sleep(_POLL)
+
+    def _stands(self, place: RayPlace) -> bool:
+        node = self._table(place.group)["bundles_to_node_id"].get(place.bundle)
+        return any(each["NodeID"] == node and each["Alive"] for each in self._ray.nodes())
+
+    def give_back(self, place: RayPlace) -> None:
+        if place.lone:
+            self._release(place.group)
+        else:
+            self._free[place.pool].insert(0, place)
+
+    def close(self) -> None:
+        """Nobody finds a place any more."""
+        self._closed = True
+
+    def release_all(self) -> None:
+        for group in list(self._groups):
+            self._release(group)
+
+    def _release(self, group: Any) -> None:
+        self._groups.discard(group)
+        with suppress(Exception):  # it is gone with the cluster
+            self._ray.util.remove_placement_group(group)
+
+
+def _supply(resources: Mapping[str, float]) -> Demand:
+    return Demand(*(resources.get(name, 0.0) for name in ("CPU", "GPU", "memory")))
+
+
+def _resources(bundle: Demand) -> dict[str, float]:
+    asked = {"CPU": bundle.cpus, "GPU": bundle.gpus, "memory": float(int(bundle.memory))}
+    return {name: value for name, value in asked.items() if value}

@@ -1,0 +1,147 @@
+"""Posts on the nodes of a Ray cluster. This folder alone imports ray, and only when a cluster is opened.
+
+    RayCluster ── actor calls: start, news, kill ──► Keeper (an actor in a bundle of a placement group)
+        ▲                                               │ starts, watches, dies with
+        └───── one TCP connection, with a secret ────── the worker program (`kitae.workers.worker_main`)
+
+Ray finds places and says what became of them. What controller and worker tell each other goes past it.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from typing import Any
+
+from kitae.errors import ConfigError
+from kitae.workers.base import Duty, PostError, end_posts
+from kitae.workers.config import ClusterConfig
+from kitae.workers.demand import Demand, Supplier, pool_of, rooms_of
+from kitae.workers.listener import Doorway
+from kitae.workers.ray.actor import Keeper, home
+from kitae.workers.ray.local_nodes import OwnNodes
+from kitae.workers.ray.placement import RayPlace, RayPlaces
+from kitae.workers.ray.ray_process import RayPost, answer_within, await_arrival
+from kitae.workers.ray.ray_session import connect, first_line, import_ray
+
+_BEGIN = 120.0  # seconds for an actor to come up in a place that it has
+
+
+class RayCluster:
+    """Implements `kitae.workers.base.Cluster`. Made by `open`.
+
+    The places of all processes in `counts` are found when it is opened; further ones when they are asked for, and both
+    within `cluster.patience`. A place is used again when its process is gone. On a cluster that was started here a
+    demand that cannot be met is refused at once: it does not grow.
+    """
+
+    remote = True
+
+    def __init__(self, config: ClusterConfig, ray: Any, own: OwnNodes | None) -> None:
+        self.doorway = Doorway()
+        self._config = config
+        self._ray = ray
+        self._own = own
+        self._places = RayPlaces(config, ray, fixed=own is not None)
+        self._posts: set[RayPost] = set()
+        self._closed = False
+
+    @classmethod
+    async def open(cls, config: ClusterConfig, counts: Mapping[str, int]) -> "RayCluster":
+        """`ConfigError`: there is no such cluster, or it has no place for all of `counts`, processes by pool."""
+        ray = import_ray()
+        deadline = asyncio.get_running_loop().time() + config.patience
+        own = None if config.address else OwnNodes.start(config.nodes)
+        cluster = cls(config, ray, own)
+        try:
+            connect(ray, own.address if own else config.address)
+            if own:  # what it took to start nodes is no wait for a place
+                deadline = asyncio.get_running_loop().time() + config.patience
+            await cluster.doorway.open(ray.util.get_node_ip_address())
+            await cluster._places.find(rooms_of(config, counts), deadline)
+        except PostError as error:
+            await cluster.close()
+            raise ConfigError(str(error)) from None
+        except BaseException:
+            await cluster.close()
+            raise
+        return cluster
+
+    @property
+    def host(self) -> str:
+        return self.doorway.address[0]
+
+    def machines(self) -> list[Supplier]:
+        """The nodes that live, with what they have and what of it is free."""
+        return self._places.machines()
+
+    async def start(self, duty: Duty) -> RayPost:
+        if duty.descriptors:
+            raise PostError(f"{duty.name} could not start: descriptors are for a post on this machine alone")
+        deadline = asyncio.get_running_loop().time() + self._config.patience
+        while True:
+            try:
+                return await self._start(duty)
+            except self._ray.exceptions.RayError as error:
+                if self._closed or asyncio.get_running_loop().time() > deadline:
+                    raise PostError(f"{duty.name} could not start: {first_line(error)}") from None
+                await asyncio.sleep(1)  # its node may be gone without Ray's knowledge so far
+
+    async def _start(self, duty: Duty) -> RayPost:
+        place = await self._places.take(duty)
+        keeper = self._keeper(place)
+        try:
+            post = await self._begin(duty, place, keeper)
+        except BaseException:
+            self._dismiss(keeper)
+            self._places.give_back(place)
+            raise
+        self._posts.add(post)
+        post.ended.add_done_callback(lambda _: self._forget(post, place))
+        return post
+
+    def _keeper(self, place: RayPlace) -> Any:
+        asked = Demand.of(pool_of(self._config, place.pool))
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            place.group, place.bundle, placement_group_capture_child_tasks=False
+        )
+        made = self._ray.remote(
+            num_cpus=asked.cpus, num_gpus=asked.gpus, memory=asked.memory or None, scheduling_strategy=strategy
+        )(Keeper)
+        return made.remote()
+
+    async def _begin(self, duty: Duty, place: RayPlace, keeper: Any) -> RayPost:
+        threads = duty.threads or max(1, int(pool_of(self._config, place.pool).cpus))
+        record = {**asdict(replace(duty, threads=threads, cores=None)), "descriptors": ()}
+        async with self.doorway.expect() as (where, arrival):
+            try:
+                begun = await answer_within(_BEGIN, keeper.start.remote(record, where, *home()))
+            except TimeoutError:
+                raise PostError(f"{duty.name} could not start: no actor came up there for {_BEGIN:g} s") from None
+            post = RayPost(self._ray, keeper, begun)
+            try:
+                post.reader, post.writer = await await_arrival(arrival, post, duty.name)
+            except BaseException:
+                post.kill()
+                raise
+            return post
+
+    def _forget(self, post: RayPost, place: RayPlace) -> None:
+        self._posts.discard(post)
+        self._dismiss(post.keeper)
+        self._places.give_back(place)
+
+    def _dismiss(self, keeper: Any) -> None:
+        with suppress(Exception):  # it is gone with its node or the cluster
+            self._ray.kill(keeper)
+
+    async def close(self) -> None:
+        self._closed = True
+        self._places.close()
+        await end_posts(self._posts)
+        self.doorway.close()
+        if self._ray.is_initialized():
+            self._places.release_all()
+            self._ray.shutdown()
+        if self._own is not None:
+            self._own.close()

@@ -1,0 +1,56 @@
+"""A process is lost when its connection is, whether or not anybody can say what became of it."""
+
+import asyncio
+import socket
+import time
+from typing import Any
+
+from kitae.errors import EngineError
+from kitae.workers.base import Duty
+from kitae.workers.connection import Deadlines, Link
+from kitae.workers.frames import pack_frame
+
+
+class Silent:
+    """A post on a machine without power: nobody says how it ended for a long time."""
+
+    where, pid, words = "node 10.0.0.3", 1, ""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer, self.gone = reader, writer, asyncio.Event()
+
+    def kill(self) -> None:
+        pass
+
+    async def wait(self) -> str:
+        await self.gone.wait()
+        return "its node is gone"
+
+
+class Far:
+    remote, host = True, ""
+
+    async def start(self, duty: Duty) -> Any:
+        ours, self.theirs = socket.socketpair()
+        self.theirs.sendall(pack_frame({"ready": True}))
+        self.post = Silent(*await asyncio.open_connection(sock=ours))
+        return self.post
+
+    async def close(self) -> None:
+        pass
+
+
+def test_it_is_lost_before_anybody_knows_why() -> None:
+    async def body() -> float:
+        far = Far()
+        link = await Link.start(far, Duty("x", "x", {}), Deadlines(), EngineError)
+        began = time.monotonic()
+        far.theirs.close()
+        while link.lost is None:
+            await asyncio.sleep(0.05)
+        assert link.lost == "it broke off the connection, and node 10.0.0.3 does not answer"
+        far.post.gone.set()
+        await link.end()
+        return time.monotonic() - began
+
+    assert asyncio.run(body()) < 10

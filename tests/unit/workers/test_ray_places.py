@@ -1,0 +1,74 @@
+"""Places on a Ray cluster: found, refused where they cannot be, given back."""
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import pytest
+from ray_nodes import ray_config
+from test_posts import duty, opened
+
+from kitae.errors import ConfigError
+from kitae.workers.backends import open_cluster
+from kitae.workers.base import PostError
+from kitae.workers.ray.local_nodes import NODE_LABEL
+
+
+@pytest.mark.parametrize(
+    ("engines", "pool", "why"),
+    [
+        (1, {"cpus": 500}, "no machine has 500 CPUs"),
+        (1, {"gpus": 1}, "no machine has 1 CPUs, 1 GPUs"),
+        (1, {"labels": {"accelerator": "b200"}}, "no machine has the labels accelerator=b200"),
+        (4, {"place": "strict-spread", "cpus": 0.1}, "asks for 4 machines, 3 of 3"),
+    ],
+)
+def test_what_cannot_be_met_is_refused_in_time(nodes: Any, engines: int, pool: dict[str, Any], why: str) -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="the cluster cannot give what is asked for") as caught:
+        asyncio.run(open_cluster(ray_config(nodes, engines, 2.0, **pool), {"engines": engines}))
+    assert time.monotonic() - began < 60
+    assert why in str(caught.value) and f"labels {NODE_LABEL}=2" in str(caught.value)
+
+
+def test_what_is_taken_already_is_refused_too(nodes: Any) -> None:
+    """By those who ask for their places first, and for one more process than was foreseen."""
+    cores = len(os.sched_getaffinity(0))
+
+    async def body() -> None:
+        async with opened(ray_config(nodes, 3, 8.0, cpus=cores)) as cluster:
+            with pytest.raises(PostError, match=r"too little of it is free, within 8 s(.|\n)*\(free: 0 CPUs"):
+                await asyncio.gather(*(cluster.start(duty()) for _ in range(4)))
+
+    asyncio.run(body())
+
+
+def test_labels_and_spreading(nodes: Any) -> None:
+    async def spread() -> set[str]:
+        async with opened(ray_config(nodes, 3, place="strict-spread")) as cluster:
+            return {post.where for post in await asyncio.gather(*(cluster.start(duty()) for _ in range(3)))}
+
+    async def labelled() -> list[str]:
+        async with opened(ray_config(nodes, 2, cpus=0.5, labels={NODE_LABEL: "1"})) as cluster:
+            return [post.where for post in [await cluster.start(duty()) for _ in range(2)]]
+
+    assert len(asyncio.run(spread())) == 3
+    assert len(set(asyncio.run(labelled()))) == 1
+
+
+def test_one_more_than_was_foreseen(nodes: Any) -> None:
+    """It finds a place of its own, which is given back with it."""
+
+    async def body() -> None:
+        async with opened(ray_config(nodes, 1, cpus=1)) as cluster:
+            posts = [await cluster.start(duty()) for _ in range(3)]
+            free = sum(machine.free.cpus for machine in cluster.machines())
+            for post in posts[1:]:
+                post.kill()
+                await post.wait()
+            async with asyncio.timeout(10):
+                while sum(machine.free.cpus for machine in cluster.machines()) < free + 2:
+                    await asyncio.sleep(0.2)
+
+    asyncio.run(body())
