@@ -29,9 +29,8 @@ import numpy as np
 from kitae.clock import VirtualLoop, now
 from kitae.config.recipe import parse_config
 from kitae.config.root import RLConfig
-from kitae.engines.base import Request, SamplingParams
+from kitae.engines.base import Request, SamplingParams, stream_seed
 from kitae.engines.fake import FakeEngine, Pace
-from kitae.engines.native.sampler import stream_seed
 from kitae.models.tiny import make_tiny
 from kitae.observe import timeline
 from kitae.observe.observer import Silent

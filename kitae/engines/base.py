@@ -1,5 +1,6 @@
 """The engine seam: everything that turns prompts into sampled tokens implements `Engine`."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -61,7 +62,7 @@ class Request:
     where there are several engines. `seed` names the random stream: the same seed draws the same numbers whatever else
     is in the batch (the logits may differ by rounding). `id` must be unique among the requests in flight; it is what
     `abort` takes. `prior` is what a suspended request had sampled: it is continued, not sampled again, and counts
-    towards max_tokens. `thread` names a conversation: the prompt of its next request begins with this one and its
+    towards max_tokens. `session` names a conversation: the prompt of its next request begins with this one and its
     completion, so an engine may keep what it computed until then. `experts_from`: the first position whose experts
     the caller wants to know, where a mixture of experts is sampled from; None: of none. `told`: of these, what is
     known of a suspended
@@ -74,9 +75,15 @@ class Request:
     seed: int
     share: str = ""
     prior: Sampled = field(default_factory=Sampled)
-    thread: str = ""
+    session: str = ""
     experts_from: int | None = None
     told: ExpertArray | None = field(default=None, compare=False, repr=False)
+
+
+def stream_seed(*parts: object) -> int:
+    """A 63-bit `Request.seed` made from any printable parts: `stream_seed(run_seed, "train", 17, 3)`."""
+    text = "\0".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True, slots=True)

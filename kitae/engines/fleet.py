@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MOST_THREADS = 100_000  # that are remembered
+_MOST_SESSIONS = 100_000  # that are remembered
 _FAREWELLS, _MOMENT = 100, 0.05  # times, and seconds between them, that an engine which leaves is asked to suspend
 
 log = logging.getLogger("kitae")
@@ -54,7 +54,7 @@ class Fleet:
     """Implements `kitae.engines.base.Engine` over `engines`, which all share the trainer's weights or none does.
 
     A request goes to the engine that has the fewest; but requests with the same share key go where the first of them
-    went while any of them is in flight, so that their prompt is computed once, and those of a thread where its last one
+    went while any of them is in flight, so that their prompt is computed once, and those of a session where its last
     went. `busy_seconds` of its stats is the mean of the engines that there were, so that it is a share of the time that
     passed; other counters are sums, over engines that have left too. It can do what all of those can that it begins
     with. An update goes to all at the same time; if it reaches some damaged, those stand still and it must be repeated.
@@ -81,7 +81,7 @@ class Fleet:
         self._homes: dict[str, _Member] = {}  # where requests with a share key go
         self._sharing: Counter[str] = Counter()
         self._stays: dict[str, _Stay] = {}
-        self._threads: OrderedDict[str, _Member] = OrderedDict()  # where the last request of a thread went
+        self._sessions: OrderedDict[str, _Member] = OrderedDict()  # where the last request of a session went
         self._past = EngineStats(engines[0].stats().version, 0, 0, 0, 0, 0, 0, 0.0)  # of engines that are gone
         self._last_loss = ""
         self._paused = self._closed = False
@@ -132,8 +132,8 @@ class Fleet:
         self._past = _add(self._past, stats)
         self._members.remove(member)
         self._homes = {key: home for key, home in self._homes.items() if home is not member}
-        for thread in [thread for thread, home in self._threads.items() if home is member]:
-            del self._threads[thread]
+        for session in [session for session, home in self._sessions.items() if home is member]:
+            del self._sessions[session]
 
     def _lose(self, member: _Member, why: str) -> None:
         """Once for each engine, whoever notices first."""
@@ -222,13 +222,13 @@ class Fleet:
             raise EngineError("the engine was closed")
 
     def _choose(self, request: Request, key: str) -> _Member:
-        known = self._threads.pop(request.thread, None)
+        known = self._sessions.pop(request.session, None)
         member = self._homes.get(key) or known or min(self._members, key=lambda member: member.load)
         self._homes[key] = member
-        if request.thread:
-            self._threads[request.thread] = member
-            if len(self._threads) > _MOST_THREADS:
-                self._threads.popitem(last=False)
+        if request.session:
+            self._sessions[request.session] = member
+            if len(self._sessions) > _MOST_SESSIONS:
+                self._sessions.popitem(last=False)
         return member
 
     async def update_weights(self, update: WeightUpdate) -> int:

@@ -8,8 +8,7 @@ from dataclasses import replace
 from itertools import count
 
 from kitae.data.chat import Chat
-from kitae.engines.base import Request, Sampled, SamplingParams
-from kitae.engines.native.sampler import stream_seed
+from kitae.engines.base import Request, Sampled, SamplingParams, stream_seed
 from kitae.envs.base import Agent, Outcome
 from kitae.envs.conversations import Place, Threads
 from kitae.envs.episode_context import (
@@ -254,7 +253,7 @@ class AgentEpisode:
             sampling=sampling,
             seed=seed,
             share=f"{on.label}/{self._group}" if not self._turns else "",
-            thread=f"{on.label}/{self._group}/{self._index}/{place.thread.number}",
+            session=f"{on.label}/{self._group}/{self._index}/{place.thread.number}",
             experts_from=on.experts_from(place.thread.chain(), self._index),
         )
         with on.waiting("the engine", request.id):

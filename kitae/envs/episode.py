@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from kitae.data.chat import as_message
-from kitae.engines.base import Completion, Request, Sampled
-from kitae.engines.native.sampler import stream_seed
+from kitae.engines.base import Completion, Request, Sampled, stream_seed
 from kitae.envs.base import Environment, Observation, Opening
 from kitae.envs.episode_context import (
     EpisodeContext,
@@ -182,7 +181,7 @@ class Episode:
             seed=stream_seed(on.seed, on.label, self._group, self._index, number),
             share=f"{on.label}/{self._group}" if not number else "",
             prior=prior,
-            thread=f"{on.label}/{self._group}/{self._index}" if on.limits.turns > 1 else "",
+            session=f"{on.label}/{self._group}/{self._index}" if on.limits.turns > 1 else "",
             experts_from=on.experts_from(self._chain, self._index),
             told=told,
         )

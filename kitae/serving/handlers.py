@@ -13,8 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kitae.engines.base import Sampled
-from kitae.engines.native.sampler import stream_seed
+from kitae.engines.base import Sampled, stream_seed
 from kitae.serving.admission import Places
 from kitae.serving.base import Answer, Ask, Heard, Model
 from kitae.serving.fields import Fields

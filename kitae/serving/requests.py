@@ -13,8 +13,7 @@ from typing import Any, Literal
 from kitae.data.chat import Chat, text_of
 from kitae.data.data_files import clip
 from kitae.data.messages import read_message, read_tools
-from kitae.engines.base import SamplingParams
-from kitae.engines.native.sampler import stream_seed
+from kitae.engines.base import SamplingParams, stream_seed
 from kitae.errors import DataError
 from kitae.serving.base import Ask
 from kitae.serving.fields import Fields

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kitae.engines.base import SamplingParams
+from kitae.engines.base import SamplingParams, stream_seed
 from kitae.engines.native import sampler
 from kitae.engines.native.page_cache import Pages
 from kitae.models.attention_seam import causal_mask, masked_attention
@@ -370,7 +370,7 @@ def test_sampling_inverts_the_distribution(vocabulary: int, dtype: torch.dtype) 
     count = 64
     logits = (torch.randn(count, vocabulary, device="cuda") * 3).to(dtype)
     temperatures = [(1.0, 0.7, 0.0, 1.3)[i % 4] for i in range(count)]
-    seeds = [sampler.stream_seed("x", i) for i in range(count)]
+    seeds = [stream_seed("x", i) for i in range(count)]
     state = torch.full((count, decoding.COLUMNS), -1, dtype=torch.int64)
     inverse = np.array([1 / t if t else 0 for t in temperatures], dtype=np.float32).view(np.int32).astype(np.int64)
     state[:, decoding.LENGTH], state[:, decoding.COUNT], state[:, decoding.LIMIT] = 5, torch.arange(count), count

@@ -338,7 +338,7 @@ class NativeEngine:
         self.scheduler.forget_prefixes()
         if update.recompute:
             self.scheduler.preempt_all(again=True)
-            self.scheduler.forget_threads()
+            self.scheduler.forget_sessions()
         return self.version
 
     def _set_paused(self, paused: bool) -> None:
@@ -356,7 +356,7 @@ class NativeEngine:
         """What is in flight waits without pages: in the memory of the host, or it is computed again."""
         self.scheduler.preempt_all(again=False)
         self.scheduler.forget_prefixes()
-        self.scheduler.forget_threads()
+        self.scheduler.forget_sessions()
         self.runner = ModelRunner(self.policy, self.cache, fast=False)  # holds none of its memory
         self.cache.free()
 

@@ -6,8 +6,6 @@ round differently in batches of different size: in fp32 the same tokens come out
 otherwise, unless the policy is exact.
 """
 
-import hashlib
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,12 +13,6 @@ from torch import Tensor
 from kitae.engines.base import SamplingParams
 from kitae.kernels.base import DecodingKernels
 from kitae.kernels.devices import training_kernels
-
-
-def stream_seed(*parts: object) -> int:
-    """A 63-bit seed from any printable parts: `stream_seed(run_seed, "train", 17, 3)`."""
-    text = "\0".join(str(part) for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def uniforms(seeds: list[int], positions: list[int]) -> Tensor:

@@ -6,8 +6,8 @@ its pages back and waits in front of the queue; its random stream is a function 
 exactly where it was. What its own pages held is stowed in the memory of the host while there is room, and copied
 back when it is admitted; otherwise it is computed again.
 
-What was computed for a thread is kept after its answer, as long as nobody needs the pages: its next request computes
-only what is new. Pages that are kept so are the first to go, those of the thread that waits longest before others.
+What was computed for a session is kept after its answer, as long as nobody needs the pages: its next request computes
+only what is new. Pages that are kept so are the first to go, those of the session that waits longest before others.
 """
 
 from collections import OrderedDict, deque
@@ -57,7 +57,7 @@ class Scheduler:
         self.running: list[Decoding] = []
         self.prefixes: dict[PrefixKey, Prefix] = {}
         self.users: dict[PrefixKey, int] = {}
-        self.leases: OrderedDict[str, Lease] = OrderedDict()  # by thread, the oldest first
+        self.leases: OrderedDict[str, Lease] = OrderedDict()  # by session, the oldest first
         self.prompt_tokens = 0
         self.prompt_tokens_shared = 0
         self.preemptions = 0
@@ -111,7 +111,7 @@ class Scheduler:
         if admission.any and admission.tokens + work > self.prefill_tokens:
             return False
         if prefix is None:
-            self.leases.pop(sequence.request.thread, None)
+            self.leases.pop(sequence.request.session, None)
             prefix = Prefix(sequence.key, kept.pages + self.pool.take(prompt), len(kept.tokens))
             self.prefixes[sequence.key] = prefix
             admission.prefixes.append(prefix)
@@ -200,12 +200,12 @@ class Scheduler:
         )
 
     def remove(self, sequence: Decoding, *, keep: bool = False) -> None:
-        """Forget a finished, failed or aborted sequence; `keep` what was computed of it for its thread."""
+        """Forget a finished, failed or aborted sequence; `keep` what was computed of it for its session."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
             self.waiting.remove(sequence)
-        if keep and sequence.request.thread and sequence.pages:
+        if keep and sequence.request.session and sequence.pages:
             self._keep(sequence)
         self._release_pages(sequence)
         self.forget_stowed(sequence)
@@ -217,30 +217,32 @@ class Scheduler:
     def _keep(self, sequence: Decoding) -> None:
         tokens = (*sequence.request.prompt_tokens, *sequence.tokens)[: sequence.cached]
         held = self._pages(len(tokens))
-        self._drop_lease(thread=sequence.request.thread)
-        self.leases[sequence.request.thread] = Lease(tokens, sequence.pages[:held])
+        self._drop_lease(session=sequence.request.session)
+        self.leases[sequence.request.session] = Lease(tokens, sequence.pages[:held])
         sequence.pages = sequence.pages[held:]
 
     def _lease_of(self, sequence: Decoding) -> Lease | None:
-        """What is kept for the thread of a request, where that goes on with it."""
-        thread, prompt = sequence.request.thread, sequence.request.prompt_tokens
-        lease = self.leases.get(thread)
+        """What is kept for the session of a request, where that goes on with it."""
+        session, prompt = sequence.request.session, sequence.request.prompt_tokens
+        lease = self.leases.get(session)
         if lease is None:
             return None
         if len(lease.tokens) < len(prompt) and prompt[: len(lease.tokens)] == lease.tokens:
             return lease
-        self._drop_lease(thread=thread)
+        self._drop_lease(session=session)
         return None
 
-    def _drop_lease(self, *, thread: str | None = None, but: Lease | None = None) -> bool:
-        """Free what is kept of a thread, or of the one that waits longest; whether there was any."""
-        found = next((name for name, lease in self.leases.items() if lease is not but and thread in (None, name)), None)
+    def _drop_lease(self, *, session: str | None = None, but: Lease | None = None) -> bool:
+        """Free what is kept of a session, or of the one that waits longest; whether there was any."""
+        found = next(
+            (name for name, lease in self.leases.items() if lease is not but and session in (None, name)), None
+        )
         if found is None:
             return False
         self.pool.release(self.leases.pop(found).pages)
         return True
 
-    def forget_threads(self) -> None:
+    def forget_sessions(self) -> None:
         while self._drop_lease():
             pass
 

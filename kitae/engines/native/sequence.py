@@ -32,7 +32,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What is kept of a thread until its next request: tokens, and the pages that hold them."""
+    """What is kept of a session until its next request: tokens, and the pages that hold them."""
 
     tokens: tuple[int, ...]
     pages: list[int]

@@ -28,7 +28,7 @@ def kept(folder: Path, stretches: tuple[Stretch, ...], versions: Runs) -> Sample
 
 
 def pack_request(number: int, request: Request) -> bytes:
-    names = {"id": request.id, "share": request.share, "thread": request.thread}
+    names = {"id": request.id, "share": request.share, "session": request.session}
     header = {"generate": number, **names, "seed": request.seed, "sampling": asdict(request.sampling)}
     header["experts_from"] = request.experts_from
     place, arrays = _parts(request.prior)
@@ -57,7 +57,7 @@ def request_of(frame: Frame) -> Request:
         sampling=SamplingParams(**sampling),
         seed=frame.header["seed"],
         share=frame.header["share"],
-        thread=frame.header["thread"],
+        session=frame.header["session"],
         prior=sampled_of(frame),
         experts_from=frame.header["experts_from"],
         told=experts_of(frame),

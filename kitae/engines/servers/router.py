@@ -27,7 +27,7 @@ from kitae.workers.connection import Deadlines
 
 _WORTH_NOTING = 64  # tokens of an attempt after which the ledger is told
 _INSIST = 0.25  # seconds after which a server is told again to abort a request: it may not have known it yet
-_MOST_REMEMBERED = 100_000  # threads, and rollouts
+_MOST_REMEMBERED = 100_000  # sessions, and rollouts
 
 
 class Traffic:
@@ -47,7 +47,7 @@ class Traffic:
         self._limits = limits
         self._decode = decode
         self._attempts: set[Attempt] = set()
-        self._threads: OrderedDict[str, Peer] = OrderedDict()  # who had the last request of a thread
+        self._sessions: OrderedDict[str, Peer] = OrderedDict()  # who had the last request of a session
         self._answered: OrderedDict[str, frozenset[str]] = OrderedDict()  # by whom, see `sources`
         self._names = itertools.count()
         self._prefix = secrets.token_hex(4)  # others may use the same server
@@ -83,19 +83,19 @@ class Traffic:
                 self._send(flight, peer)
 
     def _choose(self, request: Request) -> Peer | None:
-        """Where requests with its share key are, or the last one of its thread was, or who has the fewest."""
+        """Where requests with its share key are, or the last one of its session was, or who has the fewest."""
         peers = [peer for peer in self._roster.peers if not peer.shut]
         if not peers:
             return None
         sharing = [peer for peer in peers if request.share and peer.sharing[request.share]]
-        thread = self._threads.pop(request.thread, None)
+        session = self._sessions.pop(request.session, None)
         if sharing:
             found = sharing[0]
         else:
-            found = thread if thread in peers else min(peers, key=lambda peer: peer.sharing.total())
-        if request.thread:
-            self._threads[request.thread] = found
-            _shorten(self._threads)
+            found = session if session in peers else min(peers, key=lambda peer: peer.sharing.total())
+        if request.session:
+            self._sessions[request.session] = found
+            _shorten(self._sessions)
         return found
 
     def _send(self, flight: Flight[Attempt], peer: Peer) -> None:

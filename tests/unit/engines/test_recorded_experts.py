@@ -244,7 +244,7 @@ def test_turns_of_a_thread(memory_gb: float | None, tiny_policy: TinyPolicy) -> 
         for turn in range(4):
             sampling = SamplingParams(max_tokens=rng.randrange(1, 20))
             request = Request(
-                f"{name}/{turn}", chain.tokens, sampling, rng.getrandbits(40), thread=name, experts_from=chain.unrouted
+                f"{name}/{turn}", chain.tokens, sampling, rng.getrandbits(40), session=name, experts_from=chain.unrouted
             )
             done = await engine.generate(request)
             assert_recorded(policy, request, done)

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kitae.engines.base import SamplingParams
-from kitae.engines.native.sampler import sample, stream_seed, uniforms
+from kitae.engines.base import SamplingParams, stream_seed
+from kitae.engines.native.sampler import sample, uniforms
 from kitae.kernels.base import DecodingKernels
 from kitae.kernels.devices import decoding_kernels
 

@@ -45,12 +45,12 @@ class Machine:
 
     def add(self) -> None:
         rng, limit = self.rng, self.rng.randrange(1, 40)
-        thread, prompt = rng.choice(["", "", "a", "b"]), rng.choice(self.prompts)
-        if thread in self.said and rng.random() < 0.7:
-            prompt = self.said[thread] + self.some(rng.randrange(1, 5))
+        session, prompt = rng.choice(["", "", "a", "b"]), rng.choice(self.prompts)
+        if session in self.said and rng.random() < 0.7:
+            prompt = self.said[session] + self.some(rng.randrange(1, 5))
         prior = self.some(rng.randrange(limit)) if rng.random() < 0.3 else ()
         request = Request(
-            str(self.asked), prompt, SamplingParams(max_tokens=limit), 0, share=rng.choice(["", "x"]), thread=thread
+            str(self.asked), prompt, SamplingParams(max_tokens=limit), 0, share=rng.choice(["", "x"]), session=session
         )
         none = [0] * len(prior)
         sequence = Decoding(request, 0, limit, self.done, list(prior), [0.0 for _ in none], none)
@@ -95,7 +95,7 @@ class Machine:
         for s in sequences:
             s.tokens.append(self.rng.randrange(1000))
             if len(s.tokens) >= s.limit or self.rng.random() < 0.02:
-                self.said[s.request.thread] = self.tokens(s)
+                self.said[s.request.session] = self.tokens(s)
                 self.scheduler.remove(s, keep=True)
                 s.done(None)
 
@@ -109,7 +109,7 @@ class Machine:
         self.scheduler.forget_prefixes()
         if self.rng.random() < 0.5:
             self.scheduler.preempt_all(again=True)
-            self.scheduler.forget_threads()
+            self.scheduler.forget_sessions()
             self.epoch += 1
 
     def pause(self) -> None:
@@ -117,7 +117,7 @@ class Machine:
         if self.paused:
             self.scheduler.preempt_all(again=False)
             self.scheduler.forget_prefixes()
-            self.scheduler.forget_threads()
+            self.scheduler.forget_sessions()
             assert self.pool.free == self.pool.total
             self.pages.clear()
 
@@ -141,6 +141,6 @@ def test_a_sequence_reads_its_own_tokens_and_all_comes_back(seed: int) -> None:
     machine.paused = False
     while not machine.scheduler.idle:
         machine.step()
-    machine.scheduler.forget_threads()
+    machine.scheduler.forget_sessions()
     assert machine.ended == machine.asked
     assert machine.pool.free == machine.pool.total and machine.scheduler.host_pages == machine.host

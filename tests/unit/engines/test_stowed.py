@@ -98,7 +98,7 @@ def test_any_room_gives_the_same_answers(
         for i, (request, task) in enumerate(zip(requests, tasks, strict=True)):
             done = await task
             assert i in aborted or done.tokens == alone[request.id][0]
-        engine.scheduler.forget_threads()
+        engine.scheduler.forget_sessions()
         assert engine.scheduler.pool.free == engine.scheduler.pool.total
         assert engine.scheduler.host_pages == int(sizes["host_memory_gb"] * 2**30 // engine.cache.page_bytes)
 

@@ -103,7 +103,7 @@ def test_a_conversation_is_one_chain_that_only_grows() -> None:
         assert later.prompt_tokens[: len(said)] == said
     check_each_token_once(rollout, engine.requests, engine.answers)
     assert [m.role for m in rollout.transcript] == ["user", "assistant"] * 3
-    assert len({r.thread for r in engine.requests}) == 1 and engine.requests[0].thread
+    assert len({r.session for r in engine.requests}) == 1 and engine.requests[0].session
 
 
 def test_a_rewritten_history_is_a_chain_of_its_own() -> None:

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from talk import PROMPT, SAMPLING, STOP, Engine, Fickle, Recorder, Tokenizer, check_requests, check_tokens, talks
 
 from kitae.data.chat import Chat
-from kitae.engines.base import Completion, Request
-from kitae.engines.native.sampler import stream_seed
+from kitae.engines.base import Completion, Request, stream_seed
 from kitae.envs.base import EpisodeLimits, Observation, Opening
 from kitae.envs.episode import Episode
 from kitae.envs.episode_context import Suspended

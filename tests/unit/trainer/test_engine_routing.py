@@ -65,7 +65,7 @@ def sampled(policy: Policy, turns: int = 1, seed: int = 0) -> list[Group]:
                 SamplingParams(max_tokens=8 + index),
                 rng.getrandbits(40),
                 share="" if turn else f"{group}",
-                thread=f"{group}/{index}",
+                session=f"{group}/{index}",
                 experts_from=chain.unrouted,
             )
             done = await engine.generate(request)

@@ -1,4 +1,4 @@
-"""Requests of one thread: what was computed is kept, and whether it was changes nothing but the work."""
+"""Requests of one session: what was computed is kept, and whether it was changes nothing but the work."""
 
 import asyncio
 import random
@@ -21,30 +21,30 @@ from kitae.models.tiny import ARCHITECTURES
 TinyPolicy = Callable[..., Policy]
 
 
-async def talk(engine: Any, name: str, turns: int, rng: random.Random, thread: bool) -> list[Completion]:
+async def talk(engine: Any, name: str, turns: int, rng: random.Random, session: bool) -> list[Completion]:
     """A conversation: after each answer something is added, and all of it is the next prompt."""
     context = tuple(rng.randrange(3, 250) for _ in range(rng.randrange(1, 40)))
     said = []
     for number in range(turns):
         sampling = SamplingParams(max_tokens=rng.randrange(1, 30))
-        request = Request(f"{name}/{number}", context, sampling, rng.getrandbits(40), thread=name if thread else "")
+        request = Request(f"{name}/{number}", context, sampling, rng.getrandbits(40), session=name if session else "")
         done = await engine.generate(request)
         said.append(done)
         context += done.tokens + tuple(rng.randrange(3, 250) for _ in range(rng.randrange(0, 20)))
     return said
 
 
-def talks(policy: Policy, seed: int, count: int, turns: int, thread: bool, **config: Any) -> tuple[list[Any], int]:
+def talks(policy: Policy, seed: int, count: int, turns: int, session: bool, **config: Any) -> tuple[list[Any], int]:
     async def run() -> tuple[list[Any], int]:
         engine = NativeEngine(policy, EngineConfig(**{"memory_gb": 0.01, **config}))
         try:
             found = await asyncio.gather(
-                *(talk(engine, f"t{i}", turns, random.Random(f"{seed}/{i}"), thread) for i in range(count))
+                *(talk(engine, f"t{i}", turns, random.Random(f"{seed}/{i}"), session) for i in range(count))
             )
             scheduler = engine.scheduler
-            assert scheduler.idle and (thread or not scheduler.leases)
+            assert scheduler.idle and (session or not scheduler.leases)
             computed = engine.stats().prompt_tokens
-            scheduler.forget_threads()
+            scheduler.forget_sessions()
             assert scheduler.pool.free == scheduler.pool.total, "pages leaked"
             return found, computed
         finally:
@@ -66,8 +66,8 @@ def test_a_kept_cache_gives_the_same_answers_for_less_work(
     architecture: str, fast: bool, tiny_policy: TinyPolicy
 ) -> None:
     policy = tiny_policy(architecture)
-    expected, all_of_it = talks(policy, 1, 3, 4, thread=False, fast=fast, page_size=8)
-    found, computed = talks(policy, 1, 3, 4, thread=True, fast=fast, page_size=8)
+    expected, all_of_it = talks(policy, 1, 3, 4, session=False, fast=fast, page_size=8)
+    found, computed = talks(policy, 1, 3, 4, session=True, fast=fast, page_size=8)
     assert_same(found, expected)
     assert computed < 0.6 * all_of_it
 
@@ -83,9 +83,9 @@ def test_a_crowded_cache_gives_the_same_answers(
     seed: int, page_size: int, tokens: int, max_batch: int, tiny_policy: TinyPolicy
 ) -> None:
     policy = tiny_policy("llama")
-    expected, _ = talks(policy, seed, 5, 4, thread=False)
+    expected, _ = talks(policy, seed, 5, 4, session=False)
     size = {"page_size": page_size, "memory_gb": pages_gb(policy, -(-tokens // page_size) + 2, page_size)}
-    found, _ = talks(policy, seed, 5, 4, thread=True, max_batch=max_batch, **size)
+    found, _ = talks(policy, seed, 5, 4, session=True, max_batch=max_batch, **size)
     assert_same(found, expected)
 
 
@@ -93,13 +93,13 @@ def test_what_does_not_go_on_with_a_thread_is_computed_anew(tiny_policy: TinyPol
     async def run() -> None:
         engine = NativeEngine(tiny_policy(), EngineConfig(memory_gb=0.01, page_size=8))
         prompt, sampling = tuple(range(3, 40)), SamplingParams(max_tokens=4)
-        first = await engine.generate(Request("a", prompt, sampling, 1, thread="t"))
+        first = await engine.generate(Request("a", prompt, sampling, 1, session="t"))
         other = (*prompt[:-1], 200)
         for id, context in (("b", prompt), ("c", other), ("d", (*other, 7)), ("e", (*prompt, *first.tokens))):
             plain = await engine.generate(Request(f"{id}/plain", context, sampling, 2))
-            threaded = await engine.generate(Request(id, context, sampling, 2, thread="t"))
-            assert threaded.tokens == plain.tokens
-        engine.scheduler.forget_threads()
+            in_session = await engine.generate(Request(id, context, sampling, 2, session="t"))
+            assert in_session.tokens == plain.tokens
+        engine.scheduler.forget_sessions()
         assert engine.scheduler.pool.free == engine.scheduler.pool.total
         await engine.close()
 
@@ -107,15 +107,15 @@ def test_what_does_not_go_on_with_a_thread_is_computed_anew(tiny_policy: TinyPol
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_new_weights_forget_threads_where_all_is_computed_again(recompute: bool, tiny_policy: TinyPolicy) -> None:
+def test_new_weights_forget_sessions_where_all_is_computed_again(recompute: bool, tiny_policy: TinyPolicy) -> None:
     async def run() -> int:
         engine = NativeEngine(tiny_policy(), EngineConfig(memory_gb=0.01))
         prompt = tuple(range(3, 40))
-        done = await engine.generate(Request("a", prompt, SamplingParams(max_tokens=4), 1, thread="t"))
+        done = await engine.generate(Request("a", prompt, SamplingParams(max_tokens=4), 1, session="t"))
         await engine.update_weights(WeightUpdate(1, recompute=recompute))
         before = engine.stats().prompt_tokens
         after = (*prompt, *done.tokens, 9)
-        await engine.generate(Request("b", after, SamplingParams(max_tokens=4), 1, thread="t"))
+        await engine.generate(Request("b", after, SamplingParams(max_tokens=4), 1, session="t"))
         await engine.close()
         return engine.stats().prompt_tokens - before
 
@@ -125,8 +125,8 @@ def test_new_weights_forget_threads_where_all_is_computed_again(recompute: bool,
 def test_a_fleet_sends_a_thread_where_it_was() -> None:
     async def run() -> None:
         homes = list[str]()
-        fleet = Fleet([FakeEngine(lambda r, i=i: homes.append(f"{r.thread}{i}") or [1]) for i in range(3)])
-        asked = [Request(f"{n}/{t}", (1,), SamplingParams(max_tokens=1), 0, thread=t) for n in range(4) for t in "abc"]
+        fleet = Fleet([FakeEngine(lambda r, i=i: homes.append(f"{r.session}{i}") or [1]) for i in range(3)])
+        asked = [Request(f"{n}/{t}", (1,), SamplingParams(max_tokens=1), 0, session=t) for n in range(4) for t in "abc"]
         await asyncio.gather(*(fleet.generate(r) for r in asked[:3]))
         for request in asked[3:]:
             await fleet.generate(request)
