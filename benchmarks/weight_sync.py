@@ -1,7 +1,7 @@
 """What a weight update to engines in other processes costs: everything, against the bf16 values that changed.
 
     python benchmarks/weight_sync.py [--model smollm2-135m] [--rates 1e-6 1e-5 2e-5] [--steps 4] [--engines 1]
-    python benchmarks/weight_sync.py --transports memory file http relay broadcast [ipc] [--engines 2]
+    python benchmarks/weight_sync.py --transports memory file http broadcast [ipc] [--engines 2]
 
 For each learning rate: GRPO steps with AdamW on the model's own samples, with random rewards. After every step the
 weights are published twice, in full and as a delta, each for engine processes of its own. Bytes are those published:
@@ -11,7 +11,7 @@ that follow.
 
 With --transports: each of them in turn carries the model's weights to receivers in processes of their own, in full and,
 with 2 % of the values changed, as a delta. Seconds are the middle ones of five updates: of publishing, and until the
-last receiver has loaded and summed up everything. ipc needs a GPU. Relays: one, on this machine.
+last receiver has loaded and summed up everything. ipc needs a GPU.
 """
 
 import argparse
@@ -21,8 +21,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -41,7 +39,6 @@ from kitae.trainer.training_worker import Worker
 from kitae.types import Group, Message, Prompt, Rollout, Score, Segment
 from kitae.weights.base import Address, Manifest, Mode
 from kitae.weights.probe import score_probe
-from kitae.weights.relay_server import Relay
 from kitae.weights.shared_memory import MemoryPublisher
 from kitae.weights.transports import PUBLISHERS, make_publisher, make_receiver
 
@@ -162,39 +159,33 @@ def compare(model: str, kinds: Sequence[str], engines: int, device: str) -> None
 
 def time_transport(kind: str, mode: Mode, tensors: dict[str, Tensor], engines: int) -> str:
     publisher: Any = make_publisher(kind, mode)
-    with TemporaryDirectory() as folder:
-        relay = Relay([publisher.url], publisher.secret, Path(folder)) if kind == "relay" else None
-        if relay is not None:
-            publisher.relays = (relay.url,)
-        context = multiprocessing.get_context("spawn")
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        device = next(iter(tensors.values())).device.type
-        pipes, processes = [], []
-        for _ in range(engines):
-            ours, theirs = context.Pipe()
-            setup = (theirs, publisher.address.kind, dict(publisher.address.settings), shapes, device)
-            processes.append(context.Process(target=receive, args=setup, daemon=True))
-            processes[-1].start()
-            pipes.append(ours)
+    context = multiprocessing.get_context("spawn")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    device = next(iter(tensors.values())).device.type
+    pipes, processes = [], []
+    for _ in range(engines):
+        ours, theirs = context.Pipe()
+        setup = (theirs, publisher.address.kind, dict(publisher.address.settings), shapes, device)
+        processes.append(context.Process(target=receive, args=setup, daemon=True))
+        processes[-1].start()
+        pipes.append(ours)
+    for pipe in pipes:
+        pipe.recv()
+    times, manifest = [], None
+    for version in range(6):
+        manifest = publisher.publish(version, tensors)
+        began = time.perf_counter()
         for pipe in pipes:
-            pipe.recv()
-        times, manifest = [], None
-        for version in range(6):
-            manifest = publisher.publish(version, tensors)
-            began = time.perf_counter()
-            for pipe in pipes:
-                pipe.send(manifest.record())
-            assert all(pipe.recv() == () for pipe in pipes), "whole"
-            times.append((manifest.seconds, time.perf_counter() - began))
-            for tensor in tensors.values():
-                tensor.view(-1)[version::50] *= -1
-        for pipe in pipes:
-            pipe.send(None)
-        for process in processes:
-            process.join()
-        if relay is not None:
-            relay.close()
-        publisher.close()
+            pipe.send(manifest.record())
+        assert all(pipe.recv() == () for pipe in pipes), "whole"
+        times.append((manifest.seconds, time.perf_counter() - began))
+        for tensor in tensors.values():
+            tensor.view(-1)[version::50] *= -1
+    for pipe in pipes:
+        pipe.send(None)
+    for process in processes:
+        process.join()
+    publisher.close()
     assert manifest is not None
     publish, load = (sorted(seconds)[2] for seconds in zip(*times[1:], strict=True))
     return (

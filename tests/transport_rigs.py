@@ -5,7 +5,6 @@ import json
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -22,16 +21,15 @@ from kitae.weights.file_transport import FilePublisher
 from kitae.weights.http_transport import HttpPublisher
 from kitae.weights.ipc import IpcPublisher, IpcReceiver
 from kitae.weights.publisher import ShelfPublisher
-from kitae.weights.relay_server import Relay, RelayPublisher
 from kitae.weights.shared_memory import MemoryPublisher
 from kitae.weights.stores import FolderStore, HeapStore, NamedShelf
 from kitae.weights.transports import make_receiver
 
-KINDS = ("memory", "file", "http", "relay", "broadcast", "ipc")
+KINDS = ("memory", "file", "http", "broadcast", "ipc")
 DELTAS = tuple(kind for kind in KINDS if kind != "ipc")
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 LIMIT = 1024  # bytes of a bucket: the small tensors share one, the large ones have several
-HASTE = Haste(silence=5.0, rate=1e6, connections=3)
+HASTE = Haste(silence=5.0, connections=3)
 
 
 def weights(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
@@ -82,32 +80,18 @@ class Rig:
     def __init__(self, kind: str, folder: Path, mode: Mode = "delta", limit: int = LIMIT, **settings: Any) -> None:
         self.kind = kind
         self.mode: Mode = "full" if kind == "ipc" else mode
-        self.relays: list[Relay] = []
         self.loaded: list[dict[str, Tensor]] = []
         self.receivers: list[Any] = []
-        self._folder = folder
-        self._settled: Manifest | None = None
         make: dict[str, Callable[[], ShelfPublisher]] = {
             "memory": lambda: MemoryPublisher(self.mode, limit=limit),
             "ipc": lambda: IpcPublisher(self.mode, memory=HostMemory(), limit=limit),
             "file": lambda: FilePublisher(self.mode, folder=folder / "shared", limit=limit, patience=0.2),
             "http": lambda: HttpPublisher(self.mode, haste=HASTE, limit=limit),
-            "relay": lambda: RelayPublisher(self.mode, haste=HASTE, limit=limit),
             "broadcast": lambda: BroadcastPublisher(
                 self.mode, haste=HASTE, limit=limit, **{"patience": 5.0, "deadline": 10.0, **settings}
             ),
         }
         self.publisher: Any = make[kind]()
-        if kind == "relay":
-            self.add_relay()
-
-    def add_relay(self, *parents: str) -> Relay:
-        number = len(self.relays)
-        sources = [*parents, self.publisher.url]
-        relay = Relay(sources, self.publisher.secret, self._folder / f"relay-{number}", haste=HASTE)
-        self.relays.append(relay)
-        self.publisher.relays = tuple(relay.url for relay in self.relays)
-        return relay
 
     def join(self, parameters: dict[str, Tensor]) -> Receiver:
         address = self.publisher.address
@@ -151,23 +135,9 @@ class Rig:
     def close(self) -> None:
         for receiver in self.receivers:
             receiver.close()
-        for relay in self.relays:
-            relay.close()
         self.publisher.close()
 
-    # Damage, where the publisher keeps what it has published, and in relays that have it too.
-
-    def settle(self, manifest: Manifest) -> None:
-        """Wait, once, until relays have what they take by themselves."""
-        if self._settled == manifest:
-            return
-        self._settled = manifest
-        eager = {chunk.name for chunk in delta_chunks(manifest) or image_chunks(manifest)}
-        for relay in self.relays:
-            deadline = time.monotonic() + 20
-            while any(relay.store.get(name) is None for name in eager):
-                assert time.monotonic() < deadline, "a relay does not follow"
-                time.sleep(0.01)
+    # Damage, where the publisher keeps what it has published.
 
     def flip(self, manifest: Manifest, number: int, *, delta: bool = False, offset: int = 0) -> None:
         data = self._bytes(manifest, number, delta)
@@ -184,10 +154,8 @@ class Rig:
             self._replace(manifest, number, delta, data)
 
     def lose(self, manifest: Manifest, number: int, *, delta: bool = False) -> None:
-        self.settle(manifest)
         if isinstance(self.publisher.shelf, NamedShelf):
-            for store in (self.publisher.shelf.store, *(relay.store for relay in self.relays)):
-                lose(store, self._name(manifest, number, delta))
+            lose(self.publisher.shelf.store, self._name(manifest, number, delta))
         else:
             self._replace(manifest, number, delta, torch.zeros_like(self._bytes(manifest, number, delta)))
 
@@ -212,13 +180,8 @@ class Rig:
 
     def _replace(self, manifest: Manifest, number: int, delta: bool, data: Tensor) -> None:
         shelf = self.publisher.shelf
-        self.settle(manifest)
         if isinstance(shelf, NamedShelf):
-            name = self._name(manifest, number, delta)
-            shelf.store.put(name, data)
-            for relay in self.relays:
-                if relay.store.get(name) is not None:
-                    relay.store.put(name, data)
+            shelf.store.put(self._name(manifest, number, delta), data)
         else:
             (self._delta_view(manifest, number) if delta else shelf.read(number)).copy_(data)
 

@@ -30,7 +30,7 @@ def _weights(found: "Sequence[Projection]") -> str:
     )
 
 
-_TRANSPORTS = ("memory", "http", "relay", "broadcast", "files")
+_TRANSPORTS = ("memory", "http", "broadcast", "files")
 
 
 def _way(way: "Delivery | None") -> str:

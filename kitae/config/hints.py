@@ -97,6 +97,7 @@ _REASONS = {
     "fp16 load_in_4bit load_in_8bit quantization": "weights are bfloat16 or float32",
     "push_to_hub hub_model_id": "the trained model is the folder RUN/model",
     "reward_model reward_pretrain": "a reward model is a verifier: verifier.name='reward_model'",
+    "relays": "engines fetch weights from the trainer itself: cluster.transport",
     "optim optimizer": "the optimizer is AdamW",
     "max_prompt_length prompt_max_len": "prompts may be as long as the model's context",
 }

@@ -16,7 +16,7 @@ from kitae.models.facts import ModelFacts
 from kitae.models.policy import Policy
 from kitae.observe.observer import Observer
 from kitae.rl.weight_sync import WeightSync
-from kitae.run.weight_transport import opened_board
+from kitae.run.weight_transport import open_board
 from kitae.store.columns import FOLDER
 from kitae.trainer.base import Trainer
 from kitae.trainer.learner import Learner
@@ -69,7 +69,7 @@ async def start_serving(
     run."""
     trainer, board = learning.trainer, None
     if config.engine.kind != "native":
-        board = await stack.enter_async_context(opened_board(config, trainer, cluster, folder / "weights"))
+        board = await open_board(config, trainer, cluster, folder / "weights")
     patience = _NO_ENGINE * config.cluster.patience
     columns = folder.absolute() / FOLDER
     order = EngineOrder(

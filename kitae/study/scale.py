@@ -76,7 +76,7 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """A version on its way to all engines: `Delivery("relay", "delta", sent=2.9e8, publish=9.1, seconds=2.6)`.
+    """A version on its way to all engines: `Delivery("broadcast", "delta", sent=2.9e8, publish=9.1, seconds=2.6)`.
 
     sent: bytes that leave the publisher. publish: seconds until it can be had. seconds: from then until the last engine
     has loaded and checked it.
@@ -198,9 +198,6 @@ def _transfers(size: float, engines: int, links: Links) -> Iterator[tuple[str, f
     served, machines = min(links.nic, links.serve), links.machines(engines)
     yield "memory", 0, 0.0
     yield "http", engines, engines * size / served
-    relays = math.ceil(math.sqrt(engines))  # a tree of two levels: all pass on about as much as the publisher
-    busiest = max(relays, math.ceil(engines / relays))
-    yield "relay", relays, (busiest * size + min(size, _BUCKET)) / served
     lane = min(links.fabric / links.gpus, links.copy)  # one GPU sends
     yield "broadcast", 1, (size + (machines - 1) * min(size, _BUCKET)) / lane
     yield "files", 1, (1 + machines) * size / links.storage  # a machine reads it once for all of its engines

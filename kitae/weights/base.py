@@ -10,7 +10,6 @@ values that differ from the version before, bit for bit. Each bucket has a check
 one side and of the loaded parameters on the other: it covers the image, the delta and whatever was there before.
 """
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
@@ -90,12 +89,6 @@ class Manifest:
     @property
     def mode(self) -> Mode:
         return "full" if self.base is None else "delta"
-
-    @property
-    def tag(self) -> str:
-        """Of this version with these weights: `4-9f01a3c2`. The same version may be published again with others."""
-        sums = ",".join(f"{bucket.checksum:x}" for bucket in (*self.buckets, *self.delta))
-        return f"{self.version}-{zlib.crc32(sums.encode()):08x}"
 
     def record(self) -> dict[str, Any]:
         """For JSON; `of` reads it."""

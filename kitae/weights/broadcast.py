@@ -73,6 +73,8 @@ class BroadcastPublisher(HttpPublisher):
     ) -> None:
         super().__init__(mode, host=host, haste=haste, dense=dense, limit=limit)
         self.rounds = 0  # that went well
+        self._changed = threading.Condition()
+        self._announced: Manifest | None = None
         self._backend = backend
         self._patience = patience
         self._deadline = deadline
@@ -96,7 +98,8 @@ class BroadcastPublisher(HttpPublisher):
     def publish(self, version: int, tensors: Mapping[str, Tensor], *, in_full: bool = False) -> Manifest:
         manifest = super().publish(version, tensors, in_full=in_full)
         with self._changed:
-            self._begun = False
+            self._announced, self._begun = manifest, False
+            self._changed.notify_all()
         return manifest
 
     def close(self) -> None:
@@ -199,8 +202,8 @@ class _BroadcastReader:
         self.pulled = 0
         self._settings = settings
         self._deadline: float = settings["deadline"]
-        self._downloads = Downloads(settings["sources"], settings["secret"], Haste(**settings["haste"]))
-        self._line = _Line(settings["sources"][0], settings["secret"], settings["patience"] + 10)
+        self._downloads = Downloads(settings["source"], settings["secret"], Haste(**settings["haste"]))
+        self._line = _Line(settings["source"], settings["secret"], settings["patience"] + 10)
         self._store: Store | None = None
         self._group: BroadcastGroup | None = None
         self._line.post("join", {})

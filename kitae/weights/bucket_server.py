@@ -1,9 +1,7 @@
-"""A small server of buckets by HTTP: those of a publisher, or those that a relay passes on.
+"""A small server of a publisher's buckets by HTTP.
 
-    GET /manifest?after=3-9f…&wait=20   the newest manifest, once it has another tag; 204 if that takes too long
-    GET /manifest/4                     that of one version; 404: it is not here
-    GET /chunk/4/image-00003-…          the bytes of a bucket of version 4, also from the middle (Range: bytes=1000-)
-    POST /…                             what the owner answers (`Shop.call`), from JSON to JSON
+    GET /chunk/4/image-00003-…   the bytes of a bucket of version 4, also from the middle (Range: bytes=1000-)
+    POST /…                      what the owner answers (`Shop.call`), from JSON to JSON
 
 Every request must have the secret, as `Authorization: Bearer …`. Whoever has it is trusted; nothing is encrypted.
 """
@@ -16,14 +14,11 @@ import threading
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 from torch import Tensor
 
-from kitae.weights.base import Manifest
-
 _STALL = 60.0  # seconds that a client may take to receive a piece of a bucket
-_LONGEST_WAIT = 60.0  # seconds
 _LONGEST_CALL = 2**20  # bytes
 _SEND = 2**22  # bytes at a time
 
@@ -31,14 +26,7 @@ log = logging.getLogger("kitae")
 
 
 class Shop:
-    """What a server has to offer; nothing, unless its owner says so. Many threads call it; all may wait."""
-
-    def newest(self, after: str, wait: float) -> Manifest | None:
-        """What was published last, once it has not the tag `after`; None if that takes longer than `wait` seconds."""
-        return None
-
-    def manifest(self, version: int) -> Manifest | None:
-        return None
+    """What a server has to offer; nothing, unless its owner overrides a method. Many threads call it; all may wait."""
 
     def chunk(self, version: int, name: str) -> Tensor | None:
         return None
@@ -109,16 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if not self._is_known():
             return
-        url = urlsplit(self.path)
-        match url.path.strip("/").split("/"):
-            case ["manifest"]:
-                asked = parse_qs(url.query)
-                after, wait = asked.get("after", [""])[0], float(asked.get("wait", ["0"])[0])
-                manifest = self.server.shop.newest(after, min(wait, _LONGEST_WAIT))
-                self._send_json(204 if manifest is None else 200, None if manifest is None else manifest.record())
-            case ["manifest", version]:
-                manifest = self.server.shop.manifest(int(version))
-                self._send_json(404 if manifest is None else 200, None if manifest is None else manifest.record())
+        match urlsplit(self.path).path.strip("/").split("/"):
             case ["chunk", version, name]:
                 self._send_chunk(self.server.shop.chunk(int(version), name))
             case _:

@@ -1,6 +1,5 @@
 """Buckets as things that are sent: each has a name that no other bucket has, and can be checked by itself."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,7 +52,3 @@ def image_chunks(manifest: Manifest) -> tuple[Chunk, ...]:
 
 def delta_chunks(manifest: Manifest) -> tuple[Chunk, ...]:
     return tuple(Chunk("delta", n, bucket, ((0, bucket.bytes),)) for n, bucket in enumerate(manifest.delta))
-
-
-def chunks_by_name(manifest: Manifest) -> Mapping[str, Chunk]:
-    return {chunk.name: chunk for chunk in (*delta_chunks(manifest), *image_chunks(manifest))}

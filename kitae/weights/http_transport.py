@@ -5,13 +5,12 @@ of it is a new piece of memory, so no receiver sees half of one.
 """
 
 import secrets
-import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 
 from torch import Tensor
 
-from kitae.weights.base import Address, Manifest, Mode
+from kitae.weights.base import Address, Mode
 from kitae.weights.bucket_server import ChunkServer, Shop
 from kitae.weights.downloads import Downloads, Haste
 from kitae.weights.layout import LIMIT
@@ -42,48 +41,26 @@ class HttpPublisher(ShelfPublisher, Shop):
         super().__init__(NamedShelf(self.store), mode, dense=dense, limit=limit)
         self.secret = secret or secrets.token_urlsafe(32)
         self.haste = haste or Haste()
-        self._changed = threading.Condition()
-        self._announced: Manifest | None = None
         self._server = ChunkServer(self, self.secret, host=host, port=port)
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.port}"
 
     @property
     def address(self) -> Address:
-        return Address("http", {"sources": [self.url], "secret": self.secret, "haste": asdict(self.haste)})
-
-    def publish(self, version: int, tensors: Mapping[str, Tensor], *, in_full: bool = False) -> Manifest:
-        manifest = super().publish(version, tensors, in_full=in_full)
-        with self._changed:
-            self._announced = manifest
-            self._changed.notify_all()
-        return manifest
+        return Address("http", {"source": self.url, "secret": self.secret, "haste": asdict(self.haste)})
 
     def close(self) -> None:
         super().close()
         self._server.close()
-
-    def newest(self, after: str, wait: float) -> Manifest | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._announced is not None and self._announced.tag != after, wait)
-            found = self._announced
-        return None if found is None or found.tag == after else found
-
-    def manifest(self, version: int) -> Manifest | None:
-        found = self._announced
-        return found if found is not None and found.version == version else None
 
     def chunk(self, version: int, name: str) -> Tensor | None:
         return self.store.get(name)
 
 
 class HttpReceiver(PullReceiver):
-    """From the servers of an address, the first that has a bucket whole. bypassed: see `Downloads`."""
+    """From the server of an address."""
 
     @classmethod
     def at(cls, address: Address, parameters: Mapping[str, Tensor]) -> "HttpReceiver":
         settings = address.settings
-        return cls(Downloads(settings["sources"], settings["secret"], Haste(**settings["haste"])), parameters)
-
-    def __init__(self, downloads: Downloads, parameters: Mapping[str, Tensor]) -> None:
-        super().__init__(downloads, parameters)
-        self.bypassed = downloads.bypassed
+        downloads = Downloads(settings["source"], settings["secret"], Haste(**settings["haste"]))
+        return cls(downloads, parameters)

@@ -55,7 +55,7 @@ class IpcPublisher(ShelfPublisher, Shop):
     @property
     def address(self) -> Address:
         url = f"http://127.0.0.1:{self._server.port}"
-        return Address("ipc", {"sources": [url], "secret": self._secret, "haste": asdict(Haste(connections=1))})
+        return Address("ipc", {"source": url, "secret": self._secret, "haste": asdict(Haste(connections=1))})
 
     def close(self) -> None:
         self._server.close()
@@ -111,7 +111,7 @@ class IpcReceiver(PullReceiver):
 
     def __init__(self, address: Address, parameters: Mapping[str, Tensor], memory: DeviceMemory) -> None:
         settings = address.settings
-        downloads = Downloads(settings["sources"], settings["secret"], Haste(**settings["haste"]))
+        downloads = Downloads(settings["source"], settings["secret"], Haste(**settings["haste"]))
         super().__init__(_DeviceReader(downloads, memory), parameters)
 
 
@@ -139,7 +139,7 @@ class _DeviceReader:
 
     def _open(self) -> Tensor:
         if self._image is None:
-            found = self._downloads.ask("/handle", {})
+            found = self._downloads.post("/handle", {})
             if found is None:
                 raise EngineError("the publisher of weights by ipc does not answer")
             self._image = self._memory.open(found["handle"], found["size"])

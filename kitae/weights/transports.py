@@ -12,7 +12,6 @@ from kitae.weights.file_transport import FilePublisher, FileReceiver
 from kitae.weights.http_transport import HttpPublisher, HttpReceiver
 from kitae.weights.ipc import IpcPublisher, IpcReceiver
 from kitae.weights.published_version import Board
-from kitae.weights.relay_server import RelayPublisher, relay_receiver
 from kitae.weights.shared_memory import MemoryPublisher, MemoryReceiver
 
 
@@ -40,7 +39,6 @@ PUBLISHERS: dict[str, Callable[..., OwnPublisher]] = {
     "ipc": IpcPublisher,
     "broadcast": BroadcastPublisher,
     "file": FilePublisher,
-    "relay": RelayPublisher,
     "http": HttpPublisher,
 }
 RECEIVERS: dict[str, Callable[[Address, Mapping[str, Tensor]], Receiver]] = {
@@ -49,7 +47,6 @@ RECEIVERS: dict[str, Callable[[Address, Mapping[str, Tensor]], Receiver]] = {
     "ipc": IpcReceiver.at,
     "broadcast": BroadcastReceiver.at,
     "file": FileReceiver.at,
-    "relay": relay_receiver,
     "http": HttpReceiver.at,
 }
 

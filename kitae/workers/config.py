@@ -45,10 +45,9 @@ class ClusterConfig(Section):
         le=4096,
         description="Processes with verifier.workers each that check answers; 0: beside the controller.",
     )
-    transport: Literal["auto", "memory", "ipc", "broadcast", "file", "relay", "http"] = Field(
+    transport: Literal["auto", "memory", "ipc", "broadcast", "file", "http"] = Field(
         "auto", description="How weights get to engines; auto: memory on one machine, http on several."
     )
-    relays: int = Field(2, ge=1, le=256, description="Processes that pass weights on, with transport = 'relay'.")
     pools: dict[str, PoolConfig] = Field({}, description="Pools by name: trainer, engines, verifiers.")
 
     @model_validator(mode="after")

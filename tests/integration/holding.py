@@ -32,7 +32,6 @@ POINTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("kitae.trainer.parallel.rank_process", "_join"),
         ("kitae.engines.process.engine_main", "Server.__init__"),
         ("kitae.verifiers.pool_process", "_serve"),
-        ("kitae.weights.relay_server", "make_relay"),
     ),
     "generate": (("kitae.engines.native.engine", "NativeEngine._append"),),
     "learn": (("kitae.trainer.trainable_model", "Trained.forward_backward"),),

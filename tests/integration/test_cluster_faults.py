@@ -37,7 +37,6 @@ DUTIES = {
     "rank": "kitae.trainer.parallel.rank_process",
     "engine": "kitae.engines.process.engine_main",
     "verifier host": "kitae.verifiers.pool_process",
-    "relay": "kitae.weights.relay_server",
     "server": "vllm.entrypoints.openai.api_server",
 }
 """Modules that their processes run."""
@@ -55,14 +54,13 @@ TOY = (
     "training.lr=1e-4", "engine.threads=1",
 )  # fmt: skip
 SPREAD = ("cluster.backend=local", "cluster.ranks=2", "cluster.engines=2", "cluster.verifiers=1")
-RELAYED = ("cluster.transport=relay", "cluster.relays=1")
 _PATHS = (HERE / "hooked", HERE, HERE.parent / "stand_ins", HERE.parent, HERE.parents[1])
 SERVED = (
     "cluster.backend=local", "cluster.ranks=2", "cluster.verifiers=1", "engine.kind=vllm", "engine.count=2",
     f"engine.server=env PYTHONPATH={os.pathsep.join(map(str, _PATHS))} {sys.executable}",
 )  # fmt: skip
 """Servers that Kitae starts: stand-ins for vLLM."""
-BY_ACTOR = {"relay": (*SPREAD, *RELAYED), "server": SERVED}
+BY_ACTOR = {"server": SERVED}
 LIMIT = 300.0  # seconds for anything, on a busy machine
 
 
@@ -342,7 +340,7 @@ def test_a_few_deaths(trial: Callable[..., Trial]) -> None:
     suffer(trial(("cluster.backend=local", "cluster.engines=2", "cluster.verifiers=1"), length(len(deaths))), deaths)
 
 
-ALONE = ("engine", "verifier host", "relay", "rank 1", "controller", "rank 0")
+ALONE = ("engine", "verifier host", "rank 1", "controller", "rank 0")
 SERVERS = [
     ("server", PHASES[at : at + 3]) for at in range(0, len(PHASES), 3)
 ]  # more deaths in ten minutes are too many
@@ -362,10 +360,10 @@ def test_at_every_phase(actor: str, phases: tuple[str, ...], trial: Callable[...
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("actor", ["rank 1", "engine", "verifier host", "relay", "controller"])
+@pytest.mark.parametrize("actor", ["rank 1", "engine", "verifier host", "controller"])
 def test_at_the_start(actor: str, trial: Callable[..., Trial]) -> None:
     """A rank is started again in the same command; who else does not come up ends it, and it can be resumed."""
-    run = trial((*SPREAD, *RELAYED), steps=2)
+    run = trial(SPREAD, steps=2)
     duty = actor.removesuffix(" 1")
     run.arm("start", rank=1 if duty == "rank" else None, duty=DUTIES.get(duty, ""))
     run.start()
@@ -387,15 +385,15 @@ def test_at_the_start(actor: str, trial: Callable[..., Trial]) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("actor", "phase"), [("rank 0", "publish"), ("engine", "fetch"), ("relay", "fetch")])
+@pytest.mark.parametrize(("actor", "phase"), [("rank 0", "publish"), ("engine", "fetch")])
 def test_the_successor_dies_too(actor: str, phase: str, trial: Callable[..., Trial]) -> None:
-    run = trial((*SPREAD, *RELAYED), steps=length(1))
+    run = trial(SPREAD, steps=length(1))
     run.start()
     run.arm(phase, rank=0 if actor == "rank 0" else None)
     held = run.reached(phase)
     run.pause()
     run.arm("start", duty=DUTIES[actor.removesuffix(" 0")])
-    os.kill(run.posts("relay")[0] if actor == "relay" else held, signal.SIGKILL)
+    os.kill(held, signal.SIGKILL)
     run.release()
     successor = run.reached("start")
     began, step = time.monotonic(), lines(run.metrics)

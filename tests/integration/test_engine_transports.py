@@ -29,7 +29,7 @@ def policy(tiny_policy: Callable[..., Policy]) -> Policy:
 
 
 @pytest.fixture(
-    params=["memory", "relay", "broadcast", *(pytest.param(name, marks=pytest.mark.slow) for name in ("file", "http"))]
+    params=["memory", "broadcast", *(pytest.param(name, marks=pytest.mark.slow) for name in ("file", "http"))]
 )
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     found = Rig(request.param, tmp_path, limit=2**14, patience=1.0)

@@ -44,14 +44,13 @@ def test_weights_in_full() -> None:
     found = ways(Hardware(16, 4), "full")
     publish = 800 / 2000 + 800 / 400 + 800 / 200
     assert all(way.publish == pytest.approx(publish) for way in found.values())
-    assert found.keys() == {"http", "relay", "broadcast", "files"}
+    assert found.keys() == {"http", "broadcast", "files"}
     sent = {name: way.sent / MIB for name, way in found.items()}
-    assert sent == {"http": 16 * 800, "relay": 4 * 800, "broadcast": 800, "files": 800}
+    assert sent == {"http": 16 * 800, "broadcast": 800, "files": 800}
     seconds = {name: way.seconds for name, way in found.items()}
     assert seconds == pytest.approx(
         {
             "http": 16 * 800 / 50,  # a process serves less than its card could carry
-            "relay": (4 * 800 + 32) / 50,  # a publisher and 4 relays, which have 4 receivers each
             "broadcast": (800 + 32) / 200,  # an eighth of the fabric, and a bucket more to pass the other machine
             "files": 3 * 800 / 100,  # written once, read by 2 machines
         }

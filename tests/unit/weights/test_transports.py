@@ -128,7 +128,7 @@ def test_who_asks_for_an_old_version_never_gets_another(one: Rig) -> None:
     if damaged:
         assert receiver.version is None  # type: ignore[attr-defined]
     else:
-        assert same(then, one.loaded[0]) and one.kind in ("file", "relay")
+        assert same(then, one.loaded[0]) and one.kind == "file"
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_whatever_happens_all_end_with_the_same_bits(
 
 
 def test_kinds_are_made_by_name(tmp_path: Path) -> None:
-    for kind in ("memory", "file", "http", "relay", "broadcast"):
+    for kind in ("memory", "file", "http", "broadcast"):
         publisher = make_publisher(kind, "delta")
         assert publisher.address.kind == kind
         publisher.close()
