@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from harness import HERE, RECIPE, VERIFIER, assert_same_metrics, finish, kitae, rows
-from test_conversations import count, rollouts_of, told
+from test_conversation_runs import count, rollouts_of, told
 
 SETTINGS = (
     "training.steps=3",

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from harness import HERE, RECIPE, VERIFIER, assert_same_metrics, finish, kitae, rows, run_toy
-from test_conversations import SETTINGS as TALKS
-from test_conversations import count, rollouts_of, told
+from test_conversation_runs import SETTINGS as TALKS
+from test_conversation_runs import count, rollouts_of, told
 
 from kitae.algorithms.group_stages import experts_of
 from kitae.data.packing import NO_RECORD

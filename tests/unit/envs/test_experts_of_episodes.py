@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from talk import PROMPT, Engine, Fickle, Recorder, talks
-from test_agent import ASKED, Acting, after, begin, say
+from test_agent_episode import ASKED, Acting, after, begin, say
 from test_turns import Clock, interrupted
 
 from kitae.algorithms.group_stages import experts_of

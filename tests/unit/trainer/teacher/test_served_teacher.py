@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_server import FakeServer, Reply, Request, run_tidily
-from test_teacher import PROMPT, SAMPLES, make_sample
+from test_frozen_teacher import PROMPT, SAMPLES, make_sample
 from workers import make_worker
 
 from kitae.clients.service import Service
