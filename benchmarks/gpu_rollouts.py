@@ -302,7 +302,6 @@ def main() -> None:
     parser.add_argument("--host-memory-gb", type=float, default=0.0)
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="of adapters on all layers")
     parser.add_argument("--unmerged", action="store_true", help="adapters stay beside their weights")
-    parser.add_argument("--one-kernel", action="store_true", help="for all layers of up to 8 sequences")
     parser.add_argument("--float8", action="store_true", help="weights in 8 bits; the floor is of those in 16")
     parser.add_argument("--guesses", type=int, default=0, help="which are all wrong here: what they cost")
     parser.add_argument("--apart", action="store_true", help="prompts are read for each of their samples")
@@ -327,7 +326,6 @@ def main() -> None:
         "memory_gb": args.memory_gb,
         "host_memory_gb": args.host_memory_gb,
         "merge_adapters": not args.unmerged,
-        "one_kernel": args.one_kernel,
         "weights_dtype": "float8" if args.float8 else "model",
         "guesses": args.guesses,
     }

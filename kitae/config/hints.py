@@ -100,6 +100,7 @@ _REASONS = {
     "relays": "engines fetch weights from the trainer itself: cluster.transport",
     "optim optimizer": "the optimizer is AdamW",
     "max_prompt_length prompt_max_len": "prompts may be as long as the model's context",
+    "engine.one_kernel": "the engine decodes small batches with the kernels of kitae/kernels/cuda/small_batch.py",
 }
 
 ABSENT = {name: reason for names, reason in _REASONS.items() for name in names.split()}

@@ -85,11 +85,6 @@ class EngineConfig(Section):
         "are merged into: as fast as without LoRA, for the memory of the adapted weights. false: adapters are computed "
         "beside them.",
     )
-    one_kernel: bool = Field(
-        False,
-        description="On a GPU, decode up to 8 sequences with one kernel for all layers (dense models like Llama in "
-        "bfloat16): 3 to 5 % faster, for one long sequence 18 %. Needs guesses = 0; is built once, in some seconds.",
-    )
     guesses: int = Field(
         4,
         ge=0,
@@ -133,15 +128,8 @@ class EngineConfig(Section):
         yield from self._about_servers() if self.serves else self._without_servers()
 
     def _without_servers(self) -> Iterator[str]:
-        if self.one_kernel and not self.fast:
-            yield "engine.one_kernel needs engine.fast = true, got false"
         if self.weights_dtype == "float8":
             yield from self._with_eights()
-        if self.one_kernel and self.guesses:
-            yield (
-                f"engine.one_kernel needs engine.guesses = 0, got {self.guesses}: it has one row of each sequence, and "
-                "those that guess have several"
-            )
         for name in ("server", "server_args", "urls", "weights_folder"):
             if value := getattr(self, name):
                 yield f"engine.{name} needs engine.kind = 'vllm' or 'sglang', got {value!r} with {self.kind!r}"
@@ -151,8 +139,6 @@ class EngineConfig(Section):
             yield "engine.weights_dtype = 'float8' needs engine.fast = true, got false"
         if not self.merge_adapters:
             yield "engine.weights_dtype = 'float8' needs engine.merge_adapters = true, got false: it has copies"
-        if self.one_kernel:
-            yield "engine.one_kernel needs engine.weights_dtype = 'model', got 'float8': it reads the model's own"
 
     def _about_servers(self) -> Iterator[str]:
         if bool(self.server) == bool(self.urls):
@@ -178,6 +164,6 @@ class EngineConfig(Section):
                 yield f"engine.{name} is not set for a server (engine.server_args can), got {value!r}"
         if not self.merge_adapters:
             yield f"engine.merge_adapters = false is for Kitae's own engines, got engine.kind = {self.kind!r}"
-        for name in ("one_kernel", "guesses"):
+        for name in ("guesses",):
             if (value := getattr(self, name)) != type(self).model_fields[name].default:
                 yield f"engine.{name} is for Kitae's own engines, got {value!r} with engine.kind = {self.kind!r}"

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from kitae.engines.base import Completion, Request, SamplingParams, WeightUpdate
 from kitae.engines.config import EngineConfig
 from kitae.engines.native.engine import NativeEngine
 from kitae.engines.native.fused import FusedDecoder
 from kitae.engines.native.page_cache import KVCache
-from kitae.models import attention_seam
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.policy import Policy
@@ -228,7 +227,6 @@ def test_updates_in_flight_and_suspending_leave_mixed_rows_alone(recompute: bool
 
 
 def test_the_joined_weights_train_and_save_as_before(tiny_policy: TinyPolicy, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
 
     from kitae.models.load import export_policy
 
@@ -308,68 +306,3 @@ def test_engine_config_plain_uses_no_graphs(tiny_policy: TinyPolicy) -> None:
     engine = NativeEngine(tiny_policy(), EngineConfig(memory_gb=0.01, fast=False))
     assert type(engine.runner).__name__ == "ModelRunner"
     asyncio.run(engine.close())
-
-
-def wide_policy(architecture: str) -> Policy:
-    """Random, in bfloat16, with heads that the kernel for all layers takes."""
-    attention_seam.register()
-    norms = {"qwen3": {"head_dim": 128}}.get(architecture, {})
-    shape = {
-        "vocab_size": 1000, "hidden_size": 512, "num_hidden_layers": 3, "num_attention_heads": 8,
-        "num_key_value_heads": 2, "intermediate_size": 1088, "max_position_embeddings": 4096, **norms,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        config = AutoConfig.for_model(architecture, **shape)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention_seam.NAME)
-    for parameter in model.parameters():
-        parameter.data.mul_(4) if parameter.ndim > 1 else parameter.data.add_(0.2 * torch.randn_like(parameter))
-    return Policy(model.eval(), None, architecture)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3"])
-def test_one_kernel_for_all_layers(architecture: str) -> None:
-    """Against the kernels one after the other: logits, new keys and values, twice the same bits, idle rows."""
-    policy = wide_policy(architecture)
-    cache = KVCache(policy, 0.2, 16)
-    fused = FusedDecoder.of(policy, cache)
-    assert fused is not None
-    fused.try_resident(policy)
-    kernel = fused.resident
-    assert kernel is not None
-    for lengths in ([1], [2, 17], [700], [64, 0, 65, 1500], list(range(1, 900, 120)), [3000] * 8):
-        for pages in (*cache.keys, *cache.values):
-            pages.numbers.normal_()
-        width = -(-max(lengths) // 16)
-        order = torch.randperm(cache.pages, device="cuda")[: len(lengths) * width]
-        table = torch.zeros(len(lengths), width + 1, dtype=torch.int32, device="cuda")
-        table[:, :width] = order.view(len(lengths), width)
-        seen = torch.tensor(lengths, device="cuda")
-        positions = (seen - 1).clamp(min=0)
-        slots = table.long().gather(1, positions[:, None] // 16)[:, 0] * 16 + positions % 16
-        slots = torch.where(seen > 0, slots, cache.pages * 16)
-        tokens = torch.arange(len(lengths), device="cuda") * 37 % 1000
-        found = []
-        for fused.resident in (None, kernel, kernel):
-            logits = torch.empty(len(lengths), 1000, dtype=torch.bfloat16, device="cuda")
-            fused.logits_of_few(tokens, positions, slots, table, seen.int(), policy.head.weight, logits)
-            new = [pages.numbers[slots // 16, :, slots % 16][seen > 0] for pages in (*cache.keys, *cache.values)]
-            found.append((logits[seen > 0].float(), torch.stack(new).float()))
-            for pages in (*cache.keys, *cache.values):
-                pages.numbers[slots // 16, :, slots % 16] = 0
-        for plain, one, again in zip(*found, strict=True):
-            assert float((one - plain).norm() / plain.norm()) < 0.02
-            assert torch.equal(one, again)
-
-
-def test_an_engine_with_one_kernel_for_all_layers() -> None:
-    policy = wide_policy("qwen2")
-    requests = [replace(r, prompt_tokens=tuple(t % 1000 for t in r.prompt_tokens)) for r in mixed_requests()]
-    for batch in (30, 4):
-        plain, one = (generate(policy, requests, one_kernel=one, guesses=0, max_batch=batch) for one in (False, True))
-        first = [(a.logprobs[0], b.logprobs[0]) for a, b in zip(plain, one, strict=True)]
-        assert max(abs(a - b) for a, b in first) < 1e-3  # prompts take the same kernels
-        second = [(a, b) for a, b in zip(plain, one, strict=True) if a.tokens[:2] == b.tokens[:2]]
-        assert len(second) > 0.6 * len(one)  # rounding moves a draw now and then
-        gaps = [abs(a.logprobs[1] - b.logprobs[1]) for a, b in second]
-        assert sum(gaps) / len(gaps) < 0.05

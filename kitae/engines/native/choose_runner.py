@@ -19,11 +19,6 @@ def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRu
     eights = config.weights_dtype == "float8"
     if policy.exact and eights:
         raise EngineError("an exact policy needs engine.weights_dtype = 'model', got 'float8': 8 bits are not exact")
-    if config.one_kernel and (policy.exact or policy.device.type != "cuda" or not has_triton()):
-        raise EngineError(
-            "engine.one_kernel needs a GPU with Triton and a policy that is not exact, got "
-            f"{policy.device.type}{', exact' if policy.exact else ''}"
-        )
     if policy.exact and policy.device.type == "cpu":
         return ModelRunner(policy, cache, config.fast, config.guesses)
     if config.fast and policy.device.type == "cuda" and has_triton():
@@ -34,7 +29,6 @@ def make_runner(policy: Policy, cache: KVCache, config: EngineConfig) -> ModelRu
             cache,
             config.max_batch,
             merges=config.merge_adapters,
-            one_kernel=config.one_kernel,
             eights=eights,
             guesses=config.guesses,
         )

@@ -40,7 +40,6 @@ from kitae.models.policy import Policy
 
 if TYPE_CHECKING:  # these need Triton
     from kitae.kernels.cuda.float8_products import Eights
-    from kitae.kernels.cuda.resident import Resident
     from kitae.kernels.cuda.shared_prompts import Groups
     from kitae.kernels.cuda.small_batch import Stream
 
@@ -147,7 +146,6 @@ class FusedDecoder:
         self.norm = _norm(decoder.norm)
         self.multipliers = multipliers(policy)
         self._plain = is_plain(policy)
-        self.resident: Resident | None = None
         self.eights: list[Eights] = []
         self._counters = torch.zeros(4096, dtype=torch.int32, device=policy.device)
         self.layers: list[DecoderLayer] = []
@@ -271,45 +269,6 @@ class FusedDecoder:
             log.warning("%s: the kernels for a few sequences %s, so they are not used", policy.source, wrong)
             self._plain = False
 
-    @torch.inference_mode()
-    def try_resident(self, policy: Policy) -> None:
-        """Compute the layers of a few rows by one kernel; said, if there is none or it does not agree with `hidden`."""
-        self.resident = self._find_resident(policy) if self.few_rows else None
-        if self.resident is None:
-            log.warning("%s: there is no kernel for all layers of this model, cache or GPU", policy.source)
-        elif wrong := self._wrong_with_few(policy) or self._wrong_over_pages(policy):
-            log.warning("%s: with one kernel for all layers logits %s, so it is not used", policy.source, wrong)
-            self.resident = None
-
-    def _find_resident(self, policy: Policy) -> "Resident | None":
-        from kitae.kernels.cuda.build import CudaError
-        from kitae.kernels.cuda.resident import Resident, ResidentLayer
-
-        def has_kernel(layer: DecoderLayer) -> bool:
-            how = layer.attention
-            return layer.choice is None and how.window is None and how.softcap is None and how.sinks is None
-
-        if not all(map(has_kernel, self.layers)) or self.cache.eight_bits:
-            return None
-        gains = [layer.before_attention for layer in self.layers[1:]] + [self.norm.weight]
-        layers = [
-            ResidentLayer(
-                qkv=layer.qkv, out=layer.out, gate_up=layer.gate_up, down=layer.down, bias=layer.qkv_bias,
-                norms=layer.norms, before_mlp=layer.before_mlp, before_next=gain, eps=layer.eps, cos=layer.turn[0],
-                sin=layer.turn[1], keys=keys.numbers, values=values.numbers, scale=layer.attention.scale,
-            )
-            for layer, gain, keys, values in zip(self.layers, gains, self.cache.keys, self.cache.values, strict=True)
-        ]  # fmt: skip
-        if not Resident.fits(layers, self.embedding, self.heads):
-            return None
-        found = Resident(layers, self.embedding, self.layers[0].before_attention, self.heads)
-        try:
-            found.build()
-        except CudaError as error:
-            log.warning("%s: the kernel for all layers cannot be built: %s", policy.source, error)
-            return None
-        return found
-
     def _wrong_with_few(self, policy: Policy) -> str | None:
         """What is wrong with logits of lone tokens, which need no pages, if anything."""
         from triton.errors import TritonError
@@ -332,34 +291,6 @@ class FusedDecoder:
                 return f"differ ({found:.2g})"
         return None
 
-    def _wrong_over_pages(self, policy: Policy) -> str | None:
-        """The same of two tokens that see others, against the kernels of `few`. What pages hold is put back."""
-        size, device, head = self.cache.page_size, policy.device, policy.head.weight
-        pages = min(40, len(self.cos) // size, self.cache.pages - 5)
-        if pages < 5:
-            return None
-        table = torch.zeros(2, pages + 1, dtype=torch.int32, device=device)
-        table[0, :5], table[1, :pages] = torch.arange(5), torch.arange(5, 5 + pages)
-        lengths = torch.tensor([5 * size - 2, pages * size - 1], dtype=torch.int32, device=device)
-        positions = lengths.long() - 1
-        slots = table.long().gather(1, positions[:, None] // size)[:, 0] * size + positions % size
-        stores = [store.numbers[: 5 + pages] for store in (*self.cache.keys, *self.cache.values)]
-        held = [store.clone() for store in stores]
-        found, kernel = [], self.resident
-        try:
-            for store in stores:
-                store.normal_()
-            for self.resident in (None, kernel):
-                logits = torch.empty(2, len(head), dtype=head.dtype, device=device)
-                self.logits_of_few(torch.arange(1, 3, device=device), positions, slots, table, lengths, head, logits)
-                found.append(logits.float())
-        finally:
-            self.resident = kernel
-            for store, was in zip(stores, held, strict=True):
-                store.copy_(was)
-        apart = _distance(found[1], found[0], mixture=False)
-        return None if apart < 0.1 else f"of tokens that see others differ ({apart:.2g})"
-
     def logits_of_few(
         self, tokens_B: Tensor, positions_B: Tensor, slots_B: Tensor, table: Tensor, lengths_B: Tensor, head: Tensor,
         logits: Tensor, hear: Hear | None = None, groups: "Groups | None" = None,
@@ -369,13 +300,9 @@ class FusedDecoder:
         What `hidden` and a product with the weight of the head compute, in fewer kernels. A table with fewer rows is
         that of sequences which have several neighbouring ones. groups: of sequences that begin alike.
         """
-        from kitae.kernels.cuda import resident, small_batch
+        from kitae.kernels.cuda import small_batch
 
-        if self.resident is not None and len(tokens_B) == len(table) <= resident.MOST:
-            gained, squares = self.resident.stream(tokens_B, positions_B, slots_B, table, lengths_B)
-            stream = small_batch.Stream(gained, gained, squares, self._counters)
-        else:
-            stream = self._stream_of_few(tokens_B, positions_B, slots_B, table, lengths_B, hear, groups)
+        stream = self._stream_of_few(tokens_B, positions_B, slots_B, table, lengths_B, hear, groups)
         small_batch.normed_product(stream, self.norm.eps, head, out=logits)
 
     def _stream_of_few(

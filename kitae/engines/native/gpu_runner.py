@@ -65,14 +65,12 @@ class CudaRunner(ModelRunner):
         max_batch: int,
         *,
         merges: bool = True,
-        one_kernel: bool = False,
         eights: bool = False,
         guesses: int = 0,
     ) -> None:
-        """merges: adapters into copies of their weights. one_kernel: for all layers of a few rows. eights: weights in 8
-        bits."""
+        """merges: adapters are merged into copies of their weights. eights: weights are kept in 8 bits."""
         super().__init__(policy, cache, fast=False, guesses=guesses)
-        self._merges, self._one_kernel, self._eights = merges, one_kernel, eights
+        self._merges, self._eights = merges, eights
         self.decoder = self._fused()
         rows = bucket(max_batch)
         many = max(rows, self.guessed_rows if self.guesses else 0)
@@ -113,8 +111,6 @@ class CudaRunner(ModelRunner):
         if self.policy.exact or (adapted and not self._merges):
             return None
         found = FusedDecoder.of(self.policy, self.cache)
-        if found is not None and self._one_kernel:
-            found.try_resident(self.policy)
         if self._eights and found is None:
             refuse_eights(self.policy, "fused")
         if found is not None and self._eights:

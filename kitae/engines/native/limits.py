@@ -10,9 +10,6 @@ from kitae.models.load import check_dense, pick_device, pick_dtype
 
 def check_engine(engine: EngineConfig, model: ModelConfig, *, here: bool) -> None:
     """here: it samples on this machine."""
-    device = pick_device(model.device)
-    if engine.one_kernel and device.type != "cuda":
-        raise ConfigError("engine.one_kernel needs a GPU, got none, or model.device = 'cpu'")
     if engine.weights_dtype == "float8":
         check_dense(model, "engine.weights_dtype = 'float8'")
         if here:

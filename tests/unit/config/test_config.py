@@ -197,7 +197,6 @@ def test_true_is_no_number_in_so_many_words() -> None:
         (with_(engine=HERE | {"host_memory_gb": 2}), "engine.host_memory_gb is not set for a server"),
         (with_(engine=HERE | {"cache_dtype": "int8"}), "engine.cache_dtype is not set for a server"),
         (with_(engine=HERE | {"merge_adapters": False}), "engine.merge_adapters = false is for Kitae's own engines"),
-        (with_(engine=HERE | {"one_kernel": True}), "engine.one_kernel is for Kitae's own engines"),
         (with_(engine=HERE | {"guesses": 2}), "engine.guesses is for Kitae's own engines"),
         (with_(engine=HERE | {"weights_dtype": "float8"}), "engine.weights_dtype is not set for a server"),
         (with_(engine={"weights_dtype": "int8"}), "engine.weights_dtype: input should be 'model' or 'float8'"),
@@ -207,15 +206,9 @@ def test_true_is_no_number_in_so_many_words() -> None:
             "'float8' needs engine.merge_adapters = true, got false",
         ),
         (
-            with_(engine={"weights_dtype": "float8", "one_kernel": True, "guesses": 0}),
-            "engine.one_kernel needs engine.weights_dtype = 'model', got 'float8'",
-        ),
-        (
             with_(engine={"weights_dtype": "float8"}, model={"exact": True}),
             "model.exact needs engine.weights_dtype = 'model', got 'float8': 8 bits are not exact",
         ),
-        (with_(engine={"one_kernel": True, "fast": False}), "engine.one_kernel needs engine.fast = true"),
-        (with_(engine={"one_kernel": True}), "engine.one_kernel needs engine.guesses = 0"),
         (with_(engine=HERE, model={"exact": True}), "model.exact needs Kitae's own kernels in the engine"),
         (with_(engine=HERE, eval={"top_p": 0.5, "min_p": 0.1}), "eval.top_p or eval.min_p must be off"),
         (with_(engine=HERE | {"kind": "sglang"}), "pipeline.in_flight must be 'recompute' with engine.kind = 'sglang'"),

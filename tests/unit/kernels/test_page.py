@@ -25,7 +25,6 @@ SOURCES = [
     "kitae/kernels/cuda/speculation.py",
     "kitae/kernels/cuda/paged.py",
     "kitae/kernels/cuda/shared_prompts.py",
-    "kitae/kernels/cuda/resident.cu",
     "kitae/kernels/cuda/spans.py",
     "kitae/kernels/cuda/training.py",
     "kitae/kernels/exact/exact_gpu.py",
