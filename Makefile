@@ -1,6 +1,9 @@
 # make install     a virtual environment in .venv with everything, the program at .venv/bin/kitae
 # make quickstart  train a real language model on this machine, from nothing, in minutes
-# make test        lint, types and the whole test suite
+# make test        lint, types, generated docs, and the tests that prove the product in minutes
+#                  FILES='tests/unit/rl tests/unit/run': of these alone, without the checks
+# make test-changed  tests of the rooms that differ from main, and of the rooms that import them
+# make test-all    make test, and every test that it leaves out
 # make test-slow   proofs that take minutes, and properties on new examples
 # make test-servers  other people's clients, agents and servers (openai, lm-eval, LangGraph, vLLM, …), each in an
 #                  environment of its own
@@ -18,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # A pinned version comes first: a looser requirement may pull gigabytes of CUDA libraries onto a machine without a GPU.
 TORCH ?= $(if $(shell command -v nvidia-smi 2>/dev/null),torch>=2.11,torch==2.13.0)
 
-.PHONY: install quickstart test test-slow test-servers lint types docs site plots ui ui-check clean
+.PHONY: install quickstart test test-changed test-all test-slow test-servers lint types docs docs-check tests tests-left site plots ui ui-check clean
 
 install: $(VENV)/.installed
 
@@ -62,16 +65,34 @@ plots: install
 	@$(BIN)/python benchmarks/growth.py --from docs/gpu_growth.json --output docs/gpu_growth.png
 	@echo "drawn again: docs/gpu_growth.png, docs/findings_*.png, docs/gsm8k.png, docs/agent_curves.png, docs/recipe_curves.png"
 
-# Tests start many processes: without files of bytecode each would compile what it imports. On a machine that is at its
-# limit, a test that waits for another process can fail for want of time: what fails again without company is wrong.
-# Many wait for processes and deadlines, so there is one worker more than cores.
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-
-test: install lint types
-	@echo "tests"
+docs-check: install
 	@$(BIN)/python docs/generate.py --check
-	@$(PYTEST) -n $(WORKERS) --dist worksteal || { test $$? = 1 && echo "what failed beside others is tried again, alone" && $(PYTEST) --last-failed; }
+
+# Tests start many processes: without files of bytecode each would compile what it imports.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+SPREAD := -n $(WORKERS) --dist worksteal
+
+ifdef FILES
+test: install
+	@$(PYTEST) --part quick $(FILES)
+else
+test: install lint types docs-check tests
+endif
+
+tests: install
+	@echo "tests"
+	@$(PYTEST) $(SPREAD) --part quick
+
+test-changed: install
+	@files=$$($(BIN)/python tests/changed.py) && { test -n "$$files" || { echo "nothing differs from main"; exit 0; }; } && \
+	$(PYTEST) --part quick $$files
+
+test-all: test tests-left
+
+tests-left: install
+	@echo "the tests that make test leaves out"
+	@$(PYTEST) $(SPREAD) --part rest
 
 test-slow: install
 	@KITAE_EXAMPLES=new $(BIN)/python -m pytest -m "slow or hypothesis"

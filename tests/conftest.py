@@ -1,6 +1,7 @@
 """Shared fixtures: tiny random models, made once per test session."""
 
 import asyncio
+import copy
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -14,6 +15,9 @@ from kitae.models.config import ModelConfig
 from kitae.models.load import SMOLLM2, find_model, has_bfloat16, load_policy
 from kitae.models.policy import Policy
 from kitae.models.tiny import make_tiny
+
+pytest_plugins = ["selection"]
+collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -40,13 +44,32 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return get
 
 
+@pytest.fixture(scope="session")
+def copy_policy() -> Callable[[ModelConfig], Policy]:
+    """`copy_policy(config)`: the policy as it is loaded, of which the test may change everything but the tokenizer.
+
+    It is loaded once for the session: a copy of a tiny model takes 5 ms, loading it 60 to 180.
+    """
+    loaded: dict[ModelConfig, Policy] = {}
+
+    def get(config: ModelConfig) -> Policy:
+        if config not in loaded:
+            loaded[config] = load_policy(config)
+        policy = loaded[config]
+        return copy.deepcopy(policy, {id(policy.tokenizer): policy.tokenizer})
+
+    return get
+
+
 @pytest.fixture
-def tiny_policy(tiny_folder: Callable[[str], Path]) -> Callable[..., Policy]:
-    """`tiny_policy("llama", lora_rank=4)`: freshly loaded, in fp32 unless told otherwise."""
+def tiny_policy(
+    tiny_folder: Callable[[str], Path], copy_policy: Callable[[ModelConfig], Policy]
+) -> Callable[..., Policy]:
+    """`tiny_policy("llama", lora_rank=4)`: a policy of its own, as it was loaded; in fp32 unless told otherwise."""
 
     def get(architecture: str = "llama", **settings: object) -> Policy:
         values = {"dtype": "float32", "device": "cpu", "path": str(tiny_folder(architecture)), **settings}
-        return load_policy(ModelConfig.model_validate(values))
+        return copy_policy(ModelConfig.model_validate(values))
 
     return get
 

@@ -52,6 +52,7 @@ def address(serve: Serve, folder: Path) -> str:
     return serve(folder)
 
 
+@pytest.mark.sentinel
 def test_curves_equal_the_metrics(page: "Page", address: str, folder: Path) -> None:
     page.goto(f"{address}#/run/toy-001?metrics=reward,entropy")
     rows = [json.loads(line) for line in (folder / "toy-001" / "metrics.jsonl").read_text().splitlines()]

@@ -57,6 +57,7 @@ def test_curves_equal_the_metrics(page: "Page", address: str, run: Path) -> None
         assert len(others) == 1
 
 
+@pytest.mark.sentinel
 def test_it_asks_for_nothing_and_runs_nothing(page: "Page", address: str) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))

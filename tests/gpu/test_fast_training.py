@@ -284,7 +284,7 @@ def test_adamw_in_one_pass_equals_torch(dtype: torch.dtype, moments: str, monkey
     A moment in 16 bits may be rounded to its neighbour where the last bit of fp32 differs: rarely, and each step then
     starts from the same ones.
     """
-    from workers import master_of
+    from trainer_workers import master_of
 
     from kitae.trainer.config import TrainingConfig
     from kitae.trainer.optim import Optimizer
@@ -333,7 +333,7 @@ def test_rows_of_a_step_are_launched_without_waiting(tiny_policy: TinyPolicy) ->
     import warnings
 
     from test_gradient import make_samples
-    from workers import forward_backward, make_worker, weighted
+    from trainer_workers import forward_backward, make_worker, weighted
 
     from kitae.trainer.config import TrainingConfig
 

@@ -51,6 +51,7 @@ COVER = cover()
 QUICK = COVER[:8]  # most of it
 
 
+@pytest.mark.sentinel(keep=2)
 @pytest.mark.parametrize(
     "preset", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in REWARDED if name not in QUICK)]
 )
@@ -101,6 +102,7 @@ def test_resumed_equals_uninterrupted_with_everything_that_moves(choices: list[s
 TERMS = ("algorithm.router_z_coef=0.01", "algorithm.router_balance_coef=0.1")
 
 
+@pytest.mark.sentinel
 @pytest.mark.parametrize("settings", [TERMS, ("pipeline.max_staleness=1", "model.lora_rank=4")], ids=["terms", "lora"])
 def test_a_mixture_of_experts_is_trained_on_the_experts_of_old(
     settings: tuple[str, ...], tiny_folder: Callable[[str], Path], tmp_path: Path
@@ -145,6 +147,7 @@ def test_a_kl_term_holds_the_policy_back(tmp_path: Path) -> None:
     assert distance["held"] < 0.2 * distance["free"] and distance["adapters"] < 0.2 * distance["free"]
 
 
+@pytest.mark.sentinel
 def test_a_stage_of_the_users_own(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(

@@ -101,6 +101,7 @@ def test_the_trainer_has_the_memory_of_packed_weights_while_nobody_samples(
     assert all(r["logp_gap"] < 1e-4 for r in steps if r["staleness"] == 0), "what was sampled is what is trained"
 
 
+@pytest.mark.sentinel
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_it_learns_from_stale_samples(staleness: int, tmp_path: Path) -> None:
     settings = (
@@ -214,6 +215,7 @@ def test_mastered_prompts_are_asked_less(tmp_path: Path) -> None:
 STALE = ("pipeline.max_staleness=2", "training.steps=8", "checkpoint.every=3", "eval.prompts=0")
 
 
+@pytest.mark.sentinel
 @pytest.mark.parametrize("moment", [50, *(pytest.param(other, marks=pytest.mark.slow) for other in (5, 140))])
 def test_killed_runs_resume_without_loss(moment: int, tmp_path: Path) -> None:
     settings = (slow_verifier(tmp_path), *STALE)
@@ -364,6 +366,7 @@ def test_the_timeline_shows_who_worked_when(tmp_path: Path) -> None:
     assert timeline.draw(result.folder).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.sentinel
 @pytest.mark.parametrize(("staleness", "sync", "engines"), [(0, "full", 1), (2, "delta", 2)])
 def test_the_engine_may_have_a_process_of_its_own(staleness: int, sync: str, engines: int, tmp_path: Path) -> None:
     settings = (

@@ -31,6 +31,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "toy-001"
 
 
+@pytest.mark.sentinel
 def test_chains_are_trained_on_and_failures_cost_one_sample(whole: Path) -> None:
     rollouts = rollouts_of(whole)
     assert len(rollouts) == 3 * 2 * 4

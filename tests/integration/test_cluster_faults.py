@@ -333,6 +333,7 @@ def suffer(trial: Trial, deaths: Sequence[tuple[str, str]]) -> None:
     trial.check()
 
 
+@pytest.mark.sentinel
 @pytest.mark.timeout(900)
 def test_a_few_deaths(trial: Callable[..., Trial]) -> None:
     """With the trainer in the controller; `test_ranked` has a rank that is killed."""

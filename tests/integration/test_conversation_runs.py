@@ -50,6 +50,7 @@ def told(r: Rollout) -> Any:
     return r.id, tokens, r.finish, r.text, r.status, value, r.score.detail, r.transcript
 
 
+@pytest.mark.sentinel
 def test_failures_cost_one_sample_and_turns_are_trained_on(whole: Path) -> None:
     rollouts = rollouts_of(whole)
     assert len(rollouts) == 4 * 3 * 8

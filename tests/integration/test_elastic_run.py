@@ -67,6 +67,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "toy-001"
 
 
+@pytest.mark.sentinel
 def test_from_one_to_three_to_one_and_a_loss(run: Path) -> None:
     settings = ("cluster.backend=local", "cluster.engines=1", "cluster.patience=60")
     command = kitae("train", str(RECIPE), VERIFIER, f"run.dir={run.parent}", *LONG, *settings)

@@ -60,6 +60,7 @@ CROSSED = {
 SLOW = ("updates", "greedy", "recompute", "fleet", "cluster")
 
 
+@pytest.mark.sentinel
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CROSSED])
 def test_a_run_repeats_what_its_engine_chose(name: str, tiny_folder: TinyFolder, tmp_path: Path) -> None:
     folder = run_toy(tmp_path, *SHORT, *mixture(tiny_folder), *CROSSED[name]).folder

@@ -51,6 +51,7 @@ def judge(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.sentinel
 def test_other_suites_beside_the_run_s_own_task(tmp_path: Path) -> None:
     settings = (*FEW, "eval.every=1", 'eval.suites=["reverse", "count"]')
     result = run_toy(tmp_path, *settings)

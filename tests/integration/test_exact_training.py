@@ -17,6 +17,7 @@ def assert_no_gap(folder: Path, *overrides: str) -> None:
         assert r["mismatch"] == 1 and r["mismatch_max"] == 1 and r["mismatch_k3"] == 0
 
 
+@pytest.mark.sentinel
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -8,6 +8,7 @@ from faults import KINDS, Trial
 QUICK = len(KINDS)  # one of each kind
 
 
+@pytest.mark.sentinel
 @pytest.mark.parametrize(
     "seed", [*range(QUICK), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(QUICK, 200))]
 )

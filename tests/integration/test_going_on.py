@@ -303,6 +303,7 @@ def test_the_second_ctrl_c_does_not_wait_for_the_step(tmp_path: Path) -> None:
     check_ledger(tmp_path / "toy-001", toy_config(tmp_path, "training.steps=2", "eval.prompts=0"))
 
 
+@pytest.mark.sentinel
 def test_a_finished_run_can_be_extended_and_changed(tmp_path: Path) -> None:
     whole = run_toy(tmp_path / "whole", "training.steps=6", "checkpoint.every=3", "eval.prompts=4").folder
     run_toy(tmp_path, "training.steps=3", "checkpoint.every=3", "checkpoint.keep=9", "eval.prompts=4")

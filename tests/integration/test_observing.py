@@ -114,6 +114,7 @@ def test_the_diagnosis_of_a_run_that_goes_on(tmp_path: Path) -> None:
     assert "truncation" in {found.rule for found in diagnose(folder)}
 
 
+@pytest.mark.sentinel
 def test_metrics_while_a_run_goes_on(tmp_path: Path) -> None:
     """Asked for from outside, over the port that the settings name; a port that is taken is no reason to stop."""
     import socket

@@ -26,6 +26,7 @@ def example() -> Iterator[ModuleType]:
     torch.set_num_threads(threads)
 
 
+@pytest.mark.sentinel
 def test_reward_rises_in_a_few_steps(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     example.main(["--model", "tiny", "--steps", "15", "--prompts", "32", "--lr", "3e-3"])
     rewards = [float(found) for found in re.findall(r"reward ([\d.]+)", capsys.readouterr().out)]

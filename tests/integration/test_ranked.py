@@ -54,6 +54,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.sentinel
 def test_two_ranks_learn_what_one_process_does(alone: Path, ranked: Path) -> None:
     assert_same_learning(ranked, alone)
     assert (ranked / "model" / "config.json").is_file()

@@ -58,6 +58,7 @@ def kill_when(process: object, reached: object) -> None:
 
 
 # In the middle of the first batch, between checkpoints, right after a step's last rollout, late in the run.
+@pytest.mark.sentinel
 @pytest.mark.parametrize("moment", [61, *(pytest.param(other, marks=pytest.mark.slow) for other in (7, 24, 96, 130))])
 def test_killed_runs_resume_to_the_same_numbers(moment: int, uninterrupted: Path, tmp_path: Path) -> None:
     process, run = start(tmp_path)
@@ -83,6 +84,7 @@ def test_killed_twice_also_while_saving(uninterrupted: Path, tmp_path: Path) -> 
     assert_ledger_balances(run, toy_config(tmp_path, *SETTINGS))
 
 
+@pytest.mark.sentinel
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_saves_and_says_how_to_go_on(number: signal.Signals, uninterrupted: Path, tmp_path: Path) -> None:
     process, run = start(tmp_path)

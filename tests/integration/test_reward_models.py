@@ -42,6 +42,7 @@ def settings(reward_run: Path, *more: str) -> tuple[str, ...]:
     return "verifier.name=reward_model", f"verifier.params={params}", "eval.prompts=0", *more
 
 
+@pytest.mark.sentinel
 def test_the_score_rises(reward_run: Path, tmp_path: Path) -> None:
     run = run_toy(tmp_path, *settings(reward_run, "training.steps=12")).folder
     rewards = [row["reward"] for row in rows(run)]

@@ -141,6 +141,7 @@ FORGERIES = {
 }
 
 
+@pytest.mark.sentinel(keep=3)
 @pytest.mark.parametrize("name", FORGERIES)
 @pytest.mark.parametrize("reference", [ASSERTS, CHECK, STDIO], ids=["asserts", "check", "stdio"])
 def test_nothing_passes_without_the_answer(name: str, reference: Any) -> None:
@@ -672,6 +673,7 @@ RESOURCES = {
 }
 
 
+@pytest.mark.sentinel(keep=2)
 @pytest.mark.parametrize("name", RESOURCES)
 @pytest.mark.parametrize("reference", [ASSERTS, ONE_STDIO], ids=["asserts", "stdio"])  # each case would be waited for
 def test_what_is_used_up_is_limited(name: str, reference: Any) -> None:
@@ -792,6 +794,7 @@ ESCAPES = {
 }
 
 
+@pytest.mark.sentinel(keep=3)
 @pytest.mark.parametrize("name", ESCAPES)
 def test_nothing_gets_out(name: str) -> None:
     assert attack(ESCAPES[name]).value == 0

@@ -48,6 +48,7 @@ def _wait_for(url: str) -> None:
     raise TimeoutError(url)
 
 
+@pytest.mark.sentinel
 def test_a_server_that_lies_is_taken_out_of_a_run(
     servers: list[str], tiny_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -39,6 +39,7 @@ def _present() -> bool:
 pytestmark = pytest.mark.skipif(not _present(), reason="the demo model is not installed")
 
 
+@pytest.mark.sentinel
 def test_engine_trainer_and_generate_agree_in_fp32() -> None:
     policy = load_policy(ModelConfig(path=SMOLLM2, dtype="float32"))
     chat = Chat(policy.tokenizer, policy.base.generation_config)

@@ -25,6 +25,7 @@ async def _never(*_: Any, **__: Any) -> Any:
     await asyncio.Event().wait()
 
 
+@pytest.mark.sentinel
 @pytest.mark.parametrize(
     ("owner", "method", "after", "message"),
     [

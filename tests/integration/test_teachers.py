@@ -54,6 +54,7 @@ def distil(tmp_path: Path, teacher: Path) -> Callable[..., RLConfig]:
 Config = Callable[..., RLConfig]
 
 
+@pytest.mark.sentinel
 @pytest.mark.parametrize(
     ("settings", "number"),
     [

@@ -21,6 +21,7 @@ from kitae.store.run_folder import RunStore
 from kitae.trainer.optim import Optimizer, Update
 
 
+@pytest.mark.sentinel
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -87,6 +88,7 @@ def test_only_updates_write_to_what_learns(
     assert all(map(same, known))
 
 
+@pytest.mark.sentinel
 def test_the_ledger_balances_and_the_same_seed_repeats(tmp_path: Path) -> None:
     settings = ["training.steps=4", "checkpoint.every=2", "eval.every=2"]
     first, second = run_toy(tmp_path, *settings), run_toy(tmp_path, *settings)
@@ -135,6 +137,7 @@ def test_steps_without_any_signal_leave_the_weights_alone(tmp_path: Path) -> Non
         assert row["groups"] == 0 and row["groups_dropped"] == 4 and row["updates"] == 0
 
 
+@pytest.mark.sentinel
 def test_verifier_errors_are_counted_and_never_zero(tmp_path: Path) -> None:
     verifier = tmp_path / "shaky.py"
     verifier.write_text(

@@ -1,6 +1,7 @@
 """The HTTP client, against a real server on loopback that is slow, broken or hostile."""
 
 import asyncio
+import functools
 import json
 import logging
 import multiprocessing
@@ -12,12 +13,14 @@ from email.utils import format_datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fake_server import KEY, FakeServer, Reply, run, run_tidily, script
 
 from kitae.clients import answer_cache, http_client
 from kitae.clients.http_client import ask, close_clients
 from kitae.clients.service import Service
+from kitae.clock import VirtualLoop, now
 from kitae.errors import RemoteError
 
 
@@ -166,13 +169,24 @@ def test_the_deadline_covers_all_tries() -> None:
     run(body())
 
 
-def test_waiting_for_a_slot_has_no_deadline() -> None:
-    async def body() -> None:
-        async with FakeServer(script(Reply({"n": 1}, delay=0.1))) as server:
-            which = service(server.url, concurrency=1, deadline=0.8)
-            assert await asyncio.gather(*(number(which, {"q": i}) for i in range(10))) == [1] * 10
+def test_waiting_for_a_slot_has_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a simulated clock, with a server that needs none of the world outside."""
 
-    run(body())
+    async def answer(_: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(3)
+        return httpx.Response(200, json={"n": 1})
+
+    client = functools.partial(httpx.AsyncClient, transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(httpx, "AsyncClient", client)
+
+    async def body() -> None:
+        which = service("http://nowhere/v1", concurrency=1, deadline=4)
+        assert await asyncio.gather(*(number(which, {"q": i}) for i in range(10))) == [1] * 10
+        assert now() >= 30
+        await close_clients()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(body())
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from workers import make_worker, weighted
+from trainer_workers import make_worker, weighted
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.data.packing import Row, lay_out, pack

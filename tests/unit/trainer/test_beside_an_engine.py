@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_gradient import make_samples
-from workers import column_of, forward_backward, make_worker, weighted
+from trainer_workers import column_of, forward_backward, make_worker, weighted
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.engines.base import Request, SamplingParams, WeightUpdate

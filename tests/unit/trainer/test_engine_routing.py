@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_gradient import assert_same
 from torch import Tensor, nn
-from workers import make_worker, weighted
+from trainer_workers import make_worker, weighted
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from trainer_workers import column_of, forward_backward, make_worker, weighted
 from transformers import AutoModelForCausalLM
-from workers import column_of, forward_backward, make_worker, weighted
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control

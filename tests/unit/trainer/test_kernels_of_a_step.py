@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_gradient import make_samples
 from torch import Tensor
-from workers import column_of, forward_backward, make_worker, weighted
+from trainer_workers import column_of, forward_backward, make_worker, weighted
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.data.packing import Span

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_gradient import SHAPES, make_samples
-from workers import column_of, forward_backward, make_worker
+from trainer_workers import column_of, forward_backward, make_worker
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.control import Control

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from test_gradient import SHAPES, assert_same, make_samples
+from trainer_workers import make_worker, weighted
 from transformers import AutoModelForCausalLM
-from workers import make_worker, weighted
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.data.packing import Row, lay_out

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from workers import make_worker, master_of
+from trainer_workers import make_worker, master_of
 
 from kitae.data.packing import Row
 from kitae.kernels.adamw import adamw

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 from test_gradient import make_samples
-from workers import column_of, make_worker, weighted
+from trainer_workers import column_of, make_worker, weighted
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.models.policy import Policy

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_gradient import SHAPES, assert_same, gradient, make_samples
-from workers import make_worker
+from trainer_workers import make_worker
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.data.packing import NO_RECORD, lay_out, pack

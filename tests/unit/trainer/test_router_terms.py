@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_gradient import SHAPES, assert_same, gradient, make_samples
 from test_routed_updates import annotated
-from workers import forward_backward, make_worker, weighted
+from trainer_workers import forward_backward, make_worker, weighted
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.data.packing import NO_RECORD, lay_out

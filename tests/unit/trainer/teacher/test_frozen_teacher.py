@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from trainer_workers import column_of, forward_backward, make_worker
 from transformers import AutoModelForCausalLM
-from workers import column_of, forward_backward, make_worker
 
 from kitae.algorithms.config import AlgorithmConfig
 from kitae.algorithms.group_stages import GroupStages, replace_samples

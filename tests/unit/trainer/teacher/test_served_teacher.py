@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fake_server import FakeServer, Reply, Request, run_tidily
 from test_frozen_teacher import PROMPT, SAMPLES, make_sample
-from workers import make_worker
+from trainer_workers import make_worker
 
 from kitae.clients.service import Service
 from kitae.errors import ModelError, RemoteError

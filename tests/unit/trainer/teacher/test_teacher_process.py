@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from workers import column_of, make_worker
+from trainer_workers import column_of, make_worker
 
 from kitae.data.packing import lay_out
 from kitae.errors import ModelError
