@@ -6,7 +6,7 @@ from kitae.cli.text import as_size
 
 
 def report(run: Path, output: Path | None) -> None:
-    from kitae.ui.report.page import make_report
+    from kitae.ui.report_file import make_report
 
     made = make_report(run, output or run / "report.html")
     print(f"{made}  ({as_size(made.stat().st_size)}; opens in any browser, without a network)")

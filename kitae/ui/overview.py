@@ -4,7 +4,7 @@ import math
 import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kitae.errors import KitaeError
 from kitae.observe.step_report import PARTS
@@ -24,6 +24,9 @@ from kitae.ui.records import (
 )
 from kitae.ui.settings import raw_settings, settings_of
 from kitae.ui.tables import Tables
+
+if TYPE_CHECKING:
+    from kitae.evaluation.held_out import PairedRuns
 
 _CONSOLE_END = 200_000  # bytes
 _CERTAIN = 1.96  # standard errors to each side: 95 %
@@ -128,7 +131,10 @@ def compare(found: Sequence[tuple[str, Path]], tables: Tables) -> RunComparison:
 def _held_out(first: Path, key: str, second: Path) -> HeldOutPairing:
     from kitae.evaluation import held_out  # only here: it knows suites and verifiers, which take a while to import
 
-    paired = held_out.pair(first, second)
+    return paired_record(key, held_out.pair(first, second))
+
+
+def paired_record(key: str, paired: "PairedRuns") -> HeldOutPairing:
     found = paired.difference
     if found is None:
         return HeldOutPairing(key, 0, None, None, None, None, None, None, paired.reason)

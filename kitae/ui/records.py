@@ -1,9 +1,10 @@
-"""What the page asks for and gets: the records of the API, which `ui/records.py` also writes down as TypeScript.
+"""The records that the API of the pages returns; `ui/records.py` writes the same records as TypeScript.
 
-All of them are frozen and hold plain JSON values: no NaN, which JSON does not have; what is not known is null.
+All of them are frozen and hold plain JSON values: no NaN, which JSON does not have; a value that is not known is null.
 """
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 
@@ -347,6 +348,60 @@ class Diagnosis:
     rules: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReportCard:
+    """A prompt with some of its answers: `ReportCard("step 3 · reverse/17", "Reverse 1, 2", "2, 1", [sample])`."""
+
+    title: str
+    question: str
+    reference: str
+    samples: list[SampleView]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPair:
+    """The same prompt at two times: `AnswerPair("Reverse 1, 2", "2, 1", "step 0", "1, 2", 0.0, "step 15", …)`."""
+
+    question: str
+    reference: str
+    first_at: str
+    first: str
+    first_value: float | None
+    last_at: str
+    last: str
+    last_value: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """What a report says of a run beside the answers that the pages of a run get.
+
+    made: a sentence on when and by what the report was made. measure: what evaluations measure, "accuracy" or "loss".
+    first, last: reward or loss of the first and the last step. machine: lines about the hardware and the versions.
+    seconds: how long the run worked. paired: the last evaluation against the first, prompt by prompt. moved: how many
+    held-out prompts became better, worse, …; empty where their answers were not kept. phases: seconds of all steps by
+    phase. busy: the share of the whole time in which each part was at work. every: one of so many steps is in the
+    curves. evaluations: how many there were.
+    """
+
+    made: str
+    measure: str
+    first: float | None
+    last: float | None
+    machine: list[str]
+    seconds: float
+    paired: HeldOutPairing
+    moved: dict[str, int]
+    before_after: list[AnswerPair]
+    best: list[ReportCard]
+    worst: list[ReportCard]
+    groups: list[ReportCard]
+    phases: dict[str, float]
+    busy: dict[str, float]
+    every: int
+    evaluations: int
+
+
 RECORDS = (
     HeldOut,
     RunSummary,
@@ -375,5 +430,19 @@ RECORDS = (
     ConsoleEnd,
     Diagnosed,
     Diagnosis,
+    ReportCard,
+    AnswerPair,
+    RunReport,
 )
 """In the order in which they use each other."""
+
+
+def as_json(body: Any) -> str:
+    """A record, or a list or dict of records, as JSON text."""
+    return json.dumps(body, default=_plain, allow_nan=False, separators=(",", ":"))
+
+
+def _plain(record: Any) -> dict[str, Any]:
+    if not is_dataclass(record):
+        raise TypeError(f"{type(record).__name__} is not a record of the API")
+    return {field.name: getattr(record, field.name) for field in fields(record)}

@@ -1,9 +1,7 @@
 """The server: addresses, what they answer, and the program around it. It reads; there is nothing that writes."""
 
-import json
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +18,7 @@ from kitae.errors import ConfigError, KitaeError
 from kitae.ui import live_events, overview, prompt_history, queries, samples, schedule
 from kitae.ui.guard import Door, Guard
 from kitae.ui.library import Library
+from kitae.ui.records import as_json
 from kitae.ui.tables import Tables
 
 STATIC = Path(__file__).parent / "static"
@@ -141,16 +140,9 @@ def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Response]:
             body, status = answer(request), 200
         except KitaeError as error:
             body, status = {"error": str(error)}, 404
-        text = json.dumps(body, default=_plain, allow_nan=False, separators=(",", ":"))
-        return Response(text, status, media_type="application/json")
+        return Response(as_json(body), status, media_type="application/json")
 
     return endpoint
-
-
-def _plain(record: Any) -> dict[str, Any]:
-    if not is_dataclass(record):
-        raise TypeError(f"{type(record).__name__} is no record of the API")
-    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 class _Assets(StaticFiles):

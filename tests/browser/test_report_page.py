@@ -1,4 +1,4 @@
-"""A report as a file in a browser: the numbers of the metrics, text as text, nothing asked for or beyond the edge."""
+"""A report as a file in a browser: the numbers of the metrics, text as text, no request and nothing beyond the edge."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from test_pages import _FAINT
 from written_runs import HOSTILE, WrittenRun
 
 from kitae.observe.machine import note_machine
-from kitae.ui.report.page import make_report
+from kitae.ui.report_file import make_report
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
@@ -32,68 +32,87 @@ def address(run: Path) -> str:
     return make_report(run, run.parent / "report.html").as_uri()
 
 
+def visit(page: "Page", address: str) -> None:
+    page.goto(address)
+    page.locator("footer").wait_for()
+    for summary in page.locator(".part > details > summary").all():
+        summary.click()
+
+
 def test_curves_equal_the_metrics(page: "Page", address: str, run: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [row for row in rows if row["kind"] == "step"]
+    steps = {row["step"]: row for row in rows if row["kind"] == "step"}
     held = {row["step"]: row["avg"] for row in rows if row["kind"] == "eval"}
-    page.goto(address)
-    page.get_by_text("The numbers of these curves").click()
-    table = page.locator("details table").first
-    titles = table.locator("th").all_inner_texts()
-    cells = table.locator("tbody tr").evaluate_all("rows => rows.map(row => [...row.children].map(c => c.textContent))")
-    for name, key in (("training reward", "reward"), ("entropy", "entropy"), ("error_share", "error_share")):
-        shown = [float(row[titles.index(name)]) for row in cells]
-        assert shown == pytest.approx([row[key] for row in steps], rel=1e-5)
-    first = page.locator("figure.chart").first
-    for step in (0, 2, 4):
-        first.locator(f'.at[data-step="{step}"] .hit').hover()
-        said = first.locator(f'.at[data-step="{step}"] .read')
-        assert said.is_visible() and f"step {step} " in (said.text_content() or "")
-        if step in held:
-            assert f"held out {held[step]:g} [" in (said.text_content() or "")
-        others = first.locator(".read").evaluate_all(
-            "all => all.filter(e => getComputedStyle(e).visibility == 'visible')"
+    visit(page, address)
+    for name in ("reward", "entropy", "error_share"):
+        chart = page.locator(f'[data-chart="{name}"]')
+        chart.get_by_role("button", name="table").click()
+        shown = chart.locator("tbody tr").evaluate_all(
+            "rows => rows.map(row => [...row.children].map(cell => cell.dataset.value ?? cell.textContent))"
         )
-        assert len(others) == 1
+        values = {int(step): float(value) for step, value, *_ in shown if value}
+        assert values == pytest.approx({step: row[name] for step, row in steps.items()}, rel=1e-5)
+        if name == "reward":
+            assert {int(step): float(value) for step, _, value in shown if value} == held
+
+
+def test_other_metrics_can_be_drawn(page: "Page", address: str) -> None:
+    visit(page, address)
+    page.locator(".picker summary").click()
+    page.get_by_label("reward/exact").check()
+    page.locator('[data-chart="reward/exact"] canvas').wait_for()
+
+
+def test_every_part_is_on_the_page(page: "Page", address: str) -> None:
+    visit(page, address)
+    assert page.locator(".part > h2").all_inner_texts() == [
+        *("Diagnosis", "Curves", "Evaluations", "Before and after, on the same prompts", "Best answers"),
+        *("Worst answers", "Groups", "Where the time went", "Settings", "What happened"),
+    ]
+    assert "0.250 → 0.750" in page.locator(".stats").inner_text()
+    assert page.locator(".evaluated tbody tr").all_inner_texts() == [
+        "0\t0.250 [0.150, 0.350]",
+        "4\t0.750 [0.650, 0.850]",
+    ]
 
 
 @pytest.mark.sentinel
-def test_it_asks_for_nothing_and_runs_nothing(page: "Page", address: str) -> None:
+def test_it_asks_for_nothing(page: "Page", address: str) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    page.goto(address)
+    visit(page, address)
     assert asked == [address]
-    assert page.locator("script, img, link, iframe, object").count() == 0
+    assert page.locator("img, link, iframe, object").count() == 0 and page.locator("#app script").count() == 0
     assert page.title() == "toy-with-a-rather-long-name-001 · Kitae"
     assert page.get_by_text("<script>document.title=").count() > 4
 
 
-def test_a_script_that_got_in_would_not_run(page: "Page", address: str, tmp_path: Path, run: Path) -> None:
+def test_the_policy_stops_other_scripts_and_requests(page: "Page", address: str, tmp_path: Path, run: Path) -> None:
     """The policy holds by itself, were something not escaped."""
-    text = (run.parent / "report.html").read_text("utf-8").replace("</main>", f"{HOSTILE}</main>")
+    text = (run.parent / "report.html").read_text("utf-8").replace("</body>", f"{HOSTILE}</body>")
     (tmp_path / "spoilt.html").write_text(text, "utf-8")
     messages: list[str] = []
     other = page.context.new_page()
     other.on("console", lambda message: messages.append(message.text))
     other.goto((tmp_path / "spoilt.html").as_uri())
-    assert other.locator("script").count() == 1 and "broken in" not in other.title()
+    other.locator("footer").wait_for()
+    assert "broken in" not in other.title()
     assert any("Content Security Policy" in message for message in messages)
+    sent = "fetch('https://example.com/').then(() => 'sent', () => 'refused')"
+    assert other.evaluate(sent) == "refused"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_can_be_read(page: "Page", address: str, scheme: str) -> None:
     page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
-    page.goto(address)
-    for summary in page.locator("summary").all():
-        summary.click()
+    visit(page, address)
+    assert page.evaluate("document.documentElement.dataset.theme") == scheme
     assert page.evaluate(_FAINT) == []
     page.emulate_media(color_scheme=scheme, media="print")  # type: ignore[arg-type]
-    assert page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(255, 255, 255)"
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
 
 
 def test_a_phone_needs_no_sideways_scrolling(page: "Page", address: str) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
-    page.goto(address)
-    for summary in page.locator("summary").all():
-        summary.click()
+    visit(page, address)
     assert page.evaluate("document.documentElement.scrollWidth") == 390

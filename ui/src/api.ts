@@ -1,8 +1,8 @@
-// What the server says, and when to ask again.
+// Answers to the questions of the pages: from the server, or, in a report, from the file itself.
 import { useEffect, useRef, useState } from "preact/hooks";
 import type {
   RunComparison, ConsoleEnd, Diagnosis, ErrorList, GroupView, PromptPage, RolloutPage, RunDetail, RunSummary, SampleTokens,
-  LaneView, Series,
+  LaneView, RunReport, Series,
 } from "./records";
 
 const run = (key: string) => `/api/runs/${encodeURIComponent(key)}`;
@@ -32,9 +32,24 @@ export const ask = {
   compare: (keys: string[]): Ask<RunComparison> => ({
     url: `/api/compare?runs=${keys.map(encodeURIComponent).join(",")}`,
   }),
+  report: (key: string): Ask<RunReport> => ({ url: `${run(key)}/report` }),
 };
 
+const element = document.getElementById("kitae-answers");
+/** The answers that a report holds, by the path of their address; null on a page that a server has sent. */
+const inlined = element && (JSON.parse(element.textContent ?? "{}") as Record<string, unknown>);
+
+/** This page is a file with its answers in it: it asks no server and never changes. */
+export const isReport = inlined !== null;
+
+function fromFile<T>(url: string, answers: Record<string, unknown>): T {
+  const path = url.split("?")[0]!;
+  if (!(path in answers)) throw new Error("This file does not hold it.");
+  return answers[path] as T;
+}
+
 export async function get<T>(question: Ask<T>, signal?: AbortSignal): Promise<T> {
+  if (inlined) return fromFile<T>(question.url, inlined);
   const response = await fetch(question.url, signal ? { signal } : {});
   const type = response.headers.get("content-type") ?? "";
   if (!type.startsWith("application/json")) throw new Error((await response.text()) || response.statusText);

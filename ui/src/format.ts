@@ -42,3 +42,7 @@ export function setting(value: unknown): string {
 
 /** Signed, for differences. */
 export const signed = (value: number, digits = 3) => `${value >= 0 ? "+" : "−"}${Math.abs(value).toFixed(digits)}`;
+
+/** A mean with its 95 % interval, where there is one. */
+export const interval = (mean: number | null | undefined, low: number | null | undefined, high: number | null | undefined) =>
+  low === null || low === undefined || high === null || high === undefined ? fixed(mean) : `${fixed(mean)} [${fixed(low)}, ${fixed(high)}]`;

@@ -1,6 +1,6 @@
 import { render } from "preact";
 import { useEffect, useState } from "preact/hooks";
-import { ask, listen, useConnected, useData } from "./api";
+import { ask, isReport, listen, useConnected, useData } from "./api";
 import { Help, useKeys } from "./keys";
 import { Config, Findings, Log } from "./pages/about";
 import { Compare } from "./pages/compare";
@@ -8,6 +8,7 @@ import { Curves } from "./pages/curves";
 import { Errors } from "./pages/errors";
 import { Group } from "./pages/group";
 import { Prompts } from "./pages/prompts";
+import { Report } from "./pages/report";
 import { Rollouts } from "./pages/rollouts";
 import { Runs } from "./pages/runs";
 import { Timeline } from "./pages/timeline";
@@ -90,5 +91,5 @@ function Page({ run, page, here: { path, query } }: { run: RunDetail; page: stri
 }
 
 startTheme();
-listen();
-render(<App />, document.getElementById("app")!);
+if (!isReport) listen();
+render(isReport ? <Report /> : <App />, document.getElementById("app")!);

@@ -241,3 +241,40 @@ export interface Diagnosis {
   findings: Diagnosed[];
   rules: number;
 }
+
+export interface ReportCard {
+  title: string;
+  question: string;
+  reference: string;
+  samples: SampleView[];
+}
+
+export interface AnswerPair {
+  question: string;
+  reference: string;
+  first_at: string;
+  first: string;
+  first_value: number | null;
+  last_at: string;
+  last: string;
+  last_value: number | null;
+}
+
+export interface RunReport {
+  made: string;
+  measure: string;
+  first: number | null;
+  last: number | null;
+  machine: string[];
+  seconds: number;
+  paired: HeldOutPairing;
+  moved: Record<string, number>;
+  before_after: AnswerPair[];
+  best: ReportCard[];
+  worst: ReportCard[];
+  groups: ReportCard[];
+  phases: Record<string, number>;
+  busy: Record<string, number>;
+  every: number;
+  evaluations: number;
+}

@@ -1,9 +1,10 @@
-// Light or dark: as the system says, unless the reader chose.
+// Light or dark: as the system says, unless the reader chose. Paper is light.
 import { useEffect, useState } from "preact/hooks";
 
 export type Theme = "system" | "light" | "dark";
 const KEY = "kitae-theme";
 const dark = matchMedia("(prefers-color-scheme: dark)");
+const paper = matchMedia("print");
 const listeners = new Set<() => void>();
 
 function stored(): Theme {
@@ -18,7 +19,7 @@ function stored(): Theme {
 let chosen = stored();
 
 export function isDark(): boolean {
-  return chosen === "dark" || (chosen === "system" && dark.matches);
+  return !paper.matches && (chosen === "dark" || (chosen === "system" && dark.matches));
 }
 
 function show(): void {
@@ -28,6 +29,7 @@ function show(): void {
 
 export function startTheme(): void {
   dark.addEventListener("change", show);
+  paper.addEventListener("change", show);
   show();
 }
 

@@ -5,7 +5,8 @@ import { clock, setting } from "../format";
 import { Empty, Waiting } from "../parts";
 import type { RunDetail } from "../records";
 
-export function Config({ run }: { run: RunDetail }) {
+/** Settings that differ from their defaults first; `folded`: the others open on demand. */
+export function Config({ run, folded = false }: { run: RunDetail; folded?: boolean }) {
   const [filter, setFilter] = useState("");
   const shown = run.settings.filter(({ key, value }) => `${key} ${setting(value)}`.toLowerCase().includes(filter.toLowerCase()));
   const changed = shown.filter((row) => row.changed), rest = shown.filter((row) => !row.changed);
@@ -14,7 +15,9 @@ export function Config({ run }: { run: RunDetail }) {
     <>
       <div class="bar"><label class="field wide"><span>filter</span><input type="search" data-search value={filter} onInput={(event) => setFilter(event.currentTarget.value)} /></label></div>
       {changed.length > 0 && <Settings title="Changed" rows={changed} />}
-      {rest.length > 0 && <Settings title={changed.length ? "Defaults" : "Settings"} rows={rest} />}
+      {rest.length > 0 && (folded && !filter
+        ? <details><summary>The {rest.length} others have their default values</summary><Settings title="Defaults" rows={rest} /></details>
+        : <Settings title={changed.length ? "Defaults" : "Settings"} rows={rest} />)}
       <p class="muted small">{run.summary.folder}</p>
     </>
   );
@@ -39,16 +42,21 @@ export function Log({ run }: { run: RunDetail }) {
   return (
     <>
       <h3>Events <span class="muted">{run.events.length}</span></h3>
-      {run.events.length ? (
-        <div class="card flush"><table class="plain events"><tbody>
-          {run.events.map((event, i) => <tr key={i}><td class="muted nowrap">{clock(event.time)}</td><td><b>{event.kind}</b></td><td class="breaks">{event.detail}</td></tr>)}
-        </tbody></table></div>
-      ) : <Empty>Nothing has happened yet.</Empty>}
+      <Events run={run} />
       <h3>Console</h3>
       {!state.data ? <Waiting state={state} what="Reading the console" /> : state.data.text ? (
         <>{!state.data.complete && <p class="muted small">Only the end is shown.</p>}<pre class="card console" tabIndex={0} ref={box}>{state.data.text}</pre></>
       ) : <Empty>Nothing was written.</Empty>}
     </>
+  );
+}
+
+export function Events({ run }: { run: RunDetail }) {
+  if (!run.events.length) return <Empty>Nothing has happened yet.</Empty>;
+  return (
+    <div class="card flush"><table class="plain events"><tbody>
+      {run.events.map((event, i) => <tr key={i}><td class="muted nowrap">{clock(event.time)}</td><td><b>{event.kind}</b></td><td class="breaks">{event.detail}</td></tr>)}
+    </tbody></table></div>
   );
 }
 

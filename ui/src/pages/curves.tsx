@@ -9,11 +9,12 @@ import { alter } from "../router";
 import { SERIES } from "../theme";
 import { Progress } from "./runs";
 
-const USUAL = ["reward", "loss", "length", "entropy", "grad_norm", "logp_gap", "kl_k3", "accuracy", "margin", "groups_with_signal", "clip_fraction", "staleness"];
+const USUAL = ["reward", "loss", "length", "entropy", "grad_norm", "logp_gap", "kl_k3", "accuracy", "margin", "groups_with_signal", "clip_fraction", "staleness",
+  "truncated", "error_share", "teacher_kl", "teacher_divergence", "value_loss", "ess"];
 const MOST = 6;
 
-export function Curves({ run, query }: { run: RunDetail; query: URLSearchParams }) {
-  const chosen = useMemo(() => chosenMetrics(run, query.get("metrics")), [run.metrics.join(), query.get("metrics")]);
+export function Curves({ run, query, most = MOST, head = true }: { run: RunDetail; query: URLSearchParams; most?: number; head?: boolean }) {
+  const chosen = useMemo(() => chosenMetrics(run, query.get("metrics"), most), [run.metrics.join(), query.get("metrics")]);
   const smoothing = Number(query.get("smooth") ?? 0);
   const [zoom, setZoom] = useState<Range | null>(null);
   const key = run.summary.key;
@@ -22,7 +23,7 @@ export function Curves({ run, query }: { run: RunDetail; query: URLSearchParams 
   const choose = (names: string[]) => alter({ metrics: names.join(",") });
   return (
     <>
-      <Head run={run} />
+      {head && <Head run={run} />}
       {!run.metrics.length ? <Empty>No step is finished yet; curves appear with the first one.</Empty> : <>
         <div class="bar tools">
           <Picker all={[...run.metrics, ...run.evaluations.filter((name) => !/_(low|high)$/.test(name)).map((name) => `eval/${name}`)]} chosen={chosen} onChange={choose} />
@@ -68,27 +69,29 @@ function Head({ run: { summary: s, rollouts } }: { run: RunDetail }) {
   );
 }
 
-function chosenMetrics(run: RunDetail, text: string | null): string[] {
+function chosenMetrics(run: RunDetail, text: string | null, most: number): string[] {
   if (text !== null) return text.split(",").filter(Boolean);
   const held = run.metrics.includes("reward") || !run.evaluations.includes("avg") ? [] : ["eval/avg"];
   const usual = [...held, ...USUAL.filter((name) => run.metrics.includes(name))];
-  return (usual.length ? usual : run.metrics).slice(0, MOST);
+  return (usual.length ? usual : run.metrics).slice(0, most);
 }
 
 /** A metric of steps with the held-out points that belong to it, or one of the evaluations. */
 function linesOf(name: string, series: Series): Line[] {
   const own = name.startsWith("eval/") ? name.slice(5) : "";
-  if (own) return points(own, own, series);
+  if (own) return points(own, own, series, SERIES[1]!);
   const steps: Line[] = [{ name, steps: series.steps, values: series.columns[name] ?? [], colour: SERIES[0]! }];
-  const held = name === "reward" ? "avg" : name;
-  return name === "reward" || name === "loss" ? [...steps, ...points("held out", held, series)] : steps;
+  if (name !== "reward" && name !== "loss") return steps;
+  const suites = Object.keys(series.evaluations).filter((column) => column.endsWith("/avg")).map((column) => column.slice(0, -4));
+  const others = suites.flatMap((suite, i) => points(suite, `${suite}/avg`, series, SERIES[(i + 2) % SERIES.length]!));
+  return [...steps, ...points("held out", name === "reward" ? "avg" : name, series, SERIES[1]!), ...others];
 }
 
-function points(title: string, name: string, { evaluation_steps, evaluations }: Series): Line[] {
+function points(title: string, name: string, { evaluation_steps, evaluations }: Series, colour: string): Line[] {
   const values = evaluations[name];
   if (!values) return [];
   const low = evaluations[`${name}_low`], high = evaluations[`${name}_high`];
-  return [{ name: title, steps: evaluation_steps, values, colour: SERIES[1]!, points: true, ...(low && high ? { low, high } : {}) }];
+  return [{ name: title, steps: evaluation_steps, values, colour, points: true, ...(low && high ? { low, high } : {}) }];
 }
 
 function Phases({ names, series, zoom, onZoom }: { names: string[]; series: Series; zoom: Range | null; onZoom: (range: Range | null) => void }) {

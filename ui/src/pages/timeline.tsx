@@ -37,7 +37,7 @@ export function Timeline({ run, query }: { run: RunDetail; query: URLSearchParam
   );
 }
 
-function Lanes({ found }: { found: LaneView }) {
+export function Lanes({ found }: { found: LaneView }) {
   const [at, setAt] = useState<LaneSpan | null>(null);
   const parts = Object.keys(found.lanes);
   return (
@@ -65,7 +65,7 @@ function Lanes({ found }: { found: LaneView }) {
 
 const place = (time: number, { start, end }: LaneView) => (100 * (time - start)) / (end - start || 1);
 
-function Idle({ run }: { run: RunDetail }) {
+export function Idle({ run }: { run: RunDetail }) {
   const ages = run.metrics.filter((name) => /^staleness\/\d+$/.test(name)).sort((a, b) => Number(a.slice(10)) - Number(b.slice(10)));
   const idle = ["trainer_idle", "engine_idle"].filter((name) => run.metrics.includes(name));
   const stale = ["staleness", "staleness_max"].filter((name) => run.metrics.includes(name));
