@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from upcycle import upcycle
 
-from kitae.models.upcycle import upcycle
 from kitae.observe.plots import load_pyplot
 from kitae.store.journal import Journal
 from kitae.store.run_folder import Metrics

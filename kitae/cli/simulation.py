@@ -16,8 +16,6 @@ from kitae.errors import ConfigError
 from kitae.plugins import nearest
 
 if TYPE_CHECKING:
-    from kitae.config.root import RLConfig
-    from kitae.study.scale import Links
     from kitae.study.simulate import LogNormal, Schedule, Steady, Times
 
 _TAIL = 8  # the cap of lengths over their median, unless they are given
@@ -37,8 +35,6 @@ def simulate(
     steps: int,
     trainers: float | None,
     generation_share: float | None,
-    scale: bool,
-    links: str,
     parameters: float | None,
     as_json: bool,
     timeline: Path | None,
@@ -50,20 +46,19 @@ def simulate(
     most = config.sampling.max_tokens
     if lengths is None:
         lengths = f"lognormal:median={max(1, most // _TAIL)}"
-    from kitae.cli.projection import scale_table
     from kitae.config.recipe import override_config
-    from kitae.study.scale import Projection, project
     from kitae.study.simulate import Work, study
 
     gc.freeze()  # what was imported stays: looking at it again and again would take a quarter of the time
-    drawn, rates = parse_lengths(lengths, most), parse_links(links)
-    size = _size(config, scale, parameters)
+    drawn = parse_lengths(lengths, most)
+    if parameters is not None and not 1 <= parameters < math.inf:
+        raise ConfigError(f"--parameters must be a number of at least 1, got {parameters:g}")
     config = override_config(config, [f"sampling.max_tokens={drawn.cap}"])
     found = study(
         config,
         numbers,
         bounds,
-        parse_times(times, size),
+        parse_times(times, parameters),
         Work(drawn, prompt, signal),
         steps=steps,
         sequences=sequences,
@@ -71,21 +66,14 @@ def simulate(
         generation_share=generation_share,
     )
     outcomes: list[dict[str, object]] = []
-    projections: list[Projection] = []
     for schedule, outcome in found:
         if not as_json:
             if not outcomes:
                 _describe(schedule, drawn)
             print(_row(outcome))
         outcomes.append(asdict(outcome))
-        if scale:
-            assert size is not None
-            projections.append(project(schedule, outcome, rates, size))
-            outcomes[-1]["scale"] = asdict(projections[-1])
     if as_json:
         print(json.dumps(outcomes, indent=2))
-    elif projections and size is not None:
-        print(f"\n{scale_table(projections, rates, size)}")
     if timeline is not None:
         _draw(schedule, timeline)
         if not as_json:
@@ -132,8 +120,7 @@ def parse_lengths(text: str, cap: int) -> "LogNormal":
 
 def parse_times(text: str, parameters: float | None = None) -> "Times":
     """`train=25000,sync=2` → those, and the defaults for the others, of a model with so many parameters."""
-    from kitae.study.scale import scaled
-    from kitae.study.simulate import Times
+    from kitae.study.simulate import Times, scaled
 
     given = _pairs("--times", text, [field.name for field in fields(Times)]) if text else {}
     rates = ("prefill", "train", "life")  # the others are seconds, and may be 0
@@ -148,32 +135,10 @@ def parse_times(text: str, parameters: float | None = None) -> "Times":
     return times
 
 
-def parse_links(text: str) -> "Links":
-    """`nic=12.5e9,gpus=4` → those, and the defaults for the others."""
-    from kitae.study.scale import Links
-
-    given = _pairs("--links", text, [field.name for field in fields(Links)]) if text else {}
-    values = {key: _number(f"--links {key}", value) for key, value in given.items()}
-    for key, value in values.items():
-        if not value > 0:
-            raise ConfigError(f"--links {key} must be above 0, got {given[key]}")
-    return replace(Links(), **values)
-
-
-def _size(config: "RLConfig", scale: bool, parameters: float | None) -> float | None:
-    """Parameters of the model that is studied; None: that of the default times, whose size does not matter."""
-    if parameters is not None and not 1 <= parameters < math.inf:
-        raise ConfigError(f"--parameters must be a number of at least 1, got {parameters:g}")
-    if parameters is not None or not scale:
-        return parameters
-    from kitae.study.model_shape import read_model
-
-    found = read_model(config.model.path)
-    if found is None:
-        raise ConfigError(
-            f"--scale needs --parameters: the model {config.model.path!r} is not here, so its size is unknown"
-        )
-    return found.parameters
+def parse_pairs(option: str, text: str, keys: Iterable[str]) -> dict[str, float]:
+    """`"nic=12.5e9,gpus=4"` → `{"nic": 12.5e9, "gpus": 4.0}`, of known keys; an empty text has none."""
+    given = _pairs(option, text, keys) if text else {}
+    return {key: _number(f"{option} {key}", value) for key, value in given.items()}
 
 
 def _pairs(option: str, text: str, keys: Iterable[str]) -> Mapping[str, str]:

@@ -1,8 +1,7 @@
 """Puzzles with exactly one solution: Knights and Knaves, and Countdown.
 
-A puzzle is a pure function of (seed, index, difficulty): `knights_and_knaves(0, 17, 3)`. The `draw_…` functions make
-one from a random generator and dials of their own, as a generated task needs it. The answer is a text that the
-verifier of the same puzzle scores 1, and also all the reference that it needs.
+Each `draw_…` function makes a question and its answer from a random generator and the parameters of a generated task.
+The verifier of the same puzzle scores the answer 1, and needs no other reference.
 """
 
 import random
@@ -17,9 +16,6 @@ from kitae.errors import DataError
 
 Params = Mapping[str, Any]
 
-LEVELS = range(1, 11)
-"""Difficulties, from easy to hard."""
-
 # fmt: off
 NAMES = (
     "Abel", "Ada", "Alice", "Amir", "Anna", "Bea", "Bob", "Carol", "Chen", "Clara", "David", "Diana",
@@ -32,37 +28,6 @@ NAMES = (
 MAX_PEOPLE = 10
 MAX_NUMBERS = 5
 _TRIES = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Puzzle:
-    """`Puzzle("Use 3, 7 and 25 … to make 46.", "25 + 3 * 7 = 46", "countdown")`; `verifier` judges answers."""
-
-    question: str
-    answer: str
-    verifier: str
-
-
-def knights_and_knaves(seed: int, index: int, difficulty: int) -> Puzzle:
-    """From two people with plain statements (1) to eight with nested ones (10)."""
-    people = 2 + (_level(difficulty) - 1) * 6 // 9
-    params = {"people": people, "depth": 1 + (difficulty > 2) + (difficulty > 6)}
-    rng = random.Random(f"knights_and_knaves/{seed}/{index}/{difficulty}")
-    return Puzzle(*draw_knights_and_knaves(rng, params), "knights_knaves")
-
-
-def countdown(seed: int, index: int, difficulty: int) -> Puzzle:
-    """From two small numbers (1) to five numbers up to 100 (10)."""
-    count = 2 + (_level(difficulty) + 1) // 4 + (difficulty == 10)
-    params = {"count": min(count, MAX_NUMBERS), "low": 2, "high": 10 * difficulty, "max_target": 100 * difficulty}
-    rng = random.Random(f"countdown/{seed}/{index}/{difficulty}")
-    return Puzzle(*draw_countdown(rng, params), "countdown")
-
-
-def _level(difficulty: int) -> int:
-    if difficulty not in LEVELS:
-        raise DataError(f"difficulty must be from {LEVELS[0]} to {LEVELS[-1]}, got {difficulty!r}")
-    return difficulty
 
 
 # Knights and Knaves: a statement is a text and its truth table, one bit for each way to give roles to the people.

@@ -251,7 +251,7 @@ def _held_out(view: RunView) -> tuple[dict[str, int], list[AnswerPair]]:
     if len(view.evaluations) < 2:
         return {}, []
     first, last = (int(view.evaluations[i]["step"]) for i in (0, -1))
-    before, after = (_readable(lambda step=step: answers_at(view.folder, step), {}) for step in (first, last))
+    before, after = (_answers(view.folder, step) for step in (first, last))
     kinds: dict[str, list[AnswerPair]] = {"worse": [], "better": [], "still not right": [], "right as before": []}
     for key in before.keys() & after.keys():
         a, b = before[key], after[key]
@@ -259,6 +259,10 @@ def _held_out(view: RunView) -> tuple[dict[str, int], list[AnswerPair]]:
             kinds[_kind(a.value, b.value)].append(_both(a, b, first, last))
     shown = [example for kind in ("better", "worse", "still not right") for example in _by_question(kinds[kind])[:2]]
     return {kind: len(found) for kind, found in kinds.items() if found}, shown[:_SHOWN]
+
+
+def _answers(run: Path, step: int) -> dict[str, HeldOutAnswer]:
+    return _readable(lambda: answers_at(run, step), {})
 
 
 def _kind(a: float, b: float) -> str:

@@ -18,40 +18,22 @@ from kitae.data.boxes import last_boxed
 from kitae.types import Score
 from kitae.verifiers.plain_text import after_thought, inside_tag
 
-_KNIGHTS = (
-    "knights? truth-?tellers? truthtellers? ritter chevaliers? caballeros? cavalier[ei] cavaleiros? "
-    "рыцар[ьи] рицар[іь]? 骑士 騎士 기사 فارس"
+_KNIGHTS = "knights? truth-?tellers?"
+_KNAVES = "knaves? liars?"
+_MARK_RE = re.compile(r"\b(?:conclusion|(?:final\s+)?answer|solution)[\s*_#]*(?:\b(?:is|are)\b|[:：])", re.IGNORECASE)
+_NOT_BEFORE_RE = re.compile(
+    r"(?:(?:^|[^\w])(?:not|never|neither)|n['’]t)(?:\s+(?:a|an|the|actually|really))*\s*$", re.IGNORECASE
 )
-_KNAVES = (
-    "knaves? liars? schurken? knappen? lügner valets? coquins? fripons? menteurs? bribon(?:es)? bribón pícaros? "
-    "escuderos? mentirosos? furfant[ei] patifes? лжец[ы]? плуты? шахра[йї] 无赖 無賴 骗子 騙子 恶棍 惡棍 悪党 ならず者 "
-    "무법자 건달 악당 محتال"
-)
-_MARK_RE = re.compile(
-    r"(?:\bconclusion|\b(?:final\s+)?answer|\bsolution|\bantwort|\blösung|\brespuesta|\bréponse|ответ|答案|结论|結論|答え)"
-    r"[\s*_#]*(?:\b(?:is|are|ist|es|est)\b|[:：])",
-    re.IGNORECASE,
-)
-_NOT = r"(?:not|never|nicht|keine?|no\s+(?:es|son)|non|pas|не|不是|并非|並非|neither)"
-_ADVERB = r"(?:\s+(?:a|an|the|ein|une?|un|actually|really))*\s*$"
-_NOT_BEFORE_RE = re.compile(rf"(?:(?:^|[^\w]){_NOT}|n['’]t|ne\s.*\bpas){_ADVERB}|不是\s*$", re.IGNORECASE)
-_NOT_AFTER_RE = re.compile(r"\s*(?:ではな|じゃな|가\s*아니|이\s*아니)")
 _LETTERS = r"A-Za-z\u00c0-\u024f\u0400-\u04ff"
-_SAID = r"\b(?:says?|said|claims?|claimed|sagt|dice|dit|говорит)\b"
-_SUPPOSED = (
-    r"\b(?:if|suppose|supposing|assum\w+|would|could|might|either|whether|wenn|falls|si|supongamos|если)\b"
-    r"|如果|假设|假設|もし|만약|\?"
-)
+_SUPPOSED = r"\b(?:if|suppose|supposing|assum\w+|would|could|might|either|whether)\b|\?"
 _SUPPOSED_RE = re.compile(_SUPPOSED, re.IGNORECASE)
-_UNSURE_RE = re.compile(f"{_SAID}|{_SUPPOSED}", re.IGNORECASE)
-_REASON_RE = re.compile(r"\b(?:because|since|weil|denn|porque|car|потому)\b|因为|因為", re.IGNORECASE)
-_CONTRAST_RE = re.compile(r"\b(?:but|yet|however|aber|pero|mais|но)\b|但", re.IGNORECASE)
-_SENTENCE_RE = re.compile(r"[\n;；。]|\.(?=\s|$)|!(?=\s|$)")
-_LIST_GAP_RE = re.compile(
-    r"[\s,，、&*_|]*(?:and|und|y|e|et|и|和|と|respectively)?[\s,，、&*_|]*(?:an?|the|ein|une?|un)?\s*", re.IGNORECASE
-)
-_HEADING_RE = re.compile(r"[\s*_]*(?:[:：=]|[-–—](?=\s)|\b(?:are|is|sind|ist|son|es|sont|est)\b|是|は)")
-_OR_RE = re.compile(r"\s*(?:/|\b(?:or|oder|o|ou|или)\b|或|か)\s*(?:an?\s+)?", re.IGNORECASE)
+_UNSURE_RE = re.compile(rf"\b(?:says?|said|claims?|claimed)\b|{_SUPPOSED}", re.IGNORECASE)
+_REASON_RE = re.compile(r"\b(?:because|since)\b", re.IGNORECASE)
+_CONTRAST_RE = re.compile(r"\b(?:but|yet|however)\b", re.IGNORECASE)
+_SENTENCE_RE = re.compile(r"[\n;]|\.(?=\s|$)|!(?=\s|$)")
+_LIST_GAP_RE = re.compile(r"[\s,&*_|]*(?:and|respectively)?[\s,&*_|]*(?:an?|the)?\s*", re.IGNORECASE)
+_HEADING_RE = re.compile(r"[\s*_]*(?:[:=]|[-–—](?=\s)|\b(?:are|is)\b)")
+_OR_RE = re.compile(r"\s*(?:/|\bor\b)\s*(?:an?\s+)?", re.IGNORECASE)
 _TAIL = 20_000  # characters at the end of a response that are read
 _MARKS = 8  # so many of the last marks are looked at
 
@@ -69,9 +51,8 @@ def knights_knaves(
 
     The reference is a text that says so ("Alice is a knight, Bob is a knave"), or a mapping of names to "knight" or
     "knave", or to true for knights. With `credit` "share" the value is the share of people who are right. Read are
-    sentences, lists, tables, JSON, "Knights: Alice, Carol", "Alice and Bob are knaves", "not a knight", "respectively",
-    in English, German, French, Spanish, Italian, Portuguese, Russian, Chinese, Japanese and Korean words; `knight` and
-    `knave` add words of your own ("sage", "fool"). In a marked answer, saying both of one person is wrong; without a
+    English sentences, lists, tables, JSON, "Knights: Alice, Carol", "Alice and Bob are knaves", "not a knight",
+    "respectively"; `knight` and `knave` add words of your own ("sage", "fool"). In a marked answer, saying both of one person is wrong; without a
     mark the last statement counts. Clauses with "if", "suppose" or "says" are passed over: all of the sentence but what
     comes before "because" or, after "says", behind "but". Components: right and
     answered, as shares of the people. Not covered: pronouns, "everyone", "the others".
@@ -182,19 +163,17 @@ def _people(reference: Any, knight: str, knave: str) -> dict[str, bool]:
 
 @lru_cache(maxsize=256)
 def _people_of_text(text: str, knight: str, knave: str) -> dict[str, bool]:
-    """Names are what stands before a role: capitalised words, or anything in scripts without capitals."""
+    """A name is the first word of the clause that ends with a role."""
     role = _role_pattern(knight, knave)
     people: dict[str, bool] = {}
-    for clause in re.split(r"[\n,;，、；。|]|\.(?=\s|$)|\band\b|\bund\b|\by\b|\bet\b", text):
+    for clause in re.split(r"[\n,;|]|\.(?=\s|$)|\band\b", text):
         found = role.search(clause)
         if found is None:
             continue
         name = re.match(r"[\s\d().*_\-\"'{]*([^\W\d_][\w'’-]*)", clause[: found.start()])
         if name is None or name[1].casefold() in ("a", "an", "the"):
             return {}
-        plain = re.sub(r"(?:是|は|는|은)$", "", name[1]) or name[1]
-        negated = _negated(clause, found.start(), found.end())
-        people[plain] = (found.lastgroup == "knight") is not negated
+        people[name[1]] = (found.lastgroup == "knight") is not _negated(clause, found.start())
     return people
 
 
@@ -210,7 +189,6 @@ def _role_pattern(knight: str, knave: str) -> re.Pattern[str]:
     def words(known: str, own: str) -> str:
         return "|".join([*known.split(), *(f"{re.escape(word)}s?" for word in own.split())])
 
-    # no word boundary after scripts without spaces: 骑士和, 騎士です
     roles = rf"(?P<knight>{words(_KNIGHTS, knight)})|(?P<knave>{words(_KNAVES, knave)})"
     return re.compile(rf"(?<![{_LETTERS}])(?:{roles})(?![{_LETTERS}])", re.IGNORECASE)
 
@@ -251,7 +229,7 @@ def _sure_clauses(sentence: str) -> Iterator[str]:
 def _words(sentence: str, people: tuple[str, ...], knight: str, knave: str) -> list[_Word]:
     found = [_Word(*m.span(), _name_of(m[0], people), None) for m in _name_pattern(people).finditer(sentence)]
     for m in _role_pattern(knight, knave).finditer(sentence):
-        found.append(_Word(*m.span(), None, (m.lastgroup == "knight") is not _negated(sentence, m.start(), m.end())))
+        found.append(_Word(*m.span(), None, (m.lastgroup == "knight") is not _negated(sentence, m.start())))
     return sorted(found)
 
 
@@ -265,9 +243,8 @@ def _name_of(found: str, people: tuple[str, ...]) -> str:
     return next((name for name in people if name.casefold() == found.casefold()), found)
 
 
-def _negated(sentence: str, start: int, end: int) -> bool:
-    before = sentence[max(0, start - 30) : start]
-    return bool(_NOT_BEFORE_RE.search(before)) is not bool(_NOT_AFTER_RE.match(sentence, end))
+def _negated(sentence: str, start: int) -> bool:
+    return bool(_NOT_BEFORE_RE.search(sentence[max(0, start - 30) : start]))
 
 
 def _runs(words: Sequence[_Word]) -> Iterator[tuple[list[_Word], list[_Word]]]:

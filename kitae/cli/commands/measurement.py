@@ -79,15 +79,9 @@ def simulate(
         float | None,
         typer.Option(min=0.01, max=0.99, help="Set the rate of training so that a synchronous step generates so long."),
     ] = None,
-    scale: Annotated[
-        bool, typer.Option("--scale", help="Also bytes and seconds of weights, shards and controller (docs/scale.md).")
-    ] = False,
-    links: Annotated[
-        str, typer.Option(help="Rates for --scale: nic=50e9,gpus=8,storage=20e9,… in bytes a second (docs/scale.md).")
-    ] = "",
     parameters: Annotated[
         float | None,
-        typer.Option(help="Of the model: 32e9; times that are not given follow. Default for --scale: the recipe's."),
+        typer.Option(help="Of the model: 32e9; times that are not given follow from it."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="The table as JSON.")] = False,
     timeline: Annotated[Path | None, typer.Option(help="Draw who worked when in the last schedule, as a PNG.")] = None,
@@ -111,8 +105,6 @@ def simulate(
         steps=steps,
         trainers=trainers,
         generation_share=generation_share,
-        scale=scale,
-        links=links,
         parameters=parameters,
         as_json=json,
         timeline=timeline,

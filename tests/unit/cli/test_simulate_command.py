@@ -8,10 +8,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kitae.cli.main import app
-from kitae.cli.simulation import parse_lengths, parse_links, parse_times, whole_numbers
+from kitae.cli.simulation import parse_lengths, parse_pairs, parse_times, whole_numbers
 from kitae.errors import ConfigError
-from kitae.study.scale import Links, scaled
-from kitae.study.simulate import LogNormal, Times
+from kitae.study.simulate import LogNormal, Times, scaled
 
 SMALL = ("simulate", "quickstart", "sampling.max_tokens=256", "--devices", "4", "--steps", "2", "--trainers", "2")
 
@@ -40,28 +39,6 @@ def test_json() -> None:
     assert one["tokens_per_second"] / one["samples_per_second"] == pytest.approx(64)
 
 
-def test_scale_in_tables() -> None:
-    output = kitae("--staleness", "1", "--scale", "--parameters", "1.5e9", "--links", "gpus=2")
-    lines = output.splitlines()
-    assert "model      1.5e+09 parameters" in lines
-    assert next(line for line in lines if line.startswith("links ")).startswith(
-        "links      gpus 2, cores 96, nic 5e+10"
-    )
-    full = next(line.split() for line in lines if line.split()[:3] == ["4", "1", "full"])
-    assert full[3] == "3", "GB of weights"
-    assert lines[-1].split()[:2] == ["4", "1"] and lines[-1].split()[-1] in ("weights", "generation", "gathering")
-
-
-def test_scale_as_json() -> None:
-    """Without a size, it is that of the recipe's model, and so are the times that are not given."""
-    (one,) = json.loads(kitae("--staleness", "1", "--scale", "--json", "--times", "train=50000"))
-    found = one["scale"]
-    (broadcast,) = (w for w in found["deliveries"] if (w["transport"], w["mode"]) == ("broadcast", "full"))
-    assert broadcast["sent"] == 2 * 134_515_008
-    assert {b["part"] for b in found["burdens"]} == {"gathering", "weights", "controller", "verifiers"}
-    assert found["step_seconds"] >= found["simulated_seconds"] == one["step_seconds"]
-
-
 def test_what_the_options_mean() -> None:
     assert whole_numbers("--devices", "8, 16,32", least=1) == [8, 16, 32]
     assert parse_lengths("lognormal:median=512,max=8x", 64) == LogNormal(512, 4096)
@@ -72,8 +49,8 @@ def test_what_the_options_mean() -> None:
     assert parse_times("train=25000, sync=2") == Times(train=25000, sync=2)
     assert parse_times("life=inf") == Times()
     assert parse_times("train=7", 3e9) == replace(scaled(Times(), 3e9), train=7)
-    assert parse_links("") == Links()
-    assert parse_links("nic=12.5e9, gpus=4") == Links(nic=12.5e9, gpus=4)
+    assert parse_pairs("--links", "", ["nic"]) == {}
+    assert parse_pairs("--links", "nic=12.5e9, gpus=4", ["nic", "gpus"]) == {"nic": 12.5e9, "gpus": 4}
 
 
 @pytest.mark.parametrize(
@@ -100,8 +77,6 @@ def test_what_the_options_mean() -> None:
         ("--times", "sync=-1", r"--times sync must be at least 0, got -1"),
         ("--times", "sync=inf", r"--times sync must be a number, got 'inf'"),
         ("--times", "step=0,sequence=0", r"step and sequence must not both be 0"),
-        ("--links", "nick=3", r"--links knows gpus, .*got 'nick'; did you mean 'nic'\?"),
-        ("--links", "nic=0", r"--links nic must be above 0, got 0"),
         ("--parameters", "0", r"--parameters must be a number of at least 1, got 0"),
         ("--trainers", "1.5", r"--trainers must be a whole number of at least 1 or a share below 1, got 1.5"),
         ("--trainers", "0", r"--trainers must be a whole number of at least 1 or a share below 1, got 0"),
@@ -111,11 +86,6 @@ def test_what_the_options_mean() -> None:
 def test_bad_options_name_the_rule_and_the_value(option: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         kitae(option, value)
-
-
-def test_a_model_whose_size_nobody_knows() -> None:
-    with pytest.raises(ConfigError, match=r"--scale needs --parameters: the model 'nobody/absent' is not here"):
-        kitae("--scale", "model.path=nobody/absent")
 
 
 def test_engines_is_another_name_for_devices() -> None:

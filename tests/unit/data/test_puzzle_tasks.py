@@ -7,53 +7,44 @@ from fractions import Fraction
 import pytest
 
 from kitae.data import puzzle_tasks
-from kitae.data.puzzle_tasks import LEVELS, NAMES, Puzzle, countdown, draw_countdown, draw_knights_and_knaves
-from kitae.data.puzzle_tasks import knights_and_knaves as knights
+from kitae.data.puzzle_tasks import NAMES, draw_countdown, draw_knights_and_knaves
 from kitae.errors import DataError
 from kitae.verifiers.puzzle_checks import countdown as check_countdown
 from kitae.verifiers.puzzle_checks import knights_knaves as check_knights
 
-BOTH = pytest.mark.parametrize("make", [knights, countdown])
+KNIGHTS = [{"people": people, "depth": depth} for people, depth in ((2, 1), (4, 2), (8, 3))]
+COUNTDOWN = [{"count": n, "low": 2, "high": high, "max_target": 10 * high} for n, high in ((2, 10), (3, 30), (5, 100))]
 
 
-@BOTH
-def test_a_puzzle_is_a_pure_function(make):
-    again = {index: make(3, index, 4) for index in reversed(range(30))}
-    assert all(make(3, index, 4) == again[index] for index in range(30))
-    assert len({p.question for p in again.values()}) == 30
-    assert make(4, 0, 4) != again[0] != make(3, 0, 5)
-
-
-@BOTH
-@pytest.mark.parametrize("difficulty", [0, 11, -1, 2.5, "3"])
-def test_difficulty_is_from_1_to_10(make, difficulty):
-    with pytest.raises(DataError, match="difficulty must be from 1 to 10, got"):
-        make(0, 0, difficulty)
+@pytest.mark.parametrize(("draw", "params"), [(draw_knights_and_knaves, KNIGHTS[1]), (draw_countdown, COUNTDOWN[1])])
+def test_a_puzzle_is_a_pure_function(draw, params):
+    found = {seed: draw(random.Random(seed), params) for seed in range(30)}
+    assert all(draw(random.Random(seed), params) == found[seed] for seed in reversed(range(30)))
+    assert len({question for question, _ in found.values()}) == 30
 
 
 def test_what_the_model_sees():
-    assert knights(0, 0, 1) == Puzzle(
-        "Everyone on an island is either a knight, who always tells the truth, or a knave, who always lies. "
-        'You meet Bob and Felix. Bob says: "Felix is a knight or I am a knave." Felix says: "Bob is a knight." '
-        "Who is a knight and who is a knave?",
-        "Bob is a knight, Felix is a knight",
-        "knights_knaves",
+    question, answer = draw_knights_and_knaves(random.Random(0), KNIGHTS[0])
+    assert question.startswith(
+        "Everyone on an island is either a knight, who always tells the truth, or a knave, who always lies. You meet "
     )
-    assert countdown(0, 0, 3) == Puzzle(
-        "Use 8, 15 and 17 at most once each, with + - * / and brackets, to make 6.", "8 - (17 - 15) = 6", "countdown"
-    )
+    assert question.endswith(" Who is a knight and who is a knave?")
+    assert re.fullmatch(r"\w+ is a (knight|knave), \w+ is a (knight|knave)", answer)
+    question, answer = draw_countdown(random.Random(0), COUNTDOWN[1])
+    assert re.fullmatch(r"Use \d+, \d+ and \d+ at most once each, with \+ - \* / and brackets, to make \d+\.", question)
+    assert re.fullmatch(r"[-+*/() \d]+ = \d+", answer)
 
 
-@pytest.mark.parametrize("difficulty", LEVELS)
-def test_answers_score_1_and_others_0(difficulty):
-    for index in range(3 if difficulty == 10 else 10):
-        puzzle = knights(0, index, difficulty)
-        assert check_knights(puzzle.answer, puzzle.answer, {}).value == 1
-        assert check_knights(puzzle.question, puzzle.answer, {}).value == 0
-        assert check_knights(_flip_last(puzzle.answer), puzzle.answer, {}).value == 0
-        puzzle = countdown(0, index, difficulty)
-        assert check_countdown(puzzle.answer, puzzle.answer, {}, use_all=True).value == 1
-        assert check_countdown(puzzle.question, puzzle.answer, {}).value == 0
+@pytest.mark.parametrize("level", range(3))
+def test_answers_score_1_and_others_0(level):
+    for seed in range(3 if level == 2 else 10):
+        question, answer = draw_knights_and_knaves(random.Random(seed), KNIGHTS[level])
+        assert check_knights(answer, answer, {}).value == 1
+        assert check_knights(question, answer, {}).value == 0
+        assert check_knights(_flip_last(answer), answer, {}).value == 0
+        question, answer = draw_countdown(random.Random(seed), COUNTDOWN[level])
+        assert check_countdown(answer, answer, {}, use_all=True).value == 1
+        assert check_countdown(question, answer, {}).value == 0
 
 
 def _flip_last(answer):

@@ -51,17 +51,6 @@ RIGHT = "Alice is a knight, Bob is a knave, Carol is a knight"
         r"Alice is a \boxed{knight}, Bob is a \boxed{knave}, Carol is a \boxed{knight}.",
         f"{RIGHT}. This solution is consistent.",
         f"{RIGHT}. I hope the answer: helps!",
-        "Alice ist ein Ritter, Bob ist ein Schurke und Carol ist ein Ritter.",
-        "Alice ist ein Ritter, Bob ist kein Ritter, Carol ist ein Ritter.",
-        "Alice est un chevalier, Bob est un valet, Carol est un chevalier.",
-        "Alice es un caballero, Bob es un bribón y Carol es un caballero.",
-        "Alice è un cavaliere, Bob è un furfante, Carol è un cavaliere.",
-        "Alice - рыцарь, Bob - лжец, Carol - рыцарь.",
-        "Alice 是骑士，Bob 是无赖，Carol 是骑士。",
-        "Alice是骑士，Bob不是骑士，Carol是骑士。",
-        "Aliceは騎士、Bobは悪党、Carolは騎士です。",
-        "Aliceは騎士、Bobは騎士ではない、Carolは騎士です。",
-        "Alice는 기사, Bob은 악당, Carol은 기사입니다.",
     ],
 )
 def test_knights_knaves_right(response: str) -> None:
@@ -113,8 +102,6 @@ def test_knights_knaves_wrong(response: str, right: int, answered: int) -> None:
         {"Alice": True, "Bob": False, "Carol": True},
         {"Alice": "Knight", "Bob": "Knave", "Carol": "knight"},
         '{"Alice": "knight", "Bob": "knave", "Carol": "knight"}',
-        "Alice 是骑士，Bob 是无赖，Carol 是骑士",
-        "Alice ist ein Ritter, Bob ist ein Schurke und Carol ist ein Ritter",
     ],
 )
 def test_knights_knaves_reference(reference: Any) -> None:
@@ -140,8 +127,9 @@ def test_knights_knaves_options() -> None:
 
 
 def test_names_in_other_scripts() -> None:
-    assert knights_knaves("张三是骑士，李四是无赖。", "张三是骑士，李四是无赖", {}).value == 1
-    assert knights_knaves("Иван - рыцарь, Ольга - лжец", {"Иван": True, "Ольга": False}, {}).value == 1
+    people, words = {"Иван": True, "Ольга": False}, {"knight": "рыцарь", "knave": "лжец"}
+    assert knights_knaves("Иван is a knight, Ольга is a knave", people, {}).value == 1
+    assert knights_knaves("Иван - рыцарь, Ольга - лжец", people, {}, **words).value == 1  # type: ignore[arg-type]
 
 
 TASK = {"numbers": [25, 7, 50, 3], "target": 128}

@@ -1,6 +1,6 @@
 """A mixture of experts from a dense model: real language for tests and studies, where there are no other weights.
 
-    python -m kitae.models.upcycle smollm2-135m mixture --experts 4 --top-k 2 --noise 0.05
+    python benchmarks/upcycle.py smollm2-135m mixture --experts 4 --top-k 2 --noise 0.05
 
 Every MLP becomes several experts with its weights, and a random router before them; all else stays. Gates of Mixtral
 add up to 1, so with `noise` 0 the mixture computes what the dense model does. With more, experts differ, and it matters

@@ -1,14 +1,19 @@
 """Projected scale against numbers worked out by hand."""
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from benchmark_scripts import load_script
 
 from kitae.config.recipe import parse_config
-from kitae.study.scale import Delivery, Links, deliveries, project, scaled
-from kitae.study.simulate import Hardware, LogNormal, Schedule, Steady, Times, Work
+from kitae.errors import ConfigError
+from kitae.study.simulate import Hardware, LogNormal, Schedule, Steady, Times, Work, scaled
+
+script = load_script("scale")
+Links, deliveries, project = script.Links, script.deliveries, script.project
 
 MIB = 2**20
 EVEN = Links(
@@ -34,7 +39,7 @@ def steady(hardware: Hardware, bound: int) -> Steady:
     )  # fmt: skip
 
 
-def ways(hardware: Hardware, mode: str, **sections: dict[str, Any]) -> dict[str, Delivery]:
+def ways(hardware: Hardware, mode: str, **sections: dict[str, Any]) -> dict[str, Any]:
     found = deliveries(schedule(hardware, **sections), EVEN, SIZE)
     return {way.transport: way for way in found if way.mode == mode}
 
@@ -142,3 +147,40 @@ def test_times_follow_the_size_of_the_model() -> None:
     assert larger.train == 25_000 and larger.prefill == 75_000 and larger.sequence == pytest.approx(12.8e-6)
     assert larger.step == pytest.approx(0.0016 * 1.46)
     assert (larger.fixed, larger.sync, larger.life) == (Times().fixed, Times().sync, math.inf)
+
+
+def program(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    small = ("quickstart", "--devices", "4", "--steps", "2", "--trainers", "2", "--staleness", "1")
+    script.main([*small, "--lengths", "lognormal:median=32,max=256", *arguments])
+    return capsys.readouterr().out
+
+
+def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = program(capsys, "--parameters", "1.5e9", "--links", "gpus=2").splitlines()
+    assert lines[0] == "model      1.5e+09 parameters"
+    assert lines[1].startswith("links      gpus 2, cores 96, nic 5e+10")
+    full = next(line.split() for line in lines if line.split()[:3] == ["4", "1", "full"])
+    assert full[3] == "3", "GB of weights"
+    assert lines[-1].split()[:2] == ["4", "1"] and lines[-1].split()[-1] in ("weights", "generation", "gathering")
+
+
+def test_without_a_size_it_is_that_of_the_model_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    (found,) = json.loads(program(capsys, "--json", "--times", "train=50000"))
+    (broadcast,) = (w for w in found["deliveries"] if (w["transport"], w["mode"]) == ("broadcast", "full"))
+    assert broadcast["sent"] == 2 * 134_515_008
+    assert {b["part"] for b in found["burdens"]} == {"gathering", "weights", "controller", "verifiers"}
+    assert found["step_seconds"] >= found["simulated_seconds"]
+
+
+def test_a_model_whose_size_nobody_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="--parameters is needed: the model 'nobody/absent' is not here"):
+        program(capsys, "model.path=nobody/absent")
+
+
+def test_links() -> None:
+    assert script.parse_links("") == Links()
+    assert script.parse_links("nic=12.5e9, gpus=4") == Links(nic=12.5e9, gpus=4)
+    with pytest.raises(ConfigError, match=r"--links knows gpus, .*got 'nick'; did you mean 'nic'"):
+        script.parse_links("nick=3")
+    with pytest.raises(ConfigError, match="--links nic must be above 0, got 0"):
+        script.parse_links("nic=0")

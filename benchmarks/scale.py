@@ -1,4 +1,7 @@
-"""What a schedule on many devices asks of everything that is not a GPU: bytes, seconds, and what a step waits for.
+r"""What a schedule on many devices asks of everything that is not a GPU: bytes, seconds, and what a step waits for.
+
+    python benchmarks/scale.py quickstart --devices 8,64,256 --staleness 0,2 --trainers 0.25 --sequences 8 --steps 6 \
+        --lengths lognormal:median=512,max=8x --parameters 32e9 [--links nic=12.5e9,gpus=4] [--json]
 
     a simulated schedule ─┐
     rates of links ───────┼─► weights by each transport, gathering, controller, journal, verifiers ─► bottleneck
@@ -8,16 +11,22 @@ Arithmetic on rates, no run. One engine is one GPU; ranks share all parameters a
 Left out: latency, failures, evaluation, checkpoints, passes without gradients, groups that are dropped.
 """
 
+import argparse
+import gc
+import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 
-from kitae.study.simulate import Schedule, Steady, Times
+from kitae.cli.simulation import parse_lengths, parse_pairs, parse_times, whole_numbers
+from kitae.config.locate import find_recipe
+from kitae.config.recipe import load_config, override_config
+from kitae.config.root import reinforcement
+from kitae.errors import ConfigError, KitaeError
+from kitae.study.model_shape import read_model
+from kitae.study.simulate import Schedule, Steady, Work, study
 
-SIMULATED = 1.5e9
-"""Parameters of the model whose times are the defaults of `Times`."""
-
-_READING = 0.46  # of a decoding step of that model: 3 GB at 4.2 TB/s of 1.6 ms; the rest is the same for larger ones
 _BUCKET = 32 * 2**20  # bytes, as `kitae.weights.layout` cuts them
 _ROW = 8192  # tokens of a row on a GPU, unless the recipe says otherwise
 _REDUCED = 4  # bytes of a gradient on its way: fp32
@@ -168,18 +177,6 @@ def project(schedule: Schedule, found: Steady, links: Links, parameters: float) 
     )
 
 
-def scaled(times: Times, parameters: float) -> Times:
-    """What a model of another size takes: all that is done for a token grows with the parameters."""
-    ratio = parameters / SIMULATED
-    return replace(
-        times,
-        step=times.step * (1 - _READING + _READING * ratio),
-        sequence=times.sequence * ratio,
-        prefill=times.prefill / ratio,
-        train=times.train / ratio,
-    )
-
-
 def deliveries(schedule: Schedule, links: Links, parameters: float) -> Iterator[Delivery]:
     """By every transport, in full and as a delta. Through memory only where all devices are in one machine."""
     hardware, width = schedule.hardware, _width(schedule)
@@ -250,3 +247,128 @@ def _bottleneck(found: Steady, burdens: tuple[Burden, ...]) -> str:
 def _width(schedule: Schedule) -> int:
     """Bytes of a parameter: bf16 unless the recipe says otherwise."""
     return 4 if schedule.config.model.dtype == "float32" else 2
+
+
+# The program.
+
+
+def scale_table(found: Sequence[Projection], links: Links, parameters: float) -> str:
+    """What the weights take by each transport, and what a step asks of each part."""
+    rates = ", ".join(f"{key} {value:g}" for key, value in asdict(links).items())
+    about = f"model      {parameters:.4g} parameters\nlinks      {rates}"
+    return "\n\n".join((about, _weights(found), _step(found)))
+
+
+def _weights(found: Sequence[Projection]) -> str:
+    header = ("devices", "staleness ≤", "weights", "GB", "publish s", *_TRANSPORTS)
+    rows = []
+    for p in found:
+        for mode in ("full", "delta"):
+            ways = {way.transport: way for way in p.deliveries if way.mode == mode}
+            one = ways["broadcast"]  # what leaves the publisher is one copy
+            cells = (str(p.devices), str(p.max_staleness), mode, f"{one.sent / 1e9:.3g}", f"{one.publish:.3g}")
+            rows.append((*cells, *(_way(ways.get(name)) for name in _TRANSPORTS)))
+    return (
+        "seconds until all engines have new weights, once they are published; GB that the publisher sends\n"
+        + _table(header, rows)
+    )
+
+
+_TRANSPORTS = ("memory", "http", "broadcast", "files")
+
+
+def _way(way: Delivery | None) -> str:
+    return "" if way is None else f"{way.seconds:.3g} ({way.sent / 1e9:.3g})"
+
+
+def _step(found: Sequence[Projection]) -> str:
+    header = (
+        "devices", "staleness ≤", "gathering: GB/rank", "s", "weights by", "s", "controller: GB", "s", "full at",
+        "journal: GB", "s", "verifier cores", "s/step: simulated", "projected", "bottleneck",
+    )  # fmt: skip
+    rows = []
+    for p in found:
+        gathering, controller = p.burden("gathering"), p.burden("controller")
+        rows.append(
+            (
+                str(p.devices), str(p.max_staleness), f"{gathering.bytes / 1e9:.3g}", f"{gathering.seconds:.3g}",
+                f"{p.weights.transport}, {p.weights.mode}", f"{p.weights.whole:.3g}",
+                f"{controller.bytes / 1e9:.3g}", f"{controller.seconds:.3g}", f"{p.controller_ceiling:,.0f}",
+                f"{p.journal.bytes / 1e9:.3g}", f"{p.journal.seconds:.3g}", f"{p.cores:.2g}",
+                f"{p.simulated_seconds:.3g}", f"{p.step_seconds:.3g}", p.bottleneck,
+            )
+        )  # fmt: skip
+    return "a step; full at: devices on which the controller has no time left\n" + _table(header, rows)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in (header, *rows))
+
+
+def parse_links(text: str) -> Links:
+    """`nic=12.5e9,gpus=4` → those, and the defaults for the others."""
+    values = parse_pairs("--links", text, [field.name for field in fields(Links)])
+    for key, value in values.items():
+        if not value > 0:
+            raise ConfigError(f"--links {key} must be above 0, got {value:g}")
+    return replace(Links(), **values)
+
+
+def projections(options: argparse.Namespace) -> list[Projection]:
+    config = reinforcement(load_config(find_recipe(options.recipe), options.overrides), "this projection")
+    lengths, links = parse_lengths(options.lengths, config.sampling.max_tokens), parse_links(options.links)
+    config = override_config(config, [f"sampling.max_tokens={lengths.cap}"])
+    gc.freeze()  # what was imported stays: looking at it again and again would take a quarter of the time
+    found = study(
+        config,
+        whole_numbers("--devices", options.devices, least=1),
+        whole_numbers("--staleness", options.staleness, least=0),
+        parse_times(options.times, options.parameters),
+        Work(lengths, options.prompt, 1.0),
+        steps=options.steps,
+        sequences=options.sequences,
+        trainers=options.trainers,
+        generation_share=None,
+    )
+    return [project(schedule, outcome, links, options.parameters) for schedule, outcome in found]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", help="section.key=value")
+    parser.add_argument("--devices", default="8,64,256,1024")
+    parser.add_argument("--staleness", default="0,2")
+    parser.add_argument("--lengths", default="lognormal:median=512,max=8x")
+    parser.add_argument("--times", default="", help="as kitae simulate takes them")
+    parser.add_argument("--links", default="", help="rates in bytes a second: nic=50e9,gpus=8,storage=20e9,…")
+    parser.add_argument("--parameters", type=float, help="of the model; default: those of the recipe's model")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
+    parser.add_argument("--sequences", type=int, help="responses of a step for each device")
+    parser.add_argument("--trainers", type=float, help="devices that train where staleness > 0, or their share")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_intermixed_args(arguments)
+    try:
+        if options.parameters is None:
+            options.parameters = _size_of(options.recipe, options.overrides)
+        found = projections(options)
+    except KitaeError as error:
+        sys.exit(f"error: {error}")
+    if options.json:
+        print(json.dumps([asdict(each) for each in found], indent=2))
+    else:
+        print(scale_table(found, parse_links(options.links), options.parameters))
+
+
+def _size_of(recipe: str, overrides: Sequence[str]) -> float:
+    path = load_config(find_recipe(recipe), list(overrides)).model.path
+    shape = read_model(path)
+    if shape is None:
+        raise ConfigError(f"--parameters is needed: the model {path!r} is not here, so its size is unknown")
+    return shape.parameters
+
+
+if __name__ == "__main__":
+    main()

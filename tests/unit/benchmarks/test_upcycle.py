@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmark_scripts import load_script
 from transformers import AutoModelForCausalLM
 
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
 from kitae.models.load import load_policy
 from kitae.models.routing import RouterLoad, record_routing
-from kitae.models.upcycle import main, upcycle
+
+script = load_script("upcycle")
+main, upcycle = script.main, script.upcycle
 
 TinyFolder = Callable[[str], Path]
 TOKENS = torch.arange(5, 45)
