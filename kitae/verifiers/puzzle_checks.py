@@ -50,12 +50,12 @@ def knights_knaves(
     """1 where the response says of everybody, and rightly, whether they are a knight or a knave.
 
     The reference is a text that says so ("Alice is a knight, Bob is a knave"), or a mapping of names to "knight" or
-    "knave", or to true for knights. With `credit` "share" the value is the share of people who are right. Read are
-    English sentences, lists, tables, JSON, "Knights: Alice, Carol", "Alice and Bob are knaves", "not a knight",
-    "respectively"; `knight` and `knave` add words of your own ("sage", "fool"). In a marked answer, saying both of one person is wrong; without a
-    mark the last statement counts. Clauses with "if", "suppose" or "says" are passed over: all of the sentence but what
-    comes before "because" or, after "says", behind "but". Components: right and
-    answered, as shares of the people. Not covered: pronouns, "everyone", "the others".
+    "knave", or to true for knights. With `credit` "share" the value is the share of people who are right. The reader
+    understands English sentences, lists, tables, JSON, "Knights: Alice, Carol", "Alice and Bob are knaves", "not a
+    knight" and "respectively"; `knight` and `knave` add words of your own ("sage", "fool"). In a marked answer, saying
+    both of one person is wrong; without a mark the last statement counts. Clauses with "if", "suppose" or "says" are
+    passed over: all of the sentence but what comes before "because" or, after "says", behind "but". Components: right
+    and answered, as shares of the people. Not covered: other languages, pronouns, "everyone", "the others".
     """
     if credit not in ("all", "share"):
         return Score.error(f"credit must be 'all' or 'share', got {credit!r}")
