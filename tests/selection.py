@@ -7,16 +7,17 @@
 What `quick` leaves out:
 
 - Of a test with several independent parameters, the cases beyond a set in which each value appears at least once.
-- Tests marked `thorough`: they take long, and other tests cover the behaviour. With `thorough(keep=2)` the first two
-  cases of that set stay.
-- Tests of whole runs (`tests/integration`, `tests/browser`) without the mark `sentinel`; with it, the first case stays,
-  and with `sentinel(keep=2)` the first two.
+- Tests marked `thorough`: they take long, and other tests cover the behaviour. With `thorough(keep=2)` two cases of
+  that set stay.
+- Tests of whole runs (`tests/integration`, `tests/browser`) without the mark `sentinel`; with it, one case stays, and
+  with `sentinel(keep=2)` two.
 - Tests that a file imports from another file to run them again under its own conditions, likewise.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from zlib import crc32
 
 import pytest
 
@@ -48,12 +49,20 @@ def chosen(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 def _chosen_cases(cases: list[pytest.Item]) -> list[pytest.Item]:
     """Of the cases of one test function."""
     first = cases[0]
+    sentinel, thorough = map(first.get_closest_marker, ("sentinel", "thorough"))
+    covering = _each_value_once(cases)
     if _needs_sentinel(first):
-        mark = first.get_closest_marker("sentinel")
-        return [] if mark is None else _each_value_once(cases)[: mark.kwargs.get("keep", 1)]
-    mark = first.get_closest_marker("thorough")
-    found = _each_value_once(cases)
-    return found if mark is None else found[: mark.kwargs.get("keep", 0)]
+        return _some(covering, sentinel.kwargs.get("keep", 1) if sentinel else 0)
+    return _some(covering, thorough.kwargs.get("keep", 0)) if thorough else covering
+
+
+def _some(cases: list[pytest.Item], keep: int) -> list[pytest.Item]:
+    """So many, in steps of the same length. Where they begin depends on the name of the test, so that of the engines,
+    say, that many tests have as their parameter each is taken by some test."""
+    name = getattr(cases[0], "originalname", cases[0].name)
+    start = crc32(name.encode())
+    places = {(start + number * len(cases) // keep) % len(cases) for number in range(keep)}
+    return [case for place, case in enumerate(cases) if place in places]
 
 
 def _needs_sentinel(case: pytest.Item) -> bool:

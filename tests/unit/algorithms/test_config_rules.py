@@ -347,6 +347,7 @@ def test_truncation_that_drops_groups_may_be_refilled() -> None:
 # Settings that nothing reads.
 
 
+@pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_settings_that_nothing_reads_are_unset_by_a_preset_and_refused_from_a_recipe(preset: str) -> None:
     resolved = AlgorithmConfig(preset=preset).model_dump()

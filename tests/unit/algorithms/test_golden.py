@@ -33,6 +33,7 @@ def test_preset_is_what_it_was(preset: str) -> None:
         assert now["gradient"][key] == pytest.approx(gradient, abs=2e-5), key
 
 
+@pytest.mark.thorough(keep=40)
 @pytest.mark.parametrize(("one", "other"), [*itertools.combinations(PRESETS, 2)])
 def test_presets_differ(one: str, other: str) -> None:
     a, b = vector(GOLDEN[one]), vector(GOLDEN[other])

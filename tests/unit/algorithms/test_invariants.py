@@ -104,6 +104,7 @@ def zscore(rewards: Sequence[float]) -> Any:
 # 1
 
 
+@pytest.mark.thorough(keep=8)
 @settings(deadline=None, max_examples=8)
 @given(rows=st.lists(st.tuples(signed, st.integers(1, 5)), min_size=1, max_size=5), aggregation=aggregations)
 @pytest.mark.parametrize(
@@ -327,6 +328,7 @@ def trained_on(
     return {key: pytest.approx(row, rel=1e-4, abs=1e-5) for key, row in zip(keys, rows, strict=True)}
 
 
+@pytest.mark.thorough(keep=4)
 @settings(deadline=None, max_examples=8)
 @given(data=st.data())
 @pytest.mark.parametrize("preset", PRESETS)
@@ -432,6 +434,7 @@ def test_06_clipped_tokens_have_exactly_no_gradient_and_cispo_tokens_always_one(
 # 7
 
 
+@pytest.mark.thorough
 @fast
 @given(st.data())
 def test_07_weights_and_anchors_carry_no_gradient(data: st.DataObject) -> None:
@@ -515,6 +518,7 @@ def test_08_laws_of_the_kl_estimators(rows: list[tuple[float, float]]) -> None:
 GROUP_BASELINES = [name for name in PRESETS if needs_group(AlgorithmConfig(preset=name))]
 
 
+@pytest.mark.thorough(keep=12)
 @pytest.mark.parametrize("preset", GROUP_BASELINES)
 @pytest.mark.parametrize("score", [0.0, 0.7, 1.0])
 def test_09_groups_without_variance_only_change_the_denominator(preset: str, score: float) -> None:

@@ -33,6 +33,7 @@ def main() -> None:
     assert peak_memory_gb() < held + 0.05
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc keeps what is freed")
 @pytest.mark.skipif(platform.machine() == "aarch64", reason="torch has an allocator of its own there")
 def test_freed_memory_goes_back_to_the_system() -> None:

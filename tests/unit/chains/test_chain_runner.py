@@ -157,6 +157,7 @@ def test_a_chain_that_is_killed_everywhere_ends_the_same(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.thorough
 def test_a_sampled_file_that_was_complete_is_not_sampled_again(
     write: Callable[..., ChainPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,7 @@ def test_the_version(cli: Cli) -> None:
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "sympy")
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("arguments", "heavy"),
     [
@@ -223,6 +224,7 @@ def test_dry_run_says_what_would_happen_and_makes_nothing(
     assert (config.training.steps, config.model.path, config.run.name) == (3, str(model), "quickstart")
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("more", [(), ("--dry-run",)], ids=["train", "dry-run"])
 @pytest.mark.parametrize("setting", ["algorithm.routing = 'engine'", "algorithm.router_z_coef = 0.1"])
 def test_settings_for_experts_are_refused_with_a_model_that_has_none(
@@ -283,6 +285,7 @@ def test_dry_run_of_a_model_that_is_not_here(cli: Cli, tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -93,6 +93,7 @@ def test_plain_output_has_a_few(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert all(len(line) <= 80 for line in said.splitlines())
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("program", "expected"), [("head -n 3", 3), ("sed -n p", 120), ("cat", 8)])
 def test_a_terminal_gets_a_pager_and_may_leave_it(tmp_path: Path, program: str, expected: int) -> None:
     """On a real terminal: all of it with a reader that stays, no more than it wants with one that leaves; `cat` is no

@@ -111,6 +111,7 @@ def test_lines_end_where_json_says(kitae: Verify) -> None:
     assert kitae("verify", "exact", *FILES)[0] == 0 and [r["score"] for r in scored()] == [1.0]
 
 
+@pytest.mark.thorough
 def test_validate_lists_gold_answers_that_fail(kitae: Verify) -> None:
     Path("r.toml").write_text('[data]\npath = "in.jsonl"\n[verifier]\nname = "number"\n')
     write([{"question": "?", "answer": answer} for answer in ("4", "four", "5", "{}")])

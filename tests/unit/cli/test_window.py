@@ -33,6 +33,7 @@ def test_a_folder_that_is_not_there_and_a_port_that_is_taken_are_refused(tmp_pat
             window.show([tmp_path], "127.0.0.1", port, False)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_it_prints_an_address_that_answers_and_ends_with_a_signal(tmp_path: Path, host: str) -> None:
     WrittenRun(tmp_path).step([[0.0, 1.0]]).finish()

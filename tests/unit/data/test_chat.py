@@ -196,6 +196,7 @@ def test_without_a_template_parts_are_their_texts_and_tools_are_refused():
         Chat(tok).encode_prompt([USER], [ADD])
 
 
+@pytest.mark.thorough
 def test_a_real_tokenizer_adds_turns_up(demo_tokenizer):
     tok = demo_tokenizer
     chat = Chat(tok)

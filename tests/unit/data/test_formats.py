@@ -57,6 +57,7 @@ def write(path: Path, rows: object) -> str:
     return str(path)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("name", ROWS)
 def test_gold_answers_score_1_and_others_do_not(name: str, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROWS[name])

@@ -140,6 +140,7 @@ def test_no_answer_is_evaluated(package, tmp_path, name, form):
     assert score.value == 0 and score.valid and not trace.exists()
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     "name", ["countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication"]
 )
@@ -186,6 +187,7 @@ def test_what_may_be_evaluated(answer, evaluators, harmless):
     assert _harmless(answer, frozenset(evaluators)) is harmless
 
 
+@pytest.mark.thorough
 @settings(max_examples=60, deadline=None)
 @given(response=st.text() | st.text("0123456789+-*/()[],x ") | st.text(st.characters(categories=["Cs"])))
 def test_never_raises(response):

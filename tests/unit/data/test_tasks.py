@@ -68,6 +68,7 @@ def test_a_problem_is_a_pure_function(task):
     assert question(again[0]) != question(task.problem(4, "train", {}, 0))
 
 
+@pytest.mark.thorough(keep=1)
 @ALL
 def test_splits_share_no_question_across_seeds_and_params(task):
     train = {question(task.problem(seed, "train", {}, i)) for seed in (0, 1) for i in range(1500)}
@@ -75,6 +76,7 @@ def test_splits_share_no_question_across_seeds_and_params(task):
     assert not train & held_out
 
 
+@pytest.mark.thorough(keep=2)
 @ALL
 def test_one_question_in_eight_is_held_out(task):
     rng, params = random.Random(0), task.resolve({"examples": 0})

@@ -237,6 +237,7 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=60, deadline=None)
 @given(pieces=st.lists(PIECES | st.text(max_size=8), max_size=25))
@@ -251,6 +252,7 @@ def test_whatever_a_model_says_is_a_turn(family, pieces):
         json.dumps(call.arguments)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=25, deadline=None)
 @given(tokens=st.lists(st.integers(0, 270), max_size=200))
@@ -262,6 +264,7 @@ def test_any_tokens_are_a_turn(family, tokens):
 READERS: dict[str, CallReader] = {}
 
 
+@pytest.mark.thorough(keep=6)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "piece", ["<tool_call>", "<think>", "</think>", '{"name":"parameters"', "[", "<|channel|>x", "to="]

@@ -32,6 +32,7 @@ def specials(made, tokens):
     return [t for t in tokens if t in made.special_tokens]
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=30, deadline=None)
 @given(

@@ -50,6 +50,7 @@ def test_keys_of_another_size_than_the_cache_has_are_refused(tiny_policy: TinyPo
         KVCache(policy, 0.01, 16)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt_oss", "mixtral"])
 def test_logprobs_are_near_those_of_a_full_forward_pass(architecture: str, tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy(architecture)
@@ -65,6 +66,7 @@ def test_logprobs_are_near_those_of_a_full_forward_pass(architecture: str, tiny_
     assert 1e-6 < torch.cat(gaps).mean() < 0.02
 
 
+@pytest.mark.thorough
 def test_tokens_do_not_depend_on_batch_order_or_preemption(tiny_policy: TinyPolicy) -> None:
     """Prompts and tails of those that were preempted are computed with what decoding steps would read."""
     policy = tiny_policy("llama")

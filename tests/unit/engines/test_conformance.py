@@ -203,6 +203,7 @@ async def flying(engine: Engine, requests: list[Request]) -> AsyncIterator[list[
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@pytest.mark.thorough(keep=2)
 def test_a_completion_has_a_logprob_and_a_version_for_each_token(subject: Subject, run: Callable[..., Any]) -> None:
     done = run(subject.engine.generate(ask("a", tokens=25)))
     assert (done.id, done.finish) == ("a", "length")
@@ -210,6 +211,7 @@ def test_a_completion_has_a_logprob_and_a_version_for_each_token(subject: Subjec
     assert all(logprob <= 0 for logprob in done.logprobs)
 
 
+@pytest.mark.thorough(keep=2)
 def test_a_seed_names_the_random_stream(subject: Subject, run: Callable[..., Any]) -> None:
     assert subject.engine.capabilities.seeded == (subject.stand_in is None), "a server repeats no draws it has lost"
 
@@ -241,6 +243,7 @@ def test_a_stop_string_ends_a_response_where_text_is_known(subject: Subject, run
         assert done == free
 
 
+@pytest.mark.thorough(keep=2)
 def test_an_update_in_flight_shows_in_the_versions_alone(subject: Subject, run: Callable[..., Any]) -> None:
     """The same weights under a new number, computed again: the tokens stay."""
     engine = subject.engine
@@ -260,6 +263,7 @@ def test_an_update_in_flight_shows_in_the_versions_alone(subject: Subject, run: 
     run(body())
 
 
+@pytest.mark.thorough(keep=2)
 def test_no_token_is_sampled_between_pause_and_resume(subject: Subject, run: Callable[..., Any]) -> None:
     engine = subject.engine
 
@@ -282,6 +286,7 @@ def test_no_token_is_sampled_between_pause_and_resume(subject: Subject, run: Cal
     run(body())
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("paused", [False, True])
 def test_abort_returns_what_was_sampled(subject: Subject, run: Callable[..., Any], paused: bool) -> None:
     engine = subject.engine
@@ -314,6 +319,7 @@ def test_abort_before_the_first_token(subject: Subject, run: Callable[..., Any])
     run(body())
 
 
+@pytest.mark.thorough(keep=2)
 def test_what_is_suspended_can_be_continued(subject: Subject, run: Callable[..., Any]) -> None:
     engine = subject.engine
 
@@ -336,6 +342,7 @@ def test_what_is_suspended_can_be_continued(subject: Subject, run: Callable[...,
     run(body())
 
 
+@pytest.mark.thorough(keep=2)
 def test_progress_is_what_a_request_can_be_continued_from(subject: Subject, run: Callable[..., Any]) -> None:
     engine = subject.engine
 
@@ -359,6 +366,7 @@ def test_progress_is_what_a_request_can_be_continued_from(subject: Subject, run:
     run(body())
 
 
+@pytest.mark.thorough(keep=2)
 def test_an_id_is_unique_in_flight_and_free_afterwards(subject: Subject, run: Callable[..., Any]) -> None:
     async def body() -> None:
         async with flying(subject.engine, [ask("a", subject.long)]) as (task,):
@@ -380,6 +388,7 @@ def test_an_impossible_request_leaves_the_others_alone(subject: Subject, run: Ca
     assert len(one.tokens) == 40 and one.tokens == two.tokens
 
 
+@pytest.mark.thorough(keep=2)
 def test_a_cancelled_caller_leaves_nothing_behind(subject: Subject, run: Callable[..., Any]) -> None:
     async def body() -> None:
         async with flying(subject.engine, [ask("a", subject.long), ask("b", subject.long)]) as (one, two):
@@ -400,6 +409,7 @@ def test_a_cancelled_caller_leaves_nothing_behind(subject: Subject, run: Callabl
     run(body())
 
 
+@pytest.mark.thorough(keep=2)
 def test_counters_never_go_back(subject: Subject, run: Callable[..., Any]) -> None:
     engine = subject.engine
 
@@ -474,6 +484,7 @@ def test_weights_that_do_not_fit_are_refused(subject: Subject, run: Callable[...
     run(body())
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("shared", OWN_WEIGHTS, indirect=True)
 def test_damaged_weights_take_no_step_until_whole_ones_come(subject: Subject, run: Callable[..., Any]) -> None:
     engine, publisher = subject.engine, subject.publisher
@@ -520,6 +531,7 @@ def test_a_damaged_delta_is_repaired_and_counted(subject: Subject, run: Callable
     run(body())
 
 
+@pytest.mark.thorough(keep=2)
 def test_close_fails_what_is_pending_and_refuses_what_comes(subject: Subject, run: Callable[..., Any]) -> None:
     async def body() -> None:
         engine = subject.engine

@@ -68,6 +68,7 @@ def ask(policy: Policy, requests: list[Request], **settings: Any) -> tuple[list[
     return with_engine(policy, use, **settings)  # type: ignore[no-any-return]
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3", "mistral"])
 def test_answers_are_the_same_in_fewer_steps(architecture: str, fast: bool, tiny_policy: TinyPolicy) -> None:

@@ -49,6 +49,7 @@ def read(decoder: FusedDecoder, policy: Policy) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj", "down_proj"])
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_they_follow_the_adapters(architecture: str, targets: str, tiny_policy: TinyPolicy) -> None:

@@ -61,6 +61,7 @@ def pages_gb(policy: Policy, pages: int, page_size: int) -> float:
     return pages * 2 * policy.layers * policy.kv_heads * page_size * policy.head_dim * 4 / 2**30 * 1.0001
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(("architecture", "fast"), PATHS)
 def test_greedy_equals_generate(
     architecture: str, fast: bool, tiny_policy: TinyPolicy, tiny_folder: Callable[[str], Path]
@@ -84,6 +85,7 @@ def greedily(folder: Path) -> list[list[int]]:
     return found
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(("architecture", "fast"), PATHS)
 def test_logprobs_equal_a_full_forward_pass(
     architecture: str, fast: bool, tiny_policy: TinyPolicy, tiny_folder: Callable[[str], Path]
@@ -100,6 +102,7 @@ def test_logprobs_equal_a_full_forward_pass(
         torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
 def test_tokens_do_not_depend_on_batch_order_or_preemption(architecture: str, tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy(architecture)
@@ -121,6 +124,7 @@ def test_tokens_do_not_depend_on_batch_order_or_preemption(architecture: str, ti
     assert preemptions > 0, "the cache was not small enough to test preemption"
 
 
+@pytest.mark.sentinel
 def test_group_prompt_is_computed_once(tiny_policy: TinyPolicy) -> None:
     prompt = tuple(range(3, 40))
     requests = [Request(str(i), prompt, SamplingParams(max_tokens=4), i, share="g") for i in range(8)]
@@ -169,6 +173,7 @@ def test_a_prompt_is_not_shared_with_who_came_before_an_update(tiny_policy: Tiny
     assert found.tokens == alone.tokens
 
 
+@pytest.mark.sentinel
 def test_a_free_slot_is_refilled_at_once(tiny_policy: TinyPolicy) -> None:
     """Continuous batching: while a long sequence runs, short ones come and go in the other slot."""
     finished: list[str] = []
@@ -190,6 +195,7 @@ def test_the_context_limits_the_response(tiny_policy: TinyPolicy) -> None:
     assert len(generate(policy, [full], memory_gb=0.05)[0].tokens) == 3
 
 
+@pytest.mark.sentinel
 def test_impossible_requests_fail_alone(tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy()
     good = Request("good", (5, 6), SamplingParams(max_tokens=20), 0)
@@ -228,6 +234,7 @@ def test_cache_exhausted_by_one_sequence(tiny_policy: TinyPolicy) -> None:
     assert len(fine.tokens) == 30
 
 
+@pytest.mark.sentinel
 def test_abort_and_cancel_free_their_place(tiny_policy: TinyPolicy) -> None:
     async def use(engine: NativeEngine) -> Completion:
         sampling = SamplingParams(max_tokens=400)
@@ -271,6 +278,7 @@ def test_a_freed_cache_changes_nothing_but_memory(tiny_policy: TinyPolicy) -> No
         assert set(b.versions) == {0, 1}
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_suspended_and_recomputed_sequences_go_on_as_if_nothing_had_happened(
     architecture: str, tiny_policy: TinyPolicy
@@ -370,6 +378,7 @@ def test_broken_weights_fail_loudly(tiny_policy: TinyPolicy) -> None:
     asyncio.run(asyncio.wait_for(run(), 60))
 
 
+@pytest.mark.sentinel
 def test_lora_is_served_and_weights_are_shared(tiny_policy: TinyPolicy) -> None:
     policy = tiny_policy("llama", lora_rank=4)
     request = Request("r", (5, 6, 7), GREEDY, 0)

@@ -80,6 +80,7 @@ def some_tokens(count: int, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, 250, (count,), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("hidden", [64, 128, 256])
 @pytest.mark.parametrize("architecture", ARCHITECTURES + MIXTURES)
 def test_it_is_the_modules_but_for_rounding_in_float32(architecture: str, hidden: int, load: Load) -> None:
@@ -152,6 +153,7 @@ def mixture(folder: Path, **settings: Any) -> Policy:
     return load_policy(ModelConfig(path=str(folder), dtype="float32", device="cpu"))
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     "settings",
     [

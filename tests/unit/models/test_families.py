@@ -160,6 +160,7 @@ def test_kernels_that_know_plain_layers_alone_get_no_others(family: str, made: C
     assert is_plain(load(made(family), fused=False)) == (family in PLAIN)
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.skipif(not packed.available(torch.float32), reason="no C++ compiler")
 @pytest.mark.parametrize("family", RUN)
 def test_which_have_a_compiled_decoder_on_a_cpu(family: str, made: Callable[[str], Path]) -> None:
@@ -243,6 +244,7 @@ def test_no_fused_decoder_for_attention_that_reads_positions(made: Callable[[str
     assert _known(load(made("ministral"))) and not _known(load(made("ministral3")))
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_would_be_wrong_is_refused(family: str, made: Callable[[str], Path]) -> None:
     with pytest.raises(KitaeError):

@@ -192,6 +192,7 @@ def gradients(policy: Policy, experts_TLK: Tensor) -> dict[str, Tensor]:
     return {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("lora_rank", [0, 4])

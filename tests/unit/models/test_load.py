@@ -122,6 +122,7 @@ def test_the_tiny_short_name_is_made_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert sorted(p.name for p in folder.parent.iterdir()) == ["tiny"], "scratch folders were left behind"
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("rank", [0, 4])
 def test_export_loads_anywhere_and_computes_the_same(

@@ -35,6 +35,7 @@ def load(folder: Path, targets: str | None = None) -> Policy:
     )
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False")
 @pytest.mark.parametrize(
     ("family", "targets"),

@@ -110,6 +110,7 @@ def test_worked_example() -> None:
         assert replayed_gates(logits, experts, renormalise)[0].tolist() == pytest.approx(EXAMPLE[key], abs=1e-6)
 
 
+@pytest.mark.thorough(keep=2)
 @every_family
 @settings(deadline=None, max_examples=5)
 @given(seed=st.integers(0, 2**31), rows=st.integers(1, 3), length=st.integers(1, 8))

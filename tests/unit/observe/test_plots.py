@@ -51,6 +51,7 @@ def test_a_run_of_one_step_without_evaluations_or_updates(tmp_path: Path) -> Non
     assert not (tmp_path / "plot.png").exists()
 
 
+@pytest.mark.thorough
 def test_there_is_a_curve_for_what_was_measured_and_no_half_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,6 +96,7 @@ def test_other_suites_have_lines_of_their_own(tmp_path: Path, monkeypatch: pytes
     pyplot.close(drawn[0])
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("size", "correct"), [(3, False), (4, True)])
 def test_a_perfect_or_hopeless_model_can_be_drawn(tmp_path: Path, size: int, correct: bool) -> None:
     """Where all answers agree a bound of the interval is the mean itself, and must not miss it by rounding."""

@@ -276,6 +276,7 @@ def test_the_table_fits_the_screen(row: dict[str, Any], kind: str, width: int) -
         assert "engine restarts 2" in " ".join(drawn.get().split())
 
 
+@pytest.mark.thorough
 def test_the_peak_is_that_of_this_process_and_not_of_its_parent() -> None:
     """`getrusage` counts what the parent had when it started the program."""
     code = "from kitae.observe.progress import peak_memory_gb; print(peak_memory_gb())"

@@ -57,6 +57,7 @@ def test_the_student_comes_closer_and_what_is_reported_is_the_divergence(config:
     assert result.after["avg"] == pytest.approx(np.mean(expected), rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_a_killed_run_goes_on_with_the_same_numbers(config: StageConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run_stage(config)
     learn = StageLoop._learn

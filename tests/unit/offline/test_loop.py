@@ -79,6 +79,7 @@ def test_the_likelihood_of_demonstrations_rises(sft: StageConfig) -> None:
     assert (result.folder / "model" / "config.json").is_file()
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("lora", [0, 4])
 def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
     sft: StageConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: int
@@ -118,6 +119,7 @@ def test_bad_rows_are_named(sft: StageConfig, tmp_path: Path) -> None:
         StageData(sft)
 
 
+@pytest.mark.thorough
 def test_an_evaluation_that_was_cut_off_is_made_up_for(
     sft: StageConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +141,7 @@ def test_an_evaluation_that_was_cut_off_is_made_up_for(
     assert rows_of(broken) == rows_of(whole)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("file", ["train.jsonl", "held_out.jsonl"])
 def test_a_run_goes_on_with_the_examples_that_it_began_with(sft: StageConfig, tmp_path: Path, file: str) -> None:
     folder = run_stage(override_config(sft, ["training.steps=2"])).folder

@@ -48,6 +48,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows_of(folder) if row["kind"] == "step"]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_preferred_wins(kind: str, make: Callable[..., StageConfig]) -> None:
     result = run_stage(make(kind))
@@ -59,6 +60,7 @@ def test_what_is_preferred_wins(kind: str, make: Callable[..., StageConfig]) -> 
     assert result.after["avg"] == 1.0 > result.before["avg"]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("lora", [0, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
@@ -90,6 +92,7 @@ def test_a_run_that_was_killed_goes_on_as_if_nothing_had_happened(
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.thorough
 def test_more_steps_need_more_of_the_reference_and_get_it_from_the_first_weights(
     make: Callable[..., StageConfig], tmp_path: Path
 ) -> None:
@@ -108,6 +111,7 @@ def test_more_steps_need_more_of_the_reference_and_get_it_from_the_first_weights
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("loss", ["ipo-token", "simpo", "orpo", "robust"])
 def test_a_reference_is_computed_where_the_loss_has_one(loss: str, make: Callable[..., StageConfig]) -> None:
     result = run_stage(make("dpo", f"method.loss={loss}", "training.steps=2"))
@@ -120,6 +124,7 @@ def test_the_first_step_of_dpo_loses_log_2(make: Callable[..., StageConfig]) -> 
     assert first["margin"] == pytest.approx(0, abs=1e-4)
 
 
+@pytest.mark.thorough
 def test_how_rows_are_cut_does_not_matter(make: Callable[..., StageConfig]) -> None:
     for kind in KINDS:
         wide, narrow = (
@@ -207,6 +212,7 @@ def test_partners_of_kto_do_not_depend_on_how_many_steps_are_trained(make: Calla
     assert {id: p.tokens_T.tolist() for id, p in again.items() if p is not None} == all_of_them
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("lora", [0, 4])
 def test_a_reward_model_is_trained_further(make: Callable[..., StageConfig], tmp_path: Path, lora: int) -> None:
     """It begins where it ended: with its own head, which a language model would have to learn first."""

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("warm_posts")
 RANKS = ("cluster.backend=local", "cluster.ranks=2")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "lora"),
     [

@@ -47,6 +47,7 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.thorough
 def test_a_file_has_the_rows_in_the_order_of_the_prompts(config: RLConfig, tmp_path: Path) -> None:
     output = tmp_path / "all.jsonl"
     tally = sample_file(config, order(), output)

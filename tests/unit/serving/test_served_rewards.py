@@ -49,6 +49,7 @@ def expected(folder: Path, answers: list[str]) -> list[float]:
     return [float(scorer.score([(*prompt, Message("assistant", answer))])[0]) for answer in answers]  # type: ignore[arg-type]
 
 
+@pytest.mark.thorough
 def test_scores_of_one_and_of_several_and_by_a_verifier(folder: Path, tiny_folder: Callable[[str], Path]) -> None:
     assert is_reward_model(folder) and not is_reward_model(tiny_folder("llama"))
 

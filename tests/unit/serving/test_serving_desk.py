@@ -93,6 +93,7 @@ def test_seeds_and_choices(ask: Callable[..., Any]) -> None:
     ask(use)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_a_stream_joined_is_the_answer(ask: Callable[..., Any], path: str) -> None:
     async def use(client: Client, engine: NativeEngine) -> None:

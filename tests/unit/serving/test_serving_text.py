@@ -93,6 +93,7 @@ def order(kind: str, stops: list[str], tools: bool, made: Any) -> AnswerOrder:
     return AnswerOrder("o", "", (ask,), logprobs=True, token_ids=True)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(text=TEXTS, stops=STOPS, kind=st.sampled_from(["chat", "tools", "text"]), seed=st.integers(0, 99))
 @example(text="Yes. " + CALL + " Done.", stops=[], kind="tools", seed=0)

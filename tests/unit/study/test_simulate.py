@@ -55,6 +55,7 @@ def test_a_trainer_that_is_never_kept_waiting_by_hand() -> None:
     assert found.staleness == found.staleness_max == 1
 
 
+@pytest.mark.thorough
 def test_running_ahead_pays_where_lengths_have_a_tail(tmp_path: Path) -> None:
     times = replace(EXACT, sequence=0.0, train=5000.0, sync=0.1)
     found = [o for _, o in study(config(4), [4], [0, 1, 4], times, TAIL, steps=8)]
@@ -101,6 +102,7 @@ def test_groups_without_signal_are_replaced() -> None:
     assert left.refilled == 0 and left.samples_per_second * left.step_seconds == pytest.approx(16, abs=4)
 
 
+@pytest.mark.thorough
 def test_asking_more_prompts_at_once_saves_rounds() -> None:
     """On-policy, a batch waits for one replacement after the other."""
     work = replace(TAIL, signal=0.4)
@@ -117,6 +119,7 @@ def test_asking_more_prompts_at_once_saves_rounds() -> None:
     assert found[3].step_seconds < found[1.5].step_seconds < found[1].step_seconds
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(("bound", "hardware"), [(0, Hardware(4, 0)), (1, Hardware(3, 1))])
 def test_engines_that_die_cost_time_and_nothing_else(bound: int, hardware: Hardware) -> None:
     times = replace(EXACT, train=5000.0)

@@ -38,6 +38,7 @@ async def publish(trainer: RankedTrainer) -> None:
     await trainer.open_board("memory", "full", {})
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize(
     ("way", "error", "why"),
     [

@@ -1019,6 +1019,7 @@ NODES = st.lists(
 )
 
 
+@pytest.mark.thorough
 @settings(max_examples=500, deadline=None)
 @given(st.lists(st.integers(0, 4).map(lambda i: [i]) | JSON, min_size=1, max_size=2), NODES)
 def test_any_message_is_data_or_the_end(refs: Any, nodes: Any) -> None:

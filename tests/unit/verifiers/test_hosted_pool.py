@@ -77,6 +77,7 @@ def carry_out(body: Callable[[HostedPool, Site], Any], name: str, hosts: int = 2
     return asyncio.run(work())
 
 
+@pytest.mark.thorough
 def test_the_same_scores_as_beside_the_controller() -> None:
     answers = [("so it is \\boxed{12}", "12"), ("\\boxed{13}", "12"), ("", "12"), ("\\boxed{1/2}", "0.5")]
 
@@ -98,6 +99,7 @@ def test_the_same_scores_as_beside_the_controller() -> None:
     assert carry_out(far, "math") == asyncio.run(near())
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("where", ["at a host", "beside the controller"])
 def test_an_answer_in_files_is_read_where_it_is_judged(where: str, tmp_path: Path) -> None:
     async def body(pool: HostedPool | VerifierPool, _: object = None) -> None:

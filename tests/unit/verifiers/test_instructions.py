@@ -746,6 +746,7 @@ def test_loose_lets_each_instruction_choose_its_variant() -> None:
 PATHOLOGICAL = ["\n", " ", "*", "[", "<<", "p.", "!", "'", "a. "]
 
 
+@pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("piece", PATHOLOGICAL)
 def test_linear_in_the_length_of_the_response(piece: str) -> None:
     text = (piece * 50_000)[:50_000] + "x"

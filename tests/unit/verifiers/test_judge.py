@@ -435,6 +435,7 @@ def test_strange_responses_are_graded(response: str) -> None:
     assert "\0" not in request.body["messages"][1]["content"]
 
 
+@pytest.mark.thorough
 @settings(max_examples=8, deadline=None)
 @given(st.lists(ANY_TEXT, min_size=20, max_size=20))
 def test_judge_and_reward_model_never_raise(texts: list[str]) -> None:
@@ -566,6 +567,7 @@ def test_the_key_stays_secret(
         assert part.encode() not in stored
 
 
+@pytest.mark.thorough
 def test_many_at_once_and_half_of_them_cancelled() -> None:
     async def slow(request: Request) -> Reply:
         await asyncio.sleep(0.02)

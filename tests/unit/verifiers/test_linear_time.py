@@ -20,6 +20,7 @@ UNITS = (
 )  # fmt: skip
 
 
+@pytest.mark.thorough(keep=4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("frame", ["{}", "answer is {}", "\\boxed{{{}}}", "B {} B"])
 def test_time_is_bounded(name: str, frame: str) -> None:

@@ -768,6 +768,7 @@ def test_tolerance(answer: str, reference: str, tolerance: float, value: float) 
 
 
 # The limit may strike in a callback of the garbage collector (hypothesis has one), where it is lost, and comes again.
+@pytest.mark.thorough(keep=1)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "slow",

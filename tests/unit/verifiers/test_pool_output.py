@@ -4,6 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kitae.verifiers.pool import VerifierPool
 
 PRINTS = r"""
@@ -83,6 +85,7 @@ def test_without_a_listener_it_goes_to_stderr(tmp_path: Path, capfd: Any) -> Non
     assert "prints.py:score: to stdout 1\n" in capfd.readouterr().err
 
 
+@pytest.mark.thorough
 def test_libraries_of_a_built_in_verifier_are_not_heard(capfd: Any) -> None:
     async def body() -> None:
         async with VerifierPool("math", workers=1) as pool:

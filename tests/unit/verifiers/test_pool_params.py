@@ -24,6 +24,7 @@ def through_pool(name: str, params: dict[str, Any], *cases: tuple[str, Any]) -> 
     return asyncio.run(body())
 
 
+@pytest.mark.thorough(keep=1)
 @needs_sandbox
 @pytest.mark.parametrize(
     ("language", "program", "right", "wrong"),
@@ -59,6 +60,7 @@ def test_there_is_an_example_for_every_language() -> None:
     assert len(responses) == len(LANGUAGES)
 
 
+@pytest.mark.thorough(keep=1)
 @needs_sandbox
 @pytest.mark.parametrize(
     ("params", "message"),
@@ -74,6 +76,7 @@ def test_code_that_cannot_work_is_refused(params: dict[str, Any], message: str) 
     assert message in str(caught.value)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("letters", ["PQRS", "wxyz", "C"])
 def test_choice_with_other_letters(letters: str) -> None:
     last = letters[-1].upper()
@@ -81,6 +84,7 @@ def test_choice_with_other_letters(letters: str) -> None:
     assert [score.value for score in through_pool("choice", {"letters": letters}, *cases)] == [1.0, 0.0]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("letters", ["", "12", 5])
 def test_letters_that_are_none(letters: Any) -> None:
     with pytest.raises(VerifierError, match="verifier 'choice' must score its example"):

@@ -20,6 +20,7 @@ def score(response, reference, context):
 """
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("turns", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 5])
 def test_close_waits_for_a_worker_that_is_being_killed(tmp_path: Path, turns: int) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
@@ -43,6 +44,7 @@ def test_close_waits_for_a_worker_that_is_being_killed(tmp_path: Path, turns: in
         os.kill(int(note.read_text()), 0)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("turns", [1, 2, 3, 5, 20])
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_close_while_a_worker_that_died_is_being_replaced_for_a_check(turns: int, cancelled: bool) -> None:

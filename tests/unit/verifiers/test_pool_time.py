@@ -37,6 +37,7 @@ def own_file(tmp_path: Path, body: str) -> str:
     return f"{tmp_path / 'own.py'}:score"
 
 
+@pytest.mark.thorough
 def test_the_language_detector_is_loaded_before_the_fork() -> None:
     """A worker's first check costs about as much as its second: loading the profiles takes 0.2 s or more."""
 
@@ -71,6 +72,7 @@ def worker_pids() -> list[int]:
     return [int(p) for child in mine for p in Path(f"/proc/{child}/task/{child}/children").read_text().split()]
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("verifier", ["math", "number"])
 def test_a_frozen_worker_is_replaced_and_the_check_repeated(verifier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kitae.workers.templates.worker_handle._INDULGENCE", 2)

@@ -342,6 +342,7 @@ def test_never_raises(response: str, flag: bool) -> None:
     json_schema("{}", response, {})
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     "unit",
     ["[", "[1,", '{"a":', '["', "```\n", "<think>", "a ", "a", "$", "`", "漢", "\x00", "{} ", "[1,1,1,1,1,1,1,1,"],

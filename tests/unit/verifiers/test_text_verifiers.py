@@ -605,6 +605,7 @@ def test_every_decimal_is_read_back(value: Any, form: str) -> None:
     assert number(form.format(value), str(value), {}).value == 1
 
 
+@pytest.mark.thorough(keep=3)
 @pytest.mark.parametrize(
     "unit",
     [

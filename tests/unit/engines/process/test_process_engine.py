@@ -162,6 +162,7 @@ def test_same_answers_as_the_native_engine(engine: ProcessEngine, policy: Policy
     assert os.sched_getaffinity(process_of(engine)) == {max(os.sched_getaffinity(0))}
 
 
+@pytest.mark.thorough
 def test_filed_answers_are_those_that_would_have_come(
     model: ModelConfig, publisher: MemoryPublisher, run: Run[Any], tmp_path: Path
 ) -> None:
@@ -446,6 +447,7 @@ def test_a_killed_process_is_replaced_and_nothing_shows(engine: ProcessEngine, p
     assert run(engine.probe()) == (Probe(6, score_probe(policy)),)
 
 
+@pytest.mark.thorough
 def test_a_hanging_process_is_replaced(engines: tuple[ProcessEngine, ProcessEngine], run: Run[Any]) -> None:
     _, engine = engines
     policy = load_policy(ModelConfig(**engine._setup["model"]))  # type: ignore[arg-type]
@@ -483,6 +485,7 @@ def test_each_engine_serves_what_it_was_told(
     assert {c.versions[0] for c in got[:4]} == {0} and {c.versions[0] for c in got[4:]} == {3}
 
 
+@pytest.mark.thorough
 def test_a_fleet_of_two_and_one_is_lost(
     engines: tuple[ProcessEngine, ProcessEngine], policy: Policy, run: Run[Any]
 ) -> None:
@@ -676,6 +679,7 @@ while True:
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("rests", [True, False])
 def test_a_process_without_progress(
     model: ModelConfig, run: Run[Any], monkeypatch: pytest.MonkeyPatch, rests: bool

@@ -63,6 +63,7 @@ def test_they_are_those_of_a_plain_pass(filed: bool, tiny_folder: Callable[[str]
     assert_recorded(tiny_folder("qwen3_moe"), requests, found)
 
 
+@pytest.mark.thorough
 def test_of_a_fleet_one_of_which_is_lost(tiny_folder: Callable[[str], Path]) -> None:
     """Who goes on with its answers computes them again, and tells of all their positions."""
     requests = asked(400)
@@ -87,6 +88,7 @@ def test_of_a_fleet_one_of_which_is_lost(tiny_folder: Callable[[str], Path]) -> 
     assert_recorded(tiny_folder("qwen3_moe"), requests, found)
 
 
+@pytest.mark.thorough
 def test_suspended_and_continued(tiny_folder: Callable[[str], Path]) -> None:
     """What is known stays, also in another process than told it."""
     requests = asked(400)

@@ -10,6 +10,7 @@ from crew import ask, crew
 from kitae.errors import RequestError
 
 
+@pytest.mark.thorough(keep=1)
 def test_requests_that_a_server_would_not_survive_are_refused_here(folder: Path, kind: str) -> None:
     async def body() -> None:
         async with crew(folder, kind, 1) as c:

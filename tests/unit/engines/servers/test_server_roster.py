@@ -15,6 +15,7 @@ from kitae.weights.probe import score_probe
 from kitae.workers.process_status import family_of
 
 
+@pytest.mark.thorough(keep=1)
 def test_requests_of_a_lost_server_are_continued_by_the_others(folder: Path, kind: str) -> None:
     async def body() -> None:
         async with crew(folder, kind, 2) as c:
@@ -42,6 +43,7 @@ def test_requests_of_a_lost_server_are_continued_by_the_others(folder: Path, kin
     asyncio.run(body())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.slow)], indirect=True)
 def test_a_killed_server_is_replaced_with_the_weights_of_the_day(folder: Path, kind: str) -> None:
     async def body() -> None:

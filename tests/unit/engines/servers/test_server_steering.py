@@ -13,6 +13,7 @@ from kitae.errors import EngineError
 from kitae.weights.probe import score_probe
 
 
+@pytest.mark.thorough(keep=1)
 def test_an_unknown_tensor_is_refused_before_a_server_hears_of_it(folder: Path, kind: str) -> None:
     async def body() -> None:
         async with crew(folder, kind, 1) as c:
@@ -30,6 +31,7 @@ def test_an_unknown_tensor_is_refused_before_a_server_hears_of_it(folder: Path, 
     asyncio.run(body())
 
 
+@pytest.mark.thorough(keep=1)
 def test_a_server_with_other_weights_than_it_says_does_not_join(folder: Path, kind: str) -> None:
     async def body() -> None:
         async with crew(folder, kind) as c:
@@ -43,6 +45,7 @@ def test_a_server_with_other_weights_than_it_says_does_not_join(folder: Path, ki
     asyncio.run(body())
 
 
+@pytest.mark.thorough(keep=1)
 def test_a_server_that_fails_at_an_update_is_never_resumed(folder: Path, kind: str) -> None:
     async def body() -> None:
         async with crew(folder, kind, 2) as c:
@@ -61,6 +64,7 @@ def test_a_server_that_fails_at_an_update_is_never_resumed(folder: Path, kind: s
     asyncio.run(body())
 
 
+@pytest.mark.thorough(keep=1)
 def test_a_server_that_keeps_its_old_weights_is_found_at_the_update(folder: Path, kind: str) -> None:
     async def body() -> None:
         async with crew(folder, kind, 2) as c:
@@ -76,6 +80,7 @@ def test_a_server_that_keeps_its_old_weights_is_found_at_the_update(folder: Path
     asyncio.run(body())
 
 
+@pytest.mark.thorough(keep=1)
 def test_a_prompt_computed_before_an_update_is_not_used_after_it(folder: Path, kind: str) -> None:
     """Every request has the salt of its version, and the cache is emptied at every update."""
 

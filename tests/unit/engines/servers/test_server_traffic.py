@@ -26,6 +26,7 @@ def test_a_continued_request_gets_a_seed_of_its_own(folder: Path) -> None:
     asyncio.run(body())
 
 
+@pytest.mark.thorough
 def test_an_aborted_request_that_nobody_asked_to_end_goes_on(folder: Path) -> None:
     async def body() -> None:
         async with crew(folder, "vllm", 1) as c:

@@ -69,6 +69,7 @@ def published(policy: Policy, publisher: MemoryPublisher, version: int) -> Manif
     return publisher.publish(version, {n: p.detach() for n, p in policy.model.named_parameters() if p.requires_grad})
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 4}, {"architecture": "qwen3"}])
 def test_a_version_loads_as_an_ordinary_model(
     tiny_policy: Callable[..., Policy], settings: dict[str, object], tmp_path: Path
