@@ -36,7 +36,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = ("kitae/kernels/cuda/", "kitae/kernels/exact/exact_gpu.py")
 PROCESSOR_SECONDS, WALL_SECONDS = 120, 900  # of one run of tests
-PRELOADED = ("hypothesis", "transformers.modeling_utils", "pydantic", "peft", "xdist")
+PRELOADED = ("transformers.modeling_utils", "pydantic", "peft")
 COMPARED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -163,18 +163,11 @@ def run_tests(folder: Path, tests: list[str], part: str, seconds: int = PROCESSO
     """The first test that fails; "" if none does; "time" if they take too long. In a process with the imports done."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
-        os.setsid()
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
-        null = os.open(os.devnull, os.O_RDWR)
-        for number in (0, 1, 2):
-            os.dup2(null, number)
-        os.chdir(folder)
-        os.environ["PYTHONPATH"] = str(folder)
-        sys.path.insert(0, str(folder))
-        failures = Failures()
-        pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--part", part, *tests], plugins=[failures])
-        os.write(write, (failures.names[0] if failures.names else "").encode())
-        os._exit(0)
+        try:
+            os.write(write, _first_failure(folder, tests, part, seconds).encode())
+            os._exit(0)
+        finally:
+            os._exit(1)
     os.close(write)
     status, end = None, time.monotonic() + WALL_SECONDS
     while status is None and time.monotonic() < end:
@@ -187,7 +180,23 @@ def run_tests(folder: Path, tests: list[str], part: str, seconds: int = PROCESSO
         os.waitpid(child, 0)
     with os.fdopen(read, "rb") as pipe:
         found = pipe.read().decode()
+    if status is not None and os.WIFEXITED(status) and os.WEXITSTATUS(status):
+        raise RuntimeError(f"tests could not be run: {tests}")
     return found if status == 0 else "time"
+
+
+def _first_failure(folder: Path, tests: list[str], part: str, seconds: int) -> str:
+    os.setsid()
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 5))
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(null, number)
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(folder)
+    sys.path.insert(0, str(folder))
+    failures = Failures()
+    pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--part", part, *tests], plugins=[failures])
+    return failures.names[0] if failures.names else ""
 
 
 def noticed(folder: Path, mutation: Mutation, part: str) -> str:
