@@ -36,7 +36,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SKIPPED = ("kitae/kernels/cuda/", "kitae/kernels/exact/exact_gpu.py")
 PROCESSOR_SECONDS, WALL_SECONDS = 120, 900  # of one run of tests
-PRELOADED = ("transformers.modeling_utils", "pydantic", "peft")
+PRELOADED = ("hypothesis", "transformers.modeling_utils", "pydantic", "peft")
+PRELOADED_TOO = "ignore::pytest.PytestAssertRewriteWarning"  # what pytest would like to import itself
 COMPARED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -195,7 +196,7 @@ def _first_failure(folder: Path, tests: list[str], part: str, seconds: int) -> s
     os.environ["PYTHONPATH"] = str(folder)
     sys.path.insert(0, str(folder))
     failures = Failures()
-    pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--part", part, *tests], plugins=[failures])
+    pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-W", PRELOADED_TOO, "--part", part, *tests], plugins=[failures])
     return failures.names[0] if failures.names else ""
 
 
