@@ -29,7 +29,7 @@ def changed_files(revision: str) -> list[Path]:
     return [Path(name) for name in named if (TESTS.parent / name).exists()]
 
 
-def tests_of(files: list[Path]) -> list[Path]:
+def chosen_for(files: list[Path]) -> list[Path]:
     modules, found = set(), set()
     for file in files:
         if file.parts[0] == "kitae":  # data files too: of the package that they lie in
@@ -47,4 +47,4 @@ def tests_of(files: list[Path]) -> list[Path]:
 
 
 if __name__ == "__main__":
-    print(*tests_of(changed_files(*sys.argv[1:] or ["main"])), sep="\n")
+    print(*chosen_for(changed_files(*sys.argv[1:] or ["main"])), sep="\n")

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from kitae.models.policy import Policy
 from kitae.models.tiny import make_tiny
 
 pytest_plugins = ["selection"]
-collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
+# Some kernels can be interpreted where there is no GPU.
+has_gpu = torch.cuda.is_available() or "TRITON_INTERPRET" in os.environ
+collect_ignore = [] if has_gpu else ["gpu"]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,0 +1,49 @@
+"""Which cases of a test `make test` runs, and which tests belong to what was changed."""
+
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from changed import chosen_for
+from selection import _each_value_once, _some
+
+
+def cases(*sizes: int) -> list[Any]:
+    """Of a test with so many values of each parameter."""
+    found = []
+    for numbers in product(*map(range, sizes)):
+        indices = {f"parameter {place}": number for place, number in enumerate(numbers)}
+        found.append(SimpleNamespace(callspec=SimpleNamespace(indices=indices), name="test", numbers=numbers))
+    return [_Case(case) for case in found]
+
+
+class _Case:
+    def __init__(self, values: SimpleNamespace) -> None:
+        self.__dict__.update(vars(values))
+
+
+@pytest.mark.parametrize(("sizes", "count"), [((5,), 5), ((3, 3), 3), ((4, 2, 3), 4), ((1, 1), 1)])
+def test_each_value_of_each_parameter_appears(sizes: tuple[int, ...], count: int) -> None:
+    found = _each_value_once(cases(*sizes))
+    assert len(found) == count
+    assert all({case.numbers[place] for case in found} == set(range(size)) for place, size in enumerate(sizes))
+
+
+def test_a_test_without_parameters_is_one_case() -> None:
+    (case,) = [_Case(SimpleNamespace(name="test"))]
+    assert _each_value_once([case]) == [case]
+
+
+@pytest.mark.parametrize("keep", [0, 1, 2, 5, 9])
+def test_so_many_stay_and_always_the_same(keep: int) -> None:
+    many = cases(7)
+    assert len(_some(many, keep)) == min(keep, 7) and _some(many, keep) == _some(many, keep)
+
+
+def test_changed_rooms_and_their_importers() -> None:
+    found = {str(path) for path in chosen_for([Path("kitae/store/journal.py"), Path("tests/unit/data/test_tasks.py")])}
+    assert {"tests/unit/store", "tests/unit/rl", "tests/unit/data/test_tasks.py"} <= found
+    assert not found & {"tests/unit", "tests/unit/data", "tests/unit/kernels"}
+    assert chosen_for([Path("README.md")]) == []
