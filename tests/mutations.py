@@ -4,9 +4,9 @@
 
 A mutation changes one operator, constant, `and`/`or` or returned value, or removes one statement, in a copy of what is
 committed. Then these tests are run until one fails: the test files that import the changed module, then the whole
-folder of its room; of each first what `make test` runs, then what it leaves out. A test that fails, or runs for minutes,
-counts if it passes on the unchanged copy. Of a room whose tests take longer than `PROCESSOR_SECONDS`, only those count
-that come before.
+folder of its room; of each first what `make test` runs, then what it leaves out. A test that fails, or runs for
+minutes, counts if it passes on the unchanged copy. Of a room whose tests take longer than `PROCESSOR_SECONDS`, only
+those count that come before.
 
 Left out: kernels for GPUs, text in f-strings, types, assertions and the text of errors; whole runs outside the folder
 of the room. The result of a mutation is one line of JSON; at the end a table is printed.
