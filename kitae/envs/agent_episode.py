@@ -1,4 +1,4 @@
-"""An episode that a program holds: it asks, the engine answers, and what was asked and answered becomes chains."""
+"""An episode driven by an agent: it sends requests, the engine answers, and both become chains."""
 
 import asyncio
 from collections import Counter, defaultdict
@@ -30,14 +30,14 @@ Context = tuple[int, ...]
 
 
 class AgentEpisode:
-    """One rollout as it comes about, and the model that its agent asks; `run` it once. `record` is what the journal has
-    of it: an ask whose context is on record is answered from there.
+    """One rollout while its agent runs; it is also the model that the agent queries. Call `run` once.
 
-    The tokens of an answer are drawn by the context and by how often it was answered before: an ask that was taken back
-    and comes again gets the same ones, and two that are alike get different ones.
+    record: the part of the rollout that the journal has; a request whose context is in it is answered from there. The
+    random stream of an answer depends on its context and on how many answers that context has: a request that was
+    cancelled and is sent again gets the same tokens, and two equal requests get different ones.
     """
 
-    asking = ""  # answers are copied when they are complete
+    asking = ""  # only complete answers are copied to the journal
     copied_of_turn = 0
 
     def __init__(
@@ -59,12 +59,12 @@ class AgentEpisode:
         self._threads = Threads(on.chat)
         self._pending: dict[Context, asyncio.Future[None]] = {}
         self._latest: dict[Context, Answer] = {}
-        self._numbers: defaultdict[Context, set[int]] = defaultdict(set)  # of answers, also of those on their way
-        self._asked = 0  # in flight
+        self._numbers: defaultdict[Context, set[int]] = defaultdict(set)  # those in flight included
+        self._asked = 0  # requests in flight
         self._turns = 0
         self._deadline: asyncio.Timeout | None = None
-        self._fatal: BaseException | None = None  # an error of the run's own, met while answering
-        self._cut = False  # the model has used up what it may say
+        self._fatal: BaseException | None = None  # an error that ends the run, raised while answering
+        self._cut = False  # whether a limit of the episode was reached
         self._transcript: tuple[Message, ...] = ()
         self._finish: FinishReason = "stop"
         self._said = list[str]()
@@ -79,7 +79,8 @@ class AgentEpisode:
         return f"{self._group}/{self._index}"
 
     async def run(self) -> Rollout:
-        """The rollout: complete, failed or suspended. Raises errors that are the run's own."""
+        """Run the agent to its end. The rollout is complete, failed or suspended. Raises the errors that end a whole
+        run."""
         self._on.running.episodes[self.id] = self
         outcome, failure, suspended = Outcome(), "", False
         try:
@@ -87,7 +88,7 @@ class AgentEpisode:
         except Suspended:
             suspended = True
         except Failure as problem:
-            failure = "" if self._cut else f"environment: {problem}"  # an agent that is refused may well break down
+            failure = "" if self._cut else f"environment: {problem}"  # an agent may break down when refused
         finally:
             self.complaint = await self._on.close(self._agent, self.id)
             del self._on.running.episodes[self.id]
@@ -100,7 +101,7 @@ class AgentEpisode:
         return self._complete(outcome)
 
     async def _call(self) -> Outcome:
-        """Let the agent run, as long as it does not stand still."""
+        """Run the agent, unless it sends no request for too long."""
         if self._on.running.suspending:
             raise Suspended
         seconds = self._on.limits.seconds
@@ -128,14 +129,14 @@ class AgentEpisode:
         return replace(outcome, reward=read_reward(outcome.reward))
 
     def interrupt(self) -> None:
-        """Wait no longer for the agent: it runs again when the episode is continued."""
+        """Stop waiting for the agent. It runs again when the episode is continued."""
         if self._deadline is not None and not self._deadline.expired():
             self._deadline.reschedule(asyncio.get_running_loop().time())
 
     # What the agent asks.
 
     async def ask(self, ask: Ask, heard: Heard | None = None) -> Answer:
-        """See `Model`. Temperature and other choices of how to sample are the run's: the tokens are trained on."""
+        """See `Model`. Temperature and other sampling settings are the run's, because the tokens are trained on."""
         with self._working():
             place = self._place(ask)
             answer = await self._repeated(place.context) if ask.retry else None
@@ -148,7 +149,7 @@ class AgentEpisode:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Time in which the agent waits for the model is not its own."""
+        """Suspend the agent's time limit while a request is in flight."""
         if self._on.running.suspending:
             raise Suspended
         if self._deadline is None or self._deadline.expired():
@@ -185,8 +186,8 @@ class AgentEpisode:
         return place
 
     async def _repeated(self, context: Context) -> Answer | None:
-        """The answer that a client asks for again, because it never got it. One that is on its way is waited for, until
-        it is there or was taken back."""
+        """The answer that a client requests again because it never received it. If that answer is still being
+        generated, wait until it is complete or was cancelled."""
         if context in self._pending:
             await asyncio.wait([self._pending[context]])
         return self._latest.get(context)
@@ -205,7 +206,7 @@ class AgentEpisode:
                 segment, finish = recorded, self._ended_by(recorded, sampling)
             else:
                 segment, finish = await self._sample(place, number, sampling)
-            # No wait from here on: what was sampled is kept whole, or not at all.
+            # Nothing is awaited from here on, so the sampled tokens are kept as a whole or not at all.
             turn = self._on.chat.read(segment.tokens, sampling.stop_strings, ask.tools)
             turn = with_ids(turn, f"{stream_seed(self.id, context, number):x}")
             said = Message("assistant", turn.told, turn.calls, problem=turn.problem)
@@ -216,7 +217,7 @@ class AgentEpisode:
         finally:
             thread.busy = False
             gone.set_result(None)
-            if self._pending.get(context) is gone:  # not that of one alike that came later
+            if self._pending.get(context) is gone:  # an equal request that came later may have replaced it
                 del self._pending[context]
         answer = Answer(context, Sampled(segment.tokens, segment.logprobs, segment.versions), finish, turn)
         self._latest[context] = answer
@@ -227,7 +228,8 @@ class AgentEpisode:
         return answer
 
     def _check_limits(self, context: Context) -> None:
-        """Whether the model may say anything more. An answer in flight counts as a turn, but not yet its tokens."""
+        """Raise if a limit of the episode is used up. A request in flight counts as a turn; its tokens do not count
+        yet."""
         limits, most = self._on.limits, self._sampling.max_tokens
         used_up = {
             f"{limits.turns} turns (env.turns)": self._turns + self._asked > limits.turns,
@@ -240,7 +242,7 @@ class AgentEpisode:
                 raise RequestError(f"the episode has used up its {what}")
 
     def _asked_sampling(self, ask: Ask) -> SamplingParams:
-        """The run's, as much shorter as the client wants it."""
+        """The run's sampling settings, shortened to what the client wants."""
         stops = tuple(dict.fromkeys((*self._sampling.stop_strings, *ask.sampling.stop_strings)))
         return replace(self._sampling, max_tokens=min(self._left, ask.sampling.max_tokens), stop_strings=stops)
 
@@ -264,7 +266,7 @@ class AgentEpisode:
 
     @property
     def _left(self) -> int:
-        """Tokens that the model may still say."""
+        """How many tokens the model may still generate."""
         said = sum(len(s.tokens) for chain in self._threads.chains for s in chain.segments if s.source == "model")
         return self._sampling.max_tokens - said
 
@@ -289,14 +291,14 @@ class AgentEpisode:
         return Rollout(self._group, self._index, chains, self._finish, text, score, status, self._transcript)
 
     def _unfinished(self) -> Rollout:
-        """With what is on record and was not asked again."""
+        """A rollout to be continued: the chains so far, or the recorded ones if the agent has not got as far again."""
         chains = self._threads.chains
         if self._record is not None and sum(map(_length, self._record.chains)) > sum(map(_length, chains)):
             chains = self._record.chains
         return Rollout(self._group, self._index, chains, "stop", "", None, "suspended", self._transcript)
 
     def grown(self, news: Sampled, least: int) -> tuple[Rollout, int] | None:
-        """All answers so far, if there are enough new ones."""
+        """The rollout so far, if at least `least` tokens are new."""
         length = sum(map(_length, self._threads.chains))
         if length - self._copied < max(1, least):
             return None
@@ -305,7 +307,7 @@ class AgentEpisode:
 
 
 def _turns_of(chains: tuple[Chain, ...]) -> dict[tuple[Context, int], Segment]:
-    """The answers on record, by what the model had read before each, and how many times before it had."""
+    """The recorded answers, by the context before each and by how many earlier answers that context had."""
     found: dict[tuple[Context, int], Segment] = {}
     times: Counter[Context] = Counter()
     for chain in chains:

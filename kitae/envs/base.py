@@ -11,7 +11,7 @@ from kitae.types import Message, Prompt, Tool, Turn
 class Opening:
     """What the model reads first: `Opening((Message("user", "What is 17 * 23?"),), tools=(…,))`.
 
-    tools: that the chat template is to tell the model of; its turns are then read for calls of them.
+    tools: those that the chat template describes to the model, and whose calls are read from its turns.
     """
 
     messages: tuple[Message, ...]
@@ -22,10 +22,10 @@ class Opening:
 class Observation:
     """The environment's answer to a model turn: `Observation((Message("tool", "4"),))`, or `Observation(done=True)`.
 
-    messages: what the model reads next; at least one, unless the episode is done. Last words of one that is done are
-    shown and given to the verifier, but no model reads them.
-    reward: what the turn before was worth; None: the environment does not say.
-    error: why the episode cannot go on, through no fault of the model. It is then worth nothing, not even a 0.
+    messages: what the model reads next; at least one, unless the episode is done. The last messages of an episode that
+    is done are displayed and passed to the verifier, but no model reads them.
+    reward: the reward of the turn before; None: the environment gives none.
+    error: why the episode cannot go on, through no fault of the model. It then has no reward at all, not even 0.
     """
 
     messages: tuple[Message, ...] = ()
@@ -35,22 +35,22 @@ class Observation:
 
 
 class Environment(Protocol):
-    """A single-use episode in which the model is asked by turns: `start` once, `step` after each turn that the model
-    ended itself until one is done, `close` always and last.
+    """A single-use episode in which the model and the environment take turns: `start` once, `step` after each turn that
+    the model ended itself until one is done, and last, always, `close`.
 
-    **Failures.** A call that raises, takes longer than its limit (its coroutine is then cancelled), or returns
-    something else than it should costs its own episode, never the group or the run: it is counted as an error, and not
-    trained on. What fails in `close` changes nothing any more and is only noted beside the verdict. A call that blocks
-    the event loop cannot be ended: whatever takes long must be awaited.
+    **Failures.** A call fails if it raises, takes longer than its limit (its coroutine is then cancelled), or returns
+    the wrong type. That costs its own episode, never the group or the run: the episode counts as an error and is not
+    trained on. A failure of `close` has no effect but a note beside the verdict. A call that blocks the event loop
+    cannot be interrupted, so whatever takes long must be awaited.
 
-    **Resuming.** An episode that was interrupted is continued in a new environment, which hears the recorded turns
-    again, to get to the same state. What it answers to them is not used: the model has read the answers that are on
-    record. One that has an end where the record goes on has failed.
+    **Resuming.** An interrupted episode is continued in a new environment, which receives the recorded turns again to
+    get to the same state. What it returns for them is not used: the model has already read the recorded observations.
+    The episode fails if the new environment is done where the record goes on.
 
-    **Rewards.** Where the environment gave a reward to any turn, the score is the sum of its rewards, and no verifier
-    is asked. Where it gave none, the verifier judges the last turn; a run without a verifier counts that as 0. So an
-    environment either gives rewards or leaves it to the verifier; one that gives them only at the end is used without a
-    verifier, which would otherwise judge the episodes that were cut off.
+    **Rewards.** If the environment gave a reward to any turn, the score is the sum of its rewards, and the verifier is
+    not called. If it gave none, the verifier judges the last turn; in a run without a verifier the score is then 0. So
+    an environment either gives rewards or leaves that to the verifier. One that gives a reward only at the end should
+    be used without a verifier, which would otherwise judge the episodes that were cut off.
     """
 
     async def start(self) -> Opening: ...
@@ -68,13 +68,13 @@ class Outcome:
 
 @runtime_checkable
 class Agent(Protocol):
-    """A single-use episode that holds the conversation itself: it asks the model as often as it likes, also several
-    things at once, and rewrites what was said as it likes.
+    """A single-use episode that drives the conversation itself: it sends the model any number of requests, also several
+    at once, and may rewrite the conversation between them.
 
-    Each answer continues the context that the messages of its ask continue; where they continue none, the episode has
-    one more chain. Failures are as with an `Environment`; its limit of seconds holds whenever it asks nothing, but not
-    while it waits in `enter` for its turn to begin. One that was interrupted runs again from its beginning: what it
-    asks as before is answered from the record.
+    Each answer continues the longest context that the request's messages continue; if they continue none, the episode
+    gets one more chain. Failures are as with an `Environment`. The limit of seconds holds while no request is in
+    flight, but not while the agent waits in `enter` for its turn to begin. An interrupted agent runs again from its
+    beginning, and requests that it repeats are answered from the record.
     """
 
     async def enter(self) -> None: ...
@@ -83,7 +83,7 @@ class Agent(Protocol):
 
 
 class World(Protocol):
-    """What all episodes of a run have in common: opened once, before the model is loaded, and closed at the end."""
+    """What all episodes of a run share: entered once, before the model is loaded, and exited at the end."""
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *_: object) -> None: ...
@@ -94,12 +94,12 @@ class World(Protocol):
 class EpisodeLimits:
     """How far an episode may go: `EpisodeLimits(turns=8, seconds=30, tokens=2048, context=32_768)`.
 
-    turns: of the model, at most; one that needs more is cut off, with finish "length".
+    turns: the most turns of the model; an episode that needs more is cut off, with finish "length".
     seconds: for each call of the environment.
     tokens: of one observation; a longer one is a failure.
-    context: tokens that the model can read, its own included; None: not known. An observation that finds no room in it
-    cuts the episode off; if it is longer than all that was said before, it is a failure.
-    How much the model may say in all its turns is `SamplingParams.max_tokens`; observations do not count there.
+    context: the most tokens that the model can read, its own included; None: not known. An observation that does not
+    fit cuts the episode off; if it is longer than everything before it, it is a failure.
+    The most tokens of all the model's turns together is `SamplingParams.max_tokens`; observations do not count there.
     """
 
     turns: int = 64

@@ -1,10 +1,10 @@
-"""The contexts of an episode whose messages come from outside, as tokens.
+"""The contexts of an agent's episode, as tokens.
 
-A client sends all messages of a conversation with each ask. Where they are what was said before and something new, only
-the new part becomes tokens; what was sampled stays the tokens that were sampled. Where they are not (the client has
-rewritten its history, or goes back to an earlier point), a new chain begins: at the last point that is unchanged, whose
-tokens it takes over as its prompt, so that each sampled token is trained on in one chain alone. Nothing is ever aligned
-with tokens after the fact.
+A client sends all messages of a conversation with each request. If they are an earlier conversation with something
+added, only the addition is encoded; sampled turns stay the tokens that were sampled. If they are not (the client has
+rewritten its history, or returns to an earlier point), a new chain begins. It starts from the last point whose history
+is unchanged, and takes over the tokens up to there as its prompt, so that each sampled token is trained on in one chain
+only. Tokens are never aligned with text afterwards.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ from kitae.types import Chain, Message, Segment, Tool
 
 @dataclass(slots=True, eq=False)
 class Thread:
-    """A chain as it grows; `number` names it in its episode.
+    """A chain while it grows; number: names it within its episode.
 
-    messages: what was said up to the last answer, as the client sends it back. points: after each answer, how many
-    messages and segments there were. busy: an answer is on its way.
+    messages: the conversation up to the last answer, as the client sends it back. points: for each answer, the numbers
+    of messages and segments after it. busy: whether an answer is being generated.
     """
 
     number: int
@@ -34,15 +34,15 @@ class Thread:
     busy: bool = False
 
     def chain(self, segments: int | None = None) -> Chain:
-        """The chain, or its first segments."""
+        """The chain, or its first `segments` segments."""
         return Chain(self.prompt_tokens, tuple(self.segments[:segments]))
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an ask stands: the thread it goes on with or begins, and the tokens that it adds to that.
+    """The position of a request: the conversation that it continues or begins, and the tokens that it adds.
 
-    The thread gets what is added only with the answer: an ask that is taken back leaves nothing.
+    The added tokens become part of the conversation only with the answer, so a cancelled request leaves no trace.
     """
 
     thread: Thread
@@ -55,7 +55,7 @@ class Place:
 
 
 class Threads:
-    """All contexts of an episode, in the order of their first answers."""
+    """All conversations of an episode, in the order of their first answers."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
@@ -67,8 +67,11 @@ class Threads:
         return tuple(thread.chain() for thread in self._threads)
 
     def place(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Place:
-        """Where these messages go on. Raises `RequestError` where there is nothing to answer, and `DataError` where the
-        template cannot show them."""
+        """Find the conversation that these messages continue.
+
+        Raises `RequestError` if there is nothing to answer, and `DataError` if the chat template cannot render the
+        messages.
+        """
         if not messages or messages[-1].role == "assistant":
             last = repr(messages[-1].role) if messages else "no message"
             raise RequestError(f"the last message must be one that the model can answer, got {last}")
@@ -86,7 +89,7 @@ class Threads:
         return Thread(next(self._numbers), tools, prompt_tokens)
 
     def grow(self, place: Place, answer: Segment, said: Message) -> None:
-        """The answer to what stands at a place, as tokens and as the client gets it."""
+        """Add the answer to a request, as tokens and as the message that the client gets."""
         thread = place.thread
         if place.added:
             thread.segments.append(Segment.observed(place.added))
@@ -97,8 +100,8 @@ class Threads:
         thread.points.append((len(thread.messages), len(thread.segments)))
 
     def _longest(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[Thread, tuple[int, int]] | None:
-        """The last point that these messages continue without an answer of somebody else; of several alike, one where a
-        thread can go on."""
+        """The longest history that these messages continue without assistant messages of other origin. Of several equal
+        ones, prefer one that can be continued in place."""
         best: tuple[tuple[int, bool], Thread, tuple[int, int]] | None = None
         told = [_told(message) for message in messages]
         foreign = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
@@ -119,8 +122,8 @@ class Threads:
 
 
 def _told(message: Message) -> Any:
-    """What of a message must be the same: clients drop and add empty fields, write JSON in their own way, and trim what
-    the model said."""
+    """What must be equal for two messages to match: clients drop and add empty fields, reformat JSON, and trim the
+    model's text."""
     calls = tuple((call.name, dict(call.arguments)) for call in message.calls)
     text = text_of(message)
     return message.role, text.strip() if message.role == "assistant" else text, calls, message.call_id

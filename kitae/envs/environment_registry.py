@@ -18,7 +18,7 @@ Params = Mapping[str, Any]
 
 
 class Simple:
-    """A world in which episodes share nothing: `Simple(SingleTurn)` makes one by `SingleTurn(prompt, **params)`."""
+    """A world whose episodes share nothing: `Simple(SingleTurn)` makes each by `SingleTurn(prompt, **params)`."""
 
     def __init__(self, kind: Callable[..., Environment | Agent], params: Params | None = None) -> None:
         self._kind = kind
@@ -42,7 +42,7 @@ def _single(params: Params) -> World:
 
 
 def _command(params: Params) -> World:
-    """A program of yours, which asks the model over HTTP."""
+    """The user's own program, which queries the model over HTTP."""
     try:
         from kitae.envs.command.command_world import CommandWorld
     except ImportError as missing:
@@ -69,7 +69,7 @@ WORLDS: dict[str, Callable[[Params], World]] = {
 
 
 def open_world(config: EnvConfig) -> World:
-    """The world that a recipe names; its params are checked here."""
+    """The world that a recipe names. Its params are checked here."""
     if is_plugin(config.name):
         return _own(config)
     if config.name not in WORLDS:
@@ -81,7 +81,7 @@ def open_world(config: EnvConfig) -> World:
 
 
 def limits_of(config: EnvConfig, context: int | None = None) -> EpisodeLimits:
-    """`context` is how many tokens the model can read."""
+    """context: how many tokens the model can read; None: not known."""
     turns = 1 if config.name == "single" else config.turns
     return EpisodeLimits(turns, config.seconds, config.tokens, context)
 

@@ -1,9 +1,10 @@
-"""An episode by turns: the model and its environment, until one of them has an end.
+"""An episode by turns: the model and its environment, until one of them ends it.
 
-    start ─► say ─► hear ─► say ─► hear ─► … ─► close      say: the engine samples a turn; hear: the environment answers
+    start ─► sample ─► step ─► sample ─► step ─► … ─► close
 
-What the model said and read is kept as tokens, in one chain that only grows: every request begins with the one before
-and its completion. An episode that was interrupted is continued from the tokens in the journal.
+`sample`: the engine generates a turn of the model; `step`: the environment answers it. Turns and observations are kept
+as tokens, in one chain that only grows: the prompt of each request is the prompt before and its completion, with the
+observation added. An interrupted episode is continued from the tokens in the journal.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ T = TypeVar("T")
 
 
 class Episode:
-    """One rollout as it comes about; `run` it once. `record` is what the journal has of it.
+    """One rollout while it is generated; call `run` once. record: the part of it that the journal has.
 
     complaint: what went wrong when the environment was closed. asking: the id of the request in flight, or "".
     """
@@ -70,26 +71,28 @@ class Episode:
         self._environment = environment
         self._group, self._index, self._prompt = group, index, prompt
         self._sampling = replace(on.sampling, temperature=0.0) if index == GREEDY else on.sampling
-        self._deadline: asyncio.Timeout | None = None  # of the environment's call
+        self._deadline: asyncio.Timeout | None = None  # of the environment's call in progress
         self._record = record
-        self._recorded = deque(record.segments if record else ())  # what is left of it: the model's turns and answers
+        self._recorded = deque(record.segments if record else ())  # the recorded segments that were not replayed yet
         self._prompt_tokens = record.chains[0].prompt_tokens if record else ()
         self._segments: list[Segment] = []
         self._finish: FinishReason = "suspended"  # until the model has ended a turn
         self._tools: tuple[Tool, ...] = ()
         self._said: list[Turn] = []
-        self._unread: Unread | None = None  # what was said, where it is not in `_said`
+        self._unread: Unread | None = None  # the last turn's text, if it was left in a file
         self._transcript = list(record.transcript or prompt.messages) if record else []
-        self._read = len(self._transcript)  # messages of it up to the last answer that the model has read, or will
-        self._copied = sum(len(s.tokens) for s in self._recorded)  # tokens after the prompt that the journal has
+        self._read = len(self._transcript)  # how many of its messages the model has read, or will read next
+        self._copied = sum(len(s.tokens) for s in self._recorded)  # how many tokens after the prompt the journal has
 
     @property
     def id(self) -> str:
         return f"{self._group}/{self._index}"
 
     async def run(self) -> Rollout:
-        """The rollout: complete, failed or suspended. Raises `RequestError` or `DataError` where the prompt is
-        impossible, and errors that are the run's own."""
+        """Run the episode to its end. The rollout is complete, failed or suspended.
+
+        Raises `RequestError` or `DataError` if the prompt is impossible, and the errors that end a whole run.
+        """
         self._on.running.episodes[self.id] = self
         failure = ""
         suspended = False
@@ -125,7 +128,8 @@ class Episode:
             self._read = len(messages)
 
     async def _say(self) -> bool:
-        """A turn of the model, from the record as far as that has it. Whether the model ended it itself."""
+        """Add a turn of the model, taken from the record as far as it goes. Returns whether the model ended the turn
+        itself."""
         turn = self._recorded[0] if self._recorded else Segment("model", (), (), ())
         ended = self._how_it_ended(turn)
         if ended is None:
@@ -141,22 +145,26 @@ class Episode:
         self._finish = ended
         if ended == "suspended":
             raise Suspended
-        if type(self._environment) is SingleTurn and isinstance(turn.tokens, Kept):  # one made of it may listen
-            self._unread = turn.tokens.text  # who judges it reads it where it lies
+        if type(self._environment) is SingleTurn and isinstance(turn.tokens, Kept):  # a subclass may read the turn
+            self._unread = turn.tokens.text  # the verifier reads it from the journal's files
         if self._unread is not None:
             return False
         self._said.append(self._turn(turn.tokens))
-        if not self._recorded:  # or the record has it in its transcript
+        if not self._recorded:  # otherwise the record's transcript has it
             self._transcript.append(as_message(self._said[-1]))
         return ended == "stop"
 
     def _is_told_whole(self, turn: Segment) -> bool:
-        """Not so if it was suspended, went on, and ends now where a copy of it does: that has no experts."""
+        """Whether a recorded turn has the experts of all its positions.
+
+        A turn that was suspended, continued, and copied to the journal just at its end lacks those of its first part.
+        """
         places = self._chain.length + len(turn.tokens) - 1 - self._chain.unrouted
         return turn.experts is None or len(turn.experts) == places
 
     def _how_it_ended(self, turn: Segment) -> FinishReason | None:
-        """How a recorded turn ended; None: it did not. One that was copied right at its last token does not say so."""
+        """How a recorded turn ended; None: it was interrupted. A copy that was made at the turn's last token does not
+        have the reason recorded, so it is derived from the tokens."""
         if self._record is None or not self._recorded:
             return None
         if len(self._recorded) > 1 or self._record.finish == "stop":
@@ -170,7 +178,7 @@ class Episode:
         return "length" if used_up else None
 
     async def _ask(self, prior: Sampled, told: ExpertArray | None) -> Completion:
-        """Let the engine sample a turn; `prior` is what it had sampled of it, `told` the experts of that."""
+        """Let the engine generate a turn. prior: the tokens sampled of it so far; told: the experts of those tokens."""
         if self._on.running.suspending:
             raise Suspended
         on, number = self._on, len(self._segments)
@@ -197,7 +205,7 @@ class Episode:
             self.asking = ""
 
     async def _hear(self) -> bool:
-        """The environment's answer to the last turn. Whether the model is to read it and go on."""
+        """Pass the last turn to the environment. Returns whether the model is to read the observation and go on."""
         environment, said = self._environment, self._said[-1]
         answer = await self._call("step", lambda: environment.step(said))
         if not isinstance(answer, Observation):
@@ -220,7 +228,7 @@ class Episode:
         return True
 
     def _hear_again(self, answer: Observation) -> bool:
-        """The model has read the answer that is on record, so this one does not count."""
+        """Use the recorded observation, which the model has read, instead of the one that was just returned."""
         if answer.done:
             turns = len(self._said)
             raise Failure(f"it ended after turn {turns} this time, where the record of the episode goes on")
@@ -228,7 +236,7 @@ class Episode:
         return True
 
     def _encode(self, messages: tuple[Message, ...]) -> tuple[int, ...]:
-        """An observation as tokens, if it is not too long."""
+        """The tokens of an observation. Raises `Failure` if it is too long."""
         last, limits = self._segments[-1].tokens, self._on.limits
         try:
             tokens = self._on.chat.encode_turn(messages, closed=len(last) > 0 and last[-1] in self._on.chat.stop_tokens)
@@ -250,11 +258,11 @@ class Episode:
 
     @property
     def _left(self) -> int:
-        """Tokens that the model may still say."""
+        """How many tokens the model may still generate."""
         return self._sampling.max_tokens - sum(len(s.tokens) for s in self._segments if s.source == "model")
 
     def _has_room(self, tokens: int) -> bool:
-        """Whether the model could say something after so many more tokens."""
+        """Whether the context has room for a turn after this many more tokens."""
         context = self._on.limits.context
         return context is None or self._chain.length + tokens < context
 
@@ -264,8 +272,8 @@ class Episode:
     # The environment.
 
     async def _call(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        """A call of the environment, in the time that it has. What goes wrong in it is a failure of the episode, unless
-        it is the run's own error."""
+        """Call the environment, with its time limit. An error in it is a failure of the episode, unless it ends the
+        whole run."""
         if self._on.running.suspending:
             raise Suspended
         seconds = self._on.limits.seconds
@@ -289,7 +297,7 @@ class Episode:
             self._deadline = None
 
     def interrupt(self) -> None:
-        """Wait no longer for the environment: it is asked again when the episode is continued."""
+        """Stop waiting for the environment. It is called again when the episode is continued."""
         if self._deadline is not None and not self._deadline.expired():
             self._deadline.reschedule(asyncio.get_running_loop().time())
 
@@ -304,7 +312,7 @@ class Episode:
         return self._ended("complete", score)
 
     def _failed(self, reason: str) -> Rollout:
-        """With the part of the record that it did not come to."""
+        """A failed rollout, with the part of the record that was not replayed."""
         for segment in self._recorded:
             self._segments.append(segment)
             self._said += [self._turn(segment.tokens)] if segment.source == "model" else []
@@ -324,7 +332,7 @@ class Episode:
         return Rollout(self._group, self._index, chains, self._finish, text, score, status, transcript)
 
     def _unfinished(self, segments: Sequence[Segment], finish: FinishReason) -> Rollout:
-        """To be continued. Its transcript ends before its last turn, if that has no answer yet."""
+        """A rollout to be continued. Its transcript ends before the last turn if that has no observation yet."""
         read = tuple(self._transcript[: self._read])
         transcript = () if read == self._prompt.messages else read
         chains = (Chain(self._prompt_tokens, tuple(segments)),)
@@ -334,7 +342,7 @@ class Episode:
 
     @property
     def copied_of_turn(self) -> int:
-        """Tokens of the turn in flight that the journal has."""
+        """How many tokens of the turn in flight the journal has."""
         return max(0, self._copied - self._length)
 
     @property
@@ -342,7 +350,7 @@ class Episode:
         return sum(len(s.tokens) for s in self._segments)
 
     def grown(self, news: Sampled, least: int) -> tuple[Rollout, int] | None:
-        """See `Episodes.grown`; `news` is what the turn in flight has beyond `copied_of_turn`."""
+        """See `Episodes.grown`; news: the tokens of the turn in flight beyond `copied_of_turn`."""
         segments, finish, end, known = list(self._segments), self._finish, self._length, 0
         if news.tokens:
             known = self.copied_of_turn

@@ -1,4 +1,4 @@
-"""What episodes need, and what may become of one on its way."""
+"""What episodes of a run share: the engine, limits, and the checks of what environments return."""
 
 import asyncio
 import json
@@ -19,35 +19,34 @@ from kitae.types import GREEDY, Chain, Message, Prompt, Rollout, Score, Tool, To
 MakeEnvironment = Callable[[Prompt], Environment | Agent]
 
 LAST_SECONDS = 2.0
-"""To close an environment while the run is stopping."""
+"""Time limit for closing an environment while the run is stopping."""
 
 OWN_ERRORS = (EngineError, StoreError, StalledError, Interrupted)
-"""They end the run, whoever calls into them; but for a `RequestError`, which is about one request."""
+"""Errors that end the run wherever they occur, except `RequestError`, which concerns one request."""
 
 _LONGEST_REASON = 500  # characters
-_LARGEST_REWARD = 1e30  # so that their sum is a number in single precision
+_LARGEST_REWARD = 1e30  # so that sums stay finite in single precision
 
 
 class Judge(Protocol):
-    """Scores a response: a `VerifierPool`, or whatever stands in for one. A response that is unread is read where it is
-    judged."""
+    """Scores responses: a `VerifierPool`, or a replacement for one. A lazy response is read where it is judged."""
 
     async def score(self, response: str | Unread, reference: Any, context: Mapping[str, Any]) -> Score: ...
 
 
 class Suspended(Exception):
-    """The run is stopping; what was sampled is in the journal."""
+    """The run is stopping. The sampled tokens are in the journal."""
 
 
 class Failure(Exception):
-    """The episode cannot go on, and the model is not to blame; the message says why."""
+    """The episode cannot go on, through no fault of the model. The message is the reason."""
 
 
 class InFlight(Protocol):
-    """An episode under way, as those see it who stop or copy it.
+    """An episode under way, for the code that stops or copies it.
 
-    asking: the id of a request whose tokens can be copied as they come, or "". copied_of_turn: how many of them the
-    journal has.
+    asking: the id of the request whose tokens can be copied while they are generated, or "". copied_of_turn: how many
+    of these tokens the journal has.
     """
 
     @property
@@ -60,7 +59,7 @@ class InFlight(Protocol):
 
 @dataclass(slots=True)
 class Running:
-    """The episodes under way, by the ids of their rollouts. suspending: they end as soon as they can."""
+    """The episodes under way, by the ids of their rollouts. suspending: whether they should end as soon as they can."""
 
     episodes: dict[str, InFlight] = field(default_factory=dict)
     suspending: bool = False
@@ -68,10 +67,10 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeContext:
-    """What episodes need. `label` keeps the random streams of training and evaluation apart.
+    """What episodes share. label: keeps the random streams of training and evaluation apart.
 
-    verifier: None where the environment gives all rewards. `waiting` is entered around each wait, with what is waited
-    for and by which rollout. experts: whether those that the engine chooses are wanted, of a mixture.
+    verifier: None if the environment gives all rewards. waiting: entered around each wait, with what is waited for and
+    the id of the rollout. experts: whether the engine should return the experts that it chooses (mixture models).
     """
 
     engine: Engine
@@ -87,7 +86,7 @@ class EpisodeContext:
     experts: bool = False
 
     def make(self, prompt: Prompt) -> Environment | Agent:
-        """One that could not be made fails when it is started."""
+        """Make an environment. If that raises, the returned environment fails when it is started."""
         try:
             return self.environment(prompt)
         except (Exception, SystemExit) as error:
@@ -96,14 +95,14 @@ class EpisodeContext:
             return _Unmade(Failure(f"making it raised {told(error)}"))
 
     def experts_from(self, chain: Chain, index: int) -> int | None:
-        """Of which position on the engine shall tell its experts with what comes after a chain; nobody trains on greedy
-        answers."""
+        """The position from which the engine should return experts for a request on this chain; None: no experts are
+        needed, as for greedy responses, which are not trained on."""
         return chain.unrouted if self.experts and index != GREEDY else None
 
     async def close(self, environment: Environment | Agent, which: str) -> str:
-        """Close an environment, in the time that it has. What went wrong, or ""."""
+        """Close an environment, with a time limit. Returns what went wrong, or ""."""
         seconds = self.limits.seconds
-        if self.running.suspending:  # what was sampled must be in the journal soon
+        if self.running.suspending:  # the run is about to end, and must journal the rollout first
             seconds = min(seconds, LAST_SECONDS)
         try:
             with self.waiting("the environment to close", which):
@@ -117,7 +116,7 @@ class EpisodeContext:
 
 
 class _Unmade:
-    """Stands where an environment would."""
+    """Replaces an environment that could not be made."""
 
     def __init__(self, failure: Failure) -> None:
         self._failure = failure
@@ -137,18 +136,19 @@ def noted(score: Score, complaint: str) -> Score:
 
 
 def is_its_own(error: BaseException) -> bool:
-    """Whether an error that comes out of an environment is its own: not the end of this task, nor of the run."""
+    """Whether an error raised in an environment concerns its episode alone: neither this task's cancellation nor the
+    end of the run."""
     cause = root_cause(error) if isinstance(error, ExceptionGroup) else error
     if isinstance(cause, asyncio.CancelledError):
         task = asyncio.current_task()
         return task is None or not task.cancelling()
-    if isinstance(cause, SystemExit):  # `sys.exit()` in somebody's code; who wants to end the run sends a signal
+    if isinstance(cause, SystemExit):  # `sys.exit()` in an environment's code; a run is ended by signals
         return True
     return isinstance(cause, Exception) and (isinstance(cause, RequestError) or not isinstance(cause, OWN_ERRORS))
 
 
 def read_messages(name: str, found: object) -> tuple[Message, ...]:
-    """What an environment says, if it is messages that can be kept."""
+    """The messages that an environment returned, checked so that they can be journalled."""
     if not isinstance(found, tuple | list):
         raise Failure(f"the messages of {name} must be a tuple, got {type(found).__name__}")
     for message in found:
@@ -186,7 +186,7 @@ def _has_parts(found: object) -> bool:
 
 
 def read_tools(found: object) -> tuple[Tool, ...]:
-    """The tools that an environment has, if templates and readers of calls can use them."""
+    """The tools that an environment returned, checked so that templates and parsers of calls can use them."""
     if not isinstance(found, tuple | list):
         raise Failure(f"the tools of start must be a tuple, got {type(found).__name__}")
     for tool in found:
@@ -214,7 +214,7 @@ def read_reward(found: object) -> float | None:
 def told(error: BaseException) -> str:
     try:
         return shortened(f"{type(error).__name__}: {error}")
-    except Exception:  # it cannot even say what it is
+    except Exception:  # the error's own text raises
         return type(error).__name__
 
 

@@ -1,8 +1,8 @@
-"""Processes that work for episodes: one for each that wants one, forked from a template that has loaded everything.
+"""Processes that work for episodes: one for each that needs one, forked from a template that has loaded everything.
 
-What an episode needs may hang, crash, flood or change its process for good (a game that seeds the global `random`): it
-runs in a process of its own, which ends with the episode, whatever it does. All of them end with the run, even one that
-is killed: the template dies with the run's main thread, helpers with the template.
+What an episode runs may hang, crash, flood its output or change its process for good (a game that seeds the global
+`random`). So it runs in a process of its own, which ends with the episode whatever it does. All these processes end
+with the run, even if the run is killed: the template dies with the run's main thread, and they die with the template.
 """
 
 import json
@@ -16,13 +16,12 @@ from kitae.workers.templates.worker_handle import OutOfTimeError, WorkerDied, Wo
 
 
 class HelperLost(Exception):
-    """A helper is gone, and what it knew; the message says why. The next thing asked begins with a new one."""
+    """The process is lost, with its state; the message is the reason. The next request starts a new process."""
 
 
 class Helpers:
-    """`Helpers("kitae.envs.games.game_process", setup, "game", ConfigError)`: see `Template`. Open it with `async
-    with`.
-    """
+    """`EpisodeProcesses("kitae.envs.games.game_process", setup, "game", ConfigError)`: see `Template`. Use it in `async
+    with`."""
 
     def __init__(self, module: str, setup: Mapping[str, Any], what: str, error: type[KitaeError]) -> None:
         self._template: Template[Mapping[str, Any]] = Template(
@@ -46,7 +45,7 @@ class Helpers:
         return self._template.greeting
 
     def hire(self) -> "Helper":
-        """A helper of one episode; its process is forked when it is first asked something."""
+        """A process for one episode. It is forked at the first request."""
         return Helper(self)
 
     async def spawn(self, helper: "Helper") -> WorkerProcess:
@@ -59,7 +58,7 @@ class Helpers:
 
 
 class Helper:
-    """One process, from the first question to `close`. It is asked one thing at a time."""
+    """One process, from the first request to `close`. It handles one request at a time."""
 
     def __init__(self, helpers: Helpers) -> None:
         self._helpers = helpers
@@ -67,7 +66,7 @@ class Helper:
         self._asked = 0
 
     async def ask(self, job: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to a job; `HelperLost` where it takes longer than so many seconds, or the process ends."""
+        """The answer to a job. Raises `EpisodeProcessLost` if it takes longer than `seconds` or the process ends."""
         if self._process is None:
             self._process = await self._helpers.spawn(self)
         process = self._process
@@ -81,7 +80,7 @@ class Helper:
             reason = await process.post_mortem()
         except WorkerDied as death:
             reason = str(death)
-        except BaseException:  # cancelled: what it is doing now would be taken for the next answer
+        except BaseException:  # cancelled: the answer in progress would be taken for the next one
             await self.close()
             raise
         await self.close()

@@ -1,4 +1,4 @@
-"""Params of environments, read into settings; whatever is wrong with them names its place in the recipe."""
+"""Params of environments as settings. Errors name the place in the recipe."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ S = TypeVar("S", bound=Section)
 
 
 def read_params(kind: type[S], params: Mapping[str, Any], name: str, place: str = "env.params") -> S:
-    """`read_params(ToolsParams, {"tools": ["python"]}, "tools")`; all that is wrong is told at once."""
+    """`read_params(ToolsParams, {"tools": ["python"]}, "tools")`; raises one error with all that is wrong."""
     try:
         return kind.model_validate(dict(params))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""All episodes of one prompt: sampled, journalled, judged."""
+"""All episodes of one prompt: generated, journalled and judged."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,19 +18,19 @@ from kitae.types import GREEDY, Group, Message, Prompt, Rollout, Unread
 
 @dataclass(frozen=True, slots=True)
 class Episodes(EpisodeContext):
-    """Runs the episodes of prompts. `span` hears when a group was sampled ("generate") and judged ("verify")."""
+    """Runs the episodes of prompts. span: receives when a group was generated ("generate") and judged ("verify")."""
 
     span: Callable[[str, float, float], None] = lambda part, start, end: None
 
     async def group(
         self, group: int, prompt: Prompt, size: int, journal: Journal | None = None, *, greedy: bool = False
     ) -> Group:
-        """All samples of one prompt, and the greedy response if asked for, which has the index `GREEDY`.
+        """All samples of one prompt, and the greedy response if wanted, which has the index `GREEDY`.
 
-        Those that the journal has already are taken from there, never sampled again, and those that it has in part are
-        continued. Complete ones are journalled before they are judged; those without a verdict, or that could not be
-        judged, are judged (once more). An episode that failed stays so. Raises `RequestError` or `DataError` if the
-        prompt is impossible, and `Suspended` if the run is stopping.
+        Rollouts that the journal has are taken from it and never sampled again; those that it has in part are
+        continued. Complete rollouts are journalled before they are judged. A rollout without a valid verdict is judged
+        (again); a failed episode stays failed. Raises `RequestError` or `DataError` if the prompt is impossible, and
+        `Suspended` if the run is stopping.
         """
         known = {r.index: r for r in journal.rollouts(group)} if journal else {}
         suspended = {r.index: r for r in journal.suspended(group)} if journal else {}
@@ -51,7 +51,7 @@ class Episodes(EpisodeContext):
         async def unless_suspended(index: int) -> Rollout | None:
             try:
                 return await one(index)
-            except Suspended:  # the others must be journalled too
+            except Suspended:  # the group's other episodes must be journalled too
                 return None
 
         try:
@@ -78,7 +78,7 @@ class Episodes(EpisodeContext):
         return Episode(self, environment, group, index, prompt, record)
 
     async def _sample(self, episode: Episode | AgentEpisode, journal: Journal | None) -> Rollout:
-        """Run an episode to its end, and journal it."""
+        """Run an episode to its end and journal its rollout."""
         rollout = await episode.run()
         if rollout.status == "suspended":
             if journal and rollout.response_length:
@@ -94,7 +94,7 @@ class Episodes(EpisodeContext):
     ) -> Rollout:
         assert self.verifier is not None, f"rollout {rollout.id} has no reward, and there is no verifier"
         context = prompt.context
-        if prompt.messages != (Message("user", str(context.get("question"))),):  # the question is not all that was said
+        if prompt.messages != (Message("user", str(context.get("question"))),):  # the prompt is more than the question
             context = {**context, "prompt_messages": [as_dict(m) for m in prompt.messages]}
         if rollout.transcript:
             context = {**context, "transcript": [as_dict(m) for m in rollout.transcript]}
@@ -108,15 +108,15 @@ class Episodes(EpisodeContext):
         return rollout
 
     async def suspend(self) -> None:
-        """End all episodes as soon as possible, to be continued in another run; their groups raise `Suspended`."""
+        """End all episodes as soon as possible, so that another run can continue them. Their groups raise `Suspended`."""
         self.running.suspending = True
         for episode in list(self.running.episodes.values()):
             episode.interrupt()
         await self.engine.suspend()
 
     def grown(self, least: int) -> list[tuple[Rollout, int]]:
-        """What the journal does not have yet of the episodes under way, if it is at least so many tokens; as
-        `Journal.extend_suspended` wants it. It counts as copied."""
+        """What the journal lacks of the episodes under way, each if at least `least` tokens are new, as arguments of
+        `Journal.extend_suspended`. It then counts as copied."""
         asking = {e.asking: e.copied_of_turn for e in self.running.episodes.values() if e.asking}
         sampled = self.engine.progress(asking)
         found = (e.grown(sampled.get(e.asking, Sampled()), least) for e in self.running.episodes.values())
@@ -124,11 +124,11 @@ class Episodes(EpisodeContext):
 
 
 def _last_turn(rollout: Rollout) -> str | Unread:
-    """What the verifier judges: the model's last word."""
+    """What the verifier judges: the model's last turn."""
     said = [m for m in rollout.transcript if m.role == "assistant"]
     return said[-1].content if said else rollout.text
 
 
 def _is_settled(rollout: Rollout) -> bool:
-    """Whether its score is what it will stay."""
+    """Whether the rollout's score is final."""
     return rollout.status == "failed" or (rollout.score is not None and rollout.score.valid)

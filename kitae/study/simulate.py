@@ -37,7 +37,7 @@ from kitae.rl.weight_sync import WeightSync
 from kitae.store.checkpoints import Frontier
 from kitae.store.journal import NoJournal
 from kitae.store.run_folder import RunStore
-from kitae.trainer.learner import Learner, Learnt, at_once
+from kitae.trainer.learner import Learner, Learnt, no_wait
 from kitae.types import Group, Message, Prompt, Score, Unread
 
 _STALL = 60.0  # real seconds without any movement: then there is a deadlock
@@ -368,7 +368,7 @@ class _Learner(Learner):
         step: int,
         groups: Sequence[Group],
         dropped: Sequence[Group] = (),
-        before_update: Callable[[], Awaitable[None]] = at_once,
+        before_update: Callable[[], Awaitable[None]] = no_wait,
     ) -> Learnt:
         rollouts = [r for g in groups for r in g.rollouts]
         response = sum(r.response_length for r in rollouts)

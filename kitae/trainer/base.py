@@ -1,7 +1,7 @@
-"""The trainer seam: what a run asks of whoever holds the weights, in one process or spread over ranks.
+"""The trainer seam: what a run asks of whatever holds the weights, in one process or spread over ranks.
 
-The driver speaks to it in samples; it packs them into rows, and ranks compute rows. Every call is awaited, and nothing
-calls back: who must stand still while weights change is stopped by the driver before `optim_step`.
+The driver passes samples; the trainer packs them into rows, which ranks compute. Every call is awaited, and nothing
+calls back: before `optim_step`, the driver stops whatever must not read the weights while they change.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -17,27 +17,27 @@ from kitae.weights.base import Manifest, Mode
 from kitae.weights.published_version import Board
 
 THREADS = "kitae-trainer"
-"""How the names of a trainer's threads begin, where it has any: the watchdog looks whether they move."""
+"""Prefix of the names of a trainer's threads, if it has any. The watchdog checks that they make progress."""
 
 
 class Column(Enum):
-    """What a trainer can say about each loss token, by the name of the column it becomes; and EXPERTS about each
-    position, which is asked for together with OLD."""
+    """What a trainer can compute for each loss token, by the name of the column that holds it; EXPERTS is computed for
+    each position, and only together with OLD."""
 
     OLD = "logp_old"  # log-prob under the policy as it is now
-    REFERENCE = "logp_ref"  # under the reference
-    TEACHER = "logp_teacher"  # under a teacher
-    VALUE = "value"  # of the critic
-    EXPERTS = "experts"  # that the policy chooses now
+    REFERENCE = "logp_ref"  # log-prob under the reference
+    TEACHER = "logp_teacher"  # log-prob under the teacher
+    VALUE = "value"  # the critic's prediction
+    EXPERTS = "experts"  # the experts that the policy chooses now
 
 
 class OutsideTeacher(Protocol):
-    """A teacher that the trainer asks: behind a server, or in a process of its own.
+    """A teacher that the trainer queries: behind a server, or in a process of its own.
 
-    `start` comes first: whatever is wrong with it is said there. `score` gives the log-probs of the loss tokens of each
-    sample. restarts: how often it was lost and replaced so far. takes_turns: whether it computes with the processors
-    that the trainer has too, so that both at once would be slower than one after the other. `use_threads`: how many the
-    trainer computes with from now on.
+    `start` comes first, and raises whatever is wrong with the teacher. `score` returns the log-probs of the loss tokens
+    of each sample. restarts: how often it was lost and replaced so far. takes_turns: whether it computes on the
+    trainer's processors, so that running both at once would be slower than one after the other. `use_threads`: sets how
+    many threads the trainer computes with from now on.
     """
 
     @property
@@ -60,7 +60,7 @@ class Role(Enum):
 
 
 class Mark(Enum):
-    """Keys of numbers that somebody acts on; see `kitae.observe.meter`."""
+    """Keys of metrics that the code itself reads; see `kitae.observe.meter`."""
 
     SKIPPED = "updates that left the weights alone, because a gradient was not finite"
 
@@ -69,7 +69,7 @@ class Mark(Enum):
 class Conditions:
     """What holds for a whole batch: `Conditions(version=3, coefficients=Coefficients(kl=0.05))`.
 
-    version: the one being trained.
+    version: the policy version that is being trained.
     """
 
     version: int = 0
@@ -81,7 +81,7 @@ class Batch:
     """What one optimizer step trains on; the weights of its samples add up over the whole batch.
 
     `Batch((Sample(…), …), Conditions(version=3), roles=(Role.POLICY,))`; observed: the samples whose numbers of single
-    tokens come back with the totals.
+    tokens are returned with the totals.
     """
 
     samples: tuple[Sample, ...]
@@ -97,38 +97,39 @@ class Batch:
 class Trainer(Protocol):
     """Async. `forward_backward` adds the gradients of a batch, `optim_step` applies and clears them.
 
-    A batch's gradient does not depend on how it is cut into rows, nor on how these are shared out. `annotate` returns
-    the samples, in order, with columns added. `publish` makes the current weights available as a version: the manifest
-    for engines with weights of their own, None where there are none. `probe` gives log-probs of a fixed sequence under
-    them (`kitae.weights.probe`). `publish`, `probe`, `save` and `export` may run beside everything but `optim_step` and
-    `finish_step`, which wait for them. `updates` counts the optimizer steps of the policy.
+    A batch's gradient does not depend on how the batch is cut into rows, nor on which rank computes them. `annotate`
+    returns the samples, in order, with columns added. `publish` makes the current weights available as a version: the
+    manifest for engines with weights of their own, None if there are none. `probe` returns the log-probs of a fixed
+    sequence under the current weights (`kitae.weights.probe`). `publish`, `probe`, `save` and `export` may run beside
+    everything but `optim_step` and `finish_step`, which wait for them. `updates` counts the policy's optimizer steps.
     """
 
     @property
     def updates(self) -> int: ...
 
     async def start(self) -> None:
-        """Before anything else: whatever is elsewhere says whether it is ready."""
+        """Comes first. Waits until everything that runs elsewhere is ready, or raises."""
 
     async def annotate(self, samples: Sequence[Sample], columns: Collection[Column]) -> list[Sample]: ...
     async def forward_backward(self, batch: Batch) -> Totals: ...
     async def optim_step(self) -> Totals: ...
     async def finish_step(self, step: int) -> None:
-        """After all updates of a step: a reference that moves does so now."""
+        """Comes after all updates of a step. A reference that moves is refreshed here."""
 
     async def open_board(self, transport: str, mode: Mode, settings: Mapping[str, Any]) -> Board:
-        """Before the first `publish`: engines with weights of their own find there what was published last.
+        """Comes before the first `publish`. Returns where engines with weights of their own find the last version.
 
-        settings: of the transport (`kitae.weights.transports`); a host is that of whoever publishes, if it has one."""
+        settings: of the transport (`kitae.weights.transports`); a host among them is that of the publishing process.
+        """
 
     async def publish(self, version: int, *, in_full: bool = False) -> Manifest | None: ...
     async def probe(self) -> tuple[float, ...]: ...
     async def save(self, folder: Path) -> None: ...
     async def load(self, folder: Path) -> None: ...
     async def export(self, folder: Path) -> None:
-        """The policy as a folder that other programs load."""
+        """Write the policy as a folder that other programs load."""
 
     async def use_threads(self, count: int) -> None:
-        """Of this process, where it computes here."""
+        """Set the compute threads of this process, if the trainer computes here."""
 
     async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""From the settings to a worker: the models of a rank, what each is trained for, and how they are spread."""
+"""From the settings to a worker: the models of a rank, their objectives, and how they are sharded."""
 
 import torch
 
@@ -25,7 +25,7 @@ from kitae.trainer.training_worker import Worker
 
 
 def sharded_worker(config: RLConfig, mesh: Mesh) -> Worker:
-    """A rank of such a trainer: every model is spread over the mesh before anything is made of it."""
+    """The worker of one rank of a distributed trainer: every model is sharded before anything is built on it."""
     policy, critic = load_policy(config.model, config.run.seed), make_critic(config)
     shard(policy, mesh)
     if critic is not None:
@@ -34,7 +34,7 @@ def sharded_worker(config: RLConfig, mesh: Mesh) -> Worker:
 
 
 def make_critic(config: RLConfig) -> ScalarModel | None:
-    """Where the algorithm reads values."""
+    """A critic, if the algorithm reads values."""
     if not GroupStages(config.algorithm, config.sampling.max_tokens).wants_values:
         return None
     plain = config.model.model_copy(update={"lora_rank": 0, "exact": False})
@@ -72,8 +72,8 @@ def reinforced(
     divergence: JSD | None = None,
     ranks: Ranks | None = None,
 ) -> Worker:
-    """A rank that learns from rewards. reference: whether there is one. critic: where values are wanted. divergence:
-    that of the teacher, where the stages read it."""
+    """A worker that learns from rewards. reference: whether it needs a reference policy. critic: given if the algorithm
+    reads values. divergence: how the stages measure the distance from the teacher, where they read it."""
     ranks = ranks or Alone()
     if algorithm.of_mixtures:
         check_routers(policy.model, lambda: policy.score(torch.zeros(2, dtype=torch.long, device=policy.device)))
@@ -105,14 +105,14 @@ def _routers(a: AlgorithmConfig) -> RouterCoefficients | None:
 
 
 def supervised_worker(objective: Objective, training: LearningConfig, ranks: Ranks | None = None) -> Worker:
-    """Models that are sharded must be so by now."""
+    """A worker for one objective. A model that is to be sharded must be sharded already."""
     ranks = ranks or Alone()
     trained = {Role.POLICY: Trained(objective, training, ranks, total_updates=training.steps)}
     return Worker(objective.policy, training, trained, ranks=ranks)
 
 
 def spread_worker(objective: Objective, training: LearningConfig, mesh: Mesh) -> Worker:
-    """A rank's, of an objective whose model is whole yet."""
+    """A rank's worker for an objective whose model is not sharded yet."""
     model = objective.model
     shard(model if isinstance(model, ScalarModel) else objective.policy, mesh)
     return supervised_worker(objective, training, mesh.ranks)

@@ -1,4 +1,4 @@
-"""What ranks must agree about: the norm of a gradient, whether it is finite, and metrics."""
+"""What ranks must agree on: the norm of a gradient, whether it is finite, and metrics."""
 
 import math
 from collections.abc import Iterable
@@ -13,9 +13,9 @@ from kitae.observe.meter import Kind, Totals
 
 
 class Ranks(Protocol):
-    """All of them call each method, in the same order, and get the same answer.
+    """All ranks call each method, in the same order, and get the same result.
 
-    host: whether the optimizer's state lies in the memory of the host.
+    host: whether the optimizer's state lies in host memory.
     """
 
     rank: int
@@ -23,7 +23,7 @@ class Ranks(Protocol):
     host: bool
 
     def norm(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """Of the whole gradient, from a rank's part of it; with each, the parameter, which says what part that is."""
+        """The norm of the whole gradient, from the parts on this rank. Each has its parameter, which has the layout."""
 
     def every(self, flag: bool) -> bool: ...
     def together(self, totals: Totals) -> Totals: ...
@@ -47,9 +47,9 @@ class Alone:
 class Distributed:
     """The ranks of torch's process group. Each has its shards of a gradient, or a copy of what is not sharded.
 
-    device: what they compute on. control, saving: groups for what lies in the memory of the host; the second is for
-    checkpoints alone, which are written beside all else. peers: as many ranks in
-    succession compute the same rows, so that of their numbers those of the first count.
+    device: what the ranks compute on. control, saving: groups for tensors in host memory; `saving` is used by
+    checkpoints alone, which are written in parallel with everything else. peers: this many successive ranks compute the
+    same rows, so only the first one's metrics count.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Distributed:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What of it lies here: memory shared with it."""
+    """The part of a tensor that lies on this rank, sharing its memory."""
     if not isinstance(tensor, DTensor):
         return tensor
     own: Tensor = tensor.to_local()
@@ -102,7 +102,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def copies(tensor: Tensor, ranks: int) -> int:
-    """How many of so many ranks hold the same part of it."""
+    """How many of `ranks` ranks hold the same part of a tensor."""
     if not isinstance(tensor, DTensor):
         return ranks
     assert not any(placement.is_partial() for placement in tensor.placements)

@@ -1,4 +1,4 @@
-"""Packed forward passes: rows in, one number for each loss token out. Shared by policy, reference and critic."""
+"""Packed forward passes: rows in, one number for each loss token out. Used by policy, reference, critic and teacher."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ from kitae.types import FloatArray, Sample, SampleKey
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A `Row` on the device that computes it; `sample_N` says which of its sequences a loss token belongs to."""
+    """A `Row` on the device that computes it; `sample_N` gives the sequence that each loss token belongs to."""
 
     tokens_T: Tensor
     positions_T: Tensor
@@ -39,7 +39,7 @@ class MicroBatch:
 
     @classmethod
     def of(cls, row: Row, device: torch.device, columns: Collection[str] | None = None) -> "MicroBatch":
-        """columns: those that are wanted; None: all."""
+        """columns: the names of those to send; None: all."""
         wanted = row.columns if columns is None else {name: row.columns[name] for name in columns}
         return cls(
             tokens_T=send(row.tokens_T, device),
@@ -57,13 +57,16 @@ class MicroBatch:
 
 
 def token_budget(config: LearningConfig, device: torch.device, dtype: torch.dtype) -> int:
-    """Most tokens of a row. On CPUs activations soon take as much as all weights; in half precision they take half, and
-    products are so fast that gradients of weights, which each row reads and writes, cost as much as they do."""
+    """The largest number of tokens in a row.
+
+    On CPUs a longer row's activations soon take as much memory as all weights. In half precision they take half of it,
+    and reading and writing the weights' gradients for each row costs as much as the products, so rows are longer.
+    """
     return config.token_budget or (8192 if device.type != "cpu" else 1024 if dtype == torch.float32 else 2048)
 
 
 def logit_chunk(config: LearningConfig, device: torch.device) -> int:
-    """Rows of logits at a time. A GPU has room for those of a usual row, which it then need not make twice."""
+    """Rows of logits computed at a time. A GPU has room for those of a usual row, which are then computed only once."""
     return config.logit_chunk or (1024 if device.type == "cpu" else 8192)
 
 
@@ -74,13 +77,13 @@ def pack_rows(
     dtype: torch.dtype,
     observed: Collection[SampleKey] = (),
 ) -> tuple[list[list[Sample]], list[Row]]:
-    """The samples of each row, and the rows."""
+    """The samples of each row, and the rows themselves."""
     parts = pack(samples, token_budget(config, device, dtype), config.share_prompts)
     return parts, [lay_out(part, config.share_prompts, observed) for part in parts]
 
 
 def split_rows(parts: Sequence[Sequence[Sample]], values: Sequence[FloatArray]) -> dict[SampleKey, FloatArray]:
-    """Numbers of the loss tokens of each row, by sample; parts: the samples of each row."""
+    """The values of each sample's loss tokens, from those of each row; parts: the samples of each row."""
     found: dict[SampleKey, FloatArray] = {}
     for part, values_N in zip(parts, values, strict=True):
         cuts = np.cumsum([s.loss_tokens for s in part])[:-1]
@@ -89,7 +92,7 @@ def split_rows(parts: Sequence[Sequence[Sample]], values: Sequence[FloatArray]) 
 
 
 def attention(policy: Policy, micro: MicroBatch) -> AttentionContext:
-    """Of the whole row; where this process has a part of it, what it exchanges with the others for that."""
+    """Attention over a whole row. If this process holds a part of the row, it exchanges heads with the other parts."""
     if policy.sequence is None:
         return PackedAttention(micro.spans, policy.device, policy.heads, exact=policy.exact)
     heads = policy.heads // policy.sequence.size()
@@ -98,12 +101,12 @@ def attention(policy: Policy, micro: MicroBatch) -> AttentionContext:
 
 
 class Pass:
-    """What a policy reads of a micro-batch: all of it, or this process's part of the row."""
+    """The inputs of a policy's forward pass: a whole micro-batch, or this process's part of the row."""
 
     def __init__(self, policy: Policy, micro: MicroBatch) -> None:
         self.context = attention(policy, micro)
         self.tokens_T, self.positions_T, self.source_N = micro.tokens_T, micro.positions_T, micro.source_N
-        self.own = micro  # with those loss tokens alone that are computed here
+        self.own = micro  # with only those loss tokens that are computed here
         self._group, self._total = policy.sequence, len(micro.source_N)
         if self._group is not None:
             part = RowPart.of(micro.tokens_T, micro.positions_T, micro.source_N, self._group)
@@ -112,20 +115,20 @@ class Pass:
             self.own = replace(micro, source_N=micro.source_N[part.own_n], target_N=micro.target_N[part.own_n])
 
     def whole(self, *values: Tensor) -> tuple[Tensor, ...]:
-        """Of all loss tokens of the row, from the numbers of those that were computed here."""
+        """The values of all loss tokens of the row, from those that were computed here."""
         if self._group is None:
             return values
         return together(torch.stack(values), self._own_n, self._total, self._group).unbind()
 
 
 def scalars(model: ScalarModel, micro: MicroBatch) -> Tensor:
-    """Its number for each loss token."""
+    """The model's number for each loss token."""
     read = Pass(model.policy, micro)
     return read.whole(model(read.tokens_T, read.positions_T, read.context, read.source_N))[0]
 
 
 def checkpoint_activations(policy: Policy, config: LearningConfig) -> None:
-    """Make the modules recompute activations in the backward pass, if asked for."""
+    """Make the modules recompute activations in the backward pass, if the settings ask for it."""
     if config.checkpoint_activations:
         recompute_layers(policy.model)
         if policy.model is not policy.base:
@@ -133,7 +136,7 @@ def checkpoint_activations(policy: Policy, config: LearningConfig) -> None:
 
 
 def recompute_layers(model: Any) -> None:
-    """transformers 5.23 has a new name for it."""
+    """Enable activation checkpointing, which has a new name in transformers 5.23."""
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 

@@ -1,7 +1,7 @@
-"""One step of learning: a batch of groups in, updated weights out. The driver's part, which sees samples but no tensor.
+"""One step of learning: a batch of groups in, updated weights out. It handles samples, and leaves tensors to a trainer.
 
 candidates  S1, S2 on all groups
-annotate    log-probs of π_old, π_ref and a teacher, values of the critic: only what the algorithm asks for
+annotate    log-probs of π_old, π_ref and a teacher, values of the critic: only what the algorithm reads
 advantages  S3
 updates     epochs over mini-batches of whole groups: S7 on each, then forward and backward, then one optimizer step
 """
@@ -33,9 +33,9 @@ STATE_FILE = "algorithm.json"
 class Learnt:
     """What a step did: `Learnt(updates=4, samples=32, numbers={"loss": 0.01, …}, seconds={"annotate": 0.2, …})`.
 
-    updates: optimizer steps; samples: rollouts that were trained on; skipped: updates that left weights alone because a
-    gradient was not finite. seconds: where the time went; what is left of it was the driver's own work. tokens: numbers
-    of single tokens, of the samples that are recorded.
+    updates: optimizer steps. samples: rollouts that were trained on. skipped: updates that left the weights alone
+    because a gradient was not finite. seconds: the time spent, by phase. tokens: numbers of single
+    tokens, for the samples that are recorded.
     """
 
     updates: int
@@ -46,12 +46,12 @@ class Learnt:
     tokens: Mapping[SampleKey, Columns] = field(default_factory=dict)
 
 
-async def at_once() -> None:
+async def no_wait() -> None:
     pass
 
 
 class Learner:
-    """`critic_warmup` of the algorithm: steps in which only the critic learns. recorded: whose tokens are."""
+    """Turns batches of groups into updates of a trainer. recorded: chooses the samples whose token numbers are kept."""
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class Learner:
         step: int,
         groups: Sequence[Group],
         dropped: Sequence[Group] = (),
-        before_update: Callable[[], Awaitable[None]] = at_once,
+        before_update: Callable[[], Awaitable[None]] = no_wait,
     ) -> Learnt:
-        """All updates of one batch. A batch without any sample leaves the weights alone.
+        """Make all updates of one batch. A batch without any sample leaves the weights alone.
 
-        `before_update` is awaited once, before the first optimizer step, and in any case before the step is finished:
-        until then nothing has changed that a checkpoint holds, but for `state`.
+        `before_update` is awaited once: before the first optimizer step, or before the step is finished if there is
+        none. Until then, of all that a checkpoint holds only `state` has changed.
         """
         watch = _Stopwatch()
         candidates = await asyncio.to_thread(self.groups.candidates, groups, dropped)
@@ -103,11 +103,11 @@ class Learner:
         return Learnt(updates, len(candidates), int(totals[Mark.SKIPPED] or 0), numbers, watch.seconds, totals.tokens)
 
     def state(self) -> str:
-        """What the driver has learnt, as it is between two steps."""
+        """The algorithm's own state (statistics of groups, adapted coefficients) as JSON, valid between two steps."""
         return json.dumps({**self.groups.state(), "coefficients": self.control.state()})
 
     async def save(self, folder: Path, state: str) -> None:
-        """Beside everything but the next update; `state` is of the step that is saved."""
+        """Save beside everything but the next update; `state` is that of the step being saved."""
         await self.trainer.save(folder)
         (folder / STATE_FILE).write_text(state)
 
@@ -118,7 +118,7 @@ class Learner:
         self.groups.load_state(state)
 
     async def _annotate(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Add what the algorithm reads. What is not kept needs it only for the statistics of its group."""
+        """Add the columns that the algorithm reads. Dropped samples need them only where group statistics use them."""
         t, g = self.training, self.groups
         several = t.minibatches * t.epochs > 1
         routed = several and g.config.routing == "old"
@@ -161,7 +161,7 @@ class Learner:
         return (Role.CRITIC, Role.POLICY) if warm else (Role.CRITIC,)
 
     def _minibatches(self, step: int, candidates: Sequence[Candidate]) -> Iterator[list[Candidate]]:
-        """Whole groups, in an order of each epoch's own where there are several."""
+        """Mini-batches of whole groups, shuffled anew in each epoch if there is more than one of them."""
         t = self.training
         by_group: dict[int, list[Candidate]] = {}
         for c in candidates:
@@ -190,7 +190,7 @@ class _Stopwatch:
 
 
 def _for_critic(samples: Iterable[Sample]) -> tuple[Sample, ...]:
-    """With the weight of a value: one over the loss tokens of the whole batch."""
+    """The samples with `value_weight`: one over the number of loss tokens of the whole batch."""
     samples = tuple(samples)
     weight = np.float32(1 / max(1, sum(s.loss_tokens for s in samples)))
     return tuple(s.with_columns(value_weight=s.spread(weight)) for s in samples)

@@ -1,4 +1,4 @@
-"""A trainer in this process: one worker, in a thread of its own."""
+"""A trainer in this process: one worker, which computes in its own thread."""
 
 import asyncio
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 
 class LocalTrainer:
-    """Implements `kitae.trainer.base.Trainer`. teacher: one outside this process, beside what is computed."""
+    """Implements `kitae.trainer.base.Trainer`. teacher: one outside this process, which scores in parallel."""
 
     def __init__(self, worker: Worker, teacher: OutsideTeacher | None = None) -> None:
         self.worker = worker
         self._teacher = teacher
-        self._restarts = 0  # of the teacher, that are reported
+        self._restarts = 0  # of the teacher, as last reported
         self._publisher: OwnPublisher | None = None  # for engines with weights of their own
-        threads = torch.get_num_threads()  # a thread begins with as many as there are cores
+        threads = torch.get_num_threads()  # by default, a new thread would use all cores
         self._compute = ThreadPoolExecutor(1, THREADS, initializer=torch.set_num_threads, initargs=(threads,))
         self._look = ThreadPoolExecutor(2, f"{THREADS}-reads", torch.set_num_threads, (threads,))
         self._reading: set[asyncio.Future[Any]] = set()
@@ -42,7 +42,7 @@ class LocalTrainer:
         return self.worker.updates
 
     async def start(self) -> None:
-        dismiss_team()  # of the thread that has made the model
+        dismiss_team()  # the OpenMP team of the thread that made the model
         if self._teacher is not None:
             await self._teacher.start()
 
@@ -82,7 +82,7 @@ class LocalTrainer:
         return worker.forward_backward(rows, batch.conditions, batch.roles)
 
     def _lost_teachers(self) -> Totals:
-        """Since the last batch."""
+        """How often the teacher was restarted since the last batch."""
         if self._teacher is None:
             return Totals()
         before, self._restarts = self._restarts, self._teacher.restarts
@@ -125,14 +125,16 @@ class LocalTrainer:
         self._look.shutdown(wait=False)
 
     async def use_threads(self, count: int) -> None:
-        """With others, sums are added up in another order."""
+        """Set the number of compute threads. Sums then round differently, because they are added in another order."""
         if self._teacher is not None:
             self._teacher.use_threads(count)
         await self._run(self._compute, lambda: torch.set_num_threads(count))
 
     async def _change(self, work: Callable[[], T]) -> T:
-        """Something that is saved; so what is being saved is waited for. Once begun, it is waited for itself, whoever
-        is cancelled: half of an update must not be saved."""
+        """Run an update of the state, after the reads in progress have ended.
+
+        An update that has begun is completed even if the caller is cancelled: half an update must never be saved.
+        """
         await self._changing.acquire()
         try:
             while self._reading:
@@ -145,7 +147,7 @@ class LocalTrainer:
         return await asyncio.shield(changing)
 
     async def _read(self, work: Callable[[], T]) -> T:
-        """Beside everything but an update of the weights."""
+        """Run a read of the state: in parallel with everything but an update."""
         async with self._changing:
             reading = _begun(self._run(self._look, work))
             self._reading.add(reading)
@@ -163,7 +165,7 @@ class LocalTrainer:
 
 
 def _begun(work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-    """Whose error is seen, if by nobody else."""
+    """A task whose error counts as seen even if nobody awaits it."""
     task = asyncio.ensure_future(work)
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     return task

@@ -1,10 +1,10 @@
-"""The state of models in a folder: one process writes a file, and of ranks each writes its shards.
+"""The state of models in a folder: one process writes one file, ranks write a shard each.
 
-    state.safetensors    of one process
-    sharded/             of ranks: a distributed checkpoint of torch
+    state.safetensors    from one process
+    sharded/             from ranks: a distributed checkpoint of torch
 
-Either is read by one process and by any number of ranks: tensors are found by name and place in the whole, and every
-rank reads what it has of them.
+One process and any number of ranks can read either: each rank finds its parts by the tensors' names and by their place
+in the whole tensors.
 """
 
 import warnings
@@ -27,18 +27,19 @@ from kitae.errors import StoreError
 FILE, FOLDER = "state.safetensors", "sharded"
 
 Blank = Callable[[Collection[str]], dict[str, Tensor]]
-"""Makes tensors, sharded or not, for a state with these names."""
+"""Makes empty tensors, sharded or not, for a state with the given names."""
 
 
 def save(state: Mapping[str, Tensor], folder: Path) -> None:
-    """Of one process."""
+    """Save the state of one process."""
     save_file({name: tensor.cpu().contiguous() for name, tensor in state.items()}, folder / FILE)
 
 
 def begin_save(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Returns when all is copied, so that the tensors may change; what it returns waits until the files are complete.
+    """Start saving the state of all ranks. Returns as soon as the tensors are copied and may change.
 
-    Of ranks, which must all call both. group: nobody else may use it meanwhile.
+    The function returned waits until the files are complete. All ranks must call both. group: must not be used for
+    anything else meanwhile.
     """
     saving: Any = async_save(dict(state), checkpoint_id=folder / FOLDER, process_group=group)
 
@@ -49,7 +50,8 @@ def begin_save(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGro
 
 
 def load(folder: Path, blank: Blank, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """What `blank` makes for the names that were saved, filled. All ranks must call it; group None: there is one."""
+    """The state saved in a folder, in tensors that `blank` makes. All ranks must call it; group None: there is one
+    process."""
     if (folder / FOLDER).is_dir():
         return _load_shards(folder / FOLDER, blank, group)
     if not (folder / FILE).is_file():
@@ -60,7 +62,7 @@ def load(folder: Path, blank: Blank, group: dist.ProcessGroup | None) -> dict[st
 def _load_shards(folder: Path, blank: Blank, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
     state = _blank(folder, FileSystemReader(folder).read_metadata().state_dict_metadata.keys(), blank)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended: there is one process
         read(state, checkpoint_id=folder, process_group=group, no_dist=group is None)
     return state
 
@@ -87,6 +89,6 @@ def _blank(source: Path, names: Set[str], blank: Blank) -> dict[str, Tensor]:
 
 
 def _place(tensor: DTensor) -> tuple[slice, ...]:
-    """Of this rank's part in the whole."""
+    """Where this rank's part lies in the whole tensor."""
     sizes, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))

@@ -1,4 +1,4 @@
-"""What models are trained for: each objective has a model, and turns a micro-batch into a loss that is a plain sum."""
+"""What models are trained for: an objective has a model, and turns a micro-batch into a loss that is a plain sum."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,14 +18,14 @@ from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import MicroBatch, Pass, logit_chunk, scalars
 
 OfStates = Callable[[Head, Tensor], Tensor]
-"""A number for each state, made of the states and of what turns them into logits."""
+"""Computes one number for each hidden state, from the states and the head that turns them into logits."""
 
 Divergence = Callable[[MicroBatch], OfStates]
-"""How far a policy is from a teacher at each loss token of a micro-batch; of the teacher, it knows the states."""
+"""Prepares, for a micro-batch, how far a policy is from a teacher at each loss token."""
 
 
 class Reading(Protocol):
-    """Gives one number for each loss token: a log-prob, a value. `policy` is the decoder that it is made of."""
+    """Gives one number for each loss token, such as a log-prob or a value. policy: the decoder that it runs."""
 
     policy: Policy
 
@@ -33,7 +33,7 @@ class Reading(Protocol):
 
 
 class Objective(Reading, Protocol):
-    """`model` is the module whose parameters are trained."""
+    """A scorer that is trained. model: the module whose parameters learn."""
 
     @property
     def model(self) -> torch.nn.Module: ...
@@ -42,7 +42,7 @@ class Objective(Reading, Protocol):
 
 
 class Scored:
-    """Log-probs of a policy: what every objective on tokens begins with."""
+    """Log-probs of a policy; the base of every objective on tokens."""
 
     def __init__(self, policy: Policy, config: LearningConfig, temperature: float) -> None:
         self.policy = policy
@@ -53,7 +53,7 @@ class Scored:
     def score(
         self, micro: MicroBatch, entropy_grad: bool = False, divergence: Divergence | None = None
     ) -> tuple[Tensor, ...]:
-        """`(logp_N, entropy_N)`, and the divergence where one is given."""
+        """`(logp_N, entropy_N)`, and the divergence as a third if one is given."""
         read = Pass(self.policy, micro)
         found: tuple[Tensor, ...] = self.policy(
             read.tokens_T,
@@ -73,7 +73,7 @@ class Scored:
 
 
 class PolicyGradient(Scored):
-    """The stages on tokens of an algorithm. divergence: from a teacher, where they read it."""
+    """The token stages of an algorithm. divergence: the distance from a teacher, where the stages read it."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class PolicyGradient(Scored):
 
 
 class Likelihood(Scored):
-    """−Σ weight log π: it needs no column. by_probability: each token also weighs as much as it is likely (DFT)."""
+    """−Σ weight · log π, without any column. by_probability: each token is also weighted by its probability (DFT)."""
 
     def __init__(
         self, policy: Policy, config: LearningConfig, temperature: float, *, by_probability: bool = False
@@ -117,9 +117,9 @@ class Likelihood(Scored):
 
 
 class Values:
-    """A critic's: it learns to predict the column `return`, and moves no further than `clip` from `value`.
+    """A critic's objective: predict the column `return`, moving no further than `clip` from the column `value`.
 
-    Its mean is over all loss tokens of a batch, on whatever rank they are: the column `value_weight` says so.
+    The column `value_weight` makes the loss a mean over all loss tokens of the batch, on whatever rank they are.
     """
 
     def __init__(self, model: ScalarModel, clip: float) -> None:
@@ -145,7 +145,7 @@ class Values:
 
 
 def value_loss(value_N: Tensor, old_N: Tensor, return_N: Tensor, clip: float) -> Tensor:
-    """½ max((V − G)², (clip(V, V_old ± clip) − G)²) of each token; clip 0: no clip."""
+    """½ max((V − G)², (clip(V, V_old ± clip) − G)²) of each token; clip 0 means no clipping."""
     loss_N = (value_N - return_N) ** 2
     if clip > 0:
         near_N = old_N + (value_N - old_N).clamp(-clip, clip)
@@ -154,7 +154,7 @@ def value_loss(value_N: Tensor, old_N: Tensor, return_N: Tensor, clip: float) ->
 
 
 def tokens_of(micro: MicroBatch, logp_N: Tensor, entropy_N: Tensor, version: int) -> TokenBatch:
-    """The loss tokens as the stages see them."""
+    """The loss tokens of a micro-batch, as the token stages read them."""
     columns = micro.columns
     return TokenBatch(
         logp_N=logp_N,

@@ -1,10 +1,10 @@
 """AdamW on fp32 master weights, whatever dtype the modules compute in.
 
 Where the modules are fp32 already, they are their own masters. Otherwise gradients are added up in fp32 after every
-backward pass, and the new values are rounded into the modules. A parameter in bfloat16 is the upper half of its master:
-only what it lacks is kept beside it, so nobody else may write to it. Any other has an fp32 copy.
-Of sharded parameters, masters and moments are this rank's shards: AdamW knows no other element. On request they lie in
-the memory of the host, masters as copies.
+backward pass, and the new values are rounded into the modules. A parameter in bfloat16 is the upper half of its master,
+and only the lower half is kept beside it, so nothing else may write to the parameter. Other dtypes have an fp32 copy.
+For sharded parameters, masters and moments are this rank's shards, as AdamW treats each element alone. On request
+masters (as copies) and moments lie in host memory.
 """
 
 import math
@@ -26,7 +26,7 @@ from kitae.trainer.config import LearningConfig
 
 _EPS = 1e-8
 _HOOK = "kitae_hook"
-_KEPT = {"master": torch.float32, "weight": torch.bfloat16, "rest": torch.int16}  # of masters, in one form or the other
+_KEPT = {"master": torch.float32, "weight": torch.bfloat16, "rest": torch.int16}  # a master is one, or the other two
 
 
 def learning_rate(config: LearningConfig, update: int, total_updates: int) -> float:
@@ -52,7 +52,7 @@ class Update:
 
 
 class Optimizer:
-    """host: masters and moments lie there, wherever the parameters are."""
+    """host: masters and moments lie in host memory, wherever the parameters are."""
 
     def __init__(
         self,
@@ -79,10 +79,10 @@ class Optimizer:
         self._moments: list[_Moments | None] = [None] * len(self.masters)
 
     def step(self, ranks: Ranks | None = None, *, skip: bool = False) -> Update:
-        """Clip, update, round back; gradients are cleared. A gradient that is not finite leaves the weights alone.
+        """Clip, update, round back, and clear the gradients. A gradient that is not finite leaves the weights alone.
 
-        ranks: those that have the other parts of the gradient; None: this is all of it. skip: the loss was not finite,
-        so the gradient means nothing whatever it is.
+        ranks: those that hold the other parts of the gradient; None: this is all of it. skip: the loss was not finite,
+        so the weights stay as they are whatever the gradient is.
         """
         self._take_gradients()
         found = [(m.grad, p) for m, p in zip(self.masters, self.parameters, strict=True) if m.grad is not None]
@@ -91,7 +91,7 @@ class Optimizer:
         limit = self.config.clip_norm
         scale = torch.where(norm > limit, limit / (norm + 1e-6), 1.0).where(norm.isfinite(), torch.nan)
         touched = self._update(scale * torch.nan if skip else scale, rate)
-        # All of it is launched before the host asks for the norm.
+        # The host asks for the norm only when all kernels are launched.
         finite = math.isfinite(norm.item()) and not skip
         for moments in touched:
             moments.steps += int(finite)
@@ -101,7 +101,7 @@ class Optimizer:
         return Update(norm.item(), rate, finite)
 
     def _take_gradients(self) -> None:
-        """Of shards that are their own masters: torch may have moved them, and has the gradients in its own tensors."""
+        """Point fp32 masters of shards to torch's current tensors and gradients, which it may have replaced."""
         for parameter, master, apart in zip(self.parameters, self.masters, self._apart, strict=True):
             if isinstance(parameter, DTensor) and isinstance(master, Tensor) and not apart:
                 master.data = local(parameter)
@@ -110,7 +110,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _update(self, scale: Tensor, rate: float) -> list["_Moments"]:
-        """What has a gradient, times `scale`, which is no number where nothing may change."""
+        """Update every master that has a gradient, times `scale`; a scale of NaN changes nothing."""
         touched, rounded = [], []
         alike: dict[tuple[AdamWStep, int, torch.device], list[AdamWPart]] = {}
         for i, (parameter, master) in enumerate(zip(self.parameters, self.masters, strict=True)):
@@ -134,9 +134,9 @@ class Optimizer:
         return touched
 
     def state(self) -> dict[str, Tensor]:
-        """Masters and moments by name, flat: `{"master.model.norm.weight": …, "exp_avg.model.norm.weight": …}`.
+        """Masters and moments in one flat table: `{"master.model.norm.weight": …, "exp_avg.model.norm.weight": …}`.
 
-        Sharded as the parameters are. A parameter and what it lacks are `weight.…` and `rest.…` instead of `master.…`.
+        They are sharded as the parameters are. A master in two halves is `weight.…` and `rest.…`, not `master.…`.
         """
         tensors = {}
         for i, (name, parameter, master) in enumerate(zip(self.names, self.parameters, self.masters, strict=True)):
@@ -180,7 +180,7 @@ class Optimizer:
 
 @dataclass(slots=True)
 class _Moments:
-    """Of the gradients of one master, after so many steps."""
+    """AdamW's running averages for one master, after so many steps."""
 
     steps: int
     mean: Tensor
@@ -193,7 +193,7 @@ class _Moments:
 
 
 def _step_of(part: AdamWPart) -> AdamWStep:
-    """Kernels walk over memory; what does not lie there in order is left to torch."""
+    """Which AdamW to use: kernels need contiguous memory; torch does everything else."""
     kernels = training_kernels(part.grad.device, torch.float32)
     if kernels is None or kernels.adamw is None or not part.parameter.is_contiguous():
         return adamw
@@ -201,14 +201,14 @@ def _step_of(part: AdamWPart) -> AdamWStep:
 
 
 def _found(name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-    """The master, in whatever form it was saved: dtype and place of the parameters may have changed since."""
+    """The master, from either saved form: the parameter's dtype and device may have changed since."""
     if f"rest.{name}" in tensors:
         return whole(local(tensors[f"weight.{name}"]), local(tensors[f"rest.{name}"]))
     return local(tensors[f"master.{name}"])
 
 
 def _load(own: Tensor, master: Tensor | Rest, value: Tensor) -> None:
-    """Into a parameter and its master."""
+    """Set a parameter and its master."""
     if isinstance(master, Rest):
         upper, rest = split(value)
         own.copy_(upper)
@@ -231,19 +231,19 @@ def _held(master: Tensor | Rest) -> Tensor:
 
 
 def _copy(parameter: torch.nn.Parameter) -> Tensor:
-    """On the host."""
+    """An fp32 copy on the host."""
     return local(parameter).detach().to("cpu", torch.float32, copy=True)
 
 
 def _sharded_like(parameter: Tensor, own: Tensor) -> Tensor:
-    """Of the same layout over ranks. By its constructor: others would move it to the device of the mesh."""
+    """A local tensor as a shard, with the parameter's layout. Other ways to make one move it to the mesh's device."""
     if not isinstance(parameter, DTensor):
         return own
     return DTensor(own, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def _hook(parameter: torch.nn.Parameter, function: Any) -> None:
-    """Instead of that of an optimizer before this one, which would take the gradients."""
+    """Add a gradient hook in place of an earlier optimizer's, which would otherwise take the gradients."""
     known = vars(parameter)
     if (earlier := known.pop(_HOOK, None)) is not None:
         earlier.remove()
@@ -257,7 +257,7 @@ def _add_into(master: Tensor | Rest) -> Any:
     accumulate = None if kernels is None else kernels.accumulate
 
     def hook(parameter: Tensor) -> None:
-        if parameter.grad is None:  # a kernel has added it already
+        if parameter.grad is None:  # a kernel has added the gradient already
             return
         gradient = local(parameter.grad).to(device)
         if accumulate is not None:

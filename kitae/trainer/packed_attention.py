@@ -21,7 +21,7 @@ _MAX_SCORES = 32 * 2**20  # scores held at a time, over all heads of a block
 
 
 class Block(NamedTuple):
-    """n spans of one shape, computed together: their query rows `[n, L]` and key rows `[n, P + L]`."""
+    """n spans of one shape, which are computed together: query rows `[n, L]` and key rows `[n, P + L]`."""
 
     queries: Tensor
     keys: Tensor
@@ -29,9 +29,9 @@ class Block(NamedTuple):
 
 
 class PackedAttention:
-    """The trainer's `AttentionContext`. Free of side effects, so activation checkpointing may call it again.
+    """The trainer's `AttentionContext`. It has no side effects, so activation checkpointing may call it again.
 
-    compiled: all of it by one kernel, where there is one.
+    compiled: whether one kernel may compute all of it, where there is such a kernel.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PackedAttention:
 
     @functools.cached_property
     def plain(self) -> "PackedAttention":
-        """Where exact attention has its gradient from."""
+        """The attention that exact attention takes its gradient from."""
         return PackedAttention(self._spans, self._device, self._heads, fused=self.fused, compiled=False)
 
     def _reach(self, group: int) -> exactly.Reach:
@@ -67,7 +67,7 @@ class PackedAttention:
 
     @functools.cached_property
     def table(self) -> SpanTable:
-        """As the kernels of spans read them."""
+        """The spans in the form that span kernels read."""
         _check_cover(self._spans)
         return SpanTable(torch.tensor([(s.start, s.length, s.prefix_start, s.prefix_length) for s in self._spans]))
 
@@ -112,11 +112,11 @@ class PackedAttention:
 
 
 class _Layout(NamedTuple):
-    """How flash attention sees the row: where spans begin, and the rows of their keys, prefix first."""
+    """The row in the form that flash attention reads: the bounds of spans, and the key rows of each, prefix first."""
 
     bounds: flash.Bounds
     rows: Tensor | None  # None: every span sees itself only
-    takers: tuple[Tensor, Tensor] | None  # places in `rows`, by row; where those of each row begin, `[T + 1]`
+    takers: tuple[Tensor, Tensor] | None  # indices into `rows`, sorted by row; where each row's begin, `[T + 1]`
 
     @classmethod
     def of(cls, spans: Sequence[Span], device: torch.device) -> "_Layout":
@@ -140,7 +140,7 @@ class _Layout(NamedTuple):
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of x. The gradients of a row that was taken several times are added in fp32."""
+    """Select rows of x. The gradients of a row that is selected several times are added in fp32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor, order: Tensor, first: Tensor) -> Tensor:
@@ -159,14 +159,14 @@ class _Gather(torch.autograd.Function):
 
 
 def _check_cover(spans: Sequence[Span]) -> list[int]:
-    """Where spans start, and the row ends."""
+    """The starts of all spans, and the end of the row. Spans must cover the row in order."""
     starts = [0, *itertools.accumulate(s.length for s in spans)]
     assert starts[:-1] == [s.start for s in spans], "spans must cover the row in order"
     return starts
 
 
 def _rows(s: Span) -> list[int]:
-    """Where the prefix and the span itself lie."""
+    """The row indices of a span's prefix and of the span itself."""
     return [*range(s.prefix_start, s.prefix_start + s.prefix_length), *range(s.start, s.start + s.length)]
 
 
@@ -204,7 +204,7 @@ def _put_back(x: Tensor, n: int, heads: int, length: int) -> Tensor:
 
 
 class _Spans(torch.autograd.Function):
-    """The whole row by kernels: q `[T, Hq, D]`, k, v `[T, Hkv, D]` → `[T, Hq, D]`."""
+    """The whole row by span kernels: q `[T, Hq, D]`, k, v `[T, Hkv, D]` → `[T, Hq, D]`."""
 
     @staticmethod
     def forward(
@@ -263,7 +263,7 @@ class _Attention(torch.autograd.Function):
         delta = (grad.float() * out.float()).sum(-1).t()[..., None]  # [Hq, T, 1]
         grad = grad.transpose(0, 1)
         dq = torch.empty(tokens, heads, dim, dtype=q.dtype, device=q.device)
-        # Prompts collect from all their responses: sum in fp32.
+        # A prompt's keys collect gradients from all its responses, so they are summed in fp32.
         dk = torch.zeros(tokens, kv_heads, dim, dtype=torch.float32, device=q.device)
         dv = torch.zeros_like(dk)
         for block in blocks:
@@ -298,7 +298,7 @@ def _probabilities(q_b: Tensor, k_b: Tensor, block: Block, fold: int, scale: flo
 
 
 def _span_kernels(like: Tensor, plain: bool) -> SpanKernels | None:
-    """plain: neither softcap nor sinks; on a GPU such rows have the products of cuBLAS in fp32."""
+    """plain: neither softcap nor sinks. On a GPU, plain rows in fp32 are computed by cuBLAS instead."""
     kernels = training_kernels(like.device, like.dtype)
     spans = None if kernels is None else kernels.spans
     if spans is None or like.shape[-1] not in spans.sizes:

@@ -1,11 +1,11 @@
 """The reference policy of a KL term: the initial model, kept as it was or refreshed from time to time.
 
-What is not trained is shared with the policy, the rest is copied in the dtype of the computation: all weights, or with
-LoRA the adapters, which start as nothing. Without a KL term there is none.
+What is not trained is shared with the policy; the rest is a copy in the dtype of the computation: all weights, or with
+LoRA the adapters, which start as zero. Without a KL term there is no reference.
 
-In one process it has modules of its own: the engine may be sampling from the policy's while the reference is computed,
-so nothing about those may change, not even for a moment. Sharded modules serve no engine, so there the reference is a
-copy of this rank's shards, which change places with the policy's while it is computed.
+In one process the reference has modules of its own: an engine may sample from the policy's modules at the same time, so
+they must never change for it. Sharded modules serve no engine; there the reference is a copy of this rank's shards,
+which are exchanged with the policy's while the reference is computed.
 """
 
 import copy
@@ -27,7 +27,7 @@ from kitae.types import FloatArray
 
 
 class Reference:
-    """Make it before the policy is trained or a checkpoint is loaded: it starts as the policy is then."""
+    """Make it before the policy is trained or a checkpoint is loaded: it copies the policy as it is at that time."""
 
     def __init__(
         self, policy: Policy, algorithm: AlgorithmConfig, training: LearningConfig, temperature: float
@@ -42,11 +42,11 @@ class Reference:
         else:
             own = self._policy.model.parameters()
             self._pairs = [(n, p, q) for (n, p), q in zip(named.items(), own, strict=True) if p is not q]
-        # A running average in bf16 would stand still: what a refresh adds is less than the rounding.
+        # A running average is kept in fp32: in bf16 each addition would be smaller than the rounding, and be lost.
         self._averages = [q.float().clone() for _, _, q in self._pairs] if algorithm.reference == "ema" else []
 
     def outputs(self, rows: Sequence[Row]) -> list[FloatArray]:
-        """Its log-probs of the loss tokens of each row."""
+        """The reference's log-probs of the loss tokens of each row."""
         with self._turn():
             return outputs(self._scores, rows)
 
@@ -62,14 +62,14 @@ class Reference:
 
     @torch.no_grad()
     def _change_places(self) -> None:
-        """Bit by bit, without a second copy of everything."""
+        """Exchange one tensor at a time, so that no second copy of all weights is needed."""
         for _, live, mine in self._pairs:
             kept = local(live).clone()
             local(live).copy_(local(mine))
             local(mine).copy_(kept)
 
     def finish_step(self, step: int) -> None:
-        """Refresh the reference where that is due."""
+        """Refresh the reference if that is due after this step."""
         kind, every = self.algorithm.reference, self.algorithm.reference_every
         if kind not in ("ema", "reset") or every is None or step % every:
             return
@@ -82,14 +82,14 @@ class Reference:
                     mine.copy_(live)
 
     def state(self) -> dict[str, Tensor]:
-        """By name. A frozen reference needs none: it is the model that the run started from."""
+        """Tensors by name. A frozen reference has none: it is the model that the run started from."""
         if self.algorithm.reference not in ("ema", "reset"):
             return {}
         values = self._averages or [q for _, _, q in self._pairs]
         return {n: v.detach() for (n, _, _), v in zip(self._pairs, values, strict=True)}
 
     def blank(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Tensors for a state, to be filled and given to `load_state`."""
+        """Empty tensors for a state, to be filled and given to `load_state`."""
         return {name: torch.empty_like(tensor) for name, tensor in self.state().items() if name in names}
 
     @torch.no_grad()
@@ -101,7 +101,7 @@ class Reference:
 
 
 def _frozen_copy(policy: Policy) -> Policy:
-    """The same function from modules of its own; parameters that are not trained are the policy's."""
+    """The same function in modules of its own; parameters that are not trained are shared with the policy."""
     kept = {id(p): p for p in policy.model.parameters() if not p.requires_grad}
     model = copy.deepcopy(policy.model, kept).requires_grad_(False).eval()
     return Policy(model, policy.tokenizer, policy.source, exact=policy.exact)

@@ -1,7 +1,7 @@
 """Objectives on whole responses: pairs of which one is preferred, single responses with a verdict, scores of pairs.
 
-Legend: S sequences of a micro-batch, P pairs. What holds for a whole sequence is a column with one value on all of its
-loss tokens. Both responses of a pair are samples of one unit, so a micro-batch has both or none.
+Legend: S sequences of a micro-batch, P pairs. A value of a whole sequence is a column that has this value at each of
+the sequence's loss tokens. Both responses of a pair belong to one unit, so a micro-batch holds both or neither.
 """
 
 from collections.abc import Mapping
@@ -31,9 +31,10 @@ PLACE = "place"
 
 
 class Preference(Scored):
-    """A loss of the DPO family. It reads `place`, and `logp_ref` where the loss has a reference.
+    """A loss of the DPO family. It reads the column `place`, and `logp_ref` if the loss has a reference.
 
-    The weight of a sample is that of its pair. sft_coef times the likelihood of the chosen response is added.
+    The weight of a sample is that of its pair. sft_coef: factor of an added negative log-likelihood of the chosen
+    response.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Preference(Scored):
         return loss
 
     def _pairs(self, micro: MicroBatch, logp_N: Tensor) -> tuple[PairBatch, Tensor]:
-        """With the weight of each."""
+        """The pairs of a micro-batch, and the weight of each."""
         chosen, rejected = sides(micro)
         logp_S, length_S = sums(micro, logp_N), sums(micro, torch.ones_like(logp_N))
         ref_S = sums(micro, micro.columns["logp_ref"]) if self._loss.reference else None
@@ -82,9 +83,9 @@ class Preference(Scored):
 
 
 class Rated(Scored):
-    """KTO. It reads `logp_ref`, `desirable` (1 or 0), and `kl`: one number for the whole batch.
+    """KTO. It reads the columns `logp_ref`, `desirable` (1 or 0), and `kl`, which is one number for the whole batch.
 
-    Its accuracy is the share of answers on the right side of `kl`, from which gains and losses are measured.
+    Its accuracy is the share of responses on the right side of `kl`, the point from which KTO measures gain and loss.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class Rated(Scored):
 
 
 class ScoredPairs:
-    """A reward model's. Each sample has one loss token, whose number is the score. It reads `place` and `margin`."""
+    """A reward model's objective. A sample's score is the number of its only loss token. Reads `place` and `margin`."""
 
     def __init__(self, model: ScalarModel, *, centring: float = 0.0) -> None:
         self.model = model
@@ -143,23 +144,23 @@ class ScoredPairs:
 
 
 def sides(micro: MicroBatch) -> tuple[Tensor, Tensor]:
-    """(chosen_P, rejected_P): which sequences they are."""
+    """(chosen_P, rejected_P): the indices of the sequences of each pair."""
     order_S = of_sequences(micro, micro.columns[PLACE]).argsort()
     return order_S[0::2], order_S[1::2]
 
 
 def sums(micro: MicroBatch, values_N: Tensor) -> Tensor:
-    """Over the loss tokens of each sequence."""
+    """The sum over the loss tokens of each sequence."""
     return values_N.new_zeros(micro.sequences).index_add(0, micro.sample_N, values_N)
 
 
 def of_sequences(micro: MicroBatch, values_N: Tensor) -> Tensor:
-    """Of each sequence the value that all its loss tokens share."""
+    """For each sequence, the value that all its loss tokens share."""
     return values_N.new_zeros(micro.sequences).index_put((micro.sample_N,), values_N)
 
 
 def _measure(meter: Meter, chosen_P: Tensor, rejected_P: Tensor) -> None:
-    """Of rewards or scores."""
+    """Add the metrics that compare the rewards or scores of pairs."""
     count = len(chosen_P)
     meter.mean("accuracy", accuracy(chosen_P, rejected_P), count)
     meter.mean("margin", (chosen_P - rejected_P).mean(), count)

@@ -1,16 +1,16 @@
-"""Samples on their way to ranks, which lay them out into rows: in a few arrays, whatever the number of samples.
+"""Samples as a few arrays, whatever their number, on their way to ranks, which lay them out into rows.
 
-    samples         int64 [S, 5]  group, index and chain, which of the prompts, how many tokens
-    prompts         int32         each once, one after the other; `prompt_lengths`
-    NAME.pieces     int64 [P, 3]  of a column: which sample, kind of the piece, how many values it has
-    NAME.values     of all pieces, one after the other
-    NAME.counts     int64         of runs: how often each value stands
-    NAME.stretches  int64 [P, 7]  of pieces that lie in files: number of the file, offset, tokens, letters, checksum of
-                                  the answer, and the stretch of it
+    samples         int64 [S, 5]  group, index, chain, number of the prompt, tokens
+    prompts         int32         the tokens of each distinct prompt, concatenated; `prompt_lengths` has their lengths
+    NAME.pieces     int64 [P, 3]  of a column: number of the sample, kind of piece, number of values
+    NAME.values                   the values of all pieces, concatenated
+    NAME.counts     int64         the lengths of runs
+    NAME.stretches  int64 [P, 7]  of pieces that lie in files: number of the file, offset, tokens, characters, checksum
+                                  of the response, start and end within it
 
-A column is that of the tokens after the prompt, the mask, the weights of the loss tokens, or one that a loss reads.
-What is one number over all tokens of an answer (advantage, weight, score, most versions) travels as that number. What
-lies in files (`kitae.store.columns`) is read by the rank; the header has the folder and the names.
+A column holds the tokens after the prompt, the mask, the weights of the loss tokens, or a column that a loss reads. A
+value that is the same over all tokens of a response (advantage, weight, score, most versions) is sent once, as a run.
+What lies in files (`kitae.store.columns`) is read by the rank; the header has the folder and the file names.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,11 +27,11 @@ from kitae.workers.frames import Array
 
 _PLAIN, _RUNS, _FILED = 0, 1, 2  # kinds of pieces
 _TOKENS, _MASK, _WEIGHT = "tokens", "mask", "weight"
-_OWN = "column "  # how names of a loss begin, which might be those above too
+_OWN = "column "  # prefix for the columns of a loss, whose names might be one of those above
 
 
 def samples_to_wire(rows: Sequence[Sequence[Sample]], observed: Collection[SampleKey] = ()) -> tuple[Header, Arrays]:
-    """rows: the samples of each. observed: whose numbers of single tokens are wanted."""
+    """rows: the samples of each row. observed: the samples whose numbers of single tokens are wanted."""
     samples = [s for row in rows for s in row]
     prompts, places = dict[bytes, int](), _Places()
     table, columns = list[list[int]](), dict[str, _Sent]()
@@ -70,7 +70,7 @@ def samples_of_wire(header: Header, arrays: Mapping[str, Array]) -> tuple[list[l
 
 
 def _columns(s: Sample) -> Iterable[tuple[str, str, Sequence[Any]]]:
-    """Name, dtype and parts of each."""
+    """Name, dtype and parts of each column of a sample."""
     yield _TOKENS, "<i4", s.tokens_T.parts[1:] if isinstance(s.tokens_T, Late) else [s.tokens_T[s.prompt_length :]]
     yield _MASK, "?", [s.mask_T]
     yield _WEIGHT, "<f4", [s.weight_T[s.mask_T]]
@@ -79,7 +79,7 @@ def _columns(s: Sample) -> Iterable[tuple[str, str, Sequence[Any]]]:
 
 
 def _at_loss(values: Late, s: Sample) -> list[Any]:
-    """The parts at loss tokens, unread where they are; at least one."""
+    """The parts of a column at loss tokens, left unread where possible; at least one."""
     found, at = [], 0
     for part in values.parts:
         mask, at = s.mask_T[at : at + len(part)], at + len(part)
@@ -110,7 +110,7 @@ def _sample(numbers: Sequence[int], prompt: Array, columns: Mapping[str, "Array 
 
 @dataclass(slots=True)
 class _Places:
-    """The files that samples lie in, with a number each."""
+    """The files that samples lie in, each with a number."""
 
     folder: str = ""
     files: dict[str, int] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class _Places:
 
 
 class _Sent:
-    """A column of all samples, as it is gathered."""
+    """One column of all samples while it is being encoded."""
 
     def __init__(self, kind: str, places: _Places) -> None:
         self._kind = kind
@@ -167,7 +167,7 @@ class _Sent:
 
 
 def _received(name: str, arrays: Mapping[str, Array], samples: int, places: _Places) -> "list[Array | None]":
-    """Of each sample; None: it has no such column."""
+    """The column of each sample; None: the sample has no such column."""
     values, counts = arrays[f"{name}.values"], arrays[f"{name}.counts"]
     stretches = arrays[f"{name}.stretches"].tolist()
     found: list[list[Array]] = [[] for _ in range(samples)]
@@ -185,7 +185,7 @@ def _received(name: str, arrays: Mapping[str, Array], samples: int, places: _Pla
 
 
 def _run_starts(values: Array) -> Array:
-    """Where a value begins that is not, bit for bit, the one before."""
+    """Where each run of values that are equal bit for bit begins."""
     bits = np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}")
     starts: Array = np.flatnonzero(np.concatenate([[True], bits[1:] != bits[:-1]])[: len(values)])
     return starts

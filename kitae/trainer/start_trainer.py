@@ -26,7 +26,7 @@ from kitae.workers.config import ClusterConfig, PoolConfig
 def start_trainer(
     config: RLConfig, cluster: Cluster | None, note: Callable[[str], None]
 ) -> tuple[Policy | None, Trainer]:
-    """The trainer, and the policy where that is in this process. On other machines there is always a rank at least."""
+    """The trainer, and the policy if it is in this process. With remote machines there is always at least one rank."""
     if cluster is not None and (cluster.remote or config.cluster.ranks > 1):
         return None, ranked_trainer(config, cluster)
     policy = load_policy(config.model, config.run.seed)
@@ -34,9 +34,10 @@ def start_trainer(
 
 
 def local_trainer(config: RLConfig, policy: Policy, note: Callable[[str], None] = lambda text: None) -> LocalTrainer:
-    """A reference and a critic are made only if the algorithm reads them, a teacher if the run has one.
+    """A trainer in this process. Reference and critic are made only if the algorithm reads them, a teacher only if the
+    run has one.
 
-    note: hears what becomes of a teacher's process.
+    note: receives messages about a teacher's process.
     """
     teacher = inside_teacher(config, policy)
     worker = learning_worker(config, policy, make_critic(config), teacher)
@@ -44,7 +45,7 @@ def local_trainer(config: RLConfig, policy: Policy, note: Callable[[str], None] 
 
 
 def ranked_trainer(config: RLConfig, cluster: Cluster) -> RankedTrainer:
-    """In processes of their own."""
+    """A trainer whose ranks are processes of their own."""
     threads = _rank_threads(config.cluster, cluster, beside=config.engine.count)
     return RankedTrainer(
         config, "kitae.trainer.parallel.rank_process", cluster, served_teacher(config), threads=threads
@@ -52,12 +53,12 @@ def ranked_trainer(config: RLConfig, cluster: Cluster) -> RankedTrainer:
 
 
 def ranked_stage(config: Root, module: str, cluster: Cluster) -> RankedTrainer:
-    """The same for an objective that `module` makes on each rank."""
+    """The same for an objective that the `main` of `module` makes on each rank."""
     return RankedTrainer(config, module, cluster, threads=_rank_threads(config.cluster, cluster))
 
 
 def _rank_threads(config: ClusterConfig, cluster: Cluster, beside: int = 0) -> int:
-    """As many as fit where a rank is; beside: other processes that want some."""
+    """As many threads as fit beside the other ranks and processes; beside: how many of the latter there are."""
     if cluster.remote:
         return max(1, int(config.pools.get(TRAINER, PoolConfig()).cpus))
     return max(1, len(os.sched_getaffinity(0)) // (config.ranks + beside))
@@ -70,5 +71,5 @@ def make_learner(config: RLConfig, trainer: Trainer) -> Learner:
 
 
 def supervised(objective: Objective, training: LearningConfig, ranks: Ranks | None = None) -> LocalTrainer:
-    """A trainer of one model, for one objective, with an update for each step."""
+    """A trainer of one model for one objective, with one update in each step."""
     return LocalTrainer(supervised_worker(objective, training, ranks))

@@ -1,4 +1,4 @@
-"""A model that learns, on one rank: its objective, its gradients, its optimizer. Policy and critic are one each."""
+"""A model that learns, on one rank: its objective, gradients and optimizer. The policy is one, and so is the critic."""
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,8 +20,8 @@ from kitae.types import ExpertArray, FloatArray
 
 
 class Trained:
-    """name: put before the numbers of its optimizer. total_updates: for the schedule of the learning rate. routers: of
-    the terms for them, where there are any."""
+    """name: a prefix for its metrics. total_updates: the length of the learning-rate schedule. routers: coefficients of
+    the loss terms for expert routers, where there are any."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Trained:
         self.config = config
         self.name = name
         self._ranks = ranks
-        self._finite: list[Tensor] = []  # whether the losses since the last update are
+        self._finite: list[Tensor] = []  # for each loss since the last update, whether it is finite
         checkpoint_activations(objective.policy, config)
         self.optimizer = Optimizer(objective.model.named_parameters(), config, total_updates, host=ranks.host)
 
@@ -48,7 +48,7 @@ class Trained:
         return bool(self._finite)
 
     def forward_backward(self, rows: Iterable[Row], conditions: Conditions) -> Totals:
-        """Add the gradient of these rows; the numbers of their tokens."""
+        """Add the gradient of these rows. Returns the metrics of their tokens."""
         meter, load = Meter(), RouterLoad()
         policy, tokens, rows = self.objective.policy, 0, list(rows)
         terms = self._terms(rows)
@@ -67,7 +67,7 @@ class Trained:
         return meter.totals() + Totals.of(Kind.COUNT, **{f"{self.name}train_tokens": tokens})
 
     def _terms(self, rows: Sequence[Row]) -> RouterTerms | None:
-        """For the passes over all rows of a batch."""
+        """The router terms for one batch, whose balance term is taken over all rows."""
         if self._routers is None:
             return None
         policy = self.objective.policy
@@ -77,13 +77,17 @@ class Trained:
         return RouterTerms(policy.model, self._routers, f_LE)
 
     def _routed(self, micro: MicroBatch, load: RouterLoad | None = None) -> AbstractContextManager[None]:
-        """A pass over it chooses the experts that it says, if it says any. load: hears what it would have chosen."""
+        """A context in which passes choose the experts recorded in the micro-batch, if it has any.
+
+        load: receives the experts that the router would have chosen.
+        """
         if micro.experts_TLK is None:
             return nullcontext()
         return replay_routing(self.objective.policy.model, micro.experts_TLK, load)
 
     def _nothing(self, micro: MicroBatch) -> Tensor:
-        """The loss of a row without loss tokens. It is computed, because the other ranks wait for this one's part."""
+        """The loss of a row without loss tokens. It must be computed, as other ranks wait for this one's collectives.
+        """
         return self.objective.outputs(micro).sum()
 
     def optim_step(self) -> Totals:
@@ -94,11 +98,11 @@ class Trained:
         return numbers + Totals({f"{self.name}skipped_updates": skipped, Mark.SKIPPED: skipped})
 
     def outputs(self, rows: Sequence[Row]) -> list[FloatArray]:
-        """By the experts that the rows say, if they say any."""
+        """The objective's numbers for each row, with the experts that the rows have recorded, if any."""
         return outputs(self.objective, rows, self._routed)
 
     def routed_outputs(self, rows: Sequence[Row]) -> tuple[list[FloatArray], list[ExpertArray]]:
-        """And which experts were chosen at each position of the row."""
+        """The same, and the experts that were chosen at each position of each row."""
         found, experts = [], []
         for row in rows:
             with record_routing(self.objective.policy.model) as record:
@@ -119,7 +123,7 @@ def outputs(
     rows: Sequence[Row],
     around: Callable[[MicroBatch], AbstractContextManager[None]] = lambda micro: nullcontext(),
 ) -> list[FloatArray]:
-    """One number for each loss token of each row. No gradients. around: each pass."""
+    """One number for each loss token of each row, without gradients. around: makes a context for each forward pass."""
     found = []
     with torch.no_grad():
         for row in rows:

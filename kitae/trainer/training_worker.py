@@ -1,4 +1,7 @@
-"""One rank: the models it holds, or its shards of them, and what it does with rows. Synchronous, in one thread."""
+"""The work of one rank on packed rows, with the models, or the shards of models, that it holds.
+
+Synchronous; its callers run it in one thread.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -28,9 +31,10 @@ _UPDATES, _REFERENCE = "updates", "reference"
 
 
 class Worker:
-    """trained: the models that learn, of which the policy is one. Models may be sharded already.
+    """One rank's models and what it computes with them. The models may be sharded already.
 
-    teacher: what gives its log-probs, where one is read.
+    trained: the models that learn; the policy is always one of them. teacher: gives the log-probs of the column
+    TEACHER, where the algorithm reads it.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class Worker:
         return self.trained[Role.POLICY].optimizer.updates
 
     def annotate(self, rows: Sequence[Row], columns: Collection[Column]) -> dict[Column, list[Any]]:
-        """For each column, the numbers of the loss tokens of each row; experts of all positions, `[T, L, K]`."""
+        """For each column, the numbers of each row's loss tokens; for EXPERTS, those of all positions, `[T, L, K]`."""
         found: dict[Column, list[Any]] = {}
         if Column.EXPERTS in columns:
             found[Column.OLD], found[Column.EXPERTS] = self.trained[Role.POLICY].routed_outputs(rows)
@@ -72,14 +76,14 @@ class Worker:
         return found
 
     def forward_backward(self, rows: Sequence[Row], conditions: Conditions, roles: Collection[Role]) -> Totals:
-        totals = Totals.of(Kind.MAX, threads=torch.get_num_threads())  # libraries add up in an order that depends on it
+        totals = Totals.of(Kind.MAX, threads=torch.get_num_threads())  # the order of summation depends on this number
         for role in roles:
             totals += self.trained[role].forward_backward(_for(role, rows), conditions)
         totals += _device_memory(self.policy.device)
         return self.ranks.together(totals)
 
     def optim_step(self) -> Totals:
-        """Of every model that has gradients."""
+        """Update every model that has gradients."""
         totals = Totals()
         for trained in self.trained.values():
             if trained.pending:
@@ -99,14 +103,14 @@ class Worker:
         self.begin_save(folder)()
 
     def begin_save(self, folder: Path) -> Callable[[], None]:
-        """What it returns waits for the end; where models are sharded, they may be trained on meanwhile."""
+        """Start saving; the function returned waits for the end. Sharded models may be trained in between."""
         if isinstance(self.ranks, Distributed):
             return begin_save(self._state(), folder, self.ranks.saving)
         save(self._state(), folder)
         return lambda: None
 
     def export(self, folder: Path) -> None:
-        """What is trained, as a folder that other programs load. All ranks must call it."""
+        """Write the trained model as a folder that other programs load. All ranks must call it."""
         model = self.trained[Role.POLICY].objective.model
         if isinstance(model, ScalarModel):
             export_scalar(model, folder)
@@ -114,12 +118,12 @@ class Worker:
             export_policy(self.policy, folder)
 
     def load(self, folder: Path) -> None:
-        """What one process or any number of ranks have saved. All ranks must call it."""
+        """Load what one process or any number of ranks saved. All ranks must call it."""
         group = self.ranks.saving if isinstance(self.ranks, Distributed) else None
         self._load_state(load(folder, self._blank, group))
 
     def _state(self) -> dict[str, Tensor]:
-        """All of it, flat: `{"policy.master.model.norm.weight": …, "policy.updates": …, "reference.…": …}`."""
+        """All state in one flat table: `{"policy.master.model.norm.weight": …, "policy.updates": …, …}`."""
         state = dict[str, Tensor]()
         for role, trained in self.trained.items():
             state |= _under(role.value, trained.optimizer.state())
@@ -144,7 +148,7 @@ class Worker:
 
 
 def _for(role: Role, rows: Sequence[Row]) -> Sequence[Row]:
-    """The experts that rows say are the policy's; others choose for themselves."""
+    """Rows for a model: the experts recorded in them are the policy's, so the critic chooses its own."""
     return rows if role is Role.POLICY else [replace(row, experts_TLK=None) for row in rows]
 
 
@@ -153,12 +157,12 @@ def _under(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
 
 
 def _below(prefix: str, values: Mapping[str, T]) -> dict[str, T]:
-    """The inverse, of what is there."""
+    """The inverse of `_under`: the entries below a prefix, without it."""
     return {n.removeprefix(f"{prefix}."): value for n, value in values.items() if n.startswith(f"{prefix}.")}
 
 
 def _device_memory(device: torch.device) -> Totals:
-    """The largest share of a GPU's memory that tensors of this process have taken so far."""
+    """The largest share of the GPU's memory that this process has allocated so far."""
     if device.type != "cuda":
         return Totals()
     _, total = torch.cuda.mem_get_info(device)

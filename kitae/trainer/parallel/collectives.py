@@ -1,4 +1,4 @@
-"""What the processes of a group compute together, with a gradient."""
+"""Collective operations of the processes of a group, with gradients."""
 
 from typing import Any
 
@@ -9,23 +9,23 @@ from torch.autograd import Function
 
 
 def exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """`x[i]` goes to process i; what comes from it has its place."""
+    """Send `x[i]` to process i, and put what process i sends in its place."""
     return _apply(_Exchange, x, group)
 
 
 def sum_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum over all. Each goes on with the same, so its gradient is that of every part."""
+    """The sum over all processes. All of them use the sum alike, so its gradient is that of every part."""
     return _apply(_SumParts, x, group)
 
 
 def sum_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The same for all; its gradient is the sum of what each computes."""
+    """The same tensor on all processes; its gradient is the sum of their gradients."""
     return _apply(_SumGradient, x, group)
 
 
 def together(values: Tensor, own_n: Tensor, total: int, group: dist.ProcessGroup) -> Tensor:
-    """`[…, n]` of each process → `[…, N]` of the row, for all. The gradient of each stays with the one it came from:
-    all of them go on to compute the same, and it counts once."""
+    """`[…, n]` of each process → `[…, N]` of the row, for all. A gradient goes back to the process that has the value:
+    all processes use the result alike, so it counts once."""
     return _apply(_Together, values, own_n, total, group)
 
 

@@ -1,4 +1,4 @@
-"""Expert parallelism, where transformers has it: a rank of a group holds some experts and gets the tokens for them."""
+"""Expert parallelism as transformers has it: each rank of a group holds some experts, and receives their tokens."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from kitae.errors import ConfigError
 from kitae.models.policy import Policy
 from kitae.trainer.parallel.tensor_parallel import pattern
 
-_DISPATCH = "ep_dispatch_experts"  # tokens travel to the experts, so ranks may have different ones
+_DISPATCH = "ep_dispatch_experts"  # the style that sends tokens to experts, so ranks may have different tokens
 
 
 def split_experts(policy: Policy, group: DeviceMesh, tensor: DeviceMesh) -> list[nn.Module]:
-    """The modules that hold experts, each with those of this rank now. tensor: the ranks that have the same rows."""
+    """Split the experts over the group. Returns the modules that hold them. tensor: the ranks with the same rows."""
     decoder: Any = policy.decoder
     config = policy.base.config.get_text_config()
     plan: dict[str, str] = getattr(config, "base_model_ep_plan", None) or {}

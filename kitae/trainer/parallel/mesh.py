@@ -1,9 +1,9 @@
 """How a model and its rows are spread over ranks, and which rank is which.
 
-    rank = (data · sequence + its place in the sequence group) · tensor + its place in the tensor group
+    rank = (data · sequence + place in the sequence group) · tensor + place in the tensor group
 
 Ranks of a tensor group compute one row together, each with a part of every wide layer. Ranks of a sequence group
-compute one row together, each with a part of its tokens. Rows are shared out over what is left: the data ranks.
+compute one row together, each with a part of its tokens. The data ranks are what remains, and share the rows out.
 Weights, gradients and the optimizer's state are sharded over data and sequence ranks alike.
 """
 
@@ -26,7 +26,7 @@ OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
 class Parallel:
     """`Parallel(ranks=8, tensor=2, sequence=2)`: 8 ranks, of which groups of 4 compute a row together.
 
-    offload: what lies in the memory of the host: nothing, the optimizer's state, or that and the weights.
+    offload: what lies in host memory: nothing, the optimizer's state, or all of it, the weights included.
     """
 
     ranks: int = 1
@@ -50,16 +50,16 @@ class Parallel:
 
     @property
     def peers(self) -> int:
-        """Ranks that compute a row together."""
+        """How many ranks compute a row together."""
         return self.tensor * self.sequence
 
     @property
     def data(self) -> int:
-        """Ranks, or groups of them, with rows of their own."""
+        """How many ranks, or groups of peers, have rows of their own."""
         return self.ranks // self.peers
 
     def check(self, policy: Policy) -> None:
-        """Raise unless the heads of this model can be spread so."""
+        """Raise unless this model's heads can be divided over the ranks."""
         name, tensor, sequence = policy.source, self.tensor, self.sequence
         if policy.kv_heads % tensor:
             raise ConfigError(
@@ -81,10 +81,10 @@ class Parallel:
 
 
 class Mesh:
-    """The ranks of torch's process group, which must be there already and have `parallel.ranks` members.
+    """The groups of ranks within torch's process group, which must exist and have `parallel.ranks` members.
 
-    device: what this rank computes on. `ranks` is what workers talk with; `data_rank` of `data_size` says which rows
-    are this rank's. All ranks must make it, at the same time.
+    device: what this rank computes on. ranks: the collective operations of workers. This rank has the rows `data_rank`
+    of `data_size`. All ranks must create it at the same time.
     """
 
     def __init__(self, parallel: Parallel, device: torch.device) -> None:
@@ -107,12 +107,12 @@ class Mesh:
 
 
 def _grid(device: torch.device, inner: int, *names: str) -> DeviceMesh:
-    """All ranks in two dimensions; those of the inner one follow each other."""
+    """All ranks as a grid of two dimensions; ranks of the inner one are successive."""
     return init_device_mesh(device.type, (dist.get_world_size() // inner, inner), mesh_dim_names=names)
 
 
 def _sequence_group(parallel: Parallel) -> dist.ProcessGroup | None:
-    """That of this rank; None: it has rows to itself."""
+    """This rank's sequence group; None: it computes whole rows."""
     if parallel.sequence == 1:
         return None
     ranks = torch.arange(parallel.ranks).view(parallel.data, parallel.sequence, parallel.tensor)

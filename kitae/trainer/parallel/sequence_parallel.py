@@ -1,10 +1,10 @@
 """Sequence parallelism: the tokens of a row are split over the processes of a group, attention is computed by heads.
 
-Every process has `t` tokens in succession of a row of T, the last ones padding where T is no multiple. Around attention
-they exchange: each gives its tokens away for all heads but its own, and gets all tokens for those. All else
-(projections, MLPs, norms, head) knows no other token. A loss token is computed where the state lies that predicts it;
-then all have all.
-Legend: T tokens of the row, t of this process; N loss tokens of the row, n of this process.
+Each process has `t` successive tokens of a row of T; the last ones are padding if T is no multiple. Around attention
+the processes exchange tokens for heads: each sends its tokens for all heads but its own, and receives all tokens for
+its own heads. Everything else (projections, MLPs, norms, head) treats each token alone. The process with the state that
+predicts a loss token computes that token's number; then all processes get all numbers. Legend: T tokens of the row, t
+of this process; N loss tokens of the row, n of this process.
 """
 
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from kitae.trainer.parallel.collectives import exchange
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """What of a row this process has; `own_n` says which of its loss tokens those are.
+    """The part of a row that this process has; `own_n`: the indices of its loss tokens within the row's.
 
-    Of 5 tokens the second of two processes has `tokens_t` [6, 2, 0], the last one padding.
+    Of 5 tokens the second of two processes has `tokens_t` [6, 2, 0], where the last one is padding.
     """
 
     tokens_t: Tensor
@@ -42,7 +42,7 @@ class RowPart:
 
 
 class SplitAttention:
-    """The `AttentionContext` of a process that has a part of the tokens. whole: of the row, for any number of heads."""
+    """`AttentionContext` for a part of the tokens. whole: attention over the whole row, for any number of heads."""
 
     def __init__(self, whole: AttentionContext, tokens: int, group: dist.ProcessGroup) -> None:
         self._whole = whole

@@ -1,9 +1,9 @@
 """Spread a model over the ranks of a mesh: wide layers over tensor peers, experts over theirs, and all of it by FSDP2.
 
-The parameters keep their names and dtypes, so optimizer, checkpoints and engines see the model that one process has.
-Gradients are added up over ranks in fp32, never averaged: a loss is a plain sum over the rows of all of them. Every
-layer is gathered for its own pass and freed after it. Embeddings, head and norms are whole on each tensor peer, which
-all compute the same with them; over data and sequence ranks they are sharded like the rest.
+Parameters keep their names and dtypes, so optimizer, checkpoints and engines see the model as one process has it.
+Gradients are added up over ranks in fp32, never averaged: a loss is a plain sum over the rows of all ranks. Each layer
+is gathered for its own pass and freed after it. Embeddings, head and norms are whole on each tensor peer, and all peers
+compute the same with them; over data and sequence ranks they are sharded like the rest.
 """
 
 from collections.abc import Iterable
@@ -29,7 +29,8 @@ from kitae.trainer.parallel.tensor_parallel import split_layers
 
 
 def shard(model: Policy | ScalarModel, mesh: Mesh) -> None:
-    """Before a worker, a reference or an optimizer is made of it. All ranks must hold the same weights."""
+    """Shard a model, before anything is built on it (worker, reference, optimizer). All ranks must have the same
+    weights."""
     policy = model if isinstance(model, Policy) else model.policy
     parallel = mesh.parallel
     parallel.check(policy)
@@ -50,7 +51,7 @@ def shard(model: Policy | ScalarModel, mesh: Mesh) -> None:
 
 
 def layers_of(policy: Policy) -> Iterable[nn.Module]:
-    """The decoder's layers, which are gathered one at a time."""
+    """The decoder's layers, each of which is gathered on its own."""
     decoder: Any = policy.decoder
     return next(m for m in decoder.modules() if isinstance(m, nn.ModuleList) and len(m) == policy.layers)
 
@@ -59,7 +60,7 @@ def _fully_shard(module: nn.Module, over: DeviceMesh, mesh: Mesh) -> None:
     offload = OffloadPolicy()
     if mesh.parallel.offload == "all":
         offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda")
-    # Freed after the forward pass, the root too: an update between two passes must be seen by the second.
+    # Parameters are freed after the forward pass, those of the root too: the next pass must see an update in between.
     sharded = fully_shard(
         module,
         mesh=over,
@@ -68,6 +69,6 @@ def _fully_shard(module: nn.Module, over: DeviceMesh, mesh: Mesh) -> None:
         offload_policy=offload,
     )
     assert isinstance(sharded, FSDPModule)
-    # Both, and of every module: a factor alone is refused by gloo, and at the root alone it leaves layers with means.
+    # Both calls, for every module: gloo refuses the factor alone, and set at the root alone it leaves layers averaged.
     sharded.set_gradient_divide_factor(1.0)
     sharded.set_force_sum_reduction_for_comms(True)

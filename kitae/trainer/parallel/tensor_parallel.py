@@ -1,9 +1,9 @@
-"""Tensor parallelism: every rank of a group has some columns or rows of each wide layer, as the model's own plan says.
+"""Tensor parallelism: each rank of a group has some columns or rows of each wide layer, as the model's own plan says.
 
-The plan is that of transformers (`base_model_tp_plan`). Heads and MLP channels are split; what lies between two layers
-is whole on every rank. Adapters are split as the layer that they belong to. Parameters are known as shards of the whole
-ones; what is computed are plain products of the local parts, with a sum over ranks after the rows, and in the backward
-pass before the columns.
+The plan is that of transformers (`base_model_tp_plan`). Heads and MLP channels are split; what passes between layers is
+whole on every rank. Adapters are split like the layer that they belong to. Parameters are registered as shards of the
+whole ones; the computation uses plain products of the local parts, with a sum over ranks after the rows, and in the
+backward pass before the columns.
 """
 
 import re
@@ -24,7 +24,8 @@ from kitae.trainer.parallel.collectives import sum_gradient, sum_parts
 
 
 def split_layers(policy: Policy, peers: DeviceMesh) -> None:
-    """Fused modules read whole weights, so layers, attention and MLPs run as their classes define them from now on."""
+    """Split the layers. From now on they run as their classes define them, as fused modules would read whole weights.
+    """
     decoder: Any = policy.decoder
     plan = _plan_of(policy)
     unfuse(decoder)
@@ -35,12 +36,12 @@ def split_layers(policy: Policy, peers: DeviceMesh) -> None:
 
 
 def pattern(name: str) -> str:
-    """`layers.3.mlp` → `layers.*.mlp`, as plans have it."""
+    """`layers.3.mlp` → `layers.*.mlp`, the form used in plans."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def _plan_of(policy: Policy) -> dict[str, str]:
-    """What the plan says of the modules that this model has."""
+    """The part of the plan that concerns the modules of this model."""
     decoder: Any = policy.decoder
     names = {pattern(name) for name, _ in (*decoder.named_modules(), *decoder.named_parameters())}
     plan: dict[str, str] = getattr(policy.base.config.get_text_config(), "base_model_tp_plan", None) or {}
@@ -55,7 +56,7 @@ def _plan_of(policy: Policy) -> dict[str, str]:
 
 
 def _columns(module: Any, peers: DeviceMesh) -> None:
-    """The outputs of a linear layer are split; of adapters, those of the second factor."""
+    """Split the outputs of a linear layer; of its adapters, those of the second factor."""
     for part in (module.base_layer, *module.lora_B.values()) if hasattr(module, "base_layer") else (module,):
         _shard(part, "weight", 0, peers)
         if part.bias is not None:
@@ -64,14 +65,14 @@ def _columns(module: Any, peers: DeviceMesh) -> None:
 
 
 def _rows(module: Any, peers: DeviceMesh) -> None:
-    """The inputs of a linear layer are split; of adapters, those of the first factor."""
+    """Split the inputs of a linear layer; of its adapters, those of the first factor."""
     for part in (module.base_layer, *module.lora_A.values()) if hasattr(module, "base_layer") else (module,):
         _shard(part, "weight", 1, peers)
         part.forward = MethodType(_through_rows, part)
 
 
 def _shard(module: nn.Module, name: str, dim: int, peers: DeviceMesh) -> None:
-    """Each rank has the whole, and keeps its part."""
+    """Keep this rank's part of a parameter that each rank has as a whole."""
     whole: Any = getattr(module, name)
     part = distribute_tensor(whole.detach(), peers, [Shard(dim)], src_data_rank=None)
     setattr(module, name, nn.Parameter(part, requires_grad=whole.requires_grad))
@@ -94,7 +95,7 @@ def _group(weight: DTensor) -> dist.ProcessGroup:
 
 
 def _shared(module: nn.Module, peers: DeviceMesh) -> None:
-    """Its parameters are whole, but on each rank they see the rank's heads alone: their gradients are added up."""
+    """A module with whole parameters, which sees only this rank's heads: its gradients are summed over ranks."""
     inner: Callable[..., Any] = module.forward
     group = peers.get_group()
 
@@ -115,4 +116,4 @@ STYLES: Mapping[str, Callable[[nn.Module, DeviceMesh], None]] = {
     "rowwise": _rows,
     "replicated_with_grad_allreduce": _shared,
 }
-"""By the names that plans have for them."""
+"""How to split a module, by the names that plans use."""

@@ -1,4 +1,4 @@
-"""From the settings to the teacher of a run, wherever that is."""
+"""From the settings to the teacher of a run, wherever it is."""
 
 from collections.abc import Callable
 
@@ -12,14 +12,14 @@ from kitae.trainer.teacher.teacher_process import TeacherProcess
 
 
 def inside_teacher(config: RLConfig, student: Policy) -> Teacher | None:
-    """One in this process."""
+    """A teacher in this process, if the run has one."""
     if not isinstance(config, DistilConfig) or not config.method.teacher or config.method.teacher_place == "process":
         return None
     return load_teacher(config.model, config.method.teacher, student, config.training, config.sampling.temperature)
 
 
 def outside_teacher(config: RLConfig, student: Policy, note: Callable[[str], None]) -> OutsideTeacher | None:
-    """One that is asked: behind a server, or in a process of its own."""
+    """A teacher behind a server or in a process of its own, if the run has one."""
     return served_teacher(config) or _teacher_process(config, student, note)
 
 

@@ -1,8 +1,8 @@
-"""A teacher in the trainer's process: a frozen model that says how likely the student's tokens are.
+"""A teacher in the trainer's process: a frozen model that scores the student's tokens.
 
-It has modules of its own and is no reference: the reference is what the student was, and never comes from elsewhere. It
-is what its folder says, so a checkpoint needs nothing of it. Where student and teacher have a different number of rows
-of padding, the common rows count (`kitae.models.vocabulary`).
+It has modules of its own, and is not the reference, which is always an earlier state of the student. Checkpoints leave
+it out, as its folder has all of it. Where the vocabularies of student and teacher are padded to different sizes, only
+the common rows count (`kitae.models.vocabulary`).
 """
 
 from dataclasses import replace
@@ -24,12 +24,12 @@ from kitae.trainer.forward import MicroBatch, attention
 from kitae.trainer.objectives import OfStates, Scored
 
 UNKNOWN = -30.0
-"""The log-prob of a token that the teacher has no row for: padding, which a student samples all but never."""
-_CHUNK = 1024  # rows of logits, of which a divergence holds several copies
+"""The log-prob of a token that the teacher has no row for: padding, which a student practically never samples."""
+_CHUNK = 1024  # rows of logits at a time; a divergence holds several copies of them
 
 
 class Teacher(Scored):
-    """`Teacher(policy, training, temperature=1.0, rows=151936)`; rows: those of its logits that the student has too."""
+    """`Teacher(policy, training, temperature=1.0, rows=151936)`; rows: how many of its logits the student has too."""
 
     def __init__(self, policy: Policy, config: LearningConfig, temperature: float, rows: int) -> None:
         super().__init__(policy, config, temperature)
@@ -45,7 +45,7 @@ class Teacher(Scored):
         return logp_N.masked_fill(~known_N, UNKNOWN)
 
     def states(self, micro: MicroBatch) -> Tensor:
-        """Its hidden states at the positions that predict the loss tokens. No gradients."""
+        """The hidden states at the positions that predict the loss tokens, without gradients."""
         micro = self._read(micro)
         with torch.no_grad():
             return self.policy.hidden(micro.tokens_T, micro.positions_T, attention(self.policy, micro))[micro.source_N]
@@ -81,7 +81,7 @@ class TeacherDivergence:
 
 
 class Distilled(Scored):
-    """Σ weight × divergence: it needs no column. Its outputs are divergences."""
+    """Σ weight · divergence, without any column. Its outputs are divergences."""
 
     def __init__(self, policy: Policy, config: LearningConfig, divergence: TeacherDivergence) -> None:
         super().__init__(policy, config, temperature=1.0)
@@ -102,20 +102,20 @@ class Distilled(Scored):
 def load_teacher(
     model: ModelConfig, path: str, student: Policy, training: LearningConfig, temperature: float
 ) -> Teacher:
-    """Beside the student: on its device, in its dtype, without adapters. model: what the student was loaded from."""
+    """A teacher on the student's device, in its dtype, without adapters. model: the student's settings."""
     policy = load_policy(beside(model, path))
     return Teacher(policy, training, temperature, rows_of(model, path, student))
 
 
 def rows_of(model: ModelConfig, path: str, student: Policy) -> int:
-    """Those of the teacher's logits that the student has too; model: what the student was loaded from."""
+    """How many of the teacher's logits the student has too; model: the student's settings."""
     teacher = beside(model, path)
     tokenizer, rows = load_tokenizer(teacher)[0], _rows(teacher)
     return common_rows(student.tokenizer, student.vocabulary, tokenizer, rows, (model.path, path))
 
 
 def check_teacher(model: ModelConfig, path: str, device: str = "") -> None:
-    """All that can be found wrong with a teacher before weights are loaded; gets the models if need be."""
+    """Check everything about a teacher that needs no weights; downloads the models' files if need be."""
     teacher = beside(model, path, device)
     try:
         check_model(teacher)
@@ -131,7 +131,7 @@ def check_teacher(model: ModelConfig, path: str, device: str = "") -> None:
 
 
 def beside(model: ModelConfig, path: str, device: str = "") -> ModelConfig:
-    """The settings of a teacher: the student's, without adapters; device: its own, where it has one."""
+    """A teacher's settings: the student's, without adapters; device: the teacher's own, if it has one."""
     return model.model_copy(
         update={"path": path, "lora_rank": 0, "exact": False, "device": device or model.device},
     )

@@ -1,7 +1,8 @@
-"""A teacher behind a server with an OpenAI-style `/v1/completions`: log-probs of given tokens, asked for by number.
+"""A teacher behind a server with an OpenAI-style `/v1/completions`, which scores given tokens.
 
-A request holds the tokens of one response with its prompt; the server repeats them (`echo`) with their log-probs, which
-are those at a temperature of 1. One more token is asked for, as some servers refuse to write none, and thrown away.
+A request holds the token numbers of one response with its prompt; the server returns them (`echo`) with their
+log-probs, which are those at a temperature of 1. One more token is generated and dropped, as some servers refuse to
+generate none.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ _PROBE = "The quick brown fox jumps over 13 lazy dogs; 2 + 2 = 4."
 class ServedTeacher:
     """Implements `kitae.trainer.base.OutsideTeacher`.
 
-    Asks for all samples at once; the client holds back what is more than `service.concurrency`.
+    Sends all samples at once; the client holds back what is more than `service.concurrency`.
     """
 
     restarts = 0
@@ -35,13 +36,13 @@ class ServedTeacher:
         self._url = service.url(_PATH)
 
     def use_threads(self, count: int) -> None:
-        """It has its own."""
+        """The server has threads of its own."""
 
     async def start(self) -> None:
-        """It runs already."""
+        """The server runs already."""
 
     async def close(self) -> None:
-        """It goes on for others."""
+        """The server may have other clients."""
 
     async def score(self, samples: Sequence[Sample]) -> list[FloatArray]:
         """The log-probs of the loss tokens of each sample."""
@@ -62,7 +63,7 @@ class ServedTeacher:
         return np.array(found, dtype=np.float32)
 
     async def check(self, tokenizer: Any) -> None:
-        """Whether it answers, gives log-probs of given tokens, and means the same tokens as the student."""
+        """Raise unless the server answers, returns log-probs of given tokens, and has the student's vocabulary."""
         service = replace(self._service, retries=min(1, self._service.retries), deadline=60.0, cache="")
         tokens = tokenizer.encode(_PROBE, add_special_tokens=False)
         try:
@@ -81,7 +82,7 @@ class ServedTeacher:
 
 
 async def _echo(service: Service, tokens: list[int]) -> dict[str, Any]:
-    """What the server says of these tokens: `{"tokens": […], "token_logprobs": [None, -0.1, …]}`."""
+    """The server's log-probs of these tokens: `{"tokens": […], "token_logprobs": [None, -0.1, …]}`."""
     body = {
         "model": service.model,
         "prompt": tokens,
