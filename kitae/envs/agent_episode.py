@@ -10,35 +10,33 @@ from itertools import count
 from kitae.data.chat import Chat
 from kitae.engines.base import Request, Sampled, SamplingParams, stream_seed
 from kitae.envs.base import Agent, Outcome
-from kitae.envs.conversations import Place, Threads
+from kitae.envs.conversations import Conversations, Position
 from kitae.envs.episode_context import (
     OWN_ERRORS,
     EpisodeContext,
     Failure,
+    RunningEpisode,
     Suspended,
-    is_its_own,
-    noted,
+    described,
+    is_episode_error,
     read_reward,
     shortened,
-    told,
+    with_note,
 )
 from kitae.errors import DataError, RequestError
 from kitae.serving.base import Answer, Ask, Heard, with_ids
-from kitae.types import GREEDY, Chain, FinishReason, Message, Prompt, Rollout, Score, Segment, Status
+from kitae.types import Chain, FinishReason, Message, Prompt, Rollout, Score, Segment, Status
 
 Context = tuple[int, ...]
 
 
-class AgentEpisode:
+class AgentEpisode(RunningEpisode):
     """One rollout while its agent runs; it is also the model that the agent queries. Call `run` once.
 
     record: the part of the rollout that the journal has; a request whose context is in it is answered from there. The
     random stream of an answer depends on its context and on how many answers that context has: a request that was
     cancelled and is sent again gets the same tokens, and two equal requests get different ones.
     """
-
-    asking = ""  # only complete answers are copied to the journal
-    copied_of_turn = 0
 
     def __init__(
         self,
@@ -49,56 +47,35 @@ class AgentEpisode:
         prompt: Prompt,
         record: Rollout | None = None,
     ) -> None:
-        self.complaint = ""
-        self._on = on
+        super().__init__(on, agent, group, index, prompt, record)
         self._agent = agent
-        self._group, self._index, self._prompt = group, index, prompt
-        self._sampling = replace(on.sampling, temperature=0.0) if index == GREEDY else on.sampling
-        self._record = record
+        self._outcome = Outcome()
         self._recorded = _turns_of(record.chains) if record else {}
-        self._threads = Threads(on.chat)
+        self._conversations = Conversations(on.chat)
         self._pending: dict[Context, asyncio.Future[None]] = {}
         self._latest: dict[Context, Answer] = {}
         self._numbers: defaultdict[Context, set[int]] = defaultdict(set)  # those in flight included
         self._asked = 0  # requests in flight
         self._turns = 0
-        self._deadline: asyncio.Timeout | None = None
         self._fatal: BaseException | None = None  # an error that ends the run, raised while answering
         self._cut = False  # whether a limit of the episode was reached
         self._transcript: tuple[Message, ...] = ()
         self._finish: FinishReason = "stop"
-        self._said = list[str]()
+        self._texts = list[str]()
         self._copied = sum(len(s.tokens) for s in record.segments) if record else 0
 
     @property
     def chat(self) -> Chat:
         return self._on.chat
 
-    @property
-    def id(self) -> str:
-        return f"{self._group}/{self._index}"
-
-    async def run(self) -> Rollout:
-        """Run the agent to its end. The rollout is complete, failed or suspended. Raises the errors that end a whole
-        run."""
-        self._on.running.episodes[self.id] = self
-        outcome, failure, suspended = Outcome(), "", False
+    async def _play(self) -> None:
         try:
-            outcome = await self._call()
-        except Suspended:
-            suspended = True
-        except Failure as problem:
-            failure = "" if self._cut else f"environment: {problem}"  # an agent may break down when refused
-        finally:
-            self.complaint = await self._on.close(self._agent, self.id)
-            del self._on.running.episodes[self.id]
-        if suspended:
-            return self._unfinished()
-        if not failure and not self._threads.chains:
-            failure = "environment: the agent ended without asking the model anything"
-        if failure:
-            return self._ended("failed", noted(Score.error(failure), self.complaint))
-        return self._complete(outcome)
+            self._outcome = await self._call()
+        except Failure:
+            if not self._cut:  # an agent whose request is refused may well break down
+                raise
+        if not self._conversations.chains:
+            raise Failure("the agent ended without asking the model anything")
 
     async def _call(self) -> Outcome:
         """Run the agent, unless it sends no request for too long."""
@@ -115,34 +92,29 @@ class AgentEpisode:
         except BaseException as error:
             if self._fatal is not None:
                 raise self._fatal from None
-            if not is_its_own(error):
+            if not is_episode_error(error):
                 raise
             if self._on.running.suspending:
                 raise Suspended from None
             if self._deadline.expired():
                 raise Failure(f"it asked nothing for {seconds:g} s") from error
-            raise Failure(f"run raised {told(error)}") from error
+            raise Failure(f"run raised {described(error)}") from error
         finally:
             self._deadline = None
         if not isinstance(outcome, Outcome):
             raise Failure(f"run must return an Outcome, got {type(outcome).__name__}")
         return replace(outcome, reward=read_reward(outcome.reward))
 
-    def interrupt(self) -> None:
-        """Stop waiting for the agent. It runs again when the episode is continued."""
-        if self._deadline is not None and not self._deadline.expired():
-            self._deadline.reschedule(asyncio.get_running_loop().time())
-
-    # What the agent asks.
+    # Requests of the agent.
 
     async def ask(self, ask: Ask, heard: Heard | None = None) -> Answer:
         """See `Model`. Temperature and other sampling settings are the run's, because the tokens are trained on."""
         with self._working():
-            place = self._place(ask)
-            answer = await self._repeated(place.context) if ask.retry else None
+            position = self._position_of(ask)
+            answer = await self._repeated(position.context) if ask.retry else None
             if answer is None:
-                self._check_limits(place.context)
-                answer = await self._answer(ask, place)
+                self._check_limits(position.context)
+                answer = await self._answer(ask, position)
         if heard:
             heard(answer.sampled)
         return answer
@@ -173,17 +145,17 @@ class AgentEpisode:
         ended = self._deadline is None or self._deadline.expired()
         return ended or self._on.running.suspending or self._fatal is not None
 
-    def _place(self, ask: Ask) -> Place:
+    def _position_of(self, ask: Ask) -> Position:
         if ask.prompt_tokens is not None:
             raise RequestError("an episode takes chat messages, got a prompt of text or tokens")
         try:
-            place = self._threads.place(ask.messages, ask.tools)
+            position = self._conversations.find(ask.messages, ask.tools)
         except DataError as problem:
             raise RequestError(shortened(str(problem))) from problem
         limits = self._on.limits
-        if len(place.added) > limits.tokens:
-            raise RequestError(f"an observation must have at most {limits.tokens} tokens, got {len(place.added)}")
-        return place
+        if len(position.added) > limits.tokens:
+            raise RequestError(f"an observation must have at most {limits.tokens} tokens, got {len(position.added)}")
+        return position
 
     async def _repeated(self, context: Context) -> Answer | None:
         """The answer that a client requests again because it never received it. If that answer is still being
@@ -192,30 +164,30 @@ class AgentEpisode:
             await asyncio.wait([self._pending[context]])
         return self._latest.get(context)
 
-    async def _answer(self, ask: Ask, place: Place) -> Answer:
-        context, thread = place.context, place.thread
+    async def _answer(self, ask: Ask, position: Position) -> Answer:
+        context, conversation = position.context, position.conversation
         sampling = self._asked_sampling(ask)
         taken = self._numbers[context]
         number = next(n for n in count() if n not in taken)
         taken.add(number)
         gone = self._pending[context] = asyncio.get_running_loop().create_future()
-        thread.busy = True
+        conversation.busy = True
         try:
             recorded = self._recorded.get((context, number))
             if recorded is not None:
                 segment, finish = recorded, self._ended_by(recorded, sampling)
             else:
-                segment, finish = await self._sample(place, number, sampling)
+                segment, finish = await self._sample(position, number, sampling)
             # Nothing is awaited from here on, so the sampled tokens are kept as a whole or not at all.
             turn = self._on.chat.read(segment.tokens, sampling.stop_strings, ask.tools)
             turn = with_ids(turn, f"{stream_seed(self.id, context, number):x}")
             said = Message("assistant", turn.told, turn.calls, problem=turn.problem)
-            self._threads.grow(place, segment, said)
+            self._conversations.grow(position, segment, said)
         except BaseException:
             taken.remove(number)
             raise
         finally:
-            thread.busy = False
+            conversation.busy = False
             gone.set_result(None)
             if self._pending.get(context) is gone:  # an equal request that came later may have replaced it
                 del self._pending[context]
@@ -223,8 +195,8 @@ class AgentEpisode:
         self._latest[context] = answer
         self._turns += 1
         self._finish = finish
-        self._transcript = thread.messages
-        self._said.append(turn.text)
+        self._transcript = conversation.messages
+        self._texts.append(turn.text)
         return answer
 
     def _check_limits(self, context: Context) -> None:
@@ -233,7 +205,7 @@ class AgentEpisode:
         limits, most = self._on.limits, self._sampling.max_tokens
         used_up = {
             f"{limits.turns} turns (env.turns)": self._turns + self._asked > limits.turns,
-            f"{most} tokens (sampling.max_tokens)": self._left <= 0,
+            f"{most} tokens (sampling.max_tokens)": self._tokens_left <= 0,
             f"context of {limits.context} tokens": limits.context is not None and len(context) >= limits.context,
         }
         for what, is_so in used_up.items():
@@ -244,10 +216,10 @@ class AgentEpisode:
     def _asked_sampling(self, ask: Ask) -> SamplingParams:
         """The run's sampling settings, shortened to what the client wants."""
         stops = tuple(dict.fromkeys((*self._sampling.stop_strings, *ask.sampling.stop_strings)))
-        return replace(self._sampling, max_tokens=min(self._left, ask.sampling.max_tokens), stop_strings=stops)
+        return replace(self._sampling, max_tokens=min(self._tokens_left, ask.sampling.max_tokens), stop_strings=stops)
 
-    async def _sample(self, place: Place, number: int, sampling: SamplingParams) -> tuple[Segment, FinishReason]:
-        on, context = self._on, place.context
+    async def _sample(self, position: Position, number: int, sampling: SamplingParams) -> tuple[Segment, FinishReason]:
+        on, context = self._on, position.context
         seed = stream_seed(on.seed, on.label, self._group, self._index, context, number)
         request = Request(
             id=f"{on.label}/{self._group}/{self._index}/{seed:x}",
@@ -255,8 +227,8 @@ class AgentEpisode:
             sampling=sampling,
             seed=seed,
             share=f"{on.label}/{self._group}" if not self._turns else "",
-            session=f"{on.label}/{self._group}/{self._index}/{place.thread.number}",
-            experts_from=on.experts_from(place.thread.chain(), self._index),
+            session=f"{on.label}/{self._group}/{self._index}/{position.conversation.number}",
+            experts_from=on.experts_from(position.conversation.chain(), self._index),
         )
         with on.waiting("the engine", request.id):
             done = await on.engine.generate(request)
@@ -265,9 +237,9 @@ class AgentEpisode:
         return Segment("model", done.tokens, done.logprobs, done.versions, experts=done.experts), done.finish
 
     @property
-    def _left(self) -> int:
+    def _tokens_left(self) -> int:
         """How many tokens the model may still generate."""
-        said = sum(len(s.tokens) for chain in self._threads.chains for s in chain.segments if s.source == "model")
+        said = sum(len(s.tokens) for chain in self._conversations.chains for s in chain.segments if s.source == "model")
         return self._sampling.max_tokens - said
 
     def _ended_by(self, turn: Segment, sampling: SamplingParams) -> FinishReason:
@@ -276,34 +248,38 @@ class AgentEpisode:
         text = self._on.chat.decode(turn.tokens)
         return "stop" if any(stop in text for stop in sampling.stop_strings) else "length"
 
-    # What becomes of it.
+    # The rollout.
 
-    def _complete(self, outcome: Outcome) -> Rollout:
+    def _failed(self, reason: str) -> Rollout:
+        return self._ended("failed", with_note(Score.error(reason), self.complaint))
+
+    def _complete(self) -> Rollout:
+        outcome = self._outcome
         score = None
         if outcome.reward is not None or self._on.verifier is None:
             value = outcome.reward or 0.0
-            score = noted(Score(value, {"environment": value}, detail=shortened(outcome.detail)), self.complaint)
+            score = with_note(Score(value, {"environment": value}, detail=shortened(outcome.detail)), self.complaint)
         return self._ended("complete", score)
 
     def _ended(self, status: Status, score: Score | None) -> Rollout:
-        chains = self._threads.chains or (Chain((), ()),)
-        text = "\n\n".join(self._said)
+        chains = self._conversations.chains or (Chain((), ()),)
+        text = "\n\n".join(self._texts)
         return Rollout(self._group, self._index, chains, self._finish, text, score, status, self._transcript)
 
-    def _unfinished(self) -> Rollout:
+    def _suspended(self) -> Rollout:
         """A rollout to be continued: the chains so far, or the recorded ones if the agent has not got as far again."""
-        chains = self._threads.chains
+        chains = self._conversations.chains
         if self._record is not None and sum(map(_length, self._record.chains)) > sum(map(_length, chains)):
             chains = self._record.chains
         return Rollout(self._group, self._index, chains, "stop", "", None, "suspended", self._transcript)
 
     def grown(self, news: Sampled, least: int) -> tuple[Rollout, int] | None:
         """The rollout so far, if at least `least` tokens are new."""
-        length = sum(map(_length, self._threads.chains))
+        length = sum(map(_length, self._conversations.chains))
         if length - self._copied < max(1, least):
             return None
         self._copied = length
-        return self._unfinished(), 0
+        return self._suspended(), 0
 
 
 def _turns_of(chains: tuple[Chain, ...]) -> dict[tuple[Context, int], Segment]:

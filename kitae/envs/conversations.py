@@ -18,7 +18,7 @@ from kitae.types import Chain, Message, Segment, Tool
 
 
 @dataclass(slots=True, eq=False)
-class Thread:
+class Conversation:
     """A chain while it grows; number: names it within its episode.
 
     messages: the conversation up to the last answer, as the client sends it back. points: for each answer, the numbers
@@ -39,34 +39,34 @@ class Thread:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Position:
     """The position of a request: the conversation that it continues or begins, and the tokens that it adds.
 
     The added tokens become part of the conversation only with the answer, so a cancelled request leaves no trace.
     """
 
-    thread: Thread
+    conversation: Conversation
     messages: tuple[Message, ...]
     added: tuple[int, ...] = ()
 
     @property
     def context(self) -> tuple[int, ...]:
-        return self.thread.chain().tokens + self.added
+        return self.conversation.chain().tokens + self.added
 
 
-class Threads:
+class Conversations:
     """All conversations of an episode, in the order of their first answers."""
 
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self._numbers = count()
-        self._threads: list[Thread] = []
+        self._conversations: list[Conversation] = []
 
     @property
     def chains(self) -> tuple[Chain, ...]:
-        return tuple(thread.chain() for thread in self._threads)
+        return tuple(conversation.chain() for conversation in self._conversations)
 
-    def place(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Place:
+    def find(self, messages: tuple[Message, ...], tools: tuple[Tool, ...]) -> Position:
         """Find the conversation that these messages continue.
 
         Raises `RequestError` if there is nothing to answer, and `DataError` if the chat template cannot render the
@@ -77,43 +77,45 @@ class Threads:
             raise RequestError(f"the last message must be one that the model can answer, got {last}")
         found = self._longest(messages, tools)
         if found is None:
-            return Place(self._new(tools, self._chat.encode_prompt(messages, tools)), messages)
-        thread, point = found
+            return Position(self._new(tools, self._chat.encode_prompt(messages, tools)), messages)
+        conversation, point = found
         said, segments = point
-        added = self._following(thread.segments[segments - 1], messages[said:])
-        if point == thread.points[-1] and not thread.busy:
-            return Place(thread, messages, added)
-        return Place(self._new(tools, thread.chain(segments).tokens + added), messages)
+        added = self._following(conversation.segments[segments - 1], messages[said:])
+        if point == conversation.points[-1] and not conversation.busy:
+            return Position(conversation, messages, added)
+        return Position(self._new(tools, conversation.chain(segments).tokens + added), messages)
 
-    def _new(self, tools: tuple[Tool, ...], prompt_tokens: tuple[int, ...]) -> Thread:
-        return Thread(next(self._numbers), tools, prompt_tokens)
+    def _new(self, tools: tuple[Tool, ...], prompt_tokens: tuple[int, ...]) -> Conversation:
+        return Conversation(next(self._numbers), tools, prompt_tokens)
 
-    def grow(self, place: Place, answer: Segment, said: Message) -> None:
+    def grow(self, position: Position, answer: Segment, said: Message) -> None:
         """Add the answer to a request, as tokens and as the message that the client gets."""
-        thread = place.thread
-        if place.added:
-            thread.segments.append(Segment.observed(place.added))
-        thread.segments.append(answer)
-        thread.messages = (*place.messages, said)
-        if thread not in self._threads:
-            self._threads.append(thread)
-        thread.points.append((len(thread.messages), len(thread.segments)))
+        conversation = position.conversation
+        if position.added:
+            conversation.segments.append(Segment.observed(position.added))
+        conversation.segments.append(answer)
+        conversation.messages = (*position.messages, said)
+        if conversation not in self._conversations:
+            self._conversations.append(conversation)
+        conversation.points.append((len(conversation.messages), len(conversation.segments)))
 
-    def _longest(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[Thread, tuple[int, int]] | None:
+    def _longest(
+        self, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> tuple[Conversation, tuple[int, int]] | None:
         """The longest history that these messages continue without assistant messages of other origin. Of several equal
         ones, prefer one that can be continued in place."""
-        best: tuple[tuple[int, bool], Thread, tuple[int, int]] | None = None
-        told = [_told(message) for message in messages]
+        best: tuple[tuple[int, bool], Conversation, tuple[int, int]] | None = None
+        told = [_matched_form(message) for message in messages]
         foreign = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
-        for thread in self._threads:
-            known = [_told(message) for message in thread.messages]
-            for point in thread.points:
+        for conversation in self._conversations:
+            known = [_matched_form(message) for message in conversation.messages]
+            for point in conversation.points:
                 said = point[0]
-                if not foreign < said < len(told) or thread.tools != tools or told[:said] != known[:said]:
+                if not foreign < said < len(told) or conversation.tools != tools or told[:said] != known[:said]:
                     continue
-                rank = said, point == thread.points[-1] and not thread.busy
+                rank = said, point == conversation.points[-1] and not conversation.busy
                 if best is None or rank > best[0]:
-                    best = rank, thread, point
+                    best = rank, conversation, point
         return None if best is None else best[1:]
 
     def _following(self, last: Segment, messages: Sequence[Message]) -> tuple[int, ...]:
@@ -121,7 +123,7 @@ class Threads:
         return self._chat.encode_turn(messages, closed=closed)
 
 
-def _told(message: Message) -> Any:
+def _matched_form(message: Message) -> Any:
     """What must be equal for two messages to match: clients drop and add empty fields, reformat JSON, and trim the
     model's text."""
     calls = tuple((call.name, dict(call.arguments)) for call in message.calls)

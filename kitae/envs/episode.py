@@ -19,20 +19,20 @@ from kitae.envs.base import Environment, Observation, Opening
 from kitae.envs.episode_context import (
     EpisodeContext,
     Failure,
+    RunningEpisode,
     Suspended,
-    is_its_own,
-    noted,
+    described,
+    is_episode_error,
     read_messages,
     read_reward,
     read_tools,
     shortened,
-    told,
+    with_note,
 )
 from kitae.envs.single_turn import SingleTurn
 from kitae.errors import DataError, RequestError
 from kitae.store.columns import Kept
 from kitae.types import (
-    GREEDY,
     Chain,
     ExpertArray,
     FinishReason,
@@ -50,11 +50,8 @@ from kitae.types import (
 T = TypeVar("T")
 
 
-class Episode:
-    """One rollout while it is generated; call `run` once. record: the part of it that the journal has.
-
-    complaint: what went wrong when the environment was closed. asking: the id of the request in flight, or "".
-    """
+class Episode(RunningEpisode):
+    """An episode of an `Environment`, by turns."""
 
     def __init__(
         self,
@@ -65,52 +62,23 @@ class Episode:
         prompt: Prompt,
         record: Rollout | None = None,
     ) -> None:
-        self.complaint = ""
-        self.asking = ""
-        self._on = on
+        super().__init__(on, environment, group, index, prompt, record)
         self._environment = environment
-        self._group, self._index, self._prompt = group, index, prompt
-        self._sampling = replace(on.sampling, temperature=0.0) if index == GREEDY else on.sampling
-        self._deadline: asyncio.Timeout | None = None  # of the environment's call in progress
-        self._record = record
         self._recorded = deque(record.segments if record else ())  # the recorded segments that were not replayed yet
         self._prompt_tokens = record.chains[0].prompt_tokens if record else ()
         self._segments: list[Segment] = []
         self._finish: FinishReason = "suspended"  # until the model has ended a turn
         self._tools: tuple[Tool, ...] = ()
-        self._said: list[Turn] = []
-        self._unread: Unread | None = None  # the last turn's text, if it was left in a file
+        self._turns: list[Turn] = []
+        self._lazy_text: Unread | None = None  # the last turn's text, if it was left in a file
         self._transcript = list(record.transcript or prompt.messages) if record else []
         self._read = len(self._transcript)  # how many of its messages the model has read, or will read next
         self._copied = sum(len(s.tokens) for s in self._recorded)  # how many tokens after the prompt the journal has
 
-    @property
-    def id(self) -> str:
-        return f"{self._group}/{self._index}"
-
-    async def run(self) -> Rollout:
-        """Run the episode to its end. The rollout is complete, failed or suspended.
-
-        Raises `RequestError` or `DataError` if the prompt is impossible, and the errors that end a whole run.
-        """
-        self._on.running.episodes[self.id] = self
-        failure = ""
-        suspended = False
-        try:
-            await self._start()
-            while await self._say() and await self._hear():
-                pass
-        except Suspended:
-            suspended = True
-        except Failure as problem:
-            failure = f"environment: {problem}"
-        finally:
-            self.complaint = await self._on.close(self._environment, self.id)
-            del self._on.running.episodes[self.id]
-        if suspended:
-            finish = self._record.finish if self._record and self._recorded else self._finish
-            return self._unfinished([*self._segments, *self._recorded], finish)
-        return self._failed(failure) if failure else self._complete()
+    async def _play(self) -> None:
+        await self._start()
+        while await self._sample_turn() and await self._step():
+            pass
 
     # The turns.
 
@@ -127,15 +95,15 @@ class Episode:
             self._transcript = list(messages)
             self._read = len(messages)
 
-    async def _say(self) -> bool:
+    async def _sample_turn(self) -> bool:
         """Add a turn of the model, taken from the record as far as it goes. Returns whether the model ended the turn
         itself."""
         turn = self._recorded[0] if self._recorded else Segment("model", (), (), ())
-        ended = self._how_it_ended(turn)
+        ended = self._recorded_finish(turn)
         if ended is None:
-            done = await self._ask(Sampled(turn.tokens, turn.logprobs, turn.versions), turn.experts)
+            done = await self._generate(Sampled(turn.tokens, turn.logprobs, turn.versions), turn.experts)
             turn, ended = Segment("model", done.tokens, done.logprobs, done.versions, experts=done.experts), done.finish
-        elif not self._is_told_whole(turn):
+        elif not self._has_all_experts(turn):
             turn = replace(turn, experts=None)
         if ended == "suspended" and not turn.tokens:
             raise Suspended
@@ -146,15 +114,15 @@ class Episode:
         if ended == "suspended":
             raise Suspended
         if type(self._environment) is SingleTurn and isinstance(turn.tokens, Kept):  # a subclass may read the turn
-            self._unread = turn.tokens.text  # the verifier reads it from the journal's files
-        if self._unread is not None:
+            self._lazy_text = turn.tokens.text  # the verifier reads it from the journal's files
+        if self._lazy_text is not None:
             return False
-        self._said.append(self._turn(turn.tokens))
+        self._turns.append(self._turn(turn.tokens))
         if not self._recorded:  # otherwise the record's transcript has it
-            self._transcript.append(as_message(self._said[-1]))
+            self._transcript.append(as_message(self._turns[-1]))
         return ended == "stop"
 
-    def _is_told_whole(self, turn: Segment) -> bool:
+    def _has_all_experts(self, turn: Segment) -> bool:
         """Whether a recorded turn has the experts of all its positions.
 
         A turn that was suspended, continued, and copied to the journal just at its end lacks those of its first part.
@@ -162,7 +130,7 @@ class Episode:
         places = self._chain.length + len(turn.tokens) - 1 - self._chain.unrouted
         return turn.experts is None or len(turn.experts) == places
 
-    def _how_it_ended(self, turn: Segment) -> FinishReason | None:
+    def _recorded_finish(self, turn: Segment) -> FinishReason | None:
         """How a recorded turn ended; None: it was interrupted. A copy that was made at the turn's last token does not
         have the reason recorded, so it is derived from the tokens."""
         if self._record is None or not self._recorded:
@@ -174,10 +142,10 @@ class Episode:
         stops = self._sampling.stop_strings
         if stops and any(stop in self._on.chat.decode(turn.tokens) for stop in stops):
             return "stop"
-        used_up = len(turn.tokens) >= self._left or not self._has_room(len(turn.tokens))
+        used_up = len(turn.tokens) >= self._tokens_left or not self._has_room(len(turn.tokens))
         return "length" if used_up else None
 
-    async def _ask(self, prior: Sampled, told: ExpertArray | None) -> Completion:
+    async def _generate(self, prior: Sampled, told: ExpertArray | None) -> Completion:
         """Let the engine generate a turn. prior: the tokens sampled of it so far; told: the experts of those tokens."""
         if self._on.running.suspending:
             raise Suspended
@@ -185,7 +153,7 @@ class Episode:
         request = Request(
             id=f"{on.label}/{self._group}/{self._index}/{number}",
             prompt_tokens=self._chain.tokens,
-            sampling=replace(self._sampling, max_tokens=self._left),
+            sampling=replace(self._sampling, max_tokens=self._tokens_left),
             seed=stream_seed(on.seed, on.label, self._group, self._index, number),
             share=f"{on.label}/{self._group}" if not number else "",
             prior=prior,
@@ -200,37 +168,37 @@ class Episode:
         except RequestError as refusal:
             if not number:  # the prompt itself is impossible
                 raise
-            raise Failure(f"the engine refuses turn {len(self._said) + 1}: {refusal}") from refusal
+            raise Failure(f"the engine refuses turn {len(self._turns) + 1}: {refusal}") from refusal
         finally:
             self.asking = ""
 
-    async def _hear(self) -> bool:
+    async def _step(self) -> bool:
         """Pass the last turn to the environment. Returns whether the model is to read the observation and go on."""
-        environment, said = self._environment, self._said[-1]
+        environment, said = self._environment, self._turns[-1]
         answer = await self._call("step", lambda: environment.step(said))
         if not isinstance(answer, Observation):
             raise Failure(f"step must return an Observation, got {type(answer).__name__}")
         if answer.error is not None:
             raise Failure(shortened(str(answer.error)))
         if self._recorded:
-            return self._hear_again(answer)
+            return self._replay_step(answer)
         messages = read_messages("step", answer.messages)
         tokens = () if answer.done else self._encode(messages)
         self._segments[-1] = replace(self._segments[-1], reward=read_reward(answer.reward))
         self._transcript += messages
         if answer.done:
             return False
-        if len(self._said) >= self._on.limits.turns or self._left <= 0 or not self._has_room(len(tokens)):
+        if len(self._turns) >= self._on.limits.turns or self._tokens_left <= 0 or not self._has_room(len(tokens)):
             self._finish = "length"
             return False
         self._segments.append(Segment.observed(tokens))
         self._read = len(self._transcript)
         return True
 
-    def _hear_again(self, answer: Observation) -> bool:
+    def _replay_step(self, answer: Observation) -> bool:
         """Use the recorded observation, which the model has read, instead of the one that was just returned."""
         if answer.done:
-            turns = len(self._said)
+            turns = len(self._turns)
             raise Failure(f"it ended after turn {turns} this time, where the record of the episode goes on")
         self._segments.append(self._recorded.popleft())
         return True
@@ -257,7 +225,7 @@ class Episode:
         return Chain(self._prompt_tokens, tuple(self._segments))
 
     @property
-    def _left(self) -> int:
+    def _tokens_left(self) -> int:
         """How many tokens the model may still generate."""
         return self._sampling.max_tokens - sum(len(s.tokens) for s in self._segments if s.source == "model")
 
@@ -286,48 +254,47 @@ class Episode:
         except Failure:
             raise
         except BaseException as error:
-            if not is_its_own(error):
+            if not is_episode_error(error):
                 raise
             if not deadline.expired():
-                raise Failure(f"{name} raised {told(error)}") from error
+                raise Failure(f"{name} raised {described(error)}") from error
             if self._on.running.suspending:
                 raise Suspended from None
             raise Failure(f"{name} took longer than {seconds:g} s") from error
         finally:
             self._deadline = None
 
-    def interrupt(self) -> None:
-        """Stop waiting for the environment. It is called again when the episode is continued."""
-        if self._deadline is not None and not self._deadline.expired():
-            self._deadline.reschedule(asyncio.get_running_loop().time())
+    # The rollout.
 
-    # What becomes of it.
+    def _suspended(self) -> Rollout:
+        finish = self._record.finish if self._record and self._recorded else self._finish
+        return self._unfinished([*self._segments, *self._recorded], finish)
 
     def _complete(self) -> Rollout:
         rewards = [s.reward for s in self._segments if s.reward is not None]
         score = None
         if rewards or self._on.verifier is None:
             total = sum(rewards)
-            score = noted(Score(total, {"environment": total}), self.complaint)
+            score = with_note(Score(total, {"environment": total}), self.complaint)
         return self._ended("complete", score)
 
     def _failed(self, reason: str) -> Rollout:
         """A failed rollout, with the part of the record that was not replayed."""
         for segment in self._recorded:
             self._segments.append(segment)
-            self._said += [self._turn(segment.tokens)] if segment.source == "model" else []
+            self._turns += [self._turn(segment.tokens)] if segment.source == "model" else []
         if self._recorded:
             assert self._record is not None
             self._finish = self._record.finish
             if self._recorded[-1].source == "model":
-                self._transcript.append(as_message(self._said[-1]))
+                self._transcript.append(as_message(self._turns[-1]))
         self._finish = "abort" if self._finish == "suspended" else self._finish
-        return self._ended("failed", noted(Score.error(reason), self.complaint))
+        return self._ended("failed", with_note(Score.error(reason), self.complaint))
 
     def _ended(self, status: Status, score: Score | None) -> Rollout:
         chains = (self._chain,)
-        text = self._unread or "\n\n".join(turn.text for turn in self._said)
-        plain = (*self._prompt.messages, *map(as_message, self._said[:1]))
+        text = self._lazy_text or "\n\n".join(turn.text for turn in self._turns)
+        plain = (*self._prompt.messages, *map(as_message, self._turns[:1]))
         transcript = () if (said := tuple(self._transcript)) == plain else said
         return Rollout(self._group, self._index, chains, self._finish, text, score, status, transcript)
 
@@ -338,11 +305,10 @@ class Episode:
         chains = (Chain(self._prompt_tokens, tuple(segments)),)
         return Rollout(self._group, self._index, chains, finish, "", None, "suspended", transcript)
 
-    # Copies of it while it grows.
+    # Copies for the journal.
 
     @property
-    def copied_of_turn(self) -> int:
-        """How many tokens of the turn in flight the journal has."""
+    def copied_of_turn(self) -> int:  # type: ignore[override]
         return max(0, self._copied - self._length)
 
     @property
@@ -350,7 +316,6 @@ class Episode:
         return sum(len(s.tokens) for s in self._segments)
 
     def grown(self, news: Sampled, least: int) -> tuple[Rollout, int] | None:
-        """See `Episodes.grown`; news: the tokens of the turn in flight beyond `copied_of_turn`."""
         segments, finish, end, known = list(self._segments), self._finish, self._length, 0
         if news.tokens:
             known = self.copied_of_turn

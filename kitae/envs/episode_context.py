@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -28,7 +29,7 @@ _LONGEST_REASON = 500  # characters
 _LARGEST_REWARD = 1e30  # so that sums stay finite in single precision
 
 
-class Judge(Protocol):
+class ResponseVerifier(Protocol):
     """Scores responses: a `VerifierPool`, or a replacement for one. A lazy response is read where it is judged."""
 
     async def score(self, response: str | Unread, reference: Any, context: Mapping[str, Any]) -> Score: ...
@@ -42,26 +43,11 @@ class Failure(Exception):
     """The episode cannot go on, through no fault of the model. The message is the reason."""
 
 
-class InFlight(Protocol):
-    """An episode under way, for the code that stops or copies it.
-
-    asking: the id of the request whose tokens can be copied while they are generated, or "". copied_of_turn: how many
-    of these tokens the journal has.
-    """
-
-    @property
-    def asking(self) -> str: ...
-    @property
-    def copied_of_turn(self) -> int: ...
-    def interrupt(self) -> None: ...
-    def grown(self, news: Sampled, least: int) -> tuple[Rollout, int] | None: ...
-
-
 @dataclass(slots=True)
 class Running:
     """The episodes under way, by the ids of their rollouts. suspending: whether they should end as soon as they can."""
 
-    episodes: dict[str, InFlight] = field(default_factory=dict)
+    episodes: "dict[str, RunningEpisode]" = field(default_factory=dict)
     suspending: bool = False
 
 
@@ -75,7 +61,7 @@ class EpisodeContext:
 
     engine: Engine
     chat: Chat
-    verifier: Judge | None
+    verifier: ResponseVerifier | None
     environment: MakeEnvironment
     sampling: SamplingParams
     seed: int
@@ -90,9 +76,9 @@ class EpisodeContext:
         try:
             return self.environment(prompt)
         except (Exception, SystemExit) as error:
-            if not is_its_own(error):
+            if not is_episode_error(error):
                 raise
-            return _Unmade(Failure(f"making it raised {told(error)}"))
+            return _FailedEnvironment(Failure(f"making it raised {described(error)}"))
 
     def experts_from(self, chain: Chain, index: int) -> int | None:
         """The position from which the engine should return experts for a request on this chain; None: no experts are
@@ -109,13 +95,84 @@ class EpisodeContext:
                 async with asyncio.timeout(seconds):
                     await environment.close()
         except BaseException as error:
-            if not is_its_own(error):
+            if not is_episode_error(error):
                 raise
-            return f"the environment could not be closed: {told(error)}"
+            return f"the environment could not be closed: {described(error)}"
         return ""
 
 
-class _Unmade:
+class RunningEpisode(ABC):
+    """One rollout while it comes about, for any kind of environment; call `run` once.
+
+    record: the part of the rollout that the journal has. complaint: what went wrong when the environment was closed.
+    asking: the id of the request whose tokens can be copied while they are generated, or "". copied_of_turn: how many
+    of these tokens the journal has.
+    """
+
+    asking = ""
+    copied_of_turn = 0
+
+    def __init__(
+        self,
+        on: EpisodeContext,
+        environment: Environment | Agent,
+        group: int,
+        index: int,
+        prompt: Prompt,
+        record: Rollout | None = None,
+    ) -> None:
+        self.complaint = ""
+        self._on = on
+        self._to_close = environment
+        self._group, self._index, self._prompt = group, index, prompt
+        self._sampling = replace(on.sampling, temperature=0.0) if index == GREEDY else on.sampling
+        self._record = record
+        self._deadline: asyncio.Timeout | None = None  # of the environment's call in progress
+
+    @property
+    def id(self) -> str:
+        return f"{self._group}/{self._index}"
+
+    async def run(self) -> Rollout:
+        """Run the episode to its end. The rollout is complete, failed or suspended.
+
+        Raises `RequestError` or `DataError` if the prompt is impossible, and the errors that end a whole run.
+        """
+        self._on.running.episodes[self.id] = self
+        failure, suspended = "", False
+        try:
+            await self._play()
+        except Suspended:
+            suspended = True
+        except Failure as problem:
+            failure = f"environment: {problem}"
+        finally:
+            self.complaint = await self._on.close(self._to_close, self.id)
+            del self._on.running.episodes[self.id]
+        if suspended:
+            return self._suspended()
+        return self._failed(failure) if failure else self._complete()
+
+    def interrupt(self) -> None:
+        """Stop waiting for the environment. It is called again when the episode is continued."""
+        if self._deadline is not None and not self._deadline.expired():
+            self._deadline.reschedule(asyncio.get_running_loop().time())
+
+    @abstractmethod
+    def grown(self, news: Sampled, least: int) -> tuple[Rollout, int] | None:
+        """See `Episodes.grown`; news: the tokens of the request `asking` beyond `copied_of_turn`."""
+
+    @abstractmethod
+    async def _play(self) -> None: ...
+    @abstractmethod
+    def _suspended(self) -> Rollout: ...
+    @abstractmethod
+    def _failed(self, reason: str) -> Rollout: ...
+    @abstractmethod
+    def _complete(self) -> Rollout: ...
+
+
+class _FailedEnvironment:
     """Replaces an environment that could not be made."""
 
     def __init__(self, failure: Failure) -> None:
@@ -131,11 +188,11 @@ class _Unmade:
         pass
 
 
-def noted(score: Score, complaint: str) -> Score:
+def with_note(score: Score, complaint: str) -> Score:
     return replace(score, detail="; ".join(filter(None, (score.detail, complaint)))) if complaint else score
 
 
-def is_its_own(error: BaseException) -> bool:
+def is_episode_error(error: BaseException) -> bool:
     """Whether an error raised in an environment concerns its episode alone: neither this task's cancellation nor the
     end of the run."""
     cause = root_cause(error) if isinstance(error, ExceptionGroup) else error
@@ -161,7 +218,7 @@ def read_messages(name: str, found: object) -> tuple[Message, ...]:
         try:
             json.dumps(asdict(message))
         except Exception as error:
-            raise Failure(f"a message of {name} must hold JSON: {told(error)}") from error
+            raise Failure(f"a message of {name} must hold JSON: {described(error)}") from error
     return tuple(found)
 
 
@@ -195,7 +252,7 @@ def read_tools(found: object) -> tuple[Tool, ...]:
         try:
             json.dumps(dict(tool))
         except Exception as error:
-            raise Failure(f"a tool of start must hold JSON: {told(error)}") from error
+            raise Failure(f"a tool of start must hold JSON: {described(error)}") from error
     return tuple(found)
 
 
@@ -211,7 +268,7 @@ def read_reward(found: object) -> float | None:
     return reward
 
 
-def told(error: BaseException) -> str:
+def described(error: BaseException) -> str:
     try:
         return shortened(f"{type(error).__name__}: {error}")
     except Exception:  # the error's own text raises

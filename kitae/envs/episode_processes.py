@@ -15,11 +15,11 @@ from kitae.workers.templates.template import Template
 from kitae.workers.templates.worker_handle import OutOfTimeError, WorkerDied, WorkerProcess
 
 
-class HelperLost(Exception):
+class EpisodeProcessLost(Exception):
     """The process is lost, with its state; the message is the reason. The next request starts a new process."""
 
 
-class Helpers:
+class EpisodeProcesses:
     """`EpisodeProcesses("kitae.envs.games.game_process", setup, "game", ConfigError)`: see `Template`. Use it in `async
     with`."""
 
@@ -27,7 +27,7 @@ class Helpers:
         self._template: Template[Mapping[str, Any]] = Template(
             module, setup, read=lambda greeting: greeting, hear=lambda line: None, what=what, error=error
         )
-        self._working: set[Helper] = set()
+        self._working: set[EpisodeProcess] = set()
 
     async def __aenter__(self) -> Self:
         await self._template.start()
@@ -36,39 +36,39 @@ class Helpers:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for helper in list(self._working):
-            await helper.close()
+        for process in list(self._working):
+            await process.close()
         await self._template.close()
 
     @property
     def greeting(self) -> Mapping[str, Any]:
         return self._template.greeting
 
-    def hire(self) -> "Helper":
+    def create(self) -> "EpisodeProcess":
         """A process for one episode. It is forked at the first request."""
-        return Helper(self)
+        return EpisodeProcess(self)
 
-    async def spawn(self, helper: "Helper") -> WorkerProcess:
-        process = await self._template.spawn()
-        self._working.add(helper)
-        return process
+    async def spawn(self, process: "EpisodeProcess") -> WorkerProcess:
+        worker = await self._template.spawn()
+        self._working.add(process)
+        return worker
 
-    def forget(self, helper: "Helper") -> None:
-        self._working.discard(helper)
+    def forget(self, process: "EpisodeProcess") -> None:
+        self._working.discard(process)
 
 
-class Helper:
+class EpisodeProcess:
     """One process, from the first request to `close`. It handles one request at a time."""
 
-    def __init__(self, helpers: Helpers) -> None:
-        self._helpers = helpers
+    def __init__(self, processes: EpisodeProcesses) -> None:
+        self._processes = processes
         self._process: WorkerProcess | None = None
         self._asked = 0
 
     async def ask(self, job: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """The answer to a job. Raises `EpisodeProcessLost` if it takes longer than `seconds` or the process ends."""
         if self._process is None:
-            self._process = await self._helpers.spawn(self)
+            self._process = await self._processes.spawn(self)
         process = self._process
         self._asked += 1
         message = json.dumps({"id": self._asked, **job}).encode() + b"\n"
@@ -84,7 +84,7 @@ class Helper:
             await self.close()
             raise
         await self.close()
-        raise HelperLost(reason)
+        raise EpisodeProcessLost(reason)
 
     async def close(self) -> None:
         process, self._process = self._process, None
@@ -92,4 +92,4 @@ class Helper:
             try:
                 await process.kill()
             finally:
-                self._helpers.forget(self)
+                self._processes.forget(self)

@@ -10,7 +10,7 @@ from kitae.engines.base import Sampled
 from kitae.envs.agent_episode import AgentEpisode
 from kitae.envs.base import Agent
 from kitae.envs.episode import Episode
-from kitae.envs.episode_context import EpisodeContext, Suspended, noted
+from kitae.envs.episode_context import EpisodeContext, Suspended, with_note
 from kitae.errors import root_cause
 from kitae.store.journal import Journal
 from kitae.types import GREEDY, Group, Message, Prompt, Rollout, Unread
@@ -101,14 +101,14 @@ class Episodes(EpisodeContext):
         with self.waiting("the verifier", rollout.id):
             score = await self.verifier.score(_last_turn(rollout), prompt.reference, context)
         judged.append(now())
-        rollout = replace(rollout, score=noted(score, complaint))
+        rollout = replace(rollout, score=with_note(score, complaint))
         if journal:
             with self.waiting("the journal", rollout.id):
                 await journal.update_score(rollout)
         return rollout
 
     async def suspend(self) -> None:
-        """End all episodes as soon as possible, so that another run can continue them. Their groups raise `Suspended`."""
+        """End all episodes as soon as possible, to be continued by another run. Their groups raise `Suspended`."""
         self.running.suspending = True
         for episode in list(self.running.episodes.values()):
             episode.interrupt()

@@ -8,7 +8,7 @@ import numpy as np
 
 from kitae.envs.base import World
 from kitae.envs.environment_registry import limits_of
-from kitae.envs.episode_context import Judge, Running
+from kitae.envs.episode_context import ResponseVerifier, Running
 from kitae.envs.rollouts import Episodes
 from kitae.errors import DataError, RequestError, root_cause
 from kitae.evaluation.statistics import Interval, interval_of, is_binary, maj_at_k, pass_at_k
@@ -92,7 +92,9 @@ class Evaluation:
         }
 
 
-def suite_episodes(episodes: Episodes, suite: Suite, pool: Judge, world: World, settings: EvalConfig) -> Episodes:
+def suite_episodes(
+    episodes: Episodes, suite: Suite, pool: ResponseVerifier, world: World, settings: EvalConfig
+) -> Episodes:
     """Episodes that ask a suite, made from those of a run: in another world, with another verifier, other sampling,
     other random streams."""
     sampling = replace(

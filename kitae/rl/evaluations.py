@@ -8,7 +8,7 @@ from typing import Any
 from kitae.config.root import RLConfig
 from kitae.envs.base import World
 from kitae.envs.environment_registry import open_world
-from kitae.envs.episode_context import Judge
+from kitae.envs.episode_context import ResponseVerifier
 from kitae.envs.rollouts import Episodes
 from kitae.evaluation.held_out import answers_of
 from kitae.evaluation.measure import evaluate, suite_episodes
@@ -39,7 +39,7 @@ class RunEvaluations:
     metrics: Metrics
     observer: Observer
     episodes: Episodes
-    pool: Judge
+    pool: ResponseVerifier
     world: World
     sources: Sources
     _failed: dict[tuple[int, str | None], dict[str, Any]] = field(default_factory=dict)  # of this process
@@ -65,7 +65,7 @@ class RunEvaluations:
         self,
         step: int,
         name: str | None,
-        pool: Judge,
+        pool: ResponseVerifier,
         world: World,
         suite: Suite,
         prompts: Sequence[Prompt],

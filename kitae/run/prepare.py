@@ -15,7 +15,7 @@ from kitae.data.prompt_stream import PromptStream, eval_prompts, open_stream
 from kitae.engines.base import Engine, SamplingParams
 from kitae.envs.base import World
 from kitae.envs.environment_registry import limits_of, open_world
-from kitae.envs.episode_context import Judge
+from kitae.envs.episode_context import ResponseVerifier
 from kitae.envs.rollouts import Episodes
 from kitae.errors import ConfigError, VerifierError
 from kitae.evaluation.suites import Suite, find_suites
@@ -115,7 +115,9 @@ def place_pool(
     return HostedPool(config.verifier, cluster, config.cluster.verifiers, 10 * config.cluster.patience, note)
 
 
-def make_episodes(config: RLConfig, engine: Engine, pool: Judge, world: World, model: ModelFacts) -> Episodes:
+def make_episodes(
+    config: RLConfig, engine: Engine, pool: ResponseVerifier, world: World, model: ModelFacts
+) -> Episodes:
     chat = Chat(model.tokenizer, model.generation)
     sampling = SamplingParams(
         temperature=config.sampling.temperature,

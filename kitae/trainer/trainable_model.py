@@ -86,8 +86,7 @@ class Trained:
         return replay_routing(self.objective.policy.model, micro.experts_TLK, load)
 
     def _nothing(self, micro: MicroBatch) -> Tensor:
-        """The loss of a row without loss tokens. It must be computed, as other ranks wait for this one's collectives.
-        """
+        """The loss of a row without loss tokens. It is computed because other ranks wait for this one's collectives."""
         return self.objective.outputs(micro).sum()
 
     def optim_step(self) -> Totals:

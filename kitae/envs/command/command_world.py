@@ -31,7 +31,7 @@ from kitae.clients.addresses import address_of, listen
 from kitae.data.chat import Chat
 from kitae.data.data_files import clip
 from kitae.envs.base import Outcome
-from kitae.envs.episode_processes import HelperLost, Helpers
+from kitae.envs.episode_processes import EpisodeProcesses, EpisodeProcessLost
 from kitae.envs.params import read_params
 from kitae.errors import ConfigError
 from kitae.section import Section
@@ -79,13 +79,13 @@ class CommandWorld:
         if not found or ("/" in program and not (Path(self.params.folder) / program).exists()):
             raise ConfigError(f"env.command must begin with a program that exists, got {program!r}")
         self.starting = asyncio.Semaphore(max(2, os.cpu_count() or 1))
-        self.helpers = Helpers("kitae.envs.command.agent_process", {}, "agent", ConfigError)
+        self.processes = EpisodeProcesses("kitae.envs.command.agent_process", {}, "agent", ConfigError)
         self._agents: dict[str, CommandAgent] = {}
         self._stack = AsyncExitStack()
         self._url = ""
 
     async def __aenter__(self) -> Self:
-        await self._stack.enter_async_context(self.helpers)
+        await self._stack.enter_async_context(self.processes)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -147,7 +147,7 @@ class CommandAgent:
     def __init__(self, world: CommandWorld, prompt: Prompt) -> None:
         self.token = secrets.token_urlsafe(18)
         self._world, self._prompt = world, prompt
-        self._helper = world.helpers.hire()
+        self._process = world.processes.create()
         self._posted: asyncio.Future[Outcome] | None = None
         self._model: Model | None = None
         self._starting = False
@@ -185,12 +185,12 @@ class CommandAgent:
         self._model = model
         self._posted = asyncio.get_running_loop().create_future()
         url = await self._world.admit(self, model.chat)
-        running = asyncio.ensure_future(self._helper.ask(self._job(url), _FOREVER))
+        running = asyncio.ensure_future(self._process.ask(self._job(url), _FOREVER))
         awaited: tuple[asyncio.Future[Any], ...] = (running, self._posted)
         try:
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             return self._posted.result() if self._posted.done() else _outcome(running.result())
-        except HelperLost as loss:
+        except EpisodeProcessLost as loss:
             raise RuntimeError(f"the program was lost: {loss}") from None
         finally:
             self._has_started()
@@ -207,7 +207,7 @@ class CommandAgent:
     async def close(self) -> None:
         self._has_started()
         self._world.dismiss(self)
-        await self._helper.close()
+        await self._process.close()
 
     def _job(self, url: str) -> dict[str, Any]:
         params, told = self._world.params, self.told

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, Self
 from pydantic import Field, JsonValue
 
 from kitae.envs.base import Observation, Opening
-from kitae.envs.episode_processes import Helper, Helpers
+from kitae.envs.episode_processes import EpisodeProcess, EpisodeProcesses
 from kitae.envs.games.base import Game, Move
 from kitae.envs.games.guess import Guess
 from kitae.envs.params import read_params
@@ -89,18 +89,18 @@ class _Here:
 class _Elsewhere:
     """A `Player` of a game in a helper process. One that is lost fails the episode: it cannot be played on."""
 
-    def __init__(self, helper: Helper, seed: int, seconds: float) -> None:
-        self._helper, self._seed, self._seconds = helper, seed, seconds
+    def __init__(self, process: EpisodeProcess, seed: int, seconds: float) -> None:
+        self._process, self._seed, self._seconds = process, seed, seconds
 
     async def start(self) -> str:
-        answer = await self._helper.ask({"seed": self._seed}, self._seconds)
+        answer = await self._process.ask({"seed": self._seed}, self._seconds)
         return _told(answer).text
 
     async def move(self, said: str) -> Move:
-        return _told(await self._helper.ask({"said": said}, self._seconds))
+        return _told(await self._process.ask({"said": said}, self._seconds))
 
     async def close(self) -> None:
-        await self._helper.close()
+        await self._process.close()
 
 
 class GameFailed(Exception):
@@ -124,10 +124,10 @@ class Games:
     def __init__(self, params: Mapping[str, Any]) -> None:
         self._params = read_params(GamesParams, params, "games")
         package, _, name = self._params.game.partition(":")
-        self._helpers: Helpers | None = None
+        self._processes: EpisodeProcesses | None = None
         if package in PACKAGES and name:
             setup = {"package": package, "name": name, "options": self._params.options}
-            self._helpers = Helpers("kitae.envs.games.game_process", setup, "game", ConfigError)
+            self._processes = EpisodeProcesses("kitae.envs.games.game_process", setup, "game", ConfigError)
         elif self._params.game not in OWN:
             raise ConfigError(
                 f"env.params.game must be {', '.join(OWN)}, textarena:NAME or gymnasium:NAME, got {self._params.game!r}"
@@ -136,18 +136,18 @@ class Games:
             OWN[self._params.game](0, self._params.options)  # complains about options
 
     async def __aenter__(self) -> Self:
-        if self._helpers is not None:
-            await self._helpers.__aenter__()
+        if self._processes is not None:
+            await self._processes.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._helpers is not None:
-            await self._helpers.__aexit__(None, None, None)
+        if self._processes is not None:
+            await self._processes.__aexit__(None, None, None)
 
     def make(self, prompt: Prompt) -> GameEpisode:
         seed = seed_of(prompt)
-        if self._helpers is not None:
-            return GameEpisode(_Elsewhere(self._helpers.hire(), seed, self._params.seconds), self._params)
+        if self._processes is not None:
+            return GameEpisode(_Elsewhere(self._processes.create(), seed, self._params.seconds), self._params)
         return GameEpisode(_Here(OWN[self._params.game](seed, self._params.options)), self._params)
 
 

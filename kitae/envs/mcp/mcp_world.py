@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
-from kitae.envs.episode_processes import Helper, Helpers
+from kitae.envs.episode_processes import EpisodeProcess, EpisodeProcesses
 from kitae.envs.params import read_params
 from kitae.envs.tools.base import ToolEpisode, ToolRefusal
 from kitae.errors import ConfigError
@@ -41,27 +41,29 @@ class Mcp:
     def __init__(self, params: Mapping[str, Any]) -> None:
         self._params = read_params(McpParams, params, "mcp")
         setup = {"command": list(self._params.command), "env": self._params.env, "cwd": self._params.cwd}
-        self._helpers = Helpers("kitae.envs.mcp.mcp_process", setup, "speaker with an MCP server", ConfigError)
+        self._processes = EpisodeProcesses(
+            "kitae.envs.mcp.mcp_process", setup, "speaker with an MCP server", ConfigError
+        )
         self._tools: tuple[Tool, ...] = ()
         self._common: _Server | None = None
 
     async def __aenter__(self) -> Self:
-        await self._helpers.__aenter__()
-        found = {tool["function"]["name"]: tool for tool in self._helpers.greeting["tools"]}
+        await self._processes.__aenter__()
+        found = {tool["function"]["name"]: tool for tool in self._processes.greeting["tools"]}
         wanted = self._params.tools or tuple(found)
         if missing := [name for name in wanted if name not in found]:
-            await self._helpers.__aexit__(None, None, None)
+            await self._processes.__aexit__(None, None, None)
             raise ConfigError(f"env.params.tools: the server has no tool {missing[0]!r}; it has {', '.join(found)}")
         self._tools = tuple(found[name] for name in wanted)
         if self._params.shared:
-            self._common = _Server(self._helpers.hire(), self._params.seconds)
+            self._common = _Server(self._processes.create(), self._params.seconds)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._helpers.__aexit__(None, None, None)
+        await self._processes.__aexit__(None, None, None)
 
     def make(self, prompt: Prompt) -> ToolEpisode:
-        server = self._common or _Server(self._helpers.hire(), self._params.seconds)
+        server = self._common or _Server(self._processes.create(), self._params.seconds)
         hands = [_ServerTool(tool, server, closes=self._common is None) for tool in self._tools]
         return ToolEpisode(prompt, hands, self._params.output)
 
@@ -69,16 +71,16 @@ class Mcp:
 class _Server:
     """A session with a server, asked one thing at a time."""
 
-    def __init__(self, helper: Helper, seconds: float) -> None:
-        self._helper, self._seconds = helper, seconds
+    def __init__(self, process: EpisodeProcess, seconds: float) -> None:
+        self._process, self._seconds = process, seconds
         self._lock = asyncio.Lock()
 
     async def ask(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
         async with self._lock:
-            return await self._helper.ask(job, self._seconds)
+            return await self._process.ask(job, self._seconds)
 
     async def close(self) -> None:
-        await self._helper.close()
+        await self._process.close()
 
 
 class _ServerTool:

@@ -24,7 +24,7 @@ from kitae.errors import ConfigError
 from kitae.section import Section
 from kitae.types import Prompt
 
-_ADAPTER = Path(__file__).with_name("adapter.py")
+_ADAPTER = Path(__file__).with_name("prime_adapter.py")
 _LOADING = 600.0  # seconds: an environment may fetch its data
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from kitae.envs.episode_processes import Helper, HelperLost, Helpers
+from kitae.envs.episode_processes import EpisodeProcess, EpisodeProcesses, EpisodeProcessLost
 from kitae.envs.tools.base import ToolRefusal, describe
 from kitae.errors import KitaeWarning, SandboxError
 from kitae.sandbox.python_console import PythonConsole
@@ -23,9 +23,9 @@ _LONGEST = 50_000  # characters of code
 _SLACK = 30.0  # seconds to start a sandbox, beyond those of the code
 
 
-def python_helpers(sandbox: SandboxChoice, packages: bool, limits: Limits) -> Helpers:
+def python_processes(sandbox: SandboxChoice, packages: bool, limits: Limits) -> EpisodeProcesses:
     setup = {"sandbox": sandbox, "packages": packages, "limits": asdict(limits)}
-    return Helpers("kitae.envs.tools.python", setup, "python tool", SandboxError)
+    return EpisodeProcesses("kitae.envs.tools.python", setup, "python tool", SandboxError)
 
 
 class Python:
@@ -37,16 +37,16 @@ class Python:
         code="The code.",
     )
 
-    def __init__(self, helper: Helper, seconds: float) -> None:
-        self._helper, self._seconds = helper, seconds
+    def __init__(self, process: EpisodeProcess, seconds: float) -> None:
+        self._process, self._seconds = process, seconds
 
     async def call(self, call: ToolCall) -> str:
         code = str(call.arguments["code"])
         if len(code) > _LONGEST:
             raise ToolRefusal(f"code must have at most {_LONGEST} characters, got {len(code)}")
         try:
-            answer = await self._helper.ask({"code": code}, 2 * self._seconds + _SLACK)
-        except HelperLost as loss:
+            answer = await self._process.ask({"code": code}, 2 * self._seconds + _SLACK)
+        except EpisodeProcessLost as loss:
             return f"Python was stopped: {loss}. It starts anew: names are no longer defined."
         if answer["status"] == "failed":
             raise SandboxError(answer["detail"])
@@ -57,7 +57,7 @@ class Python:
         return said or "(no output)"
 
     async def close(self) -> None:
-        await self._helper.close()
+        await self._process.close()
 
 
 def main() -> None:

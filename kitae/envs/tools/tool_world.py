@@ -13,7 +13,7 @@ from kitae.envs.params import read_params
 from kitae.envs.tools.base import Hand, ToolEpisode
 from kitae.envs.tools.calculator import Calculator
 from kitae.envs.tools.passages import Index
-from kitae.envs.tools.python import Python, python_helpers
+from kitae.envs.tools.python import Python, python_processes
 from kitae.envs.tools.search import Search
 from kitae.errors import ConfigError, DataError
 from kitae.sandbox.sandbox_jobs import Limits
@@ -73,7 +73,7 @@ class Tools:
         self._examples = _messages(self._params.examples)
         python = self._params.python
         limits = Limits(time_limit=python.time_limit, memory_mb=python.memory_mb, output_mb=1)
-        self._consoles = python_helpers(python.sandbox, python.packages, limits)
+        self._consoles = python_processes(python.sandbox, python.packages, limits)
         self._index: Index | None = None
         self._open = AsyncExitStack()
 
@@ -93,7 +93,7 @@ class Tools:
 
     def _hand(self, name: ToolName) -> Hand:
         if name == "python":
-            return Python(self._consoles.hire(), self._params.python.time_limit)
+            return Python(self._consoles.create(), self._params.python.time_limit)
         if name == "search":
             assert self._index is not None and self._params.search is not None
             return Search(self._index, self._params.search.results)

@@ -24,8 +24,7 @@ from kitae.trainer.parallel.collectives import sum_gradient, sum_parts
 
 
 def split_layers(policy: Policy, peers: DeviceMesh) -> None:
-    """Split the layers. From now on they run as their classes define them, as fused modules would read whole weights.
-    """
+    """Split the layers, which from now on run as their classes define them: fused modules would read whole weights."""
     decoder: Any = policy.decoder
     plan = _plan_of(policy)
     unfuse(decoder)

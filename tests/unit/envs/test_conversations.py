@@ -3,7 +3,7 @@
 import pytest
 
 from kitae.data.chat import Chat
-from kitae.envs.conversations import Threads
+from kitae.envs.conversations import Conversations
 from kitae.models.tiny import _tokenizer
 from kitae.types import Message, Segment, ToolCall
 
@@ -16,13 +16,13 @@ RESULT = Message("tool", "4", call_id="call_1")
 
 def chains(*messages: Message) -> int:
     """How many there are when a conversation goes on with these messages."""
-    threads = Threads(CHAT)
+    conversations = Conversations(CHAT)
     tokens = (*CHAT.encode(SAID.content), CHAT.stop_tokens[0])
-    first = threads.place(ASKED, ())
-    threads.grow(first, Segment("model", tokens, (-1.0,) * len(tokens), (0,) * len(tokens)), SAID)
-    second = threads.place(messages, ())
-    threads.grow(second, Segment("model", (5,), (-1.0,), (0,)), Message("assistant", "x"))
-    return len(threads.chains)
+    first = conversations.find(ASKED, ())
+    conversations.grow(first, Segment("model", tokens, (-1.0,) * len(tokens), (0,) * len(tokens)), SAID)
+    second = conversations.find(messages, ())
+    conversations.grow(second, Segment("model", (5,), (-1.0,), (0,)), Message("assistant", "x"))
+    return len(conversations.chains)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kitae.envs.episode_processes import HelperLost
+from kitae.envs.episode_processes import EpisodeProcessLost
 from kitae.envs.mcp.mcp_world import Mcp, ServerFailed
 from kitae.errors import ConfigError
 from kitae.types import Message, Prompt, ToolCall, Turn
@@ -114,7 +114,7 @@ def test_servers_that_hang_or_end_fail_their_episode_and_leave_nothing():
     async def talk(world):
         episodes = [world.make(PROMPT) for _ in range(3)]
         pids = [int(pid) for e in episodes for pid in (await heard(e, "spawn")).split()]
-        with pytest.raises(HelperLost, match="longer than 3 s"):
+        with pytest.raises(EpisodeProcessLost, match="longer than 3 s"):
             await heard(episodes[0], "hang")
         with pytest.raises(ServerFailed, match="gone"):
             await heard(episodes[1], "die")
