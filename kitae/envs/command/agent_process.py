@@ -1,4 +1,4 @@
-"""The process that runs an agent program for one episode, and ends with everything that the program has started.
+"""The process that runs an agent program for one episode, and that ends with everything that the program started.
 
 setup  {}                                                      greeting  {}
 job    {"command": ["python", "agent.py"], "folder", "variables", "input", "keep"}
@@ -16,7 +16,7 @@ from kitae.workers.die_with_parent import tie
 from kitae.workers.templates.template_main import Answer, serve
 
 _PR_SET_PDEATHSIG = 1
-_LAST_WORDS = 1.0  # seconds for what was printed to be read
+_LAST_WORDS = 1.0  # seconds to read the remaining output
 
 
 def main() -> None:
@@ -28,8 +28,11 @@ def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
 
 
 def run(job: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Run the program to its end. It stays in the process group of this process, by which both are killed. What it
-    leaves behind is found by whoever kills this process; should the run be killed, by this process."""
+    """Run the program to its end.
+
+    It stays in this process's group, so both are killed together. Processes that it leaves behind are found by whatever
+    kills this process, or by this process if the run itself is killed.
+    """
     tie()
     try:
         program = subprocess.Popen(
@@ -50,19 +53,19 @@ def run(job: Mapping[str, Any]) -> Mapping[str, Any]:
     reading = threading.Thread(target=_read, args=(program.stdout, words, job["keep"]), daemon=True)
     reading.start()
     status = program.wait()
-    reading.join(_LAST_WORDS)  # something that it left behind may hold the pipe
+    reading.join(_LAST_WORDS)  # a process that it left behind may hold the pipe open
     return {"status": status, "words": bytes(words).decode("utf-8", "replace")}
 
 
 def _read(pipe: IO[bytes], words: bytearray, keep: int) -> None:
-    """Keeps the end of what is printed, however much that is."""
+    """Keep the end of the output, however long it is."""
     while part := pipe.read(2**16):
         words += part
         del words[:-keep]
 
 
 def _write(pipe: IO[bytes], text: bytes) -> None:
-    """A program need not read what it is given."""
+    """Write the input; a program may exit without reading it."""
     try:
         pipe.write(text)
         pipe.close()

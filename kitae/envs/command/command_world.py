@@ -1,13 +1,13 @@
-"""Agent programs of any language, as they are: each episode has a base URL of its own, at which the policy answers.
+"""Agent programs in any language: each episode has its own base URL, at which the policy answers.
 
-A program is started for each episode. It talks to its URL as to OpenAI's API; its end, or a reward that it posts, ends
-the episode. What it is given:
+A program is started for each episode, and uses its URL like OpenAI's API. The episode ends when the program ends or
+posts a reward. The program receives:
 
     OPENAI_BASE_URL, OPENAI_API_KEY   where the policy answers; most clients read these
-    OPENAI_MODEL                      a name for it; any other is taken too
+    OPENAI_MODEL                      a model name; any other is accepted too
     KITAE_EPISODE_URL                 POST {"reward": 1.0, "detail": "…"} to it + "/reward", GET it + "/prompt"
     standard input                    the prompt as JSON: id, question, messages, reference, context
-    {question}, {base_url}, {model}   in the words of the command, are replaced
+    {question}, {base_url}, {model}   replaced in the words of the command
 """
 
 import asyncio
@@ -51,9 +51,9 @@ from kitae.types import Prompt
 
 _HOST = "127.0.0.1"
 _NAME = "policy"
-_MOST_ASKS = 10_000  # in flight: episodes have limits of their own
-_FOREVER = 1e9  # seconds: how long an agent may take is the episode's affair
-_HINTS = ("reasoning_effort", "verbosity")  # how to answer is the policy's choice, as how to sample is the run's
+_MOST_REQUESTS = 10_000  # in flight, for all episodes together; each has limits of its own
+_FOREVER = 1e9  # seconds; the episode has its own time limit
+_HINTS = ("reasoning_effort", "verbosity")  # request fields without effect, as the run decides how to sample
 _EPISODES = "/episodes/{token}"
 
 
@@ -67,7 +67,7 @@ class CommandParams(Section):
 
 
 class CommandWorld:
-    """The server at which all programs of a run ask, and the processes that they run in."""
+    """A `World`: the server that all programs of a run use, and the processes that they run in."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         self.params = read_params(CommandParams, params, "command")
@@ -96,7 +96,7 @@ class CommandWorld:
         return CommandAgent(self, prompt)
 
     async def admit(self, agent: "CommandAgent", chat: Chat) -> str:
-        """The address of an episode; the server starts with the first."""
+        """Register an agent and return its URL. The server starts with the first agent."""
         if not self._url:
             taken = listen(_HOST, 0)
             self._stack.callback(taken.close)
@@ -109,7 +109,7 @@ class CommandWorld:
         self._agents.pop(agent.token, None)
 
     def _app(self, chat: Chat) -> Starlette:
-        places = Places(_MOST_ASKS)
+        places = Places(_MOST_REQUESTS)
         counters = Counters(places)
         voice = Voice(_NAME, chat, Spelling(chat.tokenizer), tells_early(chat.tokenizer))
         manners = Manners(tries=1, answer_anyway=True, any_name=True, ignored=_HINTS)
@@ -129,7 +129,7 @@ class CommandWorld:
         return agent
 
     async def _prompt(self, request: Request) -> Response:
-        return json_response(self._find(request).told)
+        return json_response(self._find(request).prompt)
 
     async def _reward(self, request: Request) -> Response:
         agent = self._find(request)
@@ -142,7 +142,7 @@ class CommandWorld:
 
 
 class CommandAgent:
-    """One program, from its start to its end."""
+    """An `Agent`: one program, from its start to its end."""
 
     def __init__(self, world: CommandWorld, prompt: Prompt) -> None:
         self.token = secrets.token_urlsafe(18)
@@ -154,13 +154,13 @@ class CommandAgent:
 
     @property
     def model(self) -> Model:
-        """The program has started, now that it asks."""
+        """The model that answers the program's requests. The first request shows that the program has started."""
         assert self._model is not None
         self._has_started()
         return self._model
 
     async def enter(self) -> None:
-        """A program takes its time to begin: as many of them as there are processors do so at once."""
+        """Wait to start: only about as many programs as there are processors start at the same time."""
         await self._world.starting.acquire()
         self._starting = True
 
@@ -170,8 +170,8 @@ class CommandAgent:
             self._world.starting.release()
 
     @property
-    def told(self) -> dict[str, Any]:
-        """The prompt as a program gets it."""
+    def prompt(self) -> dict[str, Any]:
+        """The prompt as the program receives it."""
         p = self._prompt
         return {
             "id": p.id,
@@ -198,8 +198,8 @@ class CommandAgent:
             await asyncio.gather(running, return_exceptions=True)
 
     def reward(self, outcome: Outcome) -> float | None:
-        """The first one counts; that one is told."""
-        assert self._posted is not None  # the program has its address from there
+        """Set the reward unless one was posted before. Returns the reward that counts."""
+        assert self._posted is not None  # `run` made it before it passed the address to the program
         if not self._posted.done():
             self._posted.set_result(outcome)
         return self._posted.result().reward
@@ -210,9 +210,9 @@ class CommandAgent:
         await self._process.close()
 
     def _job(self, url: str) -> dict[str, Any]:
-        params, told = self._world.params, self.told
+        params, prompt = self._world.params, self.prompt
         base = f"{url}/v1"
-        spoken = {"{question}": told["question"], "{base_url}": base, "{model}": _NAME}
+        replacements = {"{question}": prompt["question"], "{base_url}": base, "{model}": _NAME}
         variables = {
             **os.environ,
             **params.variables,
@@ -223,16 +223,16 @@ class CommandAgent:
             "KITAE_EPISODE_URL": url,
         }
         return {
-            "command": [_replaced(word, spoken) for word in self._world.words],
+            "command": [_replaced(word, replacements) for word in self._world.words],
             "folder": params.folder,
             "variables": variables,
-            "input": json.dumps(told),
+            "input": json.dumps(prompt),
             "keep": params.keep,
         }
 
 
 def _outcome(answer: Mapping[str, Any]) -> Outcome:
-    """Of a program that has ended without posting a reward."""
+    """The outcome of a program that ended without posting a reward."""
     if "refused" in answer:
         raise RuntimeError(f"the program could not be started: {answer['refused']}")
     if answer["status"]:
@@ -242,13 +242,13 @@ def _outcome(answer: Mapping[str, Any]) -> Outcome:
 
 
 def _reached_directly(variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables by which clients do not ask a proxy for this machine."""
+    """Variables that make clients bypass proxies for this machine."""
     known = {name: variables.get(name, "") for name in ("no_proxy", "NO_PROXY")}
     return {name: ",".join(filter(None, (hosts, _HOST))) for name, hosts in known.items()}
 
 
-def _replaced(word: str, spoken: Mapping[str, str]) -> str:
-    for mark, text in spoken.items():
+def _replaced(word: str, replacements: Mapping[str, str]) -> str:
+    for mark, text in replacements.items():
         word = word.replace(mark, text)
     return word
 

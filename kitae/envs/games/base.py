@@ -1,4 +1,4 @@
-"""What a game is to an episode."""
+"""The interface of a game."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What became of a move: `Move("Too low.")`, `Move("Right!", reward=1.0, done=True)`."""
+    """The result of a move: `Move("Too low.")`, `Move("Right!", reward=1.0, done=True)`."""
 
     text: str
     reward: float = 0.0
@@ -15,11 +15,11 @@ class Move:
 
 
 class Game(Protocol):
-    """One game, played once: `start` says what the player reads first, `move` what a move did."""
+    """One game, played once. `start` returns the first text for the player, `move` the result of a move."""
 
     def start(self) -> str: ...
     def move(self, said: str) -> Move: ...
 
 
 GameMaker = Callable[[int, Mapping[str, Any]], Game]
-"""From a seed and the options of a game to the game."""
+"""Makes a game from a seed and options."""

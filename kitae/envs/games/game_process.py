@@ -3,8 +3,8 @@
     setup  {"package", "name", "options"}      job  {"seed"}, then {"said"} for each move
                                                answer  {"text", "reward", "done"}, or {"problem"}
 
-The package is imported, and the game made once, in the template. A game may then do with its process what it likes:
-seed the global `random`, print, leave threads.
+The package is imported in the template, and one game is made and started there as a test. A game may then do anything
+to its process: seed the global `random`, print, leave threads behind.
 """
 
 import random
@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
-    """The package, proven by one game."""
+    """Import the package and start one game, to check that it can be played."""
     package, name, options = setup["package"], setup["name"], setup["options"]
     game = f"env.params.game = '{package}:{name}'"
 

@@ -21,7 +21,7 @@ from kitae.section import Section
 from kitae.types import Message, Prompt, Turn
 
 OWN: dict[str, Callable[[int, Mapping[str, Any]], Game]] = {"guess": Guess}
-"""Games that need no process: they are quick, and keep nothing but themselves."""
+"""Games that need no process of their own: they are fast, and change nothing outside themselves."""
 
 PACKAGES = {"textarena": "TextArena", "gymnasium": "Gymnasium"}
 
@@ -40,7 +40,7 @@ class GamesParams(Section):
 
 
 class Player(Protocol):
-    """A game as an episode plays it."""
+    """A game as an episode plays it, in this process or in another."""
 
     async def start(self) -> str: ...
     async def move(self, said: str) -> Move: ...
@@ -48,7 +48,7 @@ class Player(Protocol):
 
 
 class GameEpisode:
-    """An `Environment`. Each move has a reward, 0 for most, so that a game that is cut off counts as far as it went."""
+    """An `Environment` in which each move has a reward, mostly 0, so an interrupted game counts as far as it went."""
 
     def __init__(self, player: Player, params: GamesParams) -> None:
         self._player, self._params = player, params
@@ -70,8 +70,8 @@ class GameEpisode:
         return shortened(readable(text), self._params.output)
 
 
-class _Here:
-    """A `Player` of one of our own games."""
+class _LocalGame:
+    """A `Player` of a game in this process."""
 
     def __init__(self, game: Game) -> None:
         self._game = game
@@ -86,18 +86,18 @@ class _Here:
         pass
 
 
-class _Elsewhere:
-    """A `Player` of a game in a helper process. One that is lost fails the episode: it cannot be played on."""
+class _GameInProcess:
+    """A `Player` of a game in a process of its own. If that process is lost, the episode fails."""
 
     def __init__(self, process: EpisodeProcess, seed: int, seconds: float) -> None:
         self._process, self._seed, self._seconds = process, seed, seconds
 
     async def start(self) -> str:
         answer = await self._process.ask({"seed": self._seed}, self._seconds)
-        return _told(answer).text
+        return _move_of(answer).text
 
     async def move(self, said: str) -> Move:
-        return _told(await self._process.ask({"said": said}, self._seconds))
+        return _move_of(await self._process.ask({"said": said}, self._seconds))
 
     async def close(self) -> None:
         await self._process.close()
@@ -107,7 +107,7 @@ class GameFailed(Exception):
     """A game raised an exception."""
 
 
-def _told(answer: Mapping[str, Any]) -> Move:
+def _move_of(answer: Mapping[str, Any]) -> Move:
     if "problem" in answer:
         raise GameFailed(answer["problem"])
     return Move(answer["text"], answer["reward"], answer["done"])
@@ -116,7 +116,7 @@ def _told(answer: Mapping[str, Any]) -> Move:
 class Games:
     """Games that the model plays for rewards.
 
-    A `World`. The package of the game is imported once, in the template of the helpers.
+    A `World`. The game's package is imported once, in the template of the processes.
     """
 
     params: ClassVar = GamesParams
@@ -133,7 +133,7 @@ class Games:
                 f"env.params.game must be {', '.join(OWN)}, textarena:NAME or gymnasium:NAME, got {self._params.game!r}"
             )
         else:
-            OWN[self._params.game](0, self._params.options)  # complains about options
+            OWN[self._params.game](0, self._params.options)  # raises if the options are wrong
 
     async def __aenter__(self) -> Self:
         if self._processes is not None:
@@ -147,12 +147,12 @@ class Games:
     def make(self, prompt: Prompt) -> GameEpisode:
         seed = seed_of(prompt)
         if self._processes is not None:
-            return GameEpisode(_Elsewhere(self._processes.create(), seed, self._params.seconds), self._params)
-        return GameEpisode(_Here(OWN[self._params.game](seed, self._params.options)), self._params)
+            return GameEpisode(_GameInProcess(self._processes.create(), seed, self._params.seconds), self._params)
+        return GameEpisode(_LocalGame(OWN[self._params.game](seed, self._params.options)), self._params)
 
 
 def seed_of(prompt: Prompt) -> int:
-    """The seed that the data gives: in the context, or as the reference; else one that depends on the prompt's id."""
+    """The seed of a prompt: from its context or reference, or else derived from its id."""
     for found in (prompt.context.get("seed"), prompt.reference):
         if isinstance(found, int) and not isinstance(found, bool):
             return found

@@ -1,4 +1,4 @@
-"""Guess the number: after each guess the player learns whether it was too low or too high."""
+"""Guess the number; each answer says whether the guess was too low or too high."""
 
 import random
 import re
@@ -22,7 +22,7 @@ class GuessParams(Section):
 
 
 class Guess:
-    """A `Game`. A right guess is worth 1 and ends it; so does the last guess, worth 0 if it is wrong."""
+    """A `Game`. It ends with a right guess, worth 1, or with the last guess, worth 0 if it is wrong."""
 
     def __init__(self, seed: int, options: Mapping[str, Any]) -> None:
         params = read_params(GuessParams, options, "games", "env.params.options")
@@ -33,7 +33,7 @@ class Guess:
         return f"Guess my number, from 1 to {self._high}. You have {self._left} guesses."
 
     def move(self, said: str) -> Move:
-        """The last number that was said is the guess."""
+        """The guess is the last number in the text."""
         self._left -= 1
         found = _NUMBER.findall(said)
         if found and int(found[-1]) == self._number:

@@ -1,4 +1,4 @@
-"""Environments of Gymnasium that can be read: those with a few actions and a picture of text."""
+"""Environments of Gymnasium that a model can play: those with discrete actions, rendered as text where possible."""
 
 import re
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ ACTIONS = {
     "CliffWalking": ("up", "right", "down", "left"),
     "Blackjack": ("stick", "hit"),
 }
-"""Names of actions, by the name of the environment without its version; others have numbers."""
+"""Names of actions, by the environment's name without its version. Other environments use numbers."""
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _SEEDS = 2**31
@@ -22,7 +22,7 @@ _SEEDS = 2**31
 class Gymnasium:
     """A `Game`: `Gymnasium(7, {"name": "FrozenLake-v1", "options": {"is_slippery": False}})`.
 
-    The last action that is named in a turn, by name or number, is the move; a turn that names none changes nothing.
+    The last action in a turn, by name or number, is the move; a turn without one has no effect.
     """
 
     def __init__(self, seed: int, about: Mapping[str, Any]) -> None:
@@ -60,12 +60,12 @@ class Gymnasium:
 
 
 def _mark(colour: "re.Match[str]") -> str:
-    """Where the picture has a coloured place, which is where one stands, brackets."""
+    """Brackets in place of colours, which mark the player's position."""
     return "]" if colour[0] == "\x1b[0m" else "["
 
 
 def _modes(name: str) -> list[str]:
-    """The ways in which an environment can be shown."""
+    """The render modes of an environment."""
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
 

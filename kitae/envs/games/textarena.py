@@ -12,8 +12,8 @@ _SEEDS = 2**31
 class TextArena:
     """A `Game`: `TextArena(7, {"name": "GuessTheNumber-v0", "options": {"max_number": 10}})`.
 
-    TextArena shows the whole game each time; the player, who has read the rest, is shown what is new. The reward is the
-    one that it gives when the game is over.
+    TextArena returns the text of the whole game each time; only what is new is passed on. The only reward is the final
+    one.
     """
 
     def __init__(self, seed: int, about: Mapping[str, Any]) -> None:

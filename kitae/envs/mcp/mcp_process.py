@@ -1,10 +1,10 @@
-"""The processes that speak with MCP servers, through the official package; see `kitae.envs.episode_processes`.
+"""The processes that talk to MCP servers, through the official package; see `kitae.envs.episode_processes`.
 
     setup  {"command", "env", "cwd"}      greeting  {"tools"}: as JSON schemas of functions
     job    {"name", "arguments"}          answer    {"text", "refused"}, or {"problem"}
 
-Each process starts a server of its own, on a tether, and keeps one session with it. A server that writes without end
-meets the memory limit of its process, which then ends, and the server with it.
+Each process starts a server of its own, which dies with it, and keeps one session. A server that writes without end
+makes its process reach the memory limit; the process then ends, and the server with it.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from kitae.workers.templates.template_main import Answer, serve
 
 _MEMORY = 2**31  # bytes
 _PAGES = 1_000  # of a list of tools
-_LONGEST = 100_000  # characters of an answer that travel
-_CLOSED = -32000  # the code of an error by which the package says that the connection is closed
+_LONGEST = 100_000  # characters of an answer, at most
+_CLOSED = -32000  # the package's error code for a closed connection
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
-    """The tools of a server that was started once for that, and is gone again."""
+    """Start the server once to list its tools."""
     try:
         import mcp  # noqa: F401
     except ImportError:
@@ -41,13 +41,13 @@ def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
     try:
         tools = asyncio.run(_tools(setup))
     except BaseException as problem:
-        raise ConfigError(f"env.params.command: {' '.join(command)!r} is no MCP server: {_why(problem)}") from None
+        raise ConfigError(f"env.params.command: {' '.join(command)!r} is no MCP server: {_reason(problem)}") from None
     if not tools:
         raise ConfigError(f"env.params.command: {' '.join(command)!r} must have tools, got none")
-    return {"tools": tools}, _Line(setup).answer
+    return {"tools": tools}, _Session(setup).answer
 
 
-class _Line:
+class _Session:
     """The session of one process, opened at the first job."""
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ class _Line:
             resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
             self._loop = asyncio.new_event_loop()
             self._jobs = asyncio.Queue()
-            self._task = self._loop.create_task(self._talk())
+            self._task = self._loop.create_task(self._serve())
         return self._loop.run_until_complete(self._ask(job))
 
     async def _ask(self, job: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -70,10 +70,11 @@ class _Line:
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if answered.done():
             return answered.result()
-        return {"problem": f"the session ended: {_why(self._task.exception())}"}
+        return {"problem": f"the session ended: {_reason(self._task.exception())}"}
 
-    async def _talk(self) -> None:
-        """One task opens the session and asks: what the package begins in a task it must also end there."""
+    async def _serve(self) -> None:
+        """Open the session and handle all requests in one task: the package requires that the same task closes what it
+        opened."""
         async with AsyncExitStack() as stack:
             session = await _session(stack, self._setup)
             while True:
@@ -97,7 +98,7 @@ async def _called(session: Any, job: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _text(content: list[Any]) -> str:
-    """What of an answer is text; of the rest, what it is."""
+    """The text of an answer; other content is replaced by its kind."""
     shown = []
     for part in content:
         kind = part.get("type")
@@ -128,7 +129,7 @@ async def _tools(setup: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool in the shape that chat templates know."""
+    """A tool as chat templates expect it."""
     inside = {
         "name": tool["name"],
         "description": tool.get("description") or "",
@@ -151,7 +152,7 @@ async def _session(stack: AsyncExitStack, setup: Mapping[str, Any]) -> Any:
     return session
 
 
-def _why(problem: BaseException | None) -> str:
+def _reason(problem: BaseException | None) -> str:
     while isinstance(problem, BaseExceptionGroup):
         problem = problem.exceptions[0]
     return f"{type(problem).__name__}: {problem}"[:1000] if problem else "it is over"

@@ -27,13 +27,13 @@ class McpParams(Section):
 
 
 class ServerFailed(Exception):
-    """The server did not answer; the episode cannot be played on."""
+    """The server did not answer, so the episode cannot go on."""
 
 
 class Mcp:
     """A question of the data, and the tools of an MCP server to answer it with.
 
-    A `World`. The tools are listed once, when it is opened.
+    A `World`. The tools are listed once, when it is entered.
     """
 
     params: ClassVar = McpParams
@@ -64,12 +64,12 @@ class Mcp:
 
     def make(self, prompt: Prompt) -> ToolEpisode:
         server = self._common or _Server(self._processes.create(), self._params.seconds)
-        hands = [_ServerTool(tool, server, closes=self._common is None) for tool in self._tools]
-        return ToolEpisode(prompt, hands, self._params.output)
+        tools = [_ServerTool(tool, server, closes=self._common is None) for tool in self._tools]
+        return ToolEpisode(prompt, tools, self._params.output)
 
 
 class _Server:
-    """A session with a server, asked one thing at a time."""
+    """A session with a server, which handles one request at a time."""
 
     def __init__(self, process: EpisodeProcess, seconds: float) -> None:
         self._process, self._seconds = process, seconds
@@ -84,7 +84,7 @@ class _Server:
 
 
 class _ServerTool:
-    """A `Hand` on one tool of a server."""
+    """An `EpisodeTool` for one tool of a server."""
 
     def __init__(self, tool: Tool, server: _Server, closes: bool) -> None:
         self.tool = tool

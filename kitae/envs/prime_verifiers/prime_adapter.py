@@ -1,11 +1,11 @@
-"""One episode of an environment of the package `verifiers`, played in the interpreter that has the package.
+"""One episode of an environment of the package `verifiers`, played by the interpreter that has the package.
 
-    KITAE_VERIFIERS   {"environment": "gsm8k", "args": {…}, "settings": {…}}, as the recipe has it
+    KITAE_VERIFIERS   {"environment": "gsm8k", "args": {…}, "settings": {…}}, as in the recipe
     standard input    the prompt; its context has {"task": {"number": 17, "split": "train"}}
-    --check           instead: load the environment, and print as the last line how many tasks it has
+    --check           instead: load the environment and print the numbers of its tasks as the last line
 
-This file runs without Kitae: it uses the standard library and that package, version 0.4 (`verifiers.v1`) or 0.1. The
-policy is asked where OPENAI_BASE_URL says, and the reward is posted to KITAE_EPISODE_URL.
+This file runs without Kitae: it needs only the standard library and that package, version 0.4 (`verifiers.v1`) or 0.1.
+It queries the policy at OPENAI_BASE_URL and posts the reward to KITAE_EPISODE_URL.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ import urllib.request
 from typing import Any
 
 HELD_OUT = 8
-"""One task in so many is held out, where the environment has no tasks for that itself."""
+"""One task in this many is held out, if the environment has no held-out tasks."""
 
-_READ = 100_000  # tasks of one that has no end
+_READ = 100_000  # tasks read at most; an environment may have no last one
 
 
 class Tasks:
-    """The tasks of an environment, those to train on apart from those that are held out."""
+    """The tasks of an environment, in a training and a held-out split."""
 
     def __init__(self, tasks: Any, held_out: Any = None) -> None:
         self._all, self._held_out = tasks, held_out
@@ -37,7 +37,7 @@ class Tasks:
         return {"train": len(self._all) - held_out, "eval": held_out}
 
     def pick(self, number: int, split: str) -> Any:
-        """Task `number` of a split, from the beginning again after the last; with the split "", of all as they are."""
+        """Task `number` of a split, counted modulo its size; with the split "", of all tasks in their order."""
         if not split:
             if number >= len(self._all):
                 raise SystemExit(f"there are {len(self._all)} tasks, got number {number}")
@@ -54,7 +54,7 @@ class Tasks:
 
 
 class Newer:
-    """An environment of `verifiers.v1`: a taskset, and whoever plays it."""
+    """An environment of `verifiers.v1`: a taskset and the agents that play it."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
@@ -64,8 +64,8 @@ class Newer:
         self.tasks = Tasks(list(itertools.islice(self._env.taskset, _READ)))
 
     def _placed(self, wanted: dict[str, Any], config: Any) -> dict[str, Any]:
-        """Settings by which roles run on this machine of which neither recipe nor environment says where: the package
-        would rent machines for them."""
+        """Settings that make roles run on this machine where neither the recipe nor the environment says where: by
+        default, the package would rent machines for them."""
         vf = importlib.import_module("verifiers.v1")
         rented, placed = vf.AgentConfig().runtime, dict(wanted)
         for name in type(config).model_fields:

@@ -1,7 +1,7 @@
 """The environment `verifiers`: episodes of Prime Intellect's environments, each in the interpreter that has them.
 
-The tasks are the environment's own. `data.task = "episodes"` gives each episode a seed, and the seed is the number of a
-task; seeds that are held out lead to tasks that are. Data of your own may name a task by its number, as `seed`.
+The tasks are the environment's own. `data.task = "episodes"` gives each episode a seed, which is the number of a task;
+held-out seeds lead to held-out tasks. Other data may name a task by its number, as `seed`.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from kitae.section import Section
 from kitae.types import Prompt
 
 _ADAPTER = Path(__file__).with_name("prime_adapter.py")
-_LOADING = 600.0  # seconds: an environment may fetch its data
+_LOADING = 600.0  # seconds, as an environment may download its data
 
 
 class VerifiersParams(Section):
@@ -44,7 +44,7 @@ class VerifiersParams(Section):
 
 
 class VerifiersWorld(CommandWorld):
-    """Agent programs that are all the adapter. sizes: how many tasks each split has."""
+    """A `World` of agent programs that are all the adapter. sizes: how many tasks each split has."""
 
     def __init__(self, params: Mapping[str, Any]) -> None:
         given = read_params(VerifiersParams, params, "verifiers")
@@ -66,7 +66,7 @@ class VerifiersWorld(CommandWorld):
         return CommandAgent(self, replace(prompt, context={**prompt.context, "task": task_of(prompt)}))
 
     async def _check(self) -> dict[str, int]:
-        """Load the environment once, before a model is loaded."""
+        """Load the environment once, to check it before a model is loaded."""
         program = await asyncio.create_subprocess_exec(
             *self.words,
             "--check",
@@ -91,7 +91,8 @@ class VerifiersWorld(CommandWorld):
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:
-    """Which task an episode plays: `{"number": 17, "split": "train"}`; with the split "", of all tasks as they are."""
+    """The task that an episode plays: `{"number": 17, "split": "train"}`; with the split "", of all tasks in their
+    order."""
     episodes, question = find_task("episodes"), str(prompt.context.get("question", ""))
     number = seed_of(prompt)
     split = episodes.split_of(question) if question == f"Episode {number}" else ""

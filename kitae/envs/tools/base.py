@@ -1,4 +1,4 @@
-"""What a tool is to an episode, and the environment that lets a model call some."""
+"""The interface of a tool in an episode, and the environment in which the model calls tools."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -10,12 +10,15 @@ from kitae.types import Message, Prompt, Tool, ToolCall, Turn
 
 
 class ToolRefusal(Exception):
-    """A tool cannot do what the model asked of it; the message is told to the model."""
+    """A tool cannot do what the model requested; the model reads the message."""
 
 
-class Hand(Protocol):
-    """A tool in the hands of one episode. `call` gets arguments that fit the schema, and answers with a text, or with a
-    `ToolRefusal`; whatever else it raises is a failure of the episode."""
+class EpisodeTool(Protocol):
+    """A tool as one episode uses it.
+
+    `call` receives arguments that fit the schema. It returns a text or raises `ToolRefusal`; any other exception is a
+    failure of the episode.
+    """
 
     tool: Tool
 
@@ -24,22 +27,24 @@ class Hand(Protocol):
 
 
 class ToolEpisode:
-    """An `Environment`: the prompt, tools, and an end when the model answers without a call.
+    """An `Environment` with tools, which is done when the model answers without a call.
 
-    A call that cannot be read, or that the tool refuses, is answered by an error that the model can read. What a tool
-    says is cut to `output` characters, from its middle. Scoring is left to the verifier, which judges the last turn.
-    `examples` are shown before the prompt, after its system message.
+    A call that cannot be parsed, or that the tool refuses, is answered by an error message that the model reads. What a
+    tool returns is cut to `output` characters, in its middle. Scoring is left to the verifier, which judges the last
+    turn. examples: shown before the prompt, after its system message.
     """
 
-    def __init__(self, prompt: Prompt, hands: Sequence[Hand], output: int, examples: tuple[Message, ...] = ()) -> None:
+    def __init__(
+        self, prompt: Prompt, tools: Sequence[EpisodeTool], output: int, examples: tuple[Message, ...] = ()
+    ) -> None:
         self._output = output
         begin = next((n for n, m in enumerate(prompt.messages) if m.role not in SYSTEM), 0)
         shown = (*prompt.messages[:begin], *examples, *prompt.messages[begin:])
         self._messages = shown if examples else prompt.messages
-        self._hands = {str(function_of(hand.tool)["name"]): hand for hand in hands}
+        self._tools_by_name = {str(function_of(tool.tool)["name"]): tool for tool in tools}
 
     async def start(self) -> Opening:
-        return Opening(self._messages, tuple(hand.tool for hand in self._hands.values()))
+        return Opening(self._messages, tuple(tool.tool for tool in self._tools_by_name.values()))
 
     async def step(self, turn: Turn) -> Observation:
         if turn.problem:
@@ -50,25 +55,25 @@ class ToolEpisode:
 
     async def _answer(self, call: ToolCall) -> Message:
         try:
-            text = await self._hands[call.name].call(call)
+            text = await self._tools_by_name[call.name].call(call)
         except ToolRefusal as refusal:
             text = f"Error: {refusal}"
         return Message("tool", shortened(readable(text), self._output), call_id=call.id, name=call.name)
 
     async def close(self) -> None:
-        for hand in self._hands.values():
-            await hand.close()
+        for tool in self._tools_by_name.values():
+            await tool.close()
 
 
 def describe(name: str, description: str, **arguments: str) -> Tool:
-    """The schema of a tool all of whose arguments are texts: `describe("search", "Find …", query="What to find.")`."""
+    """The schema of a tool whose arguments are all strings: `describe("search", "Find …", query="What to find.")`."""
     properties: dict[str, Any] = {key: {"type": "string", "description": said} for key, said in arguments.items()}
     parameters = {"type": "object", "properties": properties, "required": list(arguments)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def shortened(text: str, limit: int) -> str:
-    """Both ends of a text, and how much is missing between them."""
+    """Both ends of a long text, and how many characters are left out between them."""
     if len(text) <= limit:
         return text
     head, tail = limit - limit // 3, limit // 3
@@ -76,7 +81,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 def readable(text: str) -> str:
-    """A text that can be kept and shown: valid Unicode, without control characters but tabs and newlines."""
+    """A text that can be stored and displayed: valid Unicode, without control characters except tabs and newlines."""
     return text.encode(errors="backslashreplace").decode().translate(_CONTROL)
 
 

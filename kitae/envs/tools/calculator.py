@@ -1,7 +1,7 @@
-"""A calculator that is exact: whole numbers of any length that can be read, and fractions.
+"""An exact calculator, for integers and fractions.
 
-Bounded: an expression has at most 1,000 characters, a number at most 4,000 digits, and no step is begun whose result
-would be longer; so an answer takes milliseconds.
+It is bounded: an expression has at most 1,000 characters and a number at most 4,000 digits, and no operation is started
+whose result would be longer. So each answer takes milliseconds.
 """
 
 import ast
@@ -22,7 +22,7 @@ Number = Fraction
 
 
 class Calculator:
-    """A `Hand`; it keeps nothing."""
+    """An `EpisodeTool` without state."""
 
     tool = describe(
         "calculator",
@@ -39,7 +39,7 @@ class Calculator:
 
 
 def compute(expression: str) -> str:
-    """`"0.125"` for `"1/8"`, `"1/3 = 0.333333333333…"` for `"1/3"`; a `ToolRefusal` says what is wrong."""
+    """`"0.125"` for `"1/8"`, `"1/3 = 0.333333333333…"` for `"1/3"`. Raises `ToolRefusal` with what is wrong."""
     if len(expression) > _LONGEST:
         raise ToolRefusal(f"an expression must have at most {_LONGEST} characters, got {len(expression)}")
     text = expression.strip().rstrip("=").replace("^", "**").replace("×", "*").replace("÷", "/").replace("−", "-")
@@ -67,7 +67,8 @@ def _value(node: ast.expr, text: str) -> Number:
 
 
 def _number(written: str) -> Number:
-    """As it is written: 0.1 is a tenth. An exponent makes a number long that looks short."""
+    """The exact value of a literal, so 0.1 is a tenth. Exponents are checked first: they make short literals long
+    numbers."""
     _, exponential, exponent = written.lower().partition("e")
     if exponential and not written.lower().startswith("0x") and abs(int(exponent)) > _DIGITS:
         raise ToolRefusal(f"a number has more than {_DIGITS} digits")
@@ -120,7 +121,7 @@ def _whole(function: Callable[..., int]) -> Callable[..., Number]:
 
 
 def _rounded(value: Number, digits: Number = Fraction(0)) -> Number:
-    """Half up, as people do it."""
+    """Round half up, not to even."""
     if digits.denominator != 1 or abs(digits) > 100:
         raise ToolRefusal("round takes a whole number of digits")
     scale = Fraction(10) ** int(digits)
@@ -138,7 +139,7 @@ def _bits(value: Number) -> int:
 
 
 def _spelled(value: Number) -> str:
-    """A whole number, a decimal that ends, or a fraction and the beginning of its decimals."""
+    """The decimal form of a number; a fraction without an end, and the beginning of its decimals."""
     if value.denominator == 1:
         return str(value.numerator)
     rest, digits = value.denominator, 0

@@ -1,7 +1,7 @@
 """Search in a folder of texts: passages ranked by BM25, in memory.
 
-Read are .txt and .md files, split at empty lines into passages of about 120 words, and .jsonl files, of which each line
-is an object with a text, and perhaps a title: one passage, or several where it is long.
+It reads .txt and .md files, split at empty lines into passages of about 120 words, and .jsonl files, where each line is
+an object with a text and possibly a title. A long text of a line is several passages.
 """
 
 import json
@@ -16,10 +16,10 @@ from pathlib import Path
 
 from kitae.errors import ConfigError
 
-_WORDS = 120  # of a passage, about
-_K1, _B = 1.2, 0.75  # how soon repeated words stop to count; how much long passages are held back
+_WORDS = 120  # of a passage, approximately
+_K1, _B = 1.2, 0.75  # BM25's saturation of repeated words, and penalty of long passages
 _WORD = re.compile(r"\w+")
-_TEXTS = ("text", "contents", "content", "body", "passage")  # where .jsonl files have it
+_TEXTS = ("text", "contents", "content", "body", "passage")  # keys of the text in .jsonl files
 _SUFFIXES = (".txt", ".md", ".jsonl")
 _LONGEST_QUERY = 64  # different words
 
@@ -37,7 +37,9 @@ class Index:
 
     def __init__(self, passages: list[Excerpt]) -> None:
         self.passages = passages
-        self._found: dict[str, tuple[array[int], array[int]]] = {}  # by word: passages, and how often it is in them
+        self._found: dict[
+            str, tuple[array[int], array[int]]
+        ] = {}  # for each word, the passages that have it, and how often
         self._lengths = array("l")
         gathered: dict[str, tuple[array[int], array[int]]] = defaultdict(lambda: (array("l"), array("l")))
         for number, passage in enumerate(passages):
@@ -52,7 +54,7 @@ class Index:
 
     @classmethod
     def of(cls, folder: Path) -> "Index":
-        """All passages of a folder and those in it; `ConfigError` where there are none."""
+        """The index of a folder with its subfolders, or of a file. Raises `ConfigError` if there are no passages."""
         if not folder.exists():
             raise ConfigError(f"env.params.search.path: there is no {folder}")
         files = [folder] if folder.is_file() else sorted(p for p in folder.rglob("*") if p.is_file())
@@ -64,7 +66,7 @@ class Index:
         return cls(passages)
 
     def find(self, query: str, count: int) -> list[Excerpt]:
-        """The passages that fit best, best first; those that share no word with the query are none."""
+        """The best passages, best first, without those that share no word with the query."""
         scores: dict[int, float] = defaultdict(float)
         total = len(self.passages)
         for word in list(dict.fromkeys(words_of(query)))[:_LONGEST_QUERY]:
@@ -78,12 +80,12 @@ class Index:
 
 
 def words_of(text: str) -> list[str]:
-    """Words in lower case, without the endings that only count: `["river", "flow"]` of "Rivers flow"."""
+    """Words in lower case, without plural endings: `["river", "flow"]` of "Rivers flows"."""
     return [_stem(word) for word in _WORD.findall(text.lower())]
 
 
 def _stem(word: str) -> str:
-    """A plural s counts for nothing."""
+    """A word without the s of a plural."""
     if len(word) <= 3 or not word.endswith("s") or word.endswith(("ss", "us", "is")):
         return word
     return f"{word[:-3]}y" if word.endswith("ies") and len(word) > 4 else word[:-1]
@@ -113,7 +115,7 @@ def _row(line: str, where: str) -> tuple[str, str]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Paragraphs, gathered until they are long enough; one that is too long is cut between words."""
+    """Paragraphs, joined until they are long enough; longer ones are split between words."""
     gathered: list[str] = []
     length = 0
     for paragraph in re.split(r"\n\s*\n", text):

@@ -1,6 +1,6 @@
-"""Python in a sandbox, as a tool; what a call defines, the next calls of the episode find.
+"""Python in a sandbox, as a tool. Names that a call defines are available to the episode's later calls.
 
-The console runs in a helper process, because a sandbox must be waited for: `main` is what runs there.
+The console runs in a process of its own, because its sandbox blocks while it waits; `main` is that process's entry.
 
     setup  {"sandbox", "packages", "limits"}      job  {"code"}      answer  {"status", "detail", "output"}
 """
@@ -20,7 +20,7 @@ from kitae.types import ToolCall
 from kitae.workers.templates.template_main import Answer, serve
 
 _LONGEST = 50_000  # characters of code
-_SLACK = 30.0  # seconds to start a sandbox, beyond those of the code
+_SLACK = 30.0  # extra seconds, to start a sandbox
 
 
 def python_processes(sandbox: SandboxChoice, packages: bool, limits: Limits) -> EpisodeProcesses:
@@ -29,7 +29,7 @@ def python_processes(sandbox: SandboxChoice, packages: bool, limits: Limits) -> 
 
 
 class Python:
-    """A `Hand` on a console of its own, which starts when it is first called."""
+    """An `EpisodeTool` with a console of its own, started at the first call."""
 
     tool = describe(
         "python",
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
-    """A sandbox that was tried out; each helper that is forked opens its own at the first job."""
+    """Check that the sandbox works; each forked process opens its own sandbox at its first job."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KitaeWarning)
         find_backend(setup["sandbox"])

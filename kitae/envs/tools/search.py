@@ -10,7 +10,7 @@ _LONGEST = 1_000  # characters of a passage, at most
 
 
 class Search:
-    """A `Hand` on an index that all episodes share."""
+    """An `EpisodeTool` on an index that all episodes share."""
 
     tool = describe("search", "Finds passages in a collection of texts.", query="Words to look for.")
 

@@ -10,7 +10,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from kitae.data.messages import read_messages
 from kitae.envs.params import read_params
-from kitae.envs.tools.base import Hand, ToolEpisode
+from kitae.envs.tools.base import EpisodeTool, ToolEpisode
 from kitae.envs.tools.calculator import Calculator
 from kitae.envs.tools.passages import Index
 from kitae.envs.tools.python import Python, python_processes
@@ -63,7 +63,7 @@ class ToolsParams(Section):
 class Tools:
     """A question of the data, and tools to answer it with.
 
-    A `World`. The index and the template of consoles are made once.
+    A `World`. The index and the template of Python consoles are made once.
     """
 
     params: ClassVar = ToolsParams
@@ -88,10 +88,10 @@ class Tools:
         await self._open.aclose()
 
     def make(self, prompt: Prompt) -> ToolEpisode:
-        hands = [self._hand(name) for name in self._params.tools]
-        return ToolEpisode(prompt, hands, self._params.output, self._examples)
+        tools = [self._tool(name) for name in self._params.tools]
+        return ToolEpisode(prompt, tools, self._params.output, self._examples)
 
-    def _hand(self, name: ToolName) -> Hand:
+    def _tool(self, name: ToolName) -> EpisodeTool:
         if name == "python":
             return Python(self._consoles.create(), self._params.python.time_limit)
         if name == "search":
