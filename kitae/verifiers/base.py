@@ -23,10 +23,10 @@ FunctionT = TypeVar("FunctionT", bound=ScoreFunction)
 
 
 class Companion(Protocol):
-    """Something that a verifier's checks wait for, started and closed with the pool."""
+    """A service that a verifier's checks use, started and closed with the pool."""
 
     async def start(self) -> None:
-        """`VerifierError` where it cannot serve."""
+        """Raises `VerifierError` if the service cannot work."""
 
     async def close(self) -> None: ...
 
@@ -35,14 +35,18 @@ class Companion(Protocol):
 class Verifier:
     """A named score function.
 
-    `on_timeout` says what it means when a check uses more processor time than its limit: "wrong" where only the
-    response can be to blame (a symbolic bomb), "error" where the checker may be. `example` scores 1, for any params
-    where it is made from them: the template checks it before the first job, which loads what the function needs and
-    proves the params. `gold` says that a reference which is text or a number is itself a response that must score 1; a
-    rule for responses is none. `repeatable`: see the decorator. `prepare` makes the verifier for given params, and
-    checks what can be checked before the first response; for a verifier that does not depend on them it is None.
-    `right_is_one`: a right response scores 1, so gold answers can be tried; the numbers of a reward model mean nothing
-    by themselves. `companion` is what its checks ask; it runs as long as the pool does.
+    on_timeout: the verdict on a check that uses more processor time than its limit: "wrong" if only the response can be
+    the cause (a symbolic bomb), "error" if the checker may be.
+    example: a pair that scores 1, under any params if it is made from them. The template process checks it before the
+    first job, which loads what the function needs and tests the params.
+    gold: whether a reference that is a text or a number is itself a response that must score 1; a rule for responses is
+    not.
+    repeatable: see the decorator.
+    prepare: makes the verifier for given params, and checks what it can before the first response; None if it does not
+    depend on them.
+    right_is_one: whether a right response scores 1, so that gold answers can be tested; scores of a reward model have
+    no such meaning.
+    companion: the service that its checks use; it runs as long as the pool.
     """
 
     name: str
@@ -60,11 +64,11 @@ class Verifier:
 
 
 def repeatable(function: FunctionT) -> FunctionT:
-    """Declare that a check may be interrupted at any point and made again from its start.
+    """Declare that a check may be interrupted at any point and repeated from its start.
 
-    The function has no effects, and keeps nothing between calls that an exception could leave half done, but where
-    `foreign` of `kitae.workers.interruptible_calls` says so. A check that takes longer than most is then put off
-    until the others have their scores, at the cost of a moment instead of a process.
+    The function must have no effects, and must keep nothing between calls that an exception could leave half done,
+    except under `foreign` of `kitae.workers.interruptible_calls`. A check that takes longer than most is then deferred
+    until the others have their scores, which costs a moment instead of a process.
     """
     function.repeatable = True  # type: ignore[attr-defined]
     return function

@@ -1,15 +1,15 @@
-"""The processes in which score functions run, so that one that hangs or crashes takes nothing with it.
+"""The processes in which score functions run, so that one that hangs or crashes affects nothing else.
 
 The template loads the verifier once; workers are forked from it (see `kitae.workers.templates.template`).
 
     setup  {"name", "params"}                                    greeting  {"on_timeout", "repeatable", "warnings"}
     job    {"allowance", "response", "reference", "context"}     answer    {"score", "seconds", "spoilt"}
 
-`seconds` is processor time; an `allowance` of it, if any, is all that the check may use now: the score is null where
-that was not enough.
+`seconds` is processor time. `allowance`, if given, is how much of it the check may use now; the score is null if that
+was not enough.
 
 Covered: a score function may print, read stdin, raise, exit, crash, or return nonsense, and the answer is a true score
-or an error. Not covered: malice. The function runs with the rights of the user, on their files and network.
+or an error. Not covered: malice. The function runs with the user's rights, on their files and network.
 """
 
 import warnings
@@ -35,7 +35,8 @@ def main() -> None:
 
 
 def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
-    """The verifier with its params, proven by its example: what the pool must know of it, and what a worker does."""
+    """Load the verifier and test it with its example. Returns what the pool must know of it, and the function that
+    answers jobs."""
     params = setup["params"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", KitaeWarning)

@@ -11,11 +11,11 @@ r"""The `compose` verifier: several verifiers as one, with weights, gates and cl
         { name = "my_file.py:politeness", label = "polite", weight = 0.1 },
     ]
 
-The value is the sum of weight times value, clipped. A part with a `gate` that its value does not reach ends the sum:
-what comes after it counts 0 and is not run ("format first"). With `inside` a part sees only the inside of the last tag
-of that name, and an empty text where there is none. Every part logs its unweighted value under its label, and its own
-components as "label/component". An error of a part that ran is an error of the whole. Parts run one after the other in
-one worker; one that only waits for a server (`async def`) is waited for there.
+The value is the sum of weight times value, clipped. If the value of a part is below its `gate`, the sum ends: later
+parts count 0 and are not run ("format first"). With `inside`, a part reads only the contents of the last tag of that
+name, or an empty text if there is none. Every part logs its unweighted value under its label, and its components as
+"label/component". An error of a part that ran is an error of the whole. Parts run one after the other in one worker,
+also those that wait for a server (`async def`).
 """
 
 import json
@@ -56,10 +56,10 @@ Plan = tuple[tuple[Part, ...], tuple[float, float] | None]
 
 
 class Composition:
-    """The weighted sum of the parts; see the module for their form."""
+    """The weighted sum of the parts; the module describes their form."""
 
     def __init__(self, find: Callable[[str], Verifier]) -> None:
-        """`Composition(resolve)`: `find` knows the verifiers that parts name, among which a composition may be."""
+        """`Composition(resolve)`; find: looks up the verifiers that parts name, which may be compositions too."""
         self._find = find
         self._read = lru_cache(maxsize=16)(self._read_parts)
 
@@ -73,11 +73,11 @@ class Composition:
         return _run(planned, bounds, response, reference, context)
 
     def prepare(self, params: Mapping[str, Any]) -> Verifier:
-        """The composition as one verifier, with everything checked that can be checked before the first response.
+        """The composition as one verifier, after all checks that need no response.
 
-        Raises `VerifierError` for unknown names, wrong params and numbers that make no sense, and where the example of
-        a part is an error under its params: a library that is missing, an option without meaning. A check that is out
-        of time counts as wrong only where that holds for every part.
+        Raises `VerifierError` for unknown names, wrong params and senseless numbers, and if the example of a part is an
+        error under its params: a missing library, a meaningless option. A check that is out of time counts as wrong
+        only if that holds for every part.
         """
         planned, bounds = self.plan(params.get("parts"), params.get("clip"))
         for part in planned:
@@ -92,7 +92,7 @@ class Composition:
         return Verifier("compose", score_all, on_timeout, repeatable=all(part.verifier.repeatable for part in planned))
 
     def plan(self, parts: Any, clip: Any = None) -> Plan:
-        """The checked parts and the bounds of the sum; `VerifierError` for the first thing that is wrong with them."""
+        """The checked parts and the bounds of the sum. Raises `VerifierError` for the first problem."""
         try:
             key = json.dumps([parts, clip])
         except (TypeError, ValueError) as error:

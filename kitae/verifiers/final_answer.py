@@ -1,9 +1,9 @@
-r"""Where the final answer of a response is: in a box, in a tag, after ####, after a phrase, or the last expression.
+r"""Finds the final answer of a response: in a box, in a tag, after ####, after a phrase, or the last expression.
 
     find_answers("So \boxed{3}. The answer is 4", ("boxed", "phrase")) → "3", "4"
 
-Everything here is text to text, linear in the length of the response, and never raises. What the answer means is for
-the verifiers to read. Not covered: answers that are spread over a sentence ("five apples and, for Tom, three"), and
+Everything here maps text to text, takes time linear in the length of the response, and never raises. Verifiers
+interpret the answer. Not covered: answers that are spread over a sentence ("five apples and, for Tom, three"), and
 phrases in languages that `_PHRASES` does not list.
 """
 
@@ -17,9 +17,9 @@ from kitae.errors import VerifierError
 
 _TAIL = 4_000  # characters at the end of a response that are searched for phrases and expressions
 _REACH = 400  # characters after a phrase that can belong to its answer
-_MARKS = 8  # so many of the last phrases are looked at
+_MARKS = 8  # how many of the last phrases are examined
 _FEW_WORDS = 6
-_MAX_BOX = 4_000  # characters; what is longer is no answer
+_MAX_BOX = 4_000  # characters; longer contents are no answer
 
 _JOINT_RE = re.compile(
     r"(?:[\s$,;&]|\\[()\[\],;:!~ ]|\\q?quad|\\(?:text|mbox)\s*\{|\}|and|or|und|oder|et|ou|y|o|и|和|或|、|，)*"
@@ -76,7 +76,7 @@ _NUMBER = (
 )
 _PLAIN_EXPRESSION_RE = re.compile(rf"{_NUMBER}(?:\s?[-+*/^×·÷]\s?\(?(?:{_NUMBER}|[0-9.]++)\)?)*+")
 _BRACED = r"\{(?:[^{}\n]++|\{(?:[^{}\n]++|\{[^{}\n]*+\})*+\})*+\}"
-_SPAN_RE = re.compile(  # a formula without dollars in a sentence: numbers, letters that stand alone, signs and commands
+_SPAN_RE = re.compile(  # a formula without dollars within a sentence: numbers, single letters, signs and commands
     rf"(?:{_NUMBER}|\\[A-Za-z]++(?:\s*+\[[^\[\]\n]*+\])?+(?:\s*+{_BRACED}|[0-9])*+|\\[{{}}%,;! ]"
     r"|(?<![^\W\d_])(?:[A-Za-z](?![^\W\d_]|['’])|(?:sqrt|log|ln|sin|cos|tan|pi|and|or|또는|或|или)(?![^\W\d_]))"
     r"|(?<=[_^(\[{,:√])[0-9]++|[-+*/^=<>≤≥≠≈±×·÷−√π∞°²³!|(){}\[\],:;_ \t])++"
@@ -119,9 +119,9 @@ _REASON_RE = re.compile(
 
 
 def find_answers(text: str, order: tuple[str, ...]) -> Iterator[str]:
-    """The final answer by each way of `order` that finds one: the first is the answer, the others are second guesses.
+    """The final answer by each way in `order` that finds one. The first is the answer, the others are alternatives.
 
-    What a reasoning model thinks before its last `</think>` does not count, where something comes after it.
+    A reasoning model's text before its last `</think>` is ignored if anything follows it.
     """
     text = spoken(text)
     for way in order:
@@ -131,7 +131,7 @@ def find_answers(text: str, order: tuple[str, ...]) -> Iterator[str]:
 
 
 def spoken(text: str) -> str:
-    """What comes after the thoughts, with the digits of all scripts as 0 to 9."""
+    """The text after the reasoning, with the digits of all scripts as 0 to 9."""
     _, _, after = text.rpartition(_THOUGHT_END)
     text = after if after.strip() else text
     if text.isascii():
@@ -150,7 +150,7 @@ def without_lead(answer: str) -> str:
 
 
 def chosen_letter(text: str) -> str | None:
-    """The letter of the option that prose decides for, where it is clear: "for sure D, it can't be A or B" → "D"."""
+    """The letter that prose decides for, if it is clear: "for sure D, it can't be A or B" → "D"."""
     text = spoken(text)[-_TAIL:]
     sentences = [part for part in _SENTENCE_END_RE.split(text) if part.strip()]
     marks = deque(_PHRASE_RE.finditer(text), maxlen=1)
@@ -177,7 +177,7 @@ def parse_order(extract: str, *, strict: bool = False) -> tuple[str, ...]:
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""The last box; boxes that only "and", "or" or a comma parts are one list: `\boxed{1} and \boxed{2}` → "1, 2"."""
+    r"""The last box. Boxes joined by "and", "or" or a comma are one list: `\boxed{1} and \boxed{2}` → "1, 2"."""
     found = boxes(text)
     if not found:
         return None
@@ -192,7 +192,7 @@ def boxed_answer(text: str) -> str | None:
 
 
 def tagged_answer(text: str) -> str | None:
-    """What is in the last <answer></answer>, or in the box in it."""
+    """The contents of the last <answer></answer>, or of the box within it."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, max(end, 0))
     if start < 0:
@@ -203,7 +203,8 @@ def tagged_answer(text: str) -> str | None:
 
 
 def hash_answer(text: str) -> str | None:
-    """What follows the last #### on its line; not a Markdown heading such as "#### 2. Add up" or "#### Answer"."""
+    """The text after the last #### on its line, unless it is a Markdown heading such as "#### 2. Add up" or "####
+    Answer"."""
     for mark in reversed(deque(_HASH_RE.finditer(text), maxlen=_MARKS)):
         answer = clean(mark[1].rpartition("####")[2])
         if answer and not re.match(r"(?:step|part|case)\b|[0-9]+[.)]\s+\D", answer, re.IGNORECASE):
@@ -212,7 +213,7 @@ def hash_answer(text: str) -> str | None:
 
 
 def phrase_answer(text: str) -> str | None:
-    """What the last phrase like "the answer is" introduces, up to the end of its sentence."""
+    """The text after the last phrase like "the answer is", up to the end of its sentence."""
     for answer in phrase_answers(text[-_TAIL:]):
         if answer:
             return answer
@@ -220,7 +221,7 @@ def phrase_answer(text: str) -> str | None:
 
 
 def phrase_answers(text: str) -> Iterator[str]:
-    """What follows each of the last phrases, last one first: "The answer is 12. Bye" → "12"."""
+    """The text after each of the last phrases, last one first: "The answer is 12. Bye" → "12"."""
     for mark in reversed(deque(_PHRASE_RE.finditer(text), maxlen=_MARKS)):
         after = text[mark.end() : mark.end() + _REACH]
         formula = _leading_formula(after)
@@ -228,7 +229,7 @@ def phrase_answers(text: str) -> Iterator[str]:
 
 
 def _from_sentence(text: str) -> str:
-    """The answer in a sentence: all of it, or its last formula or number where there are words before."""
+    """The answer in a sentence: the whole sentence, or its last formula or number if it has other words."""
     end = _SENTENCE_END_RE.search(text)
     sentence = text[: end.start()] if end else text
     sentence = _without_reason(sentence)
@@ -242,7 +243,7 @@ def _from_sentence(text: str) -> str:
 
 
 def _without_reason(sentence: str) -> str:
-    """ "12, since …" → "12". After more than a few words, "so" and "which" lead to the answer and not away from it."""
+    """ "12, since …" → "12". After more than a few words, "so" and "which" introduce the answer instead of a reason."""
     for reason in _REASON_RE.finditer(sentence, 1):
         head = sentence[: reason.start()]
         if not (reason[0].strip(", ") in ("so", "which") and len(head.split()) > _FEW_WORDS):
@@ -251,7 +252,7 @@ def _without_reason(sentence: str) -> str:
 
 
 def last_expression(text: str) -> str | None:
-    """The whole text where it has no sentence around it, or else its last formula or number, whichever comes last."""
+    """The whole text if it is nothing but an answer, or else its last formula or number, whichever comes last."""
     tail = text[-_TAIL:].strip()
     if _is_bare(tail):
         return clean(tail)
@@ -276,7 +277,7 @@ def _last_formula(text: str) -> str | None:
 
 
 def _listed(text: str, formulas: list[re.Match[str]]) -> str:
-    """The last formula, and those before it that only "and", "or" or a comma parts from it: "$1$ and $2$" → "1, 2"."""
+    """The last formula, and those before it separated only by "and", "or" or a comma: "$1$ and $2$" → "1, 2"."""
     answer = _inside(formulas[-1])
     for before, after in zip(reversed(formulas[:-1]), reversed(formulas), strict=False):
         if not _is_joint(text[before.end() : after.start()], 12) or not _VALUE_RE.search(_inside(before)):
@@ -290,7 +291,8 @@ def _is_joint(text: str, longest: int) -> bool:
 
 
 def _formulas(text: str) -> Iterator[re.Match[str]]:
-    """What stands in dollars or brackets of LaTeX. Words in dollars are none: the first dollar is then one of money."""
+    """The formulas in dollars or LaTeX brackets. Words in dollars are no formula: then the first dollar is a currency
+    sign."""
     position = 0
     while match := _MATH_RE.search(text, position):
         prose = _is_prose(_inside(match))
@@ -308,7 +310,7 @@ def _without_formulas(text: str) -> str:
 
 
 def _bare_formula(span: str) -> str:
-    """A formula without the signs of the sentence around it; of "6 * 7 = 42", the 42."""
+    """A formula without the punctuation of the sentence around it; of "6 * 7 = 42", the 42."""
     previous = None
     while span != previous:
         previous = span
@@ -331,7 +333,7 @@ def _bare_formula(span: str) -> str:
 
 
 def _is_bare(text: str) -> bool:
-    """Is this an answer and nothing else: a formula, a few words without a number, or a number with its unit?"""
+    """Whether the text is an answer only: a formula, a few words without a number, or a number with its unit."""
     if not text or len(text) > _REACH or _LAYOUT_RE.search(text):
         return False
     if "\n" in text and "\\begin" not in text and "$" not in text:
@@ -348,7 +350,7 @@ def _is_bare(text: str) -> bool:
 
 
 def _is_prose(text: str) -> bool:
-    r"""Are there words in it, beside names of functions, commands and what stands in \text{}?"""
+    r"""Whether the text has words, apart from function names, commands and the contents of \text{}."""
     plain = _COMMAND_RE.sub(" ", text)
     if not plain.isascii() and _FOREIGN_RE.search(re.sub("또는|或者?|или", " ", plain)):
         return True
@@ -357,7 +359,7 @@ def _is_prose(text: str) -> bool:
 
 
 def clean(answer: str) -> str:
-    """Without the Markdown, quotes and full stop around it: `"**12**."` → `"12"`."""
+    """The answer without surrounding Markdown, quotes and full stop: `"**12**."` → `"12"`."""
     previous = None
     answer = answer.strip()
     while answer != previous:

@@ -1,4 +1,4 @@
-"""No verdict: for runs that learn from something else than rewards."""
+"""No verdict, for runs that do not learn from rewards."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ from kitae.types import Score
 
 
 def nothing(response: str, reference: Any, context: Any) -> Score:
-    """0 for every response: nothing is judged."""
+    """0 for every response."""
     return Score(0.0)

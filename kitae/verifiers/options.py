@@ -1,4 +1,4 @@
-"""Options that verifiers share because they ask the same kind of server."""
+"""Options that verifiers share because they query the same kind of server."""
 
 import inspect
 from collections.abc import Callable
@@ -9,15 +9,15 @@ from kitae.clients.service import Service
 
 ScoreT = TypeVar("ScoreT", bound=Callable[..., Any])
 
-_IDENTITY = ("base_url", "model", "key_env")  # of a service, for which verifiers have options and defaults of their own
+_IDENTITY = ("base_url", "model", "key_env")  # verifiers have options of their own for these
 
 
 def service_options(*names: str) -> Callable[[ScoreT], ScoreT]:
-    """Give a verifier fields of `Service` as options: these, or else all from `concurrency` on.
+    """Add fields of `Service` to a verifier's options: those named, or else all from `concurrency` on.
 
-    They take the place of its `**options` in its signature, by which params are checked and documented: with
-    `@service_options("retries", "backoff")`, that of `f(*, url: str, **options)` ends in `url: str, retries: int = 4,
-    backoff: float = 0.5`.
+    They replace `**options` in its signature, from which params are checked and documented: with
+    `@service_options("retries", "backoff")`, the signature `f(*, url: str, **options)` ends in `url: str, retries: int
+    = 4, backoff: float = 0.5`.
     """
     known = {field.name: field for field in fields(Service)}
     chosen = [known[name] for name in names or known if name not in _IDENTITY]

@@ -1,6 +1,7 @@
 """A score function in a file of the user's own, as a verifier.
 
-Apart from the registry: a worker that runs one need not import every built-in check, which is most of its start.
+It is apart from the registry so that a worker which runs one need not import every built-in check, which takes most of
+its start.
 """
 
 from kitae.errors import VerifierError

@@ -1,8 +1,9 @@
-"""Verifiers of plain text: is it the reference (`exact`, `normalised`), its number, its words, its letter, its pattern?
+"""Verifiers of plain text: does it equal the reference (`exact`, `normalised`), or its number, words, letter or
+pattern?
 
-None of them raises, whatever the text of the response. All but `regex` are linear in its length; a pattern that
-backtracks for ever ends at the worker's deadline. An option that makes no sense is an error of the check, which stops
-a run before it begins.
+None of them raises, whatever the response. All but `regex` take time linear in its length; a pattern that backtracks
+without end is stopped at the worker's deadline. A senseless option is an error of the check, which stops a run before
+it begins.
 """
 
 import re
@@ -30,13 +31,13 @@ _THOUSANDS_RE = re.compile(r"-?[1-9][0-9]{0,2}(?:,[0-9]{3})+(?:[.eE].*)?")
 _DECIMAL_COMMA_RE = re.compile(r"-?[0-9]+,[0-9]+")
 _GAP = r"(?:\s|~|\\[,;:! ]|\\(?:text|mathrm)\s*+\{)*+"
 _MAGNITUDE_RE = re.compile(rf"{_GAP}({'|'.join(MAGNITUDES)})(?<!dozen)s?\b", re.IGNORECASE)  # a dozen is a unit here
-_GOES_ON_RE = re.compile(  # after a number that is part of a formula: 3/4, 3^4, 3x, 3 + 4, 3 or 4, 3 1/4
+_GOES_ON_RE = re.compile(  # what follows a number that is part of a formula: 3/4, 3^4, 3x, 3 + 4, 3 or 4, 3 1/4
     r"\s*+(?:/\s*+(?:[0-9(\\{]|[a-z](?![a-z]))|\^(?!\s*+\{?\s*+(?:\\circ|\\degree|\\text|th|st|nd|rd))|!(?=\s*+[}$])"
     r"|\\(?:[dt]?frac|sqrt|pi|times|cdot|div|pm|d?binom|[lc]?dots)(?![A-Za-z])|[*×·÷±+]\s*+[\\(0-9]|[-\u2212]\s*+[0-9(]"
     r"|[a-ceikn-rt-z](?![A-Za-z])(?<=[0-9].)|x\s*+[0-9]|[0-9]+\s*+/\s*+[0-9]"
     r"|,?\s*+(?:\\text\s*+\{\s*+)?(?:or|oder|ou)\b[^\n.0-9]{0,8}+[0-9])"
 )
-_WENT_BEFORE_RE = re.compile(  # and before one: x^3, \frac{2}{3}, \sqrt 3, 2 * 3, x > 3
+_WENT_BEFORE_RE = re.compile(  # what precedes such a number: x^3, \frac{2}{3}, \sqrt 3, 2 * 3, x > 3
     r"(?:(?:[0-9)}]|(?<![A-Za-z])[A-Za-z])\s*[\^_/*×·÷+]|[√<>≤≥]"
     r"|[\}\]]\s*\{|\\(?:[dt]?frac|sqrt|d?binom|log|ln|times|cdot|div|pm|[lg]eq?)(?:\[[^\[\]]*\])?)\s*[{(]?\s*\Z"
 )
@@ -54,7 +55,7 @@ _MARK_RE = re.compile(
     rf"|\#{{4}}(?=[ \t]*{_NUMBER}[ \t]*%?\.?[ \t\r]*$)",  # not the heading "#### 2. Add up"
     re.IGNORECASE | re.MULTILINE,
 )
-_MARKS = 8  # so many of the last marks are looked at
+_MARKS = 8  # how many of the last marks are examined
 _LATEX_COMMA_RE = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\[,;: ])(?=[0-9]{3}(?![0-9]))")  # 1{,}234, 1,\!234, 1\,234
 _MARK_REACH = 200  # characters after a mark that can belong to its answer
 _SENTENCE_END_RE = re.compile(r"\n|[.?](?=\s|$)")
@@ -78,7 +79,7 @@ _WRAP = rf"(?:[\s*_`\"'$({{\[<\u201c\u300c\uff08]|{_LATEX_OPENER})*+"  # what ma
 _UNWRAP = r"[\s)*_\]}\"'$`]*+"
 _UNWRAP_LINE = r"[ \t)*_\]}\"'$`]*+"
 _NOUN = r"(?:the|correct|right|best|final|option|choice|answer|letter)\b"
-_FEW = "{0,6}+"  # and not *+: a text of nothing but nouns would be read from each of them to its end
+_FEW = "{0,6}+"  # bounded, because *+ would read a text of nothing but nouns from each of them to its end
 _TO_BE = r"(?:(?:would|should|must|will|has\s+to)\s+be|is|are|was|ist|lautet|es|est|è|é)\b"
 _ADVERB = r"(?:thus|hence|therefore|then|indeed|[a-z]+ly)\b,?"  # "the answer is clearly B"
 _BOXED_CHOICE = rf"\\boxed\s*+\{{\s*+(?:{_LATEX_OPENER}\s*+)?+\(?{_LETTER}"
@@ -106,7 +107,7 @@ _LEADING = (
     rf"\A(?!{_JSON_KEY}){_WRAP}(?:(?:option|choice)\s+)?{_LETTER}"
     rf"(?={_UNWRAP_LINE}(?:[.:)\],]|\Z|\n|(?<=\s)[-–—]\s))"
 )
-_LONE = rf"^[ \t>*_#$`(\[]*+{_LETTER}{_UNWRAP_LINE}[.:]?{_UNWRAP_LINE}$"  # all there is on a line
+_LONE = rf"^[ \t>*_#$`(\[]*+{_LETTER}{_UNWRAP_LINE}[.:]?{_UNWRAP_LINE}$"  # a letter alone on its line
 _ON_A_LINE = rf"^[ \t>*-]*+{_LETTER}[).:]"
 _IN_BRACKETS = rf"\({_LETTER}\)"
 _IN_BOLD = rf"\*\*\(?{_LETTER}[).:]*+\s*+\*\*"
@@ -266,20 +267,20 @@ def choice(
 
 
 def after_thought(response: str) -> str:
-    """What is said after the thoughts: `"<think>2?</think>3"` → `"3"`; nothing, where these do not end."""
+    """The text after the reasoning: `"<think>2?</think>3"` → `"3"`; nothing if the reasoning does not end."""
     said = response.rpartition("</think>")[2]
     return "" if said.lstrip().startswith("<think>") else said
 
 
 def inside_tag(text: str, name: str) -> str | None:
-    """What the last complete `<name>…</name>` holds: `inside_tag("<a>1</a><a>2</a>", "a")` → `"2"`."""
+    """The contents of the last complete `<name>…</name>`: `inside_tag("<a>1</a><a>2</a>", "a")` → `"2"`."""
     end = text.rfind(f"</{name}>")
     start = text.rfind(f"<{name}>", 0, max(end, 0))
     return text[start + len(name) + 2 : end].strip() if end >= 0 and start >= 0 else None
 
 
 def tokens(text: str) -> list[str]:
-    """Words, and single characters of scripts that are written without spaces: `"go 東京"` → `["go", "東", "京"]`."""
+    """Words, and single characters of scripts without spaces: `"go 東京"` → `["go", "東", "京"]`."""
     return _TOKEN_RE.findall(text)
 
 
@@ -351,7 +352,7 @@ def _reference_letter(reference: Any, letters: str) -> str | None:
 
 
 def _chosen_letter(text: str, letters: str, pick: Literal["last", "first"]) -> str:
-    """The letter that the text chooses, or the reason why there is none."""
+    """The letter that the text chooses, or the reason why it chooses none."""
     *surest, lone, mention = _choice_patterns(letters)
     for pattern in surest:
         if marks := [m for m in pattern.finditer(text) if _is_letter(text, m)]:
@@ -381,7 +382,7 @@ def _place(match: re.Match[str]) -> int:
 
 
 def _is_letter(text: str, match: re.Match[str]) -> bool:
-    """Is it a choice, rather than the words of "the answer is a whale" and "the answer is I think …"?"""
+    """Whether it is a choice, rather than a word as in "the answer is a whale" and "the answer is I think …"."""
     letter = next(group for group in match.groups() if group)
     return not ((letter.islower() or letter == "I") and _word_follows(text, _place(match) + 1))
 
@@ -391,7 +392,7 @@ def _word_follows(text: str, end: int) -> bool:
 
 
 def _another(text: str, match: re.Match[str], letters: str) -> int | None:
-    """Where "or C" follows, the place of C; not where a sentence begins: "B, I think", "B, a city"."""
+    """The position of C if "or C" follows; None if it begins a sentence: "B, I think", "B, a city"."""
     end = _place(match) + 1
     tail = text[end : end + 60]
     also = _ALSO_RE.match(tail)
@@ -407,7 +408,7 @@ def _pattern(source: str, letters: str, name: str = "letter") -> str:
 
 @lru_cache(maxsize=16)
 def _choice_patterns(letters: str) -> Sequence[re.Pattern[str]]:
-    """One pattern for each place where a choice may stand, the surest first and the loose mentions last."""
+    """One pattern for each way to state a choice, the clearest first and loose mentions last."""
 
     def either(letters: str, *sources: str) -> str:
         return "|".join(_pattern(source, letters, f"c{i}") for i, source in enumerate(sources))
@@ -423,7 +424,7 @@ def _choice_patterns(letters: str) -> Sequence[re.Pattern[str]]:
 
 
 def marked_answers(text: str) -> Iterator[str]:
-    """What follows each of the last answer marks, up to the end of its sentence, last one first.
+    """The text after each of the last answer marks, up to the end of its sentence, last one first.
 
     "The answer is 12. Bye" → "12"
     """
@@ -435,7 +436,7 @@ def marked_answers(text: str) -> Iterator[str]:
 
 
 def _braced(text: str) -> str:
-    """Up to and with the brace that closes one opened before: `"5}, or"` → `"5}"`."""
+    """The text up to and including the brace that closes one opened before it: `"5}, or"` → `"5}"`."""
     depth = 0
     for place, sign in enumerate(text):
         depth += (sign == "{") - (sign == "}")
@@ -452,7 +453,7 @@ def _reference_number(text: str) -> Decimal | None:
 
 
 def final_number(text: str) -> Decimal | None:
-    """What `number` reads in a response; None: no number."""
+    """The number that `number` reads in a response, or None."""
     text = after_thought(text)
     text = _LATEX_COMMA_RE.sub(",", inside_tag(text, "answer") or text)
     for answer in marked_answers(text):
@@ -462,7 +463,7 @@ def final_number(text: str) -> Decimal | None:
 
 
 def only_number(text: str) -> Decimal | None:
-    """The number that a text is, and nothing else."""
+    """The number that is the whole text, or None."""
     match = _ONLY_NUMBER_RE.fullmatch(text.strip())
     return None if match is None or _is_list(match[1]) else _decimal(match[1])
 
@@ -493,7 +494,7 @@ def _before(text: str, match: re.Match[str]) -> str:
 
 
 def _whole_number(text: str, match: re.Match[str]) -> Decimal | None:
-    """The number with the million after it; None where it is part of a formula."""
+    """The number times a magnitude after it ("3 million"); None if it is part of a formula."""
     if _GOES_ON_RE.match(text, match.end()) or _WENT_BEFORE_RE.search(_before(text, match)):
         return None
     magnitude = _MAGNITUDE_RE.match(text, match.end())

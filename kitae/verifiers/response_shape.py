@@ -1,7 +1,7 @@
-r"""Verifiers of the form of a response: its tags, its JSON, its length, repetition and language.
+r"""Verifiers of the form of a response: its tags, JSON, length, repetition and language.
 
-Each gives 1 to a response as it should be and less the further it is from that, so a penalty is a positive weight in
-a composition. They read the reference only where they say so. None of them says anything about the right answer.
+Each gives 1 to a response that is as required and less the further it deviates, so a penalty is a positive weight in a
+composition. Only some use the reference, as their docstrings say. None of them checks whether the answer is right.
 """
 
 import json
@@ -19,10 +19,10 @@ from kitae.verifiers.plain_text import after_thought, tokens
 _TAG_NAME_RE = re.compile(r"[A-Za-z_][\w.-]*")
 _FENCE_RE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 _OPENING_RE = re.compile(r"[{\[]")
-_JSON_EFFORT = 4_000_000  # characters read in the search for JSON; nested brackets would make it quadratic
-_LONG_WORD = 32  # characters; what is longer is no word, and is looked at letter by letter
+_JSON_EFFORT = 4_000_000  # characters to read in the search for JSON, because nested brackets would make it quadratic
+_LONG_WORD = 32  # characters; a longer one is no word, and is split into letters
 _NOT_PROSE_RE = re.compile(r"```.*?```|`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|https?://\S+|</?[A-Za-z_]\w*>", re.DOTALL)
-_FEW_LETTERS = 20  # below this no guess of a language is worth anything
+_FEW_LETTERS = 20  # with fewer, a guess of the language is unreliable
 
 
 def tags(
@@ -174,7 +174,8 @@ def language(
 
 
 def _span(text: str, name: str) -> tuple[int, int, int, int] | None:
-    """Where a tag opens, its inside begins and ends, and it is closed; None where it is not there exactly once."""
+    """The positions where a tag opens, its contents begin and end, and it closes; None unless it occurs exactly
+    once."""
     opening, closing = f"<{name}>", f"</{name}>"
     start, end = text.find(opening), text.find(closing)
     if text.count(opening) != 1 or text.count(closing) != 1 or end < start:
@@ -232,7 +233,7 @@ def _whole_json(text: str) -> tuple[Any] | None:
 
 
 def _last_json(text: str) -> tuple[Any] | None:
-    """The last object or array in a text that is not part of another one; one like [1] only where there is no other."""
+    """The last object or array in a text that is not within another; one like [1] only if there is no other."""
     last: tuple[Any] | None = None
     footnote: tuple[Any] | None = None
     position, effort = 0, 0
@@ -292,12 +293,12 @@ def _script(letter: str) -> str:
 
 
 def _likelihood(text: str, language: str) -> float | None:
-    """How sure `langdetect` is that a text is in the language; None where it is not installed."""
+    """The probability that `langdetect` gives to the language; None if it is not installed."""
     try:
         from langdetect import DetectorFactory, LangDetectException, detect_langs
     except ImportError:
         return None
-    DetectorFactory.seed = 0  # it draws samples; the same text must get the same score
+    DetectorFactory.seed = 0  # it is random, and the same text must get the same score
     try:
         guesses = detect_langs(text[:20_000])
     except LangDetectException:  # no features in the text

@@ -1,12 +1,12 @@
-"""The process in which a reward model runs, so that neither its work nor its end touches the run.
+"""The process in which a reward model runs, so that neither its work nor a crash affects the run.
 
 The other end is a `kitae.workers.templates.model_process.ModelProcess`.
 
     setup  {"path", "device", "dtype", "threads"}               greeting  {}
     job    {"talks": [{"messages": […], "response": "…"}, …]}   answer    {"results": [{"score"} or {"error"}, …]}
 
-Messages are as in OpenAI's API. A job is a batch of any size; each of its talks gets a score or the reason why it has
-none. What stands in front of it (a verifier, a server) collects what arrives together.
+Messages are as in OpenAI's API. A job is a batch of any size; each of its conversations gets a score or the reason why
+it has none. The caller (a verifier, a server) collects batches.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ def _open(config: ModelConfig) -> "Scorer":
 def _answer(open_scorer: "Callable[[], Scorer]", threads: int, job: Mapping[str, Any]) -> Mapping[str, Any]:
     import torch
 
-    torch.set_num_threads(threads)  # here and not in the template: a fork has none but its own
+    torch.set_num_threads(threads)  # set in the fork, because threads do not survive the fork of the template
     scorer = open_scorer()
     read = [_read(talk) for talk in job["talks"]]
     scores = iter(scorer.score([talk for talk in read if not isinstance(talk, DataError)]))
@@ -54,7 +54,7 @@ def _answer(open_scorer: "Callable[[], Scorer]", threads: int, job: Mapping[str,
 
 
 def _read(talk: Mapping[str, Any]) -> tuple[Message, ...] | DataError:
-    """The response may be empty, which no other answer of a conversation is."""
+    """The conversation with the response, which unlike other answers may be empty."""
     try:
         return (*read_messages(talk["messages"]), Message("assistant", talk["response"]))
     except DataError as error:

@@ -1,12 +1,12 @@
-"""Reward models of one's own as verifiers: one process that scores for the whole run.
+"""The user's own reward model as a verifier: one process that scores for the whole run.
 
     score() ─► queue ─► collect for a few milliseconds ─► one batch at a time ─► the process ─► scores
                  ▲                                              │ it died, or took longer than its deadline
                  └──── each of the batch once more, alone ◄─────┤ kill it, fork a fresh one
                                                                 └─► was alone already: an error
 
-So whatever one answer does to the process costs one answer. The model is loaded, and the process shown to work, when
-the pool starts: what is wrong with it is said there.
+So whatever a response does to the process, it costs the score of that response only. When the pool starts, the model is
+loaded and the process is tested, and problems are raised there.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from kitae.verifiers.judge import mapped_reward, reward_model, talk_of
 from kitae.workers.templates.model_process import ModelProcess
 from kitae.workers.templates.worker_handle import WorkerDied
 
-_COLLECT = 0.005  # seconds in which answers that come together find each other
+_COLLECT = 0.005  # seconds to wait for more responses of the same batch
 _BATCH = 32  # answers
 _PROBE = {"messages": [{"role": "user", "content": "Hello"}], "response": "Hello!"}
 _HERE = {"model", "device", "dtype", "threads", "question_key", "center", "spread", "squash", "clip", "deadline"}
@@ -45,7 +45,7 @@ def prepare(params: Mapping[str, Any]) -> Verifier:
 
 @dataclass(slots=True)
 class _Asked:
-    """`_Asked({"messages": […], "response": "…"}, future)`; alone: its process ended once, in company."""
+    """alone: it must have a batch of its own, because the process of a larger one ended"""
 
     talk: Mapping[str, Any]
     answer: asyncio.Future[float]
@@ -56,7 +56,7 @@ class RewardService:
     """`service = RewardService(model="runs/reward-001")`, then `start`, any number of `score`, `close`.
 
     model: a folder, a run that trained one, or a hub id. device: auto, cpu, cuda:1 …; dtype: auto, bfloat16 or float32.
-    threads: of the process, on a CPU. deadline: seconds of its own time that a batch may take.
+    threads: of the process, on a CPU. deadline: seconds of processor time that a batch may take.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RewardService:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the model and score something; `VerifierError` where that fails."""
+        """Load the model and score a greeting. Raises `VerifierError` if that fails."""
         from kitae.models.classifier import check_classifier
         from kitae.models.load import find_model
 
@@ -123,7 +123,7 @@ class RewardService:
         return Score(value, {"reward_model": value, "reward_raw": raw})
 
     async def close(self) -> None:
-        """What waits for a score gets an error."""
+        """Close the service. Responses that still wait for a score get an error."""
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.gather(self._serving, return_exceptions=True)
@@ -132,7 +132,7 @@ class RewardService:
         await self.process.close()
 
     async def _serve(self) -> None:
-        """One batch after the other, for ever."""
+        """Score one batch after the other until cancelled."""
         while True:
             await self._arrived.wait()
             await asyncio.sleep(_COLLECT)
@@ -146,7 +146,7 @@ class RewardService:
             self._arrived.clear()
 
     def _take(self) -> list[_Asked]:
-        """The next answers that somebody still waits for; one that must be alone is."""
+        """The next batch: responses whose callers still wait. A response marked `alone` is a batch of its own."""
         batch: list[_Asked] = []
         while self._queue and len(batch) < _BATCH:
             if self._queue[0].alone and batch:
@@ -175,7 +175,7 @@ class RewardService:
                 asked.answer.set_result(result)
 
     def _lose(self, batch: list[_Asked], why: str) -> None:
-        """The process is gone; who of the batch is to blame shows when each is tried alone."""
+        """Retry each response of the batch alone, to find out which one ended the process."""
         if len(batch) == 1:
             _refuse(batch[0], why)
             return
@@ -184,7 +184,7 @@ class RewardService:
             self._queue.appendleft(asked)
 
     async def _ask(self, talks: list[Mapping[str, Any]]) -> list[float | str]:
-        """A score for each, or the reason why there is none."""
+        """For each conversation a score, or the reason why there is none."""
         reply = await self.process.ask({"talks": talks})
         return [_number(result) for result in reply["results"]]
 

@@ -1,4 +1,4 @@
-"""Calling a score function: its params are checked before, its result after, and whatever it does is a score."""
+"""Calls of score functions: params are checked before, results after, and every outcome is a score."""
 
 import asyncio
 import inspect
@@ -14,13 +14,13 @@ from kitae.types import Score
 from kitae.verifiers.base import ScoreFunction, Verifier
 from kitae.workers.interruptible_calls import CutShort
 
-_MAX_DETAIL = 1_000  # characters of an explanation that travel back
+_MAX_DETAIL = 1_000  # characters of an explanation
 _MAX_COMPONENTS, _MAX_NAME = 1_000, 200  # of a score; characters
-_MAX_NUMBER = 1e15  # of a score: the squares of a group's rewards still have a finite sum in 32 bits
+_MAX_NUMBER = 1e15  # of a score, so that the squares of a group's rewards have a finite sum in 32 bits
 
 
 def check_params(verifier: Verifier, params: Mapping[str, Any]) -> None:
-    """Refuse params that the score function does not take, or lacks."""
+    """Raise if the score function does not take these params, or lacks one."""
     signature = inspect.signature(verifier.score)
     try:
         signature.bind("", None, {}, **params)
@@ -32,7 +32,7 @@ def check_params(verifier: Verifier, params: Mapping[str, Any]) -> None:
 
 
 def call_score(function: ScoreFunction, response: str, reference: Any, context: Any, params: dict[str, Any]) -> Score:
-    """Call a score function; whatever it does, the result is a finite score or an error that says what it did."""
+    """Call a score function. Whatever it does, the result is a finite score, or an error that says what happened."""
     try:
         result: Any = function(response, reference, context, **params)
         return as_score(asyncio.run(result) if inspect.iscoroutine(result) else result)
@@ -45,7 +45,7 @@ def call_score(function: ScoreFunction, response: str, reference: Any, context: 
 
 
 def as_score(result: Any) -> Score:
-    """What a score function returned, as a score that nothing later stumbles over: here every score passes."""
+    """The result of a score function as a valid score that later code can rely on, or as an error."""
     if isinstance(result, Mapping):
         components = dict(result)
         key = next((key for key in ("score", "value") if key in components), None)
@@ -79,12 +79,12 @@ def _refused(reason: str) -> Score:
 
 
 def _text(value: Any, longest: int = _MAX_DETAIL) -> str:
-    """As text that every file and database takes: lone surrogates have no UTF-8."""
+    """Text that every file and database accepts; lone surrogates cannot be encoded as UTF-8."""
     return str(value)[:longest].encode("utf-8", "backslashreplace").decode()
 
 
 def _is_number(value: Any) -> bool:
-    """Also what numpy and torch take for one: their bools, and arrays without a dimension."""
+    """Whether the value is a number, including numpy's and torch's bools and arrays without a dimension."""
     return isinstance(_plain(value), Real)
 
 
@@ -100,12 +100,12 @@ def _words_of(error: BaseException) -> str:
 
 
 def try_example(verifier: Verifier, params: Mapping[str, Any]) -> str:
-    """What is wrong with the score of the verifier's example under these params, if anything is."""
+    """What is wrong with the score of the verifier's example under these params, or ""."""
     example = verifier.example_for(params)
     if example is None:
         return ""
     score = call_score(verifier.score, *example, {}, dict(params))
-    fits = callable(verifier.example) or not params  # else the params may ask for more than the example has
+    fits = callable(verifier.example) or not params  # other params may require more than the example has
     if score.valid and (score.value == 1 or not fits):
         return ""
     got = f"{score.value:g} {score.detail}".rstrip() if score.valid else score.detail

@@ -40,7 +40,7 @@ _PRINTS_1 = {
     "rust": 'fn main() { println!("1"); }',
 }
 _PUZZLE = {"numbers": [3, 7, 25], "target": 46}
-_FOLLOWED = (  # the first two need a language detector, the third a table of verbs: large, and so loaded only once
+_FOLLOWED = (  # two of these load a language detector and one a table of verbs, both of which are large
     "use the plain words of the english language",
     {
         "instructions": [
@@ -68,7 +68,7 @@ def _choice(letters: str = "ABCD", **_: Any) -> ScoredPair:
 def resolve(name: str) -> Verifier:
     """The verifier called `name`: a key of `VERIFIERS`, or `path/to/file.py:function`.
 
-    The file of the user is executed: call this where it may do so, as the workers of the pool do.
+    This executes the user's file, so call it only in a worker process of the pool or another process that may do so.
     """
     if name in VERIFIERS:
         return VERIFIERS[name]

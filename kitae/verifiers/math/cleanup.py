@@ -35,13 +35,13 @@ _SYSTEM_RE = re.compile(  # rows behind one brace
     re.DOTALL,
 )
 _NOISE_RE = re.compile(
-    r"(\\\\)(?:\s*\[[0-9.]+\s*[a-z]+\])?"  # the end of a row, with the space after it: kept
+    r"(\\\\)(?:\s*\[[0-9.]+\s*[a-z]+\])?"  # the end of a row, with the space after it, which is kept
     r"|\\(?:left|right|[bB]igg?[lrm]?|middle)(?![A-Za-z])\.?"
     r"|\\(?:displaystyle|textstyle|limits|nolimits|rm|bf|it|hline|phantom|underline|tiny|small|large|Large|LARGE|huge|Huge"
     r"|checkmark)(?![A-Za-z])|\\(?:text)?color\s*(?:\[[a-z]+\])?\s*\{[^{}]*\}"
     r"|\\(?:hspace|vspace)\s*\{[^{}]*\}|(?<=,)\\!\s*(?=[0-9]{3})|\\!|\\[()\[\]]|\$\$|</?[a-z]+>"
 )
-_WIDE_SPACE_RE = re.compile(  # parts two items, but not an item from its words, its brackets or its relation
+_WIDE_SPACE_RE = re.compile(  # separates two items, but not an item from its words, its brackets or its relation
     r"(?<=[0-9A-Za-z})\]])\s*\\q?quad\s*(?=[-+]?\s*(?:[0-9]|\\[dt]?frac|\\sqrt|\\pi|[A-Za-z](?![A-Za-z])))"
 )
 _SPACE_RE = re.compile(r"(\\\\)|\\[,;:> ]|\\q?quad|\\(?:thinspace|enspace|medspace)(?![A-Za-z])|~")
@@ -54,7 +54,7 @@ _ORDINAL_RE = re.compile(  # 5th, 5^{th}, 5^{\text{th}}
     rf"(?<=[0-9])\s*(?:\^\s*\{{\s*\\(?:text|mathrm)\s*\{{{_TH}\}}\s*\}}|\^?\s*\\(?:text|mathrm)\s*\{{{_TH}\}}|\^\s*\{{{_TH}\}}"
     r"|(?:st|nd|rd|th)(?![A-Za-z]))"
 )
-_DOMAIN_RE = re.compile(  # "for all n", "where a, b ∈ ℝ": what the letters before it may be
+_DOMAIN_RE = re.compile(  # "for all n", "where a, b ∈ ℝ": conditions on the letters before
     r"(?<=\S)[\s,]*(?:\\forall|\\(?:text|mbox)\s*\{[\s,]*(?:for (?:all|any|every|each)|where)\s*\}|for all)"
     r"(?![A-Za-z])[\s$]*[A-Za-z](?:\s*,\s*[A-Za-z])*\s*(?:\\in\s*\\mathbb\s*\{?\s*[NZQRC]\s*\}?[\^+_*>0{}\s]*)?$"
 )
@@ -74,7 +74,7 @@ _WORD_RE = re.compile(r"[0-9]+(?:[.,:][0-9]+)*|[^\W\d_]+")
 _FORMULA_RE = re.compile(
     r"[+*/^=<>|_%$€£¥()\[\]{}&]|-(?![A-Za-z]{2})|\\(?!emptyset|varnothing|infty)[A-Za-z]", re.IGNORECASE
 )
-SHORT_WORDS = {  # are words and no products of letters
+SHORT_WORDS = {  # words, not products of letters
     "yes", "odd", "the", "per", "for", "not", "sun", "mon", "tue", "wed", "thu", "fri", "sat", "jan", "feb", "mar",
     "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec", "red", "bob", "tom", "amy", "dne", "all", "no",
     "cat", "dog", "day", "one", "two", "six", "ten", "eur", "usd", "am", "pm", "egg", "cup", "and", "man", "men", "boy",
@@ -136,7 +136,7 @@ def _system(match: re.Match[str]) -> str:
 
 
 def _modulus(match: re.Match[str]) -> str:
-    r"""Of a congruence, `3 (mod 7)`, the modulus is like a unit; else `17 \bmod 5` is a remainder."""
+    r"""In a congruence, `3 (mod 7)`, the modulus is like a unit; otherwise `17 \bmod 5` is a remainder."""
     bracketed = match["open"] or match["inside"] or match["word"] == r"\pmod"
     if bracketed or r"\equiv" in match.string or "≡" in match.string:
         return rf" \text{{mod {match['number']}}}"
@@ -165,7 +165,7 @@ def _currency(text: str) -> str:
 
 @lru_cache(maxsize=2048)
 def text_key(text: str) -> str:
-    """Texts with the same key are the same answer."""
+    """A key that is equal for texts that are the same answer."""
     return re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", _TEXT_RE.sub(r"\1", tidy(text))).rstrip(".")
 
 
@@ -178,7 +178,7 @@ def plain_words(text: str) -> str:
 
 
 def are_texts(*texts: str) -> bool:
-    """Words rather than formulas: a word in one of them, and no sign of a formula in any."""
+    """Whether the texts are words rather than formulas: one of them has a word, and none has a sign of a formula."""
     plain = [_TEXT_RE.sub(r" \1 ", tidy(text)) for text in texts]
     words = [word for text in plain for word in _WORD_RE.findall(text)]
     return any(

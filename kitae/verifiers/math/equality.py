@@ -1,7 +1,7 @@
-"""Are two expressions equal as numbers or functions? `same_number((x+1)², x²+2x+1)` → True.
+"""Whether two expressions are equal as numbers or functions: `same_number((x+1)², x²+2x+1)` → True.
 
-They are compared at a few random points, the same ones in every process. An answer is True, False, or None where nobody
-knows.
+Expressions are compared at a few random points, which are the same in every process. The result is True, False, or None
+if it cannot be decided.
 """
 
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ from kitae.verifiers.math.tree import Node, OutsideDomain, TooBig, Undefined, Un
 _INVERSE = ("arcsin", "arccos", "arctan", "asin", "acos", "atan", "arccot", "arcsec", "arccsc")
 _BENT = ("min", "max", "abs", "floor", "ceil", "sgn", "mod", *_INVERSE)
 _BOUNDED = ("ln", "log", "lg", "logb", "arccosh", "arcosh", "arctanh", "artanh", *_INVERSE)
-_NEVER_NEGATIVE = frozenset("ijklmnNC")  # counts, and the constant of an integral: they say nothing of a domain
+_NEVER_NEGATIVE = frozenset("ijklmnNC")  # indices and constants of integration
 _MAX_REACH = 10**30
 
 
 def same_number(gold: Node, got: Node, tolerance: float = 0.0) -> bool | None:
-    """Are two expressions the same at every point that we try? None: there is no point at which both have a value."""
+    """Whether two expressions are equal at every point that is tried. None: at no point do both have a value."""
     if not names_in(gold) and not names_in(got):
         return same_constant(gold, got, tolerance)
     bare_log = mentions(gold, "call", "log") or mentions(got, "call", "log")
@@ -41,7 +41,7 @@ def same_number(gold: Node, got: Node, tolerance: float = 0.0) -> bool | None:
 
 
 def any_true(verdicts: Iterator[bool | None]) -> bool | None:
-    """True if one is, False if one is and none is True, None if nobody knows."""
+    """True if any verdict is, else False if any is, else None."""
     result: bool | None = None
     for verdict in verdicts:
         if verdict:
@@ -76,10 +76,10 @@ def _same_at_points(gold: Node, got: Node, *, decimal_log: bool) -> bool | None:
 
 
 def _same_at_wide_points(gold: Node, got: Node, near: Point, *, strict: bool) -> int | None:
-    """At how many of the points far from zero and next to it they are the same; None where they are not at one.
+    """At how many of the points far from zero and next to it the expressions are equal; None if they differ at one.
 
-    `strict`: nor where one of them is outside its domain there and the other is not. What is large loses digits, so
-    there are three times as many.
+    With `strict`, they also differ at a point where only one of them is within its domain. Large values lose digits, so
+    three times as many are computed.
     """
     same, reach = 0, 2 + int(max(_largest(gold), _largest(got)))
     with load_mpmath().workdps(3 * DIGITS):
@@ -106,7 +106,7 @@ def _value_or_none(node: Node, point: Point) -> Any:
 
 
 def _domains_differ(gold: Node, got: Node, point: Point) -> bool:
-    """Is one of them outside its domain here, and has the other a value? ln(-x) and ln|x| where x is positive."""
+    """Whether one of the two is outside its domain here and the other has a value: ln(-x) and ln|x| for positive x."""
     outside = []
     for node in (gold, got):
         try:
@@ -120,20 +120,20 @@ def _domains_differ(gold: Node, got: Node, point: Point) -> bool:
 
 
 def _is_bent(node: Node) -> bool:
-    """Functions with corners can agree on a few numbers around zero and nowhere else: max(x, 3) and 3."""
+    """Whether a function has corners. Such functions can agree near zero and differ elsewhere: max(x, 3) and 3."""
     bent = node.kind == "root" or (node.kind == "call" and node.value in _BENT)
     return bent or any(map(_is_bent, node.args))
 
 
 def _is_bounded(node: Node) -> bool:
-    """Is there something in it that not all real numbers have?"""
+    """Whether the domain of the expression may be less than all real numbers."""
     broken = node.kind == "pow" and not (node.args[1].kind == "number" and node.args[1].value.denominator == 1)
     bounded = node.kind == "root" or broken or (node.kind == "call" and node.value in _BOUNDED)
     return bounded or any(map(_is_bounded, node.args))
 
 
 def _largest(node: Node) -> Any:
-    """The largest size, or inverse of a size, of the numbers in it: where its corners may be."""
+    """The largest magnitude, or inverse of one, among the numbers in it: its corners may be there."""
     if names_in(node):
         return max(map(_largest, node.args), default=1)
     value = _value_or_none(node, Point(0, False, False))
@@ -173,7 +173,7 @@ def same_constant(gold: Node, got: Node, tolerance: float) -> bool | None:
 
 
 def _within(want: Any, have: Any, gold: Node, got: Node, tolerance: float) -> bool:
-    """The rounding that a decimal of many digits allows, or the tolerance that the recipe does."""
+    """Whether the difference is within the rounding of a decimal of many digits, or within the recipe's tolerance."""
     exact = isinstance(want, Fraction) and isinstance(have, Fraction)
     difference = abs(want - have) if exact else abs(to_mp(want) - to_mp(have))
     if tolerance and to_mp(difference) <= abs(to_mp(want)) * tolerance:
@@ -192,7 +192,7 @@ def _within(want: Any, have: Any, gold: Node, got: Node, tolerance: float) -> bo
 
 
 def _is_finite_decimal(node: Node) -> bool:
-    """12 and 1.25 say all their digits; 1/3 and 0.333… do not."""
+    """Whether the number has finitely many decimals, like 12 and 1.25, unlike 1/3 and 0.333…"""
     return node.kind == "number" and 10**40 % int(node.value.denominator) == 0
 
 
@@ -218,7 +218,7 @@ def rounds_to(value: Node, short: Node) -> bool:
 
 
 def _proportional(gold: Node, got: Node, *, positive: bool) -> bool | None:
-    """Is the ratio of two functions the same number, above 0 if `positive`, at every point? None: who knows."""
+    """Whether the ratio of two functions is constant, and above 0 if `positive`. None: it cannot be decided."""
     real = not mentions(gold, "constant", "i") and not mentions(got, "constant", "i")
     ratios = []
     for index in range(POINTS):
@@ -238,7 +238,7 @@ def _proportional(gold: Node, got: Node, *, positive: bool) -> bool | None:
 
 
 def same_curve(gold: Node, got: Node) -> bool | None:
-    """Do two equations hold at the same points? y = 2x and 2y - 4x = 0: one is a multiple of the other."""
+    """Whether two equations have the same solutions, as y = 2x and 2y - 4x = 0 do: one is a multiple of the other."""
     if len(gold.args) != 2 or len(got.args) != 2 or names_in(gold) != names_in(got):
         return False
     return _proportional(_difference(gold), _difference(got), positive=False)

@@ -1,7 +1,7 @@
-r"""math-verify, for what our parser cannot read: `math_verify_agrees(r"\int_0^1 x\,dx", "1/2")` → True.
+r"""math-verify, for notation that the parser cannot read: `math_verify_agrees(r"\int_0^1 x\,dx", "1/2")` → True.
 
-It reads more notation than we do, by sympy, which is slow to import and has no limit on time or memory: texts that look
-like bombs are not shown to it, and it has two seconds. What it reads is equal if it is equal in numbers.
+It knows more notation, through sympy, which is slow to import and has no limit on time or memory. So texts that look
+like bombs are not passed to it, and it has two seconds. Two answers are equal if their numerical values are.
 """
 
 import logging
@@ -30,13 +30,14 @@ _READABLE = frozenset(COMMANDS) | {"frac", "binom", "sum", "prod", "int", "iint"
 
 
 class _OutOfTime(BaseException):
-    """No `Exception`: sympy catches those and goes on."""
+    """Not an `Exception`, because sympy catches those and goes on."""
 
 
 def math_verify_agrees(gold: str, answer: str) -> bool:
-    """What math-verify says of two answers of which our parser cannot read one; never True against the numbers.
+    """Whether math-verify finds two answers equal, of which the parser could not read one; never against their
+    numerical values.
 
-    It passes over what it cannot read ("8 → 9" is 9 to it), so it is shown only notation that it is known to read.
+    It ignores what it cannot read ("8 → 9" is 9 to it), so it gets only notation that it is known to read.
     """
     gold, answer = tidy(gold), tidy(answer)
     if max(len(gold), len(answer)) > _MAX_FALLBACK or _BOMB_RE.search(gold) or _BOMB_RE.search(answer):
@@ -57,7 +58,7 @@ def math_verify_agrees(gold: str, answer: str) -> bool:
 
 @contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raises `_OutOfTime` after so much processor time, in the main thread; elsewhere there is no limit."""
+    """Raise `_OutOfTime` after this much processor time, if this is the main thread; other threads have no limit."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -66,7 +67,7 @@ def _limited(seconds: float) -> Iterator[None]:
         raise _OutOfTime
 
     previous = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.1)  # again and again, should something catch it
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 0.1)  # repeated, in case something catches it
     try:
         yield
     finally:
@@ -83,15 +84,16 @@ def _is_readable(text: str) -> bool:
 def _math_verify_parse(text: str) -> list[Any]:
     from math_verify import parse
 
-    text = re.sub(r"\\sqrt\s*(\\[A-Za-z]+|[A-Za-z0-9])", r"\\sqrt{\1}", text)  # which it misreads
+    text = re.sub(r"\\sqrt\s*(\\[A-Za-z]+|[A-Za-z0-9])", r"\\sqrt{\1}", text)  # misread without braces
     try:
         return list(parse(rf"\boxed{{{text}}}", parsing_timeout=None))
-    except Exception:  # whatever the parser of math-verify stumbles over, the answer is the reason
+    except Exception:  # any failure of math-verify's parser is due to the answer
         return []
 
 
 def _numerically_equal(want: Any, have: Any) -> bool:
-    """Do two sympy expressions, or the sides of two equations, have the same values wherever they can be computed?"""
+    """Whether two sympy expressions, or the sides of two equations, have the same values wherever they can be
+    computed."""
     sympy = import_module("sympy")
     if isinstance(want, sympy.Equality) and isinstance(have, sympy.Equality):
         return all(_numerically_equal(left, right) for left, right in zip(want.args, have.args, strict=True))
@@ -112,11 +114,11 @@ def _numerically_equal(want: Any, have: Any) -> bool:
             if bool(abs(left - right) > sympy.Rational(1, 10**20) * abs(left) + sympy.Rational(1, 10**25)):
                 return False
             agreed += 1
-        except Exception:  # no value here
+        except Exception:  # there is no value at this point
             continue
     return agreed > 0
 
 
 def _done(expression: Any) -> Any:
-    """Limits have no value until they are taken; sums and integrals are computed as numbers."""
+    """Evaluate limits, which have no numerical value; sums and integrals are evaluated numerically later."""
     return expression.doit() if expression.has(import_module("sympy").Limit) else expression

@@ -1,7 +1,7 @@
-r"""Tokens of an answer, as the parser reads them: `split_tokens(r"2\sin x")` → number 2, function sin, name x.
+r"""Tokens of an answer: `split_tokens(r"2\sin x")` → number 2, function sin, name x.
 
-Letters that stand together are a product ("ab") unless they are a word: of a function, a unit, a number, or one of more
-than three letters. Raises `Unreadable` for a command that is not known.
+Adjacent letters are a product ("ab"), unless they are a function, a unit, a number word, or a word of more than three
+letters. Raises `Unreadable` for an unknown command.
 """
 
 import re
@@ -74,7 +74,7 @@ _TOKEN_RE = re.compile(
 class Token:
     kind: str  # number, name, function, constant, text, op
     value: str
-    spaced: bool = field(default=False, compare=False)  # is there white space before it
+    spaced: bool = field(default=False, compare=False)  # whether white space precedes it
 
 
 END = Token("end", "")

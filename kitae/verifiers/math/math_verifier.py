@@ -1,4 +1,4 @@
-r"""The verifier: `math(r"So it is $\boxed{0.5}$.", "1/2", {})` → `Score(1.0)`."""
+r"""The `math` verifier: `math(r"So it is $\boxed{0.5}$.", "1/2", {})` → `Score(1.0)`."""
 
 import re
 from collections.abc import Mapping
@@ -26,11 +26,11 @@ from kitae.verifiers.math.lexer import is_spelled_out
 from kitae.verifiers.math.reading import comma_number, plain_number, read
 from kitae.verifiers.math.tree import TooBig
 
-_MAX_ANSWER = 2_000  # characters; what is longer is no answer
+_MAX_ANSWER = 2_000  # characters; a longer text is no answer
 _INDEX_RE = re.compile(r"(?<![A-Za-z\\])([A-Za-z])\s*(?:\\in\s*\\(?:mathbb|mathbf)\s*\{?\s*Z|∈\s*ℤ)")
 _MAX_WRAPPING = 8  # characters around an answer that is the whole response
 _MAX_BOXES = 8
-_PARTS_RE = re.compile(r"[,;]|\\pm|\b(?:and|or)\b|\\quad")  # a reference of several parts
+_PARTS_RE = re.compile(r"[,;]|\\pm|\b(?:and|or)\b|\\quad")  # in a reference with several parts
 
 
 def math(
@@ -68,7 +68,7 @@ def math(
 
 
 def _is_in_boxes(response: str, gold: str, tolerance: float) -> bool:
-    """Are the boxes of the response, all of them together, the parts of the reference?"""
+    """Whether all boxes of the response together are the parts of the reference."""
     if not _PARTS_RE.search(gold):
         return False
     parts = [inside for _, _, inside in boxes(spoken(response)) if inside.strip()]
@@ -76,12 +76,12 @@ def _is_in_boxes(response: str, gold: str, tolerance: float) -> bool:
 
 
 def _is_whole(response: str, gold: str, order: tuple[str, ...]) -> bool:
-    """Is the response nothing but the reference?"""
+    """Whether the response is nothing but the reference."""
     return "last" in order and len(response) <= len(gold) + _MAX_WRAPPING and text_key(response) == text_key(gold)
 
 
 def _chooses(response: str, gold: str, order: tuple[str, ...]) -> bool:
-    """Does prose without a marked answer decide for the option that the reference is: "I think it's (D)."?"""
+    """Whether prose without a marked answer, such as "I think it's (D).", chooses the option that is the reference."""
     letter = choice_letter(gold, start=False)
     if letter is None or not set(order) & {"phrase", "last"} or chosen_letter(response) != letter:
         return False
@@ -89,7 +89,7 @@ def _chooses(response: str, gold: str, order: tuple[str, ...]) -> bool:
 
 
 def same_answer(gold: str, answer: str, tolerance: float = 0.0) -> bool:
-    """Do two bare answers mean the same? `same_answer("1/2", "0.5")` → True. Never raises."""
+    """Whether two bare answers are equivalent: `same_answer("1/2", "0.5")` → True. Never raises."""
     if gold == answer or text_key(gold) == text_key(answer):
         return True
     if max(len(gold), len(answer)) > _MAX_ANSWER:
@@ -102,7 +102,7 @@ def same_answer(gold: str, answer: str, tolerance: float = 0.0) -> bool:
 
 
 def _compare_texts(gold: str, answer: str, tolerance: float) -> bool | None:
-    """Are they the same? None: we cannot read one of them."""
+    """Whether the two texts are equivalent; None: one of them cannot be parsed."""
     want, have = plain_number(gold), plain_number(answer)
     if want is not None and have is not None:
         return same_constant(want, have, tolerance)
@@ -132,7 +132,7 @@ def _compare_texts(gold: str, answer: str, tolerance: float) -> bool | None:
 
 
 def _with_index_of(gold: str, answer: str) -> str:
-    r"""`k\pi, k \in \mathbb{Z}` with the letter that the reference has for the integer."""
+    r"""The answer `k\pi, k \in \mathbb{Z}` with the reference's letter for the integer."""
     if r"\in" not in answer and "∈" not in answer:
         return answer
     left, right = _INDEX_RE.findall(gold), _INDEX_RE.findall(answer)

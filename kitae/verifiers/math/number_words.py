@@ -31,7 +31,7 @@ def _digits(match: re.Match[str]) -> str:
 
 
 def _value(words: list[str]) -> int | None:
-    """The number that its words say; None where they say several: "two three"."""
+    """The number that the words express; None if they express several: "two three"."""
     total, group, room = 0, 0, 1_000
     for word in words:
         if word in _VALUES:

@@ -1,7 +1,7 @@
-"""The value of a tree at a point: of `2x` at the point where x is 1/3, `value_at(tree, point)` → `Fraction(2, 3)`.
+"""The value of a tree at a point: for `2x` at the point where x is 1/3, `value_at(tree, point)` → `Fraction(2, 3)`.
 
-Values are exact fractions as long as they can be, and else mpmath numbers of 30 digits. Size is checked before anything
-is computed: `TooBig` for what would take long, `Undefined` where there is no value.
+Values are exact fractions as long as possible, and else mpmath numbers of 30 digits. Size is checked before anything is
+computed: `TooBig` for what would take long, `Undefined` if there is no value.
 """
 
 import random
@@ -23,11 +23,11 @@ from kitae.verifiers.math.tree import (
 )
 
 DIGITS = 30
-POINTS = 5  # values tried for each variable; the last two are negative
-WIDE_POINTS = 6  # and so many more, far from zero and next to it on both sides, where a function may have corners
+POINTS = 5  # points tried, of which the last two have negative values
+WIDE_POINTS = 6  # further points, far from zero and next to it on both sides, where a function may have corners
 _MAX_BITS = 130_000  # of an exact number
 _MAX_TERMS = 1_000  # of a sum or product
-_MAX_NESTED_TERMS = 30  # of each of two, one in the other
+_MAX_NESTED_TERMS = 30  # of each of two nested sums
 _MAX_POWER = 10**6
 NUMBER_CONSTANTS = ("pi", "e", "i", "inf")
 _INVERSES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan", "arsinh": "arcsinh", "arcosh": "arccosh",
@@ -55,10 +55,11 @@ def to_mp(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Values for the variables. `real`: leave the reals and it is undefined; `decimal_log`: log is to base 10.
+    """Values for the variables.
 
-    `whole`: the variables are small positive integers. `bound`: the values of the indices of sums. `turned`: the name
-    whose value has the other sign. `reach`: how far from zero the wide points are.
+    real: values outside the reals are undefined. decimal_log: log is to base 10. whole: the variables are small
+    positive integers. bound: the values of the indices of sums. turned: the name whose value has the opposite sign.
+    reach: how far from zero the wide points are.
     """
 
     index: int
@@ -81,7 +82,7 @@ class Point:
         return -size if (self.index >= POINTS - 2) != (name == self.turned) else size
 
     def _wide_value(self, name: str) -> Fraction:
-        """Whole numbers of the size of `reach` and of its square, and fractions as small as that is large."""
+        """Integers of the size of `reach` and of its square, and the inverses of the latter."""
         order, negative = divmod(self.index - POINTS, 2)
         factor = 2 + _drawn(name, self.index) % 97
         size = Fraction(factor * self.reach ** min(order + 1, 2))
@@ -90,12 +91,12 @@ class Point:
 
 @lru_cache(maxsize=4096)
 def _drawn(name: str, index: int) -> int:
-    """The same random number in every process."""
+    """A pseudo-random number, the same in every process."""
     return random.Random(f"{name}/{index}").randint(301, 2_500)
 
 
 def value_at(node: Node, point: Point) -> Any:
-    """A Fraction where the value is rational by construction, or else an mpmath number. Raises `Undefined`."""
+    """A Fraction if the value is rational by construction, or else an mpmath number. Raises `Undefined`."""
     try:
         return _evaluate(node, point)
     except (ArithmeticError, ValueError, TypeError) as error:  # TypeError: complex numbers have no order
@@ -316,7 +317,7 @@ def _call(name: str, values: list[Any], point: Point) -> Any:
 
 
 def _unknown_function(name: str, values: list[Any]) -> Any:
-    """A function of which we know only that equal arguments give equal values."""
+    """A function without a definition; equal arguments give equal values."""
     mpmath = load_mpmath()
     total = mpmath.mpf(ord(name)) / 7
     for place, value in enumerate(values, 1):
@@ -327,7 +328,7 @@ def _unknown_function(name: str, values: list[Any]) -> Any:
 
 
 def _determinant(cells: list[Any]) -> Any:
-    """By elimination; the cells are those of a square, row by row."""
+    """The determinant, by elimination. cells: those of a square matrix, row by row."""
     size = isqrt(len(cells))
     if size * size != len(cells) or size > 12:
         raise Unreadable("a determinant that is no small square")
@@ -404,7 +405,7 @@ def _rounded(name: str, value: Any) -> Any:
 
 
 def close(left: Any, right: Any, digits: int = 15) -> bool:
-    """Could they be equal? Certain for fractions; for other numbers, ask `settled` too."""
+    """Whether two values may be equal. This is exact for fractions; for other numbers, check `settled` too."""
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return left == right
     left, right = to_mp(left), to_mp(right)
@@ -415,7 +416,8 @@ def close(left: Any, right: Any, digits: int = 15) -> bool:
 
 
 def settled(gold: Node, got: Node, point: Point, coarse: Any) -> bool:
-    """Is the difference of two close values, `coarse`, a rounding error? It is then gone with twice the digits."""
+    """Whether the difference of two close values, `coarse`, is a rounding error, which vanishes with twice the
+    digits."""
     mpmath = load_mpmath()
     with mpmath.workdps(2 * DIGITS):
         left, right = to_mp(value_at(gold, point)), to_mp(value_at(got, point))

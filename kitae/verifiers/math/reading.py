@@ -1,6 +1,6 @@
-"""From the text of an answer to its readings, as trees: `read("1,234")` → `(1234, the list of 1 and 234)`.
+"""From the text of an answer to its possible readings, as trees: `read("1,234")` → `(1234, the list of 1 and 234)`.
 
-Here is decided what a comma or a space between digits means. Most answers are plain numbers and need no parser.
+The meaning of a comma or a space between digits is decided here. Most answers are plain numbers and need no parser.
 """
 
 import re
@@ -37,13 +37,13 @@ _TRAILING_UNIT_RE = re.compile(
 )
 _PLAIN_AMOUNT_RE = re.compile(r"[-+]?\s*[0-9.,]+(?:\s*(?:\\times|\\cdot|\*)\s*10\s*\^\s*(?:\{[-+0-9]+\}|[0-9]))?")
 _WHOLE_COMMA_RE = re.compile(r"-?(?:0,[0-9]+|[1-9][0-9]*,(?![0-9]{3}$)[0-9]+)")  # 3,5 may be 3.5
-_ZERO_COMMA_RE = re.compile(r"(?<![^-])0,(?=[0-9]+(?![0-9,]))")  # at the start; 0,25 is no pair
+_ZERO_COMMA_RE = re.compile(r"(?<![^-])0,(?=[0-9]+(?![0-9,]))")  # at the start; 0,25 is never a pair
 _DECIMAL_COMMA_RE = re.compile(r"(?<=[0-9])\{,\}(?=[0-9])")
 _PLAIN_RE = re.compile(r"([-+]?)(?:\\?\$)?\s*([1-9][0-9]{0,2}(?:,[0-9]{3})+|[0-9]+)?(\.[0-9]*)?")
 
 
 def plain_number(text: str) -> Node | None:
-    """A number that needs no parser: "-1,234.5"."""
+    """A number that needs no parser, such as "-1,234.5"."""
     match = _PLAIN_RE.fullmatch(text.strip())
     if match is None or len(text) > 60 or not (match[2] or (match[3] and len(match[3]) > 1)):
         return None
@@ -53,14 +53,14 @@ def plain_number(text: str) -> Node | None:
 
 
 def comma_number(text: str) -> Node | None:
-    """3,5 as 3.5, where it cannot be thousands and the other side has no comma."""
+    """3,5 as 3.5, if the comma cannot separate thousands and the other answer has no comma."""
     plain = text.strip()
     return number_node(plain.replace(",", ".")) if _WHOLE_COMMA_RE.fullmatch(plain) and len(plain) < 60 else None
 
 
 @lru_cache(maxsize=1024)
 def read(text: str) -> tuple[Node, ...]:
-    """The readings of an answer, best first: "1,234" is a number, or else a list. Empty where it cannot be read."""
+    """The readings of an answer, best first: "1,234" is a number, or else a list. Empty if it cannot be parsed."""
     plain = _PERIOD_RE.sub(_with_bar, digits_for_words(tidy(text)))
     if _DATE_RE.fullmatch(plain):
         return (Node("text", value=plain),)
@@ -80,7 +80,7 @@ def read(text: str) -> tuple[Node, ...]:
         return read(implied[1])
     if not readings and _CHAIN_RE.fullmatch(
         LIMIT_RE.sub(r"\\lim", plain)
-    ):  # of a calculation that we cannot read, its result
+    ):  # the result of a calculation that cannot be parsed
         return read(plain.rpartition("=")[2])
     return tuple(readings)
 
@@ -105,7 +105,8 @@ def _with_bar(match: re.Match[str]) -> str:
 
 
 def _with_unit(text: str) -> str:
-    r"""`5 m/s` → `5 \text{m/s}`; of one letter, only after a plain number: `\frac{1}{2} m` is a product."""
+    r"""`5 m/s` → `5 \text{m/s}`. A unit of one letter is recognised only after a plain number, as `\frac{1}{2} m` is a
+    product."""
     match = _TRAILING_UNIT_RE.fullmatch(text)
     if match is None or not is_known_unit(match["unit"]):
         return text

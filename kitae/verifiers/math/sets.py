@@ -1,7 +1,7 @@
-"""Sets of real numbers, however they are written: x > 3, (3, ∞) and {x | x > 3} are all the interval from 3 up.
+"""Sets of real numbers, in any notation: x > 3, (3, ∞) and {x | x > 3} are all the interval from 3 up.
 
-A set is a list of intervals; a single number is one of length zero. `_real_set` is None for what is no set of numbers,
-or has variables in its ends.
+A set is a list of intervals; a single number is an interval of length zero. `_real_set` returns None for what is no set
+of numbers, or has variables in its ends.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,8 @@ class _Interval:
 
 
 def same_real_sets(gold: Node, got: Node) -> bool | None:
-    """Sets of real numbers, however they are written: x > 3, (3, ∞), {x | x > 3}. None: with variables in the ends."""
+    """Whether two sets of real numbers are equal, in any notation: x > 3, (3, ∞), {x | x > 3}. None: an end has a
+    variable."""
     if gold.kind == got.kind == "relation":
         subjects = names_in(gold), names_in(got)
         if subjects[0] != subjects[1] and "?" not in subjects[0] | subjects[1]:
@@ -88,7 +89,7 @@ def _real(node: Node) -> Any:
 
 
 def _relation_set(node: Node) -> list[_Interval] | None:
-    """a < x <= b, x > a, x != a, x ∈ S: what x may be."""
+    """The values that x may have: a < x <= b, x > a, x != a, x ∈ S."""
     infinity = load_mpmath().inf
     if node.value == ("∈",):
         return _real_set(node.args[1])
@@ -120,7 +121,7 @@ def _relation_set(node: Node) -> list[_Interval] | None:
 
 
 def _unsigned(intervals: list[_Interval]) -> list[_Interval]:
-    """The x whose |x| is in one of the intervals."""
+    """The numbers whose absolute value is in one of the intervals."""
     mpmath = load_mpmath()
     sizes = _intersection(intervals, [_Interval(mpmath.mpf(0), mpmath.inf, False, True)])
     return sizes + [_Interval(-size.high, -size.low, size.high_open, size.low_open) for size in sizes]
@@ -148,7 +149,7 @@ def _complement(intervals: list[_Interval]) -> list[_Interval]:
 
 
 def _merged(intervals: list[_Interval]) -> list[_Interval]:
-    """In order, and those that touch as one."""
+    """The intervals in order, with those that touch joined."""
     result: list[_Interval] = []
     for interval in sorted(intervals, key=lambda i: (i.low, i.low_open)):
         last = result[-1] if result else None

@@ -1,4 +1,4 @@
-"""Answers as trees: the node that the parser makes, and what can be said of a tree without a value for it.
+"""Answers as trees: the nodes that the parser makes, and properties of trees that need no evaluation.
 
     x = 2   →   Node("relation", (Node("name", value="x"), Node("number", value=Fraction(2))), ("=",))
 
@@ -11,23 +11,23 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-_MAX_DIGITS = 4_000  # of a number in an answer; Python refuses to print one of more than 4,300
+_MAX_DIGITS = 4_000  # digits of a number; Python refuses to print more than 4,300
 
 
 class Unreadable(Exception):
-    """The parser does not know this notation."""
+    """The notation is unknown to the parser."""
 
 
 class TooBig(Exception):
-    """Reading or evaluating this would take too long."""
+    """Parsing or evaluating would take too long."""
 
 
 class Undefined(Exception):
-    """There is no (real) value at this point."""
+    """The expression has no (real) value at this point."""
 
 
 class OutsideDomain(Undefined):
-    """And there is none around it either: the root or logarithm of a negative number, the arcsine of 2."""
+    """Nor does it have one around the point: the root or logarithm of a negative number, the arcsine of 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Node:
 
 
 def number_node(literal: str) -> Node:
-    """`"1.50"` → 3/2; a decimal also remembers how many digits it has, and how many of them after the point."""
+    """`"1.50"` → 3/2. The node of a decimal also records its number of digits, and how many are after the point."""
     mantissa, _, exponent = literal.lower().partition("e")
     if len(mantissa) + abs(int(exponent or 0)) > _MAX_DIGITS:
         raise TooBig(f"a number like {literal[:40]}")
@@ -67,7 +67,7 @@ def negated(node: Node) -> Node:
     return Node("neg", (node,))
 
 
-UNKNOWN_FUNCTIONS = ("f", "g")  # as the name of a function that nothing is known of
+UNKNOWN_FUNCTIONS = ("f", "g")  # names of functions without a definition
 
 
 def spelled(node: Node) -> str:
@@ -88,7 +88,7 @@ def mentions(node: Node, kind: str, value: Any = None) -> bool:
 
 
 def is_name(node: Node) -> bool:
-    """x, AB, x_1, f(x), f(2), P(X > 2), (x, y), ∠ABC: what can stand before "=" as the name of the answer."""
+    """Whether the node can be the name of the answer, before "=": x, AB, x_1, f(x), f(2), P(X > 2), (x, y), ∠ABC."""
     if node.kind in ("name", "text"):
         return True
     if node.kind == "call" and node.value in UNKNOWN_FUNCTIONS:
@@ -106,9 +106,10 @@ _TRIGONOMETRIC = ("sin", "cos", "tan", "cot", "sec", "csc")
 
 
 def is_quantity(node: Node) -> bool:
-    r"""AB/CD, a:b, a + b, \sin A, \log_2 N: a name for a number, and no equation to be solved, as 2x + 1 or x² are.
+    r"""Whether the node names a number, like AB/CD, a:b, a + b, \sin A, \log_2 N, and is no equation to be solved, like
+    2x + 1 or x².
 
-    A sum of x and y is a line.
+    A sum of x and y is a line, so it is none.
     """
     if is_name(node):
         return True
@@ -120,7 +121,7 @@ def is_quantity(node: Node) -> bool:
 
 
 def is_integer_condition(node: Node) -> bool:
-    """k ∈ ℤ, which says what the k before it may be."""
+    """Whether the node is like k ∈ ℤ, a condition on a letter used before it."""
     if node.kind != "relation" or node.value != ("∈",):
         return False
     return node.args[0].kind == "name" and node.args[1].kind == "constant" and node.args[1].value in ("set Z", "set N")
@@ -139,7 +140,7 @@ def mentions_collection(node: Node) -> bool:
 
 
 def items_of(node: Node) -> tuple[Node, ...]:
-    """The items of a list or set, both signs of ± written out."""
+    """The items of a list or set, with both signs of each ±."""
     items = node.args if node.kind in ("list", "set") else (node,)
     return tuple(version for item in items for version in _both_signs(item))
 

@@ -1,7 +1,7 @@
-"""What stands after a number: `measure_of("cm^2")` → `Measure((("length", 2),), Fraction(1, 10_000), frozenset())`.
+"""The words after a number: `measure_of("cm^2")` → `Measure((("length", 2),), Fraction(1, 10_000), frozenset())`.
 
-Units that are known are converted. All other words ("apples", "units north") are compared as words, without plurals;
-"units" and small words say nothing and are left out. Magnitudes ("million", "dozen") are factors and no units.
+Known units are converted. Other words ("apples", "units north") are compared as words, without plurals; "units" and
+small words carry no meaning and are left out. Magnitudes ("million", "dozen") are factors, not units.
 """
 
 import re
@@ -30,7 +30,7 @@ _SIZES = {
     "fahrenheit": "fahrenheit:1 Fahrenheit:1",
     "angle": "radian:1 rad:1",
 }
-_METRIC = {  # symbol → what it measures, and the prefixes that are used with it
+_METRIC = {  # symbol → dimension, and the prefixes that are used with it
     "m": ("length", "kdcmnµμ"), "g": ("mass", "km"), "s": ("time", "mn"), "L": ("volume", "m"), "J": ("energy", "kM"),
     "W": ("power", "kM"), "N": ("force", "k"), "Hz": ("frequency", "kMG"), "Pa": ("pressure", "kM"),
     "mol": ("amount", "m"), "V": ("voltage", "k"), "A": ("current", "m"), "eV": ("electronvolt", "kM"),
@@ -46,7 +46,7 @@ MAGNITUDES = {
 
 
 def _table() -> dict[str, tuple[str, Fraction]]:
-    """Name → dimension and size, with the plurals: `"meters"` → `("length", Fraction(1))`."""
+    """Names to dimension and size, with plurals: `"meters"` → `("length", Fraction(1))`."""
     units: dict[str, tuple[str, Fraction]] = {}
     for dimension, sizes in _SIZES.items():
         for entry in sizes.split():
@@ -65,7 +65,7 @@ _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _SILENT = {
     "unit", "of", "and", "the", "in", "each", "total", "only", "exactly", "about", "approximately", "long", "is", "all",
 }  # fmt: skip
-_ALTERING = {  # words that make another number, or another answer, of what stands before them
+_ALTERING = {  # words that change the number before them, or the answer
     "not", "no", "wrong", "incorrect", "false", "isn", "never", "except", "nor", "t", "or", "maybe", "perhaps",
     "squared", "cubed", "factorial", "half", "halve", "third", "tenth", "hundredth", "thousandth", "plus", "minus",
     "over", "negative", "root", "remainder", "to", "through",
@@ -85,7 +85,8 @@ class Measure(NamedTuple):
 
     @property
     def altering(self) -> bool:
-        """5 is wrong, 5 squared, 5 or 6: no unit, and nothing that can be left out."""
+        """Whether the words change the number, as in "5 is wrong", "5 squared", "5 or 6", so they cannot be left
+        out."""
         digits = any(word[0].isdigit() for word in self.words) and self.modulus is None
         return digits or bool(self.words & _ALTERING)
 
@@ -101,7 +102,7 @@ class Measure(NamedTuple):
 
 @lru_cache(maxsize=512)
 def measure_of(text: str) -> Measure:
-    """What "cm", "cm^2", "square feet", "m/s ^2", "miles per hour" or "apples" stands for."""
+    """The meaning of "cm", "cm^2", "square feet", "m/s ^2", "miles per hour" or "apples"."""
     text = re.sub(r"\bmph\b", "mi/h", re.sub(r"\bkph\b", "km/h", _HALF_DAY_RE.sub(r" half\1 ", text)))
     powers: dict[str, int] = {}
     size, words = Fraction(1), set[str]()
@@ -140,7 +141,7 @@ def _singular(word: str) -> str:
 
 
 def is_known_unit(text: str) -> bool:
-    """Is all of it a unit of measurement? `"km/h"` → True."""
+    """Whether the whole text is a unit of measurement: `"km/h"` → True."""
     measure = measure_of(text)
     return bool(measure.dimensions) and not measure.words
 
@@ -159,7 +160,7 @@ def _shifted(literal: Node, size: Fraction) -> Node:
 
 
 def joined(larger: Node, smaller: Node) -> Node | None:
-    """3 feet and 4 inches → 40 inches; None where the units do not add up."""
+    """3 feet and 4 inches → 40 inches; None if the units cannot be added."""
     first, second = measure_of(larger.value), measure_of(smaller.value)
     if not first.dimensions or first.dimensions != second.dimensions or first.words or second.words:
         return None
