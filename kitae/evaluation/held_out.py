@@ -1,11 +1,11 @@
-"""What a run made of each held-out prompt, evaluation by evaluation, and the paired comparison of two runs by that.
+"""A run's results on each held-out prompt, by evaluation, and the paired comparison of two runs on these.
 
     RUN/evaluations/step-000015/own/NAME-3f9a1c02/answers.sqlite    answers and verdicts, as `storage` keeps them
-    RUN/evaluations/step-000015/suites/gsm8k-77c0d1e4/…             the same of other suites
-    RUN/evaluations/step-000015/examples.json                       of a run that learns from examples: a number each
+    RUN/evaluations/step-000015/suites/gsm8k-77c0d1e4/…             the same for other suites
+    RUN/evaluations/step-000015/examples.json                       for a run that learns from examples: a number each
 
-Answers are kept as they come, so a killed evaluation goes on where it was. What counts is in the metrics too: results
-of an evaluation without its line there are not complete, and not read.
+Answers are stored as they come, so a killed evaluation continues where it was. An evaluation without its line in the
+metrics is not complete, and its results are not read.
 """
 
 import hashlib
@@ -35,7 +35,8 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True, slots=True)
 class HeldOutAnswer:
-    """`HeldOutAnswer(Prompt("reverse/eval/3", …), (Rollout(…),), 1.0)`; value: the mean score, if any."""
+    """`HeldOutAnswer(Prompt("reverse/eval/3", …), (Rollout(…),), 1.0)`; value: the mean score, or None if there is
+    none."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -44,7 +45,8 @@ class HeldOutAnswer:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutResults:
-    """Of one evaluation: `HeldOutResults(15, "accuracy", {"9f86d081…": 1.0, …})`; keys: digests of what was asked."""
+    """The results of one evaluation: `HeldOutResults(15, "accuracy", {"9f86d081…": 1.0, …})`; keys: digests of the
+    prompts."""
 
     step: int
     measure: str
@@ -55,7 +57,7 @@ class HeldOutResults:
 class PairedRuns:
     """The last evaluations of two runs, on the prompts that both were judged on; difference: second minus first.
 
-    `PairedRuns(0.52, 0.98, Difference(128, …), "")`; where nothing can be compared, `reason` says why.
+    `PairedRuns(0.52, 0.98, Difference(128, …), "")`; reason: why nothing can be compared, or "".
     """
 
     first: float | None
@@ -72,7 +74,7 @@ def answers_of(run: Path, step: int, suite: str, own: bool, settings: Mapping[st
 
 
 def keep_examples(run: Path, step: int, values: Mapping[str, float]) -> None:
-    """By digest of the example; one that has no finite number is left out."""
+    """Store the values by digest of the example, without those that are not finite."""
     folder = _folder(run, step)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -82,7 +84,7 @@ def keep_examples(run: Path, step: int, values: Mapping[str, float]) -> None:
 
 
 def forget_after(run: Path, step: int) -> None:
-    """Of steps that are given up, nothing stays."""
+    """Remove the evaluations of later steps, which are discarded."""
     for folder in (run / FOLDER).glob("step-*"):
         if (found := _NAME.fullmatch(folder.name)) is not None and int(found[1]) > step:
             shutil.rmtree(folder)
@@ -96,7 +98,7 @@ def digest(asked: str) -> str:
 
 
 def answers_at(run: Path, step: int) -> dict[str, HeldOutAnswer]:
-    """By digest, what was answered to the held-out prompts of the run's own task; nothing where it was not kept."""
+    """The answers to the held-out prompts of the run's own task, by digest; empty if they were not kept."""
     files = sorted((_folder(run, step) / "own").glob("*/answers.sqlite"), key=lambda path: path.stat().st_mtime)
     if not files:
         return {}
@@ -109,7 +111,7 @@ def answers_at(run: Path, step: int) -> dict[str, HeldOutAnswer]:
 
 
 def last_results(view: RunView) -> HeldOutResults | None:
-    """Of the last evaluation whose numbers are in the metrics; None: there is none, or its results were not kept."""
+    """The results of the last evaluation in the metrics; None if there is none, or if its results were not kept."""
     return results_at(view, int(view.evaluations[-1]["step"])) if view.evaluations else None
 
 
@@ -146,7 +148,7 @@ def pair(first: Path, second: Path) -> PairedRuns:
 
 
 def pair_ends(view: RunView) -> PairedRuns:
-    """The first and the last evaluation of one run."""
+    """Compare the first and the last evaluation of one run."""
     if len(view.evaluations) < 2:
         return _unpaired(f"{view.folder.name} was evaluated {len(view.evaluations)} times")
     ends = [results_at(view, int(view.evaluations[i]["step"])) for i in (0, -1)]
@@ -168,7 +170,7 @@ def _unpaired(reason: str) -> PairedRuns:
 
 def _answer(journal: Journal, group: int) -> HeldOutAnswer:
     prompt = journal.prompt(group)
-    assert prompt is not None  # they are numbered from 0, and written before anything is asked
+    assert prompt is not None  # prompts are numbered from 0, and stored before any is asked
     rollouts = tuple(r for r in journal.rollouts(group) if r.index != GREEDY)
     scores = [r.score.value for r in rollouts if r.score and r.score.valid]
     return HeldOutAnswer(prompt, rollouts, fmean(scores) if scores else None)

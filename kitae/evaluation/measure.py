@@ -1,4 +1,4 @@
-"""Ask a model the problems of a suite, and put the verdicts into numbers."""
+"""Let a model answer the problems of a suite, and turn the verdicts into numbers."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,12 @@ Heard = Callable[[Group], None]
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What one scoring says of a model on a suite.
+    """A model's results on a suite by one scoring.
 
-    `avg` is the mean score of all samples; `passed[k]` estimates that at least one of k samples scores 1; `voted[k]`,
-    the score of the answer that most of k give; empty where samples cannot vote. partial: some scores are neither 0 nor
-    1, so their mean is no share of right answers. values: the mean score of each judged problem, by its position.
+    `avg`: the mean score of all samples. `passed[k]`: the estimated chance that at least one of k samples scores 1.
+    `voted[k]`: the score of the answer that most of k samples give; empty if samples cannot vote. partial: whether some
+    scores are neither 0 nor 1, so that their mean is no share of right answers. values: the mean score of each judged
+    problem, by its position.
     """
 
     label: str
@@ -50,9 +51,9 @@ class Marks:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One model on one suite. The first of `marks` is that of the suite's score.
+    """One model on one suite. The first of `marks` is the suite's main score.
 
-    length: mean tokens of an answer; truncated: share of answers that were cut off. errors: answers that could not be
+    length: mean tokens of an answer. truncated: share of answers that were cut off. errors: answers that could not be
     judged; they are left out of the marks.
     """
 
@@ -74,11 +75,11 @@ class Evaluation:
 
     @property
     def judged(self) -> int:
-        """Problems with at least one verdict."""
+        """How many problems have at least one verdict."""
         return len(self.marks[0].values)
 
     def row(self) -> dict[str, float]:
-        """The numbers, flat, for the metrics file; those of further scorings as `last/avg`."""
+        """The numbers as one flat row for the metrics file; those of further scorings are named like `last/avg`."""
         numbers = self.marks[0].row()
         for marks in self.marks[1:]:
             numbers |= {f"{marks.label}/{key}": value for key, value in marks.row().items()}
@@ -95,8 +96,7 @@ class Evaluation:
 def suite_episodes(
     episodes: Episodes, suite: Suite, pool: ResponseVerifier, world: World, settings: EvalConfig
 ) -> Episodes:
-    """Episodes that ask a suite, made from those of a run: in another world, with another verifier, other sampling,
-    other random streams."""
+    """Episodes on a suite, derived from those of a run, with their own world, verifier, sampling and random streams."""
     sampling = replace(
         episodes.sampling,
         temperature=settings.temperature,
@@ -129,8 +129,8 @@ async def evaluate(
 ) -> Evaluation:
     """Sample every prompt and score the answers. Answers that could not be judged are counted and left out.
 
-    All answers to a prompt that the engine cannot take (longer than the context, say) count as such. What the journal
-    has already is taken from there; `heard` is told of each problem when all its answers are there.
+    If the engine refuses a prompt (because it is longer than the context, say), all its answers count as such. Answers
+    in the journal are not generated again. heard: receives each problem's group when all its answers exist.
     """
 
     async def one(index: int, prompt: Prompt) -> Group:

@@ -1,4 +1,4 @@
-"""Put an evaluation together: several models on several suites, kept on the disk as it goes, and compared.
+"""Evaluate several models on several suites, with answers stored on disk, and compare the models.
 
 entrants, suites = [Entrant("smollm2-135m", ModelConfig())], find_suites(["svamp"], "data", None)
 report = evaluate_models(entrants, suites, EvaluationSettings(), Path("evaluations"))
@@ -39,7 +39,7 @@ from kitae.verifiers.pool import VerifierPool
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """A model under the name that it has in tables: `Entrant("quickstart-001", ModelConfig(path="runs/…/model"))`."""
+    """A model and its name in tables: `Entrant("quickstart-001", ModelConfig(path="runs/…/model"))`."""
 
     name: str
     model: ModelConfig
@@ -47,7 +47,7 @@ class Entrant:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationSettings:
-    """How all models are asked: samples and sampling, the engine, and the seed of prompts and answers."""
+    """How all models are queried: samples and sampling, the engine, and the seed of prompts and answers."""
 
     eval: EvalConfig = field(default_factory=EvalConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -56,7 +56,7 @@ class EvaluationSettings:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One model against the first, by one scoring of one suite."""
+    """One model compared with the first, by one scoring of one suite."""
 
     suite: str
     scoring: str
@@ -67,7 +67,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """What came of it: `report.evaluations["smollm2-135m", "svamp"].avg`.
+    """The results: `report.evaluations["smollm2-135m", "svamp"].avg`.
 
     comparisons: of each model with the first one, on the problems that both were judged on.
     """
@@ -79,7 +79,7 @@ class EvaluationReport:
     comparisons: tuple[Comparison, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values; numbers that do not exist are null."""
+        """The report as plain values; missing numbers are None."""
         e = self.settings.eval
         return {
             "models": list(self.models),
@@ -115,16 +115,16 @@ class EvaluationReport:
 
 
 class EvaluationWatcher:
-    """Hears how an evaluation goes; what it does not care about, it leaves as it is here."""
+    """Receives the progress of an evaluation; subclasses override what they need."""
 
     def note(self, text: str) -> None:
-        """Something worth keeping on the screen."""
+        """A message that should stay on the screen."""
 
     def asked(self, model: str, suite: str, done: int, total: int) -> None:
-        """So many problems of a suite have all their answers."""
+        """`done` problems of a suite have all their answers."""
 
     def evaluated(self, model: str, suite: str, found: Evaluation) -> None:
-        """A model has answered a suite."""
+        """A model has answered all problems of a suite."""
 
 
 def evaluate_models(
@@ -134,23 +134,23 @@ def evaluate_models(
     output: Path | None = None,
     watcher: EvaluationWatcher | None = None,
 ) -> EvaluationReport:
-    """Ask every model the same problems of every suite, and compare each with the first.
+    """Give every model the same problems of every suite, and compare each model with the first.
 
-    output: the folder that keeps answers; what it has already is not asked again. None: nothing is kept. Data, models
-    and verifiers are checked before the first model is loaded; each model is loaded once, and not at all where its
-    answers are all there.
+    output: the folder that stores answers; answers that it has are not generated again. None: nothing is stored. Data,
+    models and verifiers are checked before the first model is loaded. Each model is loaded once, or not at all if all
+    its answers are stored.
     """
     return asyncio.run(_evaluate_models(entrants, suites, settings, output, watcher or EvaluationWatcher()))
 
 
 def evaluate_own(config: RLConfig) -> Evaluation:
-    """The model of these settings on the held-out prompts of their own task. Nothing is kept."""
+    """Evaluate the model of these settings on the held-out prompts of their own task. Nothing is stored."""
     (found,) = evaluate_on(config, [replace(own_suite(config), count=config.eval.prompts)]).values()
     return found
 
 
 def evaluate_on(config: RLConfig, suites: Sequence[Suite]) -> dict[str, Evaluation]:
-    """The model of these settings on each suite, by its name. Nothing is kept."""
+    """Evaluate the model of these settings on each suite. The results, by name. Nothing is stored."""
     entrant = Entrant(config.model.path, config.model)
     settings = EvaluationSettings(config.eval, config.engine, config.run.seed)
     found = evaluate_models([entrant], suites, settings).evaluations
@@ -197,7 +197,7 @@ async def _evaluate_models(
 
 @dataclass(frozen=True, slots=True)
 class _Paper:
-    """A suite as one model has it before it. known: its answers, where all are there already."""
+    """A suite for one model. known: its answers, if all are stored already."""
 
     suite: Suite
     prompts: list[Prompt]
@@ -213,7 +213,8 @@ async def _ask(
     settings: EvaluationSettings,
     watcher: EvaluationWatcher,
 ) -> dict[str, Evaluation]:
-    """Let a model answer all suites at once, so that no engine waits for the last answer of one of them."""
+    """Let a model answer all suites at once, so that the engine is not idle while one suite waits for its last
+    answer."""
     samples = settings.eval.samples
     found = {p.suite.name: measure(p.known, samples, p.suite.scorings) for p in papers if p.known is not None}
     left = [paper for paper in papers if paper.known is None]
@@ -276,7 +277,7 @@ def _check(entrants: Sequence[Entrant], suites: Sequence[Suite]) -> None:
 
 
 def _identity(model: ModelConfig, folder: Path, suite: Suite, settings: EvaluationSettings) -> dict[str, Any]:
-    """All that an answer and its verdict depend on."""
+    """Everything that an answer and its verdict depend on."""
     return {
         "weights": fingerprint(folder),
         "dtype": str(pick_dtype(model.dtype, pick_device(model.device))).removeprefix("torch."),

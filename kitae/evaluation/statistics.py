@@ -2,8 +2,8 @@
 
     estimate        of one problem with n judged samples                                        over problems
     avg             the mean score                                                              mean, 95 % interval
-    pass@k          chance that k of them hold one that scores 1                                mean, 95 % interval
-    maj@k           expected score of the answer that most of k give; a tie is split evenly     mean, 95 % interval
+    pass@k          chance that one of k samples scores 1                                       mean, 95 % interval
+    maj@k           expected score of the majority's answer among k; ties are split evenly      mean, 95 % interval
 
 pass@k and maj@k are exact over all subsets of k samples, drawn without replacement: no subset is chosen by chance, and
 the order of the samples does not matter. Seeds are fixed, so the same values give the same interval.
@@ -22,8 +22,8 @@ from kitae.types import FloatArray
 
 _RESAMPLES = 2000
 _Z = 1.959964
-_ALL_FLIPS = 14  # problems that differ, up to which every choice of signs is tried
-_FLIPS = 20_000  # choices of signs that are tried beyond that
+_ALL_FLIPS = 14  # up to this many differing problems, every choice of signs is tried
+_FLIPS = 20_000  # choices of signs that are tried for more
 _CHUNK = 2_000_000  # numbers drawn at a time
 
 DoubleArray = npt.NDArray[np.float64]
@@ -44,10 +44,10 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Of two models on the same problems, second minus first: `Difference(64, Interval(.1, .02, .18), .01, "McNemar")`.
+    """The comparison of two models on the same problems: `Difference(64, Interval(.1, .02, .18), .01, "McNemar")`.
 
-    problems: those that both were judged on. p: the chance of a difference at least so large in either direction, were
-    the two models equally good.
+    problems: how many both were judged on. interval: second minus first. p: the chance of a difference at least as
+    large in either direction, if the two models were equally good.
     """
 
     problems: int
@@ -60,16 +60,16 @@ class Difference:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Chance that k of n samples, drawn without replacement, hold a correct one: 1 - C(n - c, k) / C(n, k)."""
+    """The chance that k of n samples, drawn without replacement, have a correct one: 1 - C(n - c, k) / C(n, k)."""
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def maj_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int) -> float:
-    """Expected score of the majority's answer among k of the samples, drawn without replacement.
+    """The expected score of the majority's answer among k of the samples, drawn without replacement.
 
-    A sample without an answer (None) has no vote; where nobody has one, the score is 0. Answers that have the most
-    votes together share the score evenly, as a fair draw between them would. An answer's score is the mean score of the
-    samples that give it.
+    A sample without an answer (None) has no vote; if no sample has one, the score is 0. Answers that tie for the most
+    votes share the score evenly, as a fair draw between them would. An answer's score is the mean score of the samples
+    that give it.
     """
     assert 1 <= k <= len(answers) == len(scores), f"k must be from 1 to {len(answers)}, got {k}"
     given: dict[str, list[float]] = {}
@@ -83,10 +83,11 @@ def maj_at_k(answers: Sequence[str | None], scores: Sequence[float], k: int) -> 
 
 
 def _chance_to_win(count: int, counts: Sequence[int], silent: int, k: int) -> float:
-    """Expected share of the vote's prize for an answer that `count` samples give, in a draw of k.
+    """The expected share of the win for an answer that `count` samples give, in a draw of k.
 
-    Each sample is drawn by itself with chance p = k / n, and what counts is what happens where just k are: so all terms
-    are chances, and nothing overflows. `chance_KT[i, t]`: of i drawn so far, with t other answers level.
+    Each sample is drawn independently with chance p = k / n, and the result is conditioned on exactly k being drawn. So
+    all terms are probabilities, and nothing overflows. `chance_KT[i, t]`: the chance that i are drawn so far and t
+    other answers have as many votes.
     """
     n = sum(counts) + silent
     others = list(counts)
@@ -94,7 +95,7 @@ def _chance_to_win(count: int, counts: Sequence[int], silent: int, k: int) -> fl
     p = k / n
     total = 0.0
     for votes in range(1, min(count, k) + 1):
-        if not _binomial(count, votes, p):  # where all samples are drawn, all votes are
+        if not _binomial(count, votes, p):  # if all samples are drawn, so are all votes
             continue
         most_tied = sum(other >= votes for other in others)
         chance_KT = np.zeros((k + 1, most_tied + 1))
@@ -111,7 +112,7 @@ def _chance_to_win(count: int, counts: Sequence[int], silent: int, k: int) -> fl
 
 
 def _drawn(chance_KT: DoubleArray, chances: Sequence[float]) -> DoubleArray:
-    """After i more were drawn with chance `chances[i]`."""
+    """The table after i more samples were drawn, with chance `chances[i]`."""
     after = np.zeros_like(chance_KT)
     for i, chance in enumerate(chances[: len(chance_KT)]):
         after[i:] += chance_KT[: len(chance_KT) - i] * chance
@@ -129,7 +130,7 @@ def _binomial(n: int, k: int, p: float) -> float:
 
 
 def interval_of(values: FloatArray) -> Interval:
-    """Mean and 95 % interval over prompts: Wilson's where all values are 0 or 1, else a seeded bootstrap."""
+    """The mean and 95 % interval over prompts: Wilson's if all values are 0 or 1, else a seeded bootstrap."""
     if len(values) == 0:
         return Interval(math.nan, math.nan, math.nan)
     if is_binary(values):
@@ -161,9 +162,9 @@ def _bootstrap(values: FloatArray) -> tuple[float, float]:
 def compare(first: FloatArray, second: FloatArray) -> Difference:
     """Compare the scores of two models on the same problems, one value each.
 
-    Where all are 0 or 1: exact McNemar test, and the interval of Bonett and Price, which has a width also where the
-    models never differ. Else: a test by flipping the signs of the differences, exact up to 14 problems that differ, and
-    a bootstrap over problems.
+    If all are 0 or 1: an exact McNemar test, and the interval of Bonett and Price, which has a width even if the models
+    never differ. Else: a test by flipping the signs of the differences, exact for up to 14 differing problems, and a
+    bootstrap over problems.
     """
     assert first.shape == second.shape, f"as many scores for both, got {first.shape} and {second.shape}"
     if not len(first):
@@ -178,17 +179,17 @@ def compare(first: FloatArray, second: FloatArray) -> Difference:
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Two-sided chance that of the problems that differ so uneven a split comes about by fair coins."""
+    """The two-sided chance of a split at least as uneven, if each differing problem were a fair coin."""
     n, fewer = gained + lost, min(gained, lost)
     return min(1.0, float(2 * sum(math.comb(n, i) for i in range(fewer + 1)) / 2**n))
 
 
 def sign_flips(differences: Sequence[float]) -> float:
-    """Two-sided chance of a sum at least so far from 0, were each difference as likely to have the other sign."""
+    """The two-sided chance of a sum at least as far from 0, if the sign of each difference were random."""
     values = np.array([d for d in differences if d != 0])
     if not len(values):
         return 1.0
-    observed = abs(values.sum()) - 1e-9 * np.abs(values).sum()  # sums in another order round otherwise
+    observed = abs(values.sum()) - 1e-9 * np.abs(values).sum()  # sums in another order round differently
     if len(values) <= _ALL_FLIPS:
         signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(values))))
         return int((np.abs(signs @ values) >= observed).sum()) / len(signs)
@@ -199,11 +200,11 @@ def sign_flips(differences: Sequence[float]) -> float:
         signs = rng.integers(0, 2, (rows, len(values))) * 2.0 - 1.0
         as_far += int((np.abs(signs @ values) >= observed).sum())
         left -= rows
-    return (as_far + 1) / (_FLIPS + 1)  # the signs as they are count too: p is never 0
+    return (as_far + 1) / (_FLIPS + 1)  # the actual signs count too, so p is never 0
 
 
 def _bonett_price(gained: int, lost: int, n: int) -> Interval:
-    """Difference of paired shares: one more problem is counted as gained and one as lost, then the usual interval."""
+    """The difference of paired shares, with one problem added as gained and one as lost before the usual interval."""
     up, down = (gained + 1) / (n + 2), (lost + 1) / (n + 2)
     half = _Z * math.sqrt((up + down - (up - down) ** 2) / (n + 2))
     return Interval((gained - lost) / n, max(-1.0, up - down - half), min(1.0, up - down + half))

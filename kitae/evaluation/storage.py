@@ -1,10 +1,10 @@
-"""The answers of an evaluation on the disk, kept as they come: a killed evaluation goes on where it was.
+"""The answers of an evaluation on disk, stored as they come, so that a killed evaluation continues where it was.
 
     DIR/smollm2-135m/gsm8k-3f9a1c02/answers.sqlite     a journal: prompts, answers, verdicts
-    DIR/smollm2-135m/gsm8k-3f9a1c02/settings.json      what the eight digits stand for
+    DIR/smollm2-135m/gsm8k-3f9a1c02/settings.json      the settings that the eight digits stand for
 
-There is a folder for each model, suite and set of settings, so that answers of different ones never meet. How many
-problems are asked and how many samples each has is no setting: more of them go into the same folder.
+There is a folder for each model, suite and set of settings, so answers under different settings never mix. The numbers
+of problems and of samples are not among these settings: more of them go into the same folder.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ from kitae.store.run_folder import lock
 from kitae.types import Group, Prompt
 
 _SOURCE = {"path", "eval_path", "hub", "hub_files", "hub_eval_files", "skip_bad_rows"}
-"""Where prompts come from does not matter for an answer: it is kept with the prompt itself."""
+"""The source of prompts does not matter for an answer: each prompt is stored with it."""
 
-_BLOCKS, _BLOCK = 128, 65_536  # pieces of a file of weights that are looked at, and their size
+_BLOCKS, _BLOCK = 128, 65_536  # pieces of a file of weights that are hashed, and their size
 
 
 class Answers:
-    """The answers of one model to one suite. One process at a time: the folder is locked."""
+    """The answers of one model to one suite. The folder is locked, so only one process uses it at a time."""
 
     def __init__(self, output: Path, model: str, suite: str, settings: Mapping[str, Any]) -> None:
         text = json.dumps(settings, sort_keys=True)
@@ -49,7 +49,7 @@ class Answers:
             raise
 
     async def begin(self, prompts: Sequence[Prompt]) -> None:
-        """Note settings and prompts; refuse those that are not what the answers here were given to."""
+        """Record settings and prompts. Raises if the answers in the folder belong to other ones."""
         known = self.journal.meta("config")
         if known is not None and known != self._settings:
             raise StoreError(f"{self.folder} holds answers with other settings:\n  {known}\nnot\n  {self._settings}")
@@ -68,7 +68,7 @@ class Answers:
         await asyncio.gather(*(self.journal.add_prompt(i, prompt, version=0, slot=i) for i, prompt in new))
 
     def complete(self, prompts: Sequence[Prompt], samples: int) -> list[Group] | None:
-        """All answers, where all are there and judged; else None."""
+        """All answers if all exist and are judged, else None."""
         groups = []
         for index, prompt in enumerate(prompts):
             rollouts = tuple(r for r in self.journal.rollouts(index) if 0 <= r.index < samples)
@@ -83,8 +83,8 @@ class Answers:
 
 
 def fingerprint(model: Path) -> str:
-    """A name for the weights of a model folder, from 128 pieces of each file: no training step leaves all of them as
-    they are. A copy of the folder has the same."""
+    """A digest of the weights in a model folder, from 128 pieces of each file, as no training step leaves all of them
+    unchanged. A copy of the folder has the same digest."""
     digest = hashlib.sha256()
     weights = [path for end in ("safetensors", "bin") for path in sorted(model.glob(f"*.{end}"))]
     for path in [*weights, *(p for name in ("config.json", "chat_template.jinja") if (p := model / name).is_file())]:
@@ -98,7 +98,7 @@ def fingerprint(model: Path) -> str:
 
 
 def how_asked(suite: Suite, settings: EvalConfig, seed: int) -> dict[str, Any]:
-    """What an answer and its verdict depend on, the model apart."""
+    """The settings, apart from the model, that an answer and its verdict depend on."""
     verifier, params = suite.verifier
     data = suite.data.model_dump(mode="json", exclude=_SOURCE)
     return {
@@ -119,7 +119,7 @@ def how_asked(suite: Suite, settings: EvalConfig, seed: int) -> dict[str, Any]:
 
 
 def plugin_digests(values: Any) -> dict[str, str]:
-    """The user's own files that settings name, with what is in them: `{"reward.py:score": "9f86d081…"}`."""
+    """Digests of the user's own files that settings name: `{"reward.py:score": "9f86d081…"}`."""
     found = {}
     for text in _texts(values):
         if is_plugin(text) and (path := Path(text.rpartition(":")[0]).expanduser()).is_file():

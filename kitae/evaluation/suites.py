@@ -7,7 +7,7 @@
     gym:NAME                     a data set of reasoning-gym
     own                          the task of the run or recipe itself
     FILE.toml                    the held-out prompts of a recipe, with its verifier
-    FILE.jsonl (.json, .parquet) your own questions, read and judged as the run's or recipe's own are
+    FILE.jsonl (.json, .parquet) the user's questions, read and judged like those of the run or recipe
 
 The data of the first two kinds comes from a folder of the user's, or from the hub.
 """
@@ -32,7 +32,7 @@ from kitae.verifiers.pool import VerifierPool
 OWN = "own"
 PUZZLES = ("countdown", "knights-and-knaves")
 GENERATED = 200
-"""Problems of a generated suite where no number is given."""
+"""Problems of a generated suite if no number is given."""
 
 _FILES = (".jsonl", ".json", ".parquet")
 _PUZZLE_TOKENS = {"countdown": 512, "knights-and-knaves": 512, "instructions": 256}
@@ -51,9 +51,9 @@ class Scoring:
 class Suite:
     """`Suite("gsm8k", DataConfig(hub="openai/gsm8k", …), MATHS, max_tokens=512)`.
 
-    scorings: the first is the score of an answer, the others are reported beside it. held_out: the data is also trained
-    on, and only its held-out prompts are asked. keep: column, lowest and highest value of the rows that are the test
-    set. env: what an episode is; one question and one answer, but for the task of a run or recipe that says otherwise.
+    scorings: the first gives the score of an answer, the others are reported in addition. held_out: whether the data is
+    also trained on, so that only its held-out prompts are asked. keep: a column and its lowest and highest value in
+    rows of the test set. env: the kind of episode; a single turn unless the task of a run or recipe says otherwise.
     label: names the random streams of the answers. count: problems to ask; None: all, or `GENERATED`.
     """
 
@@ -71,7 +71,7 @@ class Suite:
     count: int | None = None
 
     def prompts(self, seed: int) -> list[Prompt]:
-        """The problems, in an order that the seed decides; a longer list begins with a shorter one."""
+        """The problems, in an order that depends on the seed; a longer list begins with a shorter one."""
         if self.held_out:
             return eval_prompts(self.data, seed, GENERATED if self.count is None else self.count)
         stream = open_stream(self.data, seed)
@@ -86,11 +86,11 @@ class Suite:
             return True
         column, low, high = self.keep
         value = prompt.context.get(column)
-        return not isinstance(value, int) or low <= value <= high  # a file without the column is one's own choice
+        return not isinstance(value, int) or low <= value <= high  # a file without the column is the user's own choice
 
     @property
     def verifier(self) -> tuple[str, Mapping[str, Any]]:
-        """Name and params of the verifier that gives all scorings at once, the others as components."""
+        """Name and params of the verifier that gives all scorings at once, the further ones as components."""
         first, *others = self.scorings
         if not others:
             return first.verifier, first.params
@@ -103,8 +103,8 @@ class Suite:
 
 
 MATHS = (Scoring("strict", "math", {"strict": True}), Scoring("last", "math", {"extract": "boxed,hash,last"}))
-r"""strict: what stands in a \boxed or after ####, as prompts ask for. last: that, or else the last number or formula.
-The two can be far apart for a model that does not keep to the form, so neither is reported alone."""
+r"""strict: the answer in a \boxed or after ####, as prompts ask for. last: that, or else the last number or formula.
+The two can differ widely for a model that does not keep to the form, so neither is reported alone."""
 
 FOLLOWED = (
     Scoring("strict", "instructions", {"mode": "strict"}),
@@ -119,7 +119,7 @@ _CODE = "{question}\n\nAnswer with one Python code block."
 
 @dataclass(frozen=True, slots=True)
 class KnownSuite:
-    """A public test set: where it is on the hub, what its file is called elsewhere, and how it is asked and judged."""
+    """A public test set: where it is on the hub, its file names elsewhere, and how it is asked and judged."""
 
     summary: str
     hub: str
@@ -212,7 +212,7 @@ def own_suite(config: RLConfig, name: str | None = None) -> Suite:
 
 def find_suites(names: Iterable[str], folder: str | None, config: RLConfig | None) -> list[Suite]:
     """The suites of these names. folder: where the data of public ones lies; None: the hub. config: of the run or
-    recipe, for "own" and files. `ConfigError` for a name that is none, or that comes twice."""
+    recipe, for "own" and files. Raises `ConfigError` for an unknown or repeated name."""
     expanded = [each for name in names for each in (PUZZLES if name == "puzzles" else (name,))]
     suites = [_find(name, folder, config) for name in expanded]
     found = [suite.name for suite in suites]
@@ -275,7 +275,7 @@ def _find_file(name: str, files: Sequence[str], folder: Path) -> Path:
 
 
 def _from_file(path: Path, config: RLConfig) -> Suite:
-    """The questions of a file, all of them, read by the keys, format and instruction of the config's own data."""
+    """All questions of a file, read with the keys, format and instruction of the config's own data."""
     if not path.is_file():
         raise DataError(f"suite {str(path)!r} must name a file, but nothing is there (in {Path.cwd()})")
     kept = config.data.model_dump(exclude={*SOURCES, "params", "eval_path"}, exclude_unset=True)

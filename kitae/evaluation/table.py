@@ -1,4 +1,4 @@
-"""The results of an evaluation as a table: on the screen, and in Markdown."""
+"""The results of an evaluation as a table, for the screen and in Markdown."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ _LEFT = ("suite", "score", "model")
 
 
 def results(report: EvaluationReport) -> list[list[str]]:
-    """A line of titles, and one for each suite, scoring and model."""
+    """A row of titles, and one row for each suite, scoring and model."""
     k = report.settings.eval.samples
     titles = [*_LEFT, "problems", f"avg@{k}"]
     titles += [f"pass@{k}", f"maj@{k}"] if k > 1 else []
@@ -31,7 +31,7 @@ def results(report: EvaluationReport) -> list[list[str]]:
 
 
 def notes(report: EvaluationReport) -> list[str]:
-    """What a reader of the table must know."""
+    """Notes that explain the table."""
     e, k = report.settings.eval, report.settings.eval.samples
     how = "greedy" if e.temperature == 0 else f"temperature {e.temperature:g}"
     found = [
@@ -51,7 +51,7 @@ def notes(report: EvaluationReport) -> list[str]:
 
 
 def as_markdown(report: EvaluationReport) -> str:
-    """A page with the table, its notes below."""
+    """The table with its notes below, in Markdown."""
     titles, *lines = results(report)
     rule = ["---" if title in _LEFT else "---:" for title in titles]
     table = "\n".join(f"| {' | '.join(_escaped(cell) for cell in line)} |" for line in (titles, rule, *lines))
@@ -83,7 +83,7 @@ def _interval(estimate: Interval | None) -> str:
 
 
 def _without_empty(lines: list[list[str]]) -> list[list[str]]:
-    """Without columns that say nothing: no answer was voted on, no error happened."""
+    """The table without empty columns, such as votes where no answers can be voted on."""
     kept = [i for i in range(len(lines[0])) if any(line[i] not in ("", _NONE) for line in lines[1:])]
     return [[line[i] for i in kept] for line in lines]
 
@@ -93,5 +93,5 @@ def _escaped(cell: str) -> str:
 
 
 def left_columns(titles: Sequence[str]) -> int:
-    """How many of the first columns begin at the left."""
+    """How many of the first columns are left-aligned."""
     return sum(title in _LEFT for title in titles)

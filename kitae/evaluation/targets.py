@@ -1,4 +1,4 @@
-"""Whom to evaluate, and on what: from names to settings and suites, for `kitae eval` and `kitae.evaluate` alike."""
+"""What to evaluate on what: from names to settings and suites, for `kitae eval` and `kitae.evaluate` alike."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,13 +16,13 @@ from kitae.evaluation.suites import KNOWN, OWN, PUZZLES, Suite, find_suites
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _ASKING = ("eval", "model", "engine", "run")
-"""Sections that say how models are asked, whatever they are asked."""
+"""Sections of settings on how models are queried, independent of the task."""
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def is_model(target: str) -> bool:
-    """Whether it names a model, and no recipe: a folder with weights, a hub id, a short name."""
+    """Whether it names a model rather than a recipe: a folder with weights, a hub id, or a short name."""
     from kitae.models.load import SMOLLM2
 
     path = Path(target).expanduser()
@@ -32,7 +32,8 @@ def is_model(target: str) -> bool:
 
 
 def suite_names(text: str | None) -> list[str]:
-    """Separated by commas; the name of a shipped recipe stands for its file, where no suite is called so."""
+    """The names in a comma-separated list. The name of a shipped recipe becomes its file, unless it is the name of a
+    suite."""
     recipes = {path.stem: str(path) for path in shipped_recipes() if path.stem not in KNOWN and path.stem not in TASKS}
     return [recipes.get(name, name) for part in (text or "").split(",") if (name := part.strip())]
 
@@ -46,8 +47,8 @@ def without_recipe(
     *,
     how: str,
 ) -> RLConfig:
-    """Settings for a model alone: the data is that of the first suite, and only how to ask can be set. how: suites are
-    named, for who forgot it: `"--suites"`."""
+    """Settings for a model without a recipe: the data is that of the first suite, and only settings on how to query
+    models can be given. how: how suites are named, for error messages: `"--suites"`."""
     if not names:
         raise ConfigError(f"a model alone has no task: name suites with {how} (kitae suites lists them), got {model!r}")
     _refuse_own(names)
@@ -67,8 +68,8 @@ def without_recipe(
 
 
 def asked_suites(names: Sequence[str], data: str | None, base: RLConfig, *, own: bool, limited: bool) -> list[Suite]:
-    """The suites with their numbers of problems. own: whether there is a task of a run or recipe. limited: all have
-    `eval.prompts` of them, and not only that task."""
+    """The suites with their numbers of problems. own: whether there is a task of a run or recipe. limited: whether all
+    suites, not only that task, have `eval.prompts` problems."""
     if not own:
         _refuse_own(names)
     found = find_suites(names, data or base.eval.data, base)

@@ -1,7 +1,7 @@
-"""What an answer says, in a form that two answers that mean the same share: so that samples can vote.
+"""The answer of a response in a canonical form, equal for equivalent answers, so that samples can vote.
 
-Known for verifiers that look for one final answer. Numbers are compared as numbers ("18", "$18.00"), formulas as text,
-so that 1/2 and 0.5 are two answers: a vote needs no proof of equality, and may lose a little by that.
+It exists for verifiers that look for one final answer. Numbers are compared as numbers ("18", "$18.00"), formulas as
+text, so 1/2 and 0.5 are different answers: a vote needs no proof of equality, and may lose a little by that.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,15 +13,16 @@ from kitae.verifiers.final_answer import DEFAULT_ORDER, find_answers, parse_orde
 from kitae.verifiers.math.cleanup import text_key
 from kitae.verifiers.plain_text import after_thought, final_number, only_number
 
-_LONGEST = 300  # characters; what is longer is no answer that two samples share
+_LONGEST = 300  # characters; longer answers are never shared by two samples
 _DIGITS = 300
 
 Vote = Callable[[str], str | None]
-"""The answer of a response: `vote("So it is \\boxed{1,200}.")` → `"1200"`; None: it gives none."""
+"""Returns the answer of a response: `vote("So it is \\boxed{1,200}.")` → `"1200"`; None: it has none."""
 
 
 def find_vote(verifier: str, params: Mapping[str, Any]) -> Vote | None:
-    """How samples vote under a verifier; None where they cannot: programs, letters, instructions, one's own."""
+    """How samples vote under a verifier; None if they cannot, as for programs, letters, instructions and user
+    functions."""
     if verifier == "math":
         order = parse_order(params.get("extract", DEFAULT_ORDER), strict=bool(params.get("strict", False)))
         return partial(_of_math, order)
@@ -51,7 +52,7 @@ def _of_text(response: str) -> str | None:
 
 
 def _plain(number: Decimal) -> str:
-    """`"1200"`, whatever zeros it was written with; what is far too large or small stays as it is."""
+    """`"1200"`, without superfluous zeros. Numbers that are far too large or small are left as they are."""
     if not number.is_finite() or abs(number.adjusted()) > _DIGITS:
         return str(number)
     return f"{number.normalize() + 0:f}"  # + 0: no -0

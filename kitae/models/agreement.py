@@ -1,7 +1,7 @@
-"""Whether a model computes with the attention of Kitae what it computes with its own: tried when it is loaded.
+"""Checks when a model is loaded that it computes the same with Kitae's attention as with its own.
 
-A model that attends in a way of its own, or reads positions otherwise, would train and sample without a complaint, and
-wrongly. Fused modules know one attention alone, so this comes before them.
+A model that attends in another way, or reads positions differently, would otherwise train and sample wrongly without an
+error. Fused modules know one attention only, so this check comes before them.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ _OWN = "eager"
 
 
 def check_attention(model: Any, source: str) -> None:
-    """Raise where the last hidden states differ by more than rounding, or where there are none."""
+    """Raise if the last hidden states differ by more than rounding, or if there are none."""
     name, config = f"{source}: {type(model).__name__}", model.config.get_text_config()
     positions = torch.arange(_PROBE, device=next(model.parameters()).device)
     tokens = positions * 7919 % config.vocab_size
@@ -50,7 +50,8 @@ def _check_calls(name: str, config: Any, asked: list[AttentionCall]) -> None:
 
 
 def _without_window(config: Any, asked: list[AttentionCall]) -> set[int]:
-    """Layers that should have asked for one: it is too long to be tried. If it is not said which, one is enough."""
+    """Layers that should have passed a window but did not; it is too long to be tested by computing. If the config does
+    not say which layers have windows, one layer with a window is enough."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if not isinstance(window, int) or not 0 < window < config.max_position_embeddings:
         return set()
@@ -68,7 +69,7 @@ def _states(model: Any, tokens: Tensor, positions: Tensor, **context: Any) -> Te
 
 
 def _with_its_own(model: Any, tokens: Tensor, positions: Tensor) -> Tensor | None:
-    """None: it has none that can be chosen."""
+    """The states with the model's own attention; None if it has none that can be selected."""
     try:
         model.set_attn_implementation(_OWN)
         return _states(model, tokens, positions)
@@ -79,5 +80,6 @@ def _with_its_own(model: Any, tokens: Tensor, positions: Tensor) -> Tensor | Non
 
 
 def gap(ours: Tensor, theirs: Tensor) -> float:
-    """Between states `[T, H]` of most tokens: in a mixture, some may choose another expert by a hair."""
+    """The median relative difference of states `[T, H]`: in a mixture, a few tokens may choose another expert by
+    rounding."""
     return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6)).median())

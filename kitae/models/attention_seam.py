@@ -1,8 +1,8 @@
 """The seam between Hugging Face modules and Kitae's two uses of them.
 
-Models run with attention implementation "kitae". Each call of the model carries a context object as the keyword
-`kitae`; the layers hand it their queries, keys and values, and the context decides what attends to what: packed
-sequences when training, a paged cache when decoding. No global state, no patched model code.
+Models run with the attention implementation "kitae". Each call of the model has a context object as the keyword
+`kitae`. The layers pass it their queries, keys and values, and the context decides which tokens attend to which: packed
+sequences in training, a paged cache in decoding. There is no global state and no patched model code.
 """
 
 from dataclasses import dataclass
@@ -109,7 +109,7 @@ def causal_mask(query_positions: Tensor, key_positions: Tensor, window: int | No
 class AttentionCall:
     """`AttentionCall(layer=0, keys=(2, 64), values=(2, 64), scale=0.125, window=None, softcap=None, sinks=None)`.
 
-    What a layer wanted of its attention; of its keys and values, heads and size.
+    A layer's call of attention. keys, values: heads and size.
     """
 
     layer: int
@@ -122,7 +122,7 @@ class AttentionCall:
 
 
 class SelfAttention:
-    """One sequence attending to itself, its tokens in any order; remembers what it was asked. For checks and probes."""
+    """One sequence attending to itself, with its tokens in any order. It records the calls, for checks and probes."""
 
     def __init__(self, positions: Tensor) -> None:
         self.positions = positions

@@ -1,12 +1,12 @@
 """Exact mode: a model whose log-probs do not depend on what else is computed with a token, bit for bit.
 
-Every module that adds up numbers, or computes more than a sum or product of two, is replaced by one that treats each
-row alike: linear layers and norms by kernels, other norms in tiles of a fixed shape. On a CPU vectorised functions may
-round the last elements of an array otherwise, so activations run row by row unless a kernel has them, and rotary angles
-come from a table. What remains (sums, products, gathers) rounds each element by itself.
+Every module that sums numbers, or computes more than a sum or product of two, is replaced by one that treats each row
+alike: linear layers and norms by kernels, other norms in tiles of a fixed shape. On a CPU, vectorised functions may
+round the last elements of an array differently, so activations run row by row unless a kernel has them, and rotary
+angles come from a table. What remains (sums, products, gathers) rounds each element independently.
 
-A model with parameters elsewhere (experts, convolutions), with a scaled or capped head, or with rotary angles that
-depend on the length is refused, and so is one that fails the probe of `check`.
+Models are refused if they have other parameters (experts, convolutions), a scaled or capped head, or rotary angles that
+depend on the length, or if they fail the probe of `check`.
 """
 
 from types import MethodType
@@ -27,7 +27,7 @@ from kitae.models.logprobs import HeadTransform
 from kitae.models.policy import Policy
 
 _ANGLES = 512  # positions of the rotary table that are computed together
-_PROBE = [1, 30, 9]  # tokens of the passes that a probe sequence is cut into
+_PROBE = [1, 30, 9]  # the probe's tokens in each of several passes
 
 
 def make_exact(policy: Policy) -> None:
@@ -70,7 +70,7 @@ def _activation(self: Any, x: Tensor) -> Tensor:
 
 
 def _in_tiles(module: Any, x: Tensor, tile: int) -> Tensor:
-    """The module's own forward pass on rows of the last dimension, so many at a time."""
+    """The module's own forward pass on rows of the last dimension, `tile` at a time."""
     rows = x.reshape(-1, x.shape[-1])
     filled = nn.functional.pad(rows, (0, 0, 0, -len(rows) % tile))
     out = torch.cat([type(module).forward(module, part) for part in torch.split(filled, tile)])
@@ -78,10 +78,10 @@ def _in_tiles(module: Any, x: Tensor, tile: int) -> Tensor:
 
 
 def _rotary(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Rows of a table that is computed in blocks of positions, always the same ones."""
+    """Rotary angles from a table that is always computed in the same blocks of positions."""
     tables: dict[Any, list[tuple[Tensor, Tensor]]] = self.__dict__.setdefault("kitae_angles", {})
     blocks = tables.setdefault((x.dtype, args, *kwargs.items()), [])
-    with torch.inference_mode(False), torch.no_grad():  # the engine makes what the trainer differentiates through
+    with torch.inference_mode(False), torch.no_grad():  # the engine may compute what the trainer differentiates through
         for i in range(len(blocks), int(position_ids.max()) // _ANGLES + 1):
             positions = torch.arange(i * _ANGLES, (i + 1) * _ANGLES)[None]
             like = torch.empty(0, dtype=x.dtype)
@@ -120,7 +120,7 @@ def _refuse_unknown(model: Any, source: str) -> None:
 
 
 class _Copies:
-    """Many sequences of one length in a packed row."""
+    """Attention over many sequences of one length in a packed row."""
 
     def __init__(self, policy: Policy, count: int, length: int) -> None:
         group = policy.heads // policy.kv_heads
@@ -132,7 +132,7 @@ class _Copies:
 
 
 class _Growing:
-    """A sequence that is computed in several passes; keeps its keys and values."""
+    """Attention over a sequence that is computed in several passes, whose keys and values are kept."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy

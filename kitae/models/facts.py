@@ -1,4 +1,4 @@
-"""What those must know of a model who do not hold it: how it speaks, how far it sees, how exactly it computes."""
+"""Facts about a model for code that does not hold it: its tokenizer, context length and dtype."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +13,8 @@ from kitae.models.policy import Policy
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """`ModelFacts(tokenizer, generation_config, max_context=8192, dtype=torch.bfloat16)`; generation: None where the
-    model has no such config."""
+    """`ModelFacts(tokenizer, generation_config, max_context=8192, dtype=torch.bfloat16)`; generation: None if the model
+    has no such config."""
 
     tokenizer: Any
     generation: Any
@@ -27,7 +27,7 @@ class ModelFacts:
 
     @classmethod
     def read(cls, config: ModelConfig) -> "ModelFacts":
-        """From the folder of a model, without its weights."""
+        """Read the facts from the folder of a model, without its weights."""
         tokenizer, generation = load_tokenizer(config)
         folder = find_model(config.path)
         assert folder is not None

@@ -29,8 +29,8 @@ SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def find_model(path: str, *, download: bool = True) -> Path | None:
     """The local folder of a model.
 
-    Short names are converted or made on first use; hub ids are downloaded unless `download` is off, in which case
-    None means "not here yet". Raises `ModelError` when the model cannot be had.
+    Short names are converted or made on first use; hub ids are downloaded unless `download` is off, in which case None
+    means that the model is not here yet. Raises `ModelError` if the model cannot be obtained.
     """
     if path == "tiny":
         return _cached("tiny", _make_tiny) if download else _cached_or_none("tiny")
@@ -146,8 +146,8 @@ def _convert_gguf(file: Path, folder: Path) -> None:
 
 @contextmanager
 def _read_once() -> Iterator[None]:
-    """transformers reads a GGUF file for the config, the weights and the tokenizer, all of it each time, and makes the
-    table of its names for every module: 25 s instead of 10."""
+    """Make transformers read a GGUF file once (10 s) and not separately for config, weights and tokenizer, with a new
+    table of names for every module (25 s)."""
     import gguf
 
     plain = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
@@ -177,7 +177,7 @@ def pick_device(name: str) -> "torch.device":
 
 
 def pick_dtype(name: str, device: "torch.device") -> "torch.dtype":
-    """auto: bfloat16 where matrix units compute in it (AMX or AVX512-BF16 CPUs, recent GPUs), else float32."""
+    """auto: bfloat16 if matrix units compute in it (AMX or AVX512-BF16 CPUs, recent GPUs), else float32."""
     import torch
 
     if name == "bfloat16" and device.type == "cpu" and not has_bfloat16():
@@ -189,23 +189,23 @@ def pick_dtype(name: str, device: "torch.device") -> "torch.dtype":
         return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
     if device.type == "cuda":
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:  # oneDNN itself also says yes to processors on which it emulates bfloat16, at a third of float32's speed
+    else:  # oneDNN also accepts processors on which it emulates bfloat16, at a third of float32's speed
         fast = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if fast else torch.float32
 
 
 def has_bfloat16() -> bool:
-    """Whether the processor can compute in bfloat16 at a bearable speed. On x86 oneDNN does, whatever the processor; on
-    ARM it leaves those without instructions for it to a loop."""
+    """Whether the processor computes in bfloat16 at a tolerable speed. On x86 oneDNN always does; on ARM it uses a
+    plain loop on processors without such instructions."""
     import torch
 
     return platform.machine() != "aarch64" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def check_model(config: ModelConfig, *, reward: bool = False) -> Path:
-    """The folder of the model, with all that can be found wrong before its weights are loaded; gets it if need be.
+    """The folder of the model, after all checks that need no weights; downloads the model if need be.
 
-    reward: whether a reward model will do too.
+    reward: whether a reward model is accepted too.
     """
     from transformers import AutoConfig
 
@@ -224,7 +224,7 @@ def check_model(config: ModelConfig, *, reward: bool = False) -> Path:
         raise ModelError(f"cannot load {config.path!r} from {folder}: {error}") from error
     if (
         kinds[0].endswith("ForSequenceClassification") and not reward
-    ):  # its language head is gone, and would be a random one
+    ):  # its language head is missing, and would be random
         raise ModelError(f"{config.path!r} must be a language model, got a reward model or classifier ({kinds[0]})")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ModelError(f"{folder} must hold weights (*.safetensors or *.bin), got none")
@@ -232,7 +232,8 @@ def check_model(config: ModelConfig, *, reward: bool = False) -> Path:
 
 
 def check_mixture(config: ModelConfig, setting: str) -> None:
-    """Refuse a setting for mixtures of experts where the model is none, as far as that is known without its weights."""
+    """Raise if a setting is for mixtures of experts and the model is none, as far as that is known without its
+    weights."""
     from kitae.models.routing import is_router, routers_of
 
     if (model := _skeleton(config)) is None:
@@ -243,7 +244,7 @@ def check_mixture(config: ModelConfig, setting: str) -> None:
 
 
 def check_dense(config: ModelConfig, setting: str) -> None:
-    """Refuse a setting for models without experts where the model is a mixture, as far as that is known."""
+    """Raise if a setting is for models without experts and the model is a mixture, as far as that is known."""
     from kitae.models.routing import is_router
 
     if (model := _skeleton(config)) is not None and any(map(is_router, model.modules())):
@@ -251,18 +252,18 @@ def check_dense(config: ModelConfig, setting: str) -> None:
 
 
 def check_adapters(config: ModelConfig) -> None:
-    """Refuse `lora_targets` that the model does not have or that would learn nothing, without its weights."""
+    """Raise if the model lacks `lora_targets`, or if they would learn nothing, without loading its weights."""
     import torch
 
     from kitae.models.lora import add_lora
 
     if config.lora_rank and (model := _skeleton(config)) is not None:
-        with torch.device("meta"):  # no numbers are drawn for the adapters either
+        with torch.device("meta"):  # the adapters get no random numbers either
             add_lora(model, config)
 
 
 def _skeleton(config: ModelConfig) -> Any:
-    """The model without numbers, if it is on this machine; None: it is not."""
+    """The model's modules without weights; None if the model is not on this machine."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -286,7 +287,7 @@ def _load_tokenizer(path: str, folder: Path) -> Any:
 
 
 def load_tokenizer(config: ModelConfig) -> tuple[Any, Any]:
-    """The tokenizer and the generation config of a model, without its weights; the latter None where it has none."""
+    """The tokenizer and the generation config of a model, without its weights; the latter is None if it has none."""
     from transformers import GenerationConfig
 
     folder = find_model(config.path)
@@ -297,7 +298,7 @@ def load_tokenizer(config: ModelConfig) -> tuple[Any, Any]:
 
 
 def ready_device(config: ModelConfig) -> "torch.device":
-    """The device that a model is loaded onto, once all is prepared for that."""
+    """Prepare the device for a model and return it."""
     from kitae.kernels.allocation import keep_freed_memory
     from kitae.models import attention_seam
 
@@ -335,7 +336,7 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
         model = add_lora(model, config)
     try:
         policy = Policy(model, tokenizer, config.path, exact=config.exact)
-    except AttributeError as error:  # what every model that attends has in its config
+    except AttributeError as error:  # every model with attention has these in its config
         raise ModelError(f"{config.path}: {type(model).__name__} must attend to tokens, got {error}") from error
     if config.exact:
         from kitae.models.exact import check, make_exact
@@ -361,8 +362,8 @@ def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
 
 
 def _disable_dropout(model: Any) -> None:
-    """Sampling has none, so training must not either: their log-probs have to agree. Nor are layers left out, nor do
-    routers get noise."""
+    """Disable dropout, layer dropping and router noise: sampling has none of these, and log-probs in training must
+    agree with it."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):
@@ -372,7 +373,7 @@ def _disable_dropout(model: Any) -> None:
 def export_policy(policy: "Policy", folder: Path) -> None:
     """Write a folder that `AutoModelForCausalLM.from_pretrained` loads, with tokenizer and chat template.
 
-    LoRA adapters are merged into the exported weights; the policy itself is not changed. Of a sharded one, all ranks
+    LoRA adapters are merged into the exported weights; the policy itself is not changed. If it is sharded, all ranks
     must call this, and the first one writes.
     """
     from kitae.models.lora import merged_state
@@ -394,12 +395,12 @@ def export_policy(policy: "Policy", folder: Path) -> None:
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which takes the place of `folder` when all is written."""
+    """A folder to write into, which replaces `folder` when everything is written."""
     scratch = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.parent.mkdir(parents=True, exist_ok=True)
     yield scratch
     for path in scratch.iterdir():
-        path.chmod(0o644)  # weights are written readable for their owner alone
+        path.chmod(0o644)  # weights are written with permissions for their owner alone
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)

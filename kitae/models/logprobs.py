@@ -1,8 +1,8 @@
-"""Log-probs and entropies of chosen tokens without ever holding tokens × vocabulary.
+"""Log-probs and entropies of chosen tokens, without ever holding tokens × vocabulary.
 
-Logits are made and used in chunks of rows, and made again in the backward pass, but for those of the last chunk, which
-are still there. Else only the hidden states and three numbers per row are kept in between. Everything after the head's
-matrix product is in fp32.
+Logits are computed in chunks of rows, and again in the backward pass, except those of the last chunk, which are kept.
+Otherwise only the hidden states and three numbers per row are kept. Everything after the head's matrix product is in
+fp32.
 """
 
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from kitae.kernels.allocation import gradient_of
 from kitae.kernels.devices import training_kernels
 from kitae.kernels.exact.exact_products import product
 
-_LOWEST = -1e30  # of a factor of a probability: 0 times infinity is no number
+_LOWEST = -1e30  # lower bound of log-probs, as 0 times infinity is not a number
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def token_logprobs(
     head: Head, hidden_NH: Tensor, targets_N: Tensor, *, temperature: float, chunk: int, entropy_grad: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`(logp_N, entropy_N)` at the sampling temperature. Entropy carries no gradient unless `entropy_grad`."""
-    if targets_N.device.type == "cpu":  # a GPU would be waited for
+    if targets_N.device.type == "cpu":  # on a GPU the check would wait for the device
         _check_targets(targets_N, len(head.weight))
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_NH, head.weight, head.bias, targets_N, head.transform, 1.0 / temperature, chunk, entropy_grad, head.exact
@@ -75,7 +75,8 @@ def token_logprobs(
 
 
 def _check_targets(targets_N: Tensor, rows: int) -> None:
-    """Kernels read and write where a token points to. The last one of a text is embedded nowhere: nobody else looks."""
+    """Raise if a token has no row in the head: kernels would read and write out of bounds. The last token of a text is
+    never embedded, so nothing else checks it."""
     wrong_N = targets_N[(targets_N < 0) | (targets_N >= rows)]
     if len(wrong_N):
         raise DataError(f"tokens to predict must be in 0…{rows - 1}, as the head has rows, got {int(wrong_N[0])}")
@@ -122,7 +123,7 @@ class _TokenLogprobs(torch.autograd.Function):
         into = gradient_of(weight) if needs_weight else None
         dweight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight and into is None else into
         dbias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias and bias is not None else None
-        buffer, ctx.last = ctx.last, None  # a second backward pass finds nothing there
+        buffer, ctx.last = ctx.last, None  # a second backward pass must compute them again
         kept = buffer is not None
         if buffer is None:
             buffer = hidden.new_empty(min(chunk, hidden.shape[0]), weight.shape[0])
@@ -154,7 +155,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def add_product(total: Tensor, dlogits: Tensor, hidden: Tensor) -> None:
-    """`total += dlogits.T @ hidden`, total in fp32. Where there is a kernel, nothing is rounded before it is added."""
+    """`total += dlogits.T @ hidden`, with total in fp32. A kernel, if there is one, adds without rounding first."""
     kernels = training_kernels(total.device, hidden.dtype)
     if kernels is not None and kernels.add_product is not None:
         kernels.add_product(total, dlogits, hidden)
@@ -178,7 +179,7 @@ def _row_statistics(
     kernels = training_kernels(logits.device, logits.dtype)
     if transform == HeadTransform() and kernels is not None:
         return kernels.row_statistics(logits, targets, inverse_temperature)
-    scaled = transform(logits.float()) * inverse_temperature  # the logits stay as they are
+    scaled = transform(logits.float()) * inverse_temperature  # the logits stay unchanged
     lse = torch.logsumexp(scaled, -1)
     logp = scaled.gather(1, targets[:, None])[:, 0] - lse
     probs = (scaled - lse[:, None]).exp_()

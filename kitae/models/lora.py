@@ -1,4 +1,4 @@
-"""LoRA through peft: adapters live inside the same modules, so engine and trainer need no second path."""
+"""LoRA through peft: adapters are part of the same modules, so engine and trainer need no second path."""
 
 import warnings
 from collections.abc import Iterator
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def add_lora(model: Any, config: ModelConfig) -> Any:
-    """Freeze the model and add adapters to linear layers: fp32 parameters of their own, which take part in both uses.
+    """Freeze the model and add adapters to linear layers. Adapters have fp32 parameters, and are used in sampling and
+    training.
 
-    Experts and routers of a mixture get none: they are no layers, so "all-linear" leaves them out, and to name them is
-    refused.
+    Experts and routers of a mixture get none: they are not linear layers, so "all-linear" leaves them out, and naming
+    them is refused.
     """
     peft = import_peft()
     mixture = any(map(is_router, model.modules()))
@@ -42,8 +43,8 @@ def add_lora(model: Any, config: ModelConfig) -> Any:
 
 
 def _check_targets(model: Any, given: str, mixture: bool) -> None:
-    """All must be there, but not the head: log-probs are computed from its weight alone, and an adapter on it would
-    learn nothing, in silence."""
+    """Raise unless all targets exist and none is the head: log-probs are computed from the head's weight alone, so an
+    adapter on it would silently learn nothing."""
     if given == "all-linear":
         return
     modules, head = dict(model.named_modules()), model.get_output_embeddings()
@@ -51,7 +52,7 @@ def _check_targets(model: Any, given: str, mixture: bool) -> None:
         found = [module for name, module in modules.items() if name and f".{name}".endswith(f".{wanted}")]
         if head in found:
             raise ModelError(f"model.lora_targets must leave the head out, got {given!r}")
-        if not found and not mixture:  # of which `_layers` tells more
+        if not found and not mixture:  # `_layers` has the better message for mixtures
             known = ", ".join(
                 sorted({name.rpartition(".")[2] for name, m in modules.items() if _has_matrix(m) and m is not head})
             )
@@ -59,7 +60,7 @@ def _check_targets(model: Any, given: str, mixture: bool) -> None:
 
 
 def _check_adapted(model: Any, given: str) -> None:
-    """PEFT has adapters for further kinds of modules: of other factors, which nothing here merges."""
+    """Raise if peft adapted a module that is not linear; nothing here merges such adapters."""
     for name, module in model.named_modules():
         if hasattr(module, "get_delta_weight") and not len(module.lora_A):
             kind = type(module.base_layer).__name__
@@ -67,7 +68,7 @@ def _check_adapted(model: Any, given: str) -> None:
 
 
 def _targets(given: str) -> str | list[str]:
-    """As peft wants them."""
+    """The targets in the form that peft expects."""
     return given if given == "all-linear" else _names(given)
 
 
@@ -76,7 +77,7 @@ def _names(given: str) -> list[str]:
 
 
 def _layers(mixture: Any, given: str) -> list[str]:
-    """The full names of the linear layers that are meant."""
+    """The full names of the linear layers that the targets select."""
     head = mixture.get_output_embeddings()
     layers = {name: module for name, module in mixture.named_modules() if _is_linear(module)}
     if given == "all-linear":
@@ -91,8 +92,8 @@ def _layers(mixture: Any, given: str) -> list[str]:
 
 @contextmanager
 def _of_no_kind(config: Any) -> Iterator[None]:
-    """Where it knows the kind of a mixture, peft takes gate_proj, up_proj and down_proj for the experts that had these
-    names once, also where they are layers: of a dense block, or of an expert that all tokens share."""
+    """Hide the model type from peft, which for a mixture takes gate_proj, up_proj and down_proj for experts that once
+    had these names, even if they are linear layers of a dense block or of a shared expert."""
     kind, config.model_type = config.model_type, ""
     try:
         yield
@@ -107,7 +108,7 @@ def _is_linear(module: Any) -> bool:
 
 
 def _has_matrix(module: Any) -> bool:
-    """A linear layer, of whatever kind (GPT-2 has its own)."""
+    """Whether it is a linear layer of any kind (GPT-2 has its own)."""
     import torch
 
     weight = getattr(module, "weight", None)
@@ -123,7 +124,7 @@ def import_peft() -> Any:
 
 
 def plain_part(module: Any) -> Any:
-    """The linear layer itself, or the one in an adapted module whose adapters only add to its weight; None: neither."""
+    """The linear layer itself, or that of an adapted module whose adapters only add to its weight; None otherwise."""
     import torch
 
     if type(module) is torch.nn.Linear:
@@ -137,7 +138,7 @@ def plain_part(module: Any) -> Any:
 
 
 def merge_into(out: "Tensor", module: Any) -> None:
-    """The weight of a module that has a `plain_part`, with what its adapters add."""
+    """Write the weight of a module that has a `plain_part`, with its adapters added, into `out`."""
     import torch
 
     total = plain_part(module).weight.detach().float()
@@ -148,9 +149,9 @@ def merge_into(out: "Tensor", module: Any) -> None:
 
 
 def merged_state(policy: "Policy") -> "dict[str, Tensor]":
-    """The state dict of the plain model with adapters added in; without LoRA, simply its state dict.
+    """The state dict of the plain model with adapters merged; without LoRA, simply its state dict.
 
-    Of a sharded policy, whole tensors where they are written; see `kitae.models.whole`.
+    For a sharded policy, tensors are whole on the writing rank; see `kitae.models.whole`.
     """
     state = _whole_state(policy.base)
     if policy.model is policy.base:
@@ -168,14 +169,15 @@ def merged_state(policy: "Policy") -> "dict[str, Tensor]":
 
 
 def _delta(state: "dict[str, Tensor]", name: str, adapter: str, module: Any) -> "Tensor":
-    """What an adapter of a module adds to its weight, which may lie the other way round."""
+    """The weight that an adapter adds to a module, whose own weight may be transposed."""
     narrow, wide = (state[f"{name}.{factor}.{adapter}.weight"].float() for factor in ("lora_A", "lora_B"))
     delta: Tensor = (wide @ narrow) * module.scaling[adapter]
     return delta.t() if module.fan_in_fan_out else delta
 
 
 def _whole_state(model: Any) -> "dict[str, Tensor]":
-    """Names of one tensor share it here too: that is how tied weights are known."""
+    """The state with whole tensors. Names that share a tensor share it here too, which is how tied weights are
+    recognised."""
     from kitae.models.whole import gathered
 
     known: dict[int, Tensor] = {}

@@ -1,6 +1,4 @@
-"""Models of processes that are forked (`kitae.workers.templates.template`): loaded once for all workers, where that
-can be.
-"""
+"""Models in forked processes (`kitae.workers.templates.template`): loaded once for all workers where possible."""
 
 from collections.abc import Callable
 from functools import cache
@@ -12,10 +10,10 @@ T = TypeVar("T")
 
 
 def forked(device: str, load: Callable[[], T]) -> Callable[[], T]:
-    """What gives the model that `load` loads, in a worker. Call this in the template.
+    """A function that returns the model in a worker. Call this in the template.
 
-    On a CPU it is loaded here and now, and workers share it. A GPU cannot be taken through a fork: there each worker
-    loads the model itself, when it is first asked for.
+    On a CPU the model is loaded here, and workers share it. A GPU cannot be used across a fork, so each worker loads
+    the model itself when it first needs it.
     """
     model = cache(load)
     if pick_device(device).type == "cpu":

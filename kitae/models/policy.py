@@ -14,10 +14,10 @@ from kitae.models.logprobs import Head, HeadTransform, token_logprobs
 
 
 class Policy(torch.nn.Module):
-    """The modules that are trained and served. Engine and trainer hold the same object: nothing is copied.
+    """The modules that are trained and served. Engine and trainer hold the same object, without a copy.
 
-    The trainer calls it as one module, so decoder and head are reached through one `forward`, and it can be sharded as
-    a whole. `model` is the only submodule; base, decoder and head are parts of it.
+    The trainer calls it as one module, so decoder and head are used through one `forward`, and it can be sharded as a
+    whole. `model` is the only submodule; base, decoder and head are parts of it.
     """
 
     base: Any
@@ -25,17 +25,18 @@ class Policy(torch.nn.Module):
     head: Any
 
     def __init__(self, model: Any, tokenizer: Any, source: str, *, exact: bool = False) -> None:
-        """exact: the modules are those of `kitae.models.exact`; attention and log-probs must be too."""
+        """exact: whether the modules are those of `kitae.models.exact`; attention and log-probs must then be exact
+        too."""
         super().__init__()
         self.exact = exact
         self.model = model
         self.tokenizer = tokenizer
         self.source = source
-        self.rows: int | None = None  # of the logits that log-probs are normalised over; None: all
-        self.sequence: ProcessGroup | None = None  # processes that have parts of a row each; None: this one has all
+        self.rows: int | None = None  # rows of logits that log-probs are normalised over; None: all
+        self.sequence: ProcessGroup | None = None  # each holds a part of a row; None: this one holds it all
         self._place: torch.device | None = None
         base = model.get_base_model() if hasattr(model, "peft_config") else model
-        # Not as submodules: each parameter has one name.
+        # These are not submodules, so that each parameter has one name.
         self.__dict__.update(base=base, decoder=base.get_decoder(), head=base.get_output_embeddings())
         config = base.config.get_text_config()
         self.layers = int(config.num_hidden_layers)
@@ -55,14 +56,15 @@ class Policy(torch.nn.Module):
         return self._place or next(self.model.parameters()).device
 
     def spread(self, device: torch.device, tensor: int, sequence: ProcessGroup | None) -> None:
-        """It computes there from now on, wherever its shards lie, with a part of the heads, and perhaps of each row."""
+        """Compute on this device from now on, wherever the shards lie, with a part of the heads, and possibly of each
+        row."""
         self._place = device
         self.sequence = sequence
         self.heads, self.kv_heads = self.heads // tensor, self.kv_heads // tensor
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the computation: that of the head, which LoRA does not touch."""
+        """The dtype of the computation, which is that of the head, as LoRA leaves it unchanged."""
         return self.head.weight.dtype  # type: ignore[no-any-return]
 
     @property
@@ -71,7 +73,7 @@ class Policy(torch.nn.Module):
 
     @property
     def output(self) -> Head:
-        """What log-probs are made with."""
+        """The head as log-probs are computed with it."""
         head = Head(self.head.weight, getattr(self.head, "bias", None), self.transform, self.exact)
         return head if self.rows is None else head.cut(self.rows)
 
@@ -97,7 +99,7 @@ class Policy(torch.nn.Module):
     ) -> tuple[Tensor, ...]:
         """`(logp_N, entropy_N)` of the tokens `target_N`, which the states of the row at `source_N` predict.
 
-        also: what else is made of the head and these states; it comes third.
+        also: computes something else from the head and these states; its result comes third.
         """
         hidden_NH = self.hidden(tokens_T, positions_T, context)[source_N]
         head = self.output
@@ -113,14 +115,15 @@ class Policy(torch.nn.Module):
     def score(self, tokens_T: Tensor) -> Tensor:
         """Log-probs `[T - 1]` of all tokens but the first, given those before, in fp32. A plain pass, for checks."""
         positions_T = torch.arange(len(tokens_T), device=self.device)
-        with torch.no_grad():  # no inference mode: what it gathers of a sharded model is trained with later
+        with torch.no_grad():  # not inference mode: what it gathers of a sharded model is trained with later
             hidden_TH = self.hidden(tokens_T, positions_T, SelfAttention(positions_T))
             logp_TV = self.logits(hidden_TH[:-1]).float().log_softmax(-1)
         return logp_TV.gather(1, tokens_T[1:, None])[:, 0]
 
     def check_layers(self) -> None:
-        """Raise if anything but attention takes something from token to token: it would take it from one sequence of a
-        row to the next, and the engine would lose it. And if tokens are where they lie, and not at their positions."""
+        """Raise if anything but attention carries information from token to token, as that would leak between the
+        sequences of a row, and the engine would lose it. Raise too if a layer uses the order of tokens instead of their
+        positions."""
         if missing := sorted(set(range(self.layers)) - self.attended().keys()):
             raise ModelError(
                 f"{self.source}: every layer of {type(self.base).__name__} must attend, got {len(missing)} of "
@@ -156,7 +159,7 @@ class Policy(torch.nn.Module):
             )
 
     def attended(self) -> dict[int, tuple[tuple[int, int], tuple[int, int]]]:
-        """Of each layer that attends, heads and size of its keys, and of its values: `{0: ((2, 64), (2, 64)), …}`."""
+        """For each layer that attends, heads and size of its keys and of its values: `{0: ((2, 64), (2, 64)), …}`."""
         positions = torch.arange(2, device=self.device)
         context = SelfAttention(positions)
         with torch.no_grad():
@@ -164,7 +167,7 @@ class Policy(torch.nn.Module):
         return {asked.layer: (asked.keys, asked.values) for asked in context.asked}
 
     def check_head(self) -> None:
-        """Raise if the model class treats its logits in a way that `transform` does not know."""
+        """Raise if the model class processes its logits in a way that `transform` does not cover."""
         tokens = torch.arange(4, device=self.device) % self.vocabulary
         positions = torch.arange(4, device=self.device)
         context = SelfAttention(positions)
@@ -184,7 +187,7 @@ class Policy(torch.nn.Module):
 
 
 class _OneByOne:
-    """Every token attends to itself alone."""
+    """Attention in which each token sees only itself."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
         return v.repeat_interleave(q.shape[0] // v.shape[0], 0).transpose(0, 1)

@@ -14,7 +14,7 @@ def quiet_transformers() -> Iterator[None]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # some bars heed no setting
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # some progress bars ignore the setting
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -1,12 +1,12 @@
-"""Losses of the routers of a mixture of experts, beside the loss that a model is trained for.
+"""Losses for the routers of a mixture of experts, added to the loss that the model is trained for.
 
     z: Σ w (log Σ_e exp logit_e)²       keeps logits small, so that they round well
-    balance: E Σ_e f_e Σ w p_e          is least where all experts are equally likely
+    balance: E Σ_e f_e Σ w p_e          is least if all experts are equally likely
 
-Both are means over layers. They are taken where the states are that predict loss tokens, with the weights w of these:
-so they are plain sums, like the loss itself, and no cut of a batch into rows changes their gradient. f_e is the share
-of all choices of the batch that expert e got; the choices are a record (see `kitae.models.routing`), so f is known
-before the first pass.
+Both are means over layers. They are computed at the states that predict loss tokens, with the weights w of these
+tokens: so they are plain sums like the loss itself, and their gradient does not depend on how a batch is cut into rows.
+f_e is the share of expert e in all choices of the batch. The choices are recorded beforehand (see
+`kitae.models.routing`), so f is known before the first pass.
 
 Legend: N loss tokens, T tokens of a row, L layers that mix experts, E experts of each, K that one token gets.
 """
@@ -27,7 +27,7 @@ from kitae.models.routing import RouterShape, hanging, in_backward, routers_of
 
 @dataclass(frozen=True, slots=True)
 class RouterCoefficients:
-    """Of the two terms: `RouterCoefficients(z=1e-3, balance=1e-2)`."""
+    """The coefficients of the two terms: `RouterCoefficients(z=1e-3, balance=1e-2)`."""
 
     z: float = 0.0
     balance: float = 0.0
@@ -35,19 +35,19 @@ class RouterCoefficients:
 
 @dataclass(slots=True)
 class RouterTerms:
-    """The terms of the passes over one batch: `with terms.watch(): loss = …; loss + terms.of(source_N, weight_N)[0]`.
+    """The terms for the passes over one batch: `with terms.watch(): loss = …; loss + terms.of(source_N, weight_N)[0]`.
 
-    f_LE: None where nothing is balanced.
+    f_LE: None if there is no balance term.
     """
 
     model: nn.Module
     coefficients: RouterCoefficients
     f_LE: Tensor | None = None
-    _logits: dict[int, Tensor] = field(default_factory=dict)  # of the last pass, by layer
+    _logits: dict[int, Tensor] = field(default_factory=dict)  # router logits of the last pass, by layer
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Around one pass and its backward pass."""
+        """Record the router logits of one pass. Its backward pass must be within the context too."""
         thread = threading.get_ident()
 
         def keep(layer: int, router: nn.Module, _: Any, output: Any) -> None:
@@ -59,7 +59,7 @@ class RouterTerms:
         self._logits.clear()
 
     def of(self, source_N: Tensor, weight_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """What to add to the loss of the pass, and its parts without their coefficients, detached."""
+        """The term to add to the loss of the pass, and its parts without coefficients, detached."""
         logits_LNE = torch.stack([self._logits[i][source_N].float() for i in range(len(self._logits))])
         found = {"router_z": (logits_LNE.logsumexp(-1).square() * weight_N).sum(-1).mean()}
         if self.f_LE is not None:
@@ -72,7 +72,8 @@ class RouterTerms:
 
 
 def chosen_shares(rows: Iterable[Row], shape: RouterShape) -> Tensor:
-    """f_LE of a batch: of the recorded choices at the positions that predict loss tokens, weighted as these are."""
+    """f_LE of a batch: the shares of the recorded choices at positions that predict loss tokens, weighted by these
+    tokens."""
     f_LE = np.zeros((shape.layers, shape.experts))
     for row in rows:
         if row.experts_TLK is None:

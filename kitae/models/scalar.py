@@ -1,7 +1,7 @@
-"""A model that gives one number for a token instead of a distribution: a critic, a reward model.
+"""A model that gives one number for a token instead of a distribution: a critic or a reward model.
 
-It is a policy's decoder with another head. The head starts at zero, so that the first numbers are 0. The number of a
-token is read from the state that predicts it, before the token is known.
+It is a policy's decoder with another head. The head starts at zero, so the first numbers are 0. The number of a token
+is read from the state that predicts it, before the token is known.
 """
 
 import torch
@@ -12,16 +12,16 @@ from kitae.models.policy import Policy
 
 
 class ScalarModel(torch.nn.Module):
-    """`policy` is one of its own, whose LM head is never used. The head is fp32.
+    """policy: must not be shared, and its LM head is never used. The new head is fp32.
 
-    bias: of the head. A reward model has none, as the class that other libraries load it with.
+    bias: of the head. A reward model has none, like the class that other libraries load it with.
     """
 
     policy: Policy
 
     def __init__(self, policy: Policy, *, bias: bool = True) -> None:
         super().__init__()
-        self.__dict__["policy"] = policy  # of its modules, only the decoder is a part of this
+        self.__dict__["policy"] = policy  # only its decoder is a submodule
         self.decoder: torch.nn.Module = policy.base.get_decoder()
         width = policy.head.weight.shape[1]
         self.head = torch.nn.Linear(width, 1, bias=bias, device=policy.device, dtype=torch.float32)
@@ -29,6 +29,6 @@ class ScalarModel(torch.nn.Module):
             torch.nn.init.zeros_(parameter)
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, context: AttentionContext, source_N: Tensor) -> Tensor:
-        """The numbers `[N]` of the tokens that the states of the row at `source_N` predict."""
+        """The numbers `[N]` of the tokens that the states at `source_N` predict."""
         hidden_NH = self.policy.hidden(tokens_T, positions_T, context)[source_N]
         return self.head(hidden_NH.float()).sum(-1)  # type: ignore[no-any-return]  # of one; no view: shards hook it

@@ -1,7 +1,7 @@
 """Scores of whole conversations by a reward model: rendered as in training, packed into rows without padding.
 
-A score is read at the last token of a conversation, which is the one that ends the answer. Answers to one question
-share its tokens in a row. The company in a row changes a score by rounding alone.
+A score is read at the last token of a conversation, which ends the answer. Answers to one question share its tokens in
+a row. What else is in a row changes a score only by rounding.
 """
 
 from collections.abc import Sequence
@@ -26,26 +26,27 @@ _ROW = 2048  # tokens
 
 
 def scored(sequence: Rendered) -> Rendered:
-    """With one token more, which is the only loss token: its number is read from the state of the last one.
+    """The sequence with one more token, which is its only loss token: the score is read from the state that predicts
+    it.
 
-    Which token that is does not matter: nothing computes it.
+    The value of this token does not matter, because nothing computes with it.
     """
     tokens_T = np.append(sequence.tokens_T, 0)
     return replace(sequence, tokens_T=tokens_T, mask_T=np.arange(len(tokens_T)) == len(tokens_T) - 1)
 
 
 class Scorer:
-    """`Scorer(model, Chat(tokenizer, generation_config)).score([conversation, …])`; scores need no gradient."""
+    """`Scorer(model, Chat(tokenizer, generation_config)).score([conversation, …])`, without gradients."""
 
     def __init__(self, model: ScalarModel, chat: Chat, row: int = _ROW) -> None:
-        """row: tokens of a row, at most; a longer conversation has one of its own."""
+        """row: the most tokens of a row; a longer conversation has a row of its own."""
         self._model = model
         self._row = row
         self.max_tokens = model.policy.max_context
         self._renderer = Renderer(chat, "last", self.max_tokens)
 
     def score(self, conversations: Sequence[Sequence[Message]]) -> list[float | DataError]:
-        """In their order; an error where a conversation cannot be rendered or is longer than the model's context."""
+        """The scores in order; an error if a conversation cannot be rendered or is longer than the model's context."""
         rendered = [self._render(messages) for messages in conversations]
         samples = [_sample(i, made) for i, made in enumerate(rendered) if isinstance(made, Rendered)]
         scores = dict[int, float]()
@@ -77,7 +78,7 @@ def _sample(index: int, sequence: Rendered) -> Sample:
 
 
 class RowAttention:
-    """Attention within each span of a row, and from it to the span that precedes it. Forward passes only."""
+    """Attention within each span of a row, and from it to its prefix. Forward passes only."""
 
     def __init__(self, spans: Sequence[Span], positions_T: Tensor) -> None:
         self._parts = [_part(span, positions_T.device) for span in spans]
@@ -109,7 +110,7 @@ class RowAttention:
 
 
 def _part(span: Span, device: torch.device) -> tuple[slice, Tensor]:
-    """The positions of a span, and all that it may see."""
+    """The positions of a span, and all positions that it sees."""
     own = slice(span.start, span.start + span.length)
     before = np.arange(span.prefix_start, span.prefix_start + span.prefix_length)
     return own, torch.as_tensor(np.concatenate([before, np.arange(own.start, own.stop)]), device=device)

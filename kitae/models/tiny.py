@@ -1,7 +1,7 @@
-"""Tiny random models with a byte-level tokenizer: the whole loop runs on them in seconds, without any download.
+"""Tiny random models with a byte-level tokenizer. The whole loop runs on them in seconds, without any download.
 
-Part of the package so that users can test their own tasks, verifiers and algorithms. `make_tiny(folder, "qwen3")`
-writes an ordinary Hugging Face folder.
+They are part of the package so that users can test their own tasks, verifiers and algorithms. `make_tiny(folder,
+"qwen3")` writes an ordinary Hugging Face folder.
 """
 
 from pathlib import Path

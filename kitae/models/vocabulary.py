@@ -1,4 +1,6 @@
-"""Whether two models mean the same tokens: what a teacher says of a student's tokens is nonsense if they do not."""
+"""Checks that two models use the same tokens, without which a teacher's scores of a student's tokens are
+meaningless.
+"""
 
 from typing import Any
 
@@ -6,11 +8,11 @@ from kitae.errors import ModelError
 
 
 def common_rows(student: Any, student_rows: int, teacher: Any, teacher_rows: int, names: tuple[str, str]) -> int:
-    """How many rows of logits both models have, `min(151936, 152064)`; refuses a teacher with other tokens.
+    """How many rows of logits both models have, `min(151936, 152064)`. Raises if the teacher has other tokens.
 
-    student, teacher: their tokenizers. A head may have more rows than its tokenizer has tokens: padding, which stands
-    for nothing, so one side may have more of it. Every token of the student must be one of the teacher's, with the same
-    number, and have a row on both sides: then what is cut off is padding, or a token that the student lacks.
+    student, teacher: their tokenizers. A head may have more rows than its tokenizer has tokens; these are padding, so
+    the two sides may differ in it. Every token of the student must be one of the teacher's, with the same number, and
+    have a row on both sides: then only padding, or tokens that the student lacks, are cut off.
     """
     ours, theirs = student.get_vocab(), teacher.get_vocab()
     what = (

@@ -1,4 +1,4 @@
-"""The programs that make a sandbox, bubblewrap and unshare, and what they are told."""
+"""The programs that make a sandbox, bubblewrap and unshare, and their command lines."""
 
 import functools
 import os
@@ -20,7 +20,7 @@ NOBODY = 65534
 WORK = "/box"
 _PATH = "/usr/local/bin:/usr/bin:/bin"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache")  # how programs in /usr find each other
+_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache")  # needed by programs in /usr to find each other
 ENVIRONMENT = {"PATH": _PATH, "HOME": WORK, "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
@@ -30,7 +30,7 @@ class Backend:
 
     name: Literal["bwrap", "unshare", "none"]
     program: str = ""
-    options: str = ""  # the help text of the program, which says what this version can do
+    options: str = ""  # the program's help text, which shows what its version supports
 
     @classmethod
     def of(cls, name: Literal["bwrap", "unshare"], program: str) -> Self:
@@ -52,15 +52,16 @@ def packages_path() -> str:
 
 
 def find_program(name: str) -> str | None:
-    """The path of a program that is there inside a sandbox too."""
+    """The path of a program that exists inside a sandbox too."""
     found = shutil.which(name, path=_PATH)
     return None if found is None else os.path.join("/usr/bin" if found.startswith("/bin/") else "", found)
 
 
 def python_folders() -> list[str]:
-    """What the running interpreter needs, without the scripts, environments and caches that may lie beside it.
+    """The folders that the running interpreter needs, without scripts, environments and caches that may lie beside
+    them.
 
-    Of a virtual environment nothing: it borrows all of this from the Python that it was made with.
+    A virtual environment needs no folder of its own: it uses those of the Python that it was made with.
     """
     executable = os.path.realpath(sys.executable)
     prefixes = (sys.base_prefix, sys.base_exec_prefix)
@@ -105,7 +106,7 @@ def _bwrap_command(
         else:
             command += ["--ro-bind-try", path, path]
     command += ["--proc", "/proc", "--dev", "/dev"]
-    for path in ("/dev/shm", "/tmp", WORK):  # before the rest, some of which may lie there
+    for path in ("/dev/shm", "/tmp", WORK):  # before other folders, some of which may lie within these
         command += [*size, "--perms", "1777", "--tmpfs", path]
     for path in [*_parents(readable), "/etc"]:
         command += ["--perms", "0755", "--dir", path]
@@ -162,11 +163,11 @@ def _unshare_command(program: str, limits: Limits, readable: Sequence[str]) -> l
 
 @functools.cache
 def user_namespace(owner: int) -> int | None:
-    """For root: a user namespace that knows root and 65534 as what they are, and lets nobody make another one.
+    """For root: a user namespace that maps root and 65534 to themselves, and in which no further namespace can be made.
 
-    None where the kernel refuses. Processes in it are counted apart from others of the same user. Each process that
-    opens sandboxes has one of its own, even a fork (`owner` is its id): otherwise a fork bomb in one worker of a pool
-    would use up what the honest programs in the others may start.
+    None if the kernel refuses. Processes in it are counted apart from others of the same user. Each process that opens
+    sandboxes has one of its own, even a fork (`owner` is its id): otherwise a fork bomb in one worker of a pool would
+    use up the processes that honest programs in the others may start.
     """
     import ctypes
 
@@ -175,7 +176,7 @@ def user_namespace(owner: int) -> int | None:
     ready, tell_ready = os.pipe()
     go, tell_go = os.pipe()
     pid = os.fork()
-    if pid == 0:  # the namespace needs a first process until we hold it open
+    if pid == 0:  # the namespace needs a process until this one holds it open
         try:
             os.close(tell_go)
             os.write(tell_ready, b"1" if libc.unshare(clone_newuser) == 0 else b"0")
@@ -204,14 +205,14 @@ def user_namespace(owner: int) -> int | None:
 
 
 def counts_privately(backend: Backend, userns: int | None) -> bool:
-    """Whether RLIMIT_NPROC counts the processes of one user namespace apart, as Linux does since 5.14."""
+    """Whether RLIMIT_NPROC counts the processes of each user namespace apart, as Linux does since 5.14."""
     release = platform.release().split(".")
     modern = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in release[:2]) >= (5, 14)
     return backend.name != "none" and modern and (userns is not None or os.geteuid() != 0)
 
 
 def tasks_of_user() -> int:
-    """How many threads the user of the sandbox has already, where they count against its limit."""
+    """How many threads the sandbox's user already has, if these count against its limit."""
     uid = os.geteuid() or NOBODY
     total = 0
     for status in Path("/proc").glob("[0-9]*"):

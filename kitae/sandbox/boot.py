@@ -1,4 +1,4 @@
-"""How the modules of `inside` get into a sandbox: as code, through the pipe of their interpreter, never as files."""
+"""How the modules of `inside` are loaded in a sandbox: as code through the interpreter's pipe, never as files."""
 
 import functools
 import marshal
@@ -6,7 +6,7 @@ from importlib import resources
 
 from kitae.sandbox.inside import MODULES
 
-PACKAGES = ("kitae", "kitae.sandbox", "kitae.sandbox.inside")  # which must be there before their modules
+PACKAGES = ("kitae", "kitae.sandbox", "kitae.sandbox.inside")  # created before their modules
 BOOT = f"""
 import marshal, os, sys
 def read(n):
@@ -29,14 +29,15 @@ module.main()
 
 @functools.cache
 def inside_sources() -> tuple[tuple[str, str], ...]:
-    """What runs inside, as (module, source), in the order in which it loads."""
+    """The modules that run inside, as (module, source), in the order in which they load."""
     folder = resources.files(PACKAGES[-1])
     return tuple((f"{PACKAGES[-1]}.{name}", (folder / f"{name}.py").read_text("utf-8")) for name in MODULES)
 
 
 @functools.cache
 def inside_code() -> bytes:
-    """Compiled here, for the same interpreter: it starts sooner, and does not show where it lies on the disk."""
+    """The compiled modules. Compiling here, for the same interpreter, saves time and hides where the source files
+    lie."""
     return marshal.dumps(
         [(name, compile(text, f"{name}.py", "exec", dont_inherit=True)) for name, text in inside_sources()]
     )

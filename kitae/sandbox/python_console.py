@@ -1,11 +1,11 @@
-"""Python that remembers what it was told, in a sandbox.
+"""A Python console in a sandbox, whose names stay defined between cells.
 
     with PythonConsole("auto", Limits(time_limit=4.0)) as console:
         console.run("x = 6 * 7")        Report("ended", "", b"")
         console.run("x")                Report("ended", "", b"42\\n")
 
-An exception is part of what a cell prints. A cell that breaks a limit, or ends its process, costs the console its
-memory: the next one begins anew, and the report's status says so ("timeout", "crashed", "gone").
+An exception is part of a cell's output. A cell that breaks a limit, or ends its process, loses the console's state: the
+next cell starts with a new one, and the report's status says so ("timeout", "crashed", "gone").
 """
 
 from typing import Self
@@ -15,11 +15,12 @@ from kitae.sandbox.sandbox_jobs import Limits, Order
 from kitae.sandbox.session import Report, SandboxChoice, Session, open_session
 
 _START_LIMIT = 20.0  # seconds
-_SLACK = 5.0  # seconds that the warden may be late
+_SLACK = 5.0  # seconds of delay allowed to the warden
 
 
 class PythonConsole:
-    """Blocks while a cell runs; see above. packages: those installed beside Kitae can be imported."""
+    """The console; `run` blocks while a cell runs. packages: whether packages installed beside Kitae can be
+    imported."""
 
     def __init__(self, sandbox: SandboxChoice, limits: Limits, packages: bool = False) -> None:
         self._sandbox: SandboxChoice = sandbox
@@ -27,11 +28,11 @@ class PythonConsole:
         self._session: Session | None = None
 
     def run(self, code: str) -> Report:
-        """Run a cell; `SandboxError` where no sandbox can be started."""
+        """Run a cell. Raises `SandboxError` if no sandbox can be started."""
         session = self._session or self._open()
         try:
             session.send(code.encode(errors="backslashreplace"))
-            report = session.hear(2 * self._limits.time_limit + _SLACK)
+            report = session.receive(2 * self._limits.time_limit + _SLACK)
         except EOFError:
             report = Report("gone", "the sandbox ended", b"")
         if report is None:
@@ -45,7 +46,7 @@ class PythonConsole:
         session = open_session(self._sandbox, order, self._limits, self._packages)
         try:
             for expected in ("ready", "loaded"):
-                report = session.hear(_START_LIMIT)
+                report = session.receive(_START_LIMIT)
                 if report is None or report.status != expected:
                     raise EOFError
         except EOFError:

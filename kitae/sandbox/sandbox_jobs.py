@@ -1,4 +1,4 @@
-"""What a sandbox is asked to do, and what it may use for that."""
+"""What a sandbox has to do, and the limits on it."""
 
 import marshal
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a candidate may use; `Limits(time_limit=2.0)`.
+    """Limits of a candidate: `Limits(time_limit=2.0)`.
 
-    time_limit: seconds of processor time for a test, those of child processes included, and twice that on the clock.
-    memory_mb: what all processes together have in memory; and for each of them address space, where
-    `limit_address_space` says so, else data alone, since some runtimes reserve far more than they use. processes:
-    threads count too. tmp_mb: all files in one folder together; file_mb: one of them; files: how many, with folders.
+    time_limit: seconds of processor time for a test, child processes included, and twice that on the clock. memory_mb:
+    resident memory of all processes together; and for each of them address space if `limit_address_space`, else data
+    only, as some runtimes reserve far more than they use. processes: including threads. tmp_mb: of all files in one
+    folder together. file_mb: of one file. files: their number, including folders.
     """
 
     time_limit: float = 4.0
@@ -28,12 +28,12 @@ class Limits:
 
 
 class Order(TypedDict):
-    """What to do with a program: check it by questions, run it, or run code as it comes, cell by cell, in one process.
+    """What to do with a program: check it with tests, run it, or run code cell by cell in one process.
 
-    `{"mode": "run", "variants": ["print(1)"], "files": {}, "compile": None, "command": None}`: Python code, as the
-    first of its `variants` that compiles, or the longest head of one where they are `loose`; in other languages it is
-    in `files`, with the commands that compile and run it. `typing`: names of that module which the code uses without
-    an import. `setup`: what the code under check sees of the tests, statement by statement.
+    `{"mode": "run", "variants": ["print(1)"], "files": {}, "compile": None, "command": None}`: Python code is the first
+    of its `variants` that compiles, or if `loose` the longest head of one that does. Other languages are in `files`,
+    with the commands that compile and run them. `typing`: names of that module which the code uses without an import.
+    `setup`: the part of the tests' setup that the code under test sees, statement by statement.
     """
 
     mode: Literal["check", "run", "console"]
@@ -48,7 +48,7 @@ class Order(TypedDict):
 
 
 class FullOrder(Order):
-    """An order with all that a warden wants to know: the limits, its user, and the folders of packages."""
+    """A complete order for a warden: with the limits, its user, and the folders of packages."""
 
     become_nobody: bool
     packages: list[str]
@@ -63,11 +63,11 @@ class FullOrder(Order):
 
 
 class Names(TypedDict):
-    """Where tests take names from that they do not define.
+    """Where the names come from that tests use without defining them.
 
-    `library`: name → path and wanted attributes, `{"isclose": ("math:isclose", [])}`; `aliases` of it are packages.
-    `names`: the candidate's; `shadows`: those of them that hide something of Python's or of the library's. `imports`:
-    what the tests import. `constants`: their texts, where they run any.
+    `library`: name → path and used attributes, `{"isclose": ("math:isclose", [])}`; `aliases`: those of them that are
+    packages. `names`: those of the candidate; `shadows`: those of them that hide a name of Python or of the library.
+    `imports`: what the tests import. `constants`: the texts in the tests, if they execute any text.
     """
 
     library: dict[str, tuple[str, list[str]]]
@@ -79,7 +79,7 @@ class Names(TypedDict):
 
 
 class Job(Names):
-    """What the checker does, which the candidate must not see: run `tests` one by one, after prompt and setup."""
+    """The checker's job, which the candidate must not see: run `tests` one by one, after prompt and setup."""
 
     prompt: str
     setup: str
@@ -107,6 +107,6 @@ def complete_order(
 
 
 def packed(message: FullOrder | Job, version: int = marshal.version) -> bytes:
-    """The frame in which an order or a job travels."""
-    plain: Any = message  # to the type checker no TypedDict is a dict
+    """An order or a job as a frame."""
+    plain: Any = message  # the type checker does not accept a TypedDict as a dict
     return marshal.dumps(plain, version)

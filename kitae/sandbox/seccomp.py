@@ -1,12 +1,12 @@
-"""The filter of system calls for what runs in a sandbox: those that only attacks need are refused."""
+"""The filter of system calls in a sandbox, which refuses those that only attacks need."""
 
 import functools
 import os
 import platform
 import struct
 
-# System calls: (x86-64, arm64). The first group would fail for want of rights or lead out of the limits; the second is
-# answered as by a kernel that does not know it, so that libraries take their other way.
+# System calls: (x86-64, arm64). The first group would fail for lack of rights, or would evade the limits. The second is
+# answered as by a kernel that does not know it, so that libraries use their alternative.
 _REFUSED = (
     *((101, 117), (310, 270), (311, 271), (438, 438), (312, 272)),  # ptrace, process_vm_*, pidfd_getfd, kcmp
     *((272, 97), (308, 268), (165, 40), (166, 39), (155, 41), (161, 51)),  # unshare, setns, mount*, pivot_root, chroot
@@ -18,7 +18,7 @@ _REFUSED = (
 _UNKNOWN = ((319, 279), (447, 447), (425, 425), (426, 426), (427, 427), (435, 435))  # memfd*, io_uring*, clone3
 _CLONE, _SOCKET = (56, 220), (41, 198)
 _NEW_NAMESPACES = 0x7E020000
-_FAMILIES = (1, 2, 10)  # unix, IPv4, IPv6: not vsock, which no network namespace holds, nor kernel crypto, packets, …
+_FAMILIES = (1, 2, 10)  # unix, IPv4, IPv6; not vsock, which no network namespace covers, nor kernel crypto, packets, …
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
@@ -35,7 +35,7 @@ def _filter() -> bytes | None:
         return struct.pack("HBBI", code, hit, miss, value)
 
     program = [one(load, 4), one(equal, architecture, 1, 0), one(give, kill), one(load, 0)]
-    program += [one(at_least, 0x40000000, 0, 1), one(give, kill)]  # the x32 calls, numbered anew
+    program += [one(at_least, 0x40000000, 0, 1), one(give, kill)]  # the x32 calls, which have other numbers
     for calls, answer in ((_REFUSED, refuse), (_UNKNOWN, unknown)):
         for call in calls:
             program += [one(equal, call[column], 0, 1), one(give, answer)]
@@ -49,7 +49,7 @@ def _filter() -> bytes | None:
 
 
 def filter_fd() -> int | None:
-    """A file that holds the filter, open at its start; the caller closes it."""
+    """A file with the filter, open at its start; the caller closes it."""
     program = _filter()
     if program is None:
         return None

@@ -1,26 +1,27 @@
-"""Where untrusted code runs: a process of its own, cut off from everything but the system's programs.
+"""Where untrusted code runs: in a process of its own, cut off from everything but the system's programs.
 
     session = open_session("auto", order)   starts the sandbox; inside, `inside.warden` reads its orders
-    session.hear(5.0)                       its next report, or None when it has been silent for so long
+    session.receive(5.0)                    its next report, or None if there is none for this many seconds
     session.close()                         ends it, and with it every process inside
 
-Covered, with bubblewrap (`bwrap`): own process, mount, network, IPC, host-name and cgroup namespaces; user 65534 and
-no capabilities, none to be gained either; /usr and the running Python are there, read-only, and nothing else of the
-disk: no home, no /etc/shadow, no run folder; /tmp and the work folder are in memory and of limited size; no network,
-not even loopback to the host; an empty environment; a filter that refuses system calls which only attacks need
-(ptrace, mount, new namespaces, keyrings, bpf, io_uring, memory outside all limits, exotic sockets); limits on memory
-and processor time of each process and of all together, on the number of processes and of files, on the size of files
-and of output. What all use together is looked at 20 times a second or more, so it can be passed for that long. Each run
-of a program finds the folders empty. All processes die with the first one, and that one when we close its pipe, as our
-own death does. Where the caller is root and the kernel has no user namespaces, user 65534 is the machine's own, and its
-processes elsewhere count against the limit.
+Covered, with bubblewrap (`bwrap`): its own process, mount, network, IPC, host-name and cgroup namespaces; user 65534,
+without capabilities and unable to gain any; /usr and the running Python, read-only, and nothing else of the disk: no
+home, no /etc/shadow, no run folder; /tmp and the work folder in memory and of limited size; no network, not even
+loopback to the host; an empty environment; a filter that refuses system calls which only attacks need (ptrace, mount,
+new namespaces, keyrings, bpf, io_uring, memory outside all limits, exotic sockets); limits on memory and processor time
+of each process and of all together, on the number of processes and of files, on the size of files and of output. The
+use of all processes together is checked at least 20 times a second, so its limits can be exceeded for that long. Each
+run of a program finds the folders empty. All processes die with the first one, which dies when its pipe is closed, and
+so when this process dies. If the caller is root and the kernel has no user namespaces, user 65534 is the machine's own,
+and its other processes count against the limit.
 
-`unshare` is the fallback: the same namespaces, user and mounts, made by a shell script, without the filter. So there a
-program can make user namespaces of its own, which opens more of the kernel to it, and sockets that no network namespace
-holds: in a virtual machine, vsock may reach the host.
+`unshare` is the fallback: the same namespaces, user and mounts, made by a shell script, but no filter. A program can
+then make user namespaces of its own, which exposes more of the kernel to it, and sockets that network namespaces do not
+cover: in a virtual machine, vsock may reach the host.
 
 Not covered: holes in the kernel; memory of files, which comes on top of that of processes (three folders of `tmp_mb`);
-time channels. `sandbox = "none"` covers nothing: it has the limits alone, and those of the sum for its first process.
+time channels. `sandbox = "none"` covers nothing: it has the limits only, and those on the sum only for its first
+process.
 """
 
 import functools
@@ -57,8 +58,8 @@ SandboxChoice = Literal["auto", "bwrap", "unshare", "none"]
 INSTALL = "apt-get install bubblewrap (or dnf, pacman, zypper: the package is called bubblewrap everywhere)"
 WARNING = 'sandbox = "none" runs code of the model with your rights, on your files and your network'
 
-_START_LIMIT = 20.0  # seconds; a sandbox that is not up by then never will be
-_LOOK = 0.1  # seconds between two looks at the clock while a sandbox is silent
+_START_LIMIT = 20.0  # seconds; a sandbox that is not ready by then never will be
+_LOOK = 0.1  # seconds between two checks of the clock while a sandbox is silent
 _MAX_REPORT = 2**27  # bytes of one part of a report
 
 
@@ -83,7 +84,7 @@ class Session:
             os.set_blocking(fd, False)
 
     def send(self, frame: bytes) -> None:
-        """Hand a frame to the warden; an `EOFError` says that there is none."""
+        """Send a frame to the warden. Raises `EOFError` if the sandbox has ended."""
         data = memoryview(len(frame).to_bytes(8, "little") + frame)
         poll = select.poll()
         poll.register(self._orders, select.POLLOUT)
@@ -97,8 +98,8 @@ class Session:
             except OSError:
                 raise EOFError from None
 
-    def hear(self, timeout: float, clock: Clock | None = None) -> Report | None:
-        """The next report; None after `timeout` seconds of silence; `EOFError` where the sandbox has ended."""
+    def receive(self, timeout: float, clock: Clock | None = None) -> Report | None:
+        """The next report; None after `timeout` seconds of silence. Raises `EOFError` if the sandbox has ended."""
         clock = clock or Clock()
         deadline = clock.read() + timeout
         parts = []
@@ -115,13 +116,13 @@ class Session:
         return Report(status.decode(errors="replace"), detail.decode(errors="replace"), output)
 
     def last_words(self) -> str:
-        """What the sandbox wrote to stderr before it ended, which says why it could not start."""
+        """What the sandbox wrote to stderr before it ended: the reason why it could not start."""
         self._process.kill()
         _, words = self._process.communicate()
         return words.decode(errors="replace").strip()[-500:]
 
     def close(self) -> None:
-        for pid in _children(self._process.pid):  # the first process inside, with which all others end
+        for pid in _children(self._process.pid):  # the first process inside; all others end with it
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         self._process.kill()
@@ -158,13 +159,13 @@ class Session:
 
 
 def open_session(choice: SandboxChoice, order: Order, limits: Limits, packages: bool = False) -> Session:
-    """Start a sandbox and give its warden the order; `SandboxError` where this machine has no sandbox."""
+    """Start a sandbox and send its warden the order. Raises `SandboxError` if this machine has no sandbox."""
     return _open(find_backend(choice), order, limits, packages)
 
 
 @functools.cache
 def find_backend(choice: SandboxChoice) -> Backend:
-    """The sandbox that this machine can offer, tried out once per process."""
+    """The sandbox that works on this machine, tested once per process."""
     if choice not in get_args(SandboxChoice):
         raise SandboxError(f"sandbox must be one of {', '.join(get_args(SandboxChoice))}, got {choice!r}")
     if choice == "none":
@@ -213,7 +214,7 @@ def _open(backend: Backend, order: Order, limits: Limits, packages: bool) -> Ses
         session.send(inside_code())
         session.send(packed(complete_order(order, limits, libraries, become_nobody)))
     except EOFError:
-        pass  # `hear` will meet the same end, and its caller can ask for the last words
+        pass  # `receive` will raise the same error, and its caller can ask for the last words
     except BaseException:
         session.close()
         raise
@@ -221,15 +222,16 @@ def _open(backend: Backend, order: Order, limits: Limits, packages: bool) -> Ses
 
 
 def _children(pid: int) -> list[int]:
-    """The children of a process that has not been waited for, so that none of these ids can be anybody else's."""
+    """The children of a process that has not been waited for, so that none of these ids can belong to another
+    process."""
     try:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:  # some kernels do not list them; the pipes that close tell the warden too
+    except OSError:  # some kernels do not list them; the closed pipes end the warden too
         return []
 
 
 def _try_out(backend: Backend) -> str:
-    """Run a line of Python in the sandbox: empty where that works, else why it does not."""
+    """Run a line of Python in the sandbox. Returns "" if that works, else the reason why it does not."""
     order: Order = {
         "mode": "run",
         "files": {},
@@ -241,7 +243,7 @@ def _try_out(backend: Backend) -> str:
         with _open(backend, order, Limits(), packages=False) as session:
             try:
                 session.send(b"")
-                reports = [session.hear(_START_LIMIT) for _ in ("ready", "loaded", "ended")]
+                reports = [session.receive(_START_LIMIT) for _ in ("ready", "loaded", "ended")]
             except EOFError:
                 return session.last_words() or "it ends at once"
     except OSError as error:

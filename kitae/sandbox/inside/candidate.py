@@ -1,7 +1,7 @@
-"""The candidate's side: runs its code, then does what the checker asks of its functions and objects.
+"""The candidate's side: runs its code, then answers the checker's requests on its functions and objects.
 
 Nothing here is trusted: this process belongs to the candidate as soon as its code runs, and all it can do with the
-line is to answer a question with some plain data.
+connection is to answer a request with plain data.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 NAME = "candidate"  # the module name of the code
 KINDS = ("class", "method", "generator", "coroutine", "object")
-_CUTS = 20  # attempts to find where the code of a text ends
+_CUTS = 20  # attempts to find the end of the code in a text
 
 
 def serve(fd: int, order: Order) -> None:
-    """Load the code, tell the checker how that went, and answer until it hangs up."""
+    """Load the code, report the result to the checker, and answer requests until the checker closes the connection."""
     port = CandidatePort(fd)
     sys.modules[NAME] = module = type(sys)(NAME)
     port.namespace = module.__dict__
@@ -51,7 +51,8 @@ def serve(fd: int, order: Order) -> None:
 
 
 def prepare(port: CandidatePort, setup: list[str]) -> None:
-    """Names that the code may expect, part by part: imports and classes. A part that fails may expect the code."""
+    """Define names that the code may use: imports and classes, part by part. A part may fail because it needs the
+    code."""
     for part in setup:
         try:
             exec(compile(part, "setup", "exec", dont_inherit=True), port.namespace)
@@ -65,7 +66,7 @@ def prepare(port: CandidatePort, setup: list[str]) -> None:
 
 
 def furnish(namespace: dict[str, Any], order: Order) -> None:
-    """What scripts find without an import, and names of `typing` that a candidate uses without one."""
+    """Define what scripts use without an import, and names of `typing` that the candidate uses without one."""
 
     def leave(code: Any = None) -> None:
         raise SystemExit(code)
@@ -78,7 +79,8 @@ def furnish(namespace: dict[str, Any], order: Order) -> None:
 
 
 def compile_first(order: Order, name: str) -> Any:
-    """The first of the variants that is Python, compiled; of loose ones else the longest head; or else the error."""
+    """Compile the first variant that is valid Python, or if the order is loose, the longest valid head of one. Raises
+    the first error if there is none."""
     problem: Exception | None = None
     for variant in order["variants"]:
         try:
@@ -93,7 +95,7 @@ def compile_first(order: Order, name: str) -> Any:
 
 
 def _head(text: str) -> str:
-    """The lines of a text before the prose that makes it no Python."""
+    """The lines of a text before the first that is not Python."""
     lines = text.split("\n")
     for _ in range(_CUTS):
         try:
@@ -117,7 +119,8 @@ class CandidatePort(Port):
         self.raised: dict[Any, Exception] = {}  # by iterator
 
     def take_over(self) -> list[str]:
-        """The names of classes that both ends have; where the code defines one anew, as it often does, it is that."""
+        """The names of classes that both ends have. If the code defines one anew, as it often does, its definition
+        counts."""
         self._names = {kind: name for name, kind in self.classes.items()}
         for name in self.classes:
             found = self.namespace.get(name)
@@ -133,10 +136,10 @@ class CandidatePort(Port):
         return self._names.get(kind)
 
     def reply(self, message: Any) -> Any:
-        """Do `[op, refs, nodes]`; the answer also tells what the call changed in its arguments.
+        """Answer the request `[op, refs, nodes]`. The answer includes changes of the call's arguments.
 
-        Lists and the like that an object of the candidate's hands out are lent: their handles go along, so that the
-        checker can tell what the tests do to them.
+        Containers that belong to an object of the candidate are lent: the answer has their handles, so that the checker
+        can report what the tests do to them.
         """
         op, refs, nodes, *handles = message
         try:
@@ -145,7 +148,7 @@ class CandidatePort(Port):
                 return ["ok", [None], []]
             arguments, given = self.decode(refs, nodes)
             before = self.encode(given)[:2] if given and op in ("call", "method") else None
-            if op == "opaque":  # an operand came from the tests: the result stays here, whatever it is
+            if op == "opaque":  # an operand is of the tests, so the result stays here
                 return ["ok", [[0]], [self.offer(self.do_operator(*arguments))]]
             result = getattr(self, f"do_{op}")(*arguments)
             if before is not None and self.encode(given)[:2] != before:
@@ -174,11 +177,11 @@ class CandidatePort(Port):
         return [[base.__module__, base.__qualname__, self.export(base)] for base in kind.__mro__[:-1]]
 
     def ask(self, op: str, *values: Any) -> Any:
-        """Let the checker do something with an object of the tests that was handed to the candidate."""
+        """Request an operation on an object of the tests that the candidate was given."""
         refs, nodes, _ = self.encode(values)
         self.send(["ask", op, refs, nodes])
         kind, *rest = self.receive()
-        while kind not in ("ok", "raised"):  # what was asked needs something of us
+        while kind not in ("ok", "raised"):  # the checker needs something of the candidate first
             self.send(self.reply([kind, *rest]))
             kind, *rest = self.receive()
         if kind == "raised":
@@ -198,7 +201,7 @@ class CandidatePort(Port):
         return Given(self, node[1])
 
     def resolve(self, node: Node) -> Any:
-        """Something of a library that the tests have named: `["library", "builtins", "str.upper"]`."""
+        """An object of a library that the tests name: `["library", "builtins", "str.upper"]`."""
         _, module, path = node
         found = sys.modules.get(module) or __import__(module, fromlist=["*"])
         for name in path.split(".") if path else []:
@@ -237,7 +240,8 @@ class CandidatePort(Port):
         return getattr(builtins, name)(*arguments)
 
     def do_items(self, iterator: Any, count: int) -> Any:
-        """Up to `count` further items, and whether there may be more; an error waits until those before it are gone."""
+        """Up to `count` further items, and whether there may be more. An error is raised only when the items before it
+        are taken."""
         if iterator in self.raised:
             raise self.raised[iterator]
         items = []
@@ -297,7 +301,7 @@ class CandidatePort(Port):
 
 
 class Given:
-    """An object of the tests, in the candidate's hands: it can be called and iterated."""
+    """A proxy for an object of the tests, which the candidate can call and iterate."""
 
     def __init__(self, port: CandidatePort, handle: int) -> None:
         self.__dict__.update(_port=port, _handle=handle)

@@ -51,7 +51,7 @@ def check(fd: int, usage: Usage, job: Job, report: Callable[[str, str], None]) -
     port = CheckerPort(fd, usage, job["time_limit"])
     try:
         port.restart_clock()
-        status, rest = port.trust(port.hear_loaded)
+        status, rest = port.trust(port.receive_loaded)
     except (TimeUp, Gone) as end:
         report("timeout" if isinstance(end, TimeUp) else "unloadable", str(end))
         return

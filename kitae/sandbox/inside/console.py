@@ -1,7 +1,7 @@
-"""The candidate of a console: runs code cell by cell in one namespace, and prints what the last line of each is worth.
+"""The candidate of a console: runs code cell by cell in one namespace, and prints the value of each cell's last line.
 
-It gets a mark and a cell as a frame on its line, and answers with the mark when that has run: what else is written
-there means nothing. Whatever it says goes to stdout.
+It receives a mark and a cell as a frame, and answers with the mark when the cell has run; anything else written there
+is ignored. The output of cells goes to stdout.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _NAME = "<cell>"
 MARK = 16  # bytes
 
 
-def talk(fd: int) -> None:
-    """Run cells until the line is closed."""
+def run_cells(fd: int) -> None:
+    """Run cells until the connection is closed."""
     import __main__
 
     sys.argv[:] = [""]
@@ -64,11 +64,11 @@ def _run(code: str, namespace: dict[str, Any]) -> None:
     except SystemExit:
         return
     except BaseException as error:
-        _tell(error)
+        _print_error(error)
 
 
-def _tell(error: BaseException) -> None:
-    """The traceback as far as it is the cell's."""
+def _print_error(error: BaseException) -> None:
+    """Print the part of the traceback that concerns the cell."""
     import traceback
 
     place = error.__traceback__
@@ -76,5 +76,5 @@ def _tell(error: BaseException) -> None:
         place = place.tb_next
     try:
         print("".join(traceback.format_exception(type(error), error, place)).rstrip(), file=sys.stdout)
-    except BaseException:  # it cannot even say what it is
+    except BaseException:  # the error's own text raises
         print(type(error).__name__, file=sys.stdout)

@@ -1,4 +1,4 @@
-"""The checker's end of the wire: asks the candidate, and builds what it answers from types of our own."""
+"""The checker's end of the wire: queries the candidate, and builds the answers from its own types."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from kitae.sandbox.inside.usage import Usage
     from kitae.sandbox.inside.wire import Node
 
-_MAX_LOANS, _SMALL = 8, 1000  # containers of the candidate's that are watched, and items in all of one answer
+_MAX_LOANS, _SMALL = 8, 1000  # containers of the candidate that are watched, and items of all in one answer
 TESTS = "tests"  # the module name of the tests
 OURS = __name__.rpartition(".")[0]
-_TICK = 0.05  # seconds between two looks at what the candidate uses
-_EXCEPTIONS = {  # modules whose exceptions are known by their names
+_TICK = 0.05  # seconds between two checks of the candidate's use
+_EXCEPTIONS = {  # modules whose exceptions are looked up by name
     *(
         "builtins",
         "decimal",
@@ -42,7 +42,7 @@ _EXCEPTIONS = {  # modules whose exceptions are known by their names
 
 
 class TimeUp(BaseException):
-    """The candidate did not answer in time; a BaseException, so that no test can catch it."""
+    """The candidate did not answer in time. It is a BaseException so that no test catches it."""
 
 
 class Gone(BaseException):
@@ -50,8 +50,11 @@ class Gone(BaseException):
 
 
 class CheckerPort(Port):
-    """`used`: the tests have reached the candidate. `told`: it has answered with text. `end`: it is over, whoever
-    catches that. `lost`: an assertion that failed in the candidate's hands.
+    """The checker's connection to the candidate.
+
+    `used`: whether the tests have reached the candidate. `told`: whether it has answered with text. `end`: why the
+    candidate is no longer available, even if a test has caught the exception. `lost`: an assertion of the tests that
+    failed in a function called by the candidate.
     """
 
     def __init__(self, fd: int, usage: Usage, time_limit: float) -> None:
@@ -64,16 +67,16 @@ class CheckerPort(Port):
         self._buffer = bytearray()
         self._exceptions: dict[int, type[BaseException]] = {}
         self._adopted: dict[int, Any] = {}
-        self._twins: dict[int, tuple[Any, int]] = {}  # generators and coroutines that stand for the candidate's
-        self._loans: list[
-            tuple[list[Any], list[int], Any]
-        ] = []  # values of the candidate's, their handles, as they were
-        self._changes: list[tuple[list[Any], list[Node], dict[int, Any], list[Any]]] = []  # of arguments, not yet seen
+        self._twins: dict[int, tuple[Any, int]] = {}  # proxies of generators and coroutines, with the object's handle
+        # The candidate's values, their handles, and their encoded content when they were lent.
+        self._loans: list[tuple[list[Any], list[int], Any]] = []
+        # Changes of arguments that the tests do not see yet.
+        self._changes: list[tuple[list[Any], list[Node], dict[int, Any], list[Any]]] = []
         self._clock, self._looked = Clock(), 0.0
-        self._turn = _thread.RLock()  # the tests may have threads
+        self._turn = _thread.RLock()  # the tests may use threads
         self.namespace: dict[str, Any] = {}
-        self.constants: set[str] | None = None  # texts of the tests, where they run any
-        self.common: set[str] = set()  # names of classes that the candidate has too
+        self.constants: set[str] | None = None  # the texts in the tests, if they execute any text
+        self.common: set[str] = set()  # names of classes that both ends have
         self.stdin, self.stdout = sys.stdin, sys.stdout
         self.used = self.told = False
         self.lost = ""
@@ -84,7 +87,7 @@ class CheckerPort(Port):
         self._clock, self._looked = Clock(), 0.0
 
     def trust(self, step: Callable[..., Any], *arguments: Any) -> Any:
-        """Do something with what the candidate has sent. Where that fails, it has not answered, and that is the end."""
+        """Process what the candidate has sent. If that fails, it has not answered properly, which ends the check."""
         try:
             return step(*arguments)
         except (TimeUp, Gone) as end:
@@ -97,9 +100,8 @@ class CheckerPort(Port):
         raise self.end from None
 
     def _watch(self) -> None:
-        """What is left of its time: `time_limit` of processor, twice that of day, as the clock on the wall runs faster
-        than the candidate can on a busy machine.
-        """
+        """Raise if a limit is broken. The limit on the clock is twice that of processor time, because on a busy machine
+        the clock runs faster than the candidate."""
         now = self._clock.read()
         if now - self._looked < _TICK:
             return
@@ -136,7 +138,7 @@ class CheckerPort(Port):
                 self._writable.poll(_TICK * 1000)
                 self._watch()
 
-    def hear_loaded(self) -> tuple[str, Any]:
+    def receive_loaded(self) -> tuple[str, Any]:
         """`("loaded", names of classes)`, or `("failed", why)`."""
         kind, rest = self.receive()
         return kind, [str(name) for name in rest] if kind == "loaded" else str(rest)
@@ -149,7 +151,7 @@ class CheckerPort(Port):
             return self.trust(self._accept, self._exchange([op, refs, nodes]), given)
 
     def _accept(self, message: Any, given: list[Any]) -> Any:
-        """The result in an answer; what the call has changed in its arguments waits for the end of the statement."""
+        """The result in an answer. Changes of the call's arguments are kept until the end of the statement."""
         answer, nodes, *handles = message
         (result, *_), mutable = self.decode(answer, nodes, lent=given)
         self._note(answer, nodes)
@@ -161,22 +163,22 @@ class CheckerPort(Port):
         return result
 
     def _note(self, refs: list[Any], nodes: list[Node]) -> None:
-        """Remember that the candidate has told us some text, where the tests might run it."""
+        """Record whether the candidate has sent text, if the tests might execute it."""
         if self.constants is not None:
             self.told = self.told or _has_text(refs) or any(_has_text(node[1:]) for node in nodes)
 
     def settle(self) -> None:
-        """Show the tests what the calls of their last statement have changed in its arguments."""
+        """Apply the changes that the calls of the last statement made to their arguments."""
         while self._changes:
             self.trust(self.decode, *self._changes.pop(0))
 
     def _exchange(self, question: list[Any]) -> Any:
-        """The candidate's answer, after it has asked what it wants to know in turn."""
+        """The candidate's answer, after serving the candidate's own requests."""
         if self.end is not None:
             raise self.end
         self.trust(self.send, question)
         while True:
-            kind, message = self.trust(self._hear)
+            kind, message = self.trust(self._receive_answer)
             if kind == "ask":
                 self.trust(self.send, self._serve(*message))
             elif kind == "raised":
@@ -184,27 +186,28 @@ class CheckerPort(Port):
             else:
                 return message
 
-    def _hear(self) -> tuple[str, Any]:
+    def _receive_answer(self) -> tuple[str, Any]:
         kind, *message = self.receive()
         if kind not in ("ok", "raised", "ask") or (kind == "ask" and len(message) != 3):
             raise ValueError(f"an answer of kind {kind!r}")
         return kind, message
 
     def _escaped(self, op: str, error: BaseException) -> BaseException:
-        """StopIteration that leaves a function would end a loop of the tests early: Python's generators do the same."""
+        """Replace a StopIteration out of a function, which would end a loop of the tests early; generators of Python do
+        the same."""
         if isinstance(error, StopIteration | StopAsyncIteration) and op in ("call", "method"):
             return RuntimeError(f"the candidate raised {type(error).__name__}")
         return error
 
     def _borrow(self, values: list[Any], handles: list[int]) -> None:
-        """Remember containers that belong to an object of the candidate's; the last few, if they are small."""
+        """Watch containers that belong to an object of the candidate: the last few, if they are small."""
         pairs = [(value, handle) for value, handle in zip(values, handles, strict=True) if handle]
         if pairs and sum(len(value) for value, _ in pairs if type(value).__module__ != TESTS) <= _SMALL:
             lent = [value for value, _ in pairs]
             self._loans = [*self._loans[1 - _MAX_LOANS :], (lent, [h for _, h in pairs], self.encode(lent)[:2])]
 
     def _return_loans(self) -> None:
-        """Tell the candidate what the tests have done to its containers: `t.items.append(2)`."""
+        """Send the candidate what the tests have done to its containers: `t.items.append(2)`."""
         for i, (values, handles, before) in enumerate(self._loans):
             refs, nodes, _ = self.encode(values)
             if (refs, nodes) != before:
@@ -214,7 +217,7 @@ class CheckerPort(Port):
     def lookup(self, name: str) -> Any:
         """The candidate's global `name`."""
         found = self.ask("name", name)
-        self.used = self.used or type(found) is not Remote  # a value, which the tests may look at without asking
+        self.used = self.used or type(found) is not Remote  # a value, which the tests can inspect without a request
         return found
 
     def class_of(self, name: str) -> Any:
@@ -229,7 +232,8 @@ class CheckerPort(Port):
         return name if mine and shareable(kind) else None
 
     def offer(self, value: Any) -> Node:
-        """What the candidate may call or iterate. What is a library's is its own one, by name, and never runs here."""
+        """A node for an object that the candidate may call or iterate. An object of a library is sent by name, and the
+        candidate uses its own one; it never runs here."""
         ours = str(getattr(value, "__module__", "")).startswith(OURS)
         path = _library_path(getattr(value, "__wrapped__", value) if ours else value)
         if path is not None:
@@ -246,7 +250,7 @@ class CheckerPort(Port):
         _, handle, kind = node
         if type(handle) is not int or kind not in KINDS:
             raise ValueError(f"a handle {handle!r} of kind {kind!r}")
-        if handle not in self._adopted:  # one object over there is one object here: `C.A is C.A`
+        if handle not in self._adopted:  # one object there is one proxy here: `C.A is C.A`
             self._adopted[handle] = self._stand_in(Remote(self, handle, kind, tainted=False))
         return self._adopted[handle]
 
@@ -258,7 +262,8 @@ class CheckerPort(Port):
         return twin
 
     def inert(self, node: Node) -> Any:
-        """In an attribute of an object of the tests' there is only data: their methods must not run the candidate's."""
+        """The value of an attribute of a tests' object, which is data only: the tests' methods must not run the
+        candidate's."""
         return Inert(int(node[1]))
 
     def home(self, value: Any) -> int | None:
@@ -277,7 +282,7 @@ class CheckerPort(Port):
         return None
 
     def _serve(self, op: str, refs: Any, nodes: Any) -> Any:
-        """Let the candidate use what it was handed: call, iterate, read public attributes of the tests' objects."""
+        """Let the candidate use an object that it was given: call it, iterate it, read its public attributes."""
         (target, *rest), _ = self.trust(self.decode, refs, nodes)
         self._note(refs, nodes)
         try:
@@ -314,7 +319,7 @@ class CheckerPort(Port):
         built_in: Any = next(base for base in kind.__mro__ if base.__module__ == "builtins")
         try:
             error: BaseException = built_in.__new__(kind, *arguments)
-            built_in.__init__(error, *arguments)  # some keep a copy: the code of SystemExit
+            built_in.__init__(error, *arguments)  # some keep a copy of an argument, as SystemExit of its code
         except Exception:
             error = built_in.__new__(kind)
         error.args = tuple(arguments)
@@ -325,7 +330,7 @@ class CheckerPort(Port):
         return error
 
     def _exception_class(self, kinds: list[Any]) -> type[BaseException]:
-        """The class that stands for the first of `kinds`, whose bases are the others: a known one, or one made here."""
+        """The class that represents the first of `kinds`, whose bases are the others: a known one, or one made here."""
         module, name, handle = kinds[0]
         own = self.namespace.get(name) if module == NAME else None
         if isinstance(own, type) and issubclass(own, BaseException) and own.__module__ == TESTS:
@@ -346,14 +351,14 @@ class CheckerPort(Port):
                 raise AttributeError(name)
             return self.ask("getattr", error, name)
 
-        def say(error: BaseException) -> Any:
+        def text(error: BaseException) -> Any:
             return self.ask("builtin", "str", error) if "_handle" in vars(error) else BaseException.__str__(error)
 
-        return {"__getattr__": read, "__str__": say}
+        return {"__getattr__": read, "__str__": text}
 
 
 def is_own(error: BaseException) -> bool:
-    """Whether an exception came up in the code of the tests, and not while the candidate was asked."""
+    """Whether an exception was raised in the code of the tests, and not during a request to the candidate."""
     step, ours = error.__traceback__, []
     while step is not None:
         ours.append(str(step.tb_frame.f_globals.get("__name__")).startswith(OURS))
@@ -362,7 +367,7 @@ def is_own(error: BaseException) -> bool:
 
 
 def _library_path(value: Any) -> tuple[str, str] | None:
-    """Where a function, class or module of a library is to be found: `("builtins", "str.upper")`."""
+    """The path of a library's function, class or module: `("builtins", "str.upper")`."""
     if isinstance(value, type(sys)):
         return (value.__name__, "") if value.__name__ in sys.stdlib_module_names else None
     path = getattr(value, "__qualname__", None)
@@ -374,7 +379,7 @@ def _library_path(value: Any) -> tuple[str, str] | None:
     found: Any = sys.modules.get(module)
     for name in path.split("."):
         found = getattr(found, name, None)
-    same = found is value or (type(value) is type(len) and found == value)  # `dict.fromkeys` is made anew each time
+    same = found is value or (type(value) is type(len) and found == value)  # `dict.fromkeys` is a new object each time
     return (module, path) if found is not None and same else None
 
 

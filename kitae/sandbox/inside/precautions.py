@@ -1,4 +1,4 @@
-"""What has to be done to modules that the tests name, before they run: see `attend`."""
+"""Changes to modules that the tests use, made before they run: see `attend`."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ _ARITHMETIC = {
 
 
 def attend(port: CheckerPort, texts: str, constants: list[str]) -> None:
-    """Prepare modules that the tests name: random seeds hold for the candidate too, no failure that unittest has met is
-    lost, and nothing that the candidate says is run as a program.
-    """
+    """Prepare modules that the tests use: random seeds apply to the candidate too, no failure that unittest has
+    recorded is lost, and no text from the candidate is run as a program."""
     if "seed" in texts:
         _share_seeds(port)
     if "unittest" in texts:
@@ -117,9 +116,9 @@ def _unpickle_data_alone() -> None:
 
 
 def _wary(port: CheckerPort, name: str) -> Callable[..., Any]:
-    """One of eval, exec and compile for the tests, which runs no text that may be the candidate's.
+    """eval, exec or compile for the tests, which runs no text that may be the candidate's.
 
-    As long as the candidate has not answered with text, none can be; later on, arithmetic is allowed.
+    Before the candidate has answered with text, no text can be; afterwards, only arithmetic is allowed.
     """
     real = getattr(builtins, name)
 

@@ -1,4 +1,4 @@
-"""What stands here for an object of the candidate's: it asks, and never shows the other side a value of the tests."""
+"""Proxies for the candidate's objects. They query the candidate, and never show it a value of the tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from typing import Any, Protocol, TextIO
 
     class Line(Protocol):
-        """What a remote object needs of the port: `ask` the candidate; the streams that the tests began with."""
+        """What a proxy needs of the port: `ask` queries the candidate; the streams are those that the tests began
+        with."""
 
         stdin: TextIO
         stdout: TextIO
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
         def ask(self, op: str, *values: Any) -> Any: ...
 
 
-_BATCH = 256  # items of a remote iterator that travel at once, at most
-_SINGLES = 32  # items of a remote generator that come one by one before they come in batches
+_BATCH = 256  # items of a remote iterator in one batch, at most
+_SINGLES = 32  # items of a remote generator that are fetched singly, before batches begin
 
 
 class Inert:
-    """An object of the candidate's that can only be passed back."""
+    """An object of the candidate that can only be passed back."""
 
     __slots__ = ("_handle",)
 
@@ -37,7 +38,8 @@ class Inert:
 
 
 class Remote:
-    # An object of the candidate's. `_tainted`: the tests' values went into it. A docstring would be taken for its own.
+    # A proxy for an object of the candidate. `_tainted`: values of the tests are part of it. It has no docstring, which
+    # would be taken for the object's own.
 
     __slots__ = ("_handle", "_kind", "_port", "_tainted")
 
@@ -128,7 +130,8 @@ class Remote:
         return self._port.ask("getattr", self, "__enter__")()
 
     def __exit__(self, *details: object) -> None:
-        self._port.ask("getattr", self, "__exit__")(None, None, None)  # whatever it says, it swallows nothing of ours
+        # The result is ignored, so it cannot suppress an exception of the tests.
+        self._port.ask("getattr", self, "__exit__")(None, None, None)
 
     def __hash__(self) -> int:
         self._refuse_taint("hash")
@@ -151,7 +154,7 @@ class Remote:
 
 
 def generator(remote: Remote) -> Any:
-    """Stands for a generator of the candidate's. Items come one by one at first, and later in batches."""
+    """A proxy for a generator of the candidate. Items are fetched singly at first, and later in batches."""
     port, count, more, singles = remote._port, 1, True, 0
     sent = None
     while more:
@@ -184,7 +187,7 @@ def _signature(parameters: list[list[Any]]) -> Any:
 
 
 async def result_of(coroutine: Remote) -> Any:
-    """Stands for a coroutine of the candidate's, which runs over there from start to end."""
+    """A proxy for a coroutine of the candidate, which runs in the candidate's process from start to end."""
     return coroutine._port.ask("await", coroutine)
 
 

@@ -1,17 +1,20 @@
-"""What a candidate uses: time on the clock, and processor time, memory and files of all its processes together."""
+"""A candidate's use of resources: time on the clock, and processor time, memory and files of all its processes
+together.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 
-SCRATCH = ("/tmp", "/dev/shm", "/box")  # what a candidate can write to
-_GLIMPSE = 0.25  # seconds between two looks at a clock, at most, while we are there
+SCRATCH = ("/tmp", "/dev/shm", "/box")  # the folders that a candidate can write to
+_GLIMPSE = 0.25  # seconds between two readings that count, at most
 _UTIME, _CSTIME, _START, _RSS = 11, 14, 19, 21  # fields of /proc/PID/stat, counted after the name
 
 
 class Clock:
-    """Seconds on the wall since it was made, as far as it was read meanwhile: while we are stopped, it stands still."""
+    """Wall-clock seconds since it was made. Each interval between two readings counts `_GLIMPSE` at most, so the time
+    in which this process was stopped does not count."""
 
     def __init__(self) -> None:
         self._seconds, self._last = 0.0, time.monotonic()
@@ -24,17 +27,17 @@ class Clock:
 
 
 class Usage:
-    """The processes that a candidate has become, which are all in the sandbox but us.
+    """The candidate's processes, which are all in the sandbox except this one.
 
-    `seconds` of processor time since `restart`, those of children included, whether their parent waits for them or not;
-    what a child uses between two looks is missed where its parent has said that it does not want to know. Without a
-    sandbox only the process `pid` itself can be told from others, with those children that it has waited for.
+    `seconds`: processor time since `restart`, including children, whether their parent waits for them or not. The use
+    of a child between two looks is missed if its parent ignores its end. Without a sandbox, only the process `pid` can
+    be identified, with the children that it has waited for.
     """
 
     def __init__(self, pid: int, memory_mb: int, files: int) -> None:
         self._pids = None if os.getpid() == 1 else [pid]
         self._memory, self._files = memory_mb * 2**20, files
-        self._own: dict[tuple[int, bytes], int] = {}  # ticks by process
+        self._own: dict[tuple[int, bytes], int] = {}  # ticks of each process
         self._ticks = self._began = 0
         self.restart()
 
@@ -47,7 +50,7 @@ class Usage:
         return (self._ticks - self._began) / os.sysconf("SC_CLK_TCK")
 
     def look(self) -> str:
-        """Read what is used; a limit that was broken, in words, or nothing."""
+        """Read the current use. Returns which limit is broken, or ""."""
         whole = resident = 0
         for pid, fields in self._processes():
             times = [int(field) for field in fields[_UTIME : _CSTIME + 1]]
@@ -62,7 +65,7 @@ class Usage:
         return ""
 
     def _processes(self) -> list[tuple[int, list[bytes]]]:
-        """The id of each process, and what /proc/PID/stat says of it after its name."""
+        """The id of each process, and the fields of /proc/PID/stat after its name."""
         pids = self._pids if self._pids is not None else [int(n) for n in os.listdir("/proc") if n.isdigit()]
         found = []
         for pid in pids:

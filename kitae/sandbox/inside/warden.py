@@ -17,7 +17,7 @@ import sys
 
 from kitae.sandbox.inside.candidate import compile_first, furnish, serve
 from kitae.sandbox.inside.checker import check
-from kitae.sandbox.inside.console import MARK, talk
+from kitae.sandbox.inside.console import MARK, run_cells
 from kitae.sandbox.inside.usage import SCRATCH, Clock, Usage
 from kitae.sandbox.inside.wire import read_frame, write_frame
 
@@ -53,7 +53,7 @@ def main() -> None:
     if order["mode"] == "check":
         _check(order)
     elif order["mode"] == "console":
-        _converse(order)
+        _run_console(order)
     else:
         _run(order)
     os._exit(0)
@@ -74,7 +74,7 @@ def _harden(become_nobody: bool) -> None:
     _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # the one signal that Python would let others inside send to us
 
 
-def _die_when_deserted() -> None:
+def _exit_when_orders_end() -> None:
     """Exit when the orders hang up, whatever we are doing: whoever gave them is gone.
 
     The signal at the parent's death is not enough. A bwrap that was started by root has given up all rights when it
@@ -114,7 +114,7 @@ def _check(order: FullOrder) -> None:
     sys.stdin, sys.stdout = open(os.devnull), open(os.devnull, "w")  # noqa: SIM115 - for the tests: ours are pipes
     sys.stderr = sys.stdout
     job = marshal.loads(read_frame(_orders))
-    _die_when_deserted()
+    _exit_when_orders_end()
     _limit_memory(order["memory_mb"])
     _limit_processor(2 * order["time_limit"] * (len(job["tests"]) + 1) + _SPARE)
     check(ours.fileno(), Usage(pid, order["memory_mb"], order["files_limit"]), job, _report)
@@ -126,12 +126,12 @@ def _run(order: FullOrder) -> None:
 
     Each run has a new folder with the program as it was compiled, and finds nothing that another run has written.
     """
-    _look_around()
+    _note_initial_files()
     folder = _enter("build")
     for name, content in order["files"].items():
         with open(name, "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(content)
-    _die_when_deserted()
+    _exit_when_orders_end()
     if order["compile"]:
         status, detail, _ = _watch(_command(order["compile"]), b"", order | {"time_limit": order["compile_limit"]})
         if status != "ended":
@@ -158,10 +158,10 @@ def _run(order: FullOrder) -> None:
         _report(*result)
 
 
-def _converse(order: FullOrder) -> None:
+def _run_console(order: FullOrder) -> None:
     """Run each further frame as a cell of one console. One that breaks a limit ends; the next finds a new one."""
     _enter("work")
-    _die_when_deserted()
+    _exit_when_orders_end()
     _report("loaded", "")
     console = None
     while True:
@@ -189,7 +189,7 @@ class _Console:
 
         def candidate() -> None:
             _keep_only(null, out_end, out_end, theirs.fileno())
-            talk(3)
+            run_cells(3)
 
         self._pid = _fork(candidate, order | {"time_limit": _LIFETIME})
         theirs.close()
@@ -281,17 +281,17 @@ def _leave(folder: str) -> None:
         os.chmod(folder, 0o700)
         _empty(folder)
         os.rmdir(folder)
-    for scratch, names in _furniture.items():
+    for scratch, names in _initial_files.items():
         _empty(scratch, names)
 
 
-def _look_around() -> None:
+def _note_initial_files() -> None:
     """Note what is in the folders for files from the start: the running Python may lie there."""
     if os.getpid() == 1 and os.getuid() == _NOBODY:
-        _furniture.update({folder: os.listdir(folder) for folder in SCRATCH if os.path.ismount(folder)})
+        _initial_files.update({folder: os.listdir(folder) for folder in SCRATCH if os.path.ismount(folder)})
 
 
-_furniture: dict[str, list[str]] = {}
+_initial_files: dict[str, list[str]] = {}
 
 
 def _empty(top: str, keep: list[str] | tuple[()] = ()) -> None:

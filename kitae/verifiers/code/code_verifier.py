@@ -77,7 +77,7 @@ class _Run:
     def open(self, order: Order) -> Session:
         session = open_session(self.sandbox, order, self.limits, self.packages)
         try:
-            ready = session.hear(_SLACK * 4, self.clock)
+            ready = session.receive(_SLACK * 4, self.clock)
         except EOFError:
             ready = None
         if ready is None or ready.status != "ready":
@@ -86,12 +86,12 @@ class _Run:
             raise SandboxError(f"the sandbox did not start: {words or 'no answer'}")
         return session
 
-    def hear(self, session: Session, limit: float | None = None) -> Report:
+    def receive(self, session: Session, limit: float | None = None) -> Report:
         """The warden's next report; "timeout" where it or the whole check is late, "gone" where it has ended."""
         patience = 2 * (self.limits.time_limit if limit is None else limit) + _SLACK
         left = self.left
         try:
-            report = session.hear(max(0.0, min(patience, left)), self.clock)
+            report = session.receive(max(0.0, min(patience, left)), self.clock)
         except EOFError:
             return Report("gone", "the sandbox ended", b"")
         if report is None:
@@ -100,7 +100,7 @@ class _Run:
 
     def reports(self, session: Session) -> Iterator[Report]:
         while True:
-            yield self.hear(session)
+            yield self.receive(session)
 
 
 def _run_tests(run: _Run, source: Source, tests: Asserts | CheckFunction) -> list[Verdict]:
@@ -120,14 +120,14 @@ def _run_tests(run: _Run, source: Source, tests: Asserts | CheckFunction) -> lis
 def _run_cases(run: _Run, language: str, source: Source, tests: Stdio) -> Iterator[Verdict]:
     total = len(tests.cases)
     with run.open(program(language, source, run.limits)) as session:
-        loaded = run.hear(session, COMPILE_LIMIT)
+        loaded = run.receive(session, COMPILE_LIMIT)
         if loaded.status != "loaded":
             yield from all_failed(tests.cases, f"does not compile: {complaint(loaded)}")
             return
         for number, (stdin, stdout) in enumerate(tests.cases, 1):
             try:
                 session.send(stdin.encode(errors="surrogatepass"))
-                report = run.hear(session)
+                report = run.receive(session)
             except EOFError:
                 report = Report("gone", "the sandbox ended", b"")
             yield judge_case(report, stdout, f"case {number} of {total}")

@@ -117,7 +117,7 @@ def test_a_copy_that_ends_the_turn_has_its_experts_or_none(known: int, kept: boo
     turn = Segment("model", (9, 9, 9, 9), (-1.0,) * 4, (0,) * 4, experts=experts)
     episode = object.__new__(Episode)
     episode._prompt_tokens, episode._segments = (1, 2, 3), []
-    assert episode._is_told_whole(turn) is kept and episode._is_told_whole(replace(turn, experts=None))
+    assert episode._has_all_experts(turn) is kept and episode._has_all_experts(replace(turn, experts=None))
 
 
 def _told(chain: Chain) -> Chain:

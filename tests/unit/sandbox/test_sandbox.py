@@ -218,15 +218,15 @@ def test_a_bomb_next_door_does_not_starve_honest_threads() -> None:
 @needs_sandbox
 def test_session_reports_in_order_and_says_when_it_has_ended() -> None:
     with open_session("auto", run_python("print(int(input()) * 2)"), Limits()) as session:
-        assert [session.hear(10), session.hear(10)] == [Report("ready", "", b""), Report("loaded", "", b"")]
+        assert [session.receive(10), session.receive(10)] == [Report("ready", "", b""), Report("loaded", "", b"")]
         for number in (1, 21):
             session.send(str(number).encode())
-            assert session.hear(10) == Report("ended", "", f"{2 * number}\n".encode())
-        assert session.hear(0.05) is None
+            assert session.receive(10) == Report("ended", "", f"{2 * number}\n".encode())
+        assert session.receive(0.05) is None
         for pid in session_module._children(session._process.pid):
             os.kill(pid, 9)
         with pytest.raises(EOFError):
-            session.hear(5)
+            session.receive(5)
         with pytest.raises(EOFError):
             for _ in range(100):
                 session.send(b"x" * 2**16)
@@ -242,7 +242,7 @@ def test_nothing_outlives_its_session(choice: Any, how: str) -> None:
     except SandboxError as problem:
         pytest.skip(str(problem))
     session = open_session(choice, run_python("while True: pass"), Limits(time_limit=60))
-    assert session.hear(10) and session.hear(10)
+    assert session.receive(10) and session.receive(10)
     session.send(b"")
     time.sleep(0.3)
     inside = session_module._children(session._process.pid)
@@ -270,9 +270,9 @@ def _alive(pid: int) -> bool:
 def test_large_input_and_output_pass_through() -> None:
     text = "x" * (3 * 2**20)
     with open_session("auto", run_python("print(input())"), Limits()) as session:
-        assert session.hear(10) and session.hear(10)
+        assert session.receive(10) and session.receive(10)
         session.send(text.encode())
-        report = session.hear(10)
+        report = session.receive(10)
     assert report is not None and report.output == text.encode() + b"\n"
 
 
@@ -280,9 +280,9 @@ def test_large_input_and_output_pass_through() -> None:
 def test_output_is_cut_off() -> None:
     order = run_python("while True: print('x' * 10**6)")
     with open_session("auto", order, Limits(output_mb=2)) as session:
-        assert session.hear(10) and session.hear(10)
+        assert session.receive(10) and session.receive(10)
         session.send(b"")
-        report = session.hear(10)
+        report = session.receive(10)
     assert report is not None and report.status == "output" and len(report.output) < 4 * 2**20
 
 
