@@ -1,4 +1,4 @@
-"""Everybody who watches a run: the progress on the screen, and who else the settings ask for."""
+"""Attach all observers of a run: the progress on the screen, and those that the settings ask for."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +19,7 @@ from kitae.store.run_folder import Metrics
 
 @contextmanager
 def watched(config: Root, observe: ObserveConfig, run: Path, screen: Observer) -> Iterator[Observer]:
-    """Tells trackers, server and hooks how the run ended when the block ends, by an error or not."""
+    """The observers of a run. When the block ends, trackers, server and hooks are notified how the run ended."""
     note_machine(run)
     end = _End()
     hooks = Hooks(observe, run, screen.note)
@@ -74,7 +74,7 @@ def _server(observe: ObserveConfig, run: Path, screen: Observer) -> MetricsServe
 
 
 class _End(Silent):
-    """How far the run came, and how it ended. A run that ends without a word was stopped by its user."""
+    """How far the run came, and how it ended. A run that ends without an event was stopped by its user."""
 
     def __init__(self) -> None:
         self.last = 0

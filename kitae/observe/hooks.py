@@ -1,8 +1,8 @@
-"""Tell somebody outside what happens to a run: a command, or a webhook, gets it as JSON.
+"""Notify a command or a webhook of the events of a run, as JSON.
 
-{"event": "crash", "run": "runs/quickstart-001", "step": 7, "status": "crashed", "message": "EngineError: …", …}
+    {"event": "crash", "run": "runs/quickstart-001", "step": 7, "status": "crashed", "message": "EngineError: …", …}
 
-A command gets it on its standard input, and as KITAE_EVENT, KITAE_RUN and KITAE_MESSAGE; a webhook as the body of a
+A command receives it on standard input, and as KITAE_EVENT, KITAE_RUN and KITAE_MESSAGE; a webhook as the body of a
 POST. Both have `observe.hook_seconds`; then the command is killed, with all that it started. Nothing that they do stops
 a run.
 """
@@ -24,7 +24,7 @@ Event = Literal["finish", "crash", "diagnosis"]
 
 
 class Hooks:
-    """Calls what the settings name, one after the other, beside the run."""
+    """Calls the hooks in the settings, one after the other, in a separate thread."""
 
     def __init__(self, config: ObserveConfig, run: Path, note: Note) -> None:
         self._targets = {"finish": config.on_finish, "crash": config.on_crash, "diagnosis": config.on_diagnosis}
@@ -44,7 +44,7 @@ class Hooks:
 
 
 def call(target: str, content: Mapping[str, Any], seconds: float) -> None:
-    """Raises what went wrong."""
+    """Call a command or webhook once. Raises if that fails."""
     if target.startswith(("http://", "https://")):
         _post(target, content, seconds)
     else:
@@ -57,7 +57,7 @@ def _post(url: str, content: Mapping[str, Any], seconds: float) -> None:
     try:
         with urllib.request.urlopen(request, timeout=seconds) as answer:
             answer.read(1000)
-    except (OSError, ValueError) as error:  # refusals of the server included
+    except (OSError, ValueError) as error:  # including error responses of the server
         raise RemoteError(f"the webhook {url} did not take {content['event']}: {error}") from error
 
 

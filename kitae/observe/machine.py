@@ -1,7 +1,7 @@
-"""The machine that a run is on, and the versions it runs with: machine.json in its folder.
+"""The machine that a run is on, and the versions of its packages: machine.json in its folder.
 
-Written each time a run begins or goes on, so it is the last one that worked on it. Nothing here imports torch or asks a
-driver: the names of GPUs are where the kernel shows them.
+It is written each time a run starts or resumes, so it describes the last machine. Nothing here imports torch or queries
+a driver: the names of GPUs come from the kernel's files.
 """
 
 import json
@@ -62,12 +62,12 @@ def processor_name() -> str:
 
 
 def note_machine(run: Path) -> None:
-    """`StoreError` where it cannot be written."""
+    """Write machine.json. Raises `StoreError` if that fails."""
     write_whole(run / FILE, json.dumps(asdict(this_machine()), indent=1))
 
 
 def machine_of(run: Path) -> HostMachine | None:
-    """The one that last worked on a run; None: it has not said, or in a way that this version does not read."""
+    """The machine that last worked on a run; None if it is not recorded, or not readable by this version."""
     try:
         values = json.loads((run / FILE).read_text("utf-8"))
         return HostMachine(**{**values, "gpus": tuple(values["gpus"])})

@@ -1,4 +1,4 @@
-"""How much of the machine's memory is in use: what the kernel looks at before it kills somebody."""
+"""How much of the machine's memory is in use, by the measure on which the kernel kills processes."""
 
 from pathlib import Path
 
@@ -6,18 +6,18 @@ _MACHINE, _GROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 
 
 def memory_share(machine: Path = _MACHINE, group: Path = _GROUP) -> float | None:
-    """Of the machine, or of the container, whichever is fuller: `0.63`. All processes count; caches that can go do not.
-    None: this system does not say."""
+    """The share of memory in use, of the machine or of the container, whichever is fuller: `0.63`. All processes count;
+    caches that can be freed do not. None if the system does not report it."""
     return max((used / total for used, total in _found(machine, group)), default=None)
 
 
 def free_memory(machine: Path = _MACHINE, group: Path = _GROUP) -> float | None:
-    """Bytes that are left of it."""
+    """Bytes of memory that are left."""
     return min((total - used for used, total in _found(machine, group)), default=None)
 
 
 def _found(machine: Path, group: Path) -> list[tuple[float, float]]:
-    """Bytes in use, and all."""
+    """Bytes in use and in total, of the machine and of the container."""
     return [sizes for sizes in (_of_machine(machine), _of_group(group)) if sizes is not None and sizes[1] > 0]
 
 
@@ -31,9 +31,9 @@ def _of_machine(path: Path) -> tuple[float, float] | None:
 
 
 def _of_group(folder: Path) -> tuple[float, float] | None:
-    """Version 2 of control groups."""
+    """The memory of the container, from version 2 of control groups."""
     try:
-        limit = int((folder / "memory.max").read_text())  # "max" where there is none
+        limit = int((folder / "memory.max").read_text())  # "max" means that there is no limit
         used = int((folder / "memory.current").read_text())
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         return float(max(0, used - int(counts.get("inactive_file", 0)))), float(limit)

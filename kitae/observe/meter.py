@@ -1,8 +1,8 @@
-"""Collect numbers over the micro-batches, ranks and updates of a step.
+"""Metrics over the micro-batches, ranks and updates of a step.
 
     Meter ── fetch ──► Totals ── add: micro-batches, ranks ──► Totals ── average: updates of a step ──► numbers
 
-Each number knows how it is added up, so nobody has to tell that from its name.
+Each number carries the way it is aggregated, so it does not have to be derived from its name.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     Number = float | Tensor  # a tensor holds one element
 
 Key = Hashable
-"""Names of metrics are texts; what steers something is a key of its own kind, and no metric."""
+"""Names of metrics are strings. A number that the code acts on has a key of another type, and is no metric."""
 
 
 class Kind(Enum):
-    """How numbers of one name are put together over micro-batches and ranks; and then over the updates of a step."""
+    """How numbers of one name are aggregated over micro-batches and ranks, and then over the updates of a step."""
 
     MEAN = "Σ x n / Σ n; then the mean"
     TOTAL = "Σ x; then the mean"
@@ -37,7 +37,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """`Sum(Kind.MEAN, (48.0, 120.0))`: what is enough to go on adding."""
+    """`Sum(Kind.MEAN, (48.0, 120.0))`: everything needed to go on adding."""
 
     kind: Kind
     sums: tuple[float, ...]
@@ -50,7 +50,7 @@ class Sum:
 
     @property
     def value(self) -> float | None:
-        """None: there was nothing to measure."""
+        """The aggregated number; None if there was nothing to measure."""
         match self.kind:
             case Kind.MEAN:
                 total, count = self.sums
@@ -66,10 +66,10 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Numbers that can still be added to others.
+    """Metrics that can still be added to others.
 
-    tokens: of samples that are observed, numbers of each loss token: `{(17, 3, 0): {"logp": [-0.1, -2.3], …}}`. They
-    are not added up; of a sample that several updates train on, the last one's stay.
+    tokens: numbers of each loss token of the samples that are observed: `{(17, 3, 0): {"logp": [-0.1, -2.3], …}}`. They
+    are not added up; if several updates train on a sample, the last one's numbers count.
     """
 
     entries: Mapping[Key, Sum] = field(default_factory=dict)
@@ -77,7 +77,7 @@ class Totals:
 
     @staticmethod
     def of(kind: Kind, **values: float) -> Totals:
-        """`Totals.of(Kind.COUNT, skipped_updates=1)`; of kinds that one number makes."""
+        """`Totals.of(Kind.COUNT, skipped_updates=1)`, for kinds whose sums are one number."""
         return Totals({name: Sum(kind, (float(value),)) for name, value in values.items()})
 
     def __add__(self, other: Totals) -> Totals:
@@ -93,13 +93,13 @@ class Totals:
         return Totals({key: entry for key, entry in self.entries.items() if entry.kind is kind})
 
     def numbers(self) -> dict[str, float]:
-        """By name, of what has one."""
+        """The metrics by name, without those that have no value."""
         found = ((key, self[key]) for key in self.entries if isinstance(key, str))
         return {key: value for key, value in found if value is not None}
 
 
 def average(updates: Iterable[Totals]) -> Totals:
-    """The numbers of a step from those of its updates, each of which counts once, however large it was."""
+    """The metrics of a step from those of its updates, each of which has the same weight, whatever its size."""
     gathered: dict[Key, list[Sum]] = {}
     tokens: dict[SampleKey, Mapping[str, FloatArray]] = {}
     for totals in updates:
@@ -121,14 +121,14 @@ def _average(entries: list[Sum]) -> Sum:
 
 
 class Meter:
-    """Gathers the numbers of a pass: `meter.mean("entropy", 0.4, count=120)`.
+    """Gathers the metrics of a pass: `meter.mean("entropy", 0.4, count=120)`.
 
-    Tensors are kept as they are until `totals`, which fetches all of them at once: measuring never waits for a device.
+    Tensors are kept until `totals`, which fetches all of them at once, so measuring never waits for a device.
     """
 
     def __init__(self) -> None:
         self._entries: list[tuple[Kind, Key, tuple[Number, ...]]] = []
-        self._means: set[int] = set()  # entries with a mean in the place of a sum
+        self._means: set[int] = set()  # indices of entries that have a mean where others have a sum
         self._tokens: list[tuple[Sequence[Observed], tuple[str, ...], Tensor]] = []
 
     def mean(self, name: Key, value: Number, count: Number = 1.0) -> None:
@@ -143,7 +143,7 @@ class Meter:
         self._entries.append((Kind.TOTAL, name, (value,)))
 
     def max(self, name: Key, value: Number) -> None:
-        """The largest value; one that is no number stays, and -inf is the largest of none."""
+        """The largest value. NaN prevails, and -inf means that there is none."""
         self._entries.append((Kind.MAX, name, (value,)))
 
     def sample_size(self, name: Key, total: Number, squares: Number, count: Number) -> None:
@@ -151,7 +151,7 @@ class Meter:
         self._entries.append((Kind.SIZE, name, (total, squares, count)))
 
     def tokens(self, observed: Sequence[Observed], **numbers_N: Tensor) -> None:
-        """Numbers of single tokens, of which those of the observed samples are kept."""
+        """Numbers of single tokens; only those of observed samples are kept."""
         if not observed:
             return
         import torch
@@ -171,14 +171,14 @@ class Meter:
 
 
 def _largest(a: float, b: float) -> float:
-    """One that is no number stays."""
+    """The larger number; NaN prevails."""
     return a if a != a else b if b != b else max(a, b)
 
 
 def _cut(
     observed: Sequence[Observed], names: Sequence[str], rows: Tensor
 ) -> Iterable[tuple[SampleKey, dict[str, FloatArray]]]:
-    """What was kept of one micro-batch, by sample."""
+    """The tokens' numbers of one micro-batch, by sample."""
     fetched, start = rows.cpu().numpy(), 0
     for sample in observed:
         stop = start + sample.stop - sample.start
@@ -187,7 +187,7 @@ def _cut(
 
 
 def _fetch(numbers: list[Number]) -> list[float]:
-    """Plain floats, with one copy from the device."""
+    """The numbers as floats, with a single copy from the device."""
     tensors = [number for number in numbers if not isinstance(number, int | float)]
     fetched: list[float] = []
     if tensors:

@@ -19,7 +19,7 @@ CURVES = {
 
 
 def plot_run(run: Path, output: Path | None = None) -> Path:
-    """Reward with scores on held-out prompts and other suites, and what else there is to see of a run, over steps."""
+    """Plot the reward together with held-out scores, and the other curves of a run, over steps."""
     metrics = Metrics(run / "metrics.jsonl")
     steps, evals = metrics.rows("step"), metrics.rows("eval")
     if not steps:
@@ -43,7 +43,7 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
     for axis in axes.flat:
         axis.set_visible(axis.has_data())
         axis.set_xlabel("step")
-        axis.xaxis.get_major_locator().set_params(integer=True)  # there is no half step
+        axis.xaxis.get_major_locator().set_params(integer=True)  # steps are integers
         axis.grid(alpha=0.3)
     figure.suptitle(run.resolve().name)
     target = output or run / "plot.png"
@@ -57,8 +57,8 @@ def plot_run(run: Path, output: Path | None = None) -> Path:
 
 
 def _draw_evaluations(axis: Any, rows: list[dict[str, Any]]) -> None:
-    """A line for the run's own task, and one for each other suite."""
-    judged = [row for row in rows if row["avg"] is not None]  # null: no answer could be judged
+    """Draw a line for the run's own task, and one for each other suite."""
+    judged = [row for row in rows if row["avg"] is not None]  # null means that no answer could be judged
     for name in sorted({row.get("suite", "") for row in judged}):
         found = [row for row in judged if row.get("suite", "") == name]
         at, mean = [row["step"] for row in found], [row["avg"] for row in found]
@@ -81,13 +81,13 @@ def load_pyplot() -> Any:
 
 
 def main_metric(steps: list[dict[str, Any]]) -> str:
-    """What is drawn together with the scores on held-out prompts."""
+    """The metric that is drawn together with the scores on held-out prompts."""
     return next((name for name in ("reward", "accuracy") if name in steps[0]), "loss")
 
 
 def values_of(key: str, steps: list[dict[str, Any]]) -> list[float]:
-    """A number for each step, not a number where there is none; nothing if there is none at all. "signal": the share of
-    groups whose rewards differ."""
+    """The values of a metric for each step, NaN if a step lacks it; empty if all do. "signal": the share of groups
+    whose rewards differ."""
     found = [_signal(row) if key == "signal" else row.get(key) for row in steps]
     return [_number(value) for value in found] if any(value is not None for value in found) else []
 

@@ -1,7 +1,7 @@
 """Progress on the screen: a live table on a terminal, plain lines anywhere else.
 
-Both are as wide as the screen, 80 columns where there is none: what matters most is shown, the rest where there is
-room. The log has all of it.
+Both are as wide as the screen, or 80 columns if it has no width. The most important columns are shown first, and others
+if there is room; the log has all of them.
 """
 
 import resource
@@ -48,13 +48,14 @@ _MATTERS = (
     *("reward", "loss", "accuracy", "step_seconds", "entropy", "length", "kl_k3", "teacher_kl", "teacher_divergence"),
     *("groups_with_signal", "margin", "logp_gap", "grad_norm", "generate_tokens_per_second", "train_tokens_per_second"),
 )
-"""Which columns are shown first where not all have room. The first of them, the step and the ETA always are."""
+"""The order in which columns are chosen if not all have room. The first of them, the step and the ETA are always
+shown."""
 
 _GAP = 2  # between columns
 
 
 def fitting(widths: Mapping[str, int], room: int) -> list[str]:
-    """The columns that have room beside each other, in their order: each one that still fits, by what matters most."""
+    """The columns that fit, in their order: by importance, each one that still has room."""
     chosen: set[str] = set()
     for key in sorted(widths, key=_MATTERS.index):
         if not chosen or widths[key] + _GAP <= room:
@@ -64,7 +65,8 @@ def fitting(widths: Mapping[str, int], room: int) -> list[str]:
 
 
 def _columns(config: Root) -> tuple[tuple[str, str, str], ...]:
-    """The KL to the reference belongs beside the entropy, where there is a reference; so does that to a teacher."""
+    """The columns for a run. The KL to the reference is next to the entropy if there is a reference; so is that to a
+    teacher."""
     if not isinstance(config, RLConfig):
         return tuple(c for c in _OFFLINE if config.measure == "accuracy" or c[0] not in ("accuracy", "margin"))
     others = [_KL] if config.algorithm.kl_coef else []
@@ -81,9 +83,10 @@ def make_progress(config: Root, folder: Path, log: Log) -> "Progress":
 
 
 def peak_memory_gb(status: Path = Path("/proc/self/status")) -> float:
-    """Largest resident memory of this process so far.
+    """The largest resident memory of this process so far.
 
-    Where the system does not tell it, by `getrusage`, which may count that of the program that started this one.
+    If the system does not record it, it is taken from `getrusage`, which may count memory of the program that started
+    this one.
     """
     try:
         lines = status.read_text().splitlines()
@@ -97,7 +100,7 @@ def _nowhere(text: str) -> None:
 
 
 class Progress:
-    """Plain lines, one per step. `log` is told of everything that stays on the screen."""
+    """Plain lines, one for each step. log: receives everything that stays on the screen."""
 
     def __init__(self, config: Root, folder: Path, log: Log = _nowhere) -> None:
         self.config = config
@@ -134,7 +137,7 @@ class Progress:
         self._explain_errors(row)
 
     def show_step(self, row: dict[str, Any], eta: str, first: str, cells: list[str], end: str) -> None:
-        """A line, and a second one where the remarks have no room on it."""
+        """Print a line, and the remarks on a second one if they do not fit."""
         width, remarked = shutil.get_terminal_size().columns, "  ".join(remarks(row))
         keyed = dict(zip((key for _, key, _ in self.columns[1:]), cells, strict=True))
         room = width - len(first) - len(end) - _GAP
@@ -146,14 +149,14 @@ class Progress:
             self.show(textwrap.fill(remarked, width, initial_indent="  ", subsequent_indent="  "))
 
     def _explain_errors(self, row: dict[str, Any]) -> None:
-        """Why answers could not be judged, each reason once."""
+        """Print why answers could not be judged, each reason once."""
         reason = next(iter(str(row.get("first_error") or "").splitlines()), "")
         if reason and reason not in self._reasons:
             self._reasons.add(reason)
             self.note(f"not judged: {reason} (kitae show {self.folder} --errors)")
 
     def evaluated(self, row: dict[str, Any]) -> None:
-        judged = row["avg"] == row["avg"]  # no number: no answer could be judged
+        judged = row["avg"] == row["avg"]  # NaN: no answer could be judged
         found = (
             f"{row['avg']:.3f} [{row['avg_low']:.3f}, {row['avg_high']:.3f}]" if judged else "not known: all errors,"
         )
@@ -172,7 +175,7 @@ class Progress:
 
 
 class LiveProgress(Progress):
-    """A table of the last steps and a status line, drawn in place."""
+    """A table of the last steps and a status line, updated in place."""
 
     def __init__(self, config: Root, folder: Path, log: Log = _nowhere) -> None:
         from rich.console import Console
@@ -209,7 +212,7 @@ class LiveProgress(Progress):
         from rich.table import Table
         from rich.text import Text
 
-        rows = list(self._rows)  # rich draws in a thread of its own, while steps arrive
+        rows = list(self._rows)  # rich draws in a thread of its own, while steps are added
         titles = {**{key: title for title, key, _ in self.columns}, "eta": "ETA", "remarks": "remarks"}
         wide = {key: max([len(title), *(len(row[key]) for row in rows)]) for key, title in titles.items()}
         room = self.console.width - wide["step"] - wide["eta"] - _GAP
@@ -230,7 +233,7 @@ class LiveProgress(Progress):
 
 
 def remarks(row: dict[str, Any]) -> list[str]:
-    """What is out of the ordinary about a step: `["errors 3 of 64", "no update", "staleness 0.50 (at most 1)"]`."""
+    """What is unusual about a step: `["errors 3 of 64", "no update", "staleness 0.50 (at most 1)"]`."""
     found = []
     if errors := row.get("errors"):
         found.append(f"errors {errors} of {round(errors / row['error_share'])}")
@@ -248,5 +251,5 @@ def remarks(row: dict[str, Any]) -> list[str]:
 
 def _cell(row: dict[str, Any], key: str, form: str) -> str:
     value = row.get(key)
-    nothing = value is None or (key.endswith("_per_second") and value == 0)  # nothing was done: that is no speed
+    nothing = value is None or (key.endswith("_per_second") and value == 0)  # nothing was done, so there is no speed
     return "–" if nothing else form.format(value)

@@ -5,7 +5,7 @@
     kitae_eval_avg{run="quickstart-001"} 0.515625
     kitae_finding{run="quickstart-001",rule="lr-too-high"} 1
 
-On the loopback address unless the settings say otherwise: it has no password.
+The server listens on the loopback address unless the settings say otherwise, because it has no password.
 """
 
 import re
@@ -20,7 +20,7 @@ from kitae.observe.trackers import numbers_of
 
 
 class MetricsServer(Silent):
-    """Raises OSError where the port is taken. port 0: one that is free."""
+    """An observer that serves the metrics. Raises OSError if the port is taken. port 0: any free one."""
 
     def __init__(self, run: Path, host: str, port: int) -> None:
         self._run = run.name

@@ -1,9 +1,9 @@
-"""RUN/console.log: what the user saw of a run, line by line, appended by every resume.
+"""RUN/console.log: what the user saw of a run, line by line; each resume appends to it.
 
 console = Console()
 console.say("2 of 16 reference answers do not score 1")    on the screen, and kept
 with console.attached(folder):                             what was kept and what follows goes into the file
-    console.log("step 1/15  reward 0.531")                 only into the file: somebody else shows it
+    console.log("step 1/15  reward 0.531")                 only into the file, as it is shown by other code
 """
 
 import logging
@@ -34,11 +34,11 @@ class Console:
             with self._path.open("a", encoding="utf-8", errors="replace") as file:
                 file.write(line)
         except OSError:
-            pass  # a full disk ends the run where something is lost by it, not here
+            pass  # a full disk ends the run where data would be lost, not here
 
     @contextmanager
     def attached(self, folder: Path) -> Iterator[None]:
-        """From here on everything goes into the folder's file, warnings of libraries included."""
+        """Write everything from here on to the folder's file, warnings of libraries included."""
         self._path = folder / FILE
         self.log("$ " + " ".join(["kitae", *sys.argv[1:]]))
         for line in self._kept:
@@ -56,7 +56,7 @@ class Console:
 
 
 class _Warnings(logging.Handler):
-    """Shows warnings as logging itself would, and writes them down."""
+    """Prints warnings as logging itself would, and logs them."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Work that must never hold up a run: done in a thread of its own, and dropped where that cannot keep up."""
+"""Work that must never delay a run: it is done in a separate thread, and dropped if the thread cannot keep up."""
 
 import queue
 import threading
@@ -9,14 +9,14 @@ Note = Callable[[str], None]
 Work = Callable[[], None]
 
 MOST = 1000
-"""Pieces of work that may wait; rows of metrics, say."""
+"""How many pieces of work, such as rows of metrics, may wait."""
 
 
 class Aside:
-    """Does one piece of work after the other. Who gives it some never waits, and never sees it fail.
+    """Does one piece of work after the other. The caller never waits, and never sees a failure.
 
-    The first failure and the first piece that is dropped are said; `close` says how many there were. The thread is a
-    daemon: one that hangs is left behind.
+    The first failure and the first dropped piece are reported at once, their numbers by `close`. The thread is a
+    daemon, so a hanging one is abandoned.
     """
 
     def __init__(self, name: str, note: Note, most: int = MOST) -> None:
@@ -38,9 +38,9 @@ class Aside:
                 self._note(f"{self.name} cannot keep up: what does not fit into its queue is dropped")
 
     def close(self, seconds: float) -> bool:
-        """Finish what waits, for so long at most; whether all of it was done."""
+        """Finish the waiting work within this many seconds. Returns whether all of it was done."""
         self._ended.set()
-        with suppress(queue.Full):  # then the loop sees that it is over when it has emptied the queue
+        with suppress(queue.Full):  # then the loop ends when it has emptied the queue
             self._queue.put_nowait(None)
         self._thread.join(seconds)
         done = not self._thread.is_alive()
@@ -62,7 +62,7 @@ class Aside:
                 return
             try:
                 work()
-            except BaseException as error:  # whatever another library raises, exits included
+            except BaseException as error:  # anything that another library raises, exits included
                 self.failed += 1
                 if self.failed == 1:
                     self._note(f"{self.name} failed: {_brief(error)}")

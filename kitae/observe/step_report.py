@@ -1,4 +1,4 @@
-"""What a step has to say for itself: frozen records, and the row of metrics.jsonl that they make together."""
+"""The report of a step: frozen records, and the row of metrics.jsonl that they make together."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,10 +9,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class BatchStats:
-    """What was sampled for a step, dropped groups included: the reward curve must not depend on the filter.
-
-    `BatchStats(reward=0.4, reward_std=0.5, length=31.0, rollouts=64, groups=8, …)`; components: their means.
-    """
+    """What was sampled for a step, including dropped groups, so that the reward curve does not depend on the filter."""
 
     reward: float | None
     reward_std: float | None

@@ -1,4 +1,4 @@
-"""Who worked when: spans of generation, verification, training and sync, and the picture of them.
+"""What ran when: spans of generation, verification, training and sync, and a chart of them.
 
 A row of timeline.jsonl is `{"part": "train", "step": 3, "start": 12.1, "end": 14.0}`, in seconds since the run began.
 Spans of generation and verification belong to groups, and overlap; the others do not.
@@ -21,7 +21,7 @@ Period = tuple[float, float]
 
 
 class Timeline:
-    """Appends to the file of a run; a resumed run goes on where it stopped, on its own clock."""
+    """Appends to the file of a run. A resumed run continues where its clock stopped."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / FILE
@@ -55,7 +55,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
 
 
 def busy_shares(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """The share of the whole time in which each part was at work; overlapping spans count once."""
+    """The share of the whole time in which each part was active; overlapping spans count once."""
     if not rows:
         return {}
     whole = max(r["end"] for r in rows) - min(r["start"] for r in rows)

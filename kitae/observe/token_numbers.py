@@ -1,4 +1,4 @@
-"""Numbers of single tokens, of a share of the samples of each step, in files of their own.
+"""Numbers of single tokens, for a share of the samples of each step, in files of their own.
 
     RUN/tokens/step-000012.npz
         keys     int32 [S, 3]  group, index and chain of each sample
@@ -6,9 +6,10 @@
         version  int32 [N]     the policy version that sampled the token
         others   fp16  [N]     one array for each of `COLUMNS` that the run has; N tokens, sample after sample
 
-The loss tokens of a sample are those that the model said, in order; which they are is in the journal. The numbers are
-those that training had at hand: there is no second pass. A sample that several updates train on is here with the last
-of them. Which samples are chosen depends on seed and step alone, so a step that is trained again writes the same file.
+The loss tokens of a sample are those that the model generated, in order; the journal has the tokens themselves. The
+numbers are those that training computed anyway, without a second pass. If several updates train on a sample, those of
+the last one are recorded. The choice of samples depends only on seed and step, so a step that is trained again writes
+the same file.
 """
 
 import os
@@ -56,7 +57,7 @@ class TokenChoice:
     seed: int
 
     def among(self, step: int, samples: Sequence[Sample]) -> frozenset[SampleKey]:
-        """At least one where any is wanted and fits; all chains of a rollout or none."""
+        """The chosen samples: at least one if any is wanted and fits, and of each rollout all chains or none."""
         lengths: dict[tuple[int, int], int] = {}
         for s in samples:
             lengths[s.group, s.index] = lengths.get((s.group, s.index), 0) + s.loss_tokens
@@ -73,7 +74,7 @@ class TokenChoice:
 
 
 def with_samples(found: Mapping[SampleKey, Columns], samples: Sequence[Sample]) -> dict[SampleKey, Columns]:
-    """What ranks said of observed samples, with what the driver knows of them."""
+    """The numbers that ranks computed for observed samples, with columns that the driver has."""
     return {
         s.key: {**found[s.key], **{name: s.loss(name) for name in _FROM_SAMPLE if name in s.columns}}
         for s in samples
@@ -82,7 +83,7 @@ def with_samples(found: Mapping[SampleKey, Columns], samples: Sequence[Sample]) 
 
 
 class TokenFiles:
-    """Writes the records of a run. What cannot be written is said once, and is no reason to stop."""
+    """Writes the records of a run. An error is reported once, and does not stop the run."""
 
     def __init__(self, run: Path, limit_mb: float, note: Callable[[str], None]) -> None:
         self._folder = run / FOLDER
@@ -105,7 +106,7 @@ class TokenFiles:
             self._note(f"no more tokens are recorded: {error}")
 
     def forget_after(self, step: int) -> None:
-        """Of steps that are given up, nothing stays."""
+        """Remove the records of later steps, which are discarded."""
         for number, path in _files(self._folder):
             if number > step:
                 path.unlink(missing_ok=True)
@@ -120,15 +121,15 @@ class TokenFiles:
 
 
 def recorded_steps(run: Path) -> list[int]:
-    """The steps of which there are records, in order."""
+    """The recorded steps, in order."""
     return [step for step, _ in _files(run / FOLDER)]
 
 
 def read_tokens(run: Path, step: int) -> dict[tuple[int, int], dict[str, npt.NDArray[Any]]]:
-    """By group and index of the sample: `version`, `chain` (ints) and those of `COLUMNS` that the run has (fp16).
+    """For each sample, by group and index: `version`, `chain` (ints) and those of `COLUMNS` that the run has (fp16).
 
-    Each array has one number for each loss token; those of several chains follow each other, and `chain` tells them
-    apart.
+    Each array has one number for each loss token. Those of several chains are concatenated, and `chain` has the chain
+    of each.
     """
     path = run / FOLDER / f"step-{step:06d}.npz"
     try:
@@ -166,7 +167,7 @@ def _arrays(records: Mapping[SampleKey, Columns]) -> dict[str, npt.NDArray[Any]]
 
 
 def _half(values: FloatArray) -> npt.NDArray[np.float16]:
-    """Infinities stay; what fp16 cannot hold becomes the largest that it can."""
+    """The values in fp16. Infinities are kept; finite values are limited to the range of fp16."""
     clamped = np.where(np.isinf(values), values, values.clip(-_LARGEST, _LARGEST))
     found: npt.NDArray[np.float16] = clamped.astype(np.float16)
     return found

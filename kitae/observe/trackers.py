@@ -1,11 +1,11 @@
-"""Metrics to programs that show them. Each is imported by its own thread, when the run has begun.
+"""Send metrics to trackers. Each is imported in a thread of its own, when the run has begun.
 
-tensorboard   RUN/tensorboard, for: tensorboard --logdir runs
-wandb         Weights & Biases; with WANDB_MODE=offline into RUN/wandb, nothing is sent
-mlflow        where MLFLOW_TRACKING_URI says; else mlflow.db beside the runs
-trackio       its own folder (TRACKIO_DIR), for: trackio show
+    tensorboard   RUN/tensorboard, for: tensorboard --logdir runs
+    wandb         Weights & Biases; with WANDB_MODE=offline into RUN/wandb, nothing is sent
+    mlflow        at MLFLOW_TRACKING_URI, else mlflow.db beside the runs
+    trackio       its own folder (TRACKIO_DIR), for: trackio show
 
-A run that is resumed goes on in the same place: what a tracker calls it is in RUN/trackers.json.
+A resumed run continues in the same place: RUN/trackers.json has each tracker's name for the run.
 """
 
 import importlib.util
@@ -33,7 +33,7 @@ class Tracker(Protocol):
     """All calls come from one thread: `start`, then `log` in the order of the run, then `finish`."""
 
     def start(self, run: Path, project: str, settings: Mapping[str, Any]) -> str:
-        """Where it can be seen: "tensorboard --logdir runs/quickstart-001/tensorboard"."""
+        """Returns where the run can be seen: "tensorboard --logdir runs/quickstart-001/tensorboard"."""
 
     def log(self, step: int, numbers: Numbers) -> None: ...
 
@@ -52,7 +52,7 @@ class TensorBoard:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            again = self._folder.exists()  # steps from here on take the place of those that are there already
+            again = self._folder.exists()  # steps from here on replace those that exist already
             self._writer = SummaryWriter(str(self._folder), purge_step=step if again else None)
             text = "\n".join(f"    {key} = {value!r}" for key, value in self._settings.items())
             self._writer.add_text("settings", text, step)
@@ -79,7 +79,7 @@ class WeightsAndBiases:
             config=dict(settings),
             settings=wandb.Settings(silent=True, console="off"),
         )
-        self._run.define_metric("*", step_metric="step")  # steps may go back, when a run is resumed
+        self._run.define_metric("*", step_metric="step")  # steps may go back when a run is resumed
         _remember(run, "wandb", self._run.id)
         return f"wandb sync {Path(self._run.dir).parent}" if self._run.offline else str(self._run.url)
 

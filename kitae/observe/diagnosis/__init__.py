@@ -1,9 +1,9 @@
-"""What is wrong with a run, by rules on what it has written: with evidence, and with the setting to change.
+"""Problems of a run, found by rules on what it has written, with evidence and with the setting to change.
 
-diagnose(Path("runs/quickstart-001"))      [Finding("lr-too-high", "bad", …), …]
+    diagnose(Path("runs/quickstart-001"))      [Finding("lr-too-high", "bad", …), …]
 
-Works on runs that are running, finished, stopped or crashed; reads, and changes nothing. While a run goes on, `live`
-checks the rules that need metrics alone.
+This works on runs that are running, finished, stopped or crashed; it reads only. While a run goes on, `live_rules`
+checks the rules that need only metrics.
 """
 
 import sqlite3
@@ -25,11 +25,11 @@ RULES: tuple[Rule, ...] = (
     *answer_rules.RULES,
     *machinery_rules.RULES[1:],
 )
-"""In the order in which findings are told, those that are bad first."""
+"""In the order in which findings are listed, after those that are bad."""
 
 
 def diagnose(run: Path) -> list[Finding]:
-    """Commands in the advice have the run in them."""
+    """The findings on a run, with its folder in the commands of their advice."""
     return [replace(found, advice=found.advice.replace("RUN", str(run))) for found in findings(see(run), RULES)]
 
 
@@ -39,7 +39,7 @@ def findings(seen: Seen, rules: tuple[Rule, ...]) -> list[Finding]:
 
 
 def see(run: Path) -> Seen:
-    """Everything that rules look at."""
+    """Read everything that rules use."""
     view = look(run)
     return Seen(
         steps=view.steps,
@@ -55,12 +55,12 @@ def see(run: Path) -> Seen:
 def _settings(view: RunView) -> dict[str, object]:
     try:
         return view.config.flat()
-    except KitaeError:  # of another version: rules do without
+    except KitaeError:  # written by another version, so rules do without
         return {}
 
 
 def _console(run: Path) -> list[str]:
-    """What was said since the run was last started."""
+    """The console's lines since the run was last started."""
     try:
         lines = (run / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -70,10 +70,10 @@ def _console(run: Path) -> list[str]:
 
 
 def _answers(run: Path) -> list[Reply]:
-    """Those of the first two and the last two steps, by the journal."""
+    """The answers of the first two and the last two steps, from the journal."""
     try:
         journal = Journal(run / "journal.sqlite", read_only=True)
-    except KitaeError:  # damaged, or being made
+    except KitaeError:  # damaged, or just being created
         return []
     try:
         groups = [(step, group) for group, step, fate, _ in journal.groups() if fate != "skipped"]
@@ -89,7 +89,7 @@ def _answers(run: Path) -> list[Reply]:
 
 
 def _reply(step: int, group: Group, rollout: Rollout) -> Reply | None:
-    """None: its text lies in a file, and cannot be read."""
+    """The answer of a rollout; None if its text lies in a file that cannot be read."""
     try:
         return Reply(step, group.id, str(rollout.text), str(group.prompt.reference))
     except StoreError:

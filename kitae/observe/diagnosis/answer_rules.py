@@ -1,4 +1,4 @@
-"""Rules on the data, the answers, and what the verifier makes of them."""
+"""Rules on the data, the answers, and the verifier's scores."""
 
 import zlib
 from collections import Counter
@@ -9,8 +9,8 @@ from kitae.errors import KitaeError
 from kitae.observe.diagnosis.base import WINDOW, Reply, Seen, rule, sentence, values
 from kitae.observe.diagnosis.learning_rules import SOLVED, fell_from, lr_too_high, signal_share
 
-_LONG = 200  # characters from which a text can be called repetitive
-_REPETITIVE = 0.2  # what compression leaves of a text that repeats itself; prose keeps a third or more
+_LONG = 200  # the least number of characters of a text that can be called repetitive
+_REPETITIVE = 0.2  # the compressed share of a repetitive text; prose keeps a third or more
 
 
 @rule(
@@ -82,7 +82,7 @@ def no_updates(seen: Seen) -> str | None:
     updates, reward = values(seen.steps[-WINDOW:], "updates"), seen.last("reward")
     if len(updates) < WINDOW or any(updates) or (reward is not None and reward > SOLVED):
         return None
-    if lr_too_high.check(seen) is not None:  # then that is why
+    if lr_too_high.check(seen) is not None:  # that is the reason then
         return None
     return sentence(f"{seen.span()} dropped every group", seen.setting("algorithm.filter"))
 
@@ -237,16 +237,16 @@ def repetition(seen: Seen) -> str | None:
 
 
 def _compares(seen: Seen) -> bool:
-    """Whether advantages come from the differences within a group; a critic, say, knows others."""
+    """Whether advantages come from differences within a group; with a critic, for example, they do not."""
     own = {key.removeprefix("algorithm."): v for key, v in seen.settings.items() if key.startswith("algorithm.")}
     try:
         return needs_group(AlgorithmConfig(**own))
-    except (KitaeError, ValueError):  # of another version, or a stage of the user's own that is not here
+    except (KitaeError, ValueError):  # written by another version, or with a user's stage that is not here
         return True
 
 
 def _ends(answers: Sequence[Reply]) -> tuple[list[Reply], list[Reply]]:
-    """Those of the first two steps, and those of the last two, if these are others."""
+    """The answers of the first two steps and of the last two, if there are at least four steps."""
     steps = sorted({a.step for a in answers})
     if len(steps) < 4:
         return [], []
@@ -265,7 +265,7 @@ def _repetitive(answers: Sequence[Reply]) -> list[str]:
 
 
 def _left(text: str) -> float:
-    """The share that compression leaves of a text."""
+    """The compressed size of a text, as a share of its size."""
     data = text.encode(errors="replace")
     return len(zlib.compress(data)) / len(data)
 

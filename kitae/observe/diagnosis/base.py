@@ -1,7 +1,7 @@
-"""What rules look at, and what they find.
+"""The data that rules use, and what they find.
 
-A rule is a function from `Seen` to its evidence, a sentence with steps and numbers, or None where nothing is wrong.
-Metrics may be missing, because a kind of run does not have them or a step did not: a rule that cannot know is silent.
+A rule is a function from `Seen` to its evidence, a sentence with steps and numbers, or None if nothing is wrong.
+Metrics may be missing, because a kind of run or a step does not have them; a rule that lacks a metric returns None.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 Row = Mapping[str, Any]
 Severity = Literal["bad", "warning"]
-"""bad: the run wastes its time, or is over; warning: it may go well, and somebody should look."""
+"""bad: the run wastes its time, or is over; warning: it may go well, but should be looked at."""
 
 WINDOW = 5
-"""Steps that are averaged at the beginning and at the end, so that one odd step is no finding."""
+"""How many steps are averaged at the beginning and at the end, so that one unusual step is no finding."""
 
 LOSSES = {"sft": "loss", "distil-file": "divergence"}
-"""Kinds of run whose held-out `avg` gets better by falling, with what it is."""
+"""Kinds of run whose held-out `avg` improves by falling, with the name of that number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What was said to a prompt at a step: `Reply(step=3, group=17, text="56, 34, 12", reference="56, 34, 12")`."""
+    """The answer to a prompt at a step: `Reply(step=3, group=17, text="56, 34, 12", reference="56, 34, 12")`."""
 
     step: int
     group: int
@@ -48,7 +48,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Seen:
-    """A run as rules see it. While it runs, they see steps, evaluations and settings alone.
+    """A run as rules see it. While it runs, only steps, evaluations and settings are given.
 
     settings: flat, `{"training.lr": 1e-5, …}`; answers: those of the first and of the last steps; console: the lines
     since the run was last started.
@@ -63,38 +63,38 @@ class Seen:
     answers: Sequence[Reply] = ()
 
     def all(self, key: str) -> list[float]:
-        """The values of a metric, of the steps that have it."""
+        """The values of a metric, for the steps that have it."""
         return values(self.steps, key)
 
     def last(self, key: str, count: int = WINDOW) -> float | None:
-        """The mean over the last steps; None: fewer than so many have it."""
+        """The mean over the last `count` steps; None if one of them lacks the metric."""
         found = values(self.steps[-count:], key)
         return fmean(found) if len(found) == count else None
 
     def ends(self, key: str, count: int = WINDOW) -> tuple[float, float] | None:
-        """The means over the first and over the last values; None: there are not enough for both."""
+        """The means over the first and over the last values; None if there are too few for both."""
         found = self.all(key)
         return (fmean(found[:count]), fmean(found[-count:])) if len(found) >= 2 * count else None
 
     def thirds(self, key: str) -> tuple[float, float] | None:
-        """The means over the first and the last third of the values; None: these have fewer than `WINDOW` each."""
+        """The means over the first and the last third of the values; None if a third has fewer than `WINDOW`."""
         found = self.all(key)
         return self.ends(key, max(WINDOW, len(found) // 3))
 
     def noise(self, key: str) -> float:
-        """The standard error of the difference between the thirds, as far as steps differ among themselves."""
+        """The standard error of the difference between the thirds, from the variation among steps."""
         found = self.all(key)
         count = max(WINDOW, len(found) // 3)
         return sqrt((variance(found[:count]) + variance(found[-count:])) / count)
 
     def held_out(self) -> tuple[Row, Row] | None:
-        """The first and the last evaluation of its own task whose answers could be judged; None: there is only one, or
-        none."""
+        """The first and the last evaluation of the run's own task whose answers could be judged; None if there are
+        fewer than two."""
         judged = [row for row in self.evaluations if row.get("avg") is not None and "suite" not in row]
         return (judged[0], judged[-1]) if len(judged) > 1 else None
 
     def held_out_rose(self) -> bool:
-        """Beyond what chance does: the interval of the last evaluation is above the first mean, and the other way."""
+        """Whether the rise is significant: the interval of each of the two evaluations excludes the other's mean."""
         found = self.held_out()
         if found is None:
             return False
@@ -102,7 +102,7 @@ class Seen:
         return bool(last["avg_low"] > first["avg"] and first["avg_high"] < last["avg"])
 
     def held_out_worse(self) -> bool:
-        """Beyond what chance does: the interval of the last evaluation is on the wrong side of the first one."""
+        """Whether the change for the worse is significant: the last interval is on the wrong side of the first one."""
         found = self.held_out()
         if found is None:
             return False
@@ -113,16 +113,16 @@ class Seen:
 
     @property
     def measure(self) -> str:
-        """What `avg` of an evaluation is: `accuracy`, or one of `LOSSES`."""
+        """The name of an evaluation's `avg`: `accuracy`, or one of `LOSSES`."""
         return LOSSES.get(self.settings.get("method.kind", ""), "accuracy")
 
     def setting(self, key: str) -> str:
-        """For sentences: `training.lr is 1e-05`; nothing where the run has no such setting."""
+        """For sentences: `training.lr is 1e-05`; "" if the run has no such setting."""
         value = self.settings.get(key)
         return "" if value is None else f"{key} is {value:g}" if isinstance(value, float) else f"{key} is {value}"
 
     def span(self, count: int = WINDOW) -> str:
-        """The last steps, by number: `steps 11 to 15`."""
+        """The numbers of the last steps: `steps 11 to 15`."""
         return f"steps {self.steps[-count:][0]['step']} to {self.steps[-1]['step']}"
 
 
@@ -131,9 +131,10 @@ Check = Callable[[Seen], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """looks_at: metrics and files; when: the condition in words; advice: what to change.
+    """A rule. looks_at: metrics and files; when: the condition in words; advice: what to change.
 
-    live: also checked after each step of a run. The others need more than metrics, or a run that is over.
+    live: whether it is also checked after each step of a run. Other rules need more than metrics, or a run that is
+    over.
     """
 
     name: str

@@ -5,10 +5,10 @@ from statistics import fmean, median
 from kitae.observe.diagnosis.base import WINDOW, Seen, rule, sentence, values
 
 SOLVED = 0.9
-"""A mean reward from which a task counts as solved: little entropy and few groups with signal are fine then."""
+"""The mean reward above which a task counts as solved; then low entropy and few groups with signal are no problem."""
 
-_FAR = 100.0  # between two scores: their sigmoid is 0 or 1 in single precision
-_ENOUGH = 20  # steps after which something should have been learnt, and half of those that are planned
+_FAR = 100.0  # difference of two scores whose sigmoid is 0 or 1 in single precision
+_ENOUGH = 20  # steps after which something should be learnt, if they are also half of those planned
 
 
 @rule(
@@ -35,7 +35,7 @@ def lr_too_high(seen: Seen) -> str | None:
 
 
 def fell_from(seen: Seen) -> tuple[int, float, float] | None:
-    """The first of the two best steps in a row, their mean reward and that of the last steps, where it is far lower."""
+    """The first of the two best successive steps, their mean reward, and that of the last steps, if it is far lower."""
     rows = [row for row in seen.steps if values([row], "reward")]
     last = seen.last("reward")
     if last is None or len(rows) < WINDOW + 2:
@@ -88,7 +88,7 @@ def nothing_learnt(seen: Seen) -> str | None:
 
 
 def _unlearnt(seen: Seen) -> str | None:
-    """The reward of a run that has had something to learn from and did not."""
+    """The reward's change in a run that could have learnt and did not; None for other runs."""
     reward, updates = seen.thirds("reward"), seen.all("updates")
     enough = max(_ENOUGH, float(seen.settings.get("training.steps") or 0) / 2)
     if len(seen.steps) < enough or reward is None or sum(u > 0 for u in updates) < len(updates) / 2:
@@ -233,7 +233,8 @@ def clipped(seen: Seen) -> str | None:
 
 
 def signal_share(seen: Seen, count: int = WINDOW) -> float | None:
-    """Of the groups of the last steps, dropped ones included, those whose rewards differ; in groups of one none can."""
+    """The share of the groups of the last steps, dropped ones included, whose rewards differ; None for groups of
+    one."""
     if seen.settings.get("training.group_size") == 1:
         return None
     rows = seen.steps[-count:]

@@ -1,4 +1,4 @@
-"""The rules that need metrics alone, checked after each step of a run; what begins to hold is told once."""
+"""The rules that need only metrics, checked after each step of a run. Each finding is reported once."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +13,8 @@ Tell = Callable[[int, Sequence[Finding]], None]
 
 
 class LiveDiagnosis(Silent):
-    """rows: those that the metrics have already, of a run that goes on. tell: gets the step, and what is new at it."""
+    """An observer that reports new findings. rows: the metrics so far, if the run is resumed. tell: receives the step
+    and its new findings."""
 
     def __init__(self, settings: dict[str, Any], rows: Sequence[Row], tell: Tell) -> None:
         self._settings = settings
@@ -23,7 +24,7 @@ class LiveDiagnosis(Silent):
         self._tell = tell
 
     def step(self, report: Reported) -> None:
-        self._steps = [row for row in self._steps if row["step"] < report.step]  # of steps that were given up
+        self._steps = [row for row in self._steps if row["step"] < report.step]  # without steps that were discarded
         self._evaluations = [row for row in self._evaluations if row["step"] < report.step]
         self._steps.append(report.row())
         self._check(report.step)

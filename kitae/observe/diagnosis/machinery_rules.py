@@ -29,7 +29,7 @@ def crashed(seen: Seen) -> str | None:
 
 
 def last_error(console: Sequence[str]) -> str:
-    """What a console log last says went wrong; nothing, where it does not say."""
+    """The last error in a console log, or ""."""
     lines = [_STAMP.sub("", line) for line in console]
     for i in range(len(lines) - 1, -1, -1):
         if lines[i].startswith("error: "):

@@ -1,10 +1,10 @@
-"""The first process of a sandbox, which lives as long as one check or conversation does. When it ends, the kernel ends
-all others.
+"""The first process of a sandbox, which lives as long as one check or console. When it ends, the kernel ends all
+others.
 
-It gets its orders on stdin and reports on stdout, pipes that no process of the candidate ever holds: a candidate is a
-fork that keeps nothing but its own streams or its line to the checker, and a program that the tests start gets neither.
-The tests are read only after that fork, and no memory of this process can be read from inside (it is not dumpable), so
-they are not to be found over there.
+It reads orders from stdin and reports on stdout, pipes that no process of the candidate ever has: a candidate is a fork
+that keeps only its own streams or its connection to the checker, and a program that the tests start gets neither. The
+tests are read only after that fork, and no memory of this process can be read from inside (it is not dumpable), so a
+candidate cannot find them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kitae.sandbox.sandbox_jobs import FullOrder
 
 _NOBODY = 65534
-_TICK = 0.02  # seconds between two looks at a silent program's clock
+_TICK = 0.02  # seconds between two checks of a silent program's clock
 _SPARE = 20  # seconds of processor time that a checker may use beyond those of its candidate
 _STDERR_TAIL = 500  # bytes
 _LIFETIME = 3600  # seconds of processor time of a console, in all its cells
@@ -39,14 +39,14 @@ _orders, _reports = 0, 1  # descriptors; `main` moves them
 
 def main() -> None:
     global _orders, _reports
-    _orders, _reports = os.dup(0), os.dup(1)  # which no program that is started from here inherits
+    _orders, _reports = os.dup(0), os.dup(1)  # no program that is started from here inherits these
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(null, 1)
     order = marshal.loads(read_frame(_orders))
     _harden(order["become_nobody"])
     if hasattr(sys, "set_int_max_str_digits"):
-        sys.set_int_max_str_digits(0)  # numbers of any size travel between checker and candidate
+        sys.set_int_max_str_digits(0)  # numbers of any size are sent between checker and candidate
     sys.path[:] = [*sys.path, *order["packages"]]
     _report("ready", "")
     os.dup2(null, 2)
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _harden(become_nobody: bool) -> None:
-    """Give up root, be unreadable for others of the same user, and die with the process that started us."""
+    """Give up root, become unreadable for others of the same user, and die with the process that started this one."""
     if become_nobody:
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
@@ -71,14 +71,14 @@ def _harden(become_nobody: bool) -> None:
     for option, value in ((_PR_SET_DUMPABLE, 0), (_PR_SET_PDEATHSIG, _signal.SIGKILL)):
         if _ctypes.call_function(prctl, (option, int(value), 0, 0, 0)):
             raise OSError(f"prctl({option}) failed")
-    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # the one signal that Python would let others inside send to us
+    _signal.signal(_signal.SIGINT, _signal.SIG_IGN)  # the only signal that Python code inside can send here
 
 
 def _exit_when_orders_end() -> None:
-    """Exit when the orders hang up, whatever we are doing: whoever gave them is gone.
+    """Exit as soon as the pipe of orders is closed, in the middle of anything: its sender is gone.
 
     The signal at the parent's death is not enough. A bwrap that was started by root has given up all rights when it
-    dies, and may not signal a process of another user any more.
+    dies, and can no longer signal a process of another user.
     """
     import fcntl
 
@@ -111,7 +111,7 @@ def _check(order: FullOrder) -> None:
 
     pid = _fork(candidate, order)
     theirs.close()
-    sys.stdin, sys.stdout = open(os.devnull), open(os.devnull, "w")  # noqa: SIM115 - for the tests: ours are pipes
+    sys.stdin, sys.stdout = open(os.devnull), open(os.devnull, "w")  # noqa: SIM115 - for the tests: the real ones are pipes
     sys.stderr = sys.stdout
     job = marshal.loads(read_frame(_orders))
     _exit_when_orders_end()
@@ -122,9 +122,9 @@ def _check(order: FullOrder) -> None:
 
 
 def _run(order: FullOrder) -> None:
-    """Write the files, compile, then run the program once for each further frame, which is its stdin.
+    """Write the files, compile them, then run the program once for each further frame, which is its stdin.
 
-    Each run has a new folder with the program as it was compiled, and finds nothing that another run has written.
+    Each run has a new folder with the compiled program, and finds nothing that another run has written.
     """
     _note_initial_files()
     folder = _enter("build")
@@ -159,7 +159,8 @@ def _run(order: FullOrder) -> None:
 
 
 def _run_console(order: FullOrder) -> None:
-    """Run each further frame as a cell of one console. One that breaks a limit ends; the next finds a new one."""
+    """Run each further frame as a cell of a console. A console in which a cell breaks a limit is ended, and the next
+    cell gets a new one."""
     _enter("work")
     _exit_when_orders_end()
     _report("loaded", "")
@@ -178,7 +179,7 @@ def _run_console(order: FullOrder) -> None:
 
 
 class _Console:
-    """A candidate that runs cells. Between them it and all that it has started stand still."""
+    """A candidate that runs cells. Between cells it is stopped, with all processes that it started."""
 
     def __init__(self, order: FullOrder) -> None:
         import _socket
@@ -201,9 +202,9 @@ class _Console:
             os.set_blocking(fd, False)
 
     def run(self, code: bytes) -> tuple[str, str, bytes]:
-        """How a cell ended ("ended" is well, even with an exception), why, and the first part of what it printed."""
+        """How a cell ended ("ended" is normal, even with an exception), why, and the first part of its output."""
         while _take(self._line) or _take(self._out):
-            pass  # said between cells, which is nobody's answer
+            pass  # anything sent between cells is no answer
         self._signal(_signal.SIGCONT)
         mark = os.urandom(MARK)
         try:
@@ -213,7 +214,7 @@ class _Console:
         taken = bytearray()
         status, detail = self._follow(taken, mark)
         self._signal(_signal.SIGSTOP)
-        while data := _take(self._out):  # what it had written when it stopped
+        while data := _take(self._out):  # the rest of the output before it was stopped
             taken += data
         return status, detail, bytes(taken[: self._order["output_limit"]])
 
@@ -264,17 +265,17 @@ class _Console:
 
 
 def _enter(name: str) -> str:
-    """Make a folder to work in: its path."""
+    """Make a folder to work in. Returns its path."""
     os.mkdir(name)
     os.chdir(name)
     return os.getcwd()
 
 
 def _leave(folder: str) -> None:
-    """Remove a folder that `_enter` has made, and whatever else was written meanwhile.
+    """Remove a folder that `_enter` made, and everything else that was written meanwhile.
 
-    That is what lies in the folders for files of a sandbox, where we are in one beyond doubt. If something cannot be
-    removed, we end: the next run would find it.
+    The latter are the contents of the sandbox's writable folders, if this is certainly a sandbox. If something cannot
+    be removed, this process ends, because the next run would find it.
     """
     os.chdir(os.path.dirname(folder))
     if _is_folder(folder):  # the program may have removed or replaced it
@@ -286,7 +287,7 @@ def _leave(folder: str) -> None:
 
 
 def _note_initial_files() -> None:
-    """Note what is in the folders for files from the start: the running Python may lie there."""
+    """Record the initial contents of the writable folders, as the running Python may lie there."""
     if os.getpid() == 1 and os.getuid() == _NOBODY:
         _initial_files.update({folder: os.listdir(folder) for folder in SCRATCH if os.path.ismount(folder)})
 
@@ -295,7 +296,7 @@ _initial_files: dict[str, list[str]] = {}
 
 
 def _empty(top: str, keep: list[str] | tuple[()] = ()) -> None:
-    """Remove all that is in a folder. Folders in folders are moved up first, so that no path becomes too long."""
+    """Remove the contents of a folder. Nested folders are moved up first, so that no path becomes too long."""
     queue = [name for name in os.listdir(top) if name not in keep]
     for name in queue:  # grows on the way
         path = f"{top}/{name}"
@@ -318,7 +319,7 @@ def _is_folder(path: str) -> bool:
 
 
 def _read_files() -> dict[str, tuple[int, bytes]]:
-    """The files here and below, with their modes."""
+    """The files in the current folder and below, with their modes."""
     found = {}
     for path, _, files in os.walk("."):
         for name in files:
@@ -345,7 +346,7 @@ def _command(words: list[str]) -> Callable[[], None]:
 
 
 def _python(order: FullOrder) -> Callable[[], None]:
-    """Run the code as a script in this very fork, which saves the start of an interpreter."""
+    """A program that runs the code as a script in the fork itself, which saves the start of an interpreter."""
 
     def program() -> None:
         import __main__
@@ -364,13 +365,13 @@ def _python(order: FullOrder) -> Callable[[], None]:
 
 
 def _last_line(detail: str) -> str:
-    """Of a traceback, which shows our own frames first, what matters: `"exit status 1: KeyError: 3"`."""
+    """The relevant part of a traceback, which begins with frames of this module: `"exit status 1: KeyError: 3"`."""
     cause, colon, words = detail.partition(": ")
     return f"{cause}{colon}{words[words.rfind(chr(10)) + 1 :]}"
 
 
 def _watch(program: Callable[[], None], stdin: bytes, order: FullOrder) -> tuple[str, str, bytes]:
-    """Run a program to its end: how it ended ("ended" is well), why, and what it wrote to stdout."""
+    """Run a program to its end. Returns how it ended ("ended" is normal), why, and what it wrote to stdout."""
     out, out_end = os.pipe()
     err, err_end = os.pipe()
     source = _source(stdin)
@@ -400,7 +401,7 @@ def _watch(program: Callable[[], None], stdin: bytes, order: FullOrder) -> tuple
 
 
 def _follow(pid: int, taken: dict[int, bytearray], out: int, order: FullOrder) -> tuple[str, str, int | None]:
-    """Collect output until the program ends, or breaks a limit: which kind of end that is, why, or its exit code."""
+    """Collect output until the program ends or breaks a limit. Returns how and why it was ended, or its exit code."""
     poll = select.poll()
     for fd in taken:
         os.set_blocking(fd, False)
@@ -420,7 +421,7 @@ def _follow(pid: int, taken: dict[int, bytearray], out: int, order: FullOrder) -
             return "output", "too much output", None
         del taken[max(taken)][:-_STDERR_TAIL]
         if code is not None and not any(fd in open_fds for fd, _ in ready):
-            return "", "", code  # it is gone, and what it wrote has been read; its children may hold the pipes
+            return "", "", code  # it has ended and its output was read; its children may hold the pipes open
         if code is None:
             code = _exit_code(pid)
         wall, broken = clock.read(), ""
@@ -440,7 +441,7 @@ def _take(fd: int) -> bytes | None:
 
 
 def _exit_code(pid: int) -> int | None:
-    """The exit code of `pid` if it has ended; orphans that ended are buried on the way."""
+    """The exit code of `pid` if it has ended; other ended processes are reaped on the way."""
     try:
         gone, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:
@@ -449,7 +450,7 @@ def _exit_code(pid: int) -> int | None:
 
 
 def _source(data: bytes) -> int:
-    """A file descriptor from which `data` can be read, and which has no name."""
+    """A file descriptor of an unnamed file from which `data` can be read."""
     path = ".stdin"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
     os.unlink(path)
@@ -461,7 +462,8 @@ def _source(data: bytes) -> int:
 
 
 def _keep_only(*keep: int) -> None:
-    """Close all but these; three of them become stdin, stdout and stderr, one more, or a single one, becomes 3."""
+    """Close all descriptors but these. Three of them become stdin, stdout and stderr; a fourth, or a single one,
+    becomes 3."""
     null = os.open("/dev/null", os.O_RDWR)
     streams = keep if len(keep) >= 3 else (null, null, null, *keep)
     high = [os.dup2(fd, 100 + i) for i, fd in enumerate(streams)]
@@ -471,7 +473,7 @@ def _keep_only(*keep: int) -> None:
 
 
 def _fork(body: Callable[[], None], order: FullOrder) -> int:
-    """Start a candidate: a child with limits that leaves by the interpreter's own exit, as a script would."""
+    """Start a candidate: a child process with limits, which exits through the interpreter as a script would."""
     pid = os.fork()
     if pid:
         return pid
@@ -509,7 +511,7 @@ def _limit_memory(mebibytes: int) -> None:
 
 
 def _limit_processor(seconds: float) -> None:
-    """For ourselves: the tests are trusted, but what they are given to compare may take them for ever."""
+    """Limit this process: the tests are trusted, but comparing what the candidate returns may take forever."""
     import resource
 
     _lower(resource.RLIMIT_CPU, int(seconds))
@@ -524,8 +526,10 @@ def _lower(kind: int, limit: int) -> None:
 
 
 def _sweep(pid: int) -> None:
-    """End the candidate and whatever it has left behind."""
-    everybody = -1  # of the sandbox, but us; without one, where we are not process 1, its session must do
+    """End the candidate and all its remaining processes."""
+    everybody = (
+        -1
+    )  # all processes of the sandbox but this one; outside a sandbox (not process 1), the candidate's session
     try:  # noqa: SIM105 - contextlib takes longer to import than this whole module
         os.kill(everybody if os.getpid() == 1 else -pid, _signal.SIGKILL)
     except OSError:

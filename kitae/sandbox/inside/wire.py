@@ -1,9 +1,9 @@
-"""How tests and candidate talk, two processes that share no memory: values travel as plain data.
+"""The protocol between tests and candidate, two processes that share no memory: values are sent as plain data.
 
 A message is a flat graph, `[refs, nodes]`: a ref is a scalar or `[i]`, the node i, so cycles, shared parts and depth
-cost nothing. What is not data stays at home and travels as a handle. The kinds of nodes are a closed set, and each end
-builds what it gets from types of its own: no `__eq__`, `__hash__` or `__bool__` of the candidate's, and nothing of a
-library that it names, ever runs where verdicts are made.
+cost nothing. What is not data stays in its process and is sent as a handle. The kinds of nodes are a closed set, and
+each end builds what it receives from types of its own: no `__eq__`, `__hash__` or `__bool__` of the candidate's, and
+nothing of a library that it names, ever runs where verdicts are made.
 
 The bytes are JSON, through the C parts of the json module alone: importing it whole would cost 10 ms per check.
 """
@@ -35,18 +35,18 @@ _MAX_MESSAGE = 2**26  # bytes
 
 
 class NotData(Exception):
-    """A value of the tests that cannot be handed to the candidate: the tests are at fault, not the response."""
+    """A value of the tests that cannot be sent to the candidate: the tests are at fault, not the response."""
 
 
 class Broken(Exception):
-    """A message that is none: an unknown kind of node, or one with the wrong parts."""
+    """A malformed message: an unknown kind of node, or one with the wrong parts."""
 
 
 class Port:
-    """One end of the line: encodes and decodes values, and knows which of its objects the other end may name.
+    """One end of the connection. It encodes and decodes values, and knows which of its objects the other end may name.
 
-    Subclasses say what becomes of objects that are not data (`offer`), and what a handle of the other end turns into
-    (`adopt`; `inert` where it is part of an object whose methods are ours).
+    Subclasses decide how objects that are not data are sent (`offer`), and what represents a handle of the other end
+    (`adopt`; `inert` if it is part of an object whose methods belong to this end).
     """
 
     def __init__(self, fd: int) -> None:
@@ -54,11 +54,11 @@ class Port:
         self.exports: dict[int, Any] = {}
 
     def class_of(self, name: str) -> Any:
-        """A class that both ends have: its instances travel by value."""
+        """A class that both ends have, so that its instances are sent by value."""
         raise NotImplementedError
 
     def name_of(self, kind: type) -> str | None:
-        """The other way round; None for a class that only this end has."""
+        """The name of such a class; None for a class that only this end has."""
         raise NotImplementedError
 
     def offer(self, value: Any) -> Node:
@@ -71,7 +71,7 @@ class Port:
         return self.adopt(node)
 
     def resolve(self, node: Node) -> Any:
-        """A node that only one end may send."""
+        """The object for a node that only one end may send."""
         raise Broken(f"a node of kind {node[0]!r}")
 
     def home(self, value: Any) -> int | None:
@@ -89,9 +89,9 @@ class Port:
         return unpack(read_frame(self.fd))
 
     def encode(self, values: Iterable[Any], lent: Iterable[Any] = ()) -> tuple[list[Any], list[Node], list[Any]]:
-        """The refs of `values`, the nodes they point to, and those of the node objects that can change.
+        """The refs of `values`, the nodes they point to, and the mutable objects among the nodes.
 
-        `lent` are objects of which the other end has the original: they are named by their place, not sent.
+        lent: objects whose originals the other end has; they are named by their position, not sent.
         """
         nodes: list[Node] = []
         queue: list[Any] = []
@@ -114,7 +114,7 @@ class Port:
     def decode(
         self, refs: list[Any], nodes: list[Node], old: dict[int, Any] | None = None, lent: list[Any] | None = None
     ) -> tuple[list[Any], list[Any]]:
-        """The values of `refs`, and all that can change; `old` are objects that take the content of their node."""
+        """The values of `refs`, and all mutable objects. old: objects that take the content of their node."""
         made: dict[int, Any] = {}
         parts = _parts_of_ours(nodes)
 
@@ -138,7 +138,7 @@ class Port:
                 if type(old[i]) is not type(made[i]):
                     raise Broken(f"a {type(old[i]).__name__} that becomes a {type(made[i]).__name__}")
                 made[i] = old[i]
-        for own in (True, False):  # instances first: they may be keys, and their hash may need their content
+        for own in (True, False):  # instances first, as they may be keys whose hash needs their content
             for i in changeable:
                 if (nodes[i][0] == "own") == own:
                     _fill(made[i], nodes[i], get)
@@ -205,7 +205,7 @@ class Port:
         return _TYPES[node[0]]()
 
     def _immutable(self, node: Node, get: Callable[[Any], Any], part: bool) -> Any:
-        """`part`: of an instance of a class that both ends have, or of an array."""
+        """part: whether the node is part of an instance of a class that both ends have, or of an array."""
         match node:
             case [("tuple" | "frozenset") as name, content]:
                 return _TYPES[name]([get(ref) for ref in content])
@@ -256,14 +256,14 @@ class Port:
                 return self.resolve(node)
 
     def _whole(self, kind: type, content: Node, get: Callable[[Any], Any]) -> Any:
-        """An instance of a class that derives from something which cannot change: a NamedTuple."""
+        """An instance of a class that derives from an immutable type, such as a NamedTuple."""
         base: Any = _base_of(kind)
         if content[0] != base.__name__ or base in (object, *_CHANGEABLE_BASES) or hasattr(kind, "_member_map_"):
             raise Broken(f"an instance of {kind.__name__} made of a {content[0]}")
         return base.__new__(kind, self._immutable(content, get, True))
 
     def _dress(self, kind: type, node: Node) -> type:
-        """A subclass of `kind` that looks for attributes which `kind` has not at the other end."""
+        """A subclass of `kind` that requests attributes which `kind` lacks from the other end."""
         remote = self.adopt(node)
 
         def read(_: Any, name: str) -> Any:
@@ -275,7 +275,7 @@ class Port:
 
 
 def _parts_of_ours(nodes: list[Node]) -> set[int]:
-    """The nodes that instances of shared classes, and arrays, are made of, as far down as that goes."""
+    """The nodes that instances of shared classes, and arrays, consist of, at any depth."""
     queue = [i for i, node in enumerate(nodes) if node[0] in ("own", "whole", "numpy")]
     parts = set(queue)
     for i in queue:  # grows on the way
@@ -299,7 +299,7 @@ def _refs_in(node: Node) -> list[Any]:
 
 
 def _content(kind: type, value: Any, ref: Callable[[Any], Any]) -> Node:
-    """The node of an instance of `kind` or of a subclass, which is read as its base reads it."""
+    """The node of an instance of `kind` or of a subclass, which is decoded like its base."""
     if kind is dict:
         return ["dict", [ref(key) for key in dict.keys(value)], [ref(v) for v in dict.values(value)]]
     if kind in (str, int, float):
@@ -318,7 +318,7 @@ def _base_of(kind: type) -> type:
 
 
 def shareable(kind: type) -> bool:
-    """Whether instances can be made from their content and state alone; not those of a Thread or an exception."""
+    """Whether instances can be made from their content and state alone, unlike those of Thread or an exception."""
     base: Any = _base_of(kind)
     try:
         base.__new__(kind)
@@ -328,7 +328,7 @@ def shareable(kind: type) -> bool:
 
 
 def _own(name: str, kind: Any, value: Any, ref: Callable[[Any], Any]) -> Node:
-    """An instance of a class that both ends have: a member of an Enum by its name, all others by content and state."""
+    """An instance of a class that both ends have: a member of an Enum by its name, others by content and state."""
     if hasattr(kind, "_member_map_"):
         member = next((n for n, v in kind._member_map_.items() if v is value), None)
         return ["enum", name, member] if member is not None else ["flag", name, int(value.value)]
@@ -351,7 +351,7 @@ def _slots(kind: type) -> list[str]:
 
 
 def _state(value: Any) -> dict[str, Any]:
-    """The attributes of an instance: those in its slots, and all others."""
+    """The attributes of an instance, in its slots and elsewhere."""
     missing = object()
     slots = {name: found for name in _slots(type(value)) if (found := getattr(value, name, missing)) is not missing}
     others = {name: v for name, v in getattr(value, "__dict__", {}).items() if type(name) is str}
@@ -359,13 +359,13 @@ def _state(value: Any) -> dict[str, Any]:
 
 
 def hides(kind: type, name: str) -> bool:
-    """Whether an attribute of an instance would take the place of a method, a property or the like."""
+    """Whether an attribute of an instance would hide a method, a property or the like."""
     hidden = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
     return callable(hidden) or hasattr(type(hidden), "__get__")
 
 
 def _set_state(made: Any, names: list[Any], values: list[Any], get: Callable[[Any], Any]) -> None:
-    """Set the attributes of an instance, but none that would hide what its class defines."""
+    """Set the attributes of an instance, except those that would hide what its class defines."""
     slots = set(_slots(type(made)))
     if hasattr(made, "__dict__"):
         made.__dict__.clear()
@@ -403,14 +403,14 @@ def _fill(made: Any, node: Node, get: Callable[[Any], Any]) -> None:
 
 
 def _known_as(kind: type) -> str:
-    """`"decimal.Decimal"` for what that module calls so, and nothing for a class that only says it is that."""
+    """`"decimal.Decimal"` for the class that this module has under this name; "" for one that only claims to be it."""
     module, name = kind.__module__, kind.__qualname__
     real = getattr(sys.modules.get(module), name, None) if isinstance(module, str) else None
     return f"{module}.{name}" if real is kind else ""
 
 
 def _zone(value: Any) -> Any:
-    """Of a date with a time zone: the zone's name, or how far it is from UTC at that time in microseconds."""
+    """The time zone of a date: its name, or its offset from UTC at that time in microseconds."""
     zone = value.tzinfo
     if zone is None:
         return None
@@ -446,7 +446,7 @@ def _build(kind: Any, *arguments: Any) -> Any:
     return kind(*arguments)
 
 
-# How the types of the standard library that count as data are taken apart, and put together.
+# How the types of the standard library that count as data are encoded and decoded.
 _STANDARD: dict[str, tuple[Callable[[Any], list[Any]], Callable[..., Any]]] = {
     "decimal.Decimal": (lambda v: [str(v)], _build),
     "fractions.Fraction": (lambda v: [v.numerator, v.denominator], _build),
@@ -475,7 +475,7 @@ def _standard(name: str, arguments: list[Any]) -> Any:
 
 
 def _numpy(content: Any, dtype: str, shape: list[int]) -> Any:
-    """An array as an array, a scalar of numpy as the plain number it holds."""
+    """A numpy array as an array, a numpy scalar as the plain number that it holds."""
     if not shape:
         return content[0]
     import numpy
@@ -484,7 +484,7 @@ def _numpy(content: Any, dtype: str, shape: list[int]) -> Any:
 
 
 def read_frame(fd: int) -> bytes:
-    """The next frame; `EOFError` where the other end has closed the line."""
+    """The next frame. Raises `EOFError` if the other end has closed the connection."""
     return _read(fd, frame_size(_read(fd, 8)))
 
 
