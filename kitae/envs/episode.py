@@ -308,7 +308,7 @@ class Episode(RunningEpisode):
     # Copies for the journal.
 
     @property
-    def copied_of_turn(self) -> int:  # type: ignore[override]
+    def copied_of_turn(self) -> int:
         return max(0, self._copied - self._length)
 
     @property

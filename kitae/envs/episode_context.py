@@ -110,7 +110,6 @@ class RunningEpisode(ABC):
     """
 
     asking = ""
-    copied_of_turn = 0
 
     def __init__(
         self,
@@ -132,6 +131,10 @@ class RunningEpisode(ABC):
     @property
     def id(self) -> str:
         return f"{self._group}/{self._index}"
+
+    @property
+    def copied_of_turn(self) -> int:
+        return 0
 
     async def run(self) -> Rollout:
         """Run the episode to its end. The rollout is complete, failed or suspended.

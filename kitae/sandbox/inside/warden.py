@@ -527,9 +527,8 @@ def _lower(kind: int, limit: int) -> None:
 
 def _sweep(pid: int) -> None:
     """End the candidate and all its remaining processes."""
-    everybody = (
-        -1
-    )  # all processes of the sandbox but this one; outside a sandbox (not process 1), the candidate's session
+    # Process 1 ends all others in the sandbox; without a sandbox, it is the candidate's session that ends.
+    everybody = -1
     try:  # noqa: SIM105 - contextlib takes longer to import than this whole module
         os.kill(everybody if os.getpid() == 1 else -pid, _signal.SIGKILL)
     except OSError:
