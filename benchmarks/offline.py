@@ -44,7 +44,7 @@ from kitae.store.run_folder import RunStore
 from kitae.trainer.base import Batch, Conditions
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import MicroBatch, attention
-from kitae.trainer.objectives import Scored
+from kitae.trainer.objectives import PolicyScorer
 from kitae.trainer.start_trainer import supervised
 from kitae.types import Message
 
@@ -214,7 +214,7 @@ def train(args: argparse.Namespace) -> None:
     print(json.dumps(found))
 
 
-class Distilled(Scored):
+class Distilled(PolicyScorer):
     """The generalised JSD to a teacher, at the same tokens."""
 
     def __init__(self, policy: Policy, teacher: Policy, config: LearningConfig, beta: float) -> None:

@@ -200,8 +200,7 @@ class AgentEpisode(RunningEpisode):
         return answer
 
     def _check_limits(self, context: Context) -> None:
-        """Raise if a limit of the episode is used up. A request in flight counts as a turn; its tokens do not count
-        yet."""
+        """Raise if a limit of the episode is used up. Requests in flight count as turns, but not yet their tokens."""
         limits, most = self._on.limits, self._sampling.max_tokens
         used_up = {
             f"{limits.turns} turns (env.turns)": self._turns + self._asked > limits.turns,

@@ -1,8 +1,15 @@
-"""Settings of what the model talks to."""
+"""Settings of what the model talks to, and params of environments read into settings."""
 
-from pydantic import Field, JsonValue
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
+from pydantic import Field, JsonValue, ValidationError
+
+from kitae.errors import ConfigError
+from kitae.plugins import nearest
 from kitae.section import Section
+
+S = TypeVar("S", bound=Section)
 
 
 class EnvConfig(Section):
@@ -19,3 +26,21 @@ class EnvConfig(Section):
     turns: int = Field(8, ge=1, description="Turns of the model in one episode, at most.")
     tokens: int = Field(2048, ge=1, description="Tokens of one observation, at most; a longer one is an error.")
     seconds: float = Field(60.0, gt=0, description="Seconds for each call of the environment.")
+
+
+def read_params(kind: type[S], params: Mapping[str, Any], name: str, place: str = "env.params") -> S:
+    """`read_params(ToolsParams, {"tools": ["python"]}, "tools")`; raises one error with all that is wrong."""
+    try:
+        return kind.model_validate(dict(params))
+    except ValidationError as error:
+        raise ConfigError("\n".join(_described(problem, kind, name, place) for problem in error.errors())) from None
+
+
+def _described(problem: Any, kind: type[Section], name: str, place: str) -> str:
+    place = ".".join(map(str, (place, *problem["loc"])))
+    if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
+        key = str(problem["loc"][0])
+        return f"{place}: the environment {name!r} has no such parameter{nearest(key, kind.model_fields)}"
+    if problem["type"] == "missing":
+        return f"{place}: the environment {name!r} needs it"
+    return f"{place}: {problem['msg'].removeprefix('Value error, ')}, got {problem['input']!r}"

@@ -124,8 +124,7 @@ class Conversations:
 
 
 def _matched_form(message: Message) -> Any:
-    """What must be equal for two messages to match: clients drop and add empty fields, reformat JSON, and trim the
-    model's text."""
+    """The part of a message that clients return unchanged: they drop empty fields, reformat JSON and trim texts."""
     calls = tuple((call.name, dict(call.arguments)) for call in message.calls)
     text = text_of(message)
     return message.role, text.strip() if message.role == "assistant" else text, calls, message.call_id

@@ -96,8 +96,7 @@ class Episode(RunningEpisode):
             self._read = len(messages)
 
     async def _sample_turn(self) -> bool:
-        """Add a turn of the model, taken from the record as far as it goes. Returns whether the model ended the turn
-        itself."""
+        """Add a turn of the model, from the record as far as it goes. Returns whether the model ended it itself."""
         turn = self._recorded[0] if self._recorded else Segment("model", (), (), ())
         ended = self._recorded_finish(turn)
         if ended is None:
@@ -240,8 +239,7 @@ class Episode(RunningEpisode):
     # The environment.
 
     async def _call(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Call the environment, with its time limit. An error in it is a failure of the episode, unless it ends the
-        whole run."""
+        """Call the environment, with its time limit. An error fails the episode, unless it ends the whole run."""
         if self._on.running.suspending:
             raise Suspended
         seconds = self._on.limits.seconds

@@ -196,8 +196,7 @@ def with_note(score: Score, complaint: str) -> Score:
 
 
 def is_episode_error(error: BaseException) -> bool:
-    """Whether an error raised in an environment concerns its episode alone: neither this task's cancellation nor the
-    end of the run."""
+    """Whether an environment's error concerns its episode only: it is not this task's cancellation or the run's end."""
     cause = root_cause(error) if isinstance(error, ExceptionGroup) else error
     if isinstance(cause, asyncio.CancelledError):
         task = asyncio.current_task()

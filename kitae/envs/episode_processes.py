@@ -20,7 +20,7 @@ class EpisodeProcessLost(Exception):
 
 
 class EpisodeProcesses:
-    """`EpisodeProcesses("kitae.envs.games.game_process", setup, "game", ConfigError)`: see `Template`. Use it in `async
+    """`EpisodeProcesses("kitae.envs.games.game_process", setup, "game", ConfigError)`: see `Template`; for `async
     with`."""
 
     def __init__(self, module: str, setup: Mapping[str, Any], what: str, error: type[KitaeError]) -> None:

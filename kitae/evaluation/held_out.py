@@ -35,8 +35,7 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(frozen=True, slots=True)
 class HeldOutAnswer:
-    """`HeldOutAnswer(Prompt("reverse/eval/3", …), (Rollout(…),), 1.0)`; value: the mean score, or None if there is
-    none."""
+    """`HeldOutAnswer(Prompt("reverse/eval/3", …), (Rollout(…),), 1.0)`; value: the mean score, if there is one."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -45,8 +44,7 @@ class HeldOutAnswer:
 
 @dataclass(frozen=True, slots=True)
 class HeldOutResults:
-    """The results of one evaluation: `HeldOutResults(15, "accuracy", {"9f86d081…": 1.0, …})`; keys: digests of the
-    prompts."""
+    """One evaluation: `HeldOutResults(15, "accuracy", {"9f86d081…": 1.0, …})`; keys: digests of the prompts."""
 
     step: int
     measure: str

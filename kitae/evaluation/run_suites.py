@@ -213,8 +213,7 @@ async def _ask(
     settings: EvaluationSettings,
     watcher: EvaluationWatcher,
 ) -> dict[str, Evaluation]:
-    """Let a model answer all suites at once, so that the engine is not idle while one suite waits for its last
-    answer."""
+    """Let a model answer all suites at once, so that the engine does not idle at the end of each suite."""
     samples = settings.eval.samples
     found = {p.suite.name: measure(p.known, samples, p.suite.scorings) for p in papers if p.known is not None}
     left = [paper for paper in papers if paper.known is None]

@@ -32,8 +32,7 @@ def is_model(target: str) -> bool:
 
 
 def suite_names(text: str | None) -> list[str]:
-    """The names in a comma-separated list. The name of a shipped recipe becomes its file, unless it is the name of a
-    suite."""
+    """The names in a comma-separated list. The name of a shipped recipe that is no suite becomes the recipe's file."""
     recipes = {path.stem: str(path) for path in shipped_recipes() if path.stem not in KNOWN and path.stem not in TASKS}
     return [recipes.get(name, name) for part in (text or "").split(",") if (name := part.strip())]
 

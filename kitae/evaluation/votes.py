@@ -21,8 +21,7 @@ Vote = Callable[[str], str | None]
 
 
 def find_vote(verifier: str, params: Mapping[str, Any]) -> Vote | None:
-    """How samples vote under a verifier; None if they cannot, as for programs, letters, instructions and user
-    functions."""
+    """How samples vote under a verifier; None if they cannot, as for programs, letters and instructions."""
     if verifier == "math":
         order = parse_order(params.get("extract", DEFAULT_ORDER), strict=bool(params.get("strict", False)))
         return partial(_of_math, order)

@@ -80,6 +80,5 @@ def _with_its_own(model: Any, tokens: Tensor, positions: Tensor) -> Tensor | Non
 
 
 def gap(ours: Tensor, theirs: Tensor) -> float:
-    """The median relative difference of states `[T, H]`: in a mixture, a few tokens may choose another expert by
-    rounding."""
+    """The median relative difference of states `[T, H]`: in a mixture, rounding may change a few tokens' experts."""
     return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-6)).median())

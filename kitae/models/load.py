@@ -232,8 +232,7 @@ def check_model(config: ModelConfig, *, reward: bool = False) -> Path:
 
 
 def check_mixture(config: ModelConfig, setting: str) -> None:
-    """Raise if a setting is for mixtures of experts and the model is none, as far as that is known without its
-    weights."""
+    """Raise if a setting is for mixtures and the model is none, as far as that is known without its weights."""
     from kitae.models.routing import is_router, routers_of
 
     if (model := _skeleton(config)) is None:
@@ -362,8 +361,7 @@ def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
 
 
 def _disable_dropout(model: Any) -> None:
-    """Disable dropout, layer dropping and router noise: sampling has none of these, and log-probs in training must
-    agree with it."""
+    """Disable dropout, layer dropping and router noise, which sampling lacks, so that log-probs agree."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and (name == "p" or "drop" in name or "jitter" in name):

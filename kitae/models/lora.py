@@ -176,8 +176,7 @@ def _delta(state: "dict[str, Tensor]", name: str, adapter: str, module: Any) -> 
 
 
 def _whole_state(model: Any) -> "dict[str, Tensor]":
-    """The state with whole tensors. Names that share a tensor share it here too, which is how tied weights are
-    recognised."""
+    """The state with whole tensors. Names that share a tensor share it here too, so tied weights are recognised."""
     from kitae.models.whole import gathered
 
     known: dict[int, Tensor] = {}

@@ -25,7 +25,7 @@ class Policy(torch.nn.Module):
     head: Any
 
     def __init__(self, model: Any, tokenizer: Any, source: str, *, exact: bool = False) -> None:
-        """exact: whether the modules are those of `kitae.models.exact`; attention and log-probs must then be exact
+        """exact: whether the modules are those of `kitae.models.exact`, and attention and log-probs must be exact
         too."""
         super().__init__()
         self.exact = exact
@@ -56,7 +56,7 @@ class Policy(torch.nn.Module):
         return self._place or next(self.model.parameters()).device
 
     def spread(self, device: torch.device, tensor: int, sequence: ProcessGroup | None) -> None:
-        """Compute on this device from now on, wherever the shards lie, with a part of the heads, and possibly of each
+        """Compute on this device from now on, wherever the shards lie, with a part of the heads and maybe of each
         row."""
         self._place = device
         self.sequence = sequence

@@ -72,8 +72,8 @@ class RouterTerms:
 
 
 def chosen_shares(rows: Iterable[Row], shape: RouterShape) -> Tensor:
-    """f_LE of a batch: the shares of the recorded choices at positions that predict loss tokens, weighted by these
-    tokens."""
+    """f_LE of a batch: shares of the recorded choices at positions that predict loss tokens, by these tokens'
+    weights."""
     f_LE = np.zeros((shape.layers, shape.experts))
     for row in rows:
         if row.experts_TLK is None:

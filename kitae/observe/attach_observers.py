@@ -7,8 +7,8 @@ from pathlib import Path
 
 from kitae.config.root import Root
 from kitae.observe.config import ObserveConfig
+from kitae.observe.diagnosis import LiveDiagnosis
 from kitae.observe.diagnosis.base import Finding
-from kitae.observe.diagnosis.live_rules import LiveDiagnosis
 from kitae.observe.hooks import Hooks
 from kitae.observe.machine import note_machine
 from kitae.observe.observer import Observer, Reported, Several, Silent

@@ -48,8 +48,7 @@ _MATTERS = (
     *("reward", "loss", "accuracy", "step_seconds", "entropy", "length", "kl_k3", "teacher_kl", "teacher_divergence"),
     *("groups_with_signal", "margin", "logp_gap", "grad_norm", "generate_tokens_per_second", "train_tokens_per_second"),
 )
-"""The order in which columns are chosen if not all have room. The first of them, the step and the ETA are always
-shown."""
+"""The order in which columns are chosen if not all fit. The first of them, the step and the ETA always are."""
 
 _GAP = 2  # between columns
 
@@ -65,8 +64,7 @@ def fitting(widths: Mapping[str, int], room: int) -> list[str]:
 
 
 def _columns(config: Root) -> tuple[tuple[str, str, str], ...]:
-    """The columns for a run. The KL to the reference is next to the entropy if there is a reference; so is that to a
-    teacher."""
+    """The columns for a run. KLs to a reference and to a teacher, where there are any, follow the entropy."""
     if not isinstance(config, RLConfig):
         return tuple(c for c in _OFFLINE if config.measure == "accuracy" or c[0] not in ("accuracy", "margin"))
     others = [_KL] if config.algorithm.kl_coef else []

@@ -109,8 +109,8 @@ class Lap:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """All of it. numbers: what the trainer measured; sync: what handing over the weights took; memory: the share of the
-    machine's that was in use at the end."""
+    """The whole report. numbers: the trainer's metrics; sync: of the weight update; memory: the share in use at the
+    end."""
 
     step: int
     sampled: BatchStats

@@ -9,7 +9,7 @@ from kitae.algorithms.filters import has_variance
 from kitae.clock import now
 from kitae.engines.base import Engine, EngineStats
 from kitae.errors import VerifierError
-from kitae.observe.machine_memory import memory_share
+from kitae.observe.machine import memory_share
 from kitae.observe.step_report import BatchStats, Generation, Lap, Staleness, StepReport, Talks
 from kitae.rl.buffer import SlotResult
 from kitae.rl.issue import GivenUp

@@ -36,8 +36,7 @@ def inside_sources() -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def inside_code() -> bytes:
-    """The compiled modules. Compiling here, for the same interpreter, saves time and hides where the source files
-    lie."""
+    """The compiled modules. Compiling them here, for the same interpreter, saves time and hides the files' paths."""
     return marshal.dumps(
         [(name, compile(text, f"{name}.py", "exec", dont_inherit=True)) for name, text in inside_sources()]
     )

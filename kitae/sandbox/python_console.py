@@ -19,8 +19,7 @@ _SLACK = 5.0  # seconds of delay allowed to the warden
 
 
 class PythonConsole:
-    """The console; `run` blocks while a cell runs. packages: whether packages installed beside Kitae can be
-    imported."""
+    """The console; `run` blocks. packages: whether packages installed beside Kitae can be imported."""
 
     def __init__(self, sandbox: SandboxChoice, limits: Limits, packages: bool = False) -> None:
         self._sandbox: SandboxChoice = sandbox

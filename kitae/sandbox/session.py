@@ -222,8 +222,7 @@ def _open(backend: Backend, order: Order, limits: Limits, packages: bool) -> Ses
 
 
 def _children(pid: int) -> list[int]:
-    """The children of a process that has not been waited for, so that none of these ids can belong to another
-    process."""
+    """The children of a process that was not waited for, so that none of these ids can belong to another process."""
     try:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:  # some kernels do not list them; the closed pipes end the warden too

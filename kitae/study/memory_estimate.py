@@ -17,7 +17,7 @@ from kitae.config.root import DistilConfig, RLConfig
 from kitae.errors import ConfigError
 from kitae.kernels.cpu import packed
 from kitae.models.load import pick_device, pick_dtype
-from kitae.observe.machine_memory import free_memory
+from kitae.observe.machine import free_memory
 from kitae.study.model_shape import ModelShape, read_model
 from kitae.trainer.forward import logit_chunk, token_budget
 

@@ -20,7 +20,7 @@ from kitae.trainer.parallel.mesh import Mesh
 from kitae.trainer.parallel.sharding import shard
 from kitae.trainer.reference_policy import Reference
 from kitae.trainer.teacher.frozen_teacher import Teacher, TeacherDivergence
-from kitae.trainer.trainable_model import Trained
+from kitae.trainer.trainable_model import TrainableModel
 from kitae.trainer.training_worker import Worker
 
 
@@ -85,11 +85,11 @@ def reinforced(
     gradient = PolicyGradient(policy, training, temperature, PolicyLoss(algorithm, max_tokens), apart)
     start = Reference(policy, algorithm, training, temperature) if reference else None
     total = (training.steps - warmup) * updates
-    trained = {Role.POLICY: Trained(gradient, training, ranks, total_updates=total, routers=_routers(algorithm))}
+    trained = {Role.POLICY: TrainableModel(gradient, training, ranks, total_updates=total, routers=_routers(algorithm))}
     if critic is not None:
         assert algorithm.critic_lr is not None and algorithm.critic_clip is not None
         config = training.model_copy(update={"lr": algorithm.critic_lr})
-        trained[Role.CRITIC] = Trained(
+        trained[Role.CRITIC] = TrainableModel(
             Values(critic, algorithm.critic_clip),
             config,
             ranks,
@@ -107,7 +107,7 @@ def _routers(a: AlgorithmConfig) -> RouterCoefficients | None:
 def supervised_worker(objective: Objective, training: LearningConfig, ranks: Ranks | None = None) -> Worker:
     """A worker for one objective. A model that is to be sharded must be sharded already."""
     ranks = ranks or Alone()
-    trained = {Role.POLICY: Trained(objective, training, ranks, total_updates=training.steps)}
+    trained = {Role.POLICY: TrainableModel(objective, training, ranks, total_updates=training.steps)}
     return Worker(objective.policy, training, trained, ranks=ranks)
 
 

@@ -50,8 +50,7 @@ def begin_save(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGro
 
 
 def load(folder: Path, blank: Blank, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """The state saved in a folder, in tensors that `blank` makes. All ranks must call it; group None: there is one
-    process."""
+    """The state saved in a folder, in tensors that `blank` makes. All ranks must call it; group None: one process."""
     if (folder / FOLDER).is_dir():
         return _load_shards(folder / FOLDER, blank, group)
     if not (folder / FILE).is_file():

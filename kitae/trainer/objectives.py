@@ -24,7 +24,7 @@ Divergence = Callable[[MicroBatch], OfStates]
 """Prepares, for a micro-batch, how far a policy is from a teacher at each loss token."""
 
 
-class Reading(Protocol):
+class TokenScorer(Protocol):
     """Gives one number for each loss token, such as a log-prob or a value. policy: the decoder that it runs."""
 
     policy: Policy
@@ -32,7 +32,7 @@ class Reading(Protocol):
     def outputs(self, micro: MicroBatch) -> Tensor: ...
 
 
-class Objective(Reading, Protocol):
+class Objective(TokenScorer, Protocol):
     """A scorer that is trained. model: the module whose parameters learn."""
 
     @property
@@ -41,7 +41,7 @@ class Objective(Reading, Protocol):
     def loss(self, micro: MicroBatch, conditions: Conditions, meter: Meter) -> Tensor: ...
 
 
-class Scored:
+class PolicyScorer:
     """Log-probs of a policy; the base of every objective on tokens."""
 
     def __init__(self, policy: Policy, config: LearningConfig, temperature: float) -> None:
@@ -72,7 +72,7 @@ class Scored:
         return self.score(micro)[0]
 
 
-class PolicyGradient(Scored):
+class PolicyGradient(PolicyScorer):
     """The token stages of an algorithm. divergence: the distance from a teacher, where the stages read it."""
 
     def __init__(
@@ -95,7 +95,7 @@ class PolicyGradient(Scored):
         return self._loss(tokens, conditions.coefficients, meter)
 
 
-class Likelihood(Scored):
+class Likelihood(PolicyScorer):
     """−Σ weight · log π, without any column. by_probability: each token is also weighted by its probability (DFT)."""
 
     def __init__(

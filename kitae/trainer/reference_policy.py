@@ -21,7 +21,7 @@ from kitae.data.packing import Row
 from kitae.models.policy import Policy
 from kitae.trainer.collective_ops import local
 from kitae.trainer.config import LearningConfig
-from kitae.trainer.objectives import Scored
+from kitae.trainer.objectives import PolicyScorer
 from kitae.trainer.trainable_model import outputs
 from kitae.types import FloatArray
 
@@ -36,7 +36,7 @@ class Reference:
         named = dict(policy.model.named_parameters())
         self._in_turn = any(isinstance(p, DTensor) for p in named.values())
         self._policy = policy if self._in_turn else _frozen_copy(policy)
-        self._scores = Scored(self._policy, training, temperature)
+        self._scores = PolicyScorer(self._policy, training, temperature)
         if self._in_turn:
             self._pairs = [(n, p, p.detach().clone()) for n, p in named.items() if p.requires_grad]
         else:

@@ -24,13 +24,13 @@ from kitae.observe.meter import Meter
 from kitae.trainer.base import Conditions
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import MicroBatch, scalars
-from kitae.trainer.objectives import Scored
+from kitae.trainer.objectives import PolicyScorer
 
 PLACE = "place"
 """Column: 2 p for the chosen response of the batch's pair p, 2 p + 1 for the rejected one."""
 
 
-class Preference(Scored):
+class Preference(PolicyScorer):
     """A loss of the DPO family. It reads the column `place`, and `logp_ref` if the loss has a reference.
 
     The weight of a sample is that of its pair. sft_coef: factor of an added negative log-likelihood of the chosen
@@ -82,7 +82,7 @@ class Preference(Scored):
         return pairs, of_sequences(micro, micro.weight_N)[chosen]
 
 
-class Rated(Scored):
+class Rated(PolicyScorer):
     """KTO. It reads the columns `logp_ref`, `desirable` (1 or 0), and `kl`, which is one number for the whole batch.
 
     Its accuracy is the share of responses on the right side of `kl`, the point from which KTO measures gain and loss.

@@ -14,12 +14,12 @@ from kitae.trainer.base import Conditions, Mark
 from kitae.trainer.collective_ops import Ranks
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import MicroBatch, checkpoint_activations, training_mode
-from kitae.trainer.objectives import Objective, Reading
+from kitae.trainer.objectives import Objective, TokenScorer
 from kitae.trainer.optim import Optimizer
 from kitae.types import ExpertArray, FloatArray
 
 
-class Trained:
+class TrainableModel:
     """name: a prefix for its metrics. total_updates: the length of the learning-rate schedule. routers: coefficients of
     the loss terms for expert routers, where there are any."""
 
@@ -118,7 +118,7 @@ def _added(terms: RouterTerms, micro: MicroBatch, meter: Meter) -> Tensor:
 
 
 def outputs(
-    reading: Reading,
+    scorer: TokenScorer,
     rows: Sequence[Row],
     around: Callable[[MicroBatch], AbstractContextManager[None]] = lambda micro: nullcontext(),
 ) -> list[FloatArray]:
@@ -126,7 +126,7 @@ def outputs(
     found = []
     with torch.no_grad():
         for row in rows:
-            micro = MicroBatch.of(row, reading.policy.device, columns=())
+            micro = MicroBatch.of(row, scorer.policy.device, columns=())
             with around(micro):
-                found.append(reading.outputs(micro).float().cpu().numpy())
+                found.append(scorer.outputs(micro).float().cpu().numpy())
     return found

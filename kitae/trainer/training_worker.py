@@ -21,9 +21,9 @@ from kitae.trainer.base import Column, Conditions, Role
 from kitae.trainer.collective_ops import Alone, Distributed, Ranks
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.model_state import begin_save, load, save
-from kitae.trainer.objectives import Reading
+from kitae.trainer.objectives import TokenScorer
 from kitae.trainer.reference_policy import Reference
-from kitae.trainer.trainable_model import Trained, outputs
+from kitae.trainer.trainable_model import TrainableModel, outputs
 
 T = TypeVar("T")
 
@@ -41,10 +41,10 @@ class Worker:
         self,
         policy: Policy,
         training: LearningConfig,
-        trained: Mapping[Role, Trained],
+        trained: Mapping[Role, TrainableModel],
         *,
         reference: Reference | None = None,
-        teacher: Reading | None = None,
+        teacher: TokenScorer | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.policy = policy

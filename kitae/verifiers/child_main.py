@@ -35,8 +35,7 @@ def main() -> None:
 
 
 def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
-    """Load the verifier and test it with its example. Returns what the pool must know of it, and the function that
-    answers jobs."""
+    """Load the verifier and test it with its example. Returns the facts for the pool, and the function for jobs."""
     params = setup["params"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", KitaeWarning)

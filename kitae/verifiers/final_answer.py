@@ -203,8 +203,7 @@ def tagged_answer(text: str) -> str | None:
 
 
 def hash_answer(text: str) -> str | None:
-    """The text after the last #### on its line, unless it is a Markdown heading such as "#### 2. Add up" or "####
-    Answer"."""
+    """The text after the last #### on its line, but not a Markdown heading such as "#### 2. Add up"."""
     for mark in reversed(deque(_HASH_RE.finditer(text), maxlen=_MARKS)):
         answer = clean(mark[1].rpartition("####")[2])
         if answer and not re.match(r"(?:step|part|case)\b|[0-9]+[.)]\s+\D", answer, re.IGNORECASE):
@@ -291,8 +290,7 @@ def _is_joint(text: str, longest: int) -> bool:
 
 
 def _formulas(text: str) -> Iterator[re.Match[str]]:
-    """The formulas in dollars or LaTeX brackets. Words in dollars are no formula: then the first dollar is a currency
-    sign."""
+    """The formulas in dollars or LaTeX brackets. If dollars enclose words, the first one is a currency sign."""
     position = 0
     while match := _MATH_RE.search(text, position):
         prose = _is_prose(_inside(match))

@@ -352,8 +352,7 @@ def _text(value: Any) -> str:
 
 
 def _clean(text: str) -> str:
-    """A text that every server accepts and no chat template interprets: a zero-width space breaks up the marks of
-    turns."""
+    """A text that every server accepts and no template interprets: a zero-width space breaks up the marks of turns."""
     whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").replace("\0", "\ufffd")
     return _TURN_MARK_RE.sub(lambda match: match[0] + "\u200b", whole)
 
@@ -481,8 +480,7 @@ def talk_of(response: str, context: Mapping[str, Any], question_key: str) -> dic
 
 
 def _talk_for_kitae(response: str, context: Mapping[str, Any], question_key: str, template: str) -> dict[str, Any]:
-    """The request body for Kitae's server, which renders the conversation as in training and refuses what is too
-    long."""
+    """The body for Kitae's server, which renders the conversation as in training and refuses what is too long."""
     if template:
         raise VerifierError(f"template must be empty with style kitae: the server has its own, got {template[:100]!r}")
     return talk_of(response, context, question_key)

@@ -174,8 +174,7 @@ def language(
 
 
 def _span(text: str, name: str) -> tuple[int, int, int, int] | None:
-    """The positions where a tag opens, its contents begin and end, and it closes; None unless it occurs exactly
-    once."""
+    """The positions where a tag opens, its contents begin and end, and it closes; None if it does not occur once."""
     opening, closing = f"<{name}>", f"</{name}>"
     start, end = text.find(opening), text.find(closing)
     if text.count(opening) != 1 or text.count(closing) != 1 or end < start:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kitae.errors import VerifierError
 from kitae.plugins import is_plugin, nearest
+from kitae.types import Score
 from kitae.verifiers.base import ScoredPair, Verifier
 from kitae.verifiers.code.code_verifier import code
 from kitae.verifiers.code.executor import remote_code
@@ -15,7 +16,6 @@ from kitae.verifiers.gym_scores import gym
 from kitae.verifiers.instructions.instruction_verifier import instructions
 from kitae.verifiers.judge import judge, reward_model
 from kitae.verifiers.math import math
-from kitae.verifiers.nothing import nothing
 from kitae.verifiers.own import own
 from kitae.verifiers.plain_text import choice, exact, f1, normalised, number, regex
 from kitae.verifiers.puzzle_checks import countdown, knights_knaves
@@ -51,6 +51,11 @@ _FOLLOWED = (  # two of these load a language detector and one a table of verbs,
         ]
     },
 )
+
+
+def nothing(response: str, reference: Any, context: Any) -> Score:
+    """0 for every response, for runs that do not learn from rewards."""
+    return Score(0.0)
 
 
 def _program(language: str = "python", **_: Any) -> ScoredPair:

@@ -34,7 +34,7 @@ POINTS: dict[str, tuple[tuple[str, str], ...]] = {
         ("kitae.verifiers.pool_process", "_serve"),
     ),
     "generate": (("kitae.engines.native.engine", "NativeEngine._append"),),
-    "learn": (("kitae.trainer.trainable_model", "Trained.forward_backward"),),
+    "learn": (("kitae.trainer.trainable_model", "TrainableModel.forward_backward"),),
     "update": (("kitae.trainer.collective_ops", "Distributed.norm"),),
     "publish": (("kitae.models.whole", "whole"),),
     "fetch": (("kitae.weights.receiver", "PullReceiver._load"), ("stand_in", "StandIn._load")),

@@ -31,8 +31,8 @@ from kitae.clients.addresses import address_of, listen
 from kitae.data.chat import Chat
 from kitae.data.data_files import clip
 from kitae.envs.base import Outcome
+from kitae.envs.config import read_params
 from kitae.envs.episode_processes import EpisodeProcesses, EpisodeProcessLost
-from kitae.envs.params import read_params
 from kitae.errors import ConfigError
 from kitae.section import Section
 from kitae.serving.admission import Places

@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Protocol, Self
 from pydantic import Field, JsonValue
 
 from kitae.envs.base import Observation, Opening
+from kitae.envs.config import read_params
 from kitae.envs.episode_processes import EpisodeProcess, EpisodeProcesses
 from kitae.envs.games.base import Game, Move
 from kitae.envs.games.guess import Guess
-from kitae.envs.params import read_params
 from kitae.envs.tools.base import readable, shortened
 from kitae.errors import ConfigError
 from kitae.section import Section

@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import Field
 
+from kitae.envs.config import read_params
 from kitae.envs.games.base import Move
-from kitae.envs.params import read_params
 from kitae.section import Section
 
 _NUMBER = re.compile(r"\d{1,20}")

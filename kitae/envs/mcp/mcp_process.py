@@ -73,8 +73,7 @@ class _Session:
         return {"problem": f"the session ended: {_reason(self._task.exception())}"}
 
     async def _serve(self) -> None:
-        """Open the session and handle all requests in one task: the package requires that the same task closes what it
-        opened."""
+        """Open the session and handle all requests in one task, because the same task must close what it opened."""
         async with AsyncExitStack() as stack:
             session = await _session(stack, self._setup)
             while True:

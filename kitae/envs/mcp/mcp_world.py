@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field
 
+from kitae.envs.config import read_params
 from kitae.envs.episode_processes import EpisodeProcess, EpisodeProcesses
-from kitae.envs.params import read_params
 from kitae.envs.tools.base import ToolEpisode, ToolRefusal
 from kitae.errors import ConfigError
 from kitae.section import Section

@@ -18,8 +18,8 @@ from pydantic import Field, JsonValue
 
 from kitae.data.tasks import find_task
 from kitae.envs.command.command_world import CommandAgent, CommandWorld
+from kitae.envs.config import read_params
 from kitae.envs.games.game_world import seed_of
-from kitae.envs.params import read_params
 from kitae.errors import ConfigError
 from kitae.section import Section
 from kitae.types import Prompt
@@ -91,8 +91,7 @@ class VerifiersWorld(CommandWorld):
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:
-    """The task that an episode plays: `{"number": 17, "split": "train"}`; with the split "", of all tasks in their
-    order."""
+    """The task of an episode: `{"number": 17, "split": "train"}`; with the split "", among all tasks in order."""
     episodes, question = find_task("episodes"), str(prompt.context.get("question", ""))
     number = seed_of(prompt)
     split = episodes.split_of(question) if question == f"Episode {number}" else ""

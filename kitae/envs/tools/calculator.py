@@ -67,8 +67,7 @@ def _value(node: ast.expr, text: str) -> Number:
 
 
 def _number(written: str) -> Number:
-    """The exact value of a literal, so 0.1 is a tenth. Exponents are checked first: they make short literals long
-    numbers."""
+    """The exact value of a literal: 0.1 is a tenth. Exponents are checked first, as they make short literals long."""
     _, exponential, exponent = written.lower().partition("e")
     if exponential and not written.lower().startswith("0x") and abs(int(exponent)) > _DIGITS:
         raise ToolRefusal(f"a number has more than {_DIGITS} digits")

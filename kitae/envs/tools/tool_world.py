@@ -9,12 +9,11 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, JsonValue, model_validator
 
 from kitae.data.messages import read_messages
-from kitae.envs.params import read_params
+from kitae.envs.config import read_params
 from kitae.envs.tools.base import EpisodeTool, ToolEpisode
 from kitae.envs.tools.calculator import Calculator
-from kitae.envs.tools.passages import Index
 from kitae.envs.tools.python import Python, python_processes
-from kitae.envs.tools.search import Search
+from kitae.envs.tools.search import Index, Search
 from kitae.errors import ConfigError, DataError
 from kitae.sandbox.sandbox_jobs import Limits
 from kitae.sandbox.session import SandboxChoice

@@ -2,17 +2,20 @@
 
     diagnose(Path("runs/quickstart-001"))      [Finding("lr-too-high", "bad", …), …]
 
-This works on runs that are running, finished, stopped or crashed; it reads only. While a run goes on, `live_rules`
+This works on runs that are running, finished, stopped or crashed; it reads only. While a run goes on, `LiveDiagnosis`
 checks the rules that need only metrics.
 """
 
 import sqlite3
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from kitae.errors import KitaeError, StoreError
 from kitae.observe.diagnosis import answer_rules, learning_rules, machinery_rules
-from kitae.observe.diagnosis.base import Finding, Reply, Rule, Seen
+from kitae.observe.diagnosis.base import Finding, Reply, Row, Rule, Seen
+from kitae.observe.observer import Reported, Silent
 from kitae.observe.run_log import FILE
 from kitae.observe.timeline import read as read_timeline
 from kitae.store.journal import Journal
@@ -26,6 +29,11 @@ RULES: tuple[Rule, ...] = (
     *machinery_rules.RULES[1:],
 )
 """In the order in which findings are listed, after those that are bad."""
+
+LIVE = tuple(rule for rule in RULES if rule.live)
+"""The rules that need only metrics, which are checked after each step of a run."""
+
+Tell = Callable[[int, Sequence[Finding]], None]
 
 
 def diagnose(run: Path) -> list[Finding]:
@@ -94,3 +102,33 @@ def _reply(step: int, group: Group, rollout: Rollout) -> Reply | None:
         return Reply(step, group.id, str(rollout.text), str(group.prompt.reference))
     except StoreError:
         return None
+
+
+class LiveDiagnosis(Silent):
+    """Reports new findings. rows: the metrics so far, of a resumed run. tell: receives a step and its new findings."""
+
+    def __init__(self, settings: dict[str, Any], rows: Sequence[Row], tell: Tell) -> None:
+        self._settings = settings
+        self._steps = [row for row in rows if row["kind"] == "step"]
+        self._evaluations = [row for row in rows if row["kind"] == "eval"]
+        self._told: set[str] = set()
+        self._tell = tell
+
+    def step(self, report: Reported) -> None:
+        self._steps = [row for row in self._steps if row["step"] < report.step]  # without steps that were discarded
+        self._evaluations = [row for row in self._evaluations if row["step"] < report.step]
+        self._steps.append(report.row())
+        self._check(report.step)
+
+    def evaluated(self, row: dict[str, Any]) -> None:
+        self._evaluations.append(row)
+        self._check(int(row["step"]))
+
+    def _check(self, step: int) -> None:
+        if not self._steps:
+            return
+        new = findings(Seen(self._steps, self._evaluations, self._settings), LIVE)
+        new = [finding for finding in new if finding.rule not in self._told]
+        if new:
+            self._told |= {finding.rule for finding in new}
+            self._tell(step, new)

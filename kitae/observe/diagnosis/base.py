@@ -88,8 +88,7 @@ class Seen:
         return sqrt((variance(found[:count]) + variance(found[-count:])) / count)
 
     def held_out(self) -> tuple[Row, Row] | None:
-        """The first and the last evaluation of the run's own task whose answers could be judged; None if there are
-        fewer than two."""
+        """The first and the last judged evaluation of the run's own task; None if there are fewer than two."""
         judged = [row for row in self.evaluations if row.get("avg") is not None and "suite" not in row]
         return (judged[0], judged[-1]) if len(judged) > 1 else None
 

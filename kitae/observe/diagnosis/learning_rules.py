@@ -233,8 +233,7 @@ def clipped(seen: Seen) -> str | None:
 
 
 def signal_share(seen: Seen, count: int = WINDOW) -> float | None:
-    """The share of the groups of the last steps, dropped ones included, whose rewards differ; None for groups of
-    one."""
+    """The share of groups of the last steps, dropped ones included, whose rewards differ; None for groups of one."""
     if seen.settings.get("training.group_size") == 1:
         return None
     rows = seen.steps[-count:]

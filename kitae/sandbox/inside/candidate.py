@@ -51,8 +51,7 @@ def serve(fd: int, order: Order) -> None:
 
 
 def prepare(port: CandidatePort, setup: list[str]) -> None:
-    """Define names that the code may use: imports and classes, part by part. A part may fail because it needs the
-    code."""
+    """Define names that the code may use: imports and classes. A part that fails may need the code, and is skipped."""
     for part in setup:
         try:
             exec(compile(part, "setup", "exec", dont_inherit=True), port.namespace)
@@ -119,8 +118,7 @@ class CandidatePort(Port):
         self.raised: dict[Any, Exception] = {}  # by iterator
 
     def take_over(self) -> list[str]:
-        """The names of classes that both ends have. If the code defines one anew, as it often does, its definition
-        counts."""
+        """The names of classes that both ends have. If the code defines one anew, its definition counts."""
         self._names = {kind: name for name, kind in self.classes.items()}
         for name in self.classes:
             found = self.namespace.get(name)
@@ -240,8 +238,7 @@ class CandidatePort(Port):
         return getattr(builtins, name)(*arguments)
 
     def do_items(self, iterator: Any, count: int) -> Any:
-        """Up to `count` further items, and whether there may be more. An error is raised only when the items before it
-        are taken."""
+        """Up to `count` further items, and whether there may be more. An error is raised after the items before it."""
         if iterator in self.raised:
             raise self.raised[iterator]
         items = []

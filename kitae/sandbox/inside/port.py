@@ -25,20 +25,10 @@ TESTS = "tests"  # the module name of the tests
 OURS = __name__.rpartition(".")[0]
 _TICK = 0.05  # seconds between two checks of the candidate's use
 _EXCEPTIONS = {  # modules whose exceptions are looked up by name
-    *(
-        "builtins",
-        "decimal",
-        "json.decoder",
-        "queue",
-        "_queue",
-        "struct",
-        "binascii",
-        "re",
-        "statistics",
-        "dataclasses",
-    ),
-    *("asyncio.exceptions", "concurrent.futures._base", "_csv", "configparser", "subprocess", "graphlib", "ipaddress"),
-}
+    "_csv", "_queue", "asyncio.exceptions", "binascii", "builtins", "concurrent.futures._base", "configparser",
+    "dataclasses", "decimal", "graphlib", "ipaddress", "json.decoder", "queue", "re", "statistics", "struct",
+    "subprocess",
+}  # fmt: skip
 
 
 class TimeUp(BaseException):
@@ -193,8 +183,7 @@ class CheckerPort(Port):
         return kind, message
 
     def _escaped(self, op: str, error: BaseException) -> BaseException:
-        """Replace a StopIteration out of a function, which would end a loop of the tests early; generators of Python do
-        the same."""
+        """Replace a StopIteration that leaves a function, as generators do: it would end a loop of the tests."""
         if isinstance(error, StopIteration | StopAsyncIteration) and op in ("call", "method"):
             return RuntimeError(f"the candidate raised {type(error).__name__}")
         return error
@@ -262,8 +251,7 @@ class CheckerPort(Port):
         return twin
 
     def inert(self, node: Node) -> Any:
-        """The value of an attribute of a tests' object, which is data only: the tests' methods must not run the
-        candidate's."""
+        """An attribute of a tests' object, which is data only: the tests' methods must not run the candidate's."""
         return Inert(int(node[1]))
 
     def home(self, value: Any) -> int | None:

@@ -15,39 +15,11 @@ if TYPE_CHECKING:
 
     from kitae.sandbox.inside.port import CheckerPort
 
-_ARITHMETIC = {
-    *(
-        "Expression",
-        "Constant",
-        "BinOp",
-        "UnaryOp",
-        "Add",
-        "Sub",
-        "Mult",
-        "Div",
-        "FloorDiv",
-        "Mod",
-        "Pow",
-        "UAdd",
-        "USub",
-    ),
-    *(
-        "BitAnd",
-        "BitOr",
-        "BitXor",
-        "LShift",
-        "RShift",
-        "Invert",
-        "Not",
-        "BoolOp",
-        "And",
-        "Or",
-        "Compare",
-        "Eq",
-        "NotEq",
-    ),
-    *("Lt", "LtE", "Gt", "GtE", "In", "NotIn", "Is", "IsNot", "List", "Tuple", "Set", "Dict", "Load"),
-}
+_ARITHMETIC = {  # nodes of plain arithmetic
+    "Add", "And", "BinOp", "BitAnd", "BitOr", "BitXor", "BoolOp", "Compare", "Constant", "Dict", "Div", "Eq",
+    "Expression", "FloorDiv", "Gt", "GtE", "In", "Invert", "Is", "IsNot", "LShift", "List", "Load", "Lt", "LtE",
+    "Mod", "Mult", "Not", "NotEq", "NotIn", "Or", "Pow", "RShift", "Set", "Sub", "Tuple", "UAdd", "USub", "UnaryOp",
+}  # fmt: skip
 
 
 def attend(port: CheckerPort, texts: str, constants: list[str]) -> None:

@@ -12,8 +12,7 @@ if TYPE_CHECKING:
     from typing import Any, Protocol, TextIO
 
     class Line(Protocol):
-        """What a proxy needs of the port: `ask` queries the candidate; the streams are those that the tests began
-        with."""
+        """What a proxy needs of the port: `ask` queries the candidate; the streams are the tests' original ones."""
 
         stdin: TextIO
         stdout: TextIO

@@ -159,8 +159,7 @@ def _run(order: FullOrder) -> None:
 
 
 def _run_console(order: FullOrder) -> None:
-    """Run each further frame as a cell of a console. A console in which a cell breaks a limit is ended, and the next
-    cell gets a new one."""
+    """Run each further frame as a cell of a console. If a cell breaks a limit, the next one gets a new console."""
     _enter("work")
     _exit_when_orders_end()
     _report("loaded", "")
@@ -462,8 +461,7 @@ def _source(data: bytes) -> int:
 
 
 def _keep_only(*keep: int) -> None:
-    """Close all descriptors but these. Three of them become stdin, stdout and stderr; a fourth, or a single one,
-    becomes 3."""
+    """Close all descriptors but these. Three become stdin, stdout and stderr; a fourth, or a single one, becomes 3."""
     null = os.open("/dev/null", os.O_RDWR)
     streams = keep if len(keep) >= 3 else (null, null, null, *keep)
     high = [os.dup2(fd, 100 + i) for i, fd in enumerate(streams)]

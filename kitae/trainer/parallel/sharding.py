@@ -29,8 +29,7 @@ from kitae.trainer.parallel.tensor_parallel import split_layers
 
 
 def shard(model: Policy | ScalarModel, mesh: Mesh) -> None:
-    """Shard a model, before anything is built on it (worker, reference, optimizer). All ranks must have the same
-    weights."""
+    """Shard a model, before anything is built on it (worker, optimizer). All ranks must have the same weights."""
     policy = model if isinstance(model, Policy) else model.policy
     parallel = mesh.parallel
     parallel.check(policy)

@@ -21,14 +21,14 @@ from kitae.observe.meter import Meter
 from kitae.trainer.base import Conditions
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import MicroBatch, attention
-from kitae.trainer.objectives import OfStates, Scored
+from kitae.trainer.objectives import OfStates, PolicyScorer
 
 UNKNOWN = -30.0
 """The log-prob of a token that the teacher has no row for: padding, which a student practically never samples."""
 _CHUNK = 1024  # rows of logits at a time; a divergence holds several copies of them
 
 
-class Teacher(Scored):
+class Teacher(PolicyScorer):
     """`Teacher(policy, training, temperature=1.0, rows=151936)`; rows: how many of its logits the student has too."""
 
     def __init__(self, policy: Policy, config: LearningConfig, temperature: float, rows: int) -> None:
@@ -80,7 +80,7 @@ class TeacherDivergence:
         return divergence
 
 
-class Distilled(Scored):
+class Distilled(PolicyScorer):
     """Σ weight · divergence, without any column. Its outputs are divergences."""
 
     def __init__(self, policy: Policy, config: LearningConfig, divergence: TeacherDivergence) -> None:

@@ -92,8 +92,7 @@ def _math_verify_parse(text: str) -> list[Any]:
 
 
 def _numerically_equal(want: Any, have: Any) -> bool:
-    """Whether two sympy expressions, or the sides of two equations, have the same values wherever they can be
-    computed."""
+    """Whether two sympy expressions, or the sides of two equations, are equal wherever they can be computed."""
     sympy = import_module("sympy")
     if isinstance(want, sympy.Equality) and isinstance(have, sympy.Equality):
         return all(_numerically_equal(left, right) for left, right in zip(want.args, have.args, strict=True))

@@ -416,8 +416,7 @@ def close(left: Any, right: Any, digits: int = 15) -> bool:
 
 
 def settled(gold: Node, got: Node, point: Point, coarse: Any) -> bool:
-    """Whether the difference of two close values, `coarse`, is a rounding error, which vanishes with twice the
-    digits."""
+    """Whether the difference of two close values, `coarse`, is a rounding error: it vanishes with twice the digits."""
     mpmath = load_mpmath()
     with mpmath.workdps(2 * DIGITS):
         left, right = to_mp(value_at(gold, point)), to_mp(value_at(got, point))

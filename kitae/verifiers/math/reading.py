@@ -105,8 +105,7 @@ def _with_bar(match: re.Match[str]) -> str:
 
 
 def _with_unit(text: str) -> str:
-    r"""`5 m/s` → `5 \text{m/s}`. A unit of one letter is recognised only after a plain number, as `\frac{1}{2} m` is a
-    product."""
+    r"""`5 m/s` → `5 \text{m/s}`. One letter is a unit only after a plain number: `\frac{1}{2} m` is a product."""
     match = _TRAILING_UNIT_RE.fullmatch(text)
     if match is None or not is_known_unit(match["unit"]):
         return text

@@ -23,8 +23,7 @@ class _Interval:
 
 
 def same_real_sets(gold: Node, got: Node) -> bool | None:
-    """Whether two sets of real numbers are equal, in any notation: x > 3, (3, ∞), {x | x > 3}. None: an end has a
-    variable."""
+    """Whether two sets of real numbers are equal: x > 3, (3, ∞), {x | x > 3}. None: an end has a variable."""
     if gold.kind == got.kind == "relation":
         subjects = names_in(gold), names_in(got)
         if subjects[0] != subjects[1] and "?" not in subjects[0] | subjects[1]:

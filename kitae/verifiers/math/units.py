@@ -85,8 +85,7 @@ class Measure(NamedTuple):
 
     @property
     def altering(self) -> bool:
-        """Whether the words change the number, as in "5 is wrong", "5 squared", "5 or 6", so they cannot be left
-        out."""
+        """Whether the words change the number, as in "5 is wrong" or "5 or 6", so that they cannot be left out."""
         digits = any(word[0].isdigit() for word in self.words) and self.modulus is None
         return digits or bool(self.words & _ALTERING)
 

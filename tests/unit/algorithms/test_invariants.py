@@ -74,7 +74,7 @@ from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
 from kitae.trainer.local_trainer import LocalTrainer
 from kitae.trainer.objectives import PolicyGradient
-from kitae.trainer.trainable_model import Trained
+from kitae.trainer.trainable_model import TrainableModel
 from kitae.types import Group, Sample
 
 fast = settings(deadline=None, max_examples=40)
@@ -471,7 +471,9 @@ def test_07_the_trainer_hands_out_gradients_of_the_policy_only(policy: Policy, e
     algorithm, training = AlgorithmConfig.model_validate(choices), TrainingConfig()
     objective = Objective(algorithm, 64)
     samples = off_policy(policy, make_samples([(0, 5, 3), (0, 5, 9), (1, 2, 4)]))
-    trained = Trained(PolicyGradient(policy, training, 0.8, Spy(algorithm, 64)), training, Alone(), total_updates=1)
+    trained = TrainableModel(
+        PolicyGradient(policy, training, 0.8, Spy(algorithm, 64)), training, Alone(), total_updates=1
+    )
     without = [replace(s, columns={k: v for k, v in s.columns.items() if k != "logp_old"}) for s in samples]
     for batch in (samples, without):  # one update: π_old is π_θ, detached
         _, rows = pack_rows(objective.weighted(as_candidates(batch)), training, policy.device, policy.dtype)

@@ -27,8 +27,8 @@ from kitae.trainer.collective_ops import Alone
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import MicroBatch, pack_rows
 from kitae.trainer.local_trainer import LocalTrainer
-from kitae.trainer.objectives import Scored
-from kitae.trainer.trainable_model import Trained
+from kitae.trainer.objectives import PolicyScorer
+from kitae.trainer.trainable_model import TrainableModel
 from kitae.types import Sample
 
 TinyPolicy = Callable[..., Policy]
@@ -136,7 +136,7 @@ def test_gradients_are_those_of_the_plain_model(architecture: str, tiny_policy: 
     for exact in (True, False):
         policy = tiny_policy(architecture, exact=exact)
         training = TrainingConfig(token_budget=120)
-        trained = Trained(_Objective(policy, training, TEMPERATURE), training, Alone(), total_updates=1)
+        trained = TrainableModel(_Objective(policy, training, TEMPERATURE), training, Alone(), total_updates=1)
         trained.forward_backward(pack_rows(samples, training, policy.device, policy.dtype)[1], Conditions())
         grads.append({n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys() and len(grads[0]) > 10
@@ -144,7 +144,7 @@ def test_gradients_are_those_of_the_plain_model(architecture: str, tiny_policy: 
         torch.testing.assert_close(grad, grads[1][name], rtol=1e-3, atol=3e-5)
 
 
-class _Objective(Scored):
+class _Objective(PolicyScorer):
     def loss(self, micro: MicroBatch, conditions: Conditions, meter: Meter) -> torch.Tensor:
         logp_N, entropy_N = self.score(micro, entropy_grad=True)
         return -(logp_N * (1 + micro.sample_N)).sum() + 0.1 * entropy_N.sum()

@@ -11,9 +11,8 @@ from bad_runs import BAD, DATA, kept
 
 from kitae.algorithms.stages import STAGES
 from kitae.config.root import ROOTS, RLConfig
-from kitae.observe.diagnosis import RULES, findings
+from kitae.observe.diagnosis import LIVE, RULES, LiveDiagnosis, findings
 from kitae.observe.diagnosis.base import LOSSES, Finding, Rule, Seen
-from kitae.observe.diagnosis.live_rules import LIVE, LiveDiagnosis
 from kitae.observe.diagnosis.machinery_rules import last_error
 from kitae.observe.step_report import StepReport
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kitae.observe.machine_memory import memory_share
+from kitae.observe.machine import memory_share
 
 
 def group(folder: Path, limit: str, used: int, cache: int) -> Path:

@@ -20,7 +20,7 @@ from kitae.trainer.collective_ops import Alone
 from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
 from kitae.trainer.objectives import Likelihood
-from kitae.trainer.trainable_model import Trained
+from kitae.trainer.trainable_model import TrainableModel
 from kitae.types import Sample
 
 TinyPolicy = Callable[..., Policy]
@@ -38,7 +38,7 @@ def test_likelihood_is_plain_cross_entropy(
 ) -> None:
     samples = [weighed(s) for s in make_samples(SHAPES, gaps=True)]
     policy, training = tiny_policy(), TrainingConfig(token_budget=budget)
-    trained = Trained(Likelihood(policy, training, 1.0), training, Alone(), total_updates=1)
+    trained = TrainableModel(Likelihood(policy, training, 1.0), training, Alone(), total_updates=1)
     numbers = trained.forward_backward(
         pack_rows(samples, training, policy.device, policy.dtype)[1], Conditions()
     ).numbers()

@@ -15,7 +15,7 @@ from kitae.trainer.config import TrainingConfig
 from kitae.trainer.forward import pack_rows
 from kitae.trainer.local_trainer import LocalTrainer
 from kitae.trainer.objectives import Likelihood
-from kitae.trainer.trainable_model import Trained
+from kitae.trainer.trainable_model import TrainableModel
 
 SHAPES = [(0, 5, 3), (0, 5, 9), (1, 12, 1), (1, 12, 7), (2, 30, 20), (3, 1, 4)]
 CLIPPED = AlgorithmConfig(preset="grpo", clip_low=0.2, clip_high=0.2)
@@ -74,7 +74,7 @@ def test_observing_changes_no_gradient(tiny_policy: Callable[..., Policy]) -> No
 
 def test_likelihood_says_it_too(tiny_policy: Callable[..., Policy]) -> None:
     policy, training = tiny_policy(), TrainingConfig()
-    trained = Trained(Likelihood(policy, training, 1.0), training, Alone(), total_updates=1)
+    trained = TrainableModel(Likelihood(policy, training, 1.0), training, Alone(), total_updates=1)
     samples = weighted(make_samples(SHAPES), CLIPPED)
     rows = pack_rows(samples, training, policy.device, policy.dtype, observed={samples[0].key})[1]
     (own,) = trained.forward_backward(rows, Conditions()).tokens.values()

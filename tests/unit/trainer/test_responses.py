@@ -20,7 +20,7 @@ from kitae.trainer.collective_ops import Alone
 from kitae.trainer.config import LearningConfig
 from kitae.trainer.forward import pack_rows
 from kitae.trainer.responses import PLACE, Preference, Rated, ScoredPairs
-from kitae.trainer.trainable_model import Trained
+from kitae.trainer.trainable_model import TrainableModel
 from kitae.types import Sample
 
 TinyPolicy = Callable[..., Policy]
@@ -67,7 +67,7 @@ def test_a_loss_on_pairs(name: str, budget: int, tiny_policy: TinyPolicy, tiny_f
     policy, training = tiny_policy(), LearningConfig(token_budget=budget)
     coef = 0.0 if loss.has_sft else 0.3
     objective = Preference(policy, training, loss, loss.defaults, sft_coef=coef)
-    trained = Trained(objective, training, Alone(), total_updates=1)
+    trained = TrainableModel(objective, training, Alone(), total_updates=1)
     shuffled = [samples[i] for i in (3, 0, 4, 1, 2, 5)]  # nothing may depend on positions
     rows = pack_rows(shuffled, training, policy.device, policy.dtype)[1]
     assert len(rows) == (3 if budget == 20 else 1)
@@ -100,7 +100,7 @@ def test_single_responses(budget: int, tiny_policy: TinyPolicy, tiny_folder: Fol
     ]
     policy, training = tiny_policy(), LearningConfig(token_budget=budget)
     objective = Rated(policy, training, beta=0.1, desirable=1.0, undesirable=1.5)
-    trained = Trained(objective, training, Alone(), total_updates=1)
+    trained = TrainableModel(objective, training, Alone(), total_updates=1)
     rows = pack_rows(samples, training, policy.device, policy.dtype)[1]
     assert (len(rows) > 1) is (budget == 20)
     numbers = trained.forward_backward(rows, Conditions()).numbers()
@@ -139,7 +139,7 @@ def test_scores_of_pairs_are_read_at_the_last_token(budget: int, tiny_policy: Ti
     weight = torch.linspace(-1, 1, reward.head.weight.numel())[None]
     with torch.no_grad():
         reward.head.weight.copy_(weight)
-    trained = Trained(ScoredPairs(reward, centring=0.05), training, Alone(), total_updates=1)
+    trained = TrainableModel(ScoredPairs(reward, centring=0.05), training, Alone(), total_updates=1)
     rows = pack_rows(samples, training, reward.policy.device, reward.policy.dtype)[1]
     assert len(rows) == (3 if budget == 20 else 1)
     numbers = trained.forward_backward(rows, Conditions()).numbers()

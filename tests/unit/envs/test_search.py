@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from kitae.envs.tools.passages import Index, words_of
+from kitae.envs.tools.search import Index, words_of
 from kitae.errors import ConfigError
 
 
