@@ -1,8 +1,8 @@
-"""Reward models as ordinary folders: what `AutoModelForSequenceClassification` loads, ours and others'.
+"""Reward models as ordinary folders that `AutoModelForSequenceClassification` loads, Kitae's and others'.
 
-A sequence classifier reads its number at the last token that is not padding, from a head without a bias. So the padding
-token must be one that no conversation ends with: with a stop token for padding, as many chat models have it, the number
-would be read one token too early. An exported folder has another one.
+A sequence classifier reads its number at the last token that is not padding, from a head without a bias. So no
+conversation may end with the padding token: if it were a stop token, as in many chat models, the number would be read
+one token too early. An exported folder therefore has another one.
 """
 
 from pathlib import Path
@@ -23,7 +23,7 @@ _PAD = "<|pad|>"
 
 
 def check_classifier(folder: Path) -> None:
-    """Refuse a folder that is no reward model, by its config alone."""
+    """Raise if a folder is no reward model, by its config alone."""
     from transformers import AutoConfig
 
     try:
@@ -50,7 +50,8 @@ def is_classifier(folder: Path) -> bool:
 
 
 def check_reward_start(config: ModelConfig) -> None:
-    """What a reward model is trained from: a language model, or a reward model, whose training then goes on."""
+    """Raise unless a reward model can be trained from this: a language model, or a reward model that is trained
+    further."""
     folder = find_model(config.path)
     assert folder is not None
     if not is_classifier(folder):
@@ -61,8 +62,8 @@ def check_reward_start(config: ModelConfig) -> None:
 
 
 def begin_scalar(config: ModelConfig, seed: int) -> "ScalarModel":
-    """The model that training of a reward model begins with. A language model gets a head that is zero; a reward model
-    has its own, and gives the scores that it gave."""
+    """The model that training of a reward model begins with. A language model gets a head of zeros; a reward model
+    keeps its own, and its scores."""
     from kitae.models.load import load_policy
     from kitae.models.scalar import ScalarModel
 
@@ -71,12 +72,12 @@ def begin_scalar(config: ModelConfig, seed: int) -> "ScalarModel":
     if is_classifier(folder):
         return load_scalar(config, seed)
     policy = load_policy(config, seed)
-    classifier_class(policy.base.config, config.path)  # or nothing could be exported in the end
+    classifier_class(policy.base.config, config.path)  # raises if the result could not be exported
     return ScalarModel(policy, bias=False)
 
 
 def classifier_class(config: Any, source: str) -> Any:
-    """The class of sequence classifiers for models with this config; an error where there is none."""
+    """The class of sequence classifiers for models with this config. Raises if there is none."""
     from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
     if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -91,8 +92,8 @@ def export_scalar(model: "ScalarModel", folder: Path) -> None:
     """Write a folder that `AutoModelForSequenceClassification.from_pretrained` loads, with tokenizer and chat template.
 
     LoRA adapters are merged into the exported weights; the model itself is not changed. The head is written in fp32,
-    whatever the rest is; it must have no bias. Raises `ModelError` where the library has no such class. Of a sharded
-    model, all ranks must call this, and the first one writes.
+    whatever the rest is, and must have no bias. Raises `ModelError` if the library has no such class. If the model is
+    sharded, all ranks must call this, and the first one writes.
     """
     import copy
 
@@ -122,12 +123,12 @@ def export_scalar(model: "ScalarModel", folder: Path) -> None:
     with written_whole(folder) as scratch, quiet_transformers():
         shell.save_pretrained(scratch, state_dict=state)
         tokenizer.save_pretrained(scratch)
-        policy.base.generation_config.save_pretrained(scratch)  # it knows further tokens that end a turn
+        policy.base.generation_config.save_pretrained(scratch)  # it has further tokens that end a turn
 
 
 def load_scalar(config: ModelConfig, seed: int = 0) -> "ScalarModel":
     """The reward model in a folder, a run, or on the hub: one that `export_scalar` wrote, or any other sequence
-    classifier with one label that reads it at the last token. seed: of adapters, if asked for."""
+    classifier with one label that reads it at the last token. seed: of adapters, if there are any."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -157,7 +158,7 @@ def load_scalar(config: ModelConfig, seed: int = 0) -> "ScalarModel":
     if missing := sorted(found["missing_keys"]):
         raise ModelError(f"{folder} must hold all weights of {type(whole).__name__}, but lacks {missing[0]}")
     setattr(base, base.base_model_prefix, whole.base_model)
-    base.get_output_embeddings().weight = whole.get_input_embeddings().weight  # never used, so it may be any
+    base.get_output_embeddings().weight = whole.get_input_embeddings().weight  # never used, so it may be anything
     base = prepared(base, config, device)
     if config.lora_rank:
         from kitae.models.lora import add_lora
@@ -174,7 +175,7 @@ def load_scalar(config: ModelConfig, seed: int = 0) -> "ScalarModel":
 
 
 def _stored(folder: Path, name: str, loaded: "Tensor") -> "Tensor":
-    """A tensor in the dtype in which it was written; where that cannot be had, as it was loaded."""
+    """A tensor in the dtype in which it was written, or if it cannot be read, as it was loaded."""
     found = _find(folder, name)
     return loaded if found is None else found
 
@@ -196,8 +197,8 @@ def _is_lm_head(name: str, base: Any) -> bool:
 
 
 def _set_padding(tokenizer: Any, generation: Any, config: Any, state: dict[str, Any], base: Any) -> None:
-    """A padding token that no conversation ends with: the tokenizer's own, else the one for unknown words, else a new
-    one, for which the embeddings get a row where they have none to spare."""
+    """Choose a padding token that no conversation ends with: the tokenizer's own, else that for unknown words, else a
+    new one, for which the embeddings are enlarged if need be."""
     from kitae.data.chat import Chat
 
     stops = {*Chat(tokenizer, generation).stop_tokens, tokenizer.bos_token_id}

@@ -5,20 +5,19 @@
     with replay_routing(model, record.experts_TLK):
         loss(model(tokens)).backward()
 
-Replay fixes indices only. Gates are computed again from the current logits at these indices and follow the model's rule
-for normalising them, so the router is still trained. Reference and teacher passes do not replay.
+Replay fixes the indices only. Gates are computed again from the current logits at these indices and follow the model's
+rule for normalising them, so the router is still trained. Reference and teacher passes do not replay.
 
 Covered: routers that transformers writes as a module `…Router` which returns (logits, gates, experts), with gates that
 are a softmax over all experts, renormalised over the chosen ones unless `norm_topk_prob` is off. Tested: Mixtral,
-Qwen2-MoE, Qwen3-MoE, OLMoE, GPT-OSS, and non-reentrant activation checkpointing. That a router is of this kind is
-checked on its own output in every forward pass.
+Qwen2-MoE, Qwen3-MoE, OLMoE, GPT-OSS, and non-reentrant activation checkpointing. Each forward pass checks by the
+router's own output that it is of this kind.
 
-Passes of other threads are neither recorded nor replayed: an engine may sample from the same modules meanwhile.
-
-An engine tells the experts of its passes as they come (`routing_told`) and writes them beside its cache.
+Passes of other threads are neither recorded nor replayed, as an engine may sample from the same modules meanwhile. An
+engine receives the experts of its passes by `watch_routing`, and stores them beside its cache.
 
 Refused: other gates (tested: the sigmoid router with a bias for selection of DeepSeek-V3, Jamba), and models without
-router modules. Not covered: servers that return their experts, models that are spread over ranks, compiled models.
+router modules. Not covered: servers that return their experts, models that are sharded over ranks, compiled models.
 
 Legend: T tokens of the pass in row order, L MoE layers (dense layers do not count), K experts per token, E experts.
 """
@@ -45,7 +44,8 @@ Act = Callable[[int, nn.Module, Routed], Routed]  # (layer, router, what it retu
 
 
 def replayed_gates(logits_TE: Tensor, experts_TK: Tensor, renormalise: bool) -> Tensor:
-    """softmax(logits) at the given experts, in fp32; renormalised, they sum to 1: a softmax over the chosen alone.
+    """softmax(logits) at the given experts, in fp32. Renormalised, they sum to 1, as a softmax over the chosen experts
+    only.
 
     Logits [2, 1, 1.2, -1] at experts [0, 1]: [0.536, 0.197], renormalised [0.731, 0.269].
     """
@@ -55,9 +55,9 @@ def replayed_gates(logits_TE: Tensor, experts_TK: Tensor, renormalise: bool) -> 
 
 @dataclass(frozen=True, slots=True)
 class RouterShape:
-    """What the routers of a model choose at each position: `RouterShape(layers=48, top_k=8, experts=128)`.
+    """The choices of a model's routers at each position: `RouterShape(layers=48, top_k=8, experts=128)`.
 
-    layers: those that mix experts; top_k: experts that each of them chooses, of so many.
+    layers: those that mix experts; top_k: how many of its experts each layer chooses.
     """
 
     layers: int
@@ -66,24 +66,24 @@ class RouterShape:
 
     @staticmethod
     def of(model: nn.Module) -> RouterShape:
-        """`ModelError` where it has no routers."""
+        """Raises `ModelError` if the model has no routers."""
         routers: list[Any] = routers_of(model)
         return RouterShape(len(routers), int(routers[0].top_k), max(int(router.num_experts) for router in routers))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The smallest that has a number for each expert."""
+        """The smallest dtype that can number the experts."""
         return torch.uint8 if self.experts <= 256 else torch.int16
 
     @property
     def bytes(self) -> int:
-        """Of the choices at one position."""
+        """Bytes of the choices at one position."""
         return self.layers * self.top_k * self.dtype.itemsize
 
 
 @dataclass(slots=True)
 class RoutingRecord:
-    """The experts of one forward pass: for each MoE layer `[T, K]`. Complete when the context has ended."""
+    """The experts of one forward pass: `[T, K]` for each MoE layer. Complete when the context has ended."""
 
     layers: dict[int, Tensor] = field(default_factory=dict)
 
@@ -107,38 +107,40 @@ def record_routing(model: nn.Module) -> Iterator[RoutingRecord]:
 
 
 @contextmanager
-def routing_told(routers: list[nn.Module], hear: Callable[[int, Tensor], None]) -> Iterator[None]:
-    """In the passes of this thread inside: `hear(layer, experts_TK)` after each router of a model. Nothing is checked,
-    and nothing waits for the device: a pass may be captured as a graph, with what `hear` does."""
+def watch_routing(routers: list[nn.Module], receive: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Call `receive(layer, experts_TK)` after each router in passes of this thread.
+
+    Nothing is checked, and nothing waits for the device, so a pass may be captured as a graph, together with `receive`.
+    """
     thread = threading.get_ident()
 
     def tell(layer: int, router: nn.Module, _: Any, output: Any) -> None:
         if threading.get_ident() == thread:
-            hear(layer, output[2])
+            receive(layer, output[2])
 
     with hanging(tell, routers):
         yield
 
 
 def check_routers(model: nn.Module, forward: Callable[[], object]) -> None:
-    """`ModelError` if the routers of a model are not of a kind that can be replayed. forward: any pass of it."""
+    """Raise `ModelError` if a model's routers cannot be replayed. forward: any pass of it."""
     with torch.no_grad(), record_routing(model):
         forward()
 
 
 class RouterLoad:
-    """What the routers of a model do in some forward passes, `with load.watch(model): …` around each of them.
+    """Statistics of a model's routers in some forward passes, with `with load.watch(model): …` around each of them.
 
-    Of routers whose gates come from no softmax of what they return first, the load alone; those that return anything
-    else than (logits, gates, experts) are not looked at. Legend: L layers that mix experts, E experts of each.
+    For routers whose gates are not a softmax of their first output, only the load is recorded; routers that do not
+    return (logits, gates, experts) are ignored. Legend: L layers that mix experts, E experts of each.
     """
 
     def __init__(self) -> None:
         self._tokens: Counter[int] = Counter()  # by layer
-        self._counts_E: dict[int, Tensor] = {}  # tokens that each expert got
-        self._spread: dict[int, Tensor] = {}  # Σ over tokens of the softmax's entropy, over that of an even one
-        self._softmax: list[Tensor] = []  # whether the gates of a pass come from one
-        self._replayed: list[Tensor] = []  # choices of a record, and how many of them the router would not have made
+        self._counts_E: dict[int, Tensor] = {}  # tokens of each expert
+        self._spread: dict[int, Tensor] = {}  # Σ over tokens of the softmax's entropy, over that of a uniform one
+        self._softmax: list[Tensor] = []  # for each pass, whether its gates are a softmax
+        self._replayed: list[Tensor] = []  # recorded choices, and how many of them the router would not have made
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
@@ -162,16 +164,18 @@ class RouterLoad:
         self._spread[layer] = self._spread.get(layer, 0) + spread
 
     def compare(self, native_TK: Tensor, recorded_TK: Tensor) -> None:
-        """What a router would have chosen with what it repeats."""
+        """Compare what a router would have chosen with the recorded choices."""
         known_T = recorded_TK[:, 0] != NO_RECORD
         other_T = (native_TK.sort(-1).values != recorded_TK.sort(-1).values).any(-1) & known_T
         self._replayed.append(torch.stack((known_T.sum(), other_T.sum())))
 
     def numbers(self) -> dict[str, Tensor]:
-        """Means over layers: of the routers' entropy, 1 where all experts are equally likely, if their gates come from
-        a softmax; of the load of the busiest expert, 1 where all have the same; and the share of experts without any
-        token. Of choices that were repeated, the share that the routers would have made otherwise. {}: nothing was
-        seen."""
+        """The statistics as means over layers; {} if no router was seen.
+
+        router_entropy: 1 if all experts are equally likely; only if gates are a softmax. expert_load: that of the
+        busiest expert, 1 if all have the same. experts_idle: the share of experts without any token. routing_flips: the
+        share of recorded choices that the routers would now make differently.
+        """
         if not self._tokens:
             return {}
         known, other = torch.stack(self._replayed).sum(0).double() if self._replayed else (None, None)
@@ -187,10 +191,10 @@ class RouterLoad:
 
 @contextmanager
 def replay_routing(model: nn.Module, experts_TLK: Tensor, load: RouterLoad | None = None) -> Iterator[None]:
-    """Route the one forward pass that runs inside by this record, and its recomputation in the backward pass. load:
-    hears what the routers would have chosen.
+    """Use recorded experts in the one forward pass that runs inside, and in its recomputation in the backward pass.
 
-    With activation checkpointing the backward pass must run inside too: outside, it would recompute native routing.
+    load: receives what the routers would have chosen. With activation checkpointing the backward pass must run inside
+    too: outside, it would recompute native routing.
     """
     routers = routers_of(model)
     _check_record(experts_TLK, routers)
@@ -221,9 +225,9 @@ def replay_routing(model: nn.Module, experts_TLK: Tensor, load: RouterLoad | Non
 
 @contextmanager
 def _hooked(routers: list[nn.Module], act: Act) -> Iterator[None]:
-    """`act` on what each router returns, once in a forward pass and whenever the backward pass recomputes it.
+    """Call `act` on the output of each router, once in a forward pass and whenever the backward pass recomputes it.
 
-    The place in the record belongs to the router: layers are recomputed in any order, any number of times.
+    Each router has its own place in the record, because layers are recomputed in any order, any number of times.
     """
     called: set[int] = set()
     thread = threading.get_ident()
@@ -246,7 +250,7 @@ def _hooked(routers: list[nn.Module], act: Act) -> Iterator[None]:
 
 @contextmanager
 def hanging(hook: Callable[[int, nn.Module, Any, Any], Any], routers: list[nn.Module]) -> Iterator[None]:
-    """The hook on every router, with the number of its layer."""
+    """Register a hook on every router, which receives the number of its layer."""
     handles = [router.register_forward_hook(partial(hook, layer)) for layer, router in enumerate(routers)]
     try:
         yield
@@ -256,12 +260,12 @@ def hanging(hook: Callable[[int, nn.Module, Any, Any], Any], routers: list[nn.Mo
 
 
 def in_backward() -> bool:
-    """Whether autograd is running on this thread: a forward pass is then a recomputation."""
+    """Whether autograd is running on this thread, so that a forward pass is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def _gates(router: nn.Module, logits_TE: Tensor, experts_TK: Tensor) -> Tensor:
-    """By the router's own rule; those that have no setting for it renormalise."""
+    """Gates by the router's own rule; routers without a setting for it renormalise."""
     return replayed_gates(logits_TE, experts_TK, bool(getattr(router, "norm_topk_prob", True)))
 
 
@@ -270,7 +274,7 @@ def is_router(module: nn.Module) -> bool:
 
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
-    """In layer order; `ModelError` where there are none."""
+    """The routers in layer order. Raises `ModelError` if there are none."""
     routers = list(filter(is_router, model.modules()))
     if not routers:
         raise ModelError(f"routing replay needs router modules, got {type(model).__name__} without any")
@@ -281,7 +285,7 @@ def routers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_routed(output: Any) -> bool:
-    """Whether it is (logits, gates, experts)."""
+    """Whether a router's output is (logits, gates, experts)."""
     if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(x, Tensor) for x in output)):
         return False
     logits, gates, experts = output
@@ -290,8 +294,10 @@ def _is_routed(output: Any) -> bool:
 
 @torch.no_grad()
 def takes_largest(router: Any) -> bool:
-    """Whether it takes the experts of the largest logits, with gates as `replayed_gates` makes them: by trying, on rows
-    in which all experts differ. Hooks hear nothing of it."""
+    """Whether a router takes the experts with the largest logits, with gates as in `replayed_gates`.
+
+    It is run, without hooks, on rows in which all experts differ.
+    """
     weight_EH = router.weight
     rows = torch.linspace(1, 9, 16 * weight_EH.shape[1], device=weight_EH.device).sin().view(16, -1)
     try:
@@ -308,7 +314,7 @@ def takes_largest(router: Any) -> bool:
 
 
 def _check_output(router: nn.Module, output: Any) -> None:
-    """Refuse a router whose gates are not what `_gates` makes of its logits and experts."""
+    """Raise if the gates are not those that `_gates` computes from logits and experts."""
     if not _is_routed(output):
         raise _unknown(router)
     logits_TE, gates_TK, experts_TK = _detached(output)
@@ -317,14 +323,14 @@ def _check_output(router: nn.Module, output: Any) -> None:
 
 
 def _from_softmax(routed: Routed) -> Tensor:
-    """Whether gates are to each other as a softmax of the logits; on the device, nothing waits for it."""
+    """Whether gates have the proportions of a softmax of the logits. The result stays on the device."""
     logits_TE, gates_TK, experts_TK = routed
     shares_TK = gates_TK / gates_TK.sum(-1, keepdim=True)
     return _close(replayed_gates(logits_TE, experts_TK, True).to(gates_TK), shares_TK).all()
 
 
 def _close(a: Tensor, b: Tensor) -> Tensor:
-    """But for rounding."""
+    """Equality up to rounding."""
     return torch.isclose(a, b, rtol=0, atol=max(1e-5, torch.finfo(b.dtype).eps), equal_nan=True)
 
 

@@ -17,7 +17,7 @@ from kitae.errors import EngineError
 from kitae.kernels.devices import decoding_kernels
 from kitae.kernels.exact.exact_attention import Reach
 from kitae.models.policy import Policy
-from kitae.models.routing import is_router, routers_of, routing_told
+from kitae.models.routing import is_router, routers_of, watch_routing
 
 # Waits. The token is -1 in a row of a sequence that had ended, and in that of a guess that was wrong.
 Result = Callable[[], tuple[list[int], list[float]]]
@@ -142,7 +142,7 @@ class ModelRunner:
     def recording(self, page_T: Tensor, slot_T: Tensor) -> AbstractContextManager[None]:
         """Around a pass of the policy's modules: `writer` hears of their experts."""
         write = self.writer(page_T, slot_T)
-        return nullcontext() if write is None else routing_told(self._routers, write)
+        return nullcontext() if write is None else watch_routing(self._routers, write)
 
     def writer(self, page_T: Tensor, slot_T: Tensor) -> Callable[[int, Tensor], None] | None:
         """Writes the experts of tokens beside their keys and values, layer by layer; None where the cache has no place.

@@ -1,5 +1,6 @@
-"""What the text of the tests says: whose names they use, what of their setup the code under test may see, and where
-what a call has changed is to be shown."""
+"""Analysis of the text of tests: where their names come from, which part of their setup the code under test may see,
+and where changes of arguments become visible.
+"""
 
 import ast
 import builtins
@@ -20,13 +21,13 @@ _TYPE_NODES = (ast.Name, ast.Attribute, ast.Subscript, ast.Tuple, ast.Load)
 
 @functools.lru_cache(maxsize=4096)
 def settled(text: str) -> str:
-    """Tests that call `__settle__()` between statements: what a call changes in its arguments is seen from then on.
+    """Tests that call `__settle__()` between statements, from when on changes of a call's arguments are visible.
 
     So `assert f(xs) == sorted(xs)` does not sort what f has made of xs.
     """
     try:
         return ast.unparse(_Settle().visit(ast.parse(text)))
-    except RecursionError:  # too deep to be written
+    except RecursionError:  # nested too deeply to be unparsed
         return text
 
 
@@ -54,17 +55,17 @@ def _settle() -> ast.stmt:
 
 @functools.lru_cache(maxsize=4096)
 def visible_setup(setup: str) -> list[str]:
-    """What of a setup the code under test sees, statement by statement: imports and types, and what types are made of.
+    """The statements of a setup that the code under test sees: imports and types, and what types need.
 
-    A type is a class that has bases, decorators, attributes, `__init__` or `__new__`, but no test case; an assignment
-    that calls namedtuple, Enum, NewType or the like; or one of nothing but names (`Grid = List[Row]`). A class of
-    nothing but functions is none: reference solutions are written that way. What a type uses of the setup's other
-    functions and values comes along.
+    A type is a class that has bases, decorators, attributes, `__init__` or `__new__`, but is no test case; an
+    assignment that calls namedtuple, Enum, NewType or the like; or an assignment of nothing but names (`Grid =
+    List[Row]`). A class that only has functions is none, because reference solutions are written that way. The setup's
+    functions and values that a type uses are included.
     """
     statements = ast.parse(setup).body
     wanted = {i for i, statement in enumerate(statements) if _is_import(statement) or _is_type(statement)}
     queue = [i for i in sorted(wanted) if not _is_import(statements[i])]
-    for i in queue:  # grows on the way
+    for i in queue:  # the queue grows meanwhile
         used = {node.id for node in ast.walk(statements[i]) if isinstance(node, ast.Name)}
         for j, other in enumerate(statements):
             if j not in wanted and isinstance(other, _DEFINING) and used & set(names_bound(_surface(other))):
@@ -97,11 +98,11 @@ def _is_type(statement: ast.stmt) -> bool:
 
 
 def _surface(statement: ast.stmt) -> list[ast.AST]:
-    """What a statement itself binds, without what is bound inside a function or class that it defines."""
+    """The nodes by which a statement itself binds names, without those inside a function or class that it defines."""
     return [statement, *(ast.walk(statement) if isinstance(statement, ast.Assign | ast.AnnAssign) else ())]
 
 
-# What tests use without importing it: they were written for a file that the code under test begins.
+# What tests use without importing it, as they were written for a file that begins with the code under test.
 _ALIASES = {"np": "numpy", "numpy": "numpy", "pd": "pandas", "pandas": "pandas", "pytest": "pytest", "torch": "torch"}
 _LIBRARY = {
     name: module
@@ -130,18 +131,19 @@ _LIBRARY = {
 
 @functools.lru_cache(maxsize=4096)
 def names_of(setup: str, asserts: tuple[str, ...], entry_point: str = "") -> Names:
-    """Where tests take names from that they do not define, decided by the tests alone.
+    """Where the names come from that tests use without defining them, decided by the tests alone.
 
-    `library`: names of well-known functions and types, and of modules where only attributes of theirs are used that
-    they really have (the checker looks); `aliases` of them are packages. `names`: the candidate's. `shadows`: those of
-    them that hide something of Python's or of the library's. Such a name is the candidate's only where the tests use
-    nothing else that could be: in `assert sum(10, 15) == 6`, but not in `assert abs(f(2) - 4) < 1e-6`. Of several it
-    is the innermost call. `imports`: what the tests import. `constants`: their texts, where they run any.
+    `library`: names of well-known functions and types, and of modules if only attributes that they really have are used
+    (the checker verifies this); `aliases`: those of them that are packages. `names`: those of the candidate. `shadows`:
+    those of them that hide a name of Python or of the library. Such a name is the candidate's only if the tests use
+    nothing else that could be: in `assert sum(10, 15) == 6`, but not in `assert abs(f(2) - 4) < 1e-6`; of several, the
+    innermost call counts. `imports`: what the tests import. `constants`: the texts in the tests, if they execute any
+    text.
     """
     nodes = [node for text in (setup, *asserts) for node in ast.walk(ast.parse(text))]
     calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
     loads = Counter(node.id for node in nodes if isinstance(node, ast.Name))
-    read: dict[str, list[str]] = {}  # attributes by name
+    read: dict[str, list[str]] = {}  # the attributes used of each name
     for node in nodes:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             read.setdefault(node.value.id, []).append(node.attr)
@@ -174,7 +176,7 @@ def _imports(nodes: Sequence[ast.AST]) -> set[str]:
 
 
 def names_bound(nodes: Sequence[ast.AST]) -> Iterator[str]:
-    """Names that the tests define themselves."""
+    """The names that the tests define themselves."""
     for node in nodes:
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
@@ -186,7 +188,7 @@ def names_bound(nodes: Sequence[ast.AST]) -> Iterator[str]:
 
 
 def as_assert(test: str) -> str:
-    """A bare comparison would pass whatever it says."""
+    """Make a bare comparison an assertion, as it would pass otherwise."""
     body = ast.parse(test).body
     if len(body) == 1 and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Compare):
         return f"assert ({test.strip()}\n)"

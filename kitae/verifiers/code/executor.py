@@ -1,18 +1,18 @@
-"""The verifier of programs for those who run code elsewhere, on a server with the API of SandboxFusion.
+"""The verifier of programs that are run elsewhere, on a server with the API of SandboxFusion.
 
     POST {url}/run_code  {"code", "language", "stdin", "compile_timeout", "run_timeout", "memory_limit_MB"}
     →  {"status": "Success" | "Failed" | "SandboxError", "message", "compile_result", "run_result"}, where a result is
        {"status": "Finished" | "Error" | "TimeLimitExceeded", "return_code", "stdout", "stderr"}
 
-It only waits, so it needs no worker and never blocks the trainer. References and options mean what they mean to `code`.
+It only waits, so it needs no worker and never blocks the trainer. References and options are those of `code`.
 
-Expected output stays here. For asserts and check functions the server gets a Python program that holds our checker and
-the candidate's code; the tests come on its stdin, which the candidate does not have, and run in a process of their own
-as they do in our sandbox.
+Expected output stays here. For asserts and check functions the server gets a Python program with Kitae's checker and
+the candidate's code. The tests are sent on its stdin, which the candidate does not have, and run in a process of their
+own as in the local sandbox.
 
 Covered: a server that is down, slow, wrong or cut off is an error and never a 0. Not covered: the server itself, which
-is trusted to isolate what it runs and to report truly. Where it runs programs as root, a candidate can read and write
-the memory of the process with the tests: give it a user without rights. Times are the server's, on the clock.
+is trusted to isolate what it runs and to report truly. If it runs programs as root, a candidate can read and write the
+memory of the process with the tests, so it should use a user without rights. Times are the server's, on the clock.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio
 from kitae.verifiers.code.verdicts import Verdict, judge_case, take_verdicts, total_score
 from kitae.verifiers.options import service_options
 
-_NAMES = {"javascript": "nodejs"}  # languages that the API calls otherwise
+_NAMES = {"javascript": "nodejs"}  # languages that have other names in the API
 _SLACK = 5.0  # seconds for the start of a program on the server
 _MARK = "report "  # before each line of reports
 _MARSHAL = 2  # a version that every Python 3 reads
@@ -117,7 +117,7 @@ async def _run_cases(service: Service, language: str, source: Source, tests: Std
 async def _run_tests(
     service: Service, source: Source, tests: Asserts | CheckFunction, limits: Limits, total_limit: float
 ) -> list[Verdict]:
-    """Like the local ones: what comes after a test that hangs or kills the candidate runs in a new program."""
+    """Run tests as locally: those after a test that hangs or kills the candidate run in a new program."""
     order, job = plan(source, tests, limits.time_limit)
     program = f"PACKAGES = {PACKAGES}\nSOURCES = {inside_sources()!r}\nMARK = {_MARK!r}\n{_PROGRAM}"
     verdicts: list[Verdict] = []
@@ -137,7 +137,7 @@ async def _run_tests(
 
 
 def read_reports(stdout: str) -> list[Report]:
-    """The reports of a checker in the output of its program; what is cut off or no report is left out."""
+    """The reports of a checker in the output of its program, without incomplete ones and other output."""
     data = b""
     for line in stdout.splitlines():
         if line.startswith(_MARK):
@@ -171,7 +171,7 @@ async def _post(service: Service, language: str, program: str, stdin: str, time_
 
 
 def read_answer(answer: Any) -> Report:
-    """What the server says of a run, as a report; `VerifierError` where it says that it failed itself."""
+    """The server's answer as a report. Raises `VerifierError` if the server reports a failure of its own."""
     if not isinstance(answer, Mapping) or answer.get("status") not in ("Success", "Failed"):
         raise VerifierError(f"the server must run the code, got {str(answer)[:300]!r}")
     compiled, ran = answer.get("compile_result"), answer.get("run_result")

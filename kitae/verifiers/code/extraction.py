@@ -1,4 +1,4 @@
-"""Where the program in a response is."""
+"""Finds the program in a response."""
 
 import re
 import sys
@@ -8,24 +8,25 @@ from dataclasses import dataclass
 from kitae.verifiers.plain_text import after_thought
 
 _FENCE_RE = re.compile(r"^([ \t>]*)(`{3,}|~{3,})[ \t]*\{?\.?([\w+#-]*)(.*)$")
-_LATE_FENCE_RE = re.compile(r"(?<!`)(`{3,})([\w+#-]*)[ \t]*$")  # after other text on its line
-_AFTER_FENCE_RE = re.compile(r"[ \t]*$|[ \t]*<|[ \t]+(?!\S+[ \t]*$)")  # no tag: nothing, <|im_end|>, or several words
+_LATE_FENCE_RE = re.compile(r"(?<!`)(`{3,})([\w+#-]*)[ \t]*$")  # preceded by other text on its line
+_AFTER_FENCE_RE = re.compile(r"[ \t]*$|[ \t]*<|[ \t]+(?!\S+[ \t]*$)")  # nothing, <|im_end|>, or several words
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The code of a response: `Source("print(1)\\n", fenced=True)`. What is not fenced may have prose around it."""
+    """The code of a response: `Source("print(1)\\n", fenced=True)`. Code without a fence may have prose around it."""
 
     text: str
     fenced: bool
 
 
 def extract_code(response: str, tags: Sequence[str], wanted: Sequence[str] = ()) -> Source:
-    """The program in a response: its last fenced block of the language, or of none; the whole text without fences.
+    """The program in a response: its last fenced block in the language, or without a tag; the whole text if there are
+    no fences.
 
-    Of several such blocks it is the last that defines one of the `wanted` names, if any does: an example of use often
-    follows the solution. What comes before `</think>` is not looked at. A block that is never closed reaches to the
-    end. A console session (>>>) is no program. Where there are no blocks, [BEGIN] and [DONE] or <code> make one.
+    If several such blocks exist, the last one that defines one of the `wanted` names counts, because an example of use
+    often follows the solution. Text before `</think>` is ignored. A block that is never closed reaches to the end. A
+    console session (>>>) is no program. Without blocks, [BEGIN] and [DONE] or <code> mark the program.
     """
     text = after_thought(response).replace("\r\n", "\n").removeprefix("\ufeff")
     blocks = [(tag, body) for tag, body in _blocks(text) if not body.lstrip().startswith(">>>")]
@@ -52,10 +53,10 @@ def _unfenced(text: str, tags: Sequence[str]) -> Source:
 
 
 def _blocks(text: str) -> Iterator[tuple[str, str]]:
-    """The fenced blocks of a text as (tag in lower case, body), those in a block of Markdown included.
+    """The fenced blocks of a text as (tag in lower case, body), including those within a block of Markdown.
 
-    A fence may open after text on its line, and close before text, or at the end of a line of code. There it only
-    counts where the bare fences that follow pair up without it.
+    A fence may open after text on its line, and close before text, or at the end of a line of code. The latter counts
+    only if the bare fences that follow are paired without it.
     """
     fence = tag = indent = ""
     body: list[str] = []
@@ -81,8 +82,8 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _without_far_fence(body: list[str], fence: str) -> list[str]:
-    """Of a block that nothing closed: without what follows its last bare fence, if that pairs with no other one. Models
-    indent the closing fence like the code before it."""
+    """An unclosed block without what follows its last bare fence, if that fence is unpaired: models indent the closing
+    fence like the code before it."""
     bare = [i for i, line in enumerate(body) if line.strip() == fence]
     return body[: bare[-1]] if len(bare) % 2 else body
 
@@ -94,7 +95,8 @@ def _block(tag: str, lines: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _closes(match: re.Match[str], indent: str, fence: str) -> bool:
-    """Whether a line that begins with a fence closes a block; one further in belongs to a string or a comment."""
+    """Whether a line that begins with a fence closes a block. A more deeply indented one is in a string or a
+    comment."""
     after = match.string[match.end(2) :]
     return match[2].startswith(fence) and len(match[1]) < len(indent) + 4 and bool(_AFTER_FENCE_RE.match(after))
 
@@ -111,7 +113,7 @@ def _pairs_follow(lines: Sequence[str]) -> list[bool]:
 
 
 def defines(source: str, names: Sequence[str]) -> bool:
-    """Whether a line at the left margin defines one of the names: `f = f(3)` and imports from elsewhere do not."""
+    """Whether an unindented line defines one of the names; `f = f(3)` and imports from other modules do not."""
     for name in names:
         word = re.escape(name)
         if re.search(

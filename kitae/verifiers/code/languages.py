@@ -7,7 +7,8 @@ from dataclasses import dataclass
 class Language:
     """How a language is recognised and run; words with {braces} are filled in, programs are looked up.
 
-    `reserves`: its runtime reserves far more address space than it uses. `native`: it recurses on the machine's stack.
+    `reserves`: whether its runtime reserves far more address space than it uses. `native`: whether recursion uses the
+    machine's stack.
     """
 
     tags: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What is to be run for a response and its reference: the order for the warden, and the job for the checker."""
+"""What to run for a response and its reference: the order for the warden, and the job for the checker."""
 
 import functools
 import re
@@ -21,7 +21,7 @@ _JAVA_CLASS_RE = re.compile(r"\bpublic\s+(?:final\s+|abstract\s+)*class\s+(\w+)"
 
 
 def prepare(response: str, reference: Any, language: str, reward: str) -> tuple[Source, Tests] | Score:
-    """The code and its tests; or the score, where something in options, reference or response settles it."""
+    """The code and its tests; or the score, if something in options, reference or response already decides it."""
     if problem := _check_options(language, reward):
         return Score.error(problem)
     tests = read_tests(reference)
@@ -79,7 +79,7 @@ def plan(source: Source, tests: Asserts | CheckFunction, time_limit: float) -> t
 
 
 def program(language: str, source: Source, limits: Limits) -> Order:
-    """The order that runs a program; `VerifierError` names a program that is not installed."""
+    """The order that runs a program. Raises `VerifierError` with the name of a program that is not installed."""
     if language == "python":
         return {
             "mode": "run",

@@ -1,4 +1,4 @@
-"""Ways to read a text as a program, where it has prose around it or is only a part of one."""
+"""Interpretations of a text as a program, if it has prose around it or is only a part of one."""
 
 import itertools
 import re
@@ -11,7 +11,7 @@ _CODE_LINE_RE = re.compile(
     rf"|{_TARGET}(?: ?, ?{_TARGET})* ?[-+*/]?= ?)",
     re.MULTILINE,
 )
-_STARTS = 3  # lines of a text that are tried as the first of its code
+_STARTS = 3  # how many lines of a text are tried as the first of its code
 _TYPING_RE = re.compile(
     r"(?:->|[:\[,|=(])\s*(List|Dict|Tuple|Set|FrozenSet|Optional|Union|Any|Callable|Iterable|Iterator|Sequence|Mapping"
     r"|Generator|Deque|DefaultDict|Counter|NamedTuple|TypeVar|Literal)\b(?=\s*[\[\]:,=)|(]|\s*$)",
@@ -20,7 +20,7 @@ _TYPING_RE = re.compile(
 
 
 def variants(source: Source) -> list[str]:
-    """Readings of a text as a program: as it is; and from its first lines that look like Python."""
+    """Interpretations of a text as a program: as it is, and from its first lines that look like Python."""
     starts = itertools.islice(_CODE_LINE_RE.finditer(source.text), _STARTS)
     return list(dict.fromkeys([source.text, *(source.text[start.start() :] for start in starts)]))
 
@@ -33,6 +33,6 @@ def typing_names(*texts: str) -> list[str]:
 
 
 def completions(prompt: str, text: str) -> list[str]:
-    """Readings of a text as the rest of a prompt: as it is, on a line of its own, or as a body without indent."""
+    """Interpretations of a text as the rest of a prompt: as it is, on its own line, or as a body without indent."""
     indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))
     return [prompt + text, f"{prompt}\n{text}", f"{prompt}\n{indented}"]

@@ -1,4 +1,4 @@
-"""The tests of a reference: their three kinds, and what is wrong with one that is none of them."""
+"""The tests of a reference: their three kinds, and what is wrong with any other."""
 
 import ast
 import json

@@ -90,7 +90,7 @@ def sentence_balance(text: str) -> bool:
 
 
 def conjunctions(text: str, small_n: Count) -> bool:
-    """Spellings count apart, with the punctuation and the capitals they have: "And" and "and," are two."""
+    """Different spellings count separately, including punctuation and capitals: "And" and "and," are two."""
     return len({word for word in text.split() if word.strip(_EDGES).lower() in _CONJUNCTIONS}) >= small_n
 
 
@@ -139,7 +139,7 @@ def palindrome(text: str) -> bool:
 
 
 def punctuation(text: str) -> bool:
-    """Every mark besides one interrobang."""
+    """Every punctuation mark in addition to one interrobang."""
     if not ("?!" in text or "!?" in text or "‽" in text):
         return False
     rest = text.replace("?!", "", 1) if "?!" in text else text.replace("!?", "", 1)
@@ -147,7 +147,7 @@ def punctuation(text: str) -> bool:
 
 
 def parentheses(text: str) -> bool:
-    """Five levels of brackets, of which the innermost is closed; a bracket that closes wrongly starts all over."""
+    """Five levels of brackets, the innermost of which is closed; a bracket that closes wrongly resets the count."""
     open_brackets: list[str] = []
     deepest = 0
     for char in text:
@@ -163,7 +163,7 @@ def parentheses(text: str) -> bool:
 
 
 def quotes(text: str) -> bool:
-    """Three levels of quotes closed after the deepest point: a quote closes where the last open one is its like."""
+    """Three levels of quotes closed after the deepest point: a quote closes if it is the same as the last open one."""
     open_quotes: list[str] = []
     deepest = 0
     for char in text:
@@ -182,7 +182,7 @@ def prime_lengths(text: str) -> bool:
 
 
 def options(text: str, options: str) -> bool:
-    """Lettered options must be met to the letter, others whatever their case and punctuation."""
+    """Lettered options must match exactly, others up to case and punctuation."""
     separator = "/" if "/" in options else "or" if "or" in options else ","
     allowed = [option.strip() for option in options.split(separator)]
     if _LETTER_OPTIONS_RE.match(options):
@@ -196,7 +196,7 @@ def newline(text: str) -> bool:
 
 
 def emoji(text: str) -> bool:
-    """An emoji as one of the last two characters of each sentence, or as the first of the next one."""
+    """An emoji among the last two characters of each sentence, or as the first character of the next one."""
     from emoji import is_emoji
 
     bodies = [sentence.translate(_NO_PUNCTUATION).strip() for sentence in sentences(text)]
@@ -265,19 +265,19 @@ def no_consecutive(text: str) -> bool:
 
 
 def line_indent(text: str) -> bool:
-    """Each line further in than the one before. Of several blank lines in a row, every second one counts as a line."""
+    """Each line is indented more than the one before. Of several successive blank lines, every second one counts."""
     lines = text.split("\n")
-    fewest = (len(lines) + 1) // 2  # lines that stay: their indents alone would be longer than the text
+    fewest = (len(lines) + 1) // 2  # remaining lines: their indents alone would be longer than the text
     if fewest * (fewest - 1) // 2 > len(text):
         return False
-    for line in lines:  # shrinks under the loop, as in the public checker: that is what skips every second one
+    for line in lines:  # removing during the loop skips every second one, as in the public checker
         if not line.strip():
             lines.remove(line)
     return _rises([len(line) - len(line.lstrip(" ")) for line in lines])
 
 
 def quote_unquote(text: str) -> bool:
-    """No quote right after another, and none at the end."""
+    """No quote directly after another, and none at the end."""
     body = "".join(text.replace("'\"'", "").split())
     rest = body.strip(string.digits + string.punctuation.replace('"', ""))
     return '""' not in body and not rest.endswith('"')

@@ -1,4 +1,4 @@
-"""The keyword arguments of a check, as data brings them: checked against the check's own signature."""
+"""The keyword arguments of a check as given in the data, validated against the check's signature."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -15,11 +15,11 @@ Letter = NewType("Letter", str)
 
 
 class BadArgument(ValueError):
-    """An instruction that cannot be checked: the data is at fault, not the response."""
+    """An instruction cannot be checked: the data is at fault, not the response."""
 
 
 def bind(check: Check, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments to call `check` with; those that are None are as good as absent, as in the public data."""
+    """The arguments to call `check` with. Arguments that are None count as absent, as in the public data."""
     present = {name: value for name, value in given.items() if value is not None}
     wanted = _parameters(check)
     if unknown := sorted(present.keys() - wanted.keys()):

@@ -1,11 +1,13 @@
-"""Which language a text is in, by `langdetect`, which ships its profiles; seeded, so that an answer never changes."""
+"""The language of a text, by `langdetect`, which has its own profiles. It is seeded, so the same text gives the same
+result.
+"""
 
 from functools import cache
 from typing import Any
 
 
 def language_of(text: str) -> str | None:
-    """`"Das ist gut so."` → `"de"`; None where the text has no letters to go by."""
+    """`"Das ist gut so."` → `"de"`; None if the text has no usable letters."""
     from langdetect.lang_detect_exception import LangDetectException
 
     detector = _factory().create()
@@ -17,7 +19,8 @@ def language_of(text: str) -> str | None:
 
 
 def is_language(text: str, code: str) -> bool:
-    """A text that gives nothing to go by counts as right, as it does in the public checker. "zh" is both scripts."""
+    """Whether a text is in a language. A text without usable letters counts as right, as in the public checker. "zh"
+    covers both scripts."""
     found = language_of(text)
     return found is None or code in (found, found.partition("-")[0])
 

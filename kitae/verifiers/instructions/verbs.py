@@ -1,9 +1,9 @@
 """Whether a text starts with a verb, by a table of weights for its first three tokens.
 
-The weights (`verbs.txt`, one kind of evidence and one weight to a line) were fitted on English text to the verdicts of
-the averaged perceptron tagger of NLTK, which the public checker uses. On 6,000 sentence starts that they were not
-fitted on they agree with it on 96.8 %: they find 86 % of what it calls a verb, and 81 % of what they call a verb is one
-to it. That tagger often takes a capitalised imperative for a name, and so does this table.
+The weights (`verbs.txt`, one kind of evidence and one weight in each line) were fitted on English text to the verdicts
+of NLTK's averaged perceptron tagger, which the public checker uses. On 6,000 other sentence starts they agree with it
+on 96.8 %: they find 86 % of its verbs, and 81 % of the verbs that they find are its. That tagger often takes a
+capitalised imperative for a name, and so does this table.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
-"""Are two answers the same? `same(tree of "x = 5", tree of "5")` → True; None where nobody knows.
+"""Whether two answers are equivalent: `same(tree of "x = 5", tree of "5")` → True; None if it cannot be decided.
 
-`same` is the heart of the verifier: it picks the rule for this kind of answer. The rules call it again for the parts,
-which is why they all stand in this file.
+`same` is the heart of the verifier: it chooses the rule for a kind of answer. The rules call it again for parts, which
+is why they are all in this file.
 """
 
 from fractions import Fraction
@@ -29,12 +29,12 @@ from kitae.verifiers.math.tree import (
 )
 from kitae.verifiers.math.units import DEGREE, measure_of, scaled
 
-_UNCLEAR = ("based", "text")  # kinds of which nobody can say what they are equal to
+_UNCLEAR = ("based", "text")  # kinds whose value is unclear
 _TEMPERATURES = ((("celsius", 1),), (("fahrenheit", 1),))
 
 
 def same(gold: Node, got: Node, tolerance: float = 0.0) -> bool | None:
-    """Are two answers the same? The heart of the verifier; each kind of answer has a rule of its own below."""
+    """Whether two answers are equivalent; each kind of answer has a rule of its own below."""
     if gold.kind == "relation" or got.kind == "relation":
         return _same_relations(gold, got, tolerance)
     if "text" in (gold.kind, got.kind):
@@ -55,7 +55,7 @@ def same(gold: Node, got: Node, tolerance: float = 0.0) -> bool | None:
         return _same_ratio(gold, got, tolerance)
     if any(node.kind == "constant" and node.value not in NUMBER_CONSTANTS for node in (gold, got)):
         return gold == got
-    if mentions(gold, "text") or mentions(got, "text"):  # "October 30": the same words are the same answer by now
+    if mentions(gold, "text") or mentions(got, "text"):  # "October 30": equal words were found equal before
         return False
     try:
         return same_number(gold, got, tolerance)
@@ -64,7 +64,7 @@ def same(gold: Node, got: Node, tolerance: float = 0.0) -> bool | None:
 
 
 def _sense(node: Node) -> str | None:
-    """What words, or a sign that has words for it, say."""
+    """The meaning of words, or of a sign that can be expressed in words."""
     if node.kind == "text":
         return plain_words(node.value)
     return {"empty": "nosolution", "set R": "allreals"}.get(node.value) if node.kind == "constant" else None
@@ -104,7 +104,7 @@ def _is_below_one(node: Node) -> bool:
 
 
 def _same_measured(gold: Node, got: Node, tolerance: float) -> bool | None:
-    """Both sides say what they count: the same thing, where one may say it in more words, or a unit that converts."""
+    """Numbers with units on both sides: the same unit, one in more words, or units that can be converted."""
     left, right = measure_of(gold.value), measure_of(got.value)
     if left.altering or right.altering:
         return left == right and same(gold.args[0], got.args[0], tolerance)
@@ -118,13 +118,13 @@ def _same_measured(gold: Node, got: Node, tolerance: float) -> bool | None:
     if left.dimensions == right.dimensions:
         return same(scaled(gold.args[0], left.size), scaled(got.args[0], right.size), tolerance)
     nothing = any(not measure.dimensions and not measure.words for measure in (left, right))
-    sterling = {"£", "pound", "pounds"} >= {gold.value.strip(), got.value.strip()}  # of money, or of mass
-    rate = left.currency is not None and left.currency == right.currency  # $8 per hour may be called $8
+    sterling = {"£", "pound", "pounds"} >= {gold.value.strip(), got.value.strip()}  # of money or of mass
+    rate = left.currency is not None and left.currency == right.currency  # $8 per hour may be written $8
     return same(gold.args[0], got.args[0], tolerance) if nothing or sterling or rate else False
 
 
 def _same_based(gold: Node, got: Node) -> bool:
-    """Numbers with a base: "1010_2". The base may be left out, as a unit may."""
+    """Numbers with a base: "1010_2". The base may be omitted, like a unit."""
     if gold.kind == got.kind:
         return bool(gold.value == got.value)
     based, other = (gold, got) if gold.kind == "based" else (got, gold)
@@ -132,7 +132,8 @@ def _same_based(gold: Node, got: Node) -> bool:
 
 
 def _same_ratio(gold: Node, got: Node, tolerance: float) -> bool | None:
-    """5:6 is 5:6, or 10:12, or the fraction 5/6; but the reference 12:30 may be a time, and is neither 2:5 nor 2/5."""
+    """5:6 equals 10:12 and the fraction 5/6; but the reference 12:30 may be a time, which equals neither 2:5 nor
+    2/5."""
     if gold.kind == got.kind:
         if len(gold.args) != len(got.args):
             return False
@@ -146,7 +147,7 @@ def _same_ratio(gold: Node, got: Node, tolerance: float) -> bool | None:
 
 
 def _is_clock(ratio: Node) -> bool:
-    """12:30: could be a time, and is not in lowest terms."""
+    """Whether a ratio like 12:30 may be a time: it is not in lowest terms."""
     if len(ratio.args) != 2 or any(part.kind != "number" or part.value.denominator != 1 for part in ratio.args):
         return False
     hours, minutes = (int(part.value) for part in ratio.args)
@@ -214,7 +215,7 @@ def _same_collections(gold: Node, got: Node, tolerance: float) -> bool | None:
         return same_real_sets(gold, got) or False
     golds, gots = items_of(gold), items_of(got)
     offered = 1 in (len(golds), len(gots)) and "or" in (gold.value, got.value)
-    if offered and len(_distinct(golds)) == len(_distinct(gots)) == 1:  # "0.6 or 60%": one number, twice
+    if offered and len(_distinct(golds)) == len(_distinct(gots)) == 1:  # "0.6 or 60%": one number in two forms
         return any_true(same(left, right, tolerance) for left in golds for right in gots)
     if "set" in (gold.kind, got.kind):
         golds, gots = _distinct(golds), _distinct(gots)
@@ -224,7 +225,8 @@ def _same_collections(gold: Node, got: Node, tolerance: float) -> bool | None:
 
 
 def _joined_otherwise(gold: Node, got: Node) -> bool:
-    """x > 1 and x < 5, x > 1 or x < 5. Of numbers, and of values of one name, "and" and "or" mean the same."""
+    """Whether two lists differ in "and" and "or", as in x > 1 and x < 5. For numbers, and for values of one name, there
+    is no difference."""
     if {gold.value, got.value} != {"and", "or"} or gold.kind != "list" or got.kind != "list":
         return False
     items = (*gold.args, *got.args)
@@ -248,13 +250,13 @@ def _rounds(node: Node) -> Node:
 
 
 def _named_apart(items: tuple[Node, ...]) -> bool:
-    """x = 1, y = 2: a list in which every item says what it is the value of."""
+    """Whether the items of a list name their values, as in x = 1, y = 2."""
     names = {spelled(item.args[0]) for item in items if item.kind == "relation"}
     return len(names) > 1
 
 
 def _in_order(items: tuple[Node, ...]) -> tuple[Node, ...]:
-    """y = 3, x = 2 → x = 2, y = 3, where the names are letters that follow each other: the order of (x, y)."""
+    """y = 3, x = 2 → x = 2, y = 3, if the names are successive letters: the order of (x, y)."""
     names = [item.args[0].value if item.kind == "relation" and item.args[0].kind == "name" else "" for item in items]
     ordered = sorted(names)
     if any(len(name) != 1 for name in names) or ord(ordered[-1]) - ord(ordered[0]) != len(names) - 1:
@@ -274,7 +276,7 @@ def _spread(relation: Node) -> Node:
 
 
 def _same_sequences(gold: Node, got: Node, tolerance: float) -> bool | None:
-    """Tuples, vectors and intervals; brackets count where it can be an interval."""
+    """Tuples, vectors and intervals. The kind of brackets matters if it may be an interval."""
     if gold.value != got.value and len(gold.args) == 2 and gold.args[0].kind != "sequence":
         return False
     return _all_same(gold.args, got.args, tolerance)
@@ -348,7 +350,8 @@ def _same_relations(gold: Node, got: Node, tolerance: float) -> bool | None:
 
 
 def _same_equation_and_value(gold: Node, got: Node, tolerance: float) -> bool | None:
-    """x = 5 and 5. An answer may say more than the reference asks: "2a + b = 5"; a reference must name a quantity."""
+    """x = 5 and 5. An answer may be more than the reference requires ("2a + b = 5"); a reference must name a
+    quantity."""
     relation = gold if gold.kind == "relation" else got
     if relation is gold and not _names_a_value(gold):
         return False
@@ -359,15 +362,16 @@ def _same_equation_and_value(gold: Node, got: Node, tolerance: float) -> bool | 
 
 
 def _names_a_value(equation: Node) -> bool:
-    """x = 5, y = 2x, AB/CD = 2, 6 · 7 = 42; not 2x + 1 = 7 or x + y = 5, which are answers as they stand."""
+    """Whether an equation gives a value, like x = 5, y = 2x, AB/CD = 2, 6 · 7 = 42, and is no answer in itself, like 2x
+    + 1 = 7 or x + y = 5."""
     left, right = equation.args[0], equation.args[-1]
     return is_name(left) or not names_in(left) or (is_quantity(left) and not names_in(right))
 
 
 def _values(relation: Node) -> list[Node]:
-    """What "a = b = c ≈ d" says that something is: c, and d where it is c rounded. Nothing if it is not true.
+    """The values that "a = b = c ≈ d" gives: c, and d if it is c rounded. Empty if the equation is false.
 
-    Many write 2√3 = 3.46: where c is b rounded, both count.
+    Many write 2√3 = 3.46: if c is b rounded, both count.
     """
     operators = ("=", *relation.value)
     about = operators.index("≈") if "≈" in operators else len(operators)
@@ -386,7 +390,7 @@ def _values(relation: Node) -> list[Node]:
 
 
 def _is_rounded(value: Node, short: Node) -> bool:
-    """Is 0.333 a rounding of 1/3? Units and percents must be alike, as far as both have them."""
+    """Whether `short` is `value` rounded, as 0.333 is of 1/3. Units and percents must agree if both have them."""
     while "unit" in (value.kind, short.kind):
         if value.kind == short.kind and measure_of(value.value) != measure_of(short.value):
             return same(value, short) is True
@@ -411,7 +415,7 @@ def _same_pair(gold: Node, got: Node, tolerance: float) -> bool | None:
 
 
 def _same_equations(gold: Node, got: Node, tolerance: float) -> bool | None:
-    """The same name for the same value, or the same curve: one is a multiple of the other."""
+    """The same name with the same value, or the same curve: one equation is a multiple of the other."""
     if is_name(gold.args[0]) and is_name(got.args[0]):
         named = spelled(gold.args[0]) == spelled(got.args[0])
         if named:
