@@ -1,18 +1,19 @@
 """Find a model (folder, hub id or short name), load it, and write trained ones back as ordinary folders."""
 
 import importlib.util
+import io
 import platform
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
-from kitae.models.quiet import quiet_transformers
 from kitae.paths import cache_dir
 from kitae.store.run_folder import is_run
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
     from kitae.models.policy import Policy
+
+T = TypeVar("T")
 
 SMOLLM2 = "smollm2-135m"
 SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -347,6 +350,18 @@ def load_policy(config: ModelConfig, seed: int = 0) -> "Policy":
     return policy
 
 
+def forked(device: str, load: Callable[[], T]) -> Callable[[], T]:
+    """A function that returns the model in a worker. Call this in the template.
+
+    On a CPU the model is loaded here, and workers share it. A GPU cannot be used across a fork, so each worker loads
+    the model itself when it first needs it.
+    """
+    model = cache(load)
+    if pick_device(device).type == "cpu":
+        model()
+    return model
+
+
 def prepared(model: Any, config: ModelConfig, device: "torch.device") -> Any:
     """The loaded modules on their device, without dropout, through compiled kernels if asked for."""
     from kitae.models.agreement import check_attention
@@ -402,3 +417,21 @@ def written_whole(folder: Path) -> Iterator[Path]:
         path.chmod(0o644)  # weights are written with permissions for their owner alone
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence progress bars and advice of the model library."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # some progress bars ignore the setting
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()

@@ -4,6 +4,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
+from kitae.errors import VerifierError
+from kitae.plugins import load_function
 from kitae.types import Score
 
 TimeoutMeaning = Literal["wrong", "error"]
@@ -72,3 +74,9 @@ def repeatable(function: FunctionT) -> FunctionT:
     """
     function.repeatable = True  # type: ignore[attr-defined]
     return function
+
+
+def user_verifier(name: str) -> Verifier:
+    """The verifier `path/to/file.py:function`. The file is executed: call this where it may do so."""
+    score = load_function(name, "verifier", ("response", "reference", "context"), VerifierError)
+    return Verifier(name, score, on_timeout="error", repeatable=getattr(score, "repeatable", False))

@@ -21,8 +21,7 @@ from typing import Any
 
 from kitae.errors import KitaeWarning, VerifierError
 from kitae.plugins import is_plugin
-from kitae.verifiers.base import Verifier
-from kitae.verifiers.own import own
+from kitae.verifiers.base import Verifier, user_verifier
 from kitae.verifiers.score_calls import call_score, check_params, try_example
 from kitae.workers.interruptible_calls import CutShort, briefly, is_spoilt
 from kitae.workers.templates.template_main import Answer, serve
@@ -56,7 +55,7 @@ def load(setup: Mapping[str, Any]) -> tuple[Mapping[str, Any], Answer]:
 
 def _named(name: str) -> Verifier:
     if is_plugin(name):
-        return own(name)
+        return user_verifier(name)
     from kitae.verifiers.verifier_registry import (
         resolve,  # two thirds of a start, which functions of the user's do without
     )

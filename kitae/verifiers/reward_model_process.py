@@ -17,7 +17,7 @@ from kitae.data.chat import Chat
 from kitae.data.messages import read_messages
 from kitae.errors import DataError
 from kitae.models.config import ModelConfig
-from kitae.models.model_in_template import forked
+from kitae.models.load import forked
 from kitae.types import Message
 from kitae.workers.templates.template_main import Answer, serve
 

@@ -8,7 +8,7 @@ from typing import Any
 from kitae.errors import VerifierError
 from kitae.plugins import is_plugin, nearest
 from kitae.types import Score
-from kitae.verifiers.base import ScoredPair, Verifier
+from kitae.verifiers.base import ScoredPair, Verifier, user_verifier
 from kitae.verifiers.code.code_verifier import code
 from kitae.verifiers.code.executor import remote_code
 from kitae.verifiers.compose import Composition
@@ -16,7 +16,6 @@ from kitae.verifiers.gym_scores import gym
 from kitae.verifiers.instructions.instruction_verifier import instructions
 from kitae.verifiers.judge import judge, reward_model
 from kitae.verifiers.math import math
-from kitae.verifiers.own import own
 from kitae.verifiers.plain_text import choice, exact, f1, normalised, number, regex
 from kitae.verifiers.puzzle_checks import countdown, knights_knaves
 from kitae.verifiers.response_shape import json_schema, language, length, repetition, tags
@@ -80,7 +79,7 @@ def resolve(name: str) -> Verifier:
     if not is_plugin(name):
         hint = nearest(name, VERIFIERS)
         raise VerifierError(f"a verifier is one of {', '.join(VERIFIERS)} or file.py:function, got {name!r}{hint}")
-    return own(name)
+    return user_verifier(name)
 
 
 _composition = Composition(resolve)

@@ -15,7 +15,7 @@ import numpy as np
 
 from kitae.data.packing import Row, Span
 from kitae.models.config import ModelConfig
-from kitae.models.model_in_template import forked
+from kitae.models.load import forked
 from kitae.trainer.config import LearningConfig
 from kitae.workers.templates.template_main import Answer, serve
 

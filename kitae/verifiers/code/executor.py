@@ -28,9 +28,8 @@ from kitae.sandbox.boot import PACKAGES, inside_sources
 from kitae.sandbox.sandbox_jobs import Limits, complete_order, packed
 from kitae.sandbox.session import Report
 from kitae.types import Score
-from kitae.verifiers.code.extraction import Source
+from kitae.verifiers.code.extraction import Source, variants
 from kitae.verifiers.code.plans import COMPILE_LIMIT, plan, prepare
-from kitae.verifiers.code.readings import variants
 from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio
 from kitae.verifiers.code.verdicts import Verdict, judge_case, take_verdicts, total_score
 from kitae.verifiers.options import service_options

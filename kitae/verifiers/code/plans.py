@@ -9,9 +9,8 @@ from kitae.sandbox.backends import find_program
 from kitae.sandbox.sandbox_jobs import Job, Limits, Order
 from kitae.types import Score
 from kitae.verifiers.code.analysis import as_assert, names_of, settled, visible_setup
-from kitae.verifiers.code.extraction import Source, defines, extract_code
+from kitae.verifiers.code.extraction import Source, completions, defines, extract_code, typing_names, variants
 from kitae.verifiers.code.languages import LANGUAGES
-from kitae.verifiers.code.readings import completions, typing_names, variants
 from kitae.verifiers.code.references import Asserts, CheckFunction, Stdio, Tests, read_tests
 from kitae.verifiers.code.verdicts import wrong
 

@@ -2,7 +2,7 @@
 
 Neither the model's work nor its end touches the run. A worker that died, or took too long, is ended; the next question
 goes to a fresh one. On a CPU that is a fork of the template, which has loaded the model; see
-`kitae.models.model_in_template`.
+`kitae.models.load`.
 """
 
 import itertools

@@ -19,9 +19,8 @@ from kitae.models.classifier import export_scalar
 from kitae.models.load import has_bfloat16
 from kitae.models.policy import Policy
 from kitae.models.scalar import ScalarModel
-from kitae.trainer.parallel.expert_parallel import split_experts
 from kitae.trainer.parallel.mesh import Mesh, Parallel
-from kitae.trainer.parallel.sharding import shard
+from kitae.trainer.parallel.sharding import shard, split_experts
 
 TinyFolder = Callable[[str], Path]
 MOVING = {**PPO, "kl_coef": 0.1, "reference": "ema", "reference_every": 1, "reference_mix": 0.25}
