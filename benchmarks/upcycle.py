@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kitae.errors import KitaeError, ModelError
-from kitae.models.load import find_model, quiet_transformers, written_whole
+from kitae.models.load import find_model, written_whole
+from kitae.models.quiet import quiet_transformers
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor

@@ -18,7 +18,7 @@ from kitae.types import Chain, Message, Segment, Tool
 
 
 @dataclass(slots=True, eq=False)
-class Conversation:
+class AgentConversation:
     """A chain while it grows; number: names it within its episode.
 
     messages: the conversation up to the last answer, as the client sends it back. points: for each answer, the numbers
@@ -45,7 +45,7 @@ class Position:
     The added tokens become part of the conversation only with the answer, so a cancelled request leaves no trace.
     """
 
-    conversation: Conversation
+    conversation: AgentConversation
     messages: tuple[Message, ...]
     added: tuple[int, ...] = ()
 
@@ -60,7 +60,7 @@ class Conversations:
     def __init__(self, chat: Chat) -> None:
         self._chat = chat
         self._numbers = count()
-        self._conversations: list[Conversation] = []
+        self._conversations: list[AgentConversation] = []
 
     @property
     def chains(self) -> tuple[Chain, ...]:
@@ -85,8 +85,8 @@ class Conversations:
             return Position(conversation, messages, added)
         return Position(self._new(tools, conversation.chain(segments).tokens + added), messages)
 
-    def _new(self, tools: tuple[Tool, ...], prompt_tokens: tuple[int, ...]) -> Conversation:
-        return Conversation(next(self._numbers), tools, prompt_tokens)
+    def _new(self, tools: tuple[Tool, ...], prompt_tokens: tuple[int, ...]) -> AgentConversation:
+        return AgentConversation(next(self._numbers), tools, prompt_tokens)
 
     def grow(self, position: Position, answer: Segment, said: Message) -> None:
         """Add the answer to a request, as tokens and as the message that the client gets."""
@@ -101,10 +101,10 @@ class Conversations:
 
     def _longest(
         self, messages: Sequence[Message], tools: Sequence[Tool]
-    ) -> tuple[Conversation, tuple[int, int]] | None:
+    ) -> tuple[AgentConversation, tuple[int, int]] | None:
         """The longest history that these messages continue without assistant messages of other origin. Of several equal
         ones, prefer one that can be continued in place."""
-        best: tuple[tuple[int, bool], Conversation, tuple[int, int]] | None = None
+        best: tuple[tuple[int, bool], AgentConversation, tuple[int, int]] | None = None
         told = [_matched_form(message) for message in messages]
         foreign = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
         for conversation in self._conversations:

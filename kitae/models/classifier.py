@@ -15,10 +15,10 @@ from kitae.models.load import (
     load_tokenizer,
     pick_dtype,
     prepared,
-    quiet_transformers,
     ready_device,
     written_whole,
 )
+from kitae.models.quiet import quiet_transformers
 
 if TYPE_CHECKING:
     from torch import Tensor

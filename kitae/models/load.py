@@ -1,19 +1,18 @@
 """Find a model (folder, hub id or short name), load it, and write trained ones back as ordinary folders."""
 
 import importlib.util
-import io
 import platform
 import shutil
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
+from kitae.models.quiet import quiet_transformers
 from kitae.paths import cache_dir
 from kitae.store.run_folder import is_run
 
@@ -417,21 +416,3 @@ def written_whole(folder: Path) -> Iterator[Path]:
         path.chmod(0o644)  # weights are written with permissions for their owner alone
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence progress bars and advice of the model library."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):  # some progress bars ignore the setting
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()

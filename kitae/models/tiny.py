@@ -7,7 +7,7 @@ They are part of the package so that users can test their own tasks, verifiers a
 from pathlib import Path
 from typing import Any
 
-from kitae.models.load import quiet_transformers
+from kitae.models.quiet import quiet_transformers
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3", "mistral")
 MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss")
