@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kitae.errors import ModelError
 from kitae.models.config import ModelConfig
-from kitae.models.load import (
-    find_model,
-    load_tokenizer,
-    pick_dtype,
-    prepared,
-    ready_device,
-    written_whole,
-)
+from kitae.models.load import find_model, load_tokenizer, pick_dtype, prepared, ready_device, written_whole
 from kitae.models.quiet import quiet_transformers
 
 if TYPE_CHECKING:
